@@ -1,0 +1,74 @@
+"""Sum of the main input and an extra input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import InputError, explain
+from ..op import BasicOperation, OperationContext
+
+__all__ = ["AddExtraInput"]
+
+
+class AddExtraInput(BasicOperation):
+    """Adds one extra input of the same shape: ``y = x + extra``, as in a residual connection.
+
+    The output has the dtype to which torch promotes the two. Both gradients are that of the output.
+
+    Args:
+        in_place: a permission to overwrite the extra input. The basic operation never takes it,
+            because the tensor may be the caller's, or saved by another operation. The result is
+            the same either way; fused kernels accumulate into buffers of their own.
+
+    Raises:
+        InputError: in forward, if the two shapes differ. Nothing is broadcast.
+    """
+
+    num_extra_inputs: int = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        extra = basic_op_extra_inputs[0][0]
+        assert extra is not None
+        return self.reference(input_, extra), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[
+        Tensor | None,
+        Sequence[Sequence[Tensor | None] | None],
+        Sequence[Sequence[Tensor | None] | None],
+    ]:
+        return grad_output, [()], [(grad_output,)]
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        (extra,) = extra_inputs
+        if input_.shape != extra.shape:
+            raise InputError(
+                explain(
+                    "Input and extra input must have the same shape",
+                    where="AddExtraInput",
+                    received=f"input {tuple(input_.shape)}, extra input {tuple(extra.shape)}",
+                    remedy="Expand or reshape the extra input before the call",
+                )
+            )
+        return input_ + extra

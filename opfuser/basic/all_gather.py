@@ -1,0 +1,64 @@
+"""Concatenation over the ranks of a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..op import BasicOperation, OperationContext
+from ._distributed import (
+    gather_first_dim,
+    group_size,
+    reduce_scatter_first_dim,
+    refuse_reference,
+)
+
+__all__ = ["AllGather"]
+
+
+class AllGather(BasicOperation):
+    """Concatenation of the ranks' inputs along the first dimension.
+
+    Shapes: x ``(N, ...)``, the same on all ranks, y ``(ranks · N, ...)``. Backward is the
+    reduce-scatter: ``dx_r = Σ_s dy_s[r]``. In a group of one rank, or where torch.distributed is
+    not initialised, the identity.
+
+    Args:
+        process_group: None is all ranks.
+
+    Raises:
+        InputError: x has no dimensions.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.process_group = process_group
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if group_size(self.process_group) == 1:
+            return input_
+        return gather_first_dim(input_, self.process_group)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[()]]:
+        if not ctx.needs.input or group_size(self.process_group) == 1:
+            return grad_output, ()
+        return reduce_scatter_first_dim(grad_output, self.process_group), ()
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        refuse_reference(self.process_group, type(self).__name__)
+        return input_
+
+    def extra_repr(self) -> str:
+        return f"ranks={group_size(self.process_group)}"

@@ -1,0 +1,272 @@
+"""Linear transformation without bias."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..op import BasicOperation, OperationContext, autocast_dtype
+from ._distributed import (
+    all_reduce,
+    gather_first_dim,
+    reduce_scatter_first_dim,
+    refuse_reference,
+    shard_linear,
+)
+from ._main_grad import accumulate_main_grad
+
+__all__ = ["BasicLinear", "linear_dgrad", "linear_forward", "linear_wgrad"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``x`` as a matrix of its rows; flattening by ``reshape(-1, 0)`` would be ambiguous."""
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
+    """``y = x Wᵀ`` for x (..., in), weight (out, in) of one dtype."""
+    return nn.functional.linear(x, weight)
+
+
+def linear_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
+    """``dx = dy W`` for dy (..., out), weight (out, in), in the dtype of the weight."""
+    dy = dy.to(weight.dtype)
+    if dy.dim() == 2:
+        return torch.mm(dy, weight)
+    return torch.mm(_rows(dy), weight).view(*dy.shape[:-1], weight.shape[1])
+
+
+def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    """``dW = dyᵀ x`` over all rows for dy (..., out), x (..., in), in the dtype of x."""
+    return torch.mm(_rows(dy.to(x.dtype)).t(), _rows(x))
+
+
+class BasicLinear(BasicOperation):
+    r"""Linear transformation :math:`y = x W^T`, like ``torch.nn.Linear`` with ``bias=False``.
+
+    Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, y ``(..., out_features)``.
+    Computes in, and returns, the autocast dtype if autocast is active, else the weight's dtype:
+    fp16, bf16, fp32 or fp64.
+
+    Tensor parallelism (Shoeybi et al., Megatron-LM, arXiv:1909.08053) gives every rank a slice of
+    W: of its rows in mode ``"column"`` (y is sliced along its last dimension), of its columns in
+    mode ``"row"`` (x is). With sequence parallelism (Korthikanti et al., arXiv:2205.05198) the
+    side that is not sliced along the last dimension is sliced along the first.
+
+    Args:
+        in_features: last dimension of x, over all ranks.
+        out_features: last dimension of y, over all ranks.
+        device: of the weight; None is torch's default.
+        dtype: of the weight; None is torch's default.
+        tensor_parallel_mode: None, "column" or "row".
+        tensor_parallel_group: None is all ranks.
+        sequence_parallel: slice also the side that tensor parallelism leaves whole.
+        rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
+            selects the random state for initialisation.
+        accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` (or write it
+            there, if ``weight.overwrite_main_grad``) and give autograd zeros.
+        userbuffers_options: not supported.
+
+    Raises:
+        ArgumentError: arguments outside their domain.
+        NotSupportedError: ``userbuffers_options`` other than None.
+        InputError: the last dimension of x is not the local ``in_features``.
+    """
+
+    class Saved(NamedTuple):
+        input: Tensor | None
+        weight: Tensor | None
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        where = type(self).__name__
+        if userbuffers_options is not None:
+            raise NotSupportedError(
+                explain(
+                    "userbuffers_options must be None: communication is not overlapped with GEMMs",
+                    where=where,
+                    received=repr(userbuffers_options),
+                )
+            )
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in _DTYPES:
+            raise ArgumentError(
+                explain(
+                    "A linear operation computes in float16, bfloat16, float32 or float64",
+                    where=where,
+                    received=str(dtype),
+                )
+            )
+        self.sharding = shard_linear(
+            in_features,
+            out_features,
+            mode=tensor_parallel_mode,
+            group=tensor_parallel_group,
+            sequence_parallel=sequence_parallel,
+            where=where,
+        )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self._rng_state_tracker_function = rng_state_tracker_function
+        shape = self.sharding.local_out_features, self.sharding.local_in_features
+        self.register_parameter(
+            "weight", nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        )
+        self.reset_parameters()
+
+    @property
+    def tensor_parallel_mode(self) -> str | None:
+        """Mode of tensor parallelism; None also where the group has a single rank."""
+        return self.sharding.mode
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """Group over which the weight is sliced."""
+        return self.sharding.group
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of slices of the weight."""
+        return self.sharding.ranks
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the side that tensor parallelism leaves whole is sliced along its rows."""
+        return self.sharding.sequence_parallel
+
+    @property
+    def local_in_features(self) -> int:
+        """Columns of this rank's weight."""
+        return self.sharding.local_in_features
+
+    @property
+    def local_out_features(self) -> int:
+        """Rows of this rank's weight."""
+        return self.sharding.local_out_features
+
+    def reset_parameters(self) -> None:
+        """Uniform in ±1/√in_features, as ``torch.nn.Linear`` (He et al., arXiv:1502.01852)."""
+        tracker = self._rng_state_tracker_function
+        if not self.weight.numel():
+            return
+        with tracker().fork() if tracker is not None else contextlib.nullcontext():
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        sharding = self.sharding
+        w = self._parameters.get("weight")
+        if w is None:  # parametrised
+            w = self.weight
+        x = input_
+        if not x.dim() or x.shape[-1] != sharding.local_in_features:
+            self._refuse_input(x)
+        dtype = autocast_dtype(x.device) or w.dtype
+        if x.dtype != dtype:
+            x = x.to(dtype)
+        if w.dtype != dtype:
+            w = w.to(dtype)  # type: ignore[assignment]
+        if ctx.requires_grad:
+            needs = ctx.needs
+            ctx.save_for_backward(x if needs.parameters[0] else None, w if needs.input else None)
+        if sharding.mode is None:
+            return linear_forward(x, w)
+        if sharding.gathers_input:
+            x = gather_first_dim(x, sharding.group)
+        y = linear_forward(x, w)
+        if sharding.scatters_output:
+            return reduce_scatter_first_dim(y, sharding.group)
+        return all_reduce(y, sharding.group, reuse=True) if sharding.mode == "row" else y
+
+    def _refuse_input(self, x: Tensor) -> None:
+        raise InputError(
+            explain(
+                "The last dimension of the input must be in_features",
+                where=f"{type(self).__name__}({self.extra_repr()})",
+                received=f"shape {tuple(x.shape)}",
+                remedy=f"Pass a tensor of shape (..., {self.sharding.local_in_features})",
+            )
+        )
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        x, w = ctx.saved_tensors  # type: ignore[misc]
+        needs, sharding = ctx.needs, self.sharding
+        dx = dw = None
+        dy = grad_output
+        if sharding.scatters_output:
+            dy = gather_first_dim(dy, sharding.group)
+        if needs.input:
+            dx = linear_dgrad(dy, w)
+            if sharding.gathers_input:
+                dx = reduce_scatter_first_dim(dx, sharding.group)
+            elif sharding.mode == "column":
+                dx = all_reduce(dx, sharding.group, reuse=True)
+        if needs.parameters[0]:
+            if sharding.gathers_input:
+                x = gather_first_dim(x, sharding.group)
+            dw = self.weight_grad(dy, x)
+        return dx, (dw,)
+
+    def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The weight's gradient for autograd: ``dyᵀ x``, or zeros once it is in ``main_grad``.
+
+        Args:
+            dy: gradient of the output, (..., out).
+            x: input, (..., in).
+
+        Raises:
+            ArgumentError: ``main_grad`` is asked for and missing.
+        """
+        if self.accumulate_into_main_grad:
+            x, dy = _rows(x), _rows(dy)
+            return accumulate_main_grad(self.weight, dy.to(x.dtype), x, type(self).__name__)
+        return linear_wgrad(dy, x)
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        if self.sharding.mode is not None:
+            refuse_reference(self.sharding.group, type(self).__name__)
+        return input_.to(self.weight.dtype) @ self.weight.t()
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}"
+        if self.sharding.mode is not None:
+            text += f", tensor_parallel_mode={self.sharding.mode!r}"
+        if self.sharding.sequence_parallel:
+            text += ", sequence_parallel=True"
+        return text

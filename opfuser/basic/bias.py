@@ -1,0 +1,130 @@
+"""Additive bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, InputError, explain
+from ..op import BasicOperation, OperationContext
+from ._distributed import group_size
+
+__all__ = ["Bias", "bias_grad"]
+
+
+def bias_grad(grad_output: Tensor) -> Tensor:
+    """``db = Σ dy`` over all dimensions but the last, summed in fp32 for fp16 and bf16.
+
+    A distinct tensor even if there is nothing to sum: autograd may accumulate into it in place.
+    """
+    dims = tuple(range(grad_output.dim() - 1))
+    if not dims:
+        return grad_output.clone()
+    if grad_output.device.type == "cpu" and grad_output.itemsize == 2:
+        # ATen's CPU kernel rounds partial sums to the input's dtype; its CUDA kernel does not.
+        return grad_output.sum(dims, dtype=torch.float32)
+    return grad_output.sum(dims)
+
+
+class Bias(BasicOperation):
+    r"""Adds a bias along the last dimension: :math:`y = x + b`.
+
+    Shapes: x and y ``(..., size)``, b ``(size,)``. The output has the dtype of x, to which b is
+    cast. A bias of None makes this the identity. The bias starts at zero.
+
+    Args:
+        size: the last dimension, over all ranks.
+        device: of the bias; None is torch's default.
+        dtype: of the bias; None is torch's default.
+        tensor_parallel: distribute the last dimension over the ranks of the group.
+        tensor_parallel_group: None is all ranks.
+
+    Raises:
+        ArgumentError: ``size`` is negative, or no multiple of the group size.
+        InputError: the last dimension of x is not the local size.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        ranks = group_size(tensor_parallel_group) if tensor_parallel else 1
+        if size < 0 or size % ranks:
+            raise ArgumentError(
+                explain(
+                    "The size of a bias must be a multiple of the tensor-parallel size",
+                    where=type(self).__name__,
+                    received=f"size {size}, {ranks} ranks",
+                )
+            )
+        self.size = size
+        self.local_size = size // ranks
+        self.tensor_parallel = ranks > 1
+        self.tensor_parallel_group = tensor_parallel_group if ranks > 1 else None
+        self.tensor_parallel_size = ranks
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(self.local_size, device=device, dtype=dtype))
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fills the bias with zeros."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        bias: Tensor | None = self._parameters.get("bias")
+        if bias is None:
+            bias = self.bias  # cleared, or parametrised
+            if bias is None:
+                return input_
+        if not input_.dim() or input_.shape[-1] != bias.shape[0]:
+            self._refuse_input(input_)
+        if bias.dtype != input_.dtype:
+            bias = bias.to(input_.dtype)
+        return input_ + bias
+
+    def _refuse_input(self, input_: Tensor) -> None:
+        raise InputError(
+            explain(
+                "The last dimension of the input must be the size of the bias",
+                where=f"{type(self).__name__}({self.extra_repr()})",
+                received=f"shape {tuple(input_.shape)}",
+                remedy=f"Pass a tensor of shape (..., {self.local_size})",
+            )
+        )
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        dx = grad_output if ctx.needs.input else None
+        if not ctx.needs.parameters:
+            return dx, ()
+        return dx, (bias_grad(grad_output) if ctx.needs.parameters[0] else None,)
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        if self.bias is None:
+            return input_
+        return input_ + self.bias.to(input_.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}" + (", tensor_parallel=True" if self.tensor_parallel else "")

@@ -1,0 +1,76 @@
+"""Random zeroing of entries during training."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import ArgumentError, explain
+from ..op import BasicOperation, OperationContext
+
+__all__ = ["Dropout"]
+
+
+class Dropout(BasicOperation):
+    """Zeroes entries with probability p and scales the others: ``y = x * mask / (1 - p)``.
+
+    In evaluation, and for p = 0, it is the identity. The gradient is ``dx = dy * mask / (1 - p)``.
+    The mask is drawn from torch's generator of the device, so that checkpointing that preserves
+    the generator's state draws it again. Saved: the mask, one byte per entry, or None if every
+    entry was kept. The output has the input's dtype, also under autocast.
+
+    Source: Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting",
+    JMLR 2014.
+
+    Args:
+        p: probability of zeroing an entry, from 0 to 1; 1 zeroes all of them.
+
+    Raises:
+        ArgumentError: if p is no probability.
+    """
+
+    class Saved(NamedTuple):
+        mask: Tensor | None
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0.0 <= p <= 1.0:
+            raise ArgumentError(
+                explain("p must be between 0 and 1", where="Dropout", received=f"p={p}")
+            )
+        self.dropout_probability: float = p
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        output, mask = input_, None
+        if self.training and self.dropout_probability > 0:
+            output, mask = torch.native_dropout(input_, self.dropout_probability, True)
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(mask))
+        return output
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[()]]:
+        assert ctx.saved_tensors is not None
+        (mask,) = ctx.saved_tensors
+        if mask is None or not ctx.needs.input:
+            return grad_output, ()
+        p = self.dropout_probability
+        scale = 1.0 / (1.0 - p) if p < 1 else 0.0
+        return torch.ops.aten.native_dropout_backward(grad_output, mask, scale), ()
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return F.dropout(input_, self.dropout_probability, self.training)
+
+    def extra_repr(self) -> str:
+        return f"p={self.dropout_probability}"

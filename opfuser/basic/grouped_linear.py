@@ -1,0 +1,294 @@
+"""A linear transformation for each group of rows: the experts of a mixture."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, InputError, OpKwargsError, explain
+from ..op import BasicOperation, OperationContext, autocast_dtype
+from ._grouped_gemm import RowGroups, grouped_mm, grouped_sum, grouped_wgrad, row_groups
+from ._main_grad import add_wgrad, main_grad_buffer, mark_added
+
+__all__ = ["GroupedLinear"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class _Delayed(NamedTuple):
+    """A weight gradient still to be computed."""
+
+    dy: Tensor
+    x: Tensor
+    groups: RowGroups
+    needed: tuple[bool, ...]
+
+
+class _DelayedWgrads:
+    """What waits for ``backward_dw``. Not copied or pickled along with its operation."""
+
+    def __init__(self) -> None:
+        self.pending: deque[_Delayed] = deque()
+        self.hooks: list[Callable[[], None]] = []
+
+    def __reduce__(self) -> tuple[type[_DelayedWgrads], tuple[()]]:
+        return type(self), ()
+
+
+class GroupedLinear(BasicOperation):
+    r"""One linear transformation per group of consecutive rows: :math:`y_g = x_g W_g^T + b_g`.
+
+    Shapes: x ``(..., in_features)``, whose T rows are cut into groups; the extra input split sizes
+    ``(num_groups,)``, integers that add up to T, zeros allowed; y ``(..., out_features)``. With
+    ``scale_bias`` a second extra input s ``(T,)`` scales the bias of each row:
+    ``y = x W_gᵀ + s · b_g``. Dtypes as in ``BasicLinear``.
+
+    Parameters: ``weight0``, ``weight1``, … ``(out_features, in_features)`` and ``bias0``, …
+    ``(out_features,)``; or ``weight`` ``(num_groups, out_features, in_features)`` and ``bias``
+    ``(num_groups, out_features)`` where they are stored as one. Weights start as in
+    ``torch.nn.Linear``, biases at zero.
+
+    On a GPU, bf16 with sizes that are multiples of 8 runs torch's grouped GEMM: split sizes on the
+    GPU are then neither checked nor read back, and rows past their sum are left undefined. Weights
+    stored as one spare that kernel a copy.
+
+    Args:
+        num_groups: number of transformations.
+        in_features: last dimension of x.
+        out_features: last dimension of y.
+        bias: whether to add a bias.
+        device: of the parameters; None is torch's default.
+        dtype: of the parameters; None is torch's default.
+        rng_state_tracker_function: see ``BasicLinear``.
+        accumulate_into_main_grad: see ``BasicLinear``; for the weights.
+        single_grouped_weight: store the weights as one parameter.
+        single_grouped_bias: store the biases as one parameter.
+        delay_wgrad_compute: leave the gradients of the weights to :meth:`backward_dw`.
+        scale_bias: take the scales of the bias; has no effect with ``bias=False``.
+
+    Raises:
+        ArgumentError: sizes below one; a dtype that is not a float; a bias missing in some groups.
+        InputError: x, the split sizes or the scales have the wrong shape or dtype.
+        OpKwargsError: a keyword is passed to forward.
+    """
+
+    num_extra_inputs: int = 1
+    backward_reads_parameters: ClassVar[bool] = True
+
+    class Saved(NamedTuple):
+        split_sizes: Tensor
+        scales: Tensor | None
+        input: Tensor | None
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+    ) -> None:
+        self.scale_bias = scale_bias and bias
+        if self.scale_bias:
+            self.num_extra_inputs = 2
+        super().__init__()
+        dtype = dtype or torch.get_default_dtype()
+        if min(num_groups, in_features, out_features) < 1 or dtype not in _DTYPES:
+            raise ArgumentError(
+                explain(
+                    "GroupedLinear needs at least one group and feature, and computes in "
+                    "float16, bfloat16, float32 or float64",
+                    received=f"num_groups={num_groups}, in_features={in_features}, "
+                    f"out_features={out_features}, dtype={dtype}",
+                )
+            )
+        self.num_groups = num_groups
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bias
+        self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = single_grouped_bias
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._delayed = _DelayedWgrads()
+        self._weight_names = _names("weight", num_groups, single_grouped_weight)
+        self._bias_names = _names("bias", num_groups, single_grouped_bias)
+        groups = (num_groups,) if single_grouped_weight else ()
+        for name in self._weight_names:
+            weight = torch.empty(*groups, out_features, in_features, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(weight))
+        groups = (num_groups,) if single_grouped_bias else ()
+        for name in self._bias_names:
+            value = torch.empty(*groups, out_features, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(value) if bias else None)
+        self.reset_parameters()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None and name.startswith("weight") and self.delay_wgrad_compute:
+            # Tells data-parallel wrappers that the gradient comes after the backward pass.
+            param.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def reset_parameters(self) -> None:
+        """Weights uniform in ±1/√in_features, as ``torch.nn.Linear``; biases zero."""
+        tracker = self._rng_state_tracker_function
+        for name in self._weight_names:
+            weight = getattr(self, name)
+            for matrix in weight if self.single_grouped_weight else [weight]:
+                with tracker().fork() if tracker is not None else contextlib.nullcontext():
+                    nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
+        for name in self._bias_names:
+            if getattr(self, name) is not None:
+                nn.init.zeros_(getattr(self, name))
+
+    def _where(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+    def _current_biases(self) -> list[Tensor]:
+        biases = [getattr(self, name) for name in self._bias_names]
+        present = [b for b in biases if b is not None]
+        if present and len(present) != len(biases):
+            missing = [n for n, b in zip(self._bias_names, biases) if b is None]
+            raise ArgumentError(
+                explain(
+                    "Either all groups have a bias or none has",
+                    where=self._where(),
+                    received=f"None for {', '.join(missing)}",
+                )
+            )
+        return present
+
+    def _check_inputs(self, input_: Tensor, split_sizes: Tensor, scales: Tensor | None) -> None:
+        rows = math.prod(input_.shape[:-1])
+        wrong = ""
+        if not input_.dim() or input_.shape[-1] != self.in_features:
+            wrong = f"input of shape {tuple(input_.shape)}, expected (..., {self.in_features})"
+        elif (
+            split_sizes.shape != (self.num_groups,)
+            or split_sizes.is_floating_point()
+            or split_sizes.is_complex()
+            or split_sizes.dtype == torch.bool
+        ):
+            wrong = (
+                f"split sizes of shape {tuple(split_sizes.shape)} and dtype {split_sizes.dtype}, "
+                f"expected ({self.num_groups},) integers"
+            )
+        elif scales is not None and scales.numel() != rows:
+            wrong = f"scales of shape {tuple(scales.shape)}, expected ({rows},)"
+        if wrong:
+            raise InputError(
+                explain(
+                    "GroupedLinear takes rows, a split size per group and, with scale_bias, a "
+                    "scale per row",
+                    where=self._where(),
+                    received=wrong,
+                )
+            )
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        if basic_op_kwargs[0]:
+            raise OpKwargsError(
+                explain(
+                    "GroupedLinear takes no keywords: it makes its output and gradients itself",
+                    where=self._where(),
+                    received=", ".join(basic_op_kwargs[0]),
+                )
+            )
+        ctx = basic_op_ctxs[0]
+        split_sizes, *others = basic_op_extra_inputs[0]
+        scales = others[0] if self.scale_bias else None
+        assert split_sizes is not None
+        self._check_inputs(input_, split_sizes, scales)
+        weights = [getattr(self, name) for name in self._weight_names]
+        biases = self._current_biases()
+        dtype = autocast_dtype(input_.device) or weights[0].dtype
+        x = _rows(input_).to(dtype)
+        groups = row_groups(split_sizes, x, self.out_features, self._where())
+        y = grouped_mm(x, [w.t() for w in self._matrices(weights, dtype)], groups)
+        if biases:
+            added = self._bias_rows(biases, groups, x.shape[0]).to(dtype)
+            y += added if scales is None else added * scales.reshape(-1, 1).to(dtype)
+        if ctx.requires_grad:
+            wants_weights = any(ctx.needs.parameters[: len(weights)])
+            ctx.save_for_backward(split_sizes, scales, x if wants_weights else None)
+        return y.view(*input_.shape[:-1], self.out_features), [()]
+
+    def _matrices(self, weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        weights = [w.to(dtype) for w in weights]
+        return list(weights[0].unbind(0)) if self.single_grouped_weight else weights
+
+    def _bias_rows(self, biases: Sequence[Tensor], groups: RowGroups, rows: int) -> Tensor:
+        table = biases[0] if self.single_grouped_bias else torch.stack(list(biases))
+        return table.index_select(0, groups.group_of_row(rows))
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[
+        Tensor | None,
+        Sequence[Sequence[Tensor | None] | None],
+        Sequence[Sequence[Tensor | None] | None],
+    ]:
+        ctx = basic_op_ctxs[0]
+        split_sizes, scales, x = ctx.saved_tensors  # type: ignore[misc]
+        assert split_sizes is not None and ctx.parameters is not None
+        count = len(self._weight_names)
+        weights = [p for p in ctx.parameters[:count] if p is not None]
+        biases = [p for p in ctx.parameters[count:] if p is not None]
+        needs_weights, needs_biases = ctx.needs.parameters[:count], ctx.needs.parameters[count:]
+
+        dy = _rows(grad_output)
+        if x is not None:
+            dy = dy.to(x.dtype)
+        groups = row_groups(split_sizes, dy, self.in_features, self._where())
+        dx = None
+        if ctx.needs.input:
+            dx = grouped_mm(dy, self._matrices(weights, dy.dtype), groups)
+            dx = dx.view(*grad_output.shape[:-1], self.in_features)
+        grads: list[Tensor | None] = [None] * count
+        if x is not None:
+            work = _Delayed(dy, x, groups, needs_weights)
+            grads = self._delay(work) if self.delay_wgrad_compute else self._weight_grads(work)
+        if any(needs_biases):
+            scaled = dy if scales is None else dy * scales.reshape(-1, 1).to(dy.dtype)
+            db = grouped_sum(scaled, groups)
+            grads += [db] if self.single_grouped_bias else list(db.unbind(0))
+        else:
+            grads += [None] * len(biases)
+        if not self.scale_bias:
+            return dx, [grads], [(None,)]
+        ds = None
+        if scales is not None and ctx.needs.extra_inputs[1]:
+            ds = torch.zeros_like(scales)
+            if biases:
+                per_row = self._bias_rows(biases, groups, dy.shape[0]).to(dy.dtype)
+                ds = (dy * per_row).sum(-1, dtype=ds.dtype).view(scales.shape)
+        return dx, [grads], [(None, ds)]
+

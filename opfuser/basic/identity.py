@@ -1,0 +1,33 @@
+"""The identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..op import BasicOperation, OperationContext
+
+__all__ = ["Identity"]
+
+
+class Identity(BasicOperation):
+    """Returns its input: ``y = x``. A place holder that takes part in any sequence."""
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        return input_
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[()]]:
+        return grad_output, ()
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return input_.clone()

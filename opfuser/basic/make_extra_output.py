@@ -1,0 +1,63 @@
+"""A copy-free tap: the input is also an extra output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..op import BasicOperation, OperationContext
+
+__all__ = ["MakeExtraOutput"]
+
+
+class MakeExtraOutput(BasicOperation):
+    """Returns its input twice, as output and as extra output: the start of a residual branch.
+
+    ``dx = dy + dextra``; a gradient that does not arrive counts as zero.
+
+    Args:
+        in_place: a permission to add into the incoming gradient of the extra output. The basic
+            operation never takes it, because that tensor may be the caller's. The result is the
+            same either way; fused kernels accumulate into buffers of their own.
+    """
+
+    num_extra_outputs: int = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        return input_, [(input_,)]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor | None,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[
+        Tensor | None,
+        Sequence[Sequence[Tensor | None] | None],
+        Sequence[Sequence[Tensor | None] | None],
+    ]:
+        grad_extra = basic_op_grad_extra_outputs[0][0]
+        if grad_output is None or grad_extra is None:
+            return grad_extra if grad_output is None else grad_output, [()], [()]
+        return grad_output + grad_extra, [()], [()]
+
+    def reference(
+        self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return input_.clone(), input_.clone()

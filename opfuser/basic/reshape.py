@@ -1,0 +1,67 @@
+"""Change of shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ArgumentError, InputError, explain
+from ..op import BasicOperation, OperationContext
+
+__all__ = ["Reshape"]
+
+
+class Reshape(BasicOperation):
+    """Reshapes its input, as ``torch.reshape``: a view where the strides allow it.
+
+    Args:
+        shape: the output's sizes. One of them may be -1 and is then inferred. With zero elements
+            it can be inferred only if no other size is 0.
+
+    Raises:
+        ArgumentError: if a size is below -1, or more than one is -1.
+        InputError: in forward, if the input has no such shape.
+    """
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__()
+        self.shape = tuple(int(size) for size in shape)
+        if min(self.shape, default=0) < -1 or self.shape.count(-1) > 1:
+            raise ArgumentError(
+                explain(
+                    "Sizes must be non-negative, except for at most one -1",
+                    where="Reshape",
+                    received=f"shape={self.shape}",
+                )
+            )
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        if ctx.requires_grad:
+            ctx.input_shape = input_.shape
+        return self.reference(input_)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[()]]:
+        return (grad_output.reshape(ctx.input_shape) if ctx.needs.input else None), ()
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        try:
+            return input_.reshape(self.shape)
+        except RuntimeError as error:
+            raise InputError(
+                explain(
+                    "The input must have as many elements as the shape asks for",
+                    where="Reshape",
+                    received=f"input {tuple(input_.shape)} for shape={self.shape}",
+                )
+            ) from error

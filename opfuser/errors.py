@@ -1,0 +1,99 @@
+"""One class per mistake that a user of opfuser can make.
+
+Each text states the invariant, where it broke, what was received and the remedy.
+Every class also derives from the builtin exception that code in the field catches.
+"""
+
+from __future__ import annotations
+
+
+class OpfuserError(Exception):
+    """Base of every error that opfuser raises on purpose."""
+
+
+def explain(invariant: str, *, where: str = "", received: str = "", remedy: str = "") -> str:
+    """Joins the parts of an error text; empty parts are left out."""
+    text = invariant.rstrip(".")
+    if where:
+        text += f" ({where})"
+    text += "."
+    if received:
+        text += f" Received: {received}."
+    if remedy:
+        text += f" {remedy.rstrip('.')}."
+    return text
+
+
+class ArgumentError(OpfuserError, ValueError):
+    """A constructor or call received a value outside its domain."""
+
+
+class ArgumentTypeError(OpfuserError, TypeError):
+    """A constructor or call received an object of the wrong type."""
+
+
+class InputError(OpfuserError, ValueError):
+    """A tensor given to an operation has a shape, dtype or layout that it cannot take."""
+
+
+class ExtraInputCountError(OpfuserError, ValueError):
+    """A call brought more or fewer extra inputs than the operations ask for."""
+
+
+class ExtraOutputCountError(OpfuserError, RuntimeError):
+    """An operation returned another number of extra outputs than it declares."""
+
+
+class ParameterGradientCountError(OpfuserError, RuntimeError):
+    """A backward returned another number of parameter gradients than there are parameters."""
+
+
+class ExtraInputGradientCountError(OpfuserError, RuntimeError):
+    """A backward returned another number of extra-input gradients than there are extra inputs."""
+
+
+class ChannelError(OpfuserError, ValueError):
+    """A channel has no producer, a late producer, or several producers; or its name is invalid."""
+
+
+class ChannelIndexError(OpfuserError, IndexError):
+    """A channel was bound to an extra input or output that the operation does not have."""
+
+
+class ChannelCapturedError(OpfuserError, RuntimeError):
+    """A channel was rebound after a fuser or a Sequential captured the operation's routing."""
+
+
+class HiddenOutputError(OpfuserError, RuntimeError):
+    """A fused operation left out an extra output that is needed outside its own steps."""
+
+
+class OpKwargsError(OpfuserError, ValueError):
+    """``op_kwargs`` names no basic operation of this Sequential, or a keyword it does not take."""
+
+
+class PlanError(OpfuserError, RuntimeError):
+    """A fusion returned operations that do not tile the basic operations exactly, in order."""
+
+
+class FusionError(OpfuserError, ValueError):
+    """A fusion was declared or registered wrongly."""
+
+
+class UnknownFusionError(OpfuserError, KeyError):
+    """No fusion of that name is registered."""
+
+    def __str__(self) -> str:  # KeyError quotes its argument; the text is meant to be read.
+        return str(self.args[0]) if self.args else ""
+
+
+class DoubleBackwardError(OpfuserError, RuntimeError):
+    """The gradient of a sequence was differentiated a second time."""
+
+
+class NotSupportedError(OpfuserError, NotImplementedError):
+    """An argument is part of the calling contract but has no implementation behind it."""
+
+
+class MissingImplementationError(OpfuserError, NotImplementedError):
+    """An operation lacks the forward or backward that it was asked to run."""

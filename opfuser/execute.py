@@ -1,0 +1,534 @@
+"""Executing a plan: the only autograd.Function, and the walks over the steps of each pass.
+
+Everything that does not change from call to call is laid out by :class:`Program` when a plan is
+made; the walks only follow it. They are written so that ``torch.compile`` can trace them: no
+attribute is read off a tensor, and contexts are copied, not changed, on the way to backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import (
+    DoubleBackwardError,
+    ExtraInputGradientCountError,
+    ExtraOutputCountError,
+    HiddenOutputError,
+    ParameterGradientCountError,
+    explain,
+)
+from .op import BasicOperation, FusibleOperation, GradNeeds, OperationContext
+from .plan import Plan, Step
+from .wiring import Slot, Wiring
+
+Kwargs = Sequence[dict[str, Any]] | None
+
+# Frees what a node saved while its backward still runs; without it the memory of a whole sequence
+# would be held until the last of its gradients is made.
+_CAN_CLEAR = hasattr(torch._C._FunctionBase, "maybe_clear_saved_tensors")
+
+
+class _Forward(NamedTuple):
+    """One forward step. ``general`` is None for a basic operation without extra tensors."""
+
+    op: Any
+    needs: GradNeeds | None
+    general: _GeneralForward | None
+
+
+class _GeneralForward(NamedTuple):
+    indices: tuple[int, ...]
+    needs: tuple[GradNeeds | None, ...]
+    sources: tuple[tuple[Slot | int | None, ...], ...]
+    wanted: tuple[tuple[str, ...], ...]
+    """For each extra output why it may not be None: "public", "outside", or empty if it may."""
+    frees: tuple[Slot, ...]
+    name: str
+
+
+class _Backward(NamedTuple):
+    """One backward step, in the order of execution."""
+
+    op: Any
+    index: int
+    general: _GeneralBackward | None
+
+
+class _GeneralBackward(NamedTuple):
+    indices: tuple[int, ...]
+    targets: tuple[tuple[Slot | int | None, ...], ...]
+    num_extra_outputs: tuple[int, ...]
+    name: str
+
+
+class Program:
+    """A plan laid out for execution."""
+
+    def __init__(self, plan: Plan, wiring: Wiring, num_parameters: Sequence[int]) -> None:
+        self.plan = plan
+        self.wiring = wiring
+        self.outputs = wiring.outputs
+        self.num_extra_inputs = len(wiring.inputs)
+        ends = [0]
+        for count in num_parameters:
+            ends.append(ends[-1] + count)
+        self.spans = tuple(zip(ends, ends[1:]))
+        self.num_parameters = ends[-1]
+        self.needs_backward = any(need is not None for need in plan.needs)
+        self.input_needs_grad = bool(plan.needs and plan.needs[0] and plan.needs[0].input)
+        self.kept_parameters = tuple(
+            n
+            for (start, stop), op, need in zip(self.spans, plan.basic_ops, plan.needs)
+            if op.backward_reads_parameters and need is not None
+            for n in range(start, stop)
+        )
+        self.forward = _lay_out_forward(plan, wiring)
+        self.backward = _lay_out_backward(plan, wiring)
+        self.without_grad = tuple(
+            n for n, slot in enumerate(wiring.outputs) if plan.needs[slot.op] is None
+        )
+        prepared = (BasicOperation, FusibleOperation)
+        self.prepared_ops = tuple(
+            (op, need is not None)
+            for op, need in zip(plan.basic_ops, plan.needs)
+            if not any(type(op).pre_fuser_forward is base.pre_fuser_forward for base in prepared)
+        )
+
+
+def _is_plain(op: Any, extra_tensors: bool) -> bool:
+    """Whether a step may skip the general protocol and call op_forward / op_backward directly."""
+    return (
+        isinstance(op, BasicOperation)
+        and not extra_tensors
+        and type(op).fuser_forward is BasicOperation.fuser_forward
+        and type(op).fuser_backward is BasicOperation.fuser_backward
+    )
+
+
+def _name(step: Step) -> str:
+    span = f"{step.indices[0]}" if len(step.indices) == 1 else f"{step.indices[0]}-{step.indices[-1]}"
+    return f"op {span} ({type(step.op).__name__})"
+
+
+def _lay_out_forward(plan: Plan, wiring: Wiring) -> tuple[_Forward, ...]:
+    last_reader: dict[Slot, int] = {}
+    for number, step in enumerate(plan.forward):
+        for i in step.indices:
+            for s in range(len(wiring.consumers[i])):
+                last_reader[Slot(i, s)] = number
+            last_reader.update({x: number for x in wiring.sources[i] if isinstance(x, Slot)})
+    out: list[_Forward] = []
+    for number, step in enumerate(plan.forward):
+        own = set(step.indices)
+        extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
+        first = plan.needs[step.indices[0]]
+        if _is_plain(step.op, extras):
+            out.append(_Forward(step.op, first, None))
+            continue
+        wanted = tuple(
+            tuple(
+                "public" if Slot(i, s) in wiring.outputs
+                else "outside" if any(reader not in own for reader in readers)
+                else ""
+                for s, readers in enumerate(wiring.consumers[i])
+            )
+            for i in step.indices
+        )  # fmt: skip
+        general = _GeneralForward(
+            step.indices,
+            tuple(plan.needs[i] for i in step.indices),
+            tuple(_outside(wiring.sources[i], own) for i in step.indices),
+            wanted,
+            tuple(
+                slot for slot, last in last_reader.items()
+                if last == number and slot not in wiring.outputs
+            ),
+            _name(step),
+        )  # fmt: skip
+        out.append(_Forward(step.op, first, general))
+    return tuple(out)
+
+
+def _lay_out_backward(plan: Plan, wiring: Wiring) -> tuple[_Backward, ...]:
+    out: list[_Backward] = []
+    for step in reversed(plan.backward):
+        if all(plan.needs[i] is None for i in step.indices):
+            break
+        extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
+        if _is_plain(step.op, extras):
+            out.append(_Backward(step.op, step.indices[0], None))
+            continue
+        own = set(step.indices)
+        general = _GeneralBackward(
+            step.indices,
+            tuple(_outside(wiring.sources[i], own) for i in step.indices),
+            tuple(len(wiring.consumers[i]) for i in step.indices),
+            _name(step),
+        )
+        out.append(_Backward(step.op, step.indices[0], general))
+    return tuple(out)
+
+
+def _outside(sources: tuple[Slot | int, ...], own: set[int]) -> tuple[Slot | int | None, ...]:
+    """Sources of extra inputs; None for a channel whose producer the same step covers."""
+    return tuple(None if isinstance(x, Slot) and x.op in own else x for x in sources)
+
+
+def run(
+    program: Program,
+    input_: Tensor,
+    parameters: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs,
+) -> Any:
+    """Runs a program; returns the output, or a tuple of it and the extra outputs."""
+    for op, needed in program.prepared_ops:
+        op.pre_fuser_forward(requires_grad=needed)
+    if program.needs_backward:
+        return _Run.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+    output, outputs = _walk_forward(program, kwargs, input_, extra_inputs, None)
+    return (output, *outputs) if outputs else output
+
+
+def _context(needs: GradNeeds | None) -> OperationContext:
+    ctx = OperationContext()
+    if needs is None:
+        ctx.requires_grad = False
+    else:
+        ctx.needs = needs
+    return ctx
+
+
+def _walk_forward(
+    program: Program,
+    kwargs: Kwargs,
+    x: Tensor,
+    extra_inputs: Sequence[Tensor],
+    contexts: list[OperationContext] | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Runs the forward steps; fills one context per basic operation into ``contexts``."""
+    produced: dict[Slot, Tensor] = {}
+    index = 0
+    for op, needs, general in program.forward:
+        if general is None:
+            ctx = OperationContext()
+            if needs is None:
+                ctx.requires_grad = False
+            else:
+                ctx.needs = needs
+            if kwargs is None:
+                x = op.op_forward(
+                    ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+                )
+            else:
+                x = op.op_forward(
+                    ctx,
+                    x,
+                    prev_op_grad_output_quantizer=None,
+                    next_op_input_quantizer=None,
+                    **kwargs[index],
+                )
+            index += 1
+            if contexts is not None:
+                contexts.append(ctx)
+        else:
+            ctxs = [_context(needs) for needs in general.needs]
+            x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
+            index += len(ctxs)
+            if contexts is not None:
+                contexts.extend(ctxs)
+    return x, [produced[slot] for slot in program.outputs]
+
+
+def _general_forward(
+    op: Any,
+    general: _GeneralForward,
+    ctxs: list[OperationContext],
+    x: Tensor,
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs,
+    produced: dict[Slot, Tensor],
+) -> Tensor:
+    x, extra_outputs = op.fuser_forward(
+        ctxs,
+        x,
+        basic_op_extra_inputs=[
+            [_fetch(source, extra_inputs, produced) for source in sources]
+            for sources in general.sources
+        ],
+        prev_op_grad_output_quantizer=None,
+        next_op_input_quantizer=None,
+        basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
+    )
+    if len(extra_outputs) != len(general.indices):
+        raise ExtraOutputCountError(
+            explain(
+                f"Expected extra outputs for {len(general.indices)} basic operations, "
+                f"but got {len(extra_outputs)}",
+                where=general.name,
+            )
+        )
+    for i, ys, wanted in zip(general.indices, extra_outputs, general.wanted):
+        if len(ys) != len(wanted):
+            raise ExtraOutputCountError(
+                explain(
+                    f"Expected op {i} to generate {len(wanted)} extra outputs, but got {len(ys)}",
+                    where=general.name,
+                )
+            )
+        for s, y in enumerate(ys):
+            if y is not None:
+                produced[Slot(i, s)] = y
+            elif wanted[s]:
+                raise HiddenOutputError(_hidden_output(i, s, wanted[s], general.name))
+    for slot in general.frees:
+        produced.pop(slot, None)
+    return x
+
+
+def _fetch(
+    source: Slot | int | None, extra_inputs: Sequence[Tensor], produced: dict[Slot, Tensor]
+) -> Tensor | None:
+    if source is None:
+        return None
+    return extra_inputs[source] if isinstance(source, int) else produced[source]
+
+
+def _hidden_output(op: int, slot: int, reason: str, where: str) -> str:
+    if reason == "public":
+        what = f"Extra output {slot} of op {op} is public, but None was returned for it"
+    else:
+        what = (
+            f"Extra output {slot} of op {op} is read by an operation outside its forward fusion, "
+            "but None was returned for it"
+        )
+    return explain(what, where=where, remedy="Return the tensor from fuser_forward")
+
+
+class _Run(torch.autograd.Function):
+    """Differentiates a whole run of operations at once, so that the passes may fuse differently."""
+
+    @staticmethod
+    def forward(
+        func_ctx: Any, program: Program, kwargs: Kwargs, input_: Tensor, *tensors: Tensor
+    ) -> Any:
+        contexts: list[OperationContext] = []
+        extra_inputs = tensors[program.num_parameters :]
+        output, outputs = _walk_forward(program, kwargs, input_, extra_inputs, contexts)
+
+        saved: list[Tensor | None] = []
+        ends = [0]
+        for ctx in contexts:
+            if ctx.to_save is not None:
+                if ctx.requires_grad:
+                    saved.extend(ctx.to_save)
+                ctx.to_save = None
+            ends.append(len(saved))
+        func_ctx.save_for_backward(*saved, *[tensors[n] for n in program.kept_parameters])
+        func_ctx.set_materialize_grads(False)
+        func_ctx.program = program
+        func_ctx.contexts = contexts
+        func_ctx.ends = ends
+        if not outputs:
+            return output
+        func_ctx.output_like = (output.shape, output.dtype, output.device)
+        return _distinct_outputs(func_ctx, program, output, outputs)
+
+    @staticmethod
+    def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
+        program: Program = func_ctx.program
+        if grad_output is None:
+            shape, dtype, device = func_ctx.output_like
+            grad_output = torch.zeros(shape, dtype=dtype, device=device)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _walk_backward(func_ctx, program, grad_output, grad_outputs)
+        with torch.no_grad():
+            grads = _walk_backward(func_ctx, program, grad_output, grad_outputs)
+        made = [g for g in grads if g is not None]
+        guarded = iter(_NotTwice.apply(len(made), *made, grad_output, *grad_outputs))  # type: ignore[no-untyped-call]
+        return tuple(None if g is None else next(guarded) for g in grads)
+
+
+class _NotTwice(torch.autograd.Function):
+    """Passes gradients through; raises when they are differentiated in turn."""
+
+    @staticmethod
+    def forward(func_ctx: Any, count: int, *tensors: Tensor | None) -> Any:
+        return tuple(t.view_as(t) for t in tensors[:count] if t is not None)
+
+    @staticmethod
+    def backward(func_ctx: Any, *grads: Tensor) -> Any:
+        raise DoubleBackwardError(
+            explain(
+                "A sequence of fused operations can be differentiated only once",
+                received="a second differentiation of its gradient (create_graph=True)",
+                remedy="Use the operations' reference() or torch.nn modules where second "
+                "derivatives are needed",
+            )
+        )
+
+
+def _distinct_outputs(
+    func_ctx: Any, program: Program, output: Tensor, outputs: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Gives every output a tensor of its own: autograd attaches one history to each."""
+    results = [output]
+    for y in outputs:
+        results.append(y.view_as(y) if any(y is earlier for earlier in results) else y)
+    if program.without_grad:
+        func_ctx.mark_non_differentiable(*[results[1 + n] for n in program.without_grad])
+    return tuple(results)
+
+
+def _backward_contexts(
+    func_ctx: Any, program: Program, saved: Sequence[Tensor]
+) -> list[OperationContext | None]:
+    """Deals what was saved back to fresh contexts, so that a second backward finds the same."""
+    contexts: list[OperationContext | None] = []
+    ends = func_ctx.ends
+    for n, kept in enumerate(func_ctx.contexts):
+        ctx = OperationContext()
+        ctx.__dict__.update(kept.__dict__)
+        ctx.saved_tensors = tuple(saved[ends[n] : ends[n + 1]])
+        contexts.append(ctx)
+    at = ends[-1]
+    if program.kept_parameters:
+        ops, needs = program.plan.basic_ops, program.plan.needs
+        for ctx, op, need, (start, stop) in zip(contexts, ops, needs, program.spans):
+            if op.backward_reads_parameters and need is not None and ctx is not None:
+                ctx.parameters = tuple(saved[at : at + stop - start])
+                at += stop - start
+    return contexts
+
+
+def _walk_backward(
+    func_ctx: Any, program: Program, dx: Tensor | None, grad_outputs: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    grad_output = dx
+    saved = func_ctx.saved_tensors
+    contexts = _backward_contexts(func_ctx, program, saved)
+    if saved and not torch.compiler.is_compiling() and _CAN_CLEAR:
+        del saved
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            func_ctx.maybe_clear_saved_tensors()
+            func_ctx.contexts = None
+    grads_of: dict[Slot, Tensor] = {}
+    for slot, grad in zip(program.outputs, grad_outputs):
+        if grad is not None:
+            grads_of[slot] = grad
+    param_grads: list[Tensor | None] = [None] * program.num_parameters
+    extra_grads: list[Tensor | None] = [None] * program.num_extra_inputs
+
+    for op, index, general in program.backward:
+        if general is None:
+            ctx = contexts[index]
+            contexts[index] = None
+            if dx is None:
+                continue
+            dx, grads = op.op_backward(ctx, dx)
+            _place_parameter_grads(program, index, grads, param_grads)
+        else:
+            ctxs = [contexts[i] for i in general.indices]
+            for i in general.indices:
+                contexts[i] = None
+            dx = _general_backward(program, op, general, ctxs, dx, grads_of, param_grads, extra_grads)
+        ctx = ctxs = None
+    if not program.input_needs_grad:
+        dx = None
+    all_grads = [dx, *param_grads, *extra_grads]
+    if not torch.compiler.is_compiling():
+        _separate(all_grads, (grad_output, *grad_outputs))
+    return (None, None, *all_grads)
+
+
+def _place_parameter_grads(
+    program: Program, index: int, grads: Any, param_grads: list[Tensor | None]
+) -> None:
+    start, stop = program.spans[index]
+    if grads is None:
+        return
+    grads = tuple(grads)
+    if len(grads) != stop - start:
+        raise ParameterGradientCountError(
+            explain(
+                f"Expected op {index} to generate {stop - start} param grads, "
+                f"but got {len(grads)}",
+                where=f"op {index} ({type(program.plan.basic_ops[index]).__name__})",
+                remedy="Return one gradient or None per parameter, in registration order",
+            )
+        )
+    if grads:
+        param_grads[start:stop] = grads
+
+
+def _general_backward(
+    program: Program,
+    op: Any,
+    general: _GeneralBackward,
+    ctxs: list[OperationContext | None],
+    dx: Tensor | None,
+    grads_of: dict[Slot, Tensor],
+    param_grads: list[Tensor | None],
+    extra_grads: list[Tensor | None],
+) -> Tensor | None:
+    grad_extra_outputs = [
+        [grads_of.pop(Slot(i, s), None) for s in range(count)]
+        for i, count in zip(general.indices, general.num_extra_outputs)
+    ]
+    if dx is None:
+        # The operations after this one pass no gradient back, so that of its output is zero.
+        like = next((g for gs in grad_extra_outputs for g in gs if g is not None), None)
+        if like is None:
+            return None
+        dx = torch.zeros_like(like)
+    dx, params, extras = op.fuser_backward(
+        ctxs, dx, basic_op_grad_extra_outputs=grad_extra_outputs
+    )
+    if len(params) != len(general.indices) or len(extras) != len(general.indices):
+        raise ParameterGradientCountError(
+            explain(
+                f"Expected gradients for {len(general.indices)} basic operations, but got "
+                f"{len(params)} lists of param grads and {len(extras)} of extra-input grads",
+                where=general.name,
+            )
+        )
+    for i, grads, dextras, targets in zip(general.indices, params, extras, general.targets):
+        _place_parameter_grads(program, i, grads, param_grads)
+        if dextras is None:
+            continue
+        if len(dextras) != len(targets):
+            raise ExtraInputGradientCountError(
+                explain(
+                    f"Expected op {i} to generate grads for {len(targets)} extra inputs, "
+                    f"but got {len(dextras)}",
+                    where=general.name,
+                )
+            )
+        for grad, target in zip(dextras, targets):
+            if grad is None or target is None:
+                continue
+            if isinstance(target, int):
+                extra_grads[target] = grad
+            else:
+                earlier = grads_of.get(target)
+                grads_of[target] = grad if earlier is None else earlier + grad
+    return dx
+
+
+def _separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> None:
+    """Copies a gradient that is a view of another one, or of one that was received.
+
+    Autograd shares one tensor object between several owners safely, by its reference count; two
+    objects over the same memory it cannot tell apart, and accumulates in place into both.
+    """
+    for n, grad in enumerate(grads):
+        if grad is None or not grad._is_view():
+            continue
+        memory = grad.untyped_storage().data_ptr()
+        others = [*received, *grads[:n], *grads[n + 1 :]]
+        if any(o is not None and o.untyped_storage().data_ptr() == memory for o in others):
+            grads[n] = grad.clone()

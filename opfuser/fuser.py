@@ -1,0 +1,359 @@
+"""OperationFuser: from a call to its plan, cached under a complete key, and on to execution."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from . import fused as _fused
+from .errors import ArgumentTypeError, ExtraInputCountError, explain
+from .execute import Kwargs, Program, run
+from .fusion import Env, FusionFunction, Stage, registry
+from .op import (
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    _Clock,
+    _Engine,
+    autocast_dtype,
+    clock,
+)
+from .plan import Plan, PlanKey, expand, grad_needs, make_plan
+from .wiring import Member, Wiring, public_wiring, route
+
+__all__ = ["OperationFuser"]
+
+for _rule in _fused.FUSIONS:
+    registry.add(_rule, _rule.stage, origin="opfuser")
+
+# A plan is small, but a flag that a user changes at every step must not pile plans up.
+_MAX_PLANS = 64
+
+# Cheaper than asking per device type; not part of torch's public names.
+_any_autocast = torch._C._is_any_autocast_enabled
+
+# Attributes of an operation that say nothing about how it may be fused.
+_NOT_IN_SIGNATURE = frozenset(
+    "_parameters _buffers _non_persistent_buffers_set _backward_pre_hooks _backward_hooks "
+    "_is_full_backward_hook _forward_hooks _forward_hooks_with_kwargs "
+    "_forward_hooks_always_called _forward_pre_hooks _forward_pre_hooks_with_kwargs "
+    "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks "
+    "_load_state_dict_post_hooks _modules basic_ops _owner _alone _routing_captured".split()
+)
+
+
+class _Same:
+    """Stands for an object that cannot be compared by value: equal only to itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_VALUES = (int, float, str, bytes, type(None), torch.dtype, torch.device, type)
+
+
+def _freeze(value: Any) -> Hashable:
+    if isinstance(value, _VALUES):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_freeze, value))
+    return _Same(value)
+
+
+def signature(op: FusibleOperation) -> Hashable:
+    """All that a fusion may read of an operation: type, flags, shapes and places of parameters."""
+    flags = tuple(
+        (name, _freeze(value)) for name, value in op.__dict__.items() if name not in _NOT_IN_SIGNATURE
+    )
+    places = tuple(
+        (name, p.shape, p.device) for name, p in op._parameters.items() if p is not None
+    )
+    return (type(op), flags, places)
+
+
+def units(modules: Iterable[FusibleOperation]) -> list[FusibleOperation]:
+    """What a plan starts from: compounds are replaced by their parts."""
+    out: list[FusibleOperation] = []
+    for op in modules:
+        out.extend(op.basic_ops if isinstance(op, FusedOperation) and op.is_compound else [op])
+    return out
+
+
+class _FusionFunctions:
+    """Read-only view of the registered functions of one stage."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage: Stage = stage
+
+    def __get__(self, instance: object, owner: type | None = None) -> tuple[FusionFunction, ...]:
+        return tuple(handle.function for handle in registry.handles[self.stage])
+
+
+class OperationFuser:
+    """Runs a list of operations as one differentiable function, fused as the plan says.
+
+    Args:
+        ops: operations in forward order.
+
+    Calling it takes the input and all extra inputs in operation order, and returns the output, or
+    a tuple of it and the public extra outputs.
+    """
+
+    forward_fusion_functions = _FusionFunctions("forward")
+    backward_fusion_functions = _FusionFunctions("backward")
+    forward_backward_fusion_functions = _FusionFunctions("joint")
+
+    def __init__(self, ops: Sequence[FusibleOperation], *, wiring: Wiring | None = None) -> None:
+        self._units = units(ops)
+        self._basic_ops: list[BasicOperation] = [b for unit in self._units for b in expand(unit)]
+        if wiring is None:
+            member = Member(tuple(self._basic_ops), (0,) * len(self._basic_ops))
+            wiring = route([member]).members[0].wiring
+            assert wiring is not None
+            for op in self._basic_ops:
+                op.__dict__["_routing_captured"] = True
+        self.wiring = wiring
+        self.num_extra_inputs = len(wiring.inputs)
+        self._programs: dict[PlanKey, Program] = {}
+        self._traced: list[Program] = []
+        self._last: tuple[tuple[Any, ...], Program] | None = None
+        self._used: Program | None = None
+        self._seen = -1
+        self._started = False
+
+    @classmethod
+    def alone(cls, op: FusibleOperation) -> OperationFuser:
+        """The fuser of one operation called on its own: no channel applies, none is captured."""
+        return cls([op], wiring=public_wiring(expand(op)))
+
+    def _refresh(self) -> None:
+        """Looks at the operations again after any of them may have changed."""
+        if not self._started:
+            self._started = True
+            for op in self._basic_ops:
+                op.pre_first_fuser_forward()
+        self._seen = clock()
+        slots = [op.parameter_slots() for op in self._basic_ops]
+        self._num_parameters = tuple(map(len, slots))
+        self._slots = [slot for row in slots for slot in row]
+        self._parametrized = any(name not in module._parameters for module, name in self._slots)
+        self._places = [(module._parameters, name) for module, name in self._slots]
+        self._signature = tuple(map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values()))
+        self._last = None
+
+    def _read_parameters(self) -> list[Tensor]:
+        if self._parametrized:
+            return [getattr(module, name) for module, name in self._slots]
+        return [parameters[name] for parameters, name in self._places]  # type: ignore[misc]
+
+    def _check(self, input_: Tensor, extra_inputs: Sequence[Tensor]) -> None:
+        if not isinstance(input_, Tensor) or not all(isinstance(t, Tensor) for t in extra_inputs):
+            got = ", ".join(type(t).__name__ for t in (input_, *extra_inputs))
+            raise ArgumentTypeError(
+                explain("Inputs and extra inputs of operations are tensors", received=got)
+            )
+        if len(extra_inputs) != self.num_extra_inputs:
+            asked = [
+                f"op {slot.op} ({type(self._basic_ops[slot.op]).__name__})"
+                for slot in self.wiring.inputs
+            ]
+            raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
+
+    def __call__(
+        self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None
+    ) -> Any:
+        if self.num_extra_inputs != len(extra_inputs) or not isinstance(input, Tensor):
+            self._check(input, extra_inputs)
+        if torch.compiler.is_compiling():
+            return self._call_traced(input, extra_inputs, basic_op_kwargs)
+        if self._seen != _Clock.now:
+            self._refresh()
+        if self._parametrized:
+            # Forward and the engine must see one value, computed once.
+            with parametrize.cached():
+                return self._call(input, extra_inputs, basic_op_kwargs)
+        return self._call(input, extra_inputs, basic_op_kwargs)
+
+    def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
+        parameters = self._read_parameters()
+        program = self._program(input_, parameters, extra_inputs)
+        return run(program, input_, parameters, extra_inputs, kwargs)
+
+    def _program(
+        self, input_: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
+    ) -> Program:
+        grad = torch.is_grad_enabled()
+        now = (
+            registry.version,
+            grad,
+            input_.dtype,
+            input_.device,
+            grad and input_.requires_grad,
+            autocast_dtype(input_.device) if _any_autocast() else None,
+            [p.dtype for p in parameters],
+            [p.requires_grad for p in parameters] if grad else None,
+            [(t.dtype, grad and t.requires_grad) for t in extra_inputs] if extra_inputs else (),
+        )
+        last = self._last
+        if last is not None and last[0] == now:
+            return last[1]
+        version, _, dtype, device, requires_grad, autocast, dtypes, require_grads, extras = now
+        key = PlanKey(
+            version,
+            self._signature,
+            tuple(zip(dtypes, require_grads or [False] * len(dtypes))),
+            (dtype, device, requires_grad),
+            tuple(extras),
+            autocast,
+            grad,
+        )
+        program = self._programs.get(key)
+        if program is None:
+            program = self._make(key)
+        self._last = (now, program)
+        self._used = program
+        return program
+
+    def _make(self, key: PlanKey) -> Program:
+        flags = iter(requires_grad for _, requires_grad in key.parameters)
+        own = [tuple(next(flags) for _ in range(n)) for n in self._num_parameters]
+        needs = grad_needs(own, self.wiring, key.input[2], [flag for _, flag in key.extra_inputs])
+        env = Env(
+            key.input[1],
+            key.input[0],
+            key.autocast_dtype,
+            key.grad_enabled,
+            tuple(need is not None for need in needs),
+        )
+        plan = make_plan(self._units, env, needs, registry)
+        program = Program(plan, self.wiring, self._num_parameters)
+        if len(self._programs) >= _MAX_PLANS:
+            del self._programs[next(iter(self._programs))]
+        self._programs[key] = program
+        # Building fused operations moved the clock, but changed none of ours.
+        self._seen = clock()
+        return program
+
+    # While torch.compile traces, planning runs as ordinary Python and leaves its result behind
+    # under a number; the traced code only looks it up.
+
+    def _call_traced(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
+        self._prepare_tracing()
+        parameters = [getattr(module, name) for module, name in self._slots]
+        grad = torch.is_grad_enabled()
+        number = self._plan_for_tracing(
+            # As text, since a changing integer would be traced as a symbol.
+            f"fusions {registry.version}",
+            grad,
+            input_.dtype,
+            input_.device,
+            grad and input_.requires_grad,
+            autocast_dtype(input_.device),
+            tuple((p.dtype, grad and p.requires_grad) for p in parameters),
+            tuple((t.dtype, grad and t.requires_grad) for t in extra_inputs),
+        )
+        return run(self._traced[number], input_, parameters, extra_inputs, kwargs)
+
+    def _prepare_tracing(self) -> bool:
+        self._refresh()
+        return True
+
+    def _plan_for_tracing(
+        self,
+        version: str,
+        grad: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        requires_grad: bool,
+        autocast: torch.dtype | None,
+        parameters: tuple[tuple[torch.dtype, bool], ...],
+        extras: tuple[tuple[torch.dtype, bool], ...],
+    ) -> int:
+        key = PlanKey(
+            registry.version,
+            self._signature,
+            parameters,
+            (dtype, device, requires_grad),
+            extras,
+            autocast,
+            grad,
+        )
+        program = self._programs.get(key) or self._make(key)
+        self._used = program
+        if program not in self._traced:
+            self._traced.append(program)
+        return self._traced.index(program)
+
+    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+    _prepare_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _plan_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def plan(self, input_: Tensor, *extra_inputs: Tensor) -> Plan:
+        """The plan that a call with these tensors would follow."""
+        self._check(input_, extra_inputs)
+        if self._seen != clock():
+            self._refresh()
+        context: AbstractContextManager[Any] = (
+            parametrize.cached() if self._parametrized else nullcontext()
+        )
+        with context:
+            return self._program(input_, self._read_parameters(), extra_inputs).plan
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan that was used last."""
+        return None if self._used is None else self._used.plan
+
+    def _steps(self, stage: str) -> list[tuple[Any, list[int]]]:
+        plan = self.last_plan
+        steps = () if plan is None else plan.forward if stage == "forward" else plan.backward
+        return [(step.op, list(step.indices)) for step in steps]
+
+    @property
+    def _forward_ops(self) -> list[tuple[Any, list[int]]]:
+        return self._steps("forward")
+
+    @property
+    def _backward_ops(self) -> list[tuple[Any, list[int]]]:
+        return self._steps("backward")
+
+    @property
+    def _basic_op_extra_input_sources(self) -> list[list[tuple[int, int] | None]]:
+        return [
+            [None if isinstance(source, int) else (source.op, source.slot) for source in row]
+            for row in self.wiring.sources
+        ]
+
+
+def count_message(asked_by: Sequence[str], received: int) -> str:
+    """Text for a wrong number of extra inputs."""
+    return explain(
+        f"Expected {len(asked_by)} extra inputs but got {received}",
+        where=f"asked for by {', '.join(asked_by)}" if asked_by else "no operation asks for any",
+        remedy="Pass one tensor per extra input after the main input, in operation order",
+    )
+
+
+def _run_alone(
+    op: FusibleOperation, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
+) -> Any:
+    fuser = op.__dict__.get("_alone")
+    if fuser is None:
+        fuser = op.__dict__["_alone"] = OperationFuser.alone(op)
+    return fuser(input_, *extra_inputs, basic_op_kwargs=kwargs)
+
+
+_Engine.run_alone = staticmethod(_run_alone)

@@ -1,0 +1,159 @@
+"""Linear: BasicLinear and Bias, and a collective where it is sharded, as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .basic._distributed import shard_linear
+from .basic.all_reduce import AllReduce
+from .basic.basic_linear import BasicLinear
+from .basic.bias import Bias
+from .basic.reduce_scatter import ReduceScatter
+from .errors import ArgumentError, explain
+from .op import BasicOperation, FusedOperation
+
+__all__ = ["Linear"]
+
+
+class Linear(FusedOperation):
+    r"""Linear transformation with bias, :math:`y = x W^T + b`: a drop-in for ``torch.nn.Linear``.
+
+    A compound: it stands for its parts, the basic operations in ``basic_ops``, and owns their
+    parameters ``weight`` and ``bias``. Setting a parameter here or on a part sets it for both.
+    The weight starts as in ``torch.nn.Linear``, the bias at zero. Checkpoints of
+    ``torch.nn.Linear`` and of te.ops load.
+
+    Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, b ``(out_features,)``,
+    y ``(..., out_features)``. Dtypes and parallelism as in ``BasicLinear``. In mode ``"row"`` the
+    ranks' biases are added before the reduction: the bias of the layer is the sum of them.
+
+    Args:
+        in_features: last dimension of x, over all ranks.
+        out_features: last dimension of y, over all ranks.
+        bias: whether to add a bias.
+        device: of the parameters; None is torch's default.
+        dtype: of the parameters; None is torch's default.
+        tensor_parallel_mode: None, "column" or "row".
+        tensor_parallel_group: None is all ranks.
+        sequence_parallel: slice along the first dimension what is whole along the last.
+        rng_state_tracker_function: see ``BasicLinear``.
+        accumulate_into_main_grad: see ``BasicLinear``.
+
+    Raises:
+        ArgumentError: arguments outside their domain; a bias set on a Linear made without one.
+        InputError: the last dimension of x is not the local ``in_features``.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    basic_ops: tuple[BasicOperation, ...]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
+        sharding = shard_linear(
+            in_features,
+            out_features,
+            mode=tensor_parallel_mode,
+            group=tensor_parallel_group,
+            sequence_parallel=sequence_parallel,
+            where=type(self).__name__,
+        )
+        row = sharding.mode == "row"
+        # In row mode the reduction comes after the bias, as an operation of its own.
+        parts: list[BasicOperation] = [
+            BasicLinear(
+                sharding.local_in_features if row else in_features,
+                out_features,
+                device=device,
+                dtype=dtype,
+                tensor_parallel_mode=None if row else sharding.mode,
+                tensor_parallel_group=None if row else sharding.group,
+                sequence_parallel=sharding.sequence_parallel and not row,
+                rng_state_tracker_function=rng_state_tracker_function,
+                accumulate_into_main_grad=accumulate_into_main_grad,
+            )
+        ]
+        if bias:
+            parts.append(
+                Bias(
+                    sharding.local_out_features * sharding.ranks,
+                    device=device,
+                    dtype=dtype,
+                    tensor_parallel=sharding.mode is not None,
+                    tensor_parallel_group=sharding.group,
+                )
+            )
+        if row:
+            collective = ReduceScatter if sharding.sequence_parallel else AllReduce
+            parts.append(collective(sharding.group))
+        super().__init__(parts)
+        self.in_features = in_features
+        self.out_features = out_features
+        if not bias:
+            self.register_parameter("bias", None)
+
+    def _set_parts(self, parts: list[BasicOperation]) -> None:
+        self.basic_ops = tuple(parts)
+        for part in parts:
+            part.share_parameters_with(self)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "bias" and param is not None and not self._has_bias_part():
+            raise ArgumentError(
+                explain(
+                    "A Linear that was made with bias=False cannot be given a bias",
+                    where=f"Linear({self.extra_repr()})",
+                    received=f"a parameter of shape {tuple(param.shape)}",
+                    remedy="Construct it with bias=True",
+                )
+            )
+        super().register_parameter(name, param)
+
+    def _has_bias_part(self) -> bool:
+        return any(isinstance(part, Bias) for part in self.basic_ops)
+
+    def reset_parameters(self) -> None:
+        """Initialises weight and bias anew, e.g. after ``to_empty``."""
+        for part in self.basic_ops:
+            if isinstance(part, (BasicLinear, Bias)):
+                part.reset_parameters()
+
+    def train(self, mode: bool = True) -> Linear:
+        super().train(mode)
+        for part in self.basic_ops:  # not submodules, so nn.Module does not reach them
+            part.train(mode)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # te.ops keeps the parameters under its basic operations.
+        for index, part in enumerate(self.basic_ops):
+            old = f"{prefix}basic_ops.{index}."
+            state_dict.pop(old + "_extra_state", None)
+            for name in part._parameter_names:
+                if old + name in state_dict:
+                    value = state_dict.pop(old + name)
+                    state_dict.setdefault(prefix + name, value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}"
+        return text + f", bias={self._has_bias_part()}"

@@ -1,0 +1,575 @@
+"""Base classes of operations, and the context that links their forward to their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ChannelCapturedError,
+    ChannelError,
+    ChannelIndexError,
+    MissingImplementationError,
+    explain,
+)
+
+__all__ = [
+    "BasicOperation",
+    "FusedOperation",
+    "FusibleOperation",
+    "GradNeeds",
+    "OperationContext",
+    "autocast_dtype",
+    "compute_dtype",
+]
+
+
+class GradNeeds(NamedTuple):
+    """Which gradients of one basic operation somebody will read."""
+
+    input: bool
+    parameters: tuple[bool, ...]
+    extra_inputs: tuple[bool, ...]
+
+
+class OperationContext:
+    """State that the forward of one basic operation hands to its backward.
+
+    Tensors go through :meth:`save_for_backward`; small Python values may be set as attributes.
+
+    Attributes:
+        requires_grad: whether the backward of this operation will run.
+        needs: which gradients will be read (set by the engine, not by operations).
+        saved_tensors: in backward, what forward saved, in the same order.
+        parameters: in backward, the operation's parameters as forward saw them, in registration
+            order; only for operations with ``backward_reads_parameters = True``, else None.
+    """
+
+    requires_grad: bool = True
+    needs: GradNeeds = GradNeeds(True, (), ())
+    saved_tensors: tuple[Tensor | None, ...] | None = None
+    to_save: tuple[Tensor | None, ...] | None = None
+    parameters: tuple[Tensor | None, ...] | None = None
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep ``tensors`` for backward. Called in forward, at most once per operation."""
+        self.to_save = tensors
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of the autocast region that is active for ``device``, or None outside of one."""
+    kind = device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def compute_dtype(input_: Tensor) -> torch.dtype:
+    """The dtype in which an operation computes: that of autocast if active, else the input's."""
+    return autocast_dtype(input_.device) or input_.dtype
+
+
+class _Clock:
+    """Counts every change of any operation, so that unchanged ones need no inspection."""
+
+    now = 0
+
+
+def clock() -> int:
+    """A number that differs from an earlier reading if any operation may have changed since."""
+    return _Clock.now
+
+
+class Tracked(nn.Module):
+    """A module that notes when its structure changes.
+
+    Setting or deleting an attribute, moving, casting, switching the training flag and registering
+    a hook all count. Values written straight into ``_parameters`` (as ``functional_call`` does)
+    do not: parameters are read, and their dtypes compared, at every call.
+    """
+
+    def _touch(self) -> None:
+        _Clock.now += 1
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self._touch()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._touch()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        out = super()._apply(fn, recurse)
+        self._touch()
+        return out
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._touch()
+
+    def register_module(self, name: str, module: nn.Module | None) -> None:
+        super().register_module(name, module)
+        self._touch()
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        self._touch()
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_backward_hook(*args, **kwargs)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling ``module`` would run a hook of its own."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
+
+
+def _refuse_to_run(*_: Any, **__: Any) -> Any:
+    raise MissingImplementationError(
+        explain("Operations run through the engine", remedy="Import opfuser, not opfuser.op alone")
+    )
+
+
+class _Engine:
+    """Where ``fuser.py`` leaves the function that runs one operation outside a Sequential."""
+
+    run_alone: Callable[..., Any] = staticmethod(_refuse_to_run)
+
+
+class FusibleOperation(Tracked):
+    """An operation that can take part in fusion: a basic operation or a fused one."""
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether this operation stands for one or more basic operations."""
+        raise NotImplementedError
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once, before the first forward that includes this operation."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before every forward. Override only if needed: it costs host time."""
+
+    def get_input_quantizer(self) -> Any | None:
+        """The quantizer for this operation's input: None, as there is no quantised compute."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        """The quantizer for the gradient of this operation's output: None, likewise."""
+        return None
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """Forward of all basic operations that this operation covers.
+
+        Every list has one entry per basic operation, in forward order.
+
+        Returns:
+            The output, and for each basic operation the sequence of its extra outputs.
+        """
+        raise MissingImplementationError(
+            explain(
+                "A fused operation in the forward plan must implement fuser_forward",
+                where=type(self).__name__,
+                remedy="Implement it, or register the fusion for the backward pass only",
+            )
+        )
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[
+        Tensor | None,
+        Sequence[Sequence[Tensor | None] | None],
+        Sequence[Sequence[Tensor | None] | None],
+    ]:
+        """Backward of all basic operations that this operation covers.
+
+        Every list has one entry per basic operation, in FORWARD order.
+
+        Returns:
+            The gradient of the input (None if ``basic_op_ctxs[0].needs.input`` is false); for each
+            basic operation the gradients of its parameters; for each the gradients of its extra
+            inputs. ``grad_output`` may not be written to.
+        """
+        raise MissingImplementationError(
+            explain(
+                "A fused operation in the backward plan must implement fuser_backward",
+                where=type(self).__name__,
+                remedy="Implement it, or register the fusion for the forward pass only",
+            )
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_alone", None)  # the plan cache of standalone calls: rebuilt on demand
+        return state
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # te.ops pickles quantisation state into every operation; without quantised compute there
+        # is nothing to restore from it.
+        state_dict.pop(prefix + "_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class BasicOperation(FusibleOperation):
+    """One tensor operation: owns its parameters and implements forward and backward.
+
+    A subclass without extra inputs and outputs implements :meth:`op_forward` and
+    :meth:`op_backward`; one with them sets ``num_extra_inputs`` / ``num_extra_outputs`` and
+    implements :meth:`fuser_forward` and :meth:`fuser_backward`.
+
+    Class attributes:
+        num_extra_inputs, num_extra_outputs: tensors besides the main input and output.
+        backward_reads_parameters: ask the engine to keep the parameters of the forward call in
+            ``ctx.parameters``, so that a backward never reads a parameter that was replaced since.
+        Saved: a ``NamedTuple`` naming what forward passes to ``ctx.save_for_backward``. It is the
+            contract between every forward (fused or not) and every backward of this operation.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+    backward_reads_parameters: ClassVar[bool] = False
+    Saved: ClassVar[type[tuple[Any, ...]] | None] = None
+
+    _extra_input_channels: list[str | None]
+    _extra_output_channels: list[str | None]
+    _extra_output_to_caller: list[bool]
+    _owner: FusedOperation | None = None
+    _parameter_names: list[str]
+    _routing_captured: bool
+
+    def __init__(self) -> None:
+        self.__dict__["_parameter_names"] = []
+        super().__init__()
+        self._extra_input_channels = [None] * self.num_extra_inputs
+        self._extra_output_channels = [None] * self.num_extra_outputs
+        self._extra_output_to_caller = [True] * self.num_extra_outputs
+        self._routing_captured = False
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Forward. Saves what :meth:`op_backward` reads, if ``ctx.requires_grad``."""
+        raise MissingImplementationError(
+            explain(
+                "A basic operation must implement op_forward",
+                where=type(self).__name__,
+                remedy="Implement it, or fuser_forward if it has extra inputs or outputs",
+            )
+        )
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
+        """Backward.
+
+        Returns:
+            The gradient of the input (None if not ``ctx.needs.input``), and one gradient or None
+            per parameter, in registration order. ``grad_output`` may not be written to.
+        """
+        raise MissingImplementationError(
+            explain(
+                "A basic operation must implement op_backward",
+                where=type(self).__name__,
+                remedy="Implement it, or fuser_backward if it has extra inputs or outputs",
+            )
+        )
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """The operation written plainly in differentiable torch: what its kernels are held to.
+
+        Returns the output, or the tuple of output and extra outputs.
+        """
+        raise MissingImplementationError(
+            explain(
+                "check_op compares with the operation's reference",
+                where=type(self).__name__,
+                remedy="Implement reference() with plain differentiable torch code",
+            )
+        )
+
+    def _check_no_extras(self, method: str) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise MissingImplementationError(
+                explain(
+                    "An operation with extra inputs or outputs must implement "
+                    "fuser_forward and fuser_backward itself",
+                    where=type(self).__name__,
+                    received=f"{self.num_extra_inputs} extra inputs, "
+                    f"{self.num_extra_outputs} extra outputs",
+                    remedy=f"Override {method}",
+                )
+            )
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        self._check_no_extras("fuser_forward")
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[
+        Tensor | None,
+        Sequence[Sequence[Tensor | None] | None],
+        Sequence[Sequence[Tensor | None] | None],
+    ]:
+        self._check_no_extras("fuser_backward")
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [tuple(grad_params)], [()]
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """Run this operation alone. Channels do not apply: every extra input is an argument."""
+        return _Engine.run_alone(self, input, extra_inputs, [kwargs] if kwargs else None)
+
+    # ------------------------------------------------------------------ parameters
+
+    def share_parameters_with(self, owner: FusedOperation) -> None:
+        """Make this operation a part of a compound, which owns the parameters from now on.
+
+        Part and compound read and write the same dictionary, so that assigning through either one
+        is seen by both, and the state dict has the compound's plain names.
+        """
+        owner._parameters.update(self._parameters)
+        self.__dict__["_parameters"] = owner._parameters
+        self.__dict__["_owner"] = owner
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        parameters = own.get("_parameters")
+        if parameters is not None and name in parameters:
+            return parameters[name]
+        owner = own.get("_owner")
+        if owner is not None and name in own["_parameter_names"]:
+            return getattr(owner, name)  # parametrised on the compound
+        return super().__getattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if name not in self._parameter_names:
+            self._parameter_names.append(name)
+
+    def parameter_slots(self) -> list[tuple[nn.Module, str]]:
+        """Where this operation's parameters live, in registration order.
+
+        A parametrised parameter counts under its own name: its value is computed when it is read.
+        """
+        slots: list[tuple[nn.Module, str]] = []
+        owner = self._owner or self
+        parametrized = parametrize.is_parametrized(owner)
+        for name in self._parameter_names:
+            if owner._parameters.get(name) is not None or (
+                parametrized and parametrize.is_parametrized(owner, name)
+            ):
+                slots.append((owner, name))
+        for child_name, child in self._modules.items():
+            if child is None or child_name == "parametrizations":
+                continue
+            for module in child.modules():
+                slots += [(module, n) for n, p in module._parameters.items() if p is not None]
+        return slots
+
+    # ------------------------------------------------------------------ channels
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
+        """Feed extra input ``index`` from the named channel; None makes it a caller's input again.
+
+        Raises:
+            ChannelIndexError, ChannelError, ChannelCapturedError
+        """
+        self._check_channel("input", index, self.num_extra_inputs, channel)
+        self._extra_input_channels[index] = channel
+        self._touch()
+        return self
+
+    def set_extra_output_channel(
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
+    ) -> BasicOperation:
+        """Publish extra output ``index`` on the named channel, and to the caller unless told not.
+
+        Raises:
+            ChannelIndexError, ChannelError, ChannelCapturedError, ArgumentTypeError
+        """
+        self._check_channel("output", index, self.num_extra_outputs, channel)
+        if not isinstance(output_to_caller, bool):
+            raise ArgumentTypeError(
+                explain(
+                    "output_to_caller must be a bool",
+                    where=type(self).__name__,
+                    received=repr(output_to_caller),
+                )
+            )
+        self._extra_output_channels[index] = channel
+        self._extra_output_to_caller[index] = output_to_caller or channel is None
+        self._touch()
+        return self
+
+    def _check_channel(self, kind: str, index: int, count: int, channel: str | None) -> None:
+        where = type(self).__name__
+        if not 0 <= index < count:
+            raise ChannelIndexError(
+                explain(
+                    f"Extra {kind} index {index} is out of range",
+                    where=where,
+                    received=f"an operation with {count} extra {kind}s",
+                )
+            )
+        if channel is not None and (not isinstance(channel, str) or not channel):
+            raise ChannelError(
+                explain(
+                    f"The channel of an extra {kind} must be a non-empty string or None",
+                    where=where,
+                    received=repr(channel),
+                )
+            )
+        if self._routing_captured:
+            raise ChannelCapturedError(
+                explain(
+                    "Channels of an operation cannot change, because a fuser or Sequential has "
+                    "already captured its channel routing",
+                    where=where,
+                    remedy="Bind channels before the first call, on newly made operations",
+                )
+            )
+
+
+class FusedOperation(FusibleOperation):
+    """A run of basic operations executed as one.
+
+    One that overrides neither ``fuser_forward`` nor ``fuser_backward`` is a compound, such as
+    ``Linear``: in a Sequential it simply stands for its parts. Any other one owns no parameters:
+    the basic operations do.
+
+    Args:
+        basic_ops: the basic operations it replaces, in forward order.
+    """
+
+    basic_ops: Sequence[BasicOperation]
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        parts = list(_flatten(basic_ops))
+        if not parts:
+            raise ArgumentError(
+                explain(
+                    "A fused operation must cover at least one basic operation",
+                    where=type(self).__name__,
+                )
+            )
+        self._set_parts(parts)
+
+    def _set_parts(self, parts: list[BasicOperation]) -> None:
+        self.basic_ops = nn.ModuleList(parts)  # type: ignore[assignment]
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    @property
+    def is_compound(self) -> bool:
+        """Whether this operation has no kernel of its own and stands for its parts."""
+        cls = type(self)
+        return (
+            cls.fuser_forward is FusibleOperation.fuser_forward
+            and cls.fuser_backward is FusibleOperation.fuser_backward
+        )
+
+    def pre_first_fuser_forward(self) -> None:
+        for op in self.basic_ops:
+            op.pre_first_fuser_forward()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        for op in self.basic_ops:
+            op.pre_fuser_forward(requires_grad=requires_grad)
+
+    def forward(
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run this operation alone."""
+        return _Engine.run_alone(self, input, extra_inputs, basic_op_kwargs)
+
+
+def _flatten(ops: Iterable[FusibleOperation]) -> Iterator[BasicOperation]:
+    for op in ops:
+        if isinstance(op, FusedOperation):
+            yield from op.basic_ops
+        elif isinstance(op, BasicOperation):
+            yield op
+        else:
+            raise ArgumentTypeError(
+                explain("A fused operation consists of operations", received=type(op).__name__)
+            )

@@ -1,0 +1,361 @@
+"""Deciding what to fuse: pure, from a complete key to a plan that is data."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .errors import PlanError, explain
+from .fusion import Env, Fusion, FusionHandle, NearMiss, Refusal, Stage
+from .op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
+from .wiring import Wiring
+
+__all__ = ["FusionRecord", "Plan", "PlanKey", "Step", "make_plan"]
+
+logger = logging.getLogger("opfuser")
+
+
+class PlanKey(NamedTuple):
+    """Everything that a plan may depend on. A fusion may read nothing that is not in here."""
+
+    fusions: int
+    operations: tuple[Hashable, ...]
+    parameters: tuple[tuple[torch.dtype, bool], ...]
+    input: tuple[torch.dtype, torch.device, bool]
+    extra_inputs: tuple[tuple[torch.dtype, bool], ...]
+    autocast_dtype: torch.dtype | None
+    grad_enabled: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of a pass and the basic operations that it covers, by index.
+
+    ``fusion`` is the name of the fusion that put it there, if one did. A plain module inside a
+    Sequential is a step that covers none.
+    """
+
+    op: nn.Module
+    indices: tuple[int, ...]
+    fusion: str | None = None
+
+
+@dataclass(frozen=True)
+class FusionRecord:
+    """What became of one fusion while one plan was made.
+
+    Attributes:
+        status: ``"matched"``, ``"refused"``, ``"unmatched"``, ``"skipped"`` or ``"disabled"``.
+        matches: the basic operations of each match, by index.
+        refusals: the index where the pattern (or most of it) was found, and why it was not fused.
+        near_miss: the longest part of the pattern found, if it never fitted whole.
+        detail: why the fusion was skipped, or what disabled it.
+        elapsed: seconds that the attempt took.
+    """
+
+    name: str
+    stage: Stage
+    status: str
+    matches: tuple[tuple[int, ...], ...] = ()
+    refusals: tuple[tuple[int, Refusal], ...] = ()
+    near_miss: NearMiss | None = None
+    detail: str = ""
+    elapsed: float = 0.0
+
+    def summary(self) -> str:
+        head = f"[stage={self.stage}, fusion={self.name}]"
+        if self.status in ("skipped", "disabled"):
+            return f"{head} {self.status} ({self.detail})"
+        return (
+            f"{head} [SUMMARY] matches={len(self.matches)} refused={len(self.refusals)} "
+            f"time={self.elapsed * 1e3:.1f}ms"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which operation runs when, in both passes, and how that came about.
+
+    Attributes:
+        basic_ops: the basic operations, in forward order.
+        forward, backward: the steps of each pass, both in FORWARD order; backward is empty where
+            no gradient is needed.
+        needs: for each basic operation the gradients that will be read, or None if its backward
+            does not run.
+        history: one record per registered fusion, in the order in which they were tried.
+        env: what the fusions were told about the call.
+    """
+
+    basic_ops: tuple[BasicOperation, ...]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    needs: tuple[GradNeeds | None, ...]
+    history: tuple[FusionRecord, ...]
+    env: Env
+    names: tuple[str, ...] = field(default=())
+
+    def record(self, name: str) -> FusionRecord:
+        """The record of the fusion of that name."""
+        for record in self.history:
+            if record.name == name:
+                return record
+        raise KeyError(name)
+
+    def fused(self, stage: str) -> dict[str, int]:
+        """How often each fusion matched in ``"forward"`` or ``"backward"`` (joint ones in both)."""
+        counts: dict[str, int] = {}
+        for step in self.forward if stage == "forward" else self.backward:
+            if step.fusion is not None:
+                counts[step.fusion] = counts.get(step.fusion, 0) + 1
+        return counts
+
+    def _label(self, step: Step) -> str:
+        if not step.indices:
+            return f"{type(step.op).__name__} (plain module)"
+        parts = [
+            f"{self.names[i]} {type(self.basic_ops[i]).__name__}" if self.names
+            else type(self.basic_ops[i]).__name__
+            for i in step.indices
+        ]  # fmt: skip
+        return " + ".join(parts)
+
+    def __str__(self) -> str:
+        env = self.env
+        grad = "on" if env.grad_enabled else "off"
+        lines = [
+            f"Plan for {len(self.basic_ops)} basic operations"
+            f" ({env.dtype}, {env.device}, autocast {env.autocast_dtype or 'off'}, grad {grad})"
+        ]
+        for title, steps in (("forward", self.forward), ("backward", self.backward[::-1])):
+            lines.append(f"{title}:" if steps else f"{title}: none")
+            labels = [(_span(s.indices), self._label(s), _becomes(s)) for s in steps]
+            widths = [max((len(label[c]) for label in labels), default=0) for c in (0, 1)]
+            lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in labels]
+        lines.append("fusions:")
+        for record in self.history:
+            lines.append(f"  {record.summary()}")
+            lines += [f"    op {at}: {why}" for at, why in record.refusals]
+            if not record.matches and not record.refusals and record.near_miss is not None:
+                miss = record.near_miss
+                lines.append(
+                    f"    closest: {miss.matched} of {miss.of} at op {miss.start}; {miss.stopped_by}"
+                )
+        return "\n".join(lines)
+
+
+def _span(indices: tuple[int, ...]) -> str:
+    if not indices:
+        return "-"
+    return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+
+
+def _becomes(step: Step) -> str:
+    if len(step.indices) < 2 and step.fusion is None:
+        return ""
+    return f"-> {type(step.op).__name__}" + (f" [{step.fusion}]" if step.fusion else "")
+
+
+def expand(op: FusibleOperation) -> list[BasicOperation]:
+    """The basic operations that ``op`` covers."""
+    if isinstance(op, FusedOperation):
+        return list(op.basic_ops)
+    assert isinstance(op, BasicOperation)
+    return [op]
+
+
+def grad_needs(
+    parameters: Sequence[tuple[bool, ...]],
+    wiring: Wiring,
+    input_requires_grad: bool,
+    extras_require_grad: Sequence[bool],
+) -> tuple[GradNeeds | None, ...]:
+    """Which gradients each basic operation owes; None from the start up to the first that owes any.
+
+    Args:
+        parameters: for each operation, whether each of its parameters requires grad.
+        extras_require_grad: for each extra input of the run.
+    """
+    out: list[GradNeeds | None] = []
+    needed = input_requires_grad
+    for own, sources in zip(parameters, wiring.sources):
+        extras = tuple(
+            extras_require_grad[source] if isinstance(source, int) else out[source.op] is not None
+            for source in sources
+        )
+        before = needed
+        needed = needed or any(own) or any(extras)
+        out.append(GradNeeds(before, own, extras) if needed else None)
+    return tuple(out)
+
+
+def make_plan(
+    ops: Sequence[FusibleOperation],
+    env: Env,
+    needs: tuple[GradNeeds | None, ...],
+    handles: Iterable[FusionHandle],
+) -> Plan:
+    """Applies the registered fusions, joint ones first, then each pass on the joint result.
+
+    Args:
+        ops: basic operations, and fused ones that the user placed for their own kernels.
+
+    Raises:
+        PlanError: a fusion returned operations that do not tile the basic operations.
+    """
+    basic_ops = tuple(basic for op in ops for basic in expand(op))
+    maker = _Maker(basic_ops, env, needs)
+    ordered = list(handles)
+
+    def stage(name: Stage, start: list[FusibleOperation]) -> list[FusibleOperation]:
+        for handle in ordered:
+            if handle.stage == name:
+                start = maker.attempt(handle, start)
+        return start
+
+    joint = stage("joint", list(ops))
+    forward = stage("forward", _for_pass(joint, "fuser_forward"))
+    backward: list[FusibleOperation] = []
+    if any(need is not None for need in needs):
+        backward = stage("backward", _for_pass(joint, "fuser_backward"))
+    plan = Plan(
+        basic_ops,
+        maker.steps(forward),
+        maker.steps(backward),
+        needs,
+        tuple(maker.history),
+        env,
+    )
+    _log(plan)
+    return plan
+
+
+def _for_pass(ops: Iterable[FusibleOperation], method: str) -> list[FusibleOperation]:
+    """Operations for one pass: one without a kernel for it is replaced by its parts."""
+    out: list[FusibleOperation] = []
+    for op in ops:
+        own = getattr(type(op), method) is not getattr(FusibleOperation, method)
+        out.extend([op] if own else expand(op))
+    return out
+
+
+class _Maker:
+    """Runs fusion functions one after another, checks each result and keeps the record."""
+
+    def __init__(
+        self, basic_ops: tuple[BasicOperation, ...], env: Env, needs: tuple[GradNeeds | None, ...]
+    ) -> None:
+        self.basic_ops = basic_ops
+        self.env = env
+        self.needs = needs
+        self.history: list[FusionRecord] = []
+        self.made_by: dict[int, str] = {}
+
+    def attempt(self, handle: FusionHandle, ops: list[FusibleOperation]) -> list[FusibleOperation]:
+        off = handle.disabled_by()
+        missing = None if off else handle.requires.missing(self.env)
+        if off or missing:
+            status = "disabled" if off else "skipped"
+            detail = off or (missing.detail if missing else "")
+            self.history.append(FusionRecord(handle.name, handle.stage, status, detail=detail))
+            return ops
+        began = time.perf_counter()
+        starts = self.tile(ops, handle)
+        refusals: tuple[tuple[int, Refusal], ...] = ()
+        near: NearMiss | None = None
+        if isinstance(handle.function, Fusion):
+            scan = handle.function.scan(ops, self.env, self._veto(handle.stage, starts))
+            new: list[FusibleOperation] = scan.ops
+            refusals = tuple((starts[at], no) for at, no in scan.refusals)
+            if scan.near_miss is not None:
+                near = scan.near_miss._replace(start=starts[scan.near_miss.start])
+        else:
+            new = list(handle.call(ops, self.env))
+        new_starts = self.tile(new, handle)
+        before = {id(op) for op in ops}
+        matches = tuple(
+            tuple(range(at, at + len(expand(op))))
+            for at, op in zip(new_starts, new)
+            if id(op) not in before
+        )
+        self.made_by.update({id(op): handle.name for op in new if id(op) not in before})
+        status = "matched" if matches else "refused" if refusals else "unmatched"
+        self.history.append(
+            FusionRecord(
+                handle.name, handle.stage, status, matches, refusals, near,
+                elapsed=time.perf_counter() - began,
+            )
+        )  # fmt: skip
+        return new
+
+    def _veto(self, stage: Stage, starts: list[int]) -> Callable[[int, int], Refusal | None]:
+        ends = [*starts, len(self.basic_ops)]
+
+        def veto(start: int, stop: int) -> Refusal | None:
+            owed = [need is not None for need in self.needs[ends[start] : ends[stop]]]
+            if stage == "backward" and not all(owed):
+                return Refusal("NO_GRAD", "no gradient is needed at or before its first operation")
+            if stage == "joint" and any(owed) and not all(owed):
+                return Refusal("NO_GRAD", "the first operation that needs a gradient lies inside it")
+            return None
+
+        return veto
+
+    def tile(self, ops: Sequence[FusibleOperation], handle: FusionHandle | None = None) -> list[int]:
+        """The index of the first basic operation of each of ``ops``, which must tile them all."""
+        starts: list[int] = []
+        at = 0
+        for op in ops:
+            if not isinstance(op, FusibleOperation):
+                self._broken(ops, handle, f"returned {type(op).__name__}, which is no operation")
+            starts.append(at)
+            for basic in expand(op):
+                if at >= len(self.basic_ops) or basic is not self.basic_ops[at]:
+                    self._broken(ops, handle, f"{type(op).__name__} does not fit at operation {at}")
+                at += 1
+        if at != len(self.basic_ops):
+            self._broken(ops, handle, f"nothing covers operation {at}")
+        return starts
+
+    def _broken(self, ops: Sequence[Any], handle: FusionHandle | None, what: str) -> None:
+        raise PlanError(
+            explain(
+                "A fusion must return operations that tile the basic operations exactly, in order",
+                where=f"fusion {handle.name!r}, stage {handle.stage}: {what}" if handle else what,
+                received=f"{_names(ops)} for basic operations {_names(self.basic_ops)}",
+                remedy="Replace each run by one FusedOperation whose basic_ops are that run, and "
+                "return every other operation as it is",
+            )
+        )
+
+    def steps(self, ops: Sequence[FusibleOperation]) -> tuple[Step, ...]:
+        starts = self.tile(ops) if ops else []
+        return tuple(
+            Step(op, tuple(range(at, at + len(expand(op)))), self.made_by.get(id(op)))
+            for at, op in zip(starts, ops)
+        )
+
+
+def _names(ops: Iterable[Any]) -> str:
+    return "[" + ", ".join(type(op).__name__ for op in ops) + "]"
+
+
+_logged: set[str] = set()
+
+
+def _log(plan: Plan) -> None:
+    """One INFO line per fusion, once per distinct plan, however many sequences share it."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    stable = [replace(record, elapsed=0.0).summary() for record in plan.history]
+    text = "\n".join([*(type(op).__name__ for op in plan.basic_ops), *stable])
+    if text in _logged:
+        return
+    _logged.add(text)
+    for record in plan.history:
+        logger.info("%s", record.summary())

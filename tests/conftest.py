@@ -1,0 +1,37 @@
+"""What all tests share: seeds, threads, devices."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_CUDA else ["cpu"]
+
+
+def pytest_configure() -> None:
+    # The shapes of the tests are small: more threads only wait for each other.
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, and the CUDA device where there is one: such cases carry the marker ``gpu``."""
+    return torch.device(request.param)
