@@ -1,4 +1,4 @@
-"""Matrix products of consecutive groups of rows, each with a matrix of its own.
+"""Arithmetic on consecutive groups of rows: each has a matrix and a bias of its own.
 
 Symbols: T rows, G groups, K columns of the left operand, N columns of the result.
 """
@@ -6,6 +6,7 @@ Symbols: T rows, G groups, K columns of the left operand, N columns of the resul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,17 @@ from torch.nn import functional as F
 
 from ..errors import InputError, explain
 
-__all__ = ["RowGroups", "grouped_mm", "grouped_sum", "grouped_wgrad", "row_groups"]
+__all__ = [
+    "RowGroups",
+    "check_grouped_inputs",
+    "grouped_bias_grad",
+    "grouped_mm",
+    "grouped_wgrad",
+    "row_groups",
+    "scale_grad",
+]
 
-_grouped_mm = getattr(F, "grouped_mm", None)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class RowGroups(NamedTuple):
@@ -32,26 +41,32 @@ class RowGroups(NamedTuple):
     lengths: Tensor
     ends: Tensor | None
 
-    def group_of_row(self, rows: int) -> Tensor:
-        """(T,) the group of each row. Rows past the last group count to it."""
+    def spread(self, table: Tensor, rows: int) -> Tensor:
+        """(G, N) -> (T, N): for each row the entry of its group; past the last group, of that."""
         ends = self.lengths.cumsum(0) if self.ends is None else self.ends
         numbers = torch.arange(rows, device=ends.device, dtype=ends.dtype)
-        return torch.searchsorted(ends, numbers, right=True).clamp_(max=ends.numel() - 1)
+        of_row = torch.searchsorted(ends, numbers, right=True).clamp_(max=ends.numel() - 1)
+        return table.index_select(0, of_row)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """(T, N) -> (G, N): for each group the sum of its rows."""
+        if self.bounds is None:
+            return torch.segment_reduce(x, "sum", lengths=self.lengths, axis=0, unsafe=True)
+        return torch.stack([x[start:stop].sum(0) for start, stop in self.bounds])
 
 
-def row_groups(lengths: Tensor, x: Tensor, out_features: int, where: str) -> RowGroups:
-    """Locates the groups that ``lengths`` cuts the rows of ``x`` into.
+def row_groups(split_sizes: Tensor, x: Tensor, out_features: int, where: str) -> RowGroups:
+    """Locates the groups that ``split_sizes`` cuts the rows of ``x`` into.
 
-    Lengths on the host are checked. Lengths on a GPU are read back, which waits for the GPU, only
-    if there is no grouped GEMM for the dtype and sizes; if there is one they stay there unchecked.
+    Sizes on the host are checked. Sizes on a GPU are read back, which waits for the GPU, only if
+    there is no grouped GEMM for the dtype and features; if there is one they stay there unchecked.
 
     Raises:
-        InputError: lengths on the host are negative, or do not add up to the rows of ``x``.
+        InputError: sizes on the host are negative, or do not add up to the rows of ``x``.
     """
-    if lengths.is_cuda and _has_grouped_gemm(x, out_features):
-        lengths = lengths.to(x.device)
-        return RowGroups(None, lengths, lengths.cumsum(0).to(torch.int32))
-    sizes = lengths.tolist()
+    if split_sizes.is_cuda and has_grouped_gemm(x, out_features):
+        return RowGroups(None, split_sizes, split_sizes.cumsum(0).to(torch.int32))
+    sizes = split_sizes.tolist()
     if sum(sizes) != x.shape[0] or min(sizes) < 0:
         raise InputError(
             explain(
@@ -60,18 +75,14 @@ def row_groups(lengths: Tensor, x: Tensor, out_features: int, where: str) -> Row
                 received=f"split sizes {sizes}, input of {x.shape[0]} rows",
             )
         )
-    bounds, start = [], 0
-    for size in sizes:
-        bounds.append((start, start + size))
-        start += size
-    return RowGroups(tuple(bounds), lengths.to(x.device), None)
+    stops = list(accumulate(sizes))
+    return RowGroups(tuple(zip([0, *stops], stops)), split_sizes.to(x.device), None)
 
 
-def _has_grouped_gemm(x: Tensor, out_features: int) -> bool:
+def has_grouped_gemm(x: Tensor, out_features: int) -> bool:
     """Whether torch has a kernel that reads the sizes on the device; it wants 16-byte rows."""
     return (
-        _grouped_mm is not None
-        and x.is_cuda
+        x.is_cuda
         and x.dtype == torch.bfloat16
         and x.shape[0] > 0
         and x.shape[1] % 8 == 0
@@ -80,19 +91,25 @@ def _has_grouped_gemm(x: Tensor, out_features: int) -> bool:
     )
 
 
-def grouped_mm(x: Tensor, matrices: Sequence[Tensor], groups: RowGroups) -> Tensor:
-    """``y[rows of g] = x[rows of g] @ matrices[g]``: (T, K), G × (K, N) -> (T, N)."""
+def grouped_mm(
+    x: Tensor, weights: Tensor | Sequence[Tensor], groups: RowGroups, *, transpose: bool
+) -> Tensor:
+    """``y[rows of g] = x[rows of g] @ weights[g]``, or ``@ weights[g]ᵀ`` if ``transpose``.
+
+    Args:
+        x: (T, K).
+        weights: G × (K, N), or G × (N, K) to ``transpose``; as one tensor they need no copy.
+        groups: of the rows of ``x``.
+        transpose: whether the weights are.
+
+    Returns:
+        (T, N), of x's dtype.
+    """
     if groups.bounds is None:
-        assert _grouped_mm is not None
-        # Stacking transposes of row-major weights must not lay them out anew.
-        columns_first = matrices[0].stride(0) == 1 and matrices[0].stride(1) != 1
-        stacked = (
-            torch.stack([m.t() for m in matrices]).transpose(1, 2)
-            if columns_first
-            else torch.stack(list(matrices))
-        )
-        y: Tensor = _grouped_mm(x.contiguous(), stacked, offs=groups.ends)
-        return y
+        stacked = weights if isinstance(weights, Tensor) else torch.stack(list(weights))
+        stacked = stacked.transpose(1, 2) if transpose else stacked
+        return F.grouped_mm(x.contiguous(), stacked, offs=groups.ends)
+    matrices = [w.t() if transpose else w for w in weights]
     out = x.new_empty(x.shape[0], matrices[0].shape[1])
     for (start, stop), matrix in zip(groups.bounds, matrices):
         if start < stop:
@@ -100,18 +117,68 @@ def grouped_mm(x: Tensor, matrices: Sequence[Tensor], groups: RowGroups) -> Tens
     return out
 
 
-def grouped_wgrad(dy: Tensor, x: Tensor, groups: RowGroups) -> list[Tensor]:
-    """``dW[g] = dy[rows of g]ᵀ @ x[rows of g]``: (T, N), (T, K) -> G × (N, K)."""
+def grouped_wgrad(
+    dy: Tensor, x: Tensor, groups: RowGroups, *, stacked: bool
+) -> Tensor | Sequence[Tensor]:
+    """``dW[g] = dy[rows of g]ᵀ @ x[rows of g]``: (T, N), (T, K) -> G × (N, K), or (G, N, K)."""
     if groups.bounds is None:
-        assert _grouped_mm is not None
-        return list(_grouped_mm(dy.contiguous().t(), x.contiguous(), offs=groups.ends).unbind(0))
-    return [torch.mm(dy[start:stop].t(), x[start:stop]) for start, stop in groups.bounds]
+        dw = F.grouped_mm(dy.contiguous().t(), x.contiguous(), offs=groups.ends)
+        return dw if stacked else dw.unbind(0)
+    if not stacked:
+        return [torch.mm(dy[start:stop].t(), x[start:stop]) for start, stop in groups.bounds]
+    out = x.new_empty(len(groups.bounds), dy.shape[1], x.shape[1])
+    for (start, stop), matrix in zip(groups.bounds, out):
+        torch.mm(dy[start:stop].t(), x[start:stop], out=matrix)
+    return out
 
 
-def grouped_sum(x: Tensor, groups: RowGroups) -> Tensor:
-    """Sums of the rows of each group: (T, K) -> (G, K), in fp32 for fp16 and bf16."""
-    if x.itemsize == 2:
-        x = x.float()
-    if groups.bounds is None:
-        return torch.segment_reduce(x, "sum", lengths=groups.lengths, axis=0, unsafe=True)
-    return torch.stack([x[start:stop].sum(0) for start, stop in groups.bounds])
+def grouped_bias_grad(dy: Tensor, scales: Tensor | None, groups: RowGroups) -> Tensor:
+    """``db[g] = Σ s dy`` over the rows of g: (T, N) -> (G, N), in fp32 for fp16 and bf16."""
+    dy = _wide(dy)
+    return groups.sum(dy if scales is None else dy * scales.reshape(-1, 1))
+
+
+def scale_grad(dy: Tensor, table: Tensor, scales: Tensor, groups: RowGroups) -> Tensor:
+    """``ds = b[group] · dy`` for each row: (T, N), (G, N) -> like ``scales``."""
+    per_row = _wide(dy) * groups.spread(table, dy.shape[0])
+    return per_row.sum(-1).to(scales.dtype).view(scales.shape)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.itemsize == 2 else x
+
+
+def check_grouped_inputs(
+    x: Tensor,
+    split_sizes: Tensor,
+    scales: Tensor | None,
+    *,
+    num_groups: int,
+    in_features: int,
+    where: str,
+) -> None:
+    """Checks shapes and dtypes.
+
+    Raises:
+        InputError: one of them is wrong.
+    """
+    rows = x.numel() // in_features
+    if not x.dim() or x.shape[-1] != in_features:
+        wrong = f"input of shape {tuple(x.shape)}, expected (..., {in_features})"
+    elif split_sizes.shape != (num_groups,) or split_sizes.dtype not in _INTEGERS:
+        wrong = (
+            f"split sizes of shape {tuple(split_sizes.shape)} and dtype {split_sizes.dtype}, "
+            f"expected ({num_groups},) integers"
+        )
+    elif scales is not None and scales.numel() != rows:
+        wrong = f"scales of shape {tuple(scales.shape)}, expected ({rows},)"
+    else:
+        return
+    raise InputError(
+        explain(
+            "GroupedLinear takes rows, a split size per group and, with scale_bias, a scale per "
+            "row",
+            where=where,
+            received=wrong,
+        )
+    )

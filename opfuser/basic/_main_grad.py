@@ -7,7 +7,14 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, explain
 
-__all__ = ["accumulate_main_grad", "add_wgrad", "main_grad_buffer", "mark_added"]
+__all__ = ["accumulate_main_grad", "add_wgrad", "as_rows", "main_grad_buffer", "mark_added"]
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` (..., D) as (rows, D). ``reshape(-1, D)`` is ambiguous where D is zero."""
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
 def main_grad_buffer(param: nn.Parameter, where: str) -> tuple[Tensor, bool]:

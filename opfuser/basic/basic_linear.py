@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,11 @@ from ._distributed import (
     refuse_reference,
     shard_linear,
 )
-from ._main_grad import accumulate_main_grad
+from ._main_grad import accumulate_main_grad, as_rows
 
 __all__ = ["BasicLinear", "linear_dgrad", "linear_forward", "linear_wgrad"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``x`` as a matrix of its rows; flattening by ``reshape(-1, 0)`` would be ambiguous."""
-    if x.dim() == 2:
-        return x
-    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
 def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -44,12 +37,12 @@ def linear_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
     dy = dy.to(weight.dtype)
     if dy.dim() == 2:
         return torch.mm(dy, weight)
-    return torch.mm(_rows(dy), weight).view(*dy.shape[:-1], weight.shape[1])
+    return torch.mm(as_rows(dy), weight).view(*dy.shape[:-1], weight.shape[1])
 
 
 def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     """``dW = dyᵀ x`` over all rows for dy (..., out), x (..., in), in the dtype of x."""
-    return torch.mm(_rows(dy.to(x.dtype)).t(), _rows(x))
+    return torch.mm(as_rows(dy.to(x.dtype)).t(), as_rows(x))
 
 
 class BasicLinear(BasicOperation):
@@ -225,7 +218,7 @@ class BasicLinear(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        x, w = ctx.saved_tensors  # type: ignore[misc]
+        x, w = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
         needs, sharding = ctx.needs, self.sharding
         dx = dw = None
         dy = grad_output
@@ -254,7 +247,7 @@ class BasicLinear(BasicOperation):
             ArgumentError: ``main_grad`` is asked for and missing.
         """
         if self.accumulate_into_main_grad:
-            x, dy = _rows(x), _rows(dy)
+            x, dy = as_rows(x), as_rows(dy)
             return accumulate_main_grad(self.weight, dy.to(x.dtype), x, type(self).__name__)
         return linear_wgrad(dy, x)
 

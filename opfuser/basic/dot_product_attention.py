@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ _aten = torch.ops.aten
 _FALLBACK_SCORES = 1 << 25
 
 
+class _Heads(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class _Result(NamedTuple):
     """What a kernel's forward hands to its backward, besides its inputs."""
 
@@ -34,130 +40,93 @@ class _Result(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    forward: Callable[[Tensor, Tensor, Tensor, bool, float], _Result]
-    backward: Callable[..., tuple[Tensor, ...]]
-    grouped: bool
-    """Whether it takes fewer key heads than query heads."""
+    forward: Callable[[_Heads, bool, float], _Result]
+    backward: Callable[[Tensor, _Heads, _Result, bool, float], Any]
+    grouped: bool  # whether it takes fewer key heads than query heads
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Result:
-    return _Result(
-        *_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    )
+def _cpu_forward(x: _Heads, causal: bool, scale: float) -> _Result:
+    forward = _aten._scaled_dot_product_flash_attention_for_cpu
+    return _Result(*forward(*x, 0.0, causal, scale=scale))
 
 
-def _cpu_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, r: _Result, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-        dy, q, k, v, r.output, r.logsumexp, 0.0, causal, scale=scale
-    )
+def _cpu_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return backward(dy, *x, r.output, r.logsumexp, 0.0, causal, scale=scale)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Result:
-    out = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+def _flash_forward(x: _Heads, causal: bool, scale: float) -> _Result:
+    out = _aten._scaled_dot_product_flash_attention(*x, 0.0, causal, scale=scale)
     return _Result(out[0], out[1], out[6], out[7])
 
 
-def _flash_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, r: _Result, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    length = q.shape[2]
-    return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-        dy, q, k, v, r.output, r.logsumexp, None, None, length, length, 0.0, causal,
-        r.seed, r.offset, scale=scale,
-    )  # fmt: skip
+def _flash_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
+    lengths = (None, None, x.q.shape[2], x.q.shape[2])
+    dropout = (0.0, causal, r.seed, r.offset)
+    backward = _aten._scaled_dot_product_flash_attention_backward
+    return backward(dy, *x, r.output, r.logsumexp, *lengths, *dropout, scale=scale)
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Result:
-    return _Result(
-        *_aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
-        )
-    )
+def _efficient_forward(x: _Heads, causal: bool, scale: float) -> _Result:
+    forward = _aten._scaled_dot_product_efficient_attention
+    return _Result(*forward(*x, None, True, 0.0, causal, scale=scale))
 
 
-def _efficient_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, r: _Result, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    grads = _aten._scaled_dot_product_efficient_attention_backward(
-        dy, q, k, v, None, r.output, r.logsumexp, r.seed, r.offset, 0.0,
-        [True, True, True, False], causal, scale=scale,
-    )  # fmt: skip
-    return grads[:3]  # type: ignore[no-any-return]
+def _efficient_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
+    wanted = [True, True, True, False]  # there is no bias
+    backward = _aten._scaled_dot_product_efficient_attention_backward
+    return backward(dy, *x, None, *r, 0.0, wanted, causal, scale=scale)
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Result:
-    out = _aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
+def _cudnn_forward(x: _Heads, causal: bool, scale: float) -> _Result:
+    forward = _aten._scaled_dot_product_cudnn_attention
+    out = forward(*x, None, True, 0.0, causal, False, scale=scale)
     return _Result(out[0], out[1], out[6], out[7])
 
 
-def _cudnn_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, r: _Result, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    length = q.shape[2]
-    return _aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
-        dy, q, k, v, r.output, r.logsumexp, r.seed, r.offset, None, None, None,
-        length, length, 0.0, causal, scale=scale,
-    )  # fmt: skip
+def _cudnn_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
+    bias_and_lengths = (None, None, None, x.q.shape[2], x.q.shape[2])
+    backward = _aten._scaled_dot_product_cudnn_attention_backward
+    return backward(dy, *x, *r, *bias_and_lengths, 0.0, causal, scale=scale)
 
 
-def _weights(
-    q: Tensor, k: Tensor, causal: bool, scale: float, rows: slice
-) -> tuple[Tensor, Tensor, slice]:
-    """Attention of a block of queries, in fp32 or better.
-
-    Returns:
-        The queries (B, K, G·rows, D), their weights (B, K, G·rows, keys), and which keys.
-    """
-    batch, heads, length, dim = q.shape
-    kv_heads = k.shape[1]
-    block = q.unflatten(1, (kv_heads, heads // kv_heads))[:, :, :, rows]
-    keys = slice(0, rows.stop if causal else length)
-    scores = block.reshape(batch, kv_heads, -1, dim) @ k[:, :, keys].transpose(2, 3)
+def _weights(x: _Heads, causal: bool, scale: float, rows: slice) -> tuple[Tensor, slice]:
+    """Attention weights of a block of queries, in fp32 or better, and the keys they are of."""
+    keys = slice(0, rows.stop if causal else x.k.shape[2])
+    scores = x.q[:, :, rows] @ x.k[:, :, keys].transpose(2, 3)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if causal:
-        hidden = torch.ones(block.shape[3], keys.stop, dtype=torch.bool, device=q.device)
-        shape = (batch, kv_heads, heads // kv_heads, *hidden.shape)
-        hidden = hidden.triu_(rows.start + 1)
-        scores = scores.view(shape).masked_fill_(hidden, -math.inf).flatten(2, 3)
-    return block.reshape(batch, kv_heads, -1, dim), scores.softmax(-1), keys
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(hidden.triu_(rows.start + 1), -math.inf)
+    return scores.softmax(-1), keys
 
 
 def _blocks(q: Tensor) -> list[slice]:
-    batch, heads, length, _ = q.shape
-    size = max(1, _FALLBACK_SCORES // (batch * heads * length))
+    length = q.shape[2]
+    size = max(1, _FALLBACK_SCORES // max(1, q.shape[:3].numel()))
     return [slice(i, min(i + size, length)) for i in range(0, length, size)]
 
 
-def _fallback_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Result:
-    batch, heads, length, dim = q.shape
-    output = q.new_empty(batch, length, heads, dim).transpose(1, 2)
-    for rows in _blocks(q):
-        _, p, keys = _weights(q, k, causal, scale, rows)
-        block = output[:, :, rows]
-        block.copy_((p.to(v.dtype) @ v[:, :, keys]).view(block.shape))
+def _fallback_forward(x: _Heads, causal: bool, scale: float) -> _Result:
+    output = torch.empty_like(x.q)
+    for rows in _blocks(x.q):
+        p, keys = _weights(x, causal, scale, rows)
+        output[:, :, rows] = p.to(x.v.dtype) @ x.v[:, :, keys]
     return _Result(output)
 
 
-def _fallback_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, r: _Result, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    dq = torch.empty_like(q)
-    acc_dtype = torch.promote_types(q.dtype, torch.float32)
-    dk, dv = (torch.zeros_like(t, dtype=acc_dtype) for t in (k, v))
-    for rows in _blocks(q):
-        q_rows, p, keys = _weights(q, k, causal, scale, rows)
-        dy_rows = dy[:, :, rows].reshape(q_rows.shape)
-        dv[:, :, keys] += p.to(v.dtype).transpose(2, 3) @ dy_rows
-        ds = (dy_rows @ v[:, :, keys].transpose(2, 3)).to(acc_dtype)
-        ds = p.mul_(ds.sub_((p * ds).sum(-1, keepdim=True))).mul_(scale).to(q.dtype)
-        block = dq[:, :, rows]
-        block.copy_((ds @ k[:, :, keys]).view(block.shape))
-        dk[:, :, keys] += ds.transpose(2, 3) @ q_rows
-    return dq, dk, dv
+def _fallback_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
+    dtype = torch.promote_types(dy.dtype, torch.float32)
+    dq = torch.empty_like(x.q)
+    dk, dv = (torch.zeros_like(t, dtype=dtype) for t in x[1:])
+    for rows in _blocks(x.q):
+        p, keys = _weights(x, causal, scale, rows)
+        dv[:, :, keys] += p.to(dy.dtype).transpose(2, 3) @ dy[:, :, rows]
+        dp = (dy[:, :, rows] @ x.v[:, :, keys].transpose(2, 3)).to(dtype)
+        ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) * scale).to(dy.dtype)
+        dq[:, :, rows] = ds @ x.k[:, :, keys]
+        dk[:, :, keys] += ds.transpose(2, 3) @ x.q[:, :, rows]
+    return dq, dk.to(dy.dtype), dv.to(dy.dtype)
 
 
 _KERNELS = {
@@ -165,7 +134,7 @@ _KERNELS = {
     "flash": _Kernel(_flash_forward, _flash_backward, grouped=True),
     "efficient": _Kernel(_efficient_forward, _efficient_backward, grouped=False),
     "cudnn": _Kernel(_cudnn_forward, _cudnn_backward, grouped=True),
-    "fallback": _Kernel(_fallback_forward, _fallback_backward, grouped=True),
+    "fallback": _Kernel(_fallback_forward, _fallback_backward, grouped=False),
 }
 _BY_CHOICE = {1: "flash", 2: "efficient", 3: "cudnn"}  # torch.nn.attention.SDPBackend
 
@@ -175,12 +144,13 @@ def _has_flash(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def _choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, differentiable: bool) -> str:
+def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
     """Names the kernel for these inputs. On a GPU it is the one that torch would take."""
-    if q.device.type == "cpu":
+    q, k, v = x
+    if q.device.type == "cpu" and q.numel():  # without elements it divides by zero
         return "cpu"
     # torch's flash and cuDNN kernels expect other head sizes to be padded.
-    if q.device.type != "cuda" or q.shape[-1] % 8:
+    if q.device.type != "cuda" or q.shape[-1] % 8 or not q.numel():
         return "fallback"
     grouped = q.shape[1] != k.shape[1]
     if torch.compiler.is_compiling() or type(q) is not Tensor:
@@ -190,18 +160,17 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, differe
         return "efficient" if q.dtype == torch.float32 else "fallback"
     with torch.set_grad_enabled(differentiable):  # some kernels have no backward on some GPUs
         q = q.detach().requires_grad_(differentiable)
-        choice = torch._fused_sdp_choice(
-            q, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped
-        )
+        how = (None, 0.0, causal)
+        choice = torch._fused_sdp_choice(q, k, v, *how, scale=scale, enable_gqa=grouped)
         if grouped and choice not in _BY_CHOICE:
-            k, v = _expand(k, q), _expand(v, q)
-            choice = torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale)
+            choice = torch._fused_sdp_choice(q, *_expand(x)[1:], *how, scale=scale)
     return _BY_CHOICE.get(choice, "fallback")
 
 
-def _expand(heads: Tensor, q: Tensor) -> Tensor:
-    """Repeats each of the K heads for its G queries: a copy."""
-    return heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1)
+def _expand(x: _Heads) -> _Heads:
+    """Repeats each of the K key and value heads for its G queries: copies."""
+    group = x.q.shape[1] // x.k.shape[1]
+    return _Heads(x.q, *(heads.repeat_interleave(group, dim=1) for heads in x[1:]))
 
 
 class DotProductAttention(BasicOperation):
@@ -217,11 +186,8 @@ class DotProductAttention(BasicOperation):
     ``(batch, sequence, num_heads * head_dim)``, in the autocast dtype if autocast is active, else
     the input's. Query head h attends to key head ``h // (num_heads / num_kv_heads)``.
 
-    Saved: the packed input, the output and the log-sum-exp of the scores, fp32, one value per query
-    and head.
-
-    Sources: Vaswani et al., "Attention Is All You Need", 2017; Dao et al., "FlashAttention", 2022;
-    Ainslie et al., "GQA", 2023.
+    Saved: the packed input, the output and, per query and head, the log-sum-exp of the scores.
+    Sources: Vaswani et al., "Attention Is All You Need", 2017; Dao et al., "FlashAttention", 2022.
 
     Args:
         num_heads: query heads.
@@ -262,3 +228,75 @@ class DotProductAttention(BasicOperation):
         self.num_kv_heads = num_kv_heads
         self.causal = causal
         self.scale = scale
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        self._check_input(input_)
+        qkv = input_.to(compute_dtype(input_)).contiguous()
+        x = self._split(qkv)
+        scale = self._scale_of(x)
+        kernel = _choose(x, self.causal, scale, ctx.requires_grad)
+        if not _KERNELS[kernel].grouped:
+            x = _expand(x)
+        result = _KERNELS[kernel].forward(x, self.causal, scale)
+        if ctx.requires_grad:
+            ctx.kernel = kernel  # type: ignore[attr-defined]
+            output = None if kernel == "fallback" else result.output
+            ctx.save_for_backward(*self.Saved(qkv, output, *result[1:]))
+        return result.output.transpose(1, 2).flatten(2)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[()]]:
+        if not ctx.needs.input:
+            return None, ()
+        qkv, *result = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        x = self._split(qkv)
+        dy = grad_output.to(qkv.dtype).contiguous()
+        dy = dy.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        kernel = _KERNELS[ctx.kernel]  # type: ignore[attr-defined]
+        if not kernel.grouped:
+            x = _expand(x)
+        grads = kernel.backward(dy, x, _Result(*result), self.causal, self._scale_of(x))
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads[:3])
+        if not kernel.grouped:
+            dk, dv = (grad.unflatten(2, (self.num_kv_heads, -1)).sum(3) for grad in (dk, dv))
+        return torch.cat([dq, dk, dv], 2).flatten(2), ()
+
+    def _split(self, qkv: Tensor) -> _Heads:
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        return _Heads(*qkv.unflatten(2, (sum(sizes), -1)).transpose(1, 2).split(sizes, dim=1))
+
+    def _scale_of(self, x: _Heads) -> float:
+        return x.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def _check_input(self, input_: Tensor) -> None:
+        heads = self.num_heads + 2 * self.num_kv_heads
+        shape = input_.shape
+        if len(shape) != 3 or not shape[2] or shape[2] % heads or not input_.is_floating_point():
+            raise InputError(
+                explain(
+                    f"The input must be floating point, (batch, sequence, {heads} * head_dim)",
+                    where="DotProductAttention",
+                    received=f"{tuple(shape)} of {input_.dtype}",
+                )
+            )
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        self._check_input(input_)
+        x = self._split(input_)
+        q, k, v = _expand(x)
+        scores = q @ k.transpose(2, 3) * self._scale_of(x)
+        if self.causal:
+            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(hidden, -math.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads}, {self.num_kv_heads}, causal={self.causal}, scale={self.scale}"

@@ -6,23 +6,31 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, InputError, OpKwargsError, explain
+from ..errors import ArgumentError, OpKwargsError, explain
 from ..op import BasicOperation, OperationContext, autocast_dtype
-from ._grouped_gemm import RowGroups, grouped_mm, grouped_sum, grouped_wgrad, row_groups
-from ._main_grad import add_wgrad, main_grad_buffer, mark_added
+from ._grouped_gemm import (
+    RowGroups,
+    check_grouped_inputs,
+    grouped_bias_grad,
+    grouped_mm,
+    grouped_wgrad,
+    row_groups,
+    scale_grad,
+)
+from ._main_grad import add_wgrad, as_rows, main_grad_buffer, mark_added
 
 __all__ = ["GroupedLinear"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class _Delayed(NamedTuple):
-    """A weight gradient still to be computed."""
+class _Wgrad(NamedTuple):
+    """All that the gradients of the weights are made of."""
 
     dy: Tensor
     x: Tensor
@@ -34,7 +42,7 @@ class _DelayedWgrads:
     """What waits for ``backward_dw``. Not copied or pickled along with its operation."""
 
     def __init__(self) -> None:
-        self.pending: deque[_Delayed] = deque()
+        self.pending: deque[_Wgrad] = deque()
         self.hooks: list[Callable[[], None]] = []
 
     def __reduce__(self) -> tuple[type[_DelayedWgrads], tuple[()]]:
@@ -173,33 +181,6 @@ class GroupedLinear(BasicOperation):
             )
         return present
 
-    def _check_inputs(self, input_: Tensor, split_sizes: Tensor, scales: Tensor | None) -> None:
-        rows = math.prod(input_.shape[:-1])
-        wrong = ""
-        if not input_.dim() or input_.shape[-1] != self.in_features:
-            wrong = f"input of shape {tuple(input_.shape)}, expected (..., {self.in_features})"
-        elif (
-            split_sizes.shape != (self.num_groups,)
-            or split_sizes.is_floating_point()
-            or split_sizes.is_complex()
-            or split_sizes.dtype == torch.bool
-        ):
-            wrong = (
-                f"split sizes of shape {tuple(split_sizes.shape)} and dtype {split_sizes.dtype}, "
-                f"expected ({self.num_groups},) integers"
-            )
-        elif scales is not None and scales.numel() != rows:
-            wrong = f"scales of shape {tuple(scales.shape)}, expected ({rows},)"
-        if wrong:
-            raise InputError(
-                explain(
-                    "GroupedLinear takes rows, a split size per group and, with scale_bias, a "
-                    "scale per row",
-                    where=self._where(),
-                    received=wrong,
-                )
-            )
-
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -222,28 +203,34 @@ class GroupedLinear(BasicOperation):
         split_sizes, *others = basic_op_extra_inputs[0]
         scales = others[0] if self.scale_bias else None
         assert split_sizes is not None
-        self._check_inputs(input_, split_sizes, scales)
+        check_grouped_inputs(
+            input_,
+            split_sizes,
+            scales,
+            num_groups=self.num_groups,
+            in_features=self.in_features,
+            where=self._where(),
+        )
         weights = [getattr(self, name) for name in self._weight_names]
         biases = self._current_biases()
         dtype = autocast_dtype(input_.device) or weights[0].dtype
-        x = _rows(input_).to(dtype)
+        x = as_rows(input_).to(dtype)
         groups = row_groups(split_sizes, x, self.out_features, self._where())
-        y = grouped_mm(x, [w.t() for w in self._matrices(weights, dtype)], groups)
+        y = grouped_mm(x, self._matrices(weights, dtype), groups, transpose=True)
         if biases:
-            added = self._bias_rows(biases, groups, x.shape[0]).to(dtype)
-            y += added if scales is None else added * scales.reshape(-1, 1).to(dtype)
+            added = groups.spread(self._table(biases), x.shape[0])
+            y += added if scales is None else added * scales.reshape(-1, 1)
         if ctx.requires_grad:
             wants_weights = any(ctx.needs.parameters[: len(weights)])
             ctx.save_for_backward(split_sizes, scales, x if wants_weights else None)
         return y.view(*input_.shape[:-1], self.out_features), [()]
 
-    def _matrices(self, weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        weights = [w.to(dtype) for w in weights]
-        return list(weights[0].unbind(0)) if self.single_grouped_weight else weights
+    def _matrices(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
+        cast = [w.to(dtype) for w in weights]
+        return cast[0] if self.single_grouped_weight else cast
 
-    def _bias_rows(self, biases: Sequence[Tensor], groups: RowGroups, rows: int) -> Tensor:
-        table = biases[0] if self.single_grouped_bias else torch.stack(list(biases))
-        return table.index_select(0, groups.group_of_row(rows))
+    def _table(self, biases: Sequence[Tensor]) -> Tensor:
+        return biases[0] if self.single_grouped_bias else torch.stack(list(biases))
 
     def fuser_backward(
         self,
@@ -257,38 +244,116 @@ class GroupedLinear(BasicOperation):
         Sequence[Sequence[Tensor | None] | None],
     ]:
         ctx = basic_op_ctxs[0]
-        split_sizes, scales, x = ctx.saved_tensors  # type: ignore[misc]
-        assert split_sizes is not None and ctx.parameters is not None
+        split_sizes, scales, x = cast("GroupedLinear.Saved", ctx.saved_tensors)
+        parameters = cast("tuple[Tensor, ...]", ctx.parameters)
+        needs = ctx.needs
         count = len(self._weight_names)
-        weights = [p for p in ctx.parameters[:count] if p is not None]
-        biases = [p for p in ctx.parameters[count:] if p is not None]
-        needs_weights, needs_biases = ctx.needs.parameters[:count], ctx.needs.parameters[count:]
+        weights, biases = parameters[:count], parameters[count:]
 
-        dy = _rows(grad_output)
+        dy = as_rows(grad_output)
         if x is not None:
             dy = dy.to(x.dtype)
         groups = row_groups(split_sizes, dy, self.in_features, self._where())
-        dx = None
-        if ctx.needs.input:
-            dx = grouped_mm(dy, self._matrices(weights, dy.dtype), groups)
+        dx = ds = None
+        if needs.input:
+            dx = grouped_mm(dy, self._matrices(weights, dy.dtype), groups, transpose=False)
             dx = dx.view(*grad_output.shape[:-1], self.in_features)
-        grads: list[Tensor | None] = [None] * count
+        grads: list[Tensor | None] = [None] * len(parameters)
         if x is not None:
-            work = _Delayed(dy, x, groups, needs_weights)
-            grads = self._delay(work) if self.delay_wgrad_compute else self._weight_grads(work)
-        if any(needs_biases):
-            scaled = dy if scales is None else dy * scales.reshape(-1, 1).to(dy.dtype)
-            db = grouped_sum(scaled, groups)
-            grads += [db] if self.single_grouped_bias else list(db.unbind(0))
-        else:
-            grads += [None] * len(biases)
-        if not self.scale_bias:
-            return dx, [grads], [(None,)]
-        ds = None
-        if scales is not None and ctx.needs.extra_inputs[1]:
-            ds = torch.zeros_like(scales)
-            if biases:
-                per_row = self._bias_rows(biases, groups, dy.shape[0]).to(dy.dtype)
-                ds = (dy * per_row).sum(-1, dtype=ds.dtype).view(scales.shape)
-        return dx, [grads], [(None, ds)]
+            grads[:count] = self._weight_grads(_Wgrad(dy, x, groups, needs.parameters[:count]))
+        if any(needs.parameters[count:]):
+            db = grouped_bias_grad(dy, scales, groups)
+            grads[count:] = [db] if self.single_grouped_bias else db.unbind(0)
+        if scales is not None and biases and needs.extra_inputs[1]:
+            ds = scale_grad(dy, self._table(biases), scales, groups)
+        return dx, [grads], [(None, ds) if self.scale_bias else (None,)]
 
+    def _weight_grads(self, work: _Wgrad) -> list[Tensor | None]:
+        """What autograd gets for the weights now."""
+        if self.delay_wgrad_compute:
+            self._delayed.pending.append(work)
+        elif self.accumulate_into_main_grad:
+            self._add_to_main_grads(work)
+        else:
+            return self._compute(work)
+        if not self.accumulate_into_main_grad:
+            return [None] * len(work.needed)
+        return [
+            mark_added(getattr(self, name)) if needed else None
+            for name, needed in zip(self._weight_names, work.needed)
+        ]
+
+    def _compute(self, work: _Wgrad) -> list[Tensor | None]:
+        dw = grouped_wgrad(work.dy, work.x, work.groups, stacked=self.single_grouped_weight)
+        grads = [dw] if isinstance(dw, Tensor) else dw
+        return [g if needed else None for g, needed in zip(grads, work.needed)]
+
+    def _add_to_main_grads(self, work: _Wgrad) -> None:
+        for index, (name, needed) in enumerate(zip(self._weight_names, work.needed)):
+            if not needed:
+                continue
+            buffer, add = main_grad_buffer(getattr(self, name), self._where())
+            if work.groups.bounds is None:
+                dw = self._compute(work)[index]
+                assert dw is not None
+                buffer.add_(dw) if add else buffer.copy_(dw)
+                continue
+            all_bounds = work.groups.bounds
+            bounds = all_bounds if self.single_grouped_weight else all_bounds[index : index + 1]
+            matrices = buffer if self.single_grouped_weight else [buffer]
+            for (start, stop), matrix in zip(bounds, matrices):
+                add_wgrad(matrix, work.dy[start:stop], work.x[start:stop], add=add)
+
+    def need_backward_dw(self) -> bool:
+        """Whether the gradients of the weights are left to :meth:`backward_dw`."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients of the earliest backward pass that still lacks them.
+
+        They are added to ``grad``, or to ``main_grad``; then the hooks run. Does nothing if no
+        backward pass waits.
+        """
+        if not self._delayed.pending:
+            return
+        work = self._delayed.pending.popleft()
+        if self.accumulate_into_main_grad:
+            self._add_to_main_grads(work)
+        else:
+            for name, dw in zip(self._weight_names, self._compute(work)):
+                if dw is not None:
+                    weight = getattr(self, name)
+                    cast_dw = dw.to(weight.dtype)
+                    weight.grad = cast_dw if weight.grad is None else weight.grad + cast_dw
+        for hook in self._delayed.hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Has ``hook()`` called at the end of every :meth:`backward_dw`."""
+        self._delayed.hooks.append(hook)
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        sizes = extra_inputs[0].tolist()
+        biases = self._current_biases()
+        weights = [getattr(self, name) for name in self._weight_names]
+        weights = list(weights[0]) if self.single_grouped_weight else weights
+        biases = list(biases[0]) if biases and self.single_grouped_bias else biases
+        x = as_rows(input_).to(weights[0].dtype)
+        scales = extra_inputs[1].reshape(-1, 1).split(sizes) if self.scale_bias else None
+        parts = []
+        for g, rows in enumerate(x.split(sizes)):
+            y = rows @ weights[g].t()
+            if biases:
+                y = y + (biases[g] if scales is None else scales[g].to(y.dtype) * biases[g])
+            parts.append(y)
+        return torch.cat(parts).view(*input_.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.use_bias}"
+        )
+
+
+def _names(stem: str, count: int, single: bool) -> list[str]:
+    return [stem] if single else [f"{stem}{n}" for n in range(count)]

@@ -140,7 +140,8 @@ class RotaryEmbedding(BasicOperation):
         return output
 
     def _heads(self, packed: Tensor) -> Tensor:
-        return packed.unflatten(2, (self.num_heads + 2 * self.num_kv_heads, self.head_dim))
+        heads = self.num_heads + 2 * self.num_kv_heads
+        return packed.view(*packed.shape[:2], heads, self.head_dim)
 
     def _pairs(self, heads: Tensor) -> tuple[Tensor, Tensor]:
         size = self.rotary_dim
