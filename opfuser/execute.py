@@ -55,11 +55,14 @@ class _Backward(NamedTuple):
 
     op: Any
     index: int
+    reads: tuple[int, int] | None
+    """Which of the kept parameters its backward reads."""
     general: _GeneralBackward | None
 
 
 class _GeneralBackward(NamedTuple):
     indices: tuple[int, ...]
+    reads: tuple[tuple[int, int] | None, ...]
     targets: tuple[tuple[Slot | int | None, ...], ...]
     num_extra_outputs: tuple[int, ...]
     name: str
@@ -80,14 +83,17 @@ class Program:
         self.num_parameters = ends[-1]
         self.needs_backward = any(need is not None for need in plan.needs)
         self.input_needs_grad = bool(plan.needs and plan.needs[0] and plan.needs[0].input)
-        self.kept_parameters = tuple(
-            n
-            for (start, stop), op, need in zip(self.spans, plan.basic_ops, plan.needs)
-            if op.backward_reads_parameters and need is not None
-            for n in range(start, stop)
-        )
+        kept: list[int] = []
+        reads: list[tuple[int, int] | None] = []
+        for (start, stop), op, need in zip(self.spans, plan.basic_ops, plan.needs):
+            if op.backward_reads_parameters and need is not None:
+                reads.append((len(kept), len(kept) + stop - start))
+                kept.extend(range(start, stop))
+            else:
+                reads.append(None)
+        self.kept_parameters = tuple(kept)
         self.forward = _lay_out_forward(plan, wiring)
-        self.backward = _lay_out_backward(plan, wiring)
+        self.backward = _lay_out_backward(plan, wiring, reads)
         self.without_grad = tuple(
             n for n, slot in enumerate(wiring.outputs) if plan.needs[slot.op] is None
         )
@@ -153,23 +159,27 @@ def _lay_out_forward(plan: Plan, wiring: Wiring) -> tuple[_Forward, ...]:
     return tuple(out)
 
 
-def _lay_out_backward(plan: Plan, wiring: Wiring) -> tuple[_Backward, ...]:
+def _lay_out_backward(
+    plan: Plan, wiring: Wiring, reads: Sequence[tuple[int, int] | None]
+) -> tuple[_Backward, ...]:
     out: list[_Backward] = []
     for step in reversed(plan.backward):
         if all(plan.needs[i] is None for i in step.indices):
             break
         extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
         if _is_plain(step.op, extras):
-            out.append(_Backward(step.op, step.indices[0], None))
+            first = step.indices[0]
+            out.append(_Backward(step.op, first, reads[first], None))
             continue
         own = set(step.indices)
         general = _GeneralBackward(
             step.indices,
+            tuple(reads[i] for i in step.indices),
             tuple(_outside(wiring.sources[i], own) for i in step.indices),
             tuple(len(wiring.consumers[i]) for i in step.indices),
             _name(step),
         )
-        out.append(_Backward(step.op, step.indices[0], general))
+        out.append(_Backward(step.op, step.indices[0], None, general))
     return tuple(out)
 
 
@@ -203,44 +213,61 @@ def _context(needs: GradNeeds | None) -> OperationContext:
     return ctx
 
 
+class _Tape:
+    """What the forward walk leaves for backward: a context per basic operation, and the tensors."""
+
+    def __init__(self) -> None:
+        self.contexts: list[OperationContext] = []
+        self.saved: list[Tensor | None] = []
+
+    def add(self, ctx: OperationContext) -> None:
+        self.contexts.append(ctx)
+        if ctx.to_save is not None:
+            if ctx.requires_grad:
+                start = len(self.saved)
+                self.saved.extend(ctx.to_save)
+                ctx.span = (start, len(self.saved))
+            ctx.to_save = None
+
+
 def _walk_forward(
-    program: Program,
-    kwargs: Kwargs,
-    x: Tensor,
-    extra_inputs: Sequence[Tensor],
-    contexts: list[OperationContext] | None,
+    program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: _Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Runs the forward steps; fills one context per basic operation into ``contexts``."""
+    """Runs the forward steps and records on ``tape`` what their backward needs."""
     produced: dict[Slot, Tensor] = {}
     index = 0
     for op, needs, general in program.forward:
-        if general is None:
-            ctx = OperationContext()
-            if needs is None:
-                ctx.requires_grad = False
-            else:
-                ctx.needs = needs
-            if kwargs is None:
-                x = op.op_forward(
-                    ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
-                )
-            else:
-                x = op.op_forward(
-                    ctx,
-                    x,
-                    prev_op_grad_output_quantizer=None,
-                    next_op_input_quantizer=None,
-                    **kwargs[index],
-                )
-            index += 1
-            if contexts is not None:
-                contexts.append(ctx)
-        else:
+        if general is not None:
             ctxs = [_context(needs) for needs in general.needs]
             x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
             index += len(ctxs)
-            if contexts is not None:
-                contexts.extend(ctxs)
+            if tape is not None:
+                for ctx in ctxs:
+                    tape.add(ctx)
+            continue
+        ctx = OperationContext()
+        if needs is None:
+            ctx.requires_grad = False
+        else:
+            ctx.needs = needs
+        if kwargs is None:
+            x = op.op_forward(
+                ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+            )
+        else:
+            x = op.op_forward(
+                ctx,
+                x,
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                **kwargs[index],
+            )
+        index += 1
+        if tape is not None:
+            if ctx.to_save is None:
+                tape.contexts.append(ctx)
+            else:
+                tape.add(ctx)
     return x, [produced[slot] for slot in program.outputs]
 
 
@@ -316,41 +343,38 @@ class _Run(torch.autograd.Function):
     def forward(
         func_ctx: Any, program: Program, kwargs: Kwargs, input_: Tensor, *tensors: Tensor
     ) -> Any:
-        contexts: list[OperationContext] = []
+        tape = _Tape()
         extra_inputs = tensors[program.num_parameters :]
-        output, outputs = _walk_forward(program, kwargs, input_, extra_inputs, contexts)
-
-        saved: list[Tensor | None] = []
-        ends = [0]
-        for ctx in contexts:
-            if ctx.to_save is not None:
-                if ctx.requires_grad:
-                    saved.extend(ctx.to_save)
-                ctx.to_save = None
-            ends.append(len(saved))
-        func_ctx.save_for_backward(*saved, *[tensors[n] for n in program.kept_parameters])
-        func_ctx.set_materialize_grads(False)
-        func_ctx.program = program
-        func_ctx.contexts = contexts
-        func_ctx.ends = ends
+        output, outputs = _walk_forward(program, kwargs, input_, extra_inputs, tape)
+        if tape.saved or program.kept_parameters:
+            func_ctx.save_for_backward(
+                *tape.saved, *[tensors[n] for n in program.kept_parameters]
+            )
+        func_ctx.forwarded = (program, tape.contexts)
         if not outputs:
             return output
+        func_ctx.set_materialize_grads(False)
         func_ctx.output_like = (output.shape, output.dtype, output.device)
         return _distinct_outputs(func_ctx, program, output, outputs)
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
-        program: Program = func_ctx.program
         if grad_output is None:
             shape, dtype, device = func_ctx.output_like
             grad_output = torch.zeros(shape, dtype=dtype, device=device)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return _walk_backward(func_ctx, program, grad_output, grad_outputs)
-        with torch.no_grad():
-            grads = _walk_backward(func_ctx, program, grad_output, grad_outputs)
-        made = [g for g in grads if g is not None]
-        guarded = iter(_NotTwice.apply(len(made), *made, grad_output, *grad_outputs))  # type: ignore[no-untyped-call]
-        return tuple(None if g is None else next(guarded) for g in grads)
+        if torch.compiler.is_compiling():
+            return (None, None, *_walk_backward(func_ctx, grad_output, grad_outputs, keep=True))
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not torch.is_grad_enabled():
+            grads = _walk_backward(func_ctx, grad_output, grad_outputs, keep)
+        else:
+            with torch.no_grad():
+                grads = _walk_backward(func_ctx, grad_output, grad_outputs, keep)
+            made = [g for g in grads if g is not None]
+            guarded = iter(_NotTwice.apply(len(made), *made, grad_output, *grad_outputs))  # type: ignore[no-untyped-call]
+            grads = [None if g is None else next(guarded) for g in grads]
+        _separate(grads, (grad_output, *grad_outputs))
+        return (None, None, *grads)
 
 
 class _NotTwice(torch.autograd.Function):
@@ -384,38 +408,41 @@ def _distinct_outputs(
     return tuple(results)
 
 
-def _backward_contexts(
-    func_ctx: Any, program: Program, saved: Sequence[Tensor]
-) -> list[OperationContext | None]:
-    """Deals what was saved back to fresh contexts, so that a second backward finds the same."""
-    contexts: list[OperationContext | None] = []
-    ends = func_ctx.ends
-    for n, kept in enumerate(func_ctx.contexts):
-        ctx = OperationContext()
-        ctx.__dict__.update(kept.__dict__)
-        ctx.saved_tensors = tuple(saved[ends[n] : ends[n + 1]])
-        contexts.append(ctx)
-    at = ends[-1]
-    if program.kept_parameters:
-        ops, needs = program.plan.basic_ops, program.plan.needs
-        for ctx, op, need, (start, stop) in zip(contexts, ops, needs, program.spans):
-            if op.backward_reads_parameters and need is not None and ctx is not None:
-                ctx.parameters = tuple(saved[at : at + stop - start])
-                at += stop - start
-    return contexts
+def _revive(
+    kept: OperationContext, saved: list[Tensor | None], parameters: tuple[int, int] | None
+) -> OperationContext:
+    """The context of one operation for its backward.
+
+    A copy, so that a second backward finds the same. What it takes leaves ``saved``, so that it
+    is freed as soon as the operation is done with it.
+
+    Args:
+        parameters: where ``saved`` holds the operation's parameters, if its backward reads them.
+    """
+    if kept.span is None and parameters is None:
+        return kept
+    ctx = OperationContext()
+    ctx.__dict__.update(kept.__dict__)
+    if kept.span is not None:
+        start, stop = kept.span
+        ctx.saved_tensors = tuple(saved[start:stop])
+        saved[start:stop] = [None] * (stop - start)
+    if parameters is not None:
+        start, stop = parameters
+        ctx.parameters = tuple(saved[start:stop])
+    return ctx
 
 
 def _walk_backward(
-    func_ctx: Any, program: Program, dx: Tensor | None, grad_outputs: Sequence[Tensor | None]
-) -> tuple[Any, ...]:
-    grad_output = dx
-    saved = func_ctx.saved_tensors
-    contexts = _backward_contexts(func_ctx, program, saved)
-    if saved and not torch.compiler.is_compiling() and _CAN_CLEAR:
-        del saved
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            func_ctx.maybe_clear_saved_tensors()
-            func_ctx.contexts = None
+    func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
+) -> list[Tensor | None]:
+    """Runs the backward steps; returns the gradients of input, parameters and extra inputs."""
+    saved: list[Tensor | None] = list(func_ctx.saved_tensors)
+    program, contexts = func_ctx.forwarded
+    if saved and not keep and _CAN_CLEAR:
+        func_ctx.maybe_clear_saved_tensors()
+        func_ctx.forwarded = None
+    base = len(saved) - len(program.kept_parameters)
     grads_of: dict[Slot, Tensor] = {}
     for slot, grad in zip(program.outputs, grad_outputs):
         if grad is not None:
@@ -423,26 +450,31 @@ def _walk_backward(
     param_grads: list[Tensor | None] = [None] * program.num_parameters
     extra_grads: list[Tensor | None] = [None] * program.num_extra_inputs
 
-    for op, index, general in program.backward:
-        if general is None:
-            ctx = contexts[index]
-            contexts[index] = None
-            if dx is None:
-                continue
-            dx, grads = op.op_backward(ctx, dx)
-            _place_parameter_grads(program, index, grads, param_grads)
-        else:
-            ctxs = [contexts[i] for i in general.indices]
-            for i in general.indices:
-                contexts[i] = None
-            dx = _general_backward(program, op, general, ctxs, dx, grads_of, param_grads, extra_grads)
-        ctx = ctxs = None
+    for op, index, reads, general in program.backward:
+        if general is not None:
+            ctxs = [
+                _revive(contexts[i], saved, r and (base + r[0], base + r[1]))
+                for i, r in zip(general.indices, general.reads)
+            ]
+            dx = _general_backward(
+                program, op, general, ctxs, dx, grads_of, param_grads, extra_grads
+            )
+            ctxs = []
+            continue
+        ctx = contexts[index]
+        if ctx.span is not None or reads is not None:
+            ctx = _revive(ctx, saved, reads and (base + reads[0], base + reads[1]))
+        if dx is None:
+            continue
+        dx, grads = op.op_backward(ctx, dx)
+        ctx = None
+        start, stop = program.spans[index]
+        if start == stop and grads == ():
+            continue
+        _place_parameter_grads(program, index, grads, param_grads)
     if not program.input_needs_grad:
         dx = None
-    all_grads = [dx, *param_grads, *extra_grads]
-    if not torch.compiler.is_compiling():
-        _separate(all_grads, (grad_output, *grad_outputs))
-    return (None, None, *all_grads)
+    return [dx, *param_grads, *extra_grads]
 
 
 def _place_parameter_grads(
@@ -469,7 +501,7 @@ def _general_backward(
     program: Program,
     op: Any,
     general: _GeneralBackward,
-    ctxs: list[OperationContext | None],
+    ctxs: list[OperationContext],
     dx: Tensor | None,
     grads_of: dict[Slot, Tensor],
     param_grads: list[Tensor | None],

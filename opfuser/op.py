@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +53,15 @@ class OperationContext:
 
     requires_grad: bool = True
     needs: GradNeeds = GradNeeds(True, (), ())
-    saved_tensors: tuple[Tensor | None, ...] | None = None
+    saved_tensors: tuple[Tensor | None, ...] = ()
     to_save: tuple[Tensor | None, ...] | None = None
+    span: tuple[int, int] | None = None  # the engine's: where its tensors lie among all saved
     parameters: tuple[Tensor | None, ...] | None = None
+
+    if TYPE_CHECKING:  # operations may keep values of their own
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep ``tensors`` for backward. Called in forward, at most once per operation."""

@@ -14,13 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import InputError, explain
+from ._main_grad import add_wgrad
 
 __all__ = [
     "RowGroups",
+    "add_grouped_wgrad",
     "check_grouped_inputs",
     "grouped_bias_grad",
     "grouped_mm",
     "grouped_wgrad",
+    "has_grouped_gemm",
     "row_groups",
     "scale_grad",
 ]
@@ -55,16 +58,15 @@ class RowGroups(NamedTuple):
         return torch.stack([x[start:stop].sum(0) for start, stop in self.bounds])
 
 
-def row_groups(split_sizes: Tensor, x: Tensor, out_features: int, where: str) -> RowGroups:
+def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
     """Locates the groups that ``split_sizes`` cuts the rows of ``x`` into.
 
-    Sizes on the host are checked. Sizes on a GPU are read back, which waits for the GPU, only if
-    there is no grouped GEMM for the dtype and features; if there is one they stay there unchecked.
+    Sizes on the host are checked. Sizes on a GPU stay there unchecked: see ``has_grouped_gemm``.
 
     Raises:
         InputError: sizes on the host are negative, or do not add up to the rows of ``x``.
     """
-    if split_sizes.is_cuda and has_grouped_gemm(x, out_features):
+    if split_sizes.is_cuda:
         return RowGroups(None, split_sizes, split_sizes.cumsum(0).to(torch.int32))
     sizes = split_sizes.tolist()
     if sum(sizes) != x.shape[0] or min(sizes) < 0:
@@ -130,6 +132,23 @@ def grouped_wgrad(
     for (start, stop), matrix in zip(groups.bounds, out):
         torch.mm(dy[start:stop].t(), x[start:stop], out=matrix)
     return out
+
+
+def add_grouped_wgrad(
+    buffers: Sequence[tuple[Tensor, bool] | None], dy: Tensor, x: Tensor, groups: RowGroups
+) -> None:
+    """Adds or writes each group's ``dyᵀ x`` to its buffer, as ``add_wgrad``; None takes none."""
+    if groups.bounds is None:
+        products = grouped_wgrad(dy, x, groups, stacked=False)
+        for target, product in zip(buffers, products):
+            if target is not None:
+                buffer, add = target
+                buffer.add_(product) if add else buffer.copy_(product)
+        return
+    for target, (start, stop) in zip(buffers, groups.bounds):
+        if target is not None:
+            buffer, add = target
+            add_wgrad(buffer, dy[start:stop], x[start:stop], add=add)
 
 
 def grouped_bias_grad(dy: Tensor, scales: Tensor | None, groups: RowGroups) -> Tensor:

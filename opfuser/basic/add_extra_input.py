@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import InputError, explain
+from ..errors import InputError, OpKwargsError, explain
 from ..op import BasicOperation, OperationContext
 
 __all__ = ["AddExtraInput"]
@@ -25,6 +25,7 @@ class AddExtraInput(BasicOperation):
 
     Raises:
         InputError: in forward, if the two shapes differ. Nothing is broadcast.
+        OpKwargsError: in forward, if it is given keywords.
     """
 
     num_extra_inputs: int = 1
@@ -43,6 +44,10 @@ class AddExtraInput(BasicOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        if basic_op_kwargs[0]:
+            raise OpKwargsError(
+                explain("AddExtraInput takes no keywords", received=", ".join(basic_op_kwargs[0]))
+            )
         extra = basic_op_extra_inputs[0][0]
         assert extra is not None
         return self.reference(input_, extra), [()]

@@ -44,14 +44,13 @@ class AllReduce(BasicOperation):
             )
         self.process_group = process_group
 
-    def op_forward(
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
         ctx: OperationContext,
         input_: Tensor,
         *,
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
-        **kwargs: Any,
     ) -> Tensor:
         if group_size(self.process_group) == 1:
             return input_
@@ -64,7 +63,7 @@ class AllReduce(BasicOperation):
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         refuse_reference(self.process_group, type(self).__name__)
-        return input_
+        return input_.clone()
 
     def extra_repr(self) -> str:
         return f"ranks={group_size(self.process_group)}"

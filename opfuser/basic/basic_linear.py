@@ -172,14 +172,13 @@ class BasicLinear(BasicOperation):
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
-    def op_forward(
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
         ctx: OperationContext,
         input_: Tensor,
         *,
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
-        **kwargs: Any,
     ) -> Tensor:
         sharding = self.sharding
         w = self._parameters.get("weight")

@@ -15,15 +15,20 @@ from ._distributed import group_size
 __all__ = ["Bias", "bias_grad"]
 
 
+_LEADING = {ndim: tuple(range(ndim - 1)) for ndim in range(1, 5)}
+
+
 def bias_grad(grad_output: Tensor) -> Tensor:
     """``db = Σ dy`` over all dimensions but the last, summed in fp32 for fp16 and bf16.
 
     A distinct tensor even if there is nothing to sum: autograd may accumulate into it in place.
     """
-    dims = tuple(range(grad_output.dim() - 1))
+    dims = _LEADING.get(grad_output.dim())
+    if dims is None:
+        dims = tuple(range(grad_output.dim() - 1))
     if not dims:
         return grad_output.clone()
-    if grad_output.device.type == "cpu" and grad_output.itemsize == 2:
+    if grad_output.itemsize == 2 and grad_output.is_cpu:
         # ATen's CPU kernel rounds partial sums to the input's dtype; its CUDA kernel does not.
         return grad_output.sum(dims, dtype=torch.float32)
     return grad_output.sum(dims)
@@ -83,21 +88,20 @@ class Bias(BasicOperation):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def op_forward(
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
         ctx: OperationContext,
         input_: Tensor,
         *,
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
-        **kwargs: Any,
     ) -> Tensor:
         bias: Tensor | None = self._parameters.get("bias")
         if bias is None:
             bias = self.bias  # cleared, or parametrised
             if bias is None:
                 return input_
-        if not input_.dim() or input_.shape[-1] != bias.shape[0]:
+        if not input_.dim() or input_.size(-1) != self.local_size:
             self._refuse_input(input_)
         if bias.dtype != input_.dtype:
             bias = bias.to(input_.dtype)

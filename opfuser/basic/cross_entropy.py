@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, InputError, OpKwargsError, explain
 from ..op import BasicOperation, OperationContext
 
 __all__ = ["CrossEntropy"]
@@ -103,6 +103,10 @@ class CrossEntropy(BasicOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        if basic_op_kwargs[0]:
+            raise OpKwargsError(
+                explain("CrossEntropy takes no keywords", received=", ".join(basic_op_kwargs[0]))
+            )
         ctx, targets = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
         assert targets is not None
         self._check_inputs(input_, targets)

@@ -19,9 +19,7 @@ from ..op import BasicOperation, OperationContext, compute_dtype
 __all__ = ["DotProductAttention"]
 
 _aten = torch.ops.aten
-
-# Scores that the fallback holds at a time: 128 MiB in fp32.
-_FALLBACK_SCORES = 1 << 25
+_FALLBACK_SCORES = 1 << 25  # held at a time: 128 MiB in fp32
 
 
 class _Heads(NamedTuple):
@@ -160,10 +158,10 @@ def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
         return "efficient" if q.dtype == torch.float32 else "fallback"
     with torch.set_grad_enabled(differentiable):  # some kernels have no backward on some GPUs
         q = q.detach().requires_grad_(differentiable)
-        how = (None, 0.0, causal)
-        choice = torch._fused_sdp_choice(q, k, v, *how, scale=scale, enable_gqa=grouped)
+        how: Any = {"is_causal": causal, "scale": scale}
+        choice = torch._fused_sdp_choice(q, k, v, **how, enable_gqa=grouped)
         if grouped and choice not in _BY_CHOICE:
-            choice = torch._fused_sdp_choice(q, *_expand(x)[1:], *how, scale=scale)
+            choice = torch._fused_sdp_choice(q, *_expand(x)[1:], **how)
     return _BY_CHOICE.get(choice, "fallback")
 
 

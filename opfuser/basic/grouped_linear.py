@@ -11,18 +11,20 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, OpKwargsError, explain
+from ..errors import ArgumentError, NotSupportedError, OpKwargsError, explain
 from ..op import BasicOperation, OperationContext, autocast_dtype
 from ._grouped_gemm import (
     RowGroups,
+    add_grouped_wgrad,
     check_grouped_inputs,
     grouped_bias_grad,
     grouped_mm,
     grouped_wgrad,
+    has_grouped_gemm,
     row_groups,
     scale_grad,
 )
-from ._main_grad import add_wgrad, as_rows, main_grad_buffer, mark_added
+from ._main_grad import as_rows, main_grad_buffer, mark_added
 
 __all__ = ["GroupedLinear"]
 
@@ -84,6 +86,7 @@ class GroupedLinear(BasicOperation):
         ArgumentError: sizes below one; a dtype that is not a float; a bias missing in some groups.
         InputError: x, the split sizes or the scales have the wrong shape or dtype.
         OpKwargsError: a keyword is passed to forward.
+        NotSupportedError: the keyword is te.ops' ``output`` or ``grad_input``.
     """
 
     num_extra_inputs: int = 1
@@ -164,9 +167,6 @@ class GroupedLinear(BasicOperation):
             if getattr(self, name) is not None:
                 nn.init.zeros_(getattr(self, name))
 
-    def _where(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"
-
     def _current_biases(self) -> list[Tensor]:
         biases = [getattr(self, name) for name in self._bias_names]
         present = [b for b in biases if b is not None]
@@ -175,7 +175,7 @@ class GroupedLinear(BasicOperation):
             raise ArgumentError(
                 explain(
                     "Either all groups have a bias or none has",
-                    where=self._where(),
+                    where=type(self).__name__,
                     received=f"None for {', '.join(missing)}",
                 )
             )
@@ -192,13 +192,7 @@ class GroupedLinear(BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         if basic_op_kwargs[0]:
-            raise OpKwargsError(
-                explain(
-                    "GroupedLinear takes no keywords: it makes its output and gradients itself",
-                    where=self._where(),
-                    received=", ".join(basic_op_kwargs[0]),
-                )
-            )
+            _refuse_keywords(basic_op_kwargs[0])
         ctx = basic_op_ctxs[0]
         split_sizes, *others = basic_op_extra_inputs[0]
         scales = others[0] if self.scale_bias else None
@@ -209,13 +203,15 @@ class GroupedLinear(BasicOperation):
             scales,
             num_groups=self.num_groups,
             in_features=self.in_features,
-            where=self._where(),
+            where=type(self).__name__,
         )
         weights = [getattr(self, name) for name in self._weight_names]
         biases = self._current_biases()
         dtype = autocast_dtype(input_.device) or weights[0].dtype
         x = as_rows(input_).to(dtype)
-        groups = row_groups(split_sizes, x, self.out_features, self._where())
+        if split_sizes.is_cuda and not has_grouped_gemm(x, self.out_features):
+            split_sizes = split_sizes.cpu()  # backward needs them there too: wait for the GPU once
+        groups = row_groups(split_sizes, x, type(self).__name__)
         y = grouped_mm(x, self._matrices(weights, dtype), groups, transpose=True)
         if biases:
             added = groups.spread(self._table(biases), x.shape[0])
@@ -226,8 +222,8 @@ class GroupedLinear(BasicOperation):
         return y.view(*input_.shape[:-1], self.out_features), [()]
 
     def _matrices(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
-        cast = [w.to(dtype) for w in weights]
-        return cast[0] if self.single_grouped_weight else cast
+        matrices = [w.to(dtype) for w in weights]
+        return matrices[0] if self.single_grouped_weight else matrices
 
     def _table(self, biases: Sequence[Tensor]) -> Tensor:
         return biases[0] if self.single_grouped_bias else torch.stack(list(biases))
@@ -253,7 +249,7 @@ class GroupedLinear(BasicOperation):
         dy = as_rows(grad_output)
         if x is not None:
             dy = dy.to(x.dtype)
-        groups = row_groups(split_sizes, dy, self.in_features, self._where())
+        groups = row_groups(split_sizes, dy, type(self).__name__)
         dx = ds = None
         if needs.input:
             dx = grouped_mm(dy, self._matrices(weights, dy.dtype), groups, transpose=False)
@@ -289,20 +285,14 @@ class GroupedLinear(BasicOperation):
         return [g if needed else None for g, needed in zip(grads, work.needed)]
 
     def _add_to_main_grads(self, work: _Wgrad) -> None:
-        for index, (name, needed) in enumerate(zip(self._weight_names, work.needed)):
-            if not needed:
-                continue
-            buffer, add = main_grad_buffer(getattr(self, name), self._where())
-            if work.groups.bounds is None:
-                dw = self._compute(work)[index]
-                assert dw is not None
-                buffer.add_(dw) if add else buffer.copy_(dw)
-                continue
-            all_bounds = work.groups.bounds
-            bounds = all_bounds if self.single_grouped_weight else all_bounds[index : index + 1]
-            matrices = buffer if self.single_grouped_weight else [buffer]
-            for (start, stop), matrix in zip(bounds, matrices):
-                add_wgrad(matrix, work.dy[start:stop], work.x[start:stop], add=add)
+        buffers = [
+            main_grad_buffer(getattr(self, name), type(self).__name__) if needed else None
+            for name, needed in zip(self._weight_names, work.needed)
+        ]
+        if self.single_grouped_weight and buffers[0] is not None:
+            whole, add = buffers[0]
+            buffers = [(matrix, add) for matrix in whole]
+        add_grouped_wgrad(buffers, work.dy, work.x, work.groups)
 
     def need_backward_dw(self) -> bool:
         """Whether the gradients of the weights are left to :meth:`backward_dw`."""
@@ -353,6 +343,20 @@ class GroupedLinear(BasicOperation):
             f"num_groups={self.num_groups}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.use_bias}"
         )
+
+
+def _refuse_keywords(keywords: dict[str, Any]) -> None:
+    buffers = sorted(keywords.keys() & {"output", "grad_input"})
+    if buffers:
+        raise NotSupportedError(
+            explain(
+                "GroupedLinear allocates its results, and writes to no buffer of the caller",
+                received=", ".join(buffers),
+            )
+        )
+    raise OpKwargsError(
+        explain("The forward of GroupedLinear takes no keywords", received=", ".join(keywords))
+    )
 
 
 def _names(stem: str, count: int, single: bool) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import OpKwargsError, explain
 from ..op import BasicOperation, OperationContext
 
 __all__ = ["MakeExtraOutput"]
@@ -39,6 +40,10 @@ class MakeExtraOutput(BasicOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        if basic_op_kwargs[0]:
+            raise OpKwargsError(
+                explain("MakeExtraOutput takes no keywords", received=", ".join(basic_op_kwargs[0]))
+            )
         return input_, [(input_,)]
 
     def fuser_backward(
