@@ -469,9 +469,10 @@ def _walk_backward(
         dx, grads = op.op_backward(ctx, dx)
         ctx = None
         start, stop = program.spans[index]
-        if start == stop and grads == ():
-            continue
-        _place_parameter_grads(program, index, grads, param_grads)
+        if type(grads) is tuple and len(grads) == stop - start:
+            param_grads[start:stop] = grads
+        else:
+            _place_parameter_grads(program, index, grads, param_grads)
     if not program.input_needs_grad:
         dx = None
     return [dx, *param_grads, *extra_grads]

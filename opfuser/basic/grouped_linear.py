@@ -298,6 +298,7 @@ class GroupedLinear(BasicOperation):
         """Whether the gradients of the weights are left to :meth:`backward_dw`."""
         return self.delay_wgrad_compute
 
+    @torch.no_grad()
     def backward_dw(self) -> None:
         """Computes the weight gradients of the earliest backward pass that still lacks them.
 

@@ -1,0 +1,128 @@
+"""What fusions with a linear operation share: operands, saved state, GEMMs, refusals."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..basic._distributed import gather_first_dim
+from ..basic._main_grad import as_rows
+from ..basic.basic_linear import BasicLinear, linear_dgrad
+from ..basic.bias import Bias
+from ..errors import NotSupportedError, explain
+from ..fusion import Refusal
+from ..op import OperationContext, autocast_dtype
+
+__all__ = [
+    "add_dgrad",
+    "add_linear",
+    "backward_refusal",
+    "bias_operand",
+    "communication",
+    "forward_refusal",
+    "insist",
+    "linear_operands",
+    "scaled_mm",
+]
+
+
+def communication(linear: BasicLinear, step: str) -> Refusal:
+    """The refusal of a linear operation whose ranks exchange data at ``step``."""
+    sharding = linear.sharding
+    parallel = "sequence-" if sharding.sequence_parallel else "tensor-"
+    return Refusal(
+        "COMMUNICATION",
+        f"{parallel}parallel BasicLinear in {sharding.mode} mode communicates {step}",
+    )
+
+
+def forward_refusal(linear: BasicLinear) -> Refusal | None:
+    """Why nothing can be added in the forward GEMM of ``linear``: it is reduced afterwards."""
+    if linear.sharding.mode == "row":
+        return communication(linear, "right after its forward GEMM")
+    return None
+
+
+def backward_refusal(linear: BasicLinear) -> Refusal | None:
+    """Why the gradient GEMMs of ``linear`` are not all there is to its backward."""
+    if linear.sharding.mode == "column":
+        return communication(linear, "right after its input-gradient GEMM")
+    if linear.sharding.scatters_output:
+        return communication(linear, "before its gradient GEMMs")
+    return None
+
+
+def insist(refusal: Refusal | None, where: str) -> None:
+    """Raises NotSupportedError with ``refusal``, for a fused operation constructed by hand."""
+    if refusal is not None:
+        raise NotSupportedError(
+            explain(
+                refusal.detail,
+                where=where,
+                remedy="Leave the operations separate, and they fuse where that is possible",
+            )
+        )
+
+
+def linear_operands(
+    linear: BasicLinear, ctx: OperationContext, input_: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Input and weight as the forward GEMM takes them; saves what the backward of ``linear`` reads.
+
+    Raises:
+        InputError: the last dimension of the input is not the local ``in_features``.
+    """
+    sharding = linear.sharding
+    x, w = input_, linear.weight
+    if not x.dim() or x.shape[-1] != sharding.local_in_features:
+        linear._refuse_input(x)
+    dtype = autocast_dtype(x.device) or w.dtype
+    x, w = x.to(dtype), w.to(dtype)  # type: ignore[assignment]
+    if ctx.requires_grad:
+        needs = ctx.needs
+        ctx.save_for_backward(x if needs.parameters[0] else None, w if needs.input else None)
+    if sharding.gathers_input:
+        x = gather_first_dim(x, sharding.group)
+    return x, w
+
+
+def bias_operand(bias: Bias | None, x: Tensor, weight: Tensor) -> Tensor | None:
+    """The bias in the dtype of the GEMM; None where it is absent or cleared.
+
+    Raises:
+        InputError: the bias is not as long as the rows of the output.
+    """
+    b = None if bias is None else bias.bias
+    if bias is None or b is None:
+        return None
+    if b.shape[0] != weight.shape[0]:
+        bias._refuse_input(x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta"))
+    return b.to(weight.dtype)
+
+
+def add_linear(
+    extra: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, alpha: float = 1.0
+) -> Tensor:
+    """``extra + alpha x Wᵀ + b`` for operands of one dtype, extra of the shape of the output."""
+    rows = as_rows(extra)
+    if bias is None:
+        y = torch.addmm(rows, as_rows(x), weight.t(), alpha=alpha)
+    else:
+        y = (rows + bias).addmm_(as_rows(x), weight.t(), alpha=alpha)
+    return y if extra.dim() == 2 else y.view(extra.shape)
+
+
+def add_dgrad(grad: Tensor | None, dy: Tensor, weight: Tensor) -> Tensor:
+    """``grad + dy W``, where None counts as zero and ``grad`` is not written to."""
+    if grad is None:
+        return linear_dgrad(dy, weight)
+    if grad.dtype != weight.dtype:
+        return linear_dgrad(dy, weight) + grad
+    dx = torch.addmm(as_rows(grad), as_rows(dy.to(weight.dtype)), weight)
+    return dx if grad.dim() == 2 else dx.view(grad.shape)
+
+
+def scaled_mm(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """``alpha a b`` for matrices of one dtype, with the factor applied inside the GEMM."""
+    # With beta = 0 the first operand is never read.
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=alpha)

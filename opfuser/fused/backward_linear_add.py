@@ -1,0 +1,75 @@
+"""Input-gradient GEMM that accumulates onto a residual gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..basic.basic_linear import BasicLinear
+from ..basic.make_extra_output import MakeExtraOutput
+from ..fusion import Env, Fusion, Refusal
+from ..op import FusedOperation, OperationContext
+from ._linear import add_dgrad, backward_refusal, insist
+
+__all__ = ["FUSION", "BackwardLinearAdd"]
+
+
+class BackwardLinearAdd(FusedOperation):
+    r"""Backward of MakeExtraOutput and BasicLinear: :math:`dx = g + dy\, W`, :math:`dW = dy^T x`.
+
+    g is the gradient of the extra output, and counts as zero where none arrives. It is read, never
+    written, whatever ``in_place`` says. Where its dtype is not the weight's, the sum is a pass of
+    its own.
+
+    Reads what BasicLinear saved. One rounding less than the separate operations; as much traffic,
+    since the GEMM starts from a copy of g, but no tensor for the product alone.
+
+    Kernel: ATen's ``addmm`` (beta = 1).
+
+    Args:
+        backward_add: the operation whose extra output is the residual.
+        linear: the linear operation.
+
+    Raises:
+        NotSupportedError: the backward of ``linear`` exchanges data between ranks.
+    """
+
+    _parts: tuple[MakeExtraOutput, BasicLinear]
+
+    def __init__(self, *, backward_add: MakeExtraOutput, linear: BasicLinear) -> None:
+        insist(backward_refusal(linear), type(self).__name__)
+        super().__init__((backward_add, linear))
+        self._parts = backward_add, linear
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[
+        Tensor | None,
+        Sequence[Sequence[Tensor | None] | None],
+        Sequence[Sequence[Tensor | None] | None],
+    ]:
+        _, linear = self._parts
+        ctx = basic_op_ctxs[1]
+        x, w = ctx.saved_tensors  # type: ignore[misc]
+        (g,) = basic_op_grad_extra_outputs[0]
+        dx = add_dgrad(g, grad_output, w) if ctx.needs.input else None
+        dw = linear.weight_grad(grad_output, x) if ctx.needs.parameters[0] else None
+        return dx, [(), (dw,)], [(), ()]
+
+
+def _refuses(backward_add: MakeExtraOutput, linear: BasicLinear, *, env: Env) -> Refusal | None:
+    return backward_refusal(linear)
+
+
+FUSION = Fusion(
+    name="backward_linear_add",
+    stage="backward",
+    pattern=(MakeExtraOutput, BasicLinear),
+    refuses=_refuses,
+    build=lambda backward_add, linear: BackwardLinearAdd(backward_add=backward_add, linear=linear),
+)

@@ -1,0 +1,81 @@
+"""Gradient GEMMs with a constant factor folded in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..basic._main_grad import as_rows
+from ..basic.basic_linear import BasicLinear
+from ..basic.constant_scale import ConstantScale
+from ..fusion import Env, Fusion, Refusal
+from ..op import FusedOperation, OperationContext
+from ._linear import backward_refusal, insist, scaled_mm
+
+__all__ = ["FUSION", "BackwardLinearScale"]
+
+
+class BackwardLinearScale(FusedOperation):
+    r"""Backward of BasicLinear and ConstantScale: :math:`dx = s\, dy W`, :math:`dW = s\, dy^T x`.
+
+    Reads what BasicLinear saved. For A elements of output 2A less traffic than the separate
+    operations, no tensor for s·dy, and one rounding less. A weight gradient that goes to
+    ``main_grad`` takes s·dy instead, as its GEMM has no factor.
+
+    Kernel: ATen's ``addmm`` (beta = 0, alpha = s).
+
+    Args:
+        scale: the factor.
+        linear: the linear operation, which comes first in forward.
+
+    Raises:
+        NotSupportedError: the backward of ``linear`` exchanges data between ranks.
+    """
+
+    _parts: tuple[BasicLinear, ConstantScale]
+
+    def __init__(self, *, scale: ConstantScale, linear: BasicLinear) -> None:
+        insist(backward_refusal(linear), type(self).__name__)
+        super().__init__((linear, scale))
+        self._parts = linear, scale
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[
+        Tensor | None,
+        Sequence[Sequence[Tensor | None] | None],
+        Sequence[Sequence[Tensor | None] | None],
+    ]:
+        linear, scale = self._parts
+        ctx = basic_op_ctxs[0]
+        x, w = ctx.saved_tensors  # type: ignore[misc]
+        needs_dw = ctx.needs.parameters[0]
+        s, dy = scale.scale, grad_output
+        if needs_dw and linear.accumulate_into_main_grad:
+            s, dy = 1.0, dy * s
+        dx = dw = None
+        if ctx.needs.input:
+            dx = scaled_mm(as_rows(dy.to(w.dtype)), w, s).view(*dy.shape[:-1], w.shape[1])
+        if needs_dw and linear.accumulate_into_main_grad:
+            dw = linear.weight_grad(dy, x)
+        elif needs_dw:
+            dw = scaled_mm(as_rows(dy.to(x.dtype)).t(), as_rows(x), s)
+        return dx, [(dw,), ()], [(), ()]
+
+
+def _refuses(linear: BasicLinear, scale: ConstantScale, *, env: Env) -> Refusal | None:
+    return backward_refusal(linear)
+
+
+FUSION = Fusion(
+    name="backward_linear_scale",
+    stage="backward",
+    pattern=(BasicLinear, ConstantScale),
+    refuses=_refuses,
+    build=lambda linear, scale: BackwardLinearScale(linear=linear, scale=scale),
+)

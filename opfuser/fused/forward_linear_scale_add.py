@@ -1,0 +1,82 @@
+"""Forward GEMM, constant factor and residual add in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..basic.add_extra_input import AddExtraInput
+from ..basic.basic_linear import BasicLinear, linear_forward
+from ..basic.constant_scale import ConstantScale
+from ..fusion import Env, Fusion, Refusal
+from ..op import FusedOperation, OperationContext
+from ._linear import add_linear, forward_refusal, insist, linear_operands
+
+__all__ = ["FUSION", "ForwardLinearScaleAdd"]
+
+
+class ForwardLinearScaleAdd(FusedOperation):
+    r"""Forward of BasicLinear, ConstantScale and AddExtraInput: :math:`y = z + s\, x W^T`.
+
+    The sum with a low-rank branch (Hu et al., LoRA, arXiv:2106.09685). z is the extra input, of
+    the shape of y; it is read, never written, whatever ``in_place`` says. Where its dtype is not
+    that of the GEMM, the three steps run apart and the sum has the dtype of torch's promotion.
+
+    Saves what BasicLinear saves. For A elements of output 2A less traffic than the separate
+    operations, and two roundings less.
+
+    Kernel: ATen's ``addmm``, with s as its ``alpha``.
+
+    Args:
+        linear: the linear operation.
+        scale: the factor.
+        add: the sum with the extra input.
+
+    Raises:
+        NotSupportedError: ``linear`` reduces its output over ranks.
+        InputError: in forward, as in the operations that it replaces.
+    """
+
+    _parts: tuple[BasicLinear, ConstantScale, AddExtraInput]
+
+    def __init__(self, *, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput) -> None:
+        insist(forward_refusal(linear), type(self).__name__)
+        super().__init__((linear, scale, add))
+        self._parts = linear, scale, add
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        linear, scale, add = self._parts
+        (z,) = basic_op_extra_inputs[2]
+        assert z is not None
+        x, w = linear_operands(linear, basic_op_ctxs[0], input_)
+        if z.dtype == w.dtype and z.shape == (*x.shape[:-1], w.shape[0]):
+            y = add_linear(z, x, w, alpha=scale.scale)
+        else:
+            y = add.reference(linear_forward(x, w) * scale.scale, z)
+        return y, [(), (), ()]
+
+
+def _refuses(
+    linear: BasicLinear, scale: ConstantScale, add: AddExtraInput, *, env: Env
+) -> Refusal | None:
+    return forward_refusal(linear)
+
+
+FUSION = Fusion(
+    name="forward_linear_scale_add",
+    stage="forward",
+    pattern=(BasicLinear, ConstantScale, AddExtraInput),
+    refuses=_refuses,
+    build=lambda linear, scale, add: ForwardLinearScaleAdd(linear=linear, scale=scale, add=add),
+)
