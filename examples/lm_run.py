@@ -1,0 +1,147 @@
+"""What a run of train_lm.py leaves behind: configuration, metrics, checkpoint, picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+
+class RunFolder:
+    """The folder ``runs/<name>``.
+
+    ``checkpoint.safetensors`` holds parameters as ``model.<name>``, the state of AdamW as
+    ``optimizer.<name>.<key>``, torch's random states as ``rng.<device>``, and counters as metadata.
+    A tied parameter is stored once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoint = path / "checkpoint.safetensors"
+        self.metrics = path / "metrics.jsonl"
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file whole or not at all."""
+        new = self.path / f"{name}.new"
+        new.write_text(text)
+        os.replace(new, self.path / name)
+
+    def append(self, **values: Any) -> None:
+        """Adds one line to the metrics."""
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """All lines of the metrics, oldest first."""
+        if not self.metrics.exists():
+            return []
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+
+    def curve(self, key: str) -> dict[int, float]:
+        """One metric by step."""
+        return {row["step"]: row[key] for row in self.read_metrics() if key in row}
+
+    def start_over(self) -> None:
+        """Forgets an earlier run of this name."""
+        for path in (self.checkpoint, self.metrics):
+            path.unlink(missing_ok=True)
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, **counters: float) -> None:
+        """Writes a checkpoint; the previous one stays until the new one is whole."""
+        tensors: dict[str, Tensor] = {"rng.cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            tensors["rng.cuda"] = torch.cuda.get_rng_state()
+        for name, p in model.named_parameters():
+            tensors[f"model.{name}"] = p.detach().contiguous()
+            for key, value in optimizer.state[p].items():
+                tensors[f"optimizer.{name}.{key}"] = value.contiguous()
+        new = self.checkpoint.with_suffix(".new")
+        save_file(tensors, new, {key: repr(value) for key, value in counters.items()})
+        os.replace(new, self.checkpoint)
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Restores what :meth:`save` stored, drops metrics of later steps, gives the counters."""
+        with safe_open(self.checkpoint, framework="pt") as file:
+            counters = {key: json.loads(value) for key, value in file.metadata().items()}
+            names = list(file.keys())
+            for name, p in model.named_parameters():
+                with torch.no_grad():
+                    p.copy_(file.get_tensor(f"model.{name}"))
+                prefix = f"optimizer.{name}."
+                optimizer.state[p] = {
+                    key[len(prefix) :]: file.get_tensor(key).to(p.device)
+                    for key in names
+                    if key.startswith(prefix)
+                }
+            torch.set_rng_state(file.get_tensor("rng.cpu"))
+            if "rng.cuda" in names and torch.cuda.is_available():
+                torch.cuda.set_rng_state(file.get_tensor("rng.cuda"))
+        rows = [row for row in self.read_metrics() if row["step"] <= counters["step"]]
+        self.write(self.metrics.name, "".join(json.dumps(row) + "\n" for row in rows))
+        return counters
+
+    def plot(self, curves: dict[str, dict[int, float]]) -> None:
+        """Draws ``loss.png``: one line per curve, of loss by step."""
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot(xlabel="step", ylabel="nats per byte")
+        for (label, curve), style in zip(curves.items(), ("-", "o-", ":", "s:")):
+            axes.plot(list(curve), list(curve.values()), style, label=label, linewidth=1)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(self.path / "loss.png", dpi=120)
+
+
+class Interrupt:
+    """Turns the first Ctrl-C into a request to stop after the current step."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self._before)
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+
+class SavedBytes:
+    """Size of what autograd keeps for backward: each storage once, parameters left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.total = 0
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        """Counts what is saved inside the block."""
+        # Holding the storages keeps an address from meaning two of them.
+        seen: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._parameters:
+                seen[storage.data_ptr()] = storage
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        self.total = sum(storage.nbytes() for storage in seen.values())

@@ -1,0 +1,194 @@
+"""The training loop of train_lm.py, for any model whose call gives a loss."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from lm_data import Batch, Corpus, training_batch, validation_batches
+from lm_run import Interrupt, RunFolder, SavedBytes
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from opfuser.models import DecoderConfig
+
+
+def option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All that determines a run; every field is an option of the command line."""
+
+    steps: int = option(1000, "optimiser steps")
+    batch: int = option(8, "sequences per step")
+    sequence: int = option(256, "bytes per sequence")
+    dim: int = option(128, "features of a token")
+    layers: int = option(4, "decoder layers")
+    heads: int = option(4, "query heads")
+    kv_heads: int = option(0, "key and value heads; 0 is as many as query heads")
+    ffn: int = option(0, "features inside the feed-forward block; 0 is 8/3 dim, rounded up")
+    untied: bool = option(False, "give the head a weight of its own")
+    lr: float = option(3e-3, "peak learning rate")
+    warmup: int = option(50, "steps until the peak, linearly; cosine to a tenth follows")
+    weight_decay: float = option(0.1, "of matrices")
+    clip: float = option(1.0, "largest norm of the gradient")
+    seed: int = option(0, "of initial weights, batches and the sample")
+    eval_every: int = option(200, "steps between validations, which also write a checkpoint")
+    eval_batches: int = option(8, "validation batches; four times as many at the end")
+    sample: int = option(300, "bytes of text to generate at the end")
+    device: str = option("auto", "auto is cuda where there is one, else cpu")
+    dtype: str = option("auto", "float32, bfloat16 (autocast), float64; auto is bfloat16 on cuda")
+    register: bool = option(False, "register the user-defined fusion of lm_fusion.py")
+    twin: bool = option(False, "train the same network in plain torch.nn and compare the losses")
+
+    def resolved(self) -> dict[str, Any]:
+        """All options, with what ``auto`` stands for on this machine."""
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if device.startswith("cuda") else "float32"
+        return {**asdict(self), "device": device, "dtype": dtype}
+
+    @property
+    def model(self) -> DecoderConfig:
+        return DecoderConfig(
+            vocab_size=256,
+            dim=self.dim,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads or None,
+            ffn_dim=self.ffn or None,
+            tied_head=not self.untied,
+            device=self.device,
+            dtype=torch.float64 if self.dtype == "float64" else torch.float32,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        warm = min(1.0, (step + 1) / max(1, self.warmup))
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / self.steps)
+        return self.lr * warm * (0.1 + 0.9 * cosine)
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+class Trainer:
+    """One model, its optimiser and its folder; the same for opfuser and for the twin."""
+
+    def __init__(
+        self, model: nn.Module, config: TrainConfig, folder: RunFolder, corpus: Corpus
+    ) -> None:
+        self.model, self.config, self.folder, self.corpus = model, config, folder, corpus
+        self.optimizer = make_optimizer(model, config)
+        self.step = 0
+        self.seconds = self.training_seconds = 0.0
+        self.saved = SavedBytes(model)
+        self.validation_loss = math.nan
+
+    def batch(self, step: int) -> Batch:
+        c = self.config
+        batch = training_batch(self.corpus.train, c.batch, c.sequence, c.seed, step)
+        return self.to_device(batch)
+
+    def to_device(self, batch: Batch) -> Batch:
+        return Batch(*(t.to(self.config.device, non_blocking=True) for t in batch))
+
+    def loss(self, batch: Batch) -> Tensor:
+        kind = torch.device(self.config.device).type
+        bf16 = self.config.dtype == "bfloat16"
+        with torch.autocast(kind, torch.bfloat16) if bf16 else nullcontext():
+            return self.model(*batch)
+
+    def update(self, first: bool) -> dict[str, float]:
+        """One step of the optimiser; gives its metrics."""
+        lr = self.config.learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        with self.saved.count() if first else nullcontext():
+            loss = self.loss(self.batch(self.step))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return {"step": self.step, "loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
+
+    @torch.no_grad()
+    def validate(self, count: int) -> float:
+        c = self.config
+        batches = validation_batches(self.corpus.validation, c.batch, c.sequence, count)
+        return sum(self.loss(self.to_device(batch)).item() for batch in batches) / count
+
+    @property
+    def tokens_per_second(self) -> float:
+        tokens = self.step * self.config.batch * self.config.sequence
+        return tokens / self.training_seconds if self.training_seconds else 0.0
+
+    def save(self) -> None:
+        counters = {"step": self.step, "seconds": self.seconds, "saved": self.saved.total}
+        counters["training_seconds"] = self.training_seconds
+        self.folder.save(self.model, self.optimizer, **counters)
+
+    def load(self) -> None:
+        counters = self.folder.load(self.model, self.optimizer)
+        self.step, self.saved.total = counters["step"], counters["saved"]
+        self.seconds, self.training_seconds = counters["seconds"], counters["training_seconds"]
+
+    def train(self, label: str) -> bool:
+        """Trains to the last step; False if Ctrl-C came first. A checkpoint is left either way."""
+        c, began = self.config, time.perf_counter() - self.seconds
+        bar = tqdm(total=c.steps, initial=self.step, desc=label, unit="step", file=sys.stdout)
+        with Interrupt() as interrupt, bar:
+            first = True
+            while self.step < c.steps and not interrupt.requested:
+                started = time.perf_counter()
+                metrics = self.update(first)
+                first = False
+                self.training_seconds += time.perf_counter() - started
+                self.folder.append(**metrics)
+                if self.step % c.eval_every == 0 and self.step < c.steps:
+                    self.validation_loss = self.validate(c.eval_batches)
+                    self.folder.append(step=self.step, validation_loss=self.validation_loss)
+                    self.seconds = time.perf_counter() - began
+                    self.save()
+                bar.update()
+                bar.set_postfix_str(
+                    f"loss {metrics['loss']:.3f}, val {self.validation_loss:.3f}, "
+                    f"{self.tokens_per_second:,.0f} tokens/s, "
+                    f"saved {self.saved.total / 2**20:.1f} MiB",
+                    refresh=False,
+                )
+            if self.step == c.steps:
+                self.validation_loss = self.validate(4 * c.eval_batches)
+                self.folder.append(step=self.step, validation_loss=self.validation_loss)
+            self.seconds = time.perf_counter() - began
+            self.save()
+        return self.step == c.steps
+
+    def results(self) -> dict[str, Any]:
+        losses = list(self.folder.curve("loss").values())[-50:]
+        return {
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "steps": self.step,
+            "tokens_per_second": self.tokens_per_second,
+            "train_loss": sum(losses) / max(1, len(losses)),
+            "validation_loss": self.validation_loss,
+            "saved_bytes": self.saved.total,
+            "seconds": self.seconds,
+        }

@@ -1,0 +1,193 @@
+"""Trains a byte-level language model on the source files of Python's standard library.
+
+The whole network, loss included, is one ``opfuser.Sequential`` from ``opfuser.models``. A run writes
+``runs/<name>/``: config.json, metrics.jsonl, checkpoint.safetensors, plan.txt, loss.png. Ctrl-C
+leaves a checkpoint; ``--resume`` continues it with the losses of an unbroken run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import lm_fusion
+import torch
+from lm_data import load_corpus
+from lm_run import RunFolder
+from lm_trainer import TrainConfig, Trainer
+from lm_twin import Twin
+from torch import Tensor
+
+import opfuser
+from opfuser.models import decoder_lm
+
+TWIN_STEPS, TWIN_TOLERANCE = 50, 1e-4
+INTERRUPTED = 130
+
+
+def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
+    """The configuration, the folder, and whether to continue the run in it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--name", default="lm", help="the run is kept in runs/NAME (default lm)")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    parser.add_argument("--resume", action="store_true", help="continue the run of that name")
+    for f in fields(TrainConfig):
+        name, text = "--" + f.name.replace("_", "-"), f.metadata["help"]
+        if isinstance(f.default, bool):
+            parser.add_argument(
+                name, action="store_true", default=argparse.SUPPRESS, help=text
+            )
+        else:
+            parser.add_argument(
+                name,
+                type=type(f.default),
+                default=argparse.SUPPRESS,
+                help=f"{text} (default {f.default})",
+            )
+    given = vars(parser.parse_args(argv))
+    path, resume = given.pop("runs") / given.pop("name"), given.pop("resume")
+    if not resume:
+        return TrainConfig(**TrainConfig(**given).resolved()), RunFolder(path), False
+    if not (path / "checkpoint.safetensors").exists():
+        parser.error(f"--resume: there is no checkpoint in {path}")
+    stored = json.loads((path / "config.json").read_text())
+    other = [f"--{key.replace('_', '-')}" for key in given if given[key] != stored[key]]
+    if other:
+        parser.error(f"--resume: {', '.join(other)} differs from what the run was started with")
+    return TrainConfig(**stored), RunFolder(path), True
+
+
+def build_model(config: TrainConfig) -> opfuser.Sequential:
+    """The network with the initial weights that belong to the seed."""
+    torch.manual_seed(config.seed)
+    return decoder_lm(config.model)
+
+
+def describe_plan(trainer: Trainer) -> str:
+    """Writes the plan of a training step to plan.txt; gives one line about it."""
+    plan = trainer.plan()
+    trainer.folder.write("plan.txt", f"{plan}\n")
+    parts = []
+    for stage in ("forward", "backward"):
+        counts = ", ".join(f"{name} x{n}" for name, n in sorted(plan.fused(stage).items()))
+        parts.append(f"{stage}: {counts or 'nothing fused'}")
+    return f"{len(plan.basic_ops)} operations; {'; '.join(parts)}"
+
+
+def compare_fusion(trainer: Trainer) -> str:
+    """How often the user's fusion matched, and what it changes in loss, gradients and memory."""
+    matches = len(trainer.plan().record(lm_fusion.NAME).matches)
+    on = trainer.probe()
+    with opfuser.disable(lm_fusion.NAME):
+        off = trainer.probe()
+    worst = max(
+        ((a - b).norm() / b.norm().clamp_min(1e-30)).item() for a, b in zip(on.grads, off.grads)
+    )
+    return (
+        f"--register: {lm_fusion.NAME} matched {matches} times; step {trainer.step + 1} with and "
+        f"without it: loss {on.loss:.6f} and {off.loss:.6f}, gradients within {worst:.1e}, "
+        f"saved {on.saved / 2**20:.1f} and {off.saved / 2**20:.1f} MiB"
+    )
+
+
+@torch.no_grad()
+def generate(model: opfuser.Sequential, trainer: Trainer, prompt: str) -> str:
+    """Continues ``prompt`` byte by byte at temperature 0.8, from at most ``sequence`` bytes."""
+    config = trainer.config
+    logits_of = model[:-1]
+    random = torch.Generator().manual_seed(config.seed)
+    text = list(prompt.encode())
+    for _ in range(config.sample):
+        window = torch.tensor([text[-config.sequence :]], device=config.device)
+        with trainer.autocast():
+            logits = logits_of(window)[0, -1]
+        odds = (logits.float().cpu() / 0.8).softmax(-1)
+        text.append(int(torch.multinomial(odds, 1, generator=random)))
+    return bytes(text).decode(errors="replace")
+
+
+def report_twin(folder: RunFolder, twin: RunFolder, exact: bool) -> bool:
+    """Prints both curves; False if they part within the first steps of an fp32 (or fp64) run."""
+    ours, theirs = folder.curve("loss"), twin.curve("loss")
+    print(f"{'step':>6}{'opfuser':>12}{'torch.nn':>12}{'difference':>12}")
+    marks = {1, 2, 3, 5, 10, 20, 30, 40, 50, *range(100, len(ours), max(100, len(ours) // 10))}
+    for step in sorted((marks | {len(ours)}) & ours.keys() & theirs.keys()):
+        a, b = ours[step], theirs[step]
+        print(f"{step:>6}{a:>12.6f}{b:>12.6f}{abs(a - b) / b:>12.1e}")
+    first = [step for step in ours if step <= TWIN_STEPS]
+    worst = max(abs(ours[step] - theirs[step]) / theirs[step] for step in first)
+    agree = worst <= TWIN_TOLERANCE
+    print(f"--twin: largest relative difference over the first {len(first)} steps {worst:.1e}")
+    if exact and not agree:
+        print(f"--twin: that is more than {TWIN_TOLERANCE:.0e}", file=sys.stderr)
+    return agree or not exact
+
+
+def results_line(label: str, trainer: Trainer) -> str:
+    r = trainer.results()
+    trainer.folder.write("results.json", json.dumps(r, indent=1) + "\n")
+    return (
+        f"{label}: {r['parameters']:,} parameters, {r['steps']} steps, "
+        f"{r['tokens_per_second']:,.0f} tokens/s, loss {r['train_loss']:.3f} train "
+        f"{r['validation_loss']:.3f} validation, "
+        f"{r['saved_bytes'] / 2**20:.1f} MiB saved activations, {r['seconds']:.0f} s"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    config, folder, resume = parse_args(argv)
+    if not resume:
+        folder.start_over()
+        folder.write("config.json", json.dumps(asdict(config), indent=1) + "\n")
+    corpus = load_corpus()
+    print(
+        f"{folder.path}: {config.device}, {config.dtype}, "
+        f"{len(corpus.train):,} bytes to train on, {len(corpus.validation):,} held out"
+    )
+    with lm_fusion.register() if config.register else nullcontext():
+        model = build_model(config)
+        trainer = Trainer(model, config, folder, corpus)
+        if resume:
+            trainer.load()
+            print(f"continues after step {trainer.step}")
+        print(describe_plan(trainer))
+        if config.register:
+            print(compare_fusion(trainer))
+        if not trainer.train("opfuser"):
+            return stopped(trainer)
+        curves = {"training": folder.curve("loss"), "validation": folder.curve("validation_loss")}
+        agree = True
+        if config.twin:
+            twin = Twin(config.model)
+            twin.load_state_dict(build_model(config).state_dict())
+            plain = Trainer(twin, config, RunFolder(folder.path / "twin"), corpus)
+            if resume and plain.folder.checkpoint.exists():
+                plain.load()
+            else:
+                plain.folder.start_over()
+            if not plain.train("torch.nn"):
+                return stopped(plain)
+            agree = report_twin(folder, plain.folder, config.dtype != "bfloat16")
+            curves["training, torch.nn"] = plain.folder.curve("loss")
+        folder.plot(curves)
+        if config.sample:
+            print(f"--- sample\n{generate(model, trainer, 'def ')}\n---")
+        if config.twin:
+            print(results_line("torch.nn", plain))
+        print(results_line("results", trainer))
+    return 0 if agree else 1
+
+
+def stopped(trainer: Trainer) -> int:
+    print(f"stopped after step {trainer.step}; --resume continues from there")
+    return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Running one operation with contexts of our own, to see what it does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..op import BasicOperation, GradNeeds, OperationContext
+from .calls import Untouched, fail, named_outputs
+
+
+def check_protocol(
+    op: BasicOperation, inputs: dict[str, Tensor], kwargs: dict[str, Any], where: str
+) -> None:
+    """Runs the operation with contexts of our own and looks at what it does with them."""
+    given = {name: t.detach().clone() for name, t in inputs.items()}
+    ctx, y = _forward(op, given, kwargs, where, requires_grad=True)
+    for name, output in y.items():
+        if not isinstance(output, Tensor):
+            fail(f"The {name} must be a tensor", where, type(output).__name__)
+    saved = () if ctx.to_save is None else ctx.to_save
+    check_saved(op, saved, where)
+    idle, _ = _forward(op, given, kwargs, where, requires_grad=False)
+    if idle.to_save:
+        fail(
+            "Nothing may be saved without ctx.requires_grad",
+            where,
+            f"{len(idle.to_save)} tensors",
+            "Call ctx.save_for_backward only if ctx.requires_grad",
+        )
+    ctx.saved_tensors, ctx.to_save = tuple(saved), None
+    slots = op.parameter_slots()
+    parameters: list[Tensor] = [getattr(module, name) for module, name in slots]
+    ctx.parameters = tuple(parameters)
+    if not y["output"].is_floating_point():
+        return
+    grads = {name: torch.ones_like(t) for name, t in y.items()}
+    watched = Untouched({f"gradient of the {name}": g for name, g in grads.items()})
+    with torch.no_grad():
+        dx, dparams, dextras = op.fuser_backward(
+            [ctx],
+            grads.pop("output"),
+            basic_op_grad_extra_outputs=[list(grads.values())],
+        )
+    watched.check(where)
+    if len(dparams) != 1 or len(dextras) != 1:
+        fail("fuser_backward of a basic operation returns lists of one entry", where)
+    of_params, of_extras = tuple(dparams[0] or ()), tuple(dextras[0] or ())
+    if len(of_params) != len(slots):
+        fail(f"Backward must return {len(slots)} parameter gradients", where, str(len(of_params)))
+    if len(of_extras) != op.num_extra_inputs:
+        fail(
+            f"Backward must return {op.num_extra_inputs} extra-input gradients",
+            where,
+            str(len(of_extras)),
+        )
+    names = [name for _, name in slots]
+    owners = [*inputs.items(), *((f"parameter {n}", p) for n, p in zip(names, parameters))]
+    made = (dx, *of_extras, *of_params)
+    for (name, owner), grad in zip(owners, made):
+        _check_grad(name, owner, grad, where)
+
+
+def _forward(
+    op: BasicOperation,
+    inputs: dict[str, Tensor],
+    kwargs: dict[str, Any],
+    where: str,
+    *,
+    requires_grad: bool,
+) -> tuple[OperationContext, dict[str, Any]]:
+    x, *extras = inputs.values()
+    ctx = OperationContext()
+    ctx.requires_grad = requires_grad
+    ctx.needs = GradNeeds(
+        requires_grad and x.is_floating_point(),
+        tuple(requires_grad and _reads(slot) for slot in op.parameter_slots()),
+        tuple(requires_grad and t.is_floating_point() for t in extras),
+    )
+    with torch.no_grad():
+        op.pre_fuser_forward(requires_grad=requires_grad)
+        y, extra_outputs = op.fuser_forward(
+            [ctx],
+            x,
+            basic_op_extra_inputs=[extras],
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=[kwargs],
+        )
+    if len(extra_outputs) != 1 or len(extra_outputs[0]) != op.num_extra_outputs:
+        fail(
+            f"fuser_forward must return one list of {op.num_extra_outputs} extra outputs",
+            where,
+            str([len(ys) for ys in extra_outputs]),
+        )
+    return ctx, named_outputs((y, *extra_outputs[0]))
+
+
+def _reads(slot: tuple[nn.Module, str]) -> bool:
+    return bool(getattr(slot[0], slot[1]).requires_grad)
+
+
+def check_saved(op: BasicOperation, saved: Sequence[Any], where: str) -> None:
+    """Holds ``saved`` to ``op.Saved``: as many tensors, and None only where that is declared."""
+    declared = op.Saved
+    if declared is None:
+        if saved:
+            fail(
+                f"{type(op).__name__} declares no Saved, so it must save nothing",
+                where,
+                f"{len(saved)} saved tensors",
+                "Declare a NamedTuple called Saved in the class: fused forwards must fill the same",
+            )
+        return
+    fields: dict[str, Any] = declared.__annotations__
+    if len(saved) != len(fields):
+        fail(
+            f"Forward must save what Saved declares: ({', '.join(fields)})",
+            where,
+            f"{len(saved)} saved tensors",
+        )
+    for (name, kind), tensor in zip(fields.items(), saved):
+        may_be_none = "None" in str(kind) or "Optional" in str(kind)
+        if tensor is None and may_be_none:
+            continue
+        if not isinstance(tensor, Tensor):
+            fail(
+                f"Saved declares {name}: {getattr(kind, '__forward_arg__', kind)}",
+                where,
+                type(tensor).__name__,
+            )
+
+
+def _check_grad(name: str, owner: Tensor, grad: Any, where: str) -> None:
+    where = f"{where}: gradient of {name}"
+    if grad is None:
+        return  # zero; the comparison with the reference decides
+    if not isinstance(grad, Tensor) or not grad.is_floating_point():
+        fail("A gradient is a floating-point tensor or None", where, _kind(grad))
+    if grad.shape != owner.shape:
+        fail(f"Expected shape {tuple(owner.shape)}", where, f"shape {tuple(grad.shape)}")
+    if grad.device != owner.device:
+        fail(f"Expected device {owner.device}", where, f"device {grad.device}")
+
+
+def _kind(value: Any) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,340 @@
+"""Sharded operations against the same operation on one rank: all checks in one start per size."""
+
+from __future__ import annotations
+
+import copy
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opfuser import (
+    GELU,
+    AllGather,
+    AllReduce,
+    BasicLinear,
+    Bias,
+    Linear,
+    ReduceScatter,
+    Sequential,
+)
+from opfuser.errors import ArgumentError, InputError, NotSupportedError
+
+pytestmark = pytest.mark.distributed
+
+IN, OUT, ROWS = 8, 12, 3  # rows per rank
+CHECKS: dict[str, Callable[[int, int], None]] = {}
+
+
+def check(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def part(full: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
+    return full.chunk(ranks, dim)[rank].contiguous()
+
+
+class Whole:
+    """A linear transformation on one rank: its tensors, the same everywhere, and its gradients."""
+
+    def __init__(self, ranks: int, *, bias: bool, dtype: torch.dtype = torch.float64) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.x = random(ranks * ROWS, 2, IN)
+        self.dy = random(ranks * ROWS, 2, OUT)
+        self.w = random(OUT, IN)
+        self.b = random(OUT) if bias else None
+        x, w = (t.double().requires_grad_() for t in (self.x, self.w))
+        b = None if self.b is None else self.b.double().requires_grad_()
+        self.y = F.linear(x, w, b)
+        self.y.backward(self.dy.double())
+        self.dx, self.dw, self.db = x.grad, w.grad, None if b is None else b.grad
+
+
+def close(ours: Tensor | None, exact: Tensor | None) -> None:
+    assert ours is not None
+    assert exact is not None
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[ours.dtype]
+    scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
+    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=tolerance * scale)
+
+
+def compare(op: Linear | BasicLinear, whole: Whole, rank: int, ranks: int) -> None:
+    """Value and every gradient of ``op`` on this rank, with parameters cut out of ``whole``."""
+    row = op.weight.shape != (OUT // ranks, IN)
+    sequence = getattr(op, "sequence_parallel", False) or any(
+        isinstance(p, ReduceScatter) or getattr(p, "sequence_parallel", False)
+        for p in getattr(op, "basic_ops", ())
+    )
+    slice_dim = 1 if row else 0
+    op.weight = nn.Parameter(part(whole.w, rank, ranks, slice_dim))
+    bias = getattr(op, "bias", None)
+    if bias is not None:
+        assert whole.b is not None
+        # In row mode the summands of the bias add up to it; the first rank's is not like the others.
+        mine = whole.b * (2 - ranks if rank == 0 else 1) / (1 if ranks > 1 else 2 - ranks)
+        op.bias = nn.Parameter(mine if row else part(whole.b, rank, ranks, 0))
+
+    def local(t: Tensor, sliced_side: bool) -> Tensor:
+        if sliced_side:
+            return part(t, rank, ranks, -1)
+        return part(t, rank, ranks, 0) if sequence else t
+
+    x = local(whole.x, row).requires_grad_()
+    y = Sequential(op)(x)
+    close(y, local(whole.y.detach(), not row))
+    y.backward(local(whole.dy, not row))
+    assert whole.dx is not None
+    assert whole.dw is not None
+    close(x.grad, local(whole.dx, row))
+    close(op.weight.grad, part(whole.dw, rank, ranks, slice_dim))
+    if bias is not None:
+        assert whole.db is not None
+        close(op.bias.grad, whole.db if row else part(whole.db, rank, ranks, 0))
+
+
+def linear_check(mode: str, sequence: bool, bias: bool) -> None:
+    def run(rank: int, ranks: int) -> None:
+        whole = Whole(ranks, bias=bias)
+        op = Linear(
+            IN,
+            OUT,
+            bias=bias,
+            dtype=torch.float64,
+            tensor_parallel_mode=mode,
+            sequence_parallel=sequence,
+        )
+        compare(op, whole, rank, ranks)
+
+    CHECKS[f"linear {mode}{', sequence' * sequence}{', bias' * bias}"] = run
+
+
+def basic_linear_check(mode: str, sequence: bool, dtype: torch.dtype) -> None:
+    def run(rank: int, ranks: int) -> None:
+        whole = Whole(ranks, bias=False, dtype=dtype)
+        op = BasicLinear(
+            IN, OUT, dtype=dtype, tensor_parallel_mode=mode, sequence_parallel=sequence
+        )
+        local = (OUT // ranks, IN) if mode == "column" else (OUT, IN // ranks)
+        assert (op.local_out_features, op.local_in_features) == local
+        assert op.tensor_parallel_size == ranks
+        compare(op, whole, rank, ranks)
+
+    CHECKS[f"basic linear {mode}{', sequence' * sequence}, {dtype}"] = run
+
+
+for _mode in ("column", "row"):
+    for _sequence in (False, True):
+        for _flag in (False, True):
+            linear_check(_mode, _sequence, _flag)
+        for _dtype in (torch.float32, torch.bfloat16):
+            basic_linear_check(_mode, _sequence, _dtype)
+
+
+@check
+def column_then_row_in_one_sequence(rank: int, ranks: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, w1, w2 = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((ranks * ROWS, IN), (OUT, IN), (IN, OUT))
+    )
+    leaves = [t.clone().requires_grad_() for t in (x, w1, w2)]
+    y = F.linear(F.gelu(F.linear(leaves[0], leaves[1]), approximate="tanh"), leaves[2])
+    dx, dw1, dw2 = torch.autograd.grad(y.square().sum(), leaves)
+    for sequence in (False, True):
+        model = Sequential(
+            *(
+                op
+                for op in (
+                    Linear(
+                        IN, OUT, bias=False, dtype=torch.float64,
+                        tensor_parallel_mode="column", sequence_parallel=sequence,
+                    ),
+                    GELU(),
+                    Linear(
+                        OUT, IN, bias=False, dtype=torch.float64,
+                        tensor_parallel_mode="row", sequence_parallel=sequence,
+                    ),
+                )
+            )
+        )  # fmt: skip
+        model[0].weight = nn.Parameter(part(w1, rank, ranks, 0))
+        model[2].weight = nn.Parameter(part(w2, rank, ranks, 1))
+        mine = (part(x, rank, ranks, 0) if sequence else x.clone()).requires_grad_()
+        out = model(mine)
+        out.square().sum().backward()
+        close(out.detach(), part(y.detach(), rank, ranks, 0) if sequence else y.detach())
+        close(mine.grad, part(dx, rank, ranks, 0) if sequence else dx)
+        close(model[0].weight.grad, part(dw1, rank, ranks, 0))
+        close(model[2].weight.grad, part(dw2, rank, ranks, 1))
+
+
+@check
+def main_grad_with_gathered_input(rank: int, ranks: int) -> None:
+    whole = Whole(ranks, bias=False)
+    op = BasicLinear(
+        IN, OUT, dtype=torch.float64, tensor_parallel_mode="column", sequence_parallel=True,
+        accumulate_into_main_grad=True,
+    )  # fmt: skip
+    op.weight.main_grad = torch.ones_like(op.weight)  # type: ignore[attr-defined]
+    op(part(whole.x, rank, ranks, 0)).backward(part(whole.dy, rank, ranks, -1))
+    assert whole.dw is not None
+    close(op.weight.main_grad, 1 + part(whole.dw, rank, ranks, 0))
+
+
+@check
+def frozen_weight_and_plain_input(rank: int, ranks: int) -> None:
+    whole = Whole(ranks, bias=False)
+    assert whole.dx is not None
+    assert whole.dw is not None
+    op = BasicLinear(
+        IN, OUT, dtype=torch.float64, tensor_parallel_mode="column", sequence_parallel=True
+    )
+    op.weight = nn.Parameter(part(whole.w, rank, ranks, 0), requires_grad=False)
+    x = part(whole.x, rank, ranks, 0).requires_grad_()
+    op(x).backward(part(whole.dy, rank, ranks, -1))
+    close(x.grad, part(whole.dx, rank, ranks, 0))
+    op.weight.requires_grad_(True)
+    op(x.detach()).backward(part(whole.dy, rank, ranks, -1))
+    close(op.weight.grad, part(whole.dw, rank, ranks, 0))
+
+
+@check
+def zero_rows(rank: int, ranks: int) -> None:
+    for mode in ("column", "row"):
+        for sequence in (False, True):
+            op = Linear(IN, OUT, tensor_parallel_mode=mode, sequence_parallel=sequence)
+            columns = IN // ranks if mode == "row" else IN
+            x = torch.randn(0, columns, requires_grad=True)
+            y = op(x)
+            y.sum().backward()
+            assert y.shape == (0, OUT // ranks if mode == "column" else OUT)
+            assert x.grad is not None
+            assert not op.weight.grad.any()
+            assert not op.bias.grad.any()
+
+
+@check
+def a_group_of_its_own(rank: int, ranks: int) -> None:
+    groups = [dist.new_group([2 * n, 2 * n + 1]) for n in range(ranks // 2)]
+    group = groups[rank // 2]
+    assert isinstance(group, dist.ProcessGroup)
+    whole = Whole(2, bias=True)
+    for mode in ("column", "row"):
+        op = Linear(
+            IN, OUT, dtype=torch.float64, tensor_parallel_mode=mode, tensor_parallel_group=group,
+            sequence_parallel=True,
+        )  # fmt: skip
+        compare(op, whole, rank % 2, 2)
+        parallel = next(p for p in op.basic_ops if isinstance(p, Bias))
+        assert parallel.tensor_parallel_group is group
+
+
+@check
+def sharded_bias(rank: int, ranks: int) -> None:
+    op = Bias(OUT, tensor_parallel=True)
+    assert (op.local_size, op.tensor_parallel_size) == (OUT // ranks, ranks)
+    assert repr(op) == f"Bias({OUT}, tensor_parallel=True)"
+    assert op(torch.zeros(3, OUT // ranks)).shape == (3, OUT // ranks)
+
+
+@check
+def copies_and_text(rank: int, ranks: int) -> None:
+    op = Linear(IN, OUT, tensor_parallel_mode="row", sequence_parallel=True)
+    x = torch.randn(ranks, IN // ranks)
+    assert torch.equal(copy.deepcopy(op)(x), op(x))
+    text = repr(BasicLinear(IN, OUT, tensor_parallel_mode="column", sequence_parallel=True))
+    assert "tensor_parallel_mode='column', sequence_parallel=True" in text
+    assert repr(op.basic_ops[-1]) == f"ReduceScatter(ranks={ranks})"
+
+
+@check
+def all_reduce(rank: int, ranks: int) -> None:
+    x = torch.full((3, 4), float(rank + 1)).t().requires_grad_()
+    y = AllReduce()(x)
+    assert torch.equal(y, torch.full((4, 3), ranks * (ranks + 1) / 2))
+    assert torch.equal(x, torch.full((4, 3), float(rank + 1)))
+    dy = torch.randn(4, 3)
+    y.backward(dy)
+    assert torch.equal(x.grad, dy)
+
+
+@check
+def all_gather(rank: int, ranks: int) -> None:
+    full = torch.randn(ranks * 2, 3, generator=torch.Generator().manual_seed(3))
+    x = part(full, rank, ranks, 0).requires_grad_()
+    y = AllGather()(x)
+    assert torch.equal(y, full)
+    y.backward(full * (rank + 1))
+    torch.testing.assert_close(x.grad, x.detach() * ranks * (ranks + 1) / 2)
+
+
+@check
+def reduce_scatter(rank: int, ranks: int) -> None:
+    full = torch.randn(3, ranks * 2, generator=torch.Generator().manual_seed(4)).t()
+    x = (full * (rank + 1)).requires_grad_()
+    y = ReduceScatter()(x)
+    torch.testing.assert_close(y, part(full, rank, ranks, 0) * ranks * (ranks + 1) / 2)
+    y.backward(part(full, rank, ranks, 0))
+    assert torch.equal(x.grad, full)
+
+
+@check
+def errors(rank: int, ranks: int) -> None:
+    with pytest.raises(ArgumentError, match=r"out_features must be a multiple.*in column mode"):
+        BasicLinear(IN, 13, tensor_parallel_mode="column")
+    with pytest.raises(ArgumentError, match=rf"in_features=9, {ranks} ranks"):
+        Linear(9, OUT, tensor_parallel_mode="row")
+    with pytest.raises(ArgumentError, match=rf"size 13, {ranks} ranks"):
+        Bias(13, tensor_parallel=True)
+    with pytest.raises(InputError, match=r"to scatter must be a multiple of the group size"):
+        ReduceScatter()(torch.randn(ranks + 1, 2))
+    with pytest.raises(InputError, match=r"needs a tensor that has one"):
+        AllGather()(torch.tensor(1.0))
+    for op in (AllReduce(), AllGather(), ReduceScatter()):
+        with pytest.raises(NotSupportedError, match=rf"covers one rank.*{ranks} ranks"):
+            op.reference(torch.randn(ranks))
+    with pytest.raises(NotSupportedError, match=r"covers one rank \(BasicLinear\)"):
+        BasicLinear(IN, OUT, tensor_parallel_mode="row").reference(torch.randn(2, IN // ranks))
+
+
+def _run_checks(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    results: dict[str, str] = {}
+    for name, function in CHECKS.items():
+        torch.manual_seed(0)
+        try:
+            function(rank, ranks)
+        except Exception:
+            results[name] = traceback.format_exc()
+            break  # the other ranks may wait in a collective for this one
+        results[name] = ""
+    torch.save(results, os.path.join(folder, f"results{rank}"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[dict[str, str]]]:
+    ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(_run_checks, (ranks, str(folder)), nprocs=ranks)
+    yield [torch.load(Path(folder) / f"results{rank}") for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_sharded(results: list[dict[str, str]], name: str) -> None:
+    for rank, outcome in enumerate(results):
+        assert outcome.get(name) == "", f"rank {rank}: {outcome.get(name, 'not reached')}"

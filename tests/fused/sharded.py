@@ -1,0 +1,40 @@
+"""Linear operations that say they are sharded, without other ranks: for plans, not for numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import opfuser
+from opfuser import BasicLinear
+
+SHARDINGS = {
+    "column": ("column", False),
+    "column, sequence-parallel": ("column", True),
+    "row": ("row", False),
+    "row, sequence-parallel": ("row", True),
+}
+
+
+def sharded(linear: BasicLinear, name: str) -> BasicLinear:
+    mode, sequence_parallel = SHARDINGS[name]
+    linear.sharding = linear.sharding._replace(mode=mode, sequence_parallel=sequence_parallel)
+    return linear
+
+
+def refusals_when_sharded(
+    fusion: str, ops: Callable[[BasicLinear], list[nn.Module]], *extras: int
+) -> dict[str, str | None]:
+    """For each way to shard a BasicLinear(6, 4): why the fusion is refused, None where it is not."""
+    out: dict[str, str | None] = {}
+    for name in SHARDINGS:
+        seq = opfuser.Sequential(*ops(sharded(BasicLinear(6, 4), name)))
+        x = torch.randn(3, 6, requires_grad=True)
+        record = seq.plan(x, *[torch.randn(3, n) for n in extras]).record(fusion)
+        assert len(record.matches) + len(record.refusals) == 1
+        for _, why in record.refusals:
+            assert why.code == "COMMUNICATION"
+        out[name] = record.refusals[0][1].detail if record.refusals else None
+    return out
