@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lm_data import Batch, Corpus, training_batch, validation_batches
@@ -88,6 +88,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
+class Probe(NamedTuple):
+    """Loss, gradients and size of what was saved, for one batch."""
+
+    loss: float
+    grads: tuple[Tensor, ...]
+    saved: int
+
+
 class Trainer:
     """One model, its optimiser and its folder; the same for opfuser and for the twin."""
 
@@ -109,11 +117,23 @@ class Trainer:
     def to_device(self, batch: Batch) -> Batch:
         return Batch(*(t.to(self.config.device, non_blocking=True) for t in batch))
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The region in which the model is called."""
+        if self.config.dtype != "bfloat16":
+            return nullcontext()
+        return torch.autocast(torch.device(self.config.device).type, torch.bfloat16)
+
     def loss(self, batch: Batch) -> Tensor:
-        kind = torch.device(self.config.device).type
-        bf16 = self.config.dtype == "bfloat16"
-        with torch.autocast(kind, torch.bfloat16) if bf16 else nullcontext():
+        with self.autocast():
             return self.model(*batch)
+
+    def probe(self) -> Probe:
+        """What the next step's loss and gradients would be; changes nothing."""
+        saved = SavedBytes(self.model)
+        with saved.count():
+            loss = self.loss(self.batch(self.step))
+        grads = torch.autograd.grad(loss, list(self.model.parameters()))
+        return Probe(loss.item(), grads, saved.total)
 
     def update(self, first: bool) -> dict[str, float]:
         """One step of the optimiser; gives its metrics."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -22,10 +20,10 @@ from lm_data import load_corpus
 from lm_run import RunFolder
 from lm_trainer import TrainConfig, Trainer
 from lm_twin import Twin
-from torch import Tensor
 
 import opfuser
 from opfuser.models import decoder_lm
+from opfuser.plan import Plan
 
 TWIN_STEPS, TWIN_TOLERANCE = 50, 1e-4
 INTERRUPTED = 130
@@ -40,9 +38,7 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
     for f in fields(TrainConfig):
         name, text = "--" + f.name.replace("_", "-"), f.metadata["help"]
         if isinstance(f.default, bool):
-            parser.add_argument(
-                name, action="store_true", default=argparse.SUPPRESS, help=text
-            )
+            parser.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=text)
         else:
             parser.add_argument(
                 name,
@@ -69,9 +65,14 @@ def build_model(config: TrainConfig) -> opfuser.Sequential:
     return decoder_lm(config.model)
 
 
-def describe_plan(trainer: Trainer) -> str:
+def training_plan(trainer: Trainer, model: opfuser.Sequential) -> Plan:
+    with trainer.autocast():
+        return model.plan(*trainer.batch(trainer.step))
+
+
+def describe_plan(trainer: Trainer, model: opfuser.Sequential) -> str:
     """Writes the plan of a training step to plan.txt; gives one line about it."""
-    plan = trainer.plan()
+    plan = training_plan(trainer, model)
     trainer.folder.write("plan.txt", f"{plan}\n")
     parts = []
     for stage in ("forward", "backward"):
@@ -80,9 +81,9 @@ def describe_plan(trainer: Trainer) -> str:
     return f"{len(plan.basic_ops)} operations; {'; '.join(parts)}"
 
 
-def compare_fusion(trainer: Trainer) -> str:
+def compare_fusion(trainer: Trainer, model: opfuser.Sequential) -> str:
     """How often the user's fusion matched, and what it changes in loss, gradients and memory."""
-    matches = len(trainer.plan().record(lm_fusion.NAME).matches)
+    matches = len(training_plan(trainer, model).record(lm_fusion.NAME).matches)
     on = trainer.probe()
     with opfuser.disable(lm_fusion.NAME):
         off = trainer.probe()
@@ -140,6 +141,51 @@ def results_line(label: str, trainer: Trainer) -> str:
     )
 
 
+def stopped(trainer: Trainer) -> int:
+    print(f"stopped after step {trainer.step}; --resume continues from there")
+    return INTERRUPTED
+
+
+def train_twin(trainer: Trainer, resume: bool) -> Trainer:
+    """The same run in plain torch.nn, in the folder ``twin`` of the run."""
+    config = trainer.config
+    model = Twin(config.model)
+    model.load_state_dict(build_model(config).state_dict())
+    twin = Trainer(model, config, RunFolder(trainer.folder.path / "twin"), trainer.corpus)
+    if resume and twin.folder.checkpoint.exists():
+        twin.load()
+    else:
+        twin.folder.start_over()
+    twin.train("torch.nn")
+    return twin
+
+
+def run(trainer: Trainer, model: opfuser.Sequential, resume: bool) -> int:
+    """Trains, compares and reports; gives the exit status."""
+    config, folder = trainer.config, trainer.folder
+    print(describe_plan(trainer, model))
+    if config.register:
+        print(compare_fusion(trainer, model))
+    if not trainer.train("opfuser"):
+        return stopped(trainer)
+    curves = {"training": folder.curve("loss"), "validation": folder.curve("validation_loss")}
+    status = 0
+    if config.twin:
+        twin = train_twin(trainer, resume)
+        if twin.step < config.steps:
+            return stopped(twin)
+        if not report_twin(folder, twin.folder, exact=config.dtype != "bfloat16"):
+            status = 1
+        curves["training, torch.nn"] = twin.folder.curve("loss")
+    folder.plot(curves)
+    if config.sample:
+        print(f"--- sample\n{generate(model, trainer, 'def ')}\n---")
+    if config.twin:
+        print(results_line("torch.nn", twin))
+    print(results_line("results", trainer))
+    return status
+
+
 def main(argv: list[str] | None = None) -> int:
     config, folder, resume = parse_args(argv)
     if not resume:
@@ -156,37 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         if resume:
             trainer.load()
             print(f"continues after step {trainer.step}")
-        print(describe_plan(trainer))
-        if config.register:
-            print(compare_fusion(trainer))
-        if not trainer.train("opfuser"):
-            return stopped(trainer)
-        curves = {"training": folder.curve("loss"), "validation": folder.curve("validation_loss")}
-        agree = True
-        if config.twin:
-            twin = Twin(config.model)
-            twin.load_state_dict(build_model(config).state_dict())
-            plain = Trainer(twin, config, RunFolder(folder.path / "twin"), corpus)
-            if resume and plain.folder.checkpoint.exists():
-                plain.load()
-            else:
-                plain.folder.start_over()
-            if not plain.train("torch.nn"):
-                return stopped(plain)
-            agree = report_twin(folder, plain.folder, config.dtype != "bfloat16")
-            curves["training, torch.nn"] = plain.folder.curve("loss")
-        folder.plot(curves)
-        if config.sample:
-            print(f"--- sample\n{generate(model, trainer, 'def ')}\n---")
-        if config.twin:
-            print(results_line("torch.nn", plain))
-        print(results_line("results", trainer))
-    return 0 if agree else 1
-
-
-def stopped(trainer: Trainer) -> int:
-    print(f"stopped after step {trainer.step}; --resume continues from there")
-    return INTERRUPTED
+        return run(trainer, model, resume)
 
 
 if __name__ == "__main__":

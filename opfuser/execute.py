@@ -116,7 +116,9 @@ def _is_plain(op: Any, extra_tensors: bool) -> bool:
 
 
 def _name(step: Step) -> str:
-    span = f"{step.indices[0]}" if len(step.indices) == 1 else f"{step.indices[0]}-{step.indices[-1]}"
+    span = (
+        f"{step.indices[0]}" if len(step.indices) == 1 else f"{step.indices[0]}-{step.indices[-1]}"
+    )
     return f"op {span} ({type(step.op).__name__})"
 
 
@@ -349,9 +351,7 @@ class _Run(torch.autograd.Function):
         extra_inputs = tensors[program.num_parameters :]
         output, outputs = _walk_forward(program, kwargs, input_, extra_inputs, tape)
         if tape.saved or program.kept_parameters:
-            func_ctx.save_for_backward(
-                *tape.saved, *[tensors[n] for n in program.kept_parameters]
-            )
+            func_ctx.save_for_backward(*tape.saved, *[tensors[n] for n in program.kept_parameters])
         func_ctx.forwarded = (program, tape.contexts)
         if not outputs:
             return output
@@ -494,8 +494,7 @@ def _place_parameter_grads(
     if len(grads) != stop - start:
         raise ParameterGradientCountError(
             explain(
-                f"Expected op {index} to generate {stop - start} param grads, "
-                f"but got {len(grads)}",
+                f"Expected op {index} to generate {stop - start} param grads, but got {len(grads)}",
                 where=f"op {index} ({type(program.plan.basic_ops[index]).__name__})",
                 remedy="Return one gradient or None per parameter, in registration order",
             )
@@ -524,9 +523,7 @@ def _general_backward(
         if like is None:
             return None
         dx = torch.zeros_like(like)
-    dx, params, extras = op.fuser_backward(
-        ctxs, dx, basic_op_grad_extra_outputs=grad_extra_outputs
-    )
+    dx, params, extras = op.fuser_backward(ctxs, dx, basic_op_grad_extra_outputs=grad_extra_outputs)
     if len(params) != len(general.indices) or len(extras) != len(general.indices):
         raise ParameterGradientCountError(
             explain(

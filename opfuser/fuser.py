@@ -76,11 +76,11 @@ def _freeze(value: Any) -> Hashable:
 def signature(op: FusibleOperation) -> Hashable:
     """All that a fusion may read of an operation: type, flags, shapes and places of parameters."""
     flags = tuple(
-        (name, _freeze(value)) for name, value in op.__dict__.items() if name not in _NOT_IN_SIGNATURE
+        (name, _freeze(value))
+        for name, value in op.__dict__.items()
+        if name not in _NOT_IN_SIGNATURE
     )
-    places = tuple(
-        (name, p.shape, p.device) for name, p in op._parameters.items() if p is not None
-    )
+    places = tuple((name, p.shape, p.device) for name, p in op._parameters.items() if p is not None)
     return (type(op), flags, places)
 
 
@@ -151,7 +151,9 @@ class OperationFuser:
         self._slots = [slot for row in slots for slot in row]
         self._parametrized = any(name not in module._parameters for module, name in self._slots)
         self._places = [(module._parameters, name) for module, name in self._slots]
-        self._signature = tuple(map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values()))
+        self._signature = tuple(
+            map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values())
+        )
         self._last = None
 
     def _read_parameters(self) -> list[Tensor]:
@@ -172,9 +174,7 @@ class OperationFuser:
             ]
             raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
 
-    def __call__(
-        self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None
-    ) -> Any:
+    def __call__(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None) -> Any:
         if self.num_extra_inputs != len(extra_inputs) or not isinstance(input, Tensor):
             self._check(input, extra_inputs)
         if torch.compiler.is_compiling():

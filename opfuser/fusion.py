@@ -129,7 +129,9 @@ def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...
     for element in pattern:
         types = element.types if isinstance(element, Optional) else element
         types = types if isinstance(types, tuple) else (types,)
-        if not types or not all(isinstance(t, type) and issubclass(t, FusibleOperation) for t in types):
+        if not types or not all(
+            isinstance(t, type) and issubclass(t, FusibleOperation) for t in types
+        ):
             raise FusionError(
                 explain(
                     "A pattern consists of operation classes, tuples of them, and Optional(...)",
@@ -144,7 +146,10 @@ def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...
             out.append(_Element(types, isinstance(element, Optional)))
     if all(e.optional for e in out):
         raise FusionError(
-            explain("A pattern needs at least one element that is not optional", where=f"fusion {name!r}")
+            explain(
+                "A pattern needs at least one element that is not optional",
+                where=f"fusion {name!r}",
+            )
         )
     return tuple(out)
 

@@ -301,12 +301,16 @@ class _Maker:
             if stage == "backward" and not all(owed):
                 return Refusal("NO_GRAD", "no gradient is needed at or before its first operation")
             if stage == "joint" and any(owed) and not all(owed):
-                return Refusal("NO_GRAD", "the first operation that needs a gradient lies inside it")
+                return Refusal(
+                    "NO_GRAD", "the first operation that needs a gradient lies inside it"
+                )
             return None
 
         return veto
 
-    def tile(self, ops: Sequence[FusibleOperation], handle: FusionHandle | None = None) -> list[int]:
+    def tile(
+        self, ops: Sequence[FusibleOperation], handle: FusionHandle | None = None
+    ) -> list[int]:
         """The index of the first basic operation of each of ``ops``, which must tile them all."""
         starts: list[int] = []
         at = 0

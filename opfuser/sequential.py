@@ -240,8 +240,7 @@ class Sequential(Tracked):
         stored: dict[Slot, Tensor] = {}
         for n, (member, path) in enumerate(zip(self._members, self._routes.members)):
             extras = [
-                extra_inputs[take] if isinstance(take, int) else stored[take]
-                for take in path.takes
+                extra_inputs[take] if isinstance(take, int) else stored[take] for take in path.takes
             ]
             y = _call(member, x, extras, None if kwargs is None else kwargs[n])
             if path.gives:

@@ -95,7 +95,10 @@ def public_wiring(ops: Sequence[BasicOperation]) -> Wiring:
     inputs = tuple(Slot(i, s) for i, op in enumerate(ops) for s in range(op.num_extra_inputs))
     position = {slot: n for n, slot in enumerate(inputs)}
     return Wiring(
-        tuple(tuple(position[Slot(i, s)] for s in range(op.num_extra_inputs)) for i, op in enumerate(ops)),
+        tuple(
+            tuple(position[Slot(i, s)] for s in range(op.num_extra_inputs))
+            for i, op in enumerate(ops)
+        ),
         inputs,
         tuple(Slot(i, s) for i, op in enumerate(ops) for s in range(op.num_extra_outputs)),
         tuple(((),) * op.num_extra_outputs for op in ops),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,9 @@ class CrossEntropy(BasicOperation):
     is all arithmetic; the gradient has the logits' dtype. "mean" divides by the number of rows that
     are not ignored: without any, the loss is nan and the gradient 0, as in torch.
 
-    Saved: the logits, the targets, their log-sum-exp, and for "mean" the number of rows that count
-    (0-d): the only tensor of V entries per row is the input. Nothing waits for the device.
+    Saved: the logits, the targets, per row the largest logit m and ``Σ exp(x - m)``, and for "mean"
+    the number of rows that count (0-d): the only tensor of V entries per row is the input. Nothing
+    waits for the device.
 
     Sources: the formulas are those of ``torch.nn.functional.cross_entropy``; label smoothing:
     Szegedy et al., "Rethinking the Inception Architecture", 2016.
@@ -63,7 +64,8 @@ class CrossEntropy(BasicOperation):
     class Saved(NamedTuple):
         logits: Tensor
         targets: Tensor
-        logsumexp: Tensor
+        row_max: Tensor
+        sum_exp: Tensor
         num_valid: Tensor | None
 
     def __init__(
@@ -112,11 +114,11 @@ class CrossEntropy(BasicOperation):
         self._check_inputs(input_, targets)
         logits = input_.reshape(-1, input_.shape[-1]) if input_.numel() else input_.new_empty(0, 1)
         valid, index = self._classes(targets)
-        logsumexp, loss = self._rows(logits, index)
+        row_max, sum_exp, loss = self._rows(logits, index)
         loss = torch.where(valid, loss, 0.0).view(targets.shape)
         count = valid.sum() if self.reduction == "mean" else None
         if ctx.requires_grad:
-            ctx.save_for_backward(*self.Saved(input_, targets, logsumexp, count))
+            ctx.save_for_backward(*self.Saved(input_, targets, row_max, sum_exp, count))
         if self.reduction != "none":
             loss = loss.sum()
         return loss if count is None else loss / count, [()]
@@ -135,49 +137,46 @@ class CrossEntropy(BasicOperation):
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:
             return None, [()], [(None,)]
-        assert ctx.saved_tensors is not None
-        input_, targets, logsumexp, count = ctx.saved_tensors
-        assert input_ is not None
-        assert targets is not None
-        assert logsumexp is not None
+        input_, targets, row_max, sum_exp, count = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         if not input_.numel():
             return torch.zeros_like(input_), [()], [(None,)]
         valid, index = self._classes(targets)
-        grad = grad_output if count is None else grad_output / count
+        grad = grad_output if self.reduction != "mean" else grad_output / count
         scale = torch.where(valid, grad.reshape(-1), 0.0).unsqueeze(1)
         logits = input_.reshape(-1, input_.shape[-1])
-        dlogits = self._grad_rows(logits, index, logsumexp, scale)
+        dlogits = self._grad_rows(logits, index, row_max, scale, scale / sum_exp)
         return dlogits.view(input_.shape), [()], [(None,)]
 
-    def _rows(self, logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp and loss of every row."""
+    def _rows(self, logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Largest logit and ``Σ exp(x - max)`` of every row, each (rows, 1), and its loss."""
         eps, classes = self.label_smoothing, logits.shape[1]
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        logsumexp, loss = [], []
+        row_max = logits.amax(1, keepdim=True).to(dtype)
+        sums, losses = [], []
         for rows in _row_chunks(logits):
-            x = logits[rows].to(dtype)
-            lse = x.logsumexp(1)
-            picked = x.gather(1, index[rows]).squeeze(1)
-            row_loss = lse - (1 - eps) * picked
+            # Differences to the maximum, not to the log-sum-exp: the rounding of that one would be
+            # a relative error of every probability.
+            z = logits[rows] - row_max[rows]
+            loss = (eps - 1) * z.gather(1, index[rows])
             if eps:
-                row_loss -= eps / classes * x.sum(1)
-            logsumexp.append(lse)
-            loss.append(row_loss)
-        if not loss:
-            empty = logits.new_empty(0, dtype=dtype)
-            return empty, empty
-        return torch.cat(logsumexp), torch.cat(loss)
+                loss -= eps / classes * z.sum(1, keepdim=True)
+            sums.append(z.exp_().sum(1, keepdim=True))
+            losses.append(loss.add_(sums[-1].log()))
+        if not sums:
+            return row_max, row_max, row_max.view(0)
+        return row_max, torch.cat(sums), torch.cat(losses).squeeze(1)
 
-    def _grad_rows(self, logits: Tensor, index: Tensor, logsumexp: Tensor, scale: Tensor) -> Tensor:
+    def _grad_rows(
+        self, logits: Tensor, index: Tensor, row_max: Tensor, scale: Tensor, p_scale: Tensor
+    ) -> Tensor:
         eps, classes = self.label_smoothing, logits.shape[1]
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         for rows in _row_chunks(logits):
-            p = (logits[rows] - logsumexp[rows, None]).exp_()
+            dx = (logits[rows] - row_max[rows]).exp_().mul_(p_scale[rows])
             if eps:
-                p -= eps / classes
-            p.mul_(scale[rows])
-            p.scatter_add_(1, index[rows], (eps - 1) * scale[rows])
-            dlogits[rows] = p
+                dx.sub_(eps / classes * scale[rows])
+            dx.scatter_add_(1, index[rows], (eps - 1) * scale[rows])
+            dlogits[rows] = dx
         return dlogits
 
     def _classes(self, targets: Tensor) -> tuple[Tensor, Tensor]:

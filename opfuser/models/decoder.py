@@ -103,9 +103,7 @@ def _norm(config: DecoderConfig) -> RMSNorm:
 
 
 def _linear(config: DecoderConfig, in_features: int, out_features: int) -> Linear:
-    linear = Linear(
-        in_features, out_features, bias=False, device=config.device, dtype=config.dtype
-    )
+    linear = Linear(in_features, out_features, bias=False, device=config.device, dtype=config.dtype)
     nn.init.normal_(linear.weight, std=config.init_std)
     return linear
 
@@ -174,9 +172,7 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
         (batch, sequence, vocab_size). tokens: (batch, sequence) of int32 or int64.
         ``model[:-1]`` of a model with a loss is the same model without one.
     """
-    embedding = Embedding(
-        config.vocab_size, config.dim, device=config.device, dtype=config.dtype
-    )
+    embedding = Embedding(config.vocab_size, config.dim, device=config.device, dtype=config.dtype)
     nn.init.normal_(embedding.weight, std=config.init_std)
     head = _linear(config, config.dim, config.vocab_size)
     if config.tied_head:

@@ -24,5 +24,5 @@ def test_identity_without_ranks(op: BasicOperation) -> None:
 
 def test_all_reduce_has_no_other_backward() -> None:
     AllReduce(None, True)
-    with pytest.raises(NotSupportedError, match="reduce_in_backward must be True.*False"):
+    with pytest.raises(NotSupportedError, match=r"reduce_in_backward must be True.*False"):
         AllReduce(reduce_in_backward=False)

@@ -1,0 +1,209 @@
+"""check_fusion: a fusion against the operations that it replaces."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, explain
+from ..execute import Program, _walk_forward
+from ..fuser import OperationFuser
+from ..fusion import Fusion, FusionFunction, FusionHandle, Stage, disable, enable, registry
+from ..op import BasicOperation, OperationContext
+from ..plan import Plan
+from ..sequential import Sequential
+from .calls import Subject, fail, named_inputs, variants
+from .compare import Comparison, Tolerance, compare_with_exact, parameters_of
+from .plans import assert_fused
+
+__all__ = ["check_fusion"]
+
+
+def check_fusion(
+    fusion: str | FusionHandle | Fusion | FusionFunction,
+    ops: Sequence[nn.Module],
+    input: Tensor,
+    *extra_inputs: Tensor,
+    stage: Stage | None = None,
+    dtypes: Iterable[torch.dtype] | None = None,
+    zero_rows: bool = False,
+    factor: float = 2.0,
+    floor: float | None = None,
+) -> None:
+    """Holds a fusion to the operations that it replaces.
+
+    - It matches ``ops``.
+    - Outputs and all gradients are right with every pairing of passes: this fusion on and off,
+      all registered fusions of the other pass on and off. A joint fusion is one pairing. The truth
+      is an unfused run in float64; an error may be ``factor`` times that of an unfused run in the
+      same dtype, plus a floor.
+    - A forward fusion saves what the unfused operations save: their backward reads it.
+    - Nothing of the caller's is written to; outputs have the same shapes, dtypes and devices.
+
+    Each pairing is called as :func:`check_op` calls an operation. The operations are copied first.
+
+    Args:
+        fusion: a registered name or handle, a ``Fusion``, or a fusion function.
+        ops: operations, compounds and Sequentials that make up one run. Channels may be bound.
+        input: the input, on the device to check on.
+        *extra_inputs: extra inputs, in operation order.
+        stage: of a fusion function that is not registered.
+        dtypes: cast parameters and floating-point inputs to each of these in turn.
+        zero_rows, factor, floor: as for :func:`check_op`.
+
+    Raises:
+        AssertionError: naming the pairing, the call, the tensor, its error and the error allowed.
+        ArgumentError: ``ops`` are not one run of operations, or the stage is missing.
+        UnknownFusionError: no fusion of that name is registered.
+    """
+    with _registered(fusion, stage) as handle:
+        for dtype in (None,) if dtypes is None else tuple(dtypes):
+            seq = Sequential(*copy.deepcopy(list(ops)))
+            inputs = named_inputs(input.detach(), [t.detach() for t in extra_inputs])
+            if dtype is not None:
+                seq = seq.to(dtype)
+                inputs = {
+                    name: t.to(dtype) if t.is_floating_point() else t
+                    for name, t in inputs.items()
+                }
+            _check(handle, seq, inputs, zero_rows, Tolerance(factor, floor))
+
+
+@contextmanager
+def _registered(
+    fusion: str | FusionHandle | Fusion | FusionFunction, stage: Stage | None
+) -> Iterator[FusionHandle]:
+    """The handle of a fusion, which is registered for the time being if it is not."""
+    for handle in registry:
+        if fusion in (handle.name, handle, handle.function):
+            yield handle
+            return
+    if isinstance(fusion, str):
+        with disable(fusion):  # raises, and lists the names that there are
+            return
+    if isinstance(fusion, FusionHandle):
+        fusion = fusion.function
+    if isinstance(fusion, Fusion):
+        stage = fusion.stage
+    if stage is None:
+        raise ArgumentError(
+            explain(
+                "The stage of a fusion function that is not registered must be given",
+                received=repr(fusion),
+                remedy='Pass stage="forward", "backward" or "joint"',
+            )
+        )
+    with registry.add(fusion, stage) as handle:
+        yield handle
+
+
+@contextmanager
+def _only(names: Iterable[str]) -> Iterator[None]:
+    """Switches on the fusions named, and off all others."""
+    on = set(names)
+    with ExitStack() as stack:
+        stack.enter_context(disable(*(h.name for h in registry if h.name not in on)))
+        stack.enter_context(enable(*on))
+        yield
+
+
+class _Pairing(NamedTuple):
+    name: str
+    fusions: frozenset[str]
+
+
+def _pairings(handle: FusionHandle, seq: Sequential, inputs: Sequence[Tensor]) -> list[_Pairing]:
+    """Every pairing of fused and unfused passes that gives a plan of its own, the unfused first."""
+    other: dict[Stage, Stage] = {"forward": "backward", "backward": "forward"}
+    partner = other.get(handle.stage)
+    partners = frozenset(h.name for h in registry if h.stage == partner and not h.disabled_by())
+    mine = frozenset({handle.name})
+    out = [_Pairing("unfused", frozenset()), _Pairing(f"{handle.stage} fused", mine)]
+    if partners:
+        out += [
+            _Pairing(f"{partner} fused", partners),
+            _Pairing("forward and backward fused", mine | partners),
+        ]
+    seen: list[Any] = []
+    distinct = []
+    for pairing in out:
+        with _only(pairing.fusions):
+            plan = seq.plan(*inputs)
+        steps = [[(s.indices, s.fusion) for s in pass_] for pass_ in (plan.forward, plan.backward)]
+        if steps not in seen:
+            seen.append(steps)
+            distinct.append(pairing)
+    return distinct
+
+
+def _check(
+    handle: FusionHandle,
+    seq: Sequential,
+    inputs: dict[str, Tensor],
+    zero_rows: bool,
+    tolerance: Tolerance,
+) -> None:
+    dtype = str(inputs["input"].dtype).removeprefix("torch.")
+    where = f"fusion {handle.name!r}, input {dtype} {list(inputs['input'].shape)}"
+    wanting = [
+        t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs.values()
+    ]
+    with _only([handle.name]):
+        fused = seq.plan(*wanting)
+        _check_matches(handle, fused)
+    with _only([]):
+        unfused = seq.plan(*wanting)
+    fuser = _single_run(seq)
+    exact = copy.deepcopy(seq).to(torch.float64)
+    plain = copy.deepcopy(seq)
+
+    def unfused_call(module: Sequential) -> Subject:
+        def function(*tensors: Tensor) -> Any:
+            with _only([]):
+                return module(*tensors)
+
+        return Subject(function, parameters_of(module))
+
+    for pairing in _pairings(handle, seq, wanting)[1:]:
+
+        def ours(*tensors: Tensor, pairing: _Pairing = pairing) -> Any:
+            with _only(pairing.fusions):
+                return seq(*tensors)
+
+        subjects = [Subject(ours, parameters_of(seq)), unfused_call(plain), unfused_call(exact)]
+        for variant in variants(
+            parameters=bool(subjects[0].parameters),
+            extra_inputs=any(t.is_floating_point() for t in list(inputs.values())[1:]),
+            extra_outputs=bool(seq.num_extra_outputs),
+            zero_rows=zero_rows,
+        ):
+            compare_with_exact(
+                subjects, inputs, variant, tolerance, f"{where}, {pairing.name}", "unfused"
+            )
+    if handle.stage == "forward":
+        _check_saved(fuser, fused, unfused, exact, inputs, tolerance, where)
+
+
+def _check_matches(handle: FusionHandle, plan: Plan) -> None:
+    record = plan.record(handle.name)
+    if not record.matches:
+        assert_fused(plan, **{handle.stage: {handle.name: 1}})
+
+
+def _single_run(seq: Sequential) -> OperationFuser:
+    groups = seq._module_groups or []
+    if len(groups) != 1 or not isinstance(groups[0], OperationFuser):
+        names = ", ".join(type(group).__name__ for group in groups)
+        raise ArgumentError(
+            explain(
+                "check_fusion takes operations that make up one run",
+                received=f"runs and modules: {names}",
+                remedy="Leave out plain modules, subclasses of Sequential, and hooks",
+            )
+        )
+    return groups[0]
