@@ -61,11 +61,12 @@ def _windows(text: Tensor, starts: Tensor, sequence: int) -> Batch:
 
 
 def training_batch(text: Tensor, batch: int, sequence: int, seed: int, step: int) -> Batch:
-    """Windows at random places: a function of ``seed`` and ``step``, so that any step can be redone.
+    """Windows at random places: a function of ``seed`` and ``step``, so any step can be redone.
 
     The generator is seeded afresh at each step; nothing has to be remembered in between.
     """
-    random = torch.Generator().manual_seed((seed << 32) + step)
+    # Only the low 32 bits of a seed count.
+    random = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)
     starts = torch.randint(len(text) - sequence, (batch,), generator=random)
     return _windows(text, starts, sequence)
 

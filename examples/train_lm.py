@@ -1,8 +1,9 @@
 """Trains a byte-level language model on the source files of Python's standard library.
 
-The whole network, loss included, is one ``opfuser.Sequential`` from ``opfuser.models``. A run writes
-``runs/<name>/``: config.json, metrics.jsonl, checkpoint.safetensors, plan.txt, loss.png. Ctrl-C
-leaves a checkpoint; ``--resume`` continues it with the losses of an unbroken run.
+The whole network, loss included, is one ``opfuser.Sequential`` from ``opfuser.models``. A run
+writes ``runs/<name>/``: config.json, metrics.jsonl, checkpoint.safetensors, plan.txt, loss.png,
+results.json. Ctrl-C leaves a checkpoint; ``--resume`` continues it with the losses of an unbroken
+run.
 """
 
 from __future__ import annotations

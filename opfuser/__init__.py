@@ -1,12 +1,16 @@
 """opfuser: sequences of tensor operations, fused differently in forward and backward."""
 
-from .basic import *  # noqa: F403
+from __future__ import annotations
+
+from . import basic
+from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .fuser import OperationFuser
-from .fusion import (
-    Fusion,
-    Optional,
-    Refusal,
-    Requires,
+from .fusion import Env, Fusion, Optional, Refusal, Requires
+from .linear import Linear
+from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .plan import FusionRecord, Plan, Step
+from .registry import (
+    FusionHandle,
     disable,
     enable,
     fusion,
@@ -15,8 +19,34 @@ from .fusion import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
-from .linear import Linear
-from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .sequential import Residual, Sequential
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BasicOperation",
+    "Env",
+    "FusedOperation",
+    "FusibleOperation",
+    "Fusion",
+    "FusionHandle",
+    "FusionRecord",
+    "Linear",
+    "OperationContext",
+    "OperationFuser",
+    "Optional",
+    "Plan",
+    "Refusal",
+    "Requires",
+    "Residual",
+    "Sequential",
+    "Step",
+    "disable",
+    "enable",
+    "fusion",
+    "fusions",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]
+__all__ += basic.__all__

@@ -1,6 +1,6 @@
 """Executing a plan: the only autograd.Function, and the walks over the steps of each pass.
 
-Everything that does not change from call to call is laid out by :class:`Program` when a plan is
+Everything that does not change from call to call was laid out in a ``Program`` when the plan was
 made; the walks only follow it. They are written so that ``torch.compile`` can trace them: no
 attribute is read off a tensor, and contexts are copied, not changed, on the way to backward.
 """
@@ -8,7 +8,7 @@ attribute is read off a tensor, and contexts are copied, not changed, on the way
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,173 +21,17 @@ from .errors import (
     ParameterGradientCountError,
     explain,
 )
-from .op import BasicOperation, FusibleOperation, GradNeeds, OperationContext
-from .plan import Plan, Step
-from .wiring import Slot, Wiring
+from .op import GradNeeds, OperationContext
+from .program import GeneralBackward, GeneralForward, Program
+from .wiring import Slot
 
 Kwargs = Sequence[dict[str, Any]] | None
+
+__all__ = ["Kwargs", "Tape", "run", "walk_forward"]
 
 # Frees what a node saved while its backward still runs; without it the memory of a whole sequence
 # would be held until the last of its gradients is made.
 _CAN_CLEAR = hasattr(torch._C._FunctionBase, "maybe_clear_saved_tensors")
-
-
-class _Forward(NamedTuple):
-    """One forward step. ``general`` is None for a basic operation without extra tensors."""
-
-    op: Any
-    needs: GradNeeds | None
-    general: _GeneralForward | None
-
-
-class _GeneralForward(NamedTuple):
-    indices: tuple[int, ...]
-    needs: tuple[GradNeeds | None, ...]
-    sources: tuple[tuple[Slot | int | None, ...], ...]
-    wanted: tuple[tuple[str, ...], ...]
-    """For each extra output why it may not be None: "public", "outside", or empty if it may."""
-    frees: tuple[Slot, ...]
-    name: str
-
-
-class _Backward(NamedTuple):
-    """One backward step, in the order of execution."""
-
-    op: Any
-    index: int
-    reads: tuple[int, int] | None
-    """Which of the kept parameters its backward reads."""
-    general: _GeneralBackward | None
-
-
-class _GeneralBackward(NamedTuple):
-    indices: tuple[int, ...]
-    reads: tuple[tuple[int, int] | None, ...]
-    targets: tuple[tuple[Slot | int | None, ...], ...]
-    num_extra_outputs: tuple[int, ...]
-    name: str
-
-
-class Program:
-    """A plan laid out for execution."""
-
-    def __init__(self, plan: Plan, wiring: Wiring, num_parameters: Sequence[int]) -> None:
-        self.plan = plan
-        self.wiring = wiring
-        self.outputs = wiring.outputs
-        self.num_extra_inputs = len(wiring.inputs)
-        ends = [0]
-        for count in num_parameters:
-            ends.append(ends[-1] + count)
-        self.spans = tuple(zip(ends, ends[1:]))
-        self.num_parameters = ends[-1]
-        self.needs_backward = any(need is not None for need in plan.needs)
-        self.input_needs_grad = bool(plan.needs and plan.needs[0] and plan.needs[0].input)
-        kept: list[int] = []
-        reads: list[tuple[int, int] | None] = []
-        for (start, stop), op, need in zip(self.spans, plan.basic_ops, plan.needs):
-            if op.backward_reads_parameters and need is not None:
-                reads.append((len(kept), len(kept) + stop - start))
-                kept.extend(range(start, stop))
-            else:
-                reads.append(None)
-        self.kept_parameters = tuple(kept)
-        self.forward = _lay_out_forward(plan, wiring)
-        self.backward = _lay_out_backward(plan, wiring, reads)
-        self.without_grad = tuple(
-            n for n, slot in enumerate(wiring.outputs) if plan.needs[slot.op] is None
-        )
-        prepared = (BasicOperation, FusibleOperation)
-        self.prepared_ops = tuple(
-            (op, need is not None)
-            for op, need in zip(plan.basic_ops, plan.needs)
-            if not any(type(op).pre_fuser_forward is base.pre_fuser_forward for base in prepared)
-        )
-
-
-def _is_plain(op: Any, extra_tensors: bool) -> bool:
-    """Whether a step may skip the general protocol and call op_forward / op_backward directly."""
-    return (
-        isinstance(op, BasicOperation)
-        and not extra_tensors
-        and type(op).fuser_forward is BasicOperation.fuser_forward
-        and type(op).fuser_backward is BasicOperation.fuser_backward
-    )
-
-
-def _name(step: Step) -> str:
-    span = (
-        f"{step.indices[0]}" if len(step.indices) == 1 else f"{step.indices[0]}-{step.indices[-1]}"
-    )
-    return f"op {span} ({type(step.op).__name__})"
-
-
-def _lay_out_forward(plan: Plan, wiring: Wiring) -> tuple[_Forward, ...]:
-    last_reader: dict[Slot, int] = {}
-    for number, step in enumerate(plan.forward):
-        for i in step.indices:
-            for s in range(len(wiring.consumers[i])):
-                last_reader[Slot(i, s)] = number
-            last_reader.update({x: number for x in wiring.sources[i] if isinstance(x, Slot)})
-    out: list[_Forward] = []
-    for number, step in enumerate(plan.forward):
-        own = set(step.indices)
-        extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
-        first = plan.needs[step.indices[0]]
-        if _is_plain(step.op, extras):
-            out.append(_Forward(step.op, first, None))
-            continue
-        wanted = tuple(
-            tuple(
-                "public" if Slot(i, s) in wiring.outputs
-                else "outside" if any(reader not in own for reader in readers)
-                else ""
-                for s, readers in enumerate(wiring.consumers[i])
-            )
-            for i in step.indices
-        )  # fmt: skip
-        general = _GeneralForward(
-            step.indices,
-            tuple(plan.needs[i] for i in step.indices),
-            tuple(_outside(wiring.sources[i], own) for i in step.indices),
-            wanted,
-            tuple(
-                slot for slot, last in last_reader.items()
-                if last == number and slot not in wiring.outputs
-            ),
-            _name(step),
-        )  # fmt: skip
-        out.append(_Forward(step.op, first, general))
-    return tuple(out)
-
-
-def _lay_out_backward(
-    plan: Plan, wiring: Wiring, reads: Sequence[tuple[int, int] | None]
-) -> tuple[_Backward, ...]:
-    out: list[_Backward] = []
-    for step in reversed(plan.backward):
-        if all(plan.needs[i] is None for i in step.indices):
-            break
-        extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
-        if _is_plain(step.op, extras):
-            first = step.indices[0]
-            out.append(_Backward(step.op, first, reads[first], None))
-            continue
-        own = set(step.indices)
-        general = _GeneralBackward(
-            step.indices,
-            tuple(reads[i] for i in step.indices),
-            tuple(_outside(wiring.sources[i], own) for i in step.indices),
-            tuple(len(wiring.consumers[i]) for i in step.indices),
-            _name(step),
-        )
-        out.append(_Backward(step.op, step.indices[0], None, general))
-    return tuple(out)
-
-
-def _outside(sources: tuple[Slot | int, ...], own: set[int]) -> tuple[Slot | int | None, ...]:
-    """Sources of extra inputs; None for a channel whose producer the same step covers."""
-    return tuple(None if isinstance(x, Slot) and x.op in own else x for x in sources)
 
 
 def run(
@@ -203,8 +47,8 @@ def run(
     if program.needs_backward:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return _Run.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-        return _apply(program, kwargs, input_, *parameters, *extra_inputs)
-    output, outputs = _walk_forward(program, kwargs, input_, extra_inputs, None)
+        return _apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+    output, outputs = walk_forward(program, kwargs, input_, extra_inputs, None)
     return (output, *outputs) if outputs else output
 
 
@@ -217,7 +61,7 @@ def _context(needs: GradNeeds | None) -> OperationContext:
     return ctx
 
 
-class _Tape:
+class Tape:
     """What the forward walk leaves for backward: a context per basic operation, and the tensors."""
 
     def __init__(self) -> None:
@@ -234,8 +78,8 @@ class _Tape:
             ctx.to_save = None
 
 
-def _walk_forward(
-    program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: _Tape | None
+def walk_forward(
+    program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs the forward steps and records on ``tape`` what their backward needs."""
     produced: dict[Slot, Tensor] = {}
@@ -277,7 +121,7 @@ def _walk_forward(
 
 def _general_forward(
     op: Any,
-    general: _GeneralForward,
+    general: GeneralForward,
     ctxs: list[OperationContext],
     x: Tensor,
     extra_inputs: Sequence[Tensor],
@@ -347,9 +191,9 @@ class _Run(torch.autograd.Function):
     def forward(
         func_ctx: Any, program: Program, kwargs: Kwargs, input_: Tensor, *tensors: Tensor
     ) -> Any:
-        tape = _Tape()
+        tape = Tape()
         extra_inputs = tensors[program.num_parameters :]
-        output, outputs = _walk_forward(program, kwargs, input_, extra_inputs, tape)
+        output, outputs = walk_forward(program, kwargs, input_, extra_inputs, tape)
         if tape.saved or program.kept_parameters:
             func_ctx.save_for_backward(*tape.saved, *[tensors[n] for n in program.kept_parameters])
         func_ctx.forwarded = (program, tape.contexts)
@@ -380,7 +224,7 @@ class _Run(torch.autograd.Function):
 
 
 # What _Run.apply comes down to outside of torch.func; its Python wrapper looks at every argument.
-_apply = super(torch.autograd.Function, _Run).apply  # type: ignore[misc]
+_apply = super(torch.autograd.Function, _Run).apply
 
 
 class _NotTwice(torch.autograd.Function):
@@ -506,7 +350,7 @@ def _place_parameter_grads(
 def _general_backward(
     program: Program,
     op: Any,
-    general: _GeneralBackward,
+    general: GeneralBackward,
     ctxs: list[OperationContext],
     dx: Tensor | None,
     grads_of: dict[Slot, Tensor],

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrize
 
 from . import fused as _fused
 from .errors import ArgumentTypeError, ExtraInputCountError, explain
-from .execute import Kwargs, Program, run
-from .fusion import Env, FusionFunction, Stage, registry
+from .execute import Kwargs, run
+from .fusion import Env, FusionFunction, Stage
 from .op import (
     BasicOperation,
     FusedOperation,
@@ -24,7 +24,9 @@ from .op import (
     clock,
 )
 from .plan import Plan, PlanKey, expand, grad_needs, make_plan
-from .wiring import Member, Wiring, public_wiring, route
+from .program import Program
+from .registry import registry
+from .wiring import WiredMember, Wiring, public_wiring, route
 
 __all__ = ["OperationFuser"]
 
@@ -120,7 +122,7 @@ class OperationFuser:
         self._units = units(ops)
         self._basic_ops: list[BasicOperation] = [b for unit in self._units for b in expand(unit)]
         if wiring is None:
-            member = Member(tuple(self._basic_ops), (0,) * len(self._basic_ops))
+            member = WiredMember(tuple(self._basic_ops), (0,) * len(self._basic_ops))
             wiring = route([member]).members[0].wiring
             assert wiring is not None
             for op in self._basic_ops:

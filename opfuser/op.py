@@ -48,15 +48,15 @@ class OperationContext:
         needs: which gradients will be read (set by the engine, not by operations).
         saved_tensors: in backward, what forward saved, in the same order.
         parameters: in backward, the operation's parameters as forward saw them, in registration
-            order; only for operations with ``backward_reads_parameters = True``, else None.
+            order; empty unless the operation sets ``backward_reads_parameters = True``.
     """
 
     requires_grad: bool = True
     needs: GradNeeds = GradNeeds(True, (), ())
-    saved_tensors: tuple[Tensor | None, ...] = ()
+    saved_tensors: tuple[Any, ...] = ()
     to_save: tuple[Tensor | None, ...] | None = None
     span: tuple[int, int] | None = None  # the engine's: where its tensors lie among all saved
-    parameters: tuple[Tensor | None, ...] | None = None
+    parameters: tuple[Any, ...] = ()
 
     if TYPE_CHECKING:  # operations may keep values of their own
 
@@ -112,7 +112,7 @@ class Tracked(nn.Module):
         self._touch()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        out = super()._apply(fn, recurse)
+        out = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._touch()
         return out
 

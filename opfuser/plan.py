@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from .errors import PlanError, explain
-from .fusion import Env, Fusion, FusionHandle, NearMiss, Refusal, Stage
+from .fusion import Env, Fusion, NearMiss, Refusal, Stage
 from .op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
+from .registry import FusionHandle
 from .wiring import Wiring
 
 __all__ = ["FusionRecord", "Plan", "PlanKey", "Step", "make_plan"]
@@ -118,20 +119,15 @@ class Plan:
     def _label(self, step: Step) -> str:
         if not step.indices:
             return f"{type(step.op).__name__} (plain module)"
-        parts = [
-            f"{self.names[i]} {type(self.basic_ops[i]).__name__}" if self.names
-            else type(self.basic_ops[i]).__name__
-            for i in step.indices
-        ]  # fmt: skip
-        return " + ".join(parts)
+        names = self.names or ("",) * len(self.basic_ops)
+        kinds = [type(op).__name__ for op in self.basic_ops]
+        return " + ".join(f"{names[i]} {kinds[i]}".strip() for i in step.indices)
 
     def __str__(self) -> str:
         env = self.env
         grad = "on" if env.grad_enabled else "off"
-        lines = [
-            f"Plan for {len(self.basic_ops)} basic operations"
-            f" ({env.dtype}, {env.device}, autocast {env.autocast_dtype or 'off'}, grad {grad})"
-        ]
+        about = f"{env.dtype}, {env.device}, autocast {env.autocast_dtype or 'off'}, grad {grad}"
+        lines = [f"Plan for {len(self.basic_ops)} basic operations ({about})"]
         for title, steps in (("forward", self.forward), ("backward", self.backward[::-1])):
             lines.append(f"{title}:" if steps else f"{title}: none")
             labels = [(_span(s.indices), self._label(s), _becomes(s)) for s in steps]
@@ -141,11 +137,8 @@ class Plan:
         for record in self.history:
             lines.append(f"  {record.summary()}")
             lines += [f"    op {at}: {why}" for at, why in record.refusals]
-            if not record.matches and not record.refusals and record.near_miss is not None:
-                miss = record.near_miss
-                lines.append(
-                    f"    closest: {miss.matched} of {miss.of} at op {miss.start}; {miss.stopped_by}"
-                )
+            if record.status == "unmatched" and record.near_miss is not None:
+                lines.append(f"    {record.near_miss}")
         return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,12 @@ from .basic import AddExtraInput, MakeExtraOutput
 from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
 from .execute import Kwargs
 from .fuser import OperationFuser, count_message
-from .fusion import Env, Fusion, Refusal, registry
-from .op import BasicOperation, FusedOperation, FusibleOperation, Tracked, clock, has_hooks
-from .plan import FusionRecord, Plan, Step, expand
-from .wiring import Member, PrivateChannel, Route, Routes, Slot, route
+from .members import Member, join_plans, make_members, stretches
+from .op import BasicOperation, FusedOperation, FusibleOperation, Tracked, _Clock, clock, has_hooks
+from .plan import Plan, expand
+from .wiring import PrivateChannel, Routes, Slot
 
 __all__ = ["Residual", "Sequential"]
-
-
-class _Member(NamedTuple):
-    """One stretch of a Sequential: a run of operations, or one module that is called as it is."""
-
-    run: OperationFuser | nn.Module
-    ops: tuple[BasicOperation, ...]
-    split: str
-    """Why it is not fused with its neighbours: "", "HOOK" or "GROUP_SPLIT"."""
 
 
 class Sequential(Tracked):
@@ -50,7 +41,7 @@ class Sequential(Tracked):
         forward.
 
     Raises:
-        ExtraInputCountError: a call brought another number of extra inputs than the operations need.
+        ExtraInputCountError: a call brought more or fewer extra inputs than the operations take.
         OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential.
         ChannelError: a channel lacks a producer, has a late one, or several.
     """
@@ -158,44 +149,41 @@ class Sequential(Tracked):
 
     # ------------------------------------------------------------------ structure
 
+    _members: list[Member]
+    _routes: Routes
+    _structure: list[tuple[str, list[tuple[int, int]]]] | None
+    _single: OperationFuser | None
+    _seen: int
+
     def _forget(self) -> None:
         """Drops everything derived from the modules."""
-        own = self.__dict__
-        own["_members"], own["_routes"], own["_structure"] = [], Routes((), ()), None
-        own["_seen"], own["_single"] = -1, None
+        self.__dict__.update(
+            _members=[], _routes=Routes((), ()), _structure=None, _single=None, _seen=-1
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_members", "_routes", "_structure", "_seen", "_single")
+        derived = ("_members", "_routes", "_structure", "_single", "_seen")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._forget()
 
     def _resolve(self) -> bool:
         """Groups the modules and routes extra tensors, if anything has changed."""
-        own = self.__dict__
         now = clock()
-        stretches = _stretches(_flatten(self))
-        structure = [(split, [(id(m), scope) for m, scope in run]) for split, run in stretches]
+        found = stretches(_flatten(self))
+        structure = [(split, [(id(m), scope) for m, scope in run]) for split, run in found]
         if structure != self._structure:
-            members, wired = [], []
-            for split, run in stretches:
-                member, wire = _member(split, run)
-                members.append(member)
-                wired.append(wire)
-            routes = route(wired)
-            for n, (member, path) in enumerate(zip(members, routes.members)):
-                if isinstance(member.run, _Unwired):
-                    assert path.wiring is not None
-                    fuser = OperationFuser(member.run.modules, wiring=path.wiring)
-                    members[n] = member._replace(run=fuser)
-                for op in member.ops:
-                    op.__dict__["_routing_captured"] = True
-            own["_members"], own["_routes"], own["_structure"] = members, routes, structure
+            members, routes = make_members(found)
             only = members[0].run if len(members) == 1 else None
-            own["_single"] = only if isinstance(only, OperationFuser) else None
-        own["_seen"] = now
+            self.__dict__.update(
+                _members=members,
+                _routes=routes,
+                _structure=structure,
+                _single=only if isinstance(only, OperationFuser) else None,
+            )
+        self.__dict__["_seen"] = now
         return True
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
@@ -227,7 +215,7 @@ class Sequential(Tracked):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling() or self._seen != clock():
+        if torch.compiler.is_compiling() or self._seen != _Clock.now:
             self._resolve()
         if op_kwargs is None and self._single is not None:
             return self._single(input, *extra_inputs)
@@ -242,12 +230,16 @@ class Sequential(Tracked):
             extras = [
                 extra_inputs[take] if isinstance(take, int) else stored[take] for take in path.takes
             ]
-            y = _call(member, x, extras, None if kwargs is None else kwargs[n])
-            if path.gives:
-                x, *ys = y
-                _keep(path, ys, stored, to_caller)
-            else:
+            y = member(x, extras, None if kwargs is None else kwargs[n])
+            if not path.gives:
                 x = y
+                continue
+            x = y[0]
+            for (key, public), extra_output in zip(path.gives, y[1:]):
+                if key is not None:
+                    stored[key] = extra_output
+                if public:
+                    to_caller.append(extra_output)
         return (x, *to_caller) if to_caller else x
 
     def _resolve_op_kwargs(
@@ -300,12 +292,17 @@ class Sequential(Tracked):
             raise ExtraInputCountError(count_message(self._routes.expects, len(extra_inputs)))
         if self._single is not None:
             return self._named(self._single.plan(input, *extra_inputs))
-        if not self._members:
-            raise ArgumentTypeError(explain("An empty Sequential has no plan"))
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [mode.from_tensor(t) for t in (input, *extra_inputs)]
             self.forward(*fakes)
-        return self._named(_join(self._members, torch.is_grad_enabled()))
+        return self._named(join_plans(self._members, torch.is_grad_enabled()))
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan that was used last, or None before the first call."""
+        if self._structure is None or not any(member.last_plan() for member in self._members):
+            return None
+        return self._named(join_plans(self._members, torch.is_grad_enabled()))
 
     def _named(self, plan: Plan) -> Plan:
         paths = {id(module): path for path, module in self.named_modules()}
@@ -315,12 +312,6 @@ class Sequential(Tracked):
         return replace(plan, names=tuple(paths.get(id(op), "") for op in plan.basic_ops))
 
 
-class _Unwired(NamedTuple):
-    """A run of operations whose fuser is made once channels are routed."""
-
-    modules: tuple[FusibleOperation, ...]
-
-
 def _flatten(seq: Sequential) -> Iterator[tuple[nn.Module, int]]:
     """The modules of a Sequential and of nested ones, each with the Sequential that holds it."""
     for module in seq:
@@ -328,65 +319,6 @@ def _flatten(seq: Sequential) -> Iterator[tuple[nn.Module, int]]:
             yield from _flatten(module)
         else:
             yield module, id(seq)
-
-
-def _stretches(
-    modules: Iterable[tuple[nn.Module, int]],
-) -> list[tuple[str, list[tuple[nn.Module, int]]]]:
-    """Runs of operations, and between them what must be called as a module."""
-    out: list[tuple[str, list[tuple[nn.Module, int]]]] = []
-    for module, scope in modules:
-        split = ""
-        if not isinstance(module, FusibleOperation):
-            split = "GROUP_SPLIT"
-        elif has_hooks(module) or any(map(has_hooks, expand(module))):
-            split = "HOOK"
-        if split or not out or out[-1][0]:
-            out.append((split, []))
-        out[-1][1].append((module, scope))
-    return out
-
-
-def _member(split: str, run: list[tuple[nn.Module, int]]) -> tuple[_Member, Member]:
-    module = run[0][0]
-    if split == "GROUP_SPLIT":
-        nested = isinstance(module, Sequential)
-        wire = Member(
-            (),
-            (),
-            module.num_extra_inputs if nested else 0,
-            module.num_extra_outputs if nested else 0,
-            False,
-            type(module).__name__,
-        )
-        return _Member(module, (), split), wire
-    pairs = [(op, scope) for unit, scope in run for op in expand(cast(FusibleOperation, unit))]
-    ops = tuple(op for op, _ in pairs)
-    wire = Member(ops, tuple(scope for _, scope in pairs), fused=not split)
-    if split:
-        return _Member(module, ops, split), wire
-    modules = tuple(cast(FusibleOperation, unit) for unit, _ in run)
-    return _Member(cast(nn.Module, _Unwired(modules)), ops, split), wire
-
-
-def _call(member: _Member, x: Any, extras: list[Tensor], kwargs: Kwargs) -> Any:
-    if isinstance(member.run, OperationFuser):
-        return member.run(x, *extras, basic_op_kwargs=kwargs)
-    if kwargs is None:
-        return member.run(x, *extras)
-    if isinstance(member.run, BasicOperation):
-        return member.run(x, *extras, **kwargs[0])
-    return member.run(x, *extras, basic_op_kwargs=kwargs)
-
-
-def _keep(
-    path: Route, ys: list[Tensor], stored: dict[Slot, Tensor], to_caller: list[Tensor]
-) -> None:
-    for (key, public), y in zip(path.gives, ys):
-        if key is not None:
-            stored[key] = y
-        if public:
-            to_caller.append(y)
 
 
 def _check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
@@ -405,102 +337,6 @@ def _check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
                 received=", ".join(unknown),
             )
         )
-
-
-def _join(members: list[_Member], grad_enabled: bool) -> Plan:
-    """One plan over all members, with the fusions that their boundaries prevented."""
-    plans: list[tuple[_Member, Plan | None]] = []
-    for member in members:
-        run = member.run
-        if isinstance(run, FusibleOperation):
-            run = run.__dict__.get("_alone", run)
-        plans.append((member, run.last_plan if isinstance(run, OperationFuser) else None))
-    ops = tuple(op for member in members for op in member.ops)
-    forward: list[Step] = []
-    backward: list[Step] = []
-    needs: list[Any] = []
-    first = 0
-    records: dict[tuple[str, str], FusionRecord] = {}
-    for member, plan in plans:
-        if plan is None:
-            step = Step(cast(nn.Module, member.run), ())
-            forward.append(step)
-            backward += [step] if grad_enabled else []
-            continue
-        forward += [_shift(step, first) for step in plan.forward]
-        backward += [_shift(step, first) for step in plan.backward]
-        needs += plan.needs
-        for record in plan.history:
-            _merge(records, record, first)
-        first += len(member.ops)
-    env = next((plan.env for _, plan in plans if plan is not None), None)
-    if env is None:
-        raise ArgumentTypeError(explain("This Sequential holds no operations, so it has no plan"))
-    _note_boundaries(records, members, env)
-    return Plan(ops, tuple(forward), tuple(backward), tuple(needs), tuple(records.values()), env)
-
-
-def _shift(step: Step, first: int) -> Step:
-    return replace(step, indices=tuple(i + first for i in step.indices))
-
-
-def _merge(records: dict[tuple[str, str], FusionRecord], new: FusionRecord, first: int) -> None:
-    near = new.near_miss._replace(start=new.near_miss.start + first) if new.near_miss else None
-    new = replace(
-        new,
-        matches=tuple(tuple(i + first for i in match) for match in new.matches),
-        refusals=tuple((at + first, why) for at, why in new.refusals),
-        near_miss=near,
-    )
-    key = (new.stage, new.name)
-    old = records.get(key)
-    if old is not None:
-        near = max(
-            filter(None, (old.near_miss, new.near_miss)), key=lambda m: m.matched, default=None
-        )
-        ranks = ("disabled", "skipped", "unmatched", "refused", "matched")
-        new = replace(
-            new,
-            status=max(old.status, new.status, key=ranks.index),
-            matches=old.matches + new.matches,
-            refusals=old.refusals + new.refusals,
-            near_miss=near,
-            elapsed=old.elapsed + new.elapsed,
-        )
-    records[key] = new
-
-
-def _note_boundaries(
-    records: dict[tuple[str, str], FusionRecord], members: list[_Member], env: Env
-) -> None:
-    """Adds a refusal wherever a pattern would fit if it were not for a hook or a plain module."""
-    ops: list[FusibleOperation] = []
-    cuts: dict[int, Refusal] = {}
-    for before, member in zip([None, *members], members):
-        at = member if member.split or before is None else before
-        if before is not None and at.split and member.ops:
-            what = type(at.run).__name__
-            text = f"{what} carries hooks" if at.split == "HOOK" else f"{what} stands between"
-            cuts[len(ops)] = Refusal(at.split, text)
-        ops.extend(member.ops)
-    for handle in registry:
-        rule = handle.function
-        key = (handle.stage, handle.name)
-        if not isinstance(rule, Fusion) or key not in records or handle.disabled_by():
-            continue
-        found: list[tuple[int, Refusal]] = []
-
-        def note(start: int, stop: int, found: list[tuple[int, Refusal]] = found) -> Refusal:
-            why = next((cuts[c] for c in range(start + 1, stop) if c in cuts), None)
-            if why is not None:
-                found.append((start, why))
-            return Refusal("GROUP_SPLIT", "not built here")
-
-        rule.scan(ops, env, note)
-        if found:
-            old = records[key]
-            status = "refused" if old.status == "unmatched" else old.status
-            records[key] = replace(old, status=status, refusals=old.refusals + tuple(found))
 
 
 def Residual(*ops: nn.Module) -> Sequential:  # noqa: N802 - reads as the module that it makes

@@ -43,7 +43,7 @@ class Wiring(NamedTuple):
         return not self.inputs and not any(self.sources) and not any(self.consumers)
 
 
-class Member(NamedTuple):
+class WiredMember(NamedTuple):
     """One member of a Sequential, as wiring sees it.
 
     Attributes:
@@ -79,6 +79,8 @@ class Route(NamedTuple):
 
 
 class Routes(NamedTuple):
+    """How a Sequential feeds all its members."""
+
     members: tuple[Route, ...]
     expects: tuple[str, ...]
     """For each extra input that the caller brings, who asks for it."""
@@ -156,7 +158,7 @@ class _Producers:
         return slot
 
 
-def route(members: Sequence[Member]) -> Routes:
+def route(members: Sequence[WiredMember]) -> Routes:
     """Resolves all channels and extra tensors of a Sequential.
 
     Raises:
@@ -183,7 +185,7 @@ def route(members: Sequence[Member]) -> Routes:
 
 
 def _route_member(
-    member: Member,
+    member: WiredMember,
     first: int,
     feeds: dict[Slot, Slot],
     readers: dict[Slot, list[int]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,14 @@ __all__ = [
     "refuse_reference",
     "shard_linear",
 ]
+
+
+def _collective(name: str, before_2_13: str) -> Any:
+    return getattr(dist, name, None) or getattr(dist, before_2_13, None)
+
+
+_all_gather = _collective("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class LinearSharding(NamedTuple):
@@ -145,7 +153,7 @@ def gather_first_dim(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         )
     out = x.new_empty((x.shape[0] * group_size(group), *x.shape[1:]))
     if x.numel():
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        _all_gather(out, x.contiguous(), group=group)
     return out
 
 
@@ -166,5 +174,5 @@ def reduce_scatter_first_dim(x: Tensor, group: dist.ProcessGroup | None) -> Tens
         )
     out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
     if x.numel():
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+        _reduce_scatter(out, x.contiguous(), group=group)
     return out

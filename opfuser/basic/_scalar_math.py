@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 
 def _value(op: Any, *args: Any, out: Tensor | None, **kwargs: Any) -> Tensor:
@@ -64,7 +64,6 @@ class ScalarFunction:
         return dx, self.value(x, du_out).mul_(dy)
 
 
-@dataclass(frozen=True)
 class Sigmoid(ScalarFunction):
     """``σ(x) = 1 / (1 + e⁻ˣ)``."""
 
@@ -73,7 +72,7 @@ class Sigmoid(ScalarFunction):
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         s = torch.sigmoid(x)
-        return _grad(aten.sigmoid_backward, dy, s, out=_reuse(s) if out is None else out)
+        return _grad(_aten.sigmoid_backward, dy, s, out=_reuse(s) if out is None else out)
 
     def reference(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
@@ -82,11 +81,10 @@ class Sigmoid(ScalarFunction):
         self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         s = torch.sigmoid(x, out=du_out)
-        dx = _grad(aten.sigmoid_backward, u, s, out=dx_out).mul_(dy)
+        dx = _grad(_aten.sigmoid_backward, u, s, out=dx_out).mul_(dy)
         return dx, s.mul_(dy)
 
 
-@dataclass(frozen=True)
 class Tanh(ScalarFunction):
     """``tanh(x)``."""
 
@@ -95,7 +93,7 @@ class Tanh(ScalarFunction):
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         t = torch.tanh(x)
-        return _grad(aten.tanh_backward, dy, t, out=_reuse(t) if out is None else out)
+        return _grad(_aten.tanh_backward, dy, t, out=_reuse(t) if out is None else out)
 
     def reference(self, x: Tensor) -> Tensor:
         return torch.tanh(x)
@@ -109,17 +107,16 @@ class Softplus(ScalarFunction):
     threshold: float = 20.0
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _value(aten.softplus, x, self.beta, self.threshold, out=out)
+        return _value(_aten.softplus, x, self.beta, self.threshold, out=out)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _grad(aten.softplus_backward, dy, x, self.beta, self.threshold, out=out)
+        return _grad(_aten.softplus_backward, dy, x, self.beta, self.threshold, out=out)
 
     def reference(self, x: Tensor) -> Tensor:
         z = self.beta * x
         return torch.where(z > self.threshold, x, torch.logaddexp(z, z.new_zeros(())) / self.beta)
 
 
-@dataclass(frozen=True)
 class Relu(ScalarFunction):
     """``max(x, 0)``; the derivative at 0 is 0."""
 
@@ -127,13 +124,12 @@ class Relu(ScalarFunction):
         return torch.clamp_min(x, 0, out=out)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _grad(aten.threshold_backward, dy, x, 0, out=out)
+        return _grad(_aten.threshold_backward, dy, x, 0, out=out)
 
     def reference(self, x: Tensor) -> Tensor:
         return torch.relu(x)
 
 
-@dataclass(frozen=True)
 class SquaredRelu(ScalarFunction):
     """``max(x, 0)²``."""
 
@@ -142,7 +138,7 @@ class SquaredRelu(ScalarFunction):
         return y.mul_(y)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _grad(aten.threshold_backward, dy, x, 0, out=out).mul_(x).mul_(2)
+        return _grad(_aten.threshold_backward, dy, x, 0, out=out).mul_(x).mul_(2)
 
     def reference(self, x: Tensor) -> Tensor:
         return torch.relu(x).square()
@@ -156,28 +152,27 @@ class Swish(ScalarFunction):
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.beta == 1:
-            return _value(aten.silu, x, out=out)
+            return _value(_aten.silu, x, out=out)
         return torch.mul(x, self.beta, out=out).sigmoid_().mul_(x)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.beta != 1:
             x = x * self.beta  # f'(x) is the derivative of SiLU at βx
             out = _reuse(x) if out is None else out
-        return _grad(aten.silu_backward, dy, x, out=out)
+        return _grad(_aten.silu_backward, dy, x, out=out)
 
     def reference(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(self.beta * x)
 
 
-@dataclass(frozen=True)
 class GeluErf(ScalarFunction):
     """``x Φ(x)``, Φ the distribution function of the standard normal distribution."""
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _value(aten.gelu, x, out=out)
+        return _value(_aten.gelu, x, out=out)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _grad(aten.gelu_backward, dy, x, out=out)
+        return _grad(_aten.gelu_backward, dy, x, out=out)
 
     def reference(self, x: Tensor) -> Tensor:
         return 0.5 * x * torch.erfc(x * -math.sqrt(0.5))
@@ -187,7 +182,6 @@ _GELU_1 = 2 * math.sqrt(2 / math.pi)
 _GELU_3 = 0.044715 * _GELU_1
 
 
-@dataclass(frozen=True)
 class GeluTanh(ScalarFunction):
     """``x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))``, the usual approximation of GELU.
 
@@ -199,14 +193,14 @@ class GeluTanh(ScalarFunction):
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if x.device.type != "cpu":
-            return _value(aten.gelu, x, approximate="tanh", out=out)
+            return _value(_aten.gelu, x, approximate="tanh", out=out)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         y = self._sigmoid(wide, out if wide.dtype == x.dtype else None).mul_(wide)
         return _deliver(y, x.dtype, out)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         if x.device.type != "cpu":
-            return _grad(aten.gelu_backward, dy, x, approximate="tanh", out=out)
+            return _grad(_aten.gelu_backward, dy, x, approximate="tanh", out=out)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dx = self._slope(wide, self._sigmoid(wide, None), None).mul_(dy)
         return _deliver(dx, x.dtype, out)
@@ -235,7 +229,7 @@ class GeluTanh(ScalarFunction):
     def _slope(x: Tensor, s: Tensor, out: Tensor | None) -> Tensor:
         """``s + x s (1 - s) dz/dx``; s (1 - s) comes first, being 0 where the rest is huge."""
         slope = torch.addcmul(x.new_full((), _GELU_1), x, x, value=3 * _GELU_3, out=out)
-        return _grad(aten.sigmoid_backward, slope, s, out=_reuse(slope)).mul_(x).add_(s)
+        return _grad(_aten.sigmoid_backward, slope, s, out=_reuse(slope)).mul_(x).add_(s)
 
 
 def _deliver(wide: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
@@ -246,7 +240,7 @@ def _deliver(wide: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class SoftCap(ScalarFunction):
-    """``c tanh(x / c)``: x for small x, and never beyond ±c."""
+    """``c tanh(x / c)``: about x where x is small, and never beyond ±c."""
 
     cap: float
 
@@ -255,7 +249,7 @@ class SoftCap(ScalarFunction):
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         t = torch.div(x, self.cap).tanh_()
-        return _grad(aten.tanh_backward, dy, t, out=_reuse(t) if out is None else out)
+        return _grad(_aten.tanh_backward, dy, t, out=_reuse(t) if out is None else out)
 
     def reference(self, x: Tensor) -> Tensor:
         return self.cap * torch.tanh(x / self.cap)
@@ -268,14 +262,12 @@ class SoftCappedSwish(ScalarFunction):
     cap: float
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return SoftCap(self.cap).value(x, out).mul_(torch.sigmoid(x))
+        y = torch.div(x, self.cap, out=out).tanh_().mul_(self.cap)
+        return y.mul_(torch.sigmoid(x))
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        t, s = torch.div(x, self.cap).tanh_(), torch.sigmoid(x)
-        return torch.mul(self._slope(t, s), dy, out=out)
-
-    def reference(self, x: Tensor) -> Tensor:
-        return self.cap * torch.tanh(x / self.cap) * torch.sigmoid(x)
+        slope = self._slope(torch.div(x, self.cap).tanh_(), torch.sigmoid(x))
+        return torch.mul(slope, dy, out=out)
 
     def product_backward(
         self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
@@ -284,24 +276,107 @@ class SoftCappedSwish(ScalarFunction):
         dx = torch.mul(self._slope(t, s), u, out=dx_out).mul_(dy)
         return dx, torch.mul(t.mul_(self.cap), s, out=du_out).mul_(dy)
 
+    def reference(self, x: Tensor) -> Tensor:
+        return self.cap * torch.tanh(x / self.cap) * torch.sigmoid(x)
+
     def _slope(self, t: Tensor, s: Tensor) -> Tensor:
-        slope = _grad(aten.tanh_backward, s, t, out=None)
-        return slope.add_(_grad(aten.sigmoid_backward, t, s, out=None), alpha=self.cap)
+        slope = _grad(_aten.tanh_backward, s, t, out=None)
+        return slope.add_(_grad(_aten.sigmoid_backward, t, s, out=None), alpha=self.cap)
 
 
-def _just_above(limit: float, dtype: torch.dtype) -> float:
-    number = torch.tensor(limit, dtype=dtype, device="cpu")
-    return torch.nextafter(number, torch.full_like(number, math.inf)).item()
+def _clamp_backward(dy: Tensor, x: Tensor, low: float, high: float, out: Tensor | None) -> Tensor:
+    """``dy`` where ``low <= x <= high``, else 0."""
+    # The kernel, several times faster than comparing and selecting, leaves the limits themselves
+    # out; it compares in fp32 or wider.
+    grow = 1 + torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    return _grad(_aten.hardtanh_backward, dy, x, low * grow, high * grow, out=out)
 
 
-class _Clamped(ScalarFunction):
-    """Base of functions that are constant beyond a limit, and not yet constant at it."""
+@dataclass(frozen=True)
+class ClampedSwish(ScalarFunction):
+    """``c σ(αc)`` with ``c = min(x, limit)``."""
 
+    alpha: float
     limit: float
 
-    def __post_init__(self) -> None:
-        # aten.hardtanh_backward, the fastest way to zero gradients by range, leaves the limits out.
-        above = {d: _just_above(self.limit, d) for d in (torch.float32, torch.float64)}
-        object.__setattr__(self, "_above", above)
+    def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return Swish(self.alpha).value(torch.clamp_max(x, self.limit), out)
 
-    def _mask(self, dy: Tensor, x: Tensor, low: float|None, out: Tensor | None) -> Tensor: ...
+    def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        dc = Swish(self.alpha).backward(dy, torch.clamp_max(x, self.limit), out)
+        return _clamp_backward(dc, x, -math.inf, self.limit, _reuse(dc))
+
+    def reference(self, x: Tensor) -> Tensor:
+        c = x.clamp(max=self.limit)
+        return c * torch.sigmoid(self.alpha * c)
+
+
+@dataclass(frozen=True)
+class ShiftedClamp(ScalarFunction):
+    """x clamped to ±limit, plus an offset."""
+
+    limit: float
+    offset: float
+
+    def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.clamp(x, -self.limit, self.limit, out=out).add_(self.offset)
+
+    def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _clamp_backward(dy, x, -self.limit, self.limit, out)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.clamp(-self.limit, self.limit) + self.offset
+
+
+def split(x: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
+    """The gates and the linear units of packed ``(…, 2F)``, as views.
+
+    They are the two halves; or, with ``interleave``, alternating blocks of that many columns, and
+    the views have shape ``(…, F / interleave, interleave)``.
+    """
+    if interleave is None:
+        half = x.shape[-1] // 2
+        return x.narrow(-1, 0, half), x.narrow(-1, half, half)
+    blocks = x.unflatten(-1, (x.shape[-1] // (2 * interleave), 2, interleave))
+    return blocks.select(-2, 0), blocks.select(-2, 1)
+
+
+def glu(
+    x: Tensor, gate: ScalarFunction, up: ScalarFunction | None, interleave: int | None
+) -> Tensor:
+    """``gate(a) up(b)`` of packed ``(…, 2F)``; shape ``(…, F)``. No ``up`` is the identity."""
+    a, b = split(x, interleave)
+    y = gate.value(a).mul_(b if up is None else up.value(b))
+    return y if interleave is None else y.flatten(-2)
+
+
+def glu_backward(
+    dy: Tensor,
+    x: Tensor,
+    gate: ScalarFunction,
+    up: ScalarFunction | None,
+    interleave: int | None,
+) -> Tensor:
+    """The packed gradient of :func:`glu`, both parts written in place by their last pass."""
+    a, b = split(x, interleave)
+    if interleave is not None:
+        dy = dy.unflatten(-1, (dy.shape[-1] // interleave, interleave))
+    dx = _reuse(x.new_empty(x.shape))
+    da_out, db_out = (None, None) if dx is None else split(dx, interleave)
+    da, db = gate.product_backward(dy, a, b if up is None else up.value(b), da_out, db_out)
+    if up is not None:
+        db = up.backward(db, b, _reuse(db))
+    if dx is not None:
+        return dx
+    if interleave is None:
+        return torch.cat((da, db), -1)
+    return torch.stack((da, db), -2).flatten(-3)
+
+
+def glu_reference(
+    x: Tensor, gate: ScalarFunction, up: ScalarFunction | None, interleave: int | None
+) -> Tensor:
+    """:func:`glu` in plain differentiable torch."""
+    a, b = split(x, interleave)
+    y = gate.reference(a) * (b if up is None else up.reference(b))
+    return y if interleave is None else y.flatten(-2)

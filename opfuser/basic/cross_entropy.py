@@ -151,20 +151,21 @@ class CrossEntropy(BasicOperation):
         """Largest logit and ``Σ exp(x - max)`` of every row, each (rows, 1), and its loss."""
         eps, classes = self.label_smoothing, logits.shape[1]
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        row_max = logits.amax(1, keepdim=True).to(dtype)
-        sums, losses = [], []
+        maxima, sums, losses = [], [], []
         for rows in _row_chunks(logits):
+            maxima.append(logits[rows].amax(1, keepdim=True).to(dtype))
             # Differences to the maximum, not to the log-sum-exp: the rounding of that one would be
             # a relative error of every probability.
-            z = logits[rows] - row_max[rows]
+            z = logits[rows] - maxima[-1]
             loss = (eps - 1) * z.gather(1, index[rows])
             if eps:
                 loss -= eps / classes * z.sum(1, keepdim=True)
             sums.append(z.exp_().sum(1, keepdim=True))
             losses.append(loss.add_(sums[-1].log()))
-        if not sums:
-            return row_max, row_max, row_max.view(0)
-        return row_max, torch.cat(sums), torch.cat(losses).squeeze(1)
+        if not losses:
+            empty = logits.new_empty(0, 1, dtype=dtype)
+            return empty, empty, empty.view(0)
+        return torch.cat(maxima), torch.cat(sums), torch.cat(losses).squeeze(1)
 
     def _grad_rows(
         self, logits: Tensor, index: Tensor, row_max: Tensor, scale: Tensor, p_scale: Tensor

@@ -244,7 +244,7 @@ class DotProductAttention(BasicOperation):
             x = _expand(x)
         result = _KERNELS[kernel].forward(x, self.causal, scale)
         if ctx.requires_grad:
-            ctx.kernel = kernel  # type: ignore[attr-defined]
+            ctx.kernel = kernel
             output = None if kernel == "fallback" else result.output
             ctx.save_for_backward(*self.Saved(qkv, output, *result[1:]))
         return result.output.transpose(1, 2).flatten(2)
@@ -258,7 +258,7 @@ class DotProductAttention(BasicOperation):
         x = self._split(qkv)
         dy = grad_output.to(qkv.dtype).contiguous()
         dy = dy.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        kernel = _KERNELS[ctx.kernel]  # type: ignore[attr-defined]
+        kernel = _KERNELS[ctx.kernel]
         if not kernel.grouped:
             x = _expand(x)
         grads = kernel.backward(dy, x, _Result(*result), self.causal, self._scale_of(x))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .fusions import check_fusion
 from .operations import check_op
+from .plans import assert_fused, assert_not_fused
 
-__all__ = ["check_op"]
+__all__ = ["assert_fused", "assert_not_fused", "check_fusion", "check_op"]

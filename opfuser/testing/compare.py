@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .calls import Outcome, Subject, Variant, call, fail, without_rows
 
@@ -146,3 +146,8 @@ def compare_with_exact(
 
 def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a module that require grad, by name."""
+    return {f"parameter {name}": p for name, p in module.named_parameters() if p.requires_grad}

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, explain
-from ..execute import Program, _walk_forward
+from ..execute import Tape, walk_forward
 from ..fuser import OperationFuser
-from ..fusion import Fusion, FusionFunction, FusionHandle, Stage, disable, enable, registry
+from ..fusion import Fusion, FusionFunction, Stage
 from ..op import BasicOperation, OperationContext
 from ..plan import Plan
+from ..program import Program
+from ..registry import FusionHandle, disable, enable, registry
 from ..sequential import Sequential
-from .calls import Subject, fail, named_inputs, variants
+from .calls import Outcome, Subject, fail, named_inputs, variants
 from .compare import Comparison, Tolerance, compare_with_exact, parameters_of
 from .plans import assert_fused
 
@@ -68,8 +70,7 @@ def check_fusion(
             if dtype is not None:
                 seq = seq.to(dtype)
                 inputs = {
-                    name: t.to(dtype) if t.is_floating_point() else t
-                    for name, t in inputs.items()
+                    name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()
                 }
             _check(handle, seq, inputs, zero_rows, Tolerance(factor, floor))
 
@@ -150,43 +151,34 @@ def _check(
 ) -> None:
     dtype = str(inputs["input"].dtype).removeprefix("torch.")
     where = f"fusion {handle.name!r}, input {dtype} {list(inputs['input'].shape)}"
-    wanting = [
-        t.detach().clone().requires_grad_(t.is_floating_point()) for t in inputs.values()
-    ]
+    wanting = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs.values()]
     with _only([handle.name]):
-        fused = seq.plan(*wanting)
-        _check_matches(handle, fused)
-    with _only([]):
-        unfused = seq.plan(*wanting)
-    fuser = _single_run(seq)
-    exact = copy.deepcopy(seq).to(torch.float64)
-    plain = copy.deepcopy(seq)
-
-    def unfused_call(module: Sequential) -> Subject:
-        def function(*tensors: Tensor) -> Any:
-            with _only([]):
-                return module(*tensors)
-
-        return Subject(function, parameters_of(module))
-
-    for pairing in _pairings(handle, seq, wanting)[1:]:
-
-        def ours(*tensors: Tensor, pairing: _Pairing = pairing) -> Any:
-            with _only(pairing.fusions):
-                return seq(*tensors)
-
-        subjects = [Subject(ours, parameters_of(seq)), unfused_call(plain), unfused_call(exact)]
+        _check_matches(handle, seq.plan(*wanting))
+    _check_is_one_run(seq)
+    if handle.stage == "forward":
+        _check_saved(handle, seq, inputs, tolerance, where)
+    pairings = _pairings(handle, seq, wanting)[1:]
+    plain = _subject(copy.deepcopy(seq), frozenset())
+    exact = _subject(copy.deepcopy(seq).to(torch.float64), frozenset())
+    parameters = parameters_of(seq)
+    for pairing in pairings:
+        ours = _subject(seq, pairing.fusions)._replace(parameters=parameters)
         for variant in variants(
-            parameters=bool(subjects[0].parameters),
+            parameters=bool(parameters),
             extra_inputs=any(t.is_floating_point() for t in list(inputs.values())[1:]),
             extra_outputs=bool(seq.num_extra_outputs),
             zero_rows=zero_rows,
         ):
-            compare_with_exact(
-                subjects, inputs, variant, tolerance, f"{where}, {pairing.name}", "unfused"
-            )
-    if handle.stage == "forward":
-        _check_saved(fuser, fused, unfused, exact, inputs, tolerance, where)
+            place = f"{where}, {pairing.name}"
+            compare_with_exact([ours, plain, exact], inputs, variant, tolerance, place, "unfused")
+
+
+def _subject(seq: Sequential, fusions: frozenset[str]) -> Subject:
+    def function(*tensors: Tensor) -> Any:
+        with _only(fusions):
+            return seq(*tensors)
+
+    return Subject(function, parameters_of(seq))
 
 
 def _check_matches(handle: FusionHandle, plan: Plan) -> None:
@@ -195,7 +187,7 @@ def _check_matches(handle: FusionHandle, plan: Plan) -> None:
         assert_fused(plan, **{handle.stage: {handle.name: 1}})
 
 
-def _single_run(seq: Sequential) -> OperationFuser:
+def _check_is_one_run(seq: Sequential) -> None:
     groups = seq._module_groups or []
     if len(groups) != 1 or not isinstance(groups[0], OperationFuser):
         names = ", ".join(type(group).__name__ for group in groups)
@@ -206,4 +198,68 @@ def _single_run(seq: Sequential) -> OperationFuser:
                 remedy="Leave out plain modules, subclasses of Sequential, and hooks",
             )
         )
-    return groups[0]
+
+
+class _Filled(NamedTuple):
+    """The contexts that one forward filled in, one per basic operation."""
+
+    plan: Plan
+    contexts: list[OperationContext]
+
+
+def _fill(seq: Sequential, tensors: Iterable[Tensor], fusions: Iterable[str]) -> _Filled:
+    x, *extras = (t.clone().requires_grad_(t.is_floating_point()) for t in tensors)
+    with _only(fusions):
+        plan = seq.plan(x, *extras)
+    assert seq._module_groups is not None
+    fuser = seq._module_groups[0]
+    assert isinstance(fuser, OperationFuser)
+    counts = [len(op.parameter_slots()) for op in plan.basic_ops]
+    tape = Tape()
+    with torch.no_grad():
+        walk_forward(Program(plan, fuser.wiring, counts), None, x, extras, tape)
+    for ctx in tape.contexts:
+        ctx.to_save = None if ctx.span is None else tuple(tape.saved[slice(*ctx.span)])
+    return _Filled(plan, tape.contexts)
+
+
+def _check_saved(
+    handle: FusionHandle,
+    seq: Sequential,
+    inputs: dict[str, Tensor],
+    tolerance: Tolerance,
+    where: str,
+) -> None:
+    """Every operation that the fusion covers finds in its context what it would have put there."""
+    fused = _fill(seq, inputs.values(), [handle.name])
+    plain = _fill(seq, inputs.values(), [])
+    with torch.autocast(inputs["input"].device.type, enabled=False):
+        exact_seq = copy.deepcopy(seq).to(torch.float64)
+        double = [t.double() if t.is_floating_point() else t for t in inputs.values()]
+        exact = _fill(exact_seq, double, [])
+    for step in fused.plan.forward:
+        for i in step.indices if step.fusion == handle.name else ():
+            op = fused.plan.basic_ops[i]
+            place = f"{where}: saved for op {i} ({type(op).__name__})"
+            ctxs = [filled.contexts[i] for filled in (fused, plain, exact)]
+            _compare_contexts(op, ctxs, tolerance, place)
+
+
+def _compare_contexts(
+    op: BasicOperation, ctxs: list[OperationContext], tolerance: Tolerance, where: str
+) -> None:
+    own, plain, exact = (ctx.to_save or () for ctx in ctxs)
+    if len(own) != len(plain):
+        fail(f"Expected {len(plain)} tensors, as its op_forward saves", where, str(len(own)))
+    names = list(op.Saved.__annotations__) if op.Saved else [f"tensor {n}" for n in range(len(own))]
+    for name, a, b in zip(names, own, plain):
+        if a is None and b is not None:
+            fail(f"Expected {name} to be a tensor", where, "None")
+    missing = set(vars(ctxs[1])) - set(vars(ctxs[0]))
+    if missing:
+        fail(f"The context must have the attributes {sorted(missing)}", where)
+    outcomes = [
+        Outcome({name: t for name, t, p in zip(names, saved, plain) if t is not None is not p})
+        for saved in (own, plain, exact)
+    ]
+    Comparison(where, *outcomes, tolerance, "unfused").check()

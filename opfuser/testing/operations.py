@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentTypeError, explain
-from ..fusion import disable, fusions
 from ..op import BasicOperation, autocast_dtype
+from ..registry import disable, fusions
 from .calls import Subject, named_inputs, variants
-from .compare import Tolerance, compare_with_exact
+from .compare import Tolerance, compare_with_exact, parameters_of
 from .protocol import check_protocol
 
 __all__ = ["check_op"]
@@ -92,9 +92,9 @@ def _check(
     if lower is not None:
         plain = plain.to(lower)
     subjects = [
-        Subject(lambda *ts: op(*ts, **kwargs), _parameters(op)),
-        Subject(lambda *ts: plain.reference(*ts, **kwargs), _parameters(plain)),
-        Subject(lambda *ts: exact.reference(*ts, **kwargs), _parameters(exact)),
+        Subject(lambda *ts: op(*ts, **kwargs), parameters_of(op)),
+        Subject(lambda *ts: plain.reference(*ts, **kwargs), parameters_of(plain)),
+        Subject(lambda *ts: exact.reference(*ts, **kwargs), parameters_of(exact)),
     ]
     for variant in variants(
         parameters=bool(subjects[0].parameters),
@@ -103,10 +103,6 @@ def _check(
         zero_rows=zero_rows,
     ):
         compare_with_exact(subjects, inputs, variant, tolerance, where, "plain torch", lower=lower)
-
-
-def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {f"parameter {name}": p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def describe(op: nn.Module, inputs: Mapping[str, Tensor]) -> str:

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, explain
 from ..fuser import OperationFuser
-from ..fusion import Stage, registry
+from ..fusion import Stage
 from ..op import FusibleOperation
 from ..plan import FusionRecord, Plan
+from ..registry import registry
 from ..sequential import Sequential
 
 __all__ = ["assert_fused", "assert_not_fused"]

@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,8 +57,8 @@ class Whole:
         self.dy = random(ranks * ROWS, 2, OUT)
         self.w = random(OUT, IN)
         self.b = random(OUT) if bias else None
-        x, w = (t.double().requires_grad_() for t in (self.x, self.w))
-        b = None if self.b is None else self.b.double().requires_grad_()
+        x, w = (t.detach().double().clone().requires_grad_() for t in (self.x, self.w))
+        b = None if self.b is None else self.b.double().clone().requires_grad_()
         self.y = F.linear(x, w, b)
         self.y.backward(self.dy.double())
         self.dx, self.dw, self.db = x.grad, w.grad, None if b is None else b.grad
@@ -302,6 +303,7 @@ def errors(rank: int, ranks: int) -> None:
 
 def _run_checks(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("error")
     store = dist.FileStore(os.path.join(folder, "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     outcomes: dict[str, str] = {}

@@ -9,6 +9,7 @@ from torch import nn
 
 import opfuser
 from opfuser import BasicLinear
+from opfuser.errors import NotSupportedError
 
 SHARDINGS = {
     "column": ("column", False),
@@ -37,4 +38,17 @@ def refusals_when_sharded(
         for _, why in record.refusals:
             assert why.code == "COMMUNICATION"
         out[name] = record.refusals[0][1].detail if record.refusals else None
+    return out
+
+
+def hand_built(make: Callable[[BasicLinear], object]) -> dict[str, str | None]:
+    """For each way to shard a BasicLinear: what constructing a fused operation by hand raises."""
+    out: dict[str, str | None] = {}
+    for name in SHARDINGS:
+        try:
+            make(sharded(BasicLinear(6, 4), name))
+        except NotSupportedError as exc:
+            out[name] = str(exc)
+        else:
+            out[name] = None
     return out

@@ -136,9 +136,7 @@ REGISTER: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
 @pytest.mark.parametrize("index", range(4))
 @pytest.mark.parametrize("kind", REGISTER)
 @pytest.mark.parametrize("late", [False, True])
-def test_hazard_16_module_hooks_on_inner_operations_fire(
-    kind: str, index: int, late: bool
-) -> None:
+def test_hazard_16_module_hooks_on_inner_operations_fire(kind: str, index: int, late: bool) -> None:
     model = _norm_linear_bias()
     x, dy = rand(3, 8, grad=True), rand(3, 4)
     if late:

@@ -124,7 +124,9 @@ def test_hazard_11_meta_device_then_materialised_then_backward(how: str, touched
         real = dict(plain.layers.named_parameters())
         for name, _ in list(model.named_parameters()):
             owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, nn.Parameter(real[name].detach().clone()))
+            setattr(
+                model.get_submodule(owner), attribute, nn.Parameter(real[name].detach().clone())
+            )
     else:
         state = {k: v.clone() for k, v in plain.layers.state_dict().items()}
         model.load_state_dict(state, assign=True)

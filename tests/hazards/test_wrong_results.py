@@ -119,7 +119,9 @@ class Sigmoid(of.BasicOperation):
             ctx.save_for_backward(y)
         return y
 
-    def op_backward(self, ctx: of.OperationContext, grad_output: Tensor) -> tuple[Tensor, tuple[()]]:
+    def op_backward(
+        self, ctx: of.OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor, tuple[()]]:
         (y,) = ctx.saved_tensors
         return grad_output * y * (1 - y), ()
 
@@ -127,9 +129,9 @@ class Sigmoid(of.BasicOperation):
 FOLLOWERS = {
     "BasicLinear": (lambda: of.BasicLinear(8, 8, **F64), lambda op, x: F.linear(x, op.weight)),
     "Linear": (lambda: of.Linear(8, 8, **F64), lambda op, x: F.linear(x, op.weight, op.bias)),
-    "GELU": (lambda: of.GELU(), lambda op, x: F.gelu(x, approximate="tanh")),
-    "SiLU": (lambda: of.SiLU(), lambda op, x: F.silu(x)),
-    "SwiGLU": (lambda: of.SwiGLU(), lambda op, x: F.silu(x[..., :4]) * x[..., 4:]),
+    "GELU": (of.GELU, lambda op, x: F.gelu(x, approximate="tanh")),
+    "SiLU": (of.SiLU, lambda op, x: F.silu(x)),
+    "SwiGLU": (of.SwiGLU, lambda op, x: F.silu(x[..., :4]) * x[..., 4:]),
     "RMSNorm": (
         lambda: of.RMSNorm(8, **F64),
         lambda op, x: F.rms_norm(x, (8,), op.weight, op.eps),
@@ -139,7 +141,7 @@ FOLLOWERS = {
         lambda op, x: F.layer_norm(x, (8,), op.weight, op.bias, op.eps),
     ),
     "L2Normalization": (
-        lambda: of.L2Normalization(),
+        of.L2Normalization,
         lambda op, x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + op.eps),
     ),
 }

@@ -1,0 +1,230 @@
+"""Element-wise activations."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..errors import ArgumentError, NotSupportedError, explain
+from ..op import BasicOperation, OperationContext, compute_dtype
+from . import _scalar_math as scalar
+
+__all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "Sigmoid", "Softplus", "Tanh"]
+
+
+class _Activation(BasicOperation):
+    """Applies ``function`` to each element.
+
+    Only the input is saved: the backward evaluates the function again.
+    """
+
+    class Saved(NamedTuple):
+        input: Tensor
+
+    def __init__(self, function: scalar.ScalarFunction, cache_quantized_input: bool) -> None:
+        super().__init__()
+        if cache_quantized_input:
+            raise NotSupportedError(
+                explain(
+                    "The saved input cannot be quantised: there is no quantised compute",
+                    where=type(self).__name__,
+                    received="cache_quantized_input=True",
+                    remedy="Leave cache_quantized_input out",
+                )
+            )
+        self.function = function
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        x = input_.to(compute_dtype(input_))
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(x))
+        return self.function.value(x).to(x.dtype)  # autocast runs some functions in fp32
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[()]]:
+        if not ctx.needs.input:
+            return None, ()
+        assert ctx.saved_tensors is not None
+        (x,) = ctx.saved_tensors
+        assert x is not None
+        return self.function.backward(grad_output.to(x.dtype), x).to(x.dtype), ()
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return self.function.reference(input_)
+
+
+class GELU(_Activation):
+    r"""Gaussian error linear unit: :math:`y = x \Phi(x)`, or its approximation by tanh.
+
+    The approximation, which is the default, is
+    :math:`y = \frac{x}{2} (1 + \tanh(\sqrt{2 / \pi} (x + 0.044715 x^3)))`. Any shape; the output
+    has the compute dtype (autocast's, else the input's).
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016, arXiv 1606.08415.
+
+    Args:
+        approximate: ``"tanh"``, or ``"none"`` for the exact function.
+        cache_quantized_input: not supported.
+
+    Raises:
+        ArgumentError: if ``approximate`` is neither.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
+        if approximate not in ("tanh", "none"):
+            raise ArgumentError(
+                explain(
+                    "approximate must be 'tanh' or 'none'", where="GELU", received=repr(approximate)
+                )
+            )
+        function = scalar.GeluTanh() if approximate == "tanh" else scalar.GeluErf()
+        super().__init__(function, cache_quantized_input)
+        self.approximate = approximate
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class QGELU(_Activation):
+    r"""Quick GELU: :math:`y = x \sigma(1.702 x)`.
+
+    Any shape; the output has the compute dtype (autocast's, else the input's).
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016, arXiv 1606.08415.
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.Swish(1.702), cache_quantized_input)
+
+
+class ReLU(_Activation):
+    r"""Rectified linear unit: :math:`y = \max(x, 0)`, with derivative 0 at 0.
+
+    Any shape; the output has the compute dtype (autocast's, else the input's).
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.Relu(), cache_quantized_input)
+
+
+class SReLU(_Activation):
+    r"""Squared rectified linear unit: :math:`y = \max(x, 0)^2`.
+
+    Any shape; the output has the compute dtype (autocast's, else the input's).
+
+    Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021,
+    arXiv 2109.08668.
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.SquaredRelu(), cache_quantized_input)
+
+
+class SiLU(_Activation):
+    r"""Sigmoid linear unit, also called swish: :math:`y = x \sigma(x)`.
+
+    Any shape; the output has the compute dtype (autocast's, else the input's).
+
+    Source: Elfwing et al., "Sigmoid-Weighted Linear Units for Neural Network Function
+    Approximation in Reinforcement Learning", 2017, arXiv 1702.03118.
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.Swish(), cache_quantized_input)
+
+
+class Softplus(_Activation):
+    r"""Smooth ReLU: :math:`y = \log(1 + e^{\beta x}) / \beta`, and x where it is as good.
+
+    That is where ``beta * x > threshold``. Any shape; the output has the compute dtype
+    (autocast's, else the input's).
+
+    Args:
+        beta: sharpness.
+        threshold: value of ``beta * x`` beyond which y is x.
+        cache_quantized_input: not supported.
+
+    Raises:
+        ArgumentError: if ``beta`` is zero.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(
+        self, beta: float = 1.0, threshold: float = 20.0, *, cache_quantized_input: bool = False
+    ) -> None:
+        if beta == 0:
+            raise ArgumentError(
+                explain("beta must not be zero", where="Softplus", received=f"beta={beta}")
+            )
+        super().__init__(scalar.Softplus(beta, threshold), cache_quantized_input)
+        self.beta = beta
+        self.threshold = threshold
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, threshold={self.threshold}"
+
+
+class Tanh(_Activation):
+    r"""Hyperbolic tangent: :math:`y = \tanh(x)`.
+
+    Any shape; the output has the compute dtype (autocast's, else the input's).
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.Tanh(), cache_quantized_input)
+
+
+class Sigmoid(_Activation):
+    r"""Logistic function: :math:`y = \sigma(x) = 1 / (1 + e^{-x})`.
+
+    Any shape; the output has the compute dtype (autocast's, else the input's).
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.Sigmoid(), cache_quantized_input)

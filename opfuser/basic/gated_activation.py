@@ -1,0 +1,326 @@
+"""Gated linear units: one half of the last dimension gates the other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..op import BasicOperation, OperationContext, compute_dtype
+from . import _scalar_math as scalar
+
+__all__ = [
+    "GEGLU",
+    "GLU",
+    "QGEGLU",
+    "ClampedSwiGLU",
+    "ReGLU",
+    "SReGLU",
+    "SiTUGLU",
+    "SwiGLU",
+]
+
+
+class _GatedActivation(BasicOperation):
+    """``y = gate(a) up(b)`` of ``x = [a, b]``; no ``up`` stands for the identity.
+
+    Only the input is saved: the backward evaluates the functions again.
+    """
+
+    class Saved(NamedTuple):
+        input: Tensor
+
+    def __init__(
+        self,
+        gate: scalar.ScalarFunction,
+        up: scalar.ScalarFunction | None = None,
+        *,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        where = type(self).__name__
+        if cache_quantized_input:
+            raise NotSupportedError(
+                explain(
+                    "The saved input cannot be quantised: there is no quantised compute",
+                    where=where,
+                    received="cache_quantized_input=True",
+                    remedy="Leave cache_quantized_input out",
+                )
+            )
+        if glu_interleave_size is not None and glu_interleave_size < 1:
+            raise ArgumentError(
+                explain(
+                    "glu_interleave_size must be positive or None",
+                    where=where,
+                    received=str(glu_interleave_size),
+                )
+            )
+        self.gate = gate
+        self.up = up
+        self.glu_interleave_size = glu_interleave_size
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        self._check_input(input_)
+        x = input_.to(compute_dtype(input_))
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(x))
+        return scalar.glu(x, self.gate, self.up, self.glu_interleave_size)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[()]]:
+        if not ctx.needs.input:
+            return None, ()
+        assert ctx.saved_tensors is not None
+        (x,) = ctx.saved_tensors
+        assert x is not None
+        dy = grad_output.to(x.dtype)
+        return scalar.glu_backward(dy, x, self.gate, self.up, self.glu_interleave_size), ()
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return scalar.glu_reference(input_, self.gate, self.up, self.glu_interleave_size)
+
+    def _check_input(self, input_: Tensor) -> None:
+        unit = 2 * (self.glu_interleave_size or 1)
+        if input_.dim() and not input_.shape[-1] % unit:
+            return
+        raise InputError(
+            explain(
+                f"The last dimension must be a multiple of {unit}: gates and linear units",
+                where=type(self).__name__,
+                received=f"shape {tuple(input_.shape)}",
+                remedy="Give the layer before twice as many output features",
+            )
+        )
+
+    def extra_repr(self) -> str:
+        size = self.glu_interleave_size
+        return "" if size is None else f"glu_interleave_size={size}"
+
+
+class GLU(_GatedActivation):
+    r"""Gated linear unit: :math:`y = \sigma(a) b`, x split into [a, b] along the last dimension.
+
+    The gate is the first half (``torch.nn.GLU`` gates by the second). Shapes: x ``(…, 2F)``,
+    y ``(…, F)``; the output has the compute dtype (autocast's, else the input's).
+
+    Source: Dauphin et al., "Language Modeling with Gated Convolutional Networks", 2016,
+    arXiv 1612.08083.
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        InputError: in forward, if the last dimension is odd.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.Sigmoid(), cache_quantized_input=cache_quantized_input)
+
+
+class GEGLU(_GatedActivation):
+    r"""GELU-gated linear unit: :math:`y = \mathrm{GELU}(a) b`, with GELU approximated by tanh.
+
+    Shapes, layout and dtypes as in :class:`GLU`.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        InputError: in forward, if the last dimension is odd.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.GeluTanh(), cache_quantized_input=cache_quantized_input)
+
+
+class QGEGLU(_GatedActivation):
+    r"""Gated linear unit with quick GELU: :math:`y = a \sigma(1.702 a) b`.
+
+    Shapes, layout and dtypes as in :class:`GLU`.
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        InputError: in forward, if the last dimension is odd.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.Swish(1.702), cache_quantized_input=cache_quantized_input)
+
+
+class ReGLU(_GatedActivation):
+    r"""ReLU-gated linear unit: :math:`y = \max(a, 0) b`.
+
+    Shapes, layout and dtypes as in :class:`GLU`.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        InputError: in forward, if the last dimension is odd.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.Relu(), cache_quantized_input=cache_quantized_input)
+
+
+class SReGLU(_GatedActivation):
+    r"""Gated linear unit with squared ReLU: :math:`y = \max(a, 0)^2 b`.
+
+    Shapes, layout and dtypes as in :class:`GLU`.
+
+    Args:
+        cache_quantized_input: not supported.
+
+    Raises:
+        InputError: in forward, if the last dimension is odd.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(scalar.SquaredRelu(), cache_quantized_input=cache_quantized_input)
+
+
+class SwiGLU(_GatedActivation):
+    r"""SiLU-gated linear unit: :math:`y = a \sigma(a) b`, x split into [a, b].
+
+    The gate is the first half. With ``glu_interleave_size=n``, gates and linear units alternate
+    in blocks of n columns instead: for n = 2, ``[a1, a2, b1, b2, a3, a4, b3, b4]``. Shapes and
+    dtypes as in :class:`GLU`.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
+
+    Args:
+        cache_quantized_input: not supported.
+        glu_interleave_size: columns per block; None is the layout in halves.
+
+    Raises:
+        ArgumentError: if ``glu_interleave_size`` is not positive.
+        InputError: in forward, if the last dimension does not divide into gates and linear units.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        super().__init__(
+            scalar.Swish(),
+            cache_quantized_input=cache_quantized_input,
+            glu_interleave_size=glu_interleave_size,
+        )
+
+
+class SiTUGLU(_GatedActivation):
+    r"""SwiGLU with soft caps: :math:`y = c_1(a) \sigma(a) c_2(b)`.
+
+    The caps are :math:`c_i(x) = \beta_i \tanh(x / \beta_i)`. Shapes, layouts and dtypes as in
+    :class:`SwiGLU`.
+
+    Source: Moonshot AI, "Kimi K3" technical report.
+
+    Args:
+        beta1: cap of the gate's linear factor, finite and positive.
+        beta2: cap of the linear units, finite and positive.
+        cache_quantized_input: not supported.
+        glu_interleave_size: columns per block; None is the layout in halves.
+
+    Raises:
+        ArgumentError: if a cap is not finite and positive, or ``glu_interleave_size`` not positive.
+        InputError: in forward, if the last dimension does not divide into gates and linear units.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        for name, beta in (("beta1", beta1), ("beta2", beta2)):
+            if not 0 < beta < math.inf:
+                raise ArgumentError(
+                    explain(
+                        f"{name} must be finite and positive",
+                        where=type(self).__name__,
+                        received=f"{name}={beta}",
+                    )
+                )
+        super().__init__(
+            scalar.SoftCappedSwish(beta1),
+            scalar.SoftCap(beta2),
+            cache_quantized_input=cache_quantized_input,
+            glu_interleave_size=glu_interleave_size,
+        )
+        self.beta1 = beta1
+        self.beta2 = beta2
+
+
+class ClampedSwiGLU(_GatedActivation):
+    r"""SwiGLU with clamped inputs: :math:`y = a' \sigma(\alpha a') (b' + \mathrm{offset})`.
+
+    Here :math:`a' = \min(a, \mathrm{limit})` and b' is b clamped to ±limit; the gradient is zero
+    beyond the limits and not at them, as in ``torch.clamp``. Shapes, layouts and dtypes as in
+    :class:`SwiGLU`.
+
+    Source: OpenAI, gpt-oss, ``gpt_oss/torch/model.py``, which interleaves gates and linear units.
+
+    Args:
+        limit: bound of the gates from above, and of the linear units on both sides.
+        alpha: factor inside the sigmoid.
+        glu_linear_offset: added to the clamped linear units.
+        cache_quantized_input: not supported.
+        glu_interleave_size: columns per block; None is the layout in halves.
+
+    Raises:
+        ArgumentError: if ``limit`` or ``glu_interleave_size`` is not positive.
+        InputError: in forward, if the last dimension does not divide into gates and linear units.
+        NotSupportedError: if ``cache_quantized_input`` is set.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        if not limit > 0:
+            raise ArgumentError(
+                explain(
+                    "limit must be positive", where=type(self).__name__, received=f"limit={limit}"
+                )
+            )
+        super().__init__(
+            scalar.ClampedSwish(alpha, limit),
+            scalar.ShiftedClamp(limit, glu_linear_offset),
+            cache_quantized_input=cache_quantized_input,
+            glu_interleave_size=glu_interleave_size,
+        )
+        self.limit = limit
+        self.alpha = alpha
+        self.glu_linear_offset = glu_linear_offset

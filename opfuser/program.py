@@ -1,0 +1,171 @@
+"""A plan laid out for execution: whatever does not change from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from .op import BasicOperation, FusibleOperation, GradNeeds
+from .plan import Plan, Step
+from .wiring import Slot, Wiring
+
+__all__ = ["Program"]
+
+
+class ForwardStep(NamedTuple):
+    """One forward step. ``general`` is None for a basic operation without extra tensors."""
+
+    op: Any
+    needs: GradNeeds | None
+    general: GeneralForward | None
+
+
+class GeneralForward(NamedTuple):
+    indices: tuple[int, ...]
+    needs: tuple[GradNeeds | None, ...]
+    sources: tuple[tuple[Slot | int | None, ...], ...]
+    wanted: tuple[tuple[str, ...], ...]
+    """For each extra output why it may not be None: "public", "outside", or empty if it may."""
+    frees: tuple[Slot, ...]
+    name: str
+
+
+class BackwardStep(NamedTuple):
+    """One backward step, in the order of execution."""
+
+    op: Any
+    first: int
+    reads: tuple[int, int] | None
+    """Which of the kept parameters its backward reads."""
+    general: GeneralBackward | None
+
+
+class GeneralBackward(NamedTuple):
+    indices: tuple[int, ...]
+    reads: tuple[tuple[int, int] | None, ...]
+    targets: tuple[tuple[Slot | int | None, ...], ...]
+    num_extra_outputs: tuple[int, ...]
+    name: str
+
+
+class Program:
+    """A plan laid out for execution."""
+
+    def __init__(self, plan: Plan, wiring: Wiring, num_parameters: Sequence[int]) -> None:
+        self.plan = plan
+        self.wiring = wiring
+        self.outputs = wiring.outputs
+        self.num_extra_inputs = len(wiring.inputs)
+        ends = [0]
+        for count in num_parameters:
+            ends.append(ends[-1] + count)
+        self.spans = tuple(pairwise(ends))
+        self.num_parameters = ends[-1]
+        self.needs_backward = any(need is not None for need in plan.needs)
+        self.input_needs_grad = bool(plan.needs and plan.needs[0] and plan.needs[0].input)
+        kept: list[int] = []
+        reads: list[tuple[int, int] | None] = []
+        for (start, stop), op, need in zip(self.spans, plan.basic_ops, plan.needs):
+            if op.backward_reads_parameters and need is not None:
+                reads.append((len(kept), len(kept) + stop - start))
+                kept.extend(range(start, stop))
+            else:
+                reads.append(None)
+        self.kept_parameters = tuple(kept)
+        self.forward = _lay_out_forward(plan, wiring)
+        self.backward = _lay_out_backward(plan, wiring, reads)
+        self.without_grad = tuple(
+            n for n, slot in enumerate(wiring.outputs) if plan.needs[slot.op] is None
+        )
+        prepared = (BasicOperation, FusibleOperation)
+        self.prepared_ops = tuple(
+            (op, need is not None)
+            for op, need in zip(plan.basic_ops, plan.needs)
+            if not any(type(op).pre_fuser_forward is base.pre_fuser_forward for base in prepared)
+        )
+
+
+def _is_plain(op: Any, extra_tensors: bool) -> bool:
+    """Whether a step may skip the general protocol and call op_forward / op_backward directly."""
+    return (
+        isinstance(op, BasicOperation)
+        and not extra_tensors
+        and type(op).fuser_forward is BasicOperation.fuser_forward
+        and type(op).fuser_backward is BasicOperation.fuser_backward
+    )
+
+
+def _name(step: Step) -> str:
+    span = (
+        f"{step.indices[0]}" if len(step.indices) == 1 else f"{step.indices[0]}-{step.indices[-1]}"
+    )
+    return f"op {span} ({type(step.op).__name__})"
+
+
+def _lay_out_forward(plan: Plan, wiring: Wiring) -> tuple[ForwardStep, ...]:
+    last_reader: dict[Slot, int] = {}
+    for number, step in enumerate(plan.forward):
+        for i in step.indices:
+            for s in range(len(wiring.consumers[i])):
+                last_reader[Slot(i, s)] = number
+            last_reader.update({x: number for x in wiring.sources[i] if isinstance(x, Slot)})
+    out: list[ForwardStep] = []
+    for number, step in enumerate(plan.forward):
+        own = set(step.indices)
+        extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
+        first = plan.needs[step.indices[0]]
+        if _is_plain(step.op, extras):
+            out.append(ForwardStep(step.op, first, None))
+            continue
+        wanted = tuple(
+            tuple(
+                "public" if Slot(i, s) in wiring.outputs
+                else "outside" if any(reader not in own for reader in readers)
+                else ""
+                for s, readers in enumerate(wiring.consumers[i])
+            )
+            for i in step.indices
+        )  # fmt: skip
+        general = GeneralForward(
+            step.indices,
+            tuple(plan.needs[i] for i in step.indices),
+            tuple(_outside(wiring.sources[i], own) for i in step.indices),
+            wanted,
+            tuple(
+                slot for slot, last in last_reader.items()
+                if last == number and slot not in wiring.outputs
+            ),
+            _name(step),
+        )  # fmt: skip
+        out.append(ForwardStep(step.op, first, general))
+    return tuple(out)
+
+
+def _lay_out_backward(
+    plan: Plan, wiring: Wiring, reads: Sequence[tuple[int, int] | None]
+) -> tuple[BackwardStep, ...]:
+    out: list[BackwardStep] = []
+    for step in reversed(plan.backward):
+        if all(plan.needs[i] is None for i in step.indices):
+            break
+        extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
+        if _is_plain(step.op, extras):
+            first = step.indices[0]
+            out.append(BackwardStep(step.op, first, reads[first], None))
+            continue
+        own = set(step.indices)
+        general = GeneralBackward(
+            step.indices,
+            tuple(reads[i] for i in step.indices),
+            tuple(_outside(wiring.sources[i], own) for i in step.indices),
+            tuple(len(wiring.consumers[i]) for i in step.indices),
+            _name(step),
+        )
+        out.append(BackwardStep(step.op, step.indices[0], None, general))
+    return tuple(out)
+
+
+def _outside(sources: tuple[Slot | int, ...], own: set[int]) -> tuple[Slot | int | None, ...]:
+    """Sources of extra inputs; None for a channel whose producer the same step covers."""
+    return tuple(None if isinstance(x, Slot) and x.op in own else x for x in sources)

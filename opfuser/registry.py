@@ -1,0 +1,300 @@
+"""The registry: which fusions there are, in which order they run, and which are on."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+from .errors import FusionError, UnknownFusionError, explain
+from .fusion import (
+    ANYWHERE,
+    STAGES,
+    Env,
+    Fusion,
+    FusionFunction,
+    PatternElement,
+    Refusal,
+    Requires,
+    Stage,
+)
+from .op import FusedOperation, FusibleOperation
+
+__all__ = [
+    "FusionHandle",
+    "FusionInfo",
+    "disable",
+    "enable",
+    "fusion",
+    "fusions",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+    "registry",
+]
+
+F = TypeVar("F", bound=type[FusedOperation])
+
+
+def fusion(
+    *,
+    stage: Stage,
+    pattern: tuple[PatternElement, ...],
+    name: str | None = None,
+    refuses: Callable[..., Refusal | None] | None = None,
+    requires: Requires = ANYWHERE,
+    prepend: bool = False,
+) -> Callable[[F], F]:
+    """Class decorator: registers a FusedOperation subclass as the fusion of ``pattern``.
+
+    The class is built with the matched operations as positional arguments, one per pattern
+    element. Its registration handle is kept as the class attribute ``handle``.
+    """
+
+    def register(cls: F) -> F:
+        rule = Fusion(
+            name=name or f"{cls.__module__}:{cls.__qualname__}",
+            stage=stage,
+            pattern=pattern,
+            build=cls,
+            refuses=refuses,
+            requires=requires,
+        )
+        cls.handle = registry.add(rule, stage, prepend=prepend)  # type: ignore[attr-defined]
+        return cls
+
+    return register
+
+
+class FusionInfo(NamedTuple):
+    """One registered fusion, as listed by :func:`fusions`."""
+
+    name: str
+    stage: Stage
+    origin: str
+    requires: Requires
+    enabled: bool
+    disabled_by: str
+
+
+class FusionHandle:
+    """A registered fusion: remove it, switch it off and on, or use it as a context manager."""
+
+    def __init__(self, name: str, stage: Stage, function: FusionFunction, origin: str) -> None:
+        self.name = name
+        self.stage: Stage = stage
+        self.function = function
+        self.origin = origin
+        self._enabled = getattr(function, "enabled", True) is True
+        parameters = inspect.signature(function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._keywords = tuple(k for k in ("recipe", "env") if takes_all or k in parameters)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the fusion is on; takes effect at the next call."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self._enabled = bool(value)
+        registry.changed()
+
+    @property
+    def requires(self) -> Requires:
+        return self.function.requires if isinstance(self.function, Fusion) else Requires()
+
+    def disabled_by(self) -> str:
+        """What switched the fusion off; empty if it is on."""
+        if self.name in registry.switched:
+            return "" if registry.switched[self.name][0] else registry.switched[self.name][1]
+        if not self._enabled:
+            return "handle" if self.origin != "opfuser" else "default"
+        if "*" in registry.switched and not registry.switched["*"][0]:
+            return registry.switched["*"][1]
+        return ""
+
+    def call(self, ops: Sequence[FusibleOperation], env: Env) -> Sequence[FusibleOperation]:
+        """Calls the function with those of our keywords that its signature takes."""
+        offered = {"recipe": env.recipe, "env": env}
+        return self.function(list(ops), **{k: offered[k] for k in self._keywords})
+
+    def remove(self) -> None:
+        """Unregister the fusion; a second call does nothing."""
+        registry.remove(self)
+
+    def __enter__(self) -> FusionHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"FusionHandle({self.name!r}, stage={self.stage!r}, enabled={self.enabled})"
+
+
+class Registry:
+    """The ordered lists of fusions, one per stage. ``version`` changes with every change."""
+
+    def __init__(self) -> None:
+        self.handles: dict[Stage, list[FusionHandle]] = {stage: [] for stage in STAGES}
+        self.switched: dict[str, tuple[bool, str]] = {}
+        self.version = 0
+        for variable, on in (("OPFUSER_DISABLE", False), ("OPFUSER_ENABLE", True)):
+            for name in filter(None, os.environ.get(variable, "").split(",")):
+                self.switched[name.strip()] = (on, variable)
+
+    def changed(self) -> None:
+        self.version += 1
+
+    def __iter__(self) -> Iterator[FusionHandle]:
+        for stage in STAGES:
+            yield from self.handles[stage]
+
+    def add(
+        self,
+        function: FusionFunction,
+        stage: Stage,
+        *,
+        prepend: bool = False,
+        name: str | None = None,
+        origin: str = "user",
+    ) -> FusionHandle:
+        if not callable(function):
+            raise FusionError(
+                explain("A fusion is a function of a list of operations", received=repr(function))
+            )
+        if isinstance(function, Fusion) and function.stage != stage:
+            raise FusionError(
+                explain(
+                    "A fusion is registered for the stage that it declares",
+                    where=f"fusion {function.name!r}",
+                    received=f"stage {function.stage!r}, registered as {stage!r}",
+                    remedy=f"Use the register function of the {function.stage} stage",
+                )
+            )
+        given = name or (function.name if isinstance(function, Fusion) else None)
+        taken = {handle.name for handle in self}
+        if given is not None and given in taken:
+            raise FusionError(
+                explain(
+                    "Names of fusions are unique",
+                    received=f"a second fusion named {given!r}",
+                    remedy="Remove the first one through its handle, or choose another name",
+                )
+            )
+        handle = FusionHandle(given or _default_name(function, taken), stage, function, origin)
+        self.handles[stage].insert(0 if prepend else len(self.handles[stage]), handle)
+        self.changed()
+        return handle
+
+    def remove(self, handle: FusionHandle) -> None:
+        if handle in self.handles[handle.stage]:
+            self.handles[handle.stage].remove(handle)
+            self.changed()
+
+    def switch(self, names: Sequence[str], on: bool, by: str) -> dict[str, tuple[bool, str]]:
+        known = {handle.name for handle in self} | {"*"}
+        for name in names:
+            if name not in known:
+                raise UnknownFusionError(
+                    explain(
+                        "A fusion is switched by its registered name",
+                        received=repr(name),
+                        remedy=f"Choose among: {', '.join(sorted(known))}",
+                    )
+                )
+        before = dict(self.switched)
+        self.switched = {**before, **dict.fromkeys(names, (on, by))}
+        self.changed()
+        return before
+
+
+def _default_name(function: FusionFunction, taken: set[str]) -> str:
+    module = getattr(function, "__module__", "?")
+    base = f"{module}:{getattr(function, '__qualname__', repr(function))}"
+    name, count = base, 1
+    while name in taken:
+        count += 1
+        name = f"{base}#{count}"
+    return name
+
+
+registry = Registry()
+
+
+class _Switch:
+    """Takes effect when made; as a context manager, until the block ends."""
+
+    def __init__(self, names: Sequence[str], on: bool, by: str) -> None:
+        self._before = registry.switch(names, on, by)
+
+    def __enter__(self) -> _Switch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        registry.switched = self._before
+        registry.changed()
+
+
+def disable(*names: str) -> _Switch:
+    """Switch fusions off by name (``"*"``: all); inside ``with``, until the block ends."""
+    return _Switch(names, False, "opfuser.disable")
+
+
+def enable(*names: str) -> _Switch:
+    """Switch fusions on by name; inside ``with``, until the block ends."""
+    return _Switch(names, True, "opfuser.enable")
+
+
+def fusions() -> list[FusionInfo]:
+    """All registered fusions in the order in which they run."""
+    return [
+        FusionInfo(h.name, h.stage, h.origin, h.requires, not h.disabled_by(), h.disabled_by())
+        for h in registry
+    ]
+
+
+def register_forward_fusion(
+    func: FusionFunction, prepend: bool = False, *, name: str | None = None
+) -> FusionHandle:
+    """Register a fusion of the forward pass.
+
+    Args:
+        func: a :class:`Fusion`, or ``func(ops, *, recipe) -> ops``; called with those of the
+            keywords ``recipe`` and ``env`` that its signature accepts.
+        prepend: run before the fusions registered so far rather than after them.
+        name: unique name; by default that of the ``Fusion``, or ``module:qualname``.
+
+    Returns:
+        A handle with ``remove()`` and ``enabled``; as a context manager it removes the fusion at
+        the end of the block.
+
+    Raises:
+        FusionError: the name is taken, or a ``Fusion`` declares another stage.
+    """
+    return registry.add(func, "forward", prepend=prepend, name=name)
+
+
+def register_backward_fusion(
+    func: FusionFunction, prepend: bool = False, *, name: str | None = None
+) -> FusionHandle:
+    """Register a fusion of the backward pass; see :func:`register_forward_fusion`."""
+    return registry.add(func, "backward", prepend=prepend, name=name)
+
+
+def register_forward_backward_fusion(
+    func: FusionFunction, prepend: bool = False, *, name: str | None = None
+) -> FusionHandle:
+    """Register a fusion of both passes at once; see :func:`register_forward_fusion`.
+
+    Joint fusions run before the forward-only and backward-only ones.
+    """
+    return registry.add(func, "joint", prepend=prepend, name=name)

@@ -1,0 +1,226 @@
+"""The training example end to end, at sizes that take seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import opfuser
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = (
+    "--steps=12 --batch=2 --sequence=24 --dim=32 --layers=2 --heads=2 --ffn=48 --warmup=4 "
+    "--eval-every=5 --eval-batches=1 --sample=8 --device=cpu"
+).split()
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """train_lm.py as a module; its helpers are found beside it, as when it is run as a script."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import train_lm  # noqa: PLC0415 - found only once the path is set
+
+    return train_lm
+
+
+def losses(folder: Path, key: str = "loss") -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row[key] for row in rows if key in row}
+
+
+def test_script_writes_everything_and_compares_with_its_twin(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), *SMALL, "--twin", "--register"]
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "runs" / "lm"
+    for name in "config.json metrics.jsonl checkpoint.safetensors plan.txt loss.png".split():
+        assert (folder / name).stat().st_size > 0, name
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "forward:" in (folder / "plan.txt").read_text()
+    assert json.loads((folder / "config.json").read_text())["steps"] == 12
+    assert list(losses(folder)) == list(range(1, 13))
+    assert list(losses(folder, "validation_loss")) == [5, 10, 12]
+
+    assert "recompute_swiglu matched 2 times" in done.stdout
+    ours, theirs = losses(folder), losses(folder / "twin")
+    for step, loss in theirs.items():
+        assert ours[step] == pytest.approx(loss, rel=1e-4)
+    assert "largest relative difference over the first 12 steps" in done.stdout
+    assert "--- sample\ndef " in done.stdout
+    last = done.stdout.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"results: [\d,]+ parameters, 12 steps, [\d,]+ tokens/s, loss [\d.]+ train "
+        r"[\d.]+ validation, [\d.]+ MiB saved activations, \d+ s",
+        last,
+    )
+
+
+def test_registered_fusion_changes_memory_and_nothing_else(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, more in (("with", ["--register"]), ("without", [])):
+        args = [*SMALL, "--dtype=float64", f"--runs={tmp_path}", f"--name={name}", *more]
+        assert example.main(args) == 0
+    assert "matched 2 times" in capsys.readouterr().out
+    ours, plain = (losses(tmp_path / name) for name in ("with", "without"))
+    for step, loss in plain.items():
+        assert ours[step] == pytest.approx(loss, rel=1e-9)
+    saved = [
+        json.loads((tmp_path / name / "results.json").read_text())["saved_bytes"]
+        for name in ("with", "without")
+    ]
+    assert saved[0] <= saved[1]
+    assert "recompute_swiglu" not in {info.name for info in opfuser.fusions()}
+
+
+@pytest.mark.parametrize("stop_after", [1, 5, 7])
+def test_interrupted_run_continues_exactly(
+    example: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop_after: int,
+) -> None:
+    args = [*SMALL, f"--runs={tmp_path}"]
+    assert example.main([*args, "--name=whole"]) == 0
+
+    update = example.Trainer.update
+
+    def update_then_interrupt(self: Any, first: bool) -> dict[str, float]:
+        metrics = update(self, first)
+        if self.step == stop_after:
+            os.kill(os.getpid(), signal.SIGINT)
+        return metrics
+
+    with monkeypatch.context() as patch:
+        patch.setattr(example.Trainer, "update", update_then_interrupt)
+        assert example.main([*args, "--name=broken"]) == example.INTERRUPTED
+    broken = tmp_path / "broken"
+    assert list(losses(broken)) == list(range(1, stop_after + 1))
+    assert not (broken / "results.json").exists()
+    assert example.main([f"--runs={tmp_path}", "--name=broken", "--resume"]) == 0
+
+    for key in ("loss", "grad_norm", "validation_loss"):
+        assert losses(broken, key) == losses(tmp_path / "whole", key)
+    ours, wanted = (
+        load_file(tmp_path / name / "checkpoint.safetensors") for name in ("broken", "whole")
+    )
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
+
+
+def test_killed_run_continues_from_its_last_checkpoint(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = [*SMALL, f"--runs={tmp_path}"]
+    assert example.main([*args, "--name=whole"]) == 0
+    update = example.Trainer.update
+
+    def update_or_die(self: Any, first: bool) -> dict[str, float]:
+        if self.step == 8:
+            raise MemoryError
+        return update(self, first)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(example.Trainer, "update", update_or_die)
+        with pytest.raises(MemoryError):
+            example.main([*args, "--name=killed"])
+    assert list(losses(tmp_path / "killed")) == list(range(1, 9))
+    assert example.main([f"--runs={tmp_path}", "--name=killed", "--resume"]) == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_twin_is_resumed_too(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = [*SMALL, f"--runs={tmp_path}", "--twin"]
+    assert example.main([*args, "--name=whole"]) == 0
+    update = example.Trainer.update
+
+    def interrupt_the_twin(self: Any, first: bool) -> dict[str, float]:
+        metrics = update(self, first)
+        if self.step == 4 and not isinstance(self.model, opfuser.Sequential):
+            os.kill(os.getpid(), signal.SIGINT)
+        return metrics
+
+    with monkeypatch.context() as patch:
+        patch.setattr(example.Trainer, "update", interrupt_the_twin)
+        assert example.main([*args, "--name=broken"]) == example.INTERRUPTED
+    assert example.main([f"--runs={tmp_path}", "--name=broken", "--resume"]) == 0
+    for part in (".", "twin"):
+        assert losses(tmp_path / "broken" / part) == losses(tmp_path / "whole" / part)
+
+
+def test_resume_refuses_what_it_cannot_continue(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        example.main([f"--runs={tmp_path}", "--name=none", "--resume"])
+    assert "--resume: there is no checkpoint in" in capsys.readouterr().err
+    assert example.main([*SMALL, f"--runs={tmp_path}"]) == 0
+    with pytest.raises(SystemExit):
+        example.main([f"--runs={tmp_path}", "--resume", "--lr=1", "--steps=12", "--eval-every=2"])
+    assert "--resume: --lr, --eval-every differs" in capsys.readouterr().err
+
+
+def test_seed_decides_batches_and_weights(example: ModuleType, tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        args = [*SMALL, "--steps=2", f"--seed={seed}", f"--runs={tmp_path}", f"--name={name}"]
+        assert example.main(args) == 0
+    a, b, c = (losses(tmp_path / name) for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_batches_are_a_function_of_seed_and_step(example: ModuleType) -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    batches = {
+        (seed, step): example.training_batch(text, 4, 16, seed, step)
+        for seed in (0, 1, -3)
+        for step in (0, 1, 2)
+    }
+    torch.manual_seed(7)
+    for (seed, step), batch in batches.items():
+        again = example.training_batch(text, 4, 16, seed, step)
+        assert torch.equal(batch.tokens, again.tokens)
+        assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+        assert batch.tokens.shape == batch.targets.shape == (4, 16)
+    distinct = {tuple(batch.tokens.flatten().tolist()) for batch in batches.values()}
+    assert len(distinct) == len(batches)
+
+
+def test_files_are_either_for_training_or_for_validation(example: ModuleType) -> None:
+    names = example.source_files()
+    held_out = [name for name in names if example.is_held_out(name)]
+    assert 0.02 < len(held_out) / len(names) < 0.15
+    corpus = example.load_corpus()
+    assert len(corpus.validation) == sum(names[n].stat().st_size + 1 for n in held_out)
+    assert len(corpus.train) + len(corpus.validation) == sum(
+        path.stat().st_size + 1 for path in names.values()
+    )
+    assert not any("site-packages" in name for name in names)
+
+
+def test_saved_bytes_counts_storages_once_without_parameters(example: ModuleType) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    saved = example.SavedBytes(model)
+    x = torch.randn(3, 4)
+    with saved.count():
+        y = model(x)
+    # The input, and the output of ReLU, which ReLU and the second linear both keep.
+    assert saved.total == (3 * 4 + 3 * 8) * 4
+    y.sum().backward()

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import opfuser
+from opfuser import BasicLinear, ConstantScale, Sequential
+from opfuser.fused import BackwardLinearScale
+from tests.fused.pairings import DTYPES, LAYOUTS, Case, check_pairings, plan_of
+from tests.fused.sharded import refusals_when_sharded
+
+NAME = "backward_linear_scale"
+
+
+def scaled(scale: float) -> Case:
+    return Case(lambda: [BasicLinear(6, 4), ConstantScale(scale)], 6, (), {}, {NAME: 1})
+
+
+SEVERAL = Case(
+    lambda: [
+        ConstantScale(2.0),
+        BasicLinear(6, 5),
+        ConstantScale(0.3),
+        ConstantScale(0.7),
+        BasicLinear(5, 4),
+        ConstantScale(-3),
+    ],
+    6,
+    (),
+    {},
+    {NAME: 2},
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pairings(dtype: torch.dtype, layout: str) -> None:
+    check_pairings(scaled(0.3), dtype, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1, -2.5, 1e-3])
+def test_scales(scale: float) -> None:
+    check_pairings(scaled(scale), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matches_again_and_inside_longer_sequences(dtype: torch.dtype) -> None:
+    check_pairings(SEVERAL, dtype)
+
+
+@pytest.mark.parametrize(("frozen", "input_grad"), [(["0.weight"], True), ([], False)])
+def test_gradients_that_nobody_needs(frozen: list[str], input_grad: bool) -> None:
+    check_pairings(scaled(0.3), torch.float32, frozen=frozen, input_grad=input_grad)
+
+
+def test_autocast() -> None:
+    check_pairings(SEVERAL, torch.float32, autocast=torch.bfloat16)
+
+
+@pytest.mark.parametrize("input_dtype", DTYPES, ids=str)
+def test_input_of_another_dtype_than_the_weight(input_dtype: torch.dtype) -> None:
+    check_pairings(scaled(0.3), torch.float32, input_dtype=input_dtype)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("input_grad", [True, False])
+def test_main_grad(input_grad: bool, overwrite: bool) -> None:
+    seq = Sequential(BasicLinear(6, 4, accumulate_into_main_grad=True), ConstantScale(0.3))
+    w = seq[0].weight
+    x = torch.randn(3, 6, requires_grad=input_grad)
+    dy, start = torch.randn(3, 4), torch.randn(4, 6)
+    w.main_grad = start.clone()
+    w.overwrite_main_grad = overwrite
+    assert seq.plan(x).fused("backward") == {NAME: 1}
+    seq(x).backward(dy)
+    torch.testing.assert_close(w.main_grad, 0.3 * dy.t() @ x.detach() + (0 if overwrite else start))
+    if input_grad:
+        torch.testing.assert_close(x.grad, 0.3 * dy @ w)
+    assert w.grad_added_to_main_grad
+    assert w.grad.data_ptr() != w.main_grad.data_ptr()
+
+
+@pytest.mark.parametrize("base", [BasicLinear, ConstantScale])
+def test_a_subclass_is_not_matched(base: type) -> None:
+    mine = type("Mine", (base,), {})
+    make = {
+        BasicLinear: lambda: [mine(6, 4), ConstantScale(2.0)],
+        ConstantScale: lambda: [BasicLinear(6, 4), mine(2.0)],
+    }
+    plan = plan_of(*make[base]())
+    assert plan.fused("backward") == {}
+    miss = plan.record(NAME).near_miss
+    assert miss is None if base is BasicLinear else miss.stopped_by.code == "SUBCLASS"
+
+
+def test_sharding_is_refused_where_the_backward_communicates() -> None:
+    assert refusals_when_sharded(NAME, lambda linear: [linear, ConstantScale(2.0)]) == {
+        "column": "tensor-parallel BasicLinear in column mode communicates right after its "
+        "input-gradient GEMM",
+        "column, sequence-parallel": "sequence-parallel BasicLinear in column mode communicates "
+        "right after its input-gradient GEMM",
+        "row": None,
+        "row, sequence-parallel": "sequence-parallel BasicLinear in row mode communicates before "
+        "its gradient GEMMs",
+    }
+
+
+def test_placed_by_hand() -> None:
+    linear, scale = BasicLinear(6, 4), ConstantScale(0.5)
+    fused = BackwardLinearScale(scale=scale, linear=linear)
+    assert list(fused.basic_ops) == [linear, scale]
+    x = torch.randn(3, 6, requires_grad=True)
+    Sequential(fused)(x).sum().backward()
+    torch.testing.assert_close(linear.weight.grad, 0.5 * x.detach().sum(0).expand(4, 6))
+    torch.testing.assert_close(x.grad, 0.5 * linear.weight.detach().sum(0).expand(3, 6))
+
+
+def test_switched_off() -> None:
+    with opfuser.disable(NAME):
+        assert plan_of(*scaled(0.3).ops()).fused("backward") == {}

@@ -1,0 +1,195 @@
+"""Decoder blocks and models against the same network in plain torch.nn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from examples.lm_twin import Twin
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.errors import ArgumentError
+from opfuser.models import (
+    DecoderConfig,
+    attention_block,
+    decoder_layers,
+    decoder_lm,
+    swiglu_block,
+)
+
+SMALL: dict[str, Any] = {"vocab_size": 11, "dim": 24, "num_layers": 2, "num_heads": 4}
+CONFIGS = {
+    "defaults": SMALL,
+    "grouped heads": {**SMALL, "num_kv_heads": 2, "rope_base": 100.0},
+    "untied": {**SMALL, "tied_head": False, "ffn_dim": 20, "norm_eps": 1e-3},
+    "one layer, one head": {**SMALL, "num_layers": 1, "num_heads": 1, "ffn_dim": 7},
+}
+
+
+def make_pair(
+    config: DecoderConfig, seed: int = 0, scale: float = 8.0
+) -> tuple[opfuser.Sequential, Twin]:
+    """The model and its twin, with weights large enough that every part matters."""
+    torch.manual_seed(seed)
+    model = decoder_lm(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(scale) if p.dim() > 1 else p.uniform_(0.5, 1.5)
+    twin = Twin(config)
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+def run(model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Loss and the gradient of every parameter."""
+    loss = model(tokens, targets)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), **{k: g for k, g in grads.items() if g is not None}}
+
+
+def batch(config: DecoderConfig, rows: int = 3, length: int = 9) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(config.vocab_size, (rows, length + 1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@pytest.mark.parametrize("sizes", CONFIGS.values(), ids=CONFIGS)
+def test_loss_and_gradients_are_those_of_torch_nn(sizes: dict[str, Any]) -> None:
+    config = DecoderConfig(**sizes, dtype=torch.float64)
+    model, twin = make_pair(config)
+    ours, theirs = (run(m, *batch(config)) for m in (model, twin) if torch.manual_seed(1))
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == 1 + len(list(twin.parameters()))
+    for name, wanted in theirs.items():
+        assert wanted.norm() > 1e-6
+        torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 17)], ids=str)
+def test_odd_shapes(shape: tuple[int, int]) -> None:
+    config = DecoderConfig(**SMALL, dtype=torch.float64)
+    model, twin = make_pair(config)
+    ours, theirs = (run(m, *batch(config, *shape)) for m in (model, twin) if torch.manual_seed(1))
+    for name, wanted in theirs.items():
+        torch.testing.assert_close(ours[name], wanted, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_error_is_at_most_twice_that_of_torch_nn(dtype: torch.dtype, autocast: bool) -> None:
+    # One seed decides little about rounding, so errors are pooled over several.
+    own_error, twin_error = {}, {}
+    for seed in range(4):
+        exact = DecoderConfig(**SMALL, dtype=torch.float64)
+        own_dtype = torch.float32 if autocast else dtype
+        config = DecoderConfig(**SMALL, dtype=own_dtype)
+        model, twin = make_pair(config, seed, scale=4.0)
+        reference = Twin(exact)
+        reference.load_state_dict(model.state_dict())
+        data = batch(config, 4, 32)
+        wanted = run(reference, *data)
+        with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
+            ours, theirs = run(model, *data), run(twin, *data)
+        for name, value in wanted.items():
+            for got, error in ((ours, own_error), (theirs, twin_error)):
+                off = (got[name].double() - value).norm() / value.norm()
+                error[name] = error.get(name, 0.0) + off.item() / 4
+    floor = torch.finfo(dtype).eps
+    for name, error in own_error.items():
+        assert error <= 2 * twin_error[name] + floor, name
+
+
+def test_whole_model_is_one_run_of_operations() -> None:
+    config = DecoderConfig(**SMALL)
+    model = decoder_lm(config)
+    plan = model.plan(*batch(config))
+    assert len(plan.basic_ops) == 1 + 13 * config.num_layers + 3
+    border = [type(op) for op in plan.basic_ops[7:10]]
+    assert border == [opfuser.AddExtraInput, opfuser.MakeExtraOutput, opfuser.RMSNorm]
+    assert model.num_extra_inputs == 1  # the targets
+    assert model.num_extra_outputs == 0  # residuals stay inside
+
+
+def test_tied_head_is_the_token_table() -> None:
+    model = decoder_lm(DecoderConfig(**SMALL))
+    assert model[-2].weight is model[0].weight
+    assert "head.weight" not in dict(model.named_parameters())
+    untied = decoder_lm(DecoderConfig(**SMALL, tied_head=False))
+    assert untied[-2].weight is not untied[0].weight
+
+
+def test_model_without_loss_gives_logits() -> None:
+    config = DecoderConfig(**SMALL, dtype=torch.float64)
+    model, _ = make_pair(config)
+    logits_of = decoder_lm(config, with_loss=False)
+    missing = logits_of.load_state_dict(model.state_dict())
+    assert not missing.missing_keys
+    tokens, targets = batch(config)
+    logits = logits_of(tokens)
+    assert logits.shape == (*tokens.shape, config.vocab_size)
+    torch.testing.assert_close(model[:-1](tokens), logits)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(tokens, targets), loss)
+
+
+def test_later_tokens_do_not_change_earlier_logits() -> None:
+    config = DecoderConfig(**SMALL, dtype=torch.float64)
+    model, _ = make_pair(config)
+    tokens, _ = batch(config)
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % config.vocab_size
+    before, after = model[:-1](tokens), model[:-1](changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert (before[:, 5:] - after[:, 5:]).abs().min(dim=-1).values.max() > 0
+
+
+@pytest.mark.parametrize("block", [attention_block, swiglu_block, decoder_layers])
+def test_blocks_keep_the_shape_and_start_near_the_identity(block: Any) -> None:
+    config = DecoderConfig(**{**SMALL, "init_std": 1e-4})
+    x = torch.randn(2, 5, config.dim)
+    y = block(config)(x)
+    torch.testing.assert_close(y, x, rtol=0, atol=1e-3)
+    assert not torch.equal(y, x)
+
+
+def test_initial_weights() -> None:
+    config = DecoderConfig(256, 64, 8, 4, init_std=0.05)
+    model = decoder_lm(config)
+    stds = {name: p.std().item() for name, p in model.named_parameters() if p.dim() > 1}
+    for name, std in stds.items():
+        wanted = 0.05 / 4 if name.endswith(("attention.5.weight", "mlp.4.weight")) else 0.05
+        assert std == pytest.approx(wanted, rel=0.1), name
+
+
+def test_meta_device_then_materialised() -> None:
+    config = DecoderConfig(**SMALL, device="meta", dtype=torch.float64)
+    model = decoder_lm(config).to_empty(device="cpu")
+    source, _ = make_pair(DecoderConfig(**SMALL, dtype=torch.float64))
+    model.load_state_dict(source.state_dict())
+    data = batch(config)
+    ours, wanted = run(model, *data), run(source, *data)
+    for name, value in wanted.items():
+        torch.testing.assert_close(ours[name], value, msg=name)
+
+
+def test_default_feed_forward_size() -> None:
+    assert DecoderConfig(**{**SMALL, "dim": 96}).ffn_features == 256
+    assert DecoderConfig(**{**SMALL, "dim": 128}).ffn_features == 384
+    assert DecoderConfig(**{**SMALL, "dim": 4096}).ffn_features == 10944
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, r"Sizes must be positive \(DecoderConfig\). Received: num_layers=0"),
+        ({"ffn_dim": -1}, "Received: ffn_dim=-1"),
+        ({"num_heads": 5}, "multiple of num_heads.*Received: dim=24, num_heads=5"),
+        ({"num_heads": 8}, "even for each head.*Received: dim=24, num_heads=8"),
+        ({"num_kv_heads": 3}, "multiple of num_kv_heads.*num_heads=4, num_kv_heads=3"),
+    ],
+)
+def test_sizes_are_checked(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        DecoderConfig(**{**SMALL, **change})
