@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -173,7 +172,7 @@ class Trainer:
     def train(self, label: str) -> bool:
         """Trains to the last step; False if Ctrl-C came first. A checkpoint is left either way."""
         c, began = self.config, time.perf_counter() - self.seconds
-        bar = tqdm(total=c.steps, initial=self.step, desc=label, unit="step", file=sys.stdout)
+        bar = tqdm(total=c.steps, initial=self.step, desc=label, unit="step")
         with Interrupt() as interrupt, bar:
             first = True
             while self.step < c.steps and not interrupt.requested:
@@ -189,8 +188,7 @@ class Trainer:
                     self.save()
                 bar.update()
                 bar.set_postfix_str(
-                    f"loss {metrics['loss']:.3f}, val {self.validation_loss:.3f}, "
-                    f"{self.tokens_per_second:,.0f} tokens/s, "
+                    f"loss {metrics['loss']:.3f}, {self.tokens_per_second:,.0f} tokens/s, "
                     f"saved {self.saved.total / 2**20:.1f} MiB",
                     refresh=False,
                 )

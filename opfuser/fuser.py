@@ -22,6 +22,7 @@ from .op import (
     _Engine,
     autocast_dtype,
     clock,
+    has_hooks,
 )
 from .plan import Plan, PlanKey, expand, grad_needs, make_plan
 from .program import Program
@@ -240,6 +241,7 @@ class OperationFuser:
             key.grad_enabled,
             tuple(need is not None for need in needs),
         )
+        registry.tell_unknown()
         plan = make_plan(self._units, env, needs, registry)
         program = Program(plan, self.wiring, self._num_parameters)
         if len(self._programs) >= _MAX_PLANS:
@@ -352,6 +354,11 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
 def _run_alone(
     op: FusibleOperation, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
 ) -> Any:
+    if isinstance(op, FusedOperation) and op.is_compound and any(map(has_hooks, op.basic_ops)):
+        # Hooks of the parts fire when the parts are called as modules.
+        for part in op.basic_ops:
+            input_ = part(input_)
+        return input_
     fuser = op.__dict__.get("_alone")
     if fuser is None:
         fuser = op.__dict__["_alone"] = OperationFuser.alone(op)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +12,14 @@ from .errors import ArgumentTypeError, explain
 from .execute import Kwargs
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Refusal
-from .op import BasicOperation, FusibleOperation, Tracked, has_hooks
+from .op import (
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    GradNeeds,
+    Tracked,
+    has_hooks,
+)
 from .plan import FusionRecord, Plan, Step, expand
 from .registry import registry
 from .wiring import Routes, WiredMember, route
@@ -34,13 +41,17 @@ class Member(NamedTuple):
             return run(x, *extras, **kwargs[0])
         return run(x, *extras, basic_op_kwargs=kwargs)
 
-    def last_plan(self) -> Plan | None:
-        """The plan that was used last; None for a plain module."""
+    def last_plans(self) -> list[Plan]:
+        """The plans that were used last, in order; none for a plain module."""
         run = self.run
         if isinstance(run, FusibleOperation):
-            run = run.__dict__.get("_alone", run)
-        plan: Plan | None = getattr(run, "last_plan", None) if isinstance(run, _PLANNED) else None
-        return plan
+            alone = [run.__dict__.get("_alone")]
+            if alone == [None]:  # a compound whose parts were called one by one
+                alone = [part.__dict__.get("_alone") for part in expand(run)]
+        else:
+            alone = [run if isinstance(run, _PLANNED) else None]
+        plans = [None if fuser is None else cast("Plan | None", fuser.last_plan) for fuser in alone]
+        return [plan for plan in plans if plan is not None]
 
 
 # Tracked stands for a nested Sequential, which is defined further up.
@@ -59,15 +70,28 @@ def stretches(
         For each stretch, why it stands alone (or an empty string) and its modules.
     """
     out: list[tuple[str, list[tuple[nn.Module, int]]]] = []
-    for module, scope in modules:
-        parts = expand(module) if isinstance(module, FusibleOperation) else []
-        split = "" if parts else "GROUP_SPLIT"
-        if isinstance(module, Tracked) and any(map(has_hooks, [module, *parts])):
+    for module, scope in _open_compounds(modules):
+        split = "" if isinstance(module, FusibleOperation) else "GROUP_SPLIT"
+        if isinstance(module, Tracked) and has_hooks(module):
             split = "HOOK"
         if split or not out or out[-1][0]:
             out.append((split, []))
         out[-1][1].append((module, scope))
     return out
+
+
+def _open_compounds(modules: Iterable[tuple[nn.Module, int]]) -> Iterator[tuple[nn.Module, int]]:
+    """Replaces compounds by their parts where one of these carries a hook of its own."""
+    for module, scope in modules:
+        if (
+            isinstance(module, FusedOperation)
+            and module.is_compound
+            and not has_hooks(module)
+            and any(map(has_hooks, module.basic_ops))
+        ):
+            yield from ((part, scope) for part in module.basic_ops)
+        else:
+            yield module, scope
 
 
 def make_members(
@@ -107,32 +131,39 @@ def _wire(split: str, run: list[tuple[nn.Module, int]]) -> WiredMember:
     return WiredMember((), (), *counts, False, type(module).__name__)
 
 
-def join_plans(members: list[Member], grad_enabled: bool) -> Plan:
+def join_plans(members: Sequence[Member], grad_enabled: bool) -> Plan:
     """One plan over all members, with the fusions that their boundaries prevented."""
-    plans = [(member, member.last_plan()) for member in members]
-    ops = tuple(op for _, plan in plans if plan is not None for op in plan.basic_ops)
     forward: list[Step] = []
     backward: list[Step] = []
-    needs: list[Any] = []
-    first = 0
+    needs: list[GradNeeds | None] = []
+    ops: list[BasicOperation] = []
+    cuts: dict[int, Refusal] = {}
     records: dict[tuple[str, str], FusionRecord] = {}
-    for member, plan in plans:
-        if plan is None:
+    env: Env | None = None
+    for before, member in zip([None, *members], members):
+        plans = member.last_plans()
+        cut = member if member.split or before is None else before
+        if before is not None and cut.split and plans:
+            what = "carries hooks" if cut.split == "HOOK" else "stands between"
+            cuts[len(ops)] = Refusal(cut.split, f"{type(cut.run).__name__} {what}")
+        if not plans:
             step = Step(cast(nn.Module, member.run), ())
             forward.append(step)
             backward += [step] if grad_enabled else []
-            continue
-        forward += [_shift(step, first) for step in plan.forward]
-        backward += [_shift(step, first) for step in plan.backward]
-        needs += plan.needs
-        for record in plan.history:
-            _merge(records, record, first)
-        first += len(plan.basic_ops)
-    env = next((plan.env for _, plan in plans if plan is not None), None)
+        for plan in plans:
+            first = len(ops)
+            forward += [_shift(step, first) for step in plan.forward]
+            backward += [_shift(step, first) for step in plan.backward]
+            needs += plan.needs
+            for record in plan.history:
+                _merge(records, record, first)
+            ops += plan.basic_ops
+            env = env or plan.env
     if env is None:
         raise ArgumentTypeError(explain("This Sequential holds no operations, so it has no plan"))
-    _note_boundaries(records, members, env)
-    return Plan(ops, tuple(forward), tuple(backward), tuple(needs), tuple(records.values()), env)
+    _note_boundaries(records, ops, cuts, env)
+    history = tuple(records.values())
+    return Plan(tuple(ops), tuple(forward), tuple(backward), tuple(needs), history, env)
 
 
 def _shift(step: Step, first: int) -> Step:
@@ -166,18 +197,12 @@ def _merge(records: dict[tuple[str, str], FusionRecord], new: FusionRecord, firs
 
 
 def _note_boundaries(
-    records: dict[tuple[str, str], FusionRecord], members: list[Member], env: Env
+    records: dict[tuple[str, str], FusionRecord],
+    ops: list[BasicOperation],
+    cuts: dict[int, Refusal],
+    env: Env,
 ) -> None:
     """Adds a refusal wherever a pattern would fit if it were not for a hook or a plain module."""
-    ops: list[FusibleOperation] = []
-    cuts: dict[int, Refusal] = {}
-    for before, member in zip([None, *members], members):
-        at = member if member.split or before is None else before
-        if before is not None and at.split and member.ops:
-            what = type(at.run).__name__
-            text = f"{what} carries hooks" if at.split == "HOOK" else f"{what} stands between"
-            cuts[len(ops)] = Refusal(at.split, text)
-        ops.extend(member.ops)
     for handle in registry:
         rule = handle.function
         key = (handle.stage, handle.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -147,12 +148,20 @@ class Registry:
         self.handles: dict[Stage, list[FusionHandle]] = {stage: [] for stage in STAGES}
         self.switched: dict[str, tuple[bool, str]] = {}
         self.version = 0
+        self._told: set[str] = set()
         for variable, on in (("OPFUSER_DISABLE", False), ("OPFUSER_ENABLE", True)):
             for name in filter(None, os.environ.get(variable, "").split(",")):
                 self.switched[name.strip()] = (on, variable)
 
     def changed(self) -> None:
         self.version += 1
+
+    def tell_unknown(self) -> None:
+        """Warns, once each, of switched names that no fusion has by the time a plan is made."""
+        known = {handle.name for handle in self} | {"*"}
+        for name in set(self.switched) - known - self._told:
+            self._told.add(name)
+            logger.warning("%s names %r, but no fusion has that name", self.switched[name][1], name)
 
     def __iter__(self) -> Iterator[FusionHandle]:
         for stage in STAGES:
@@ -227,6 +236,7 @@ def _default_name(function: FusionFunction, taken: set[str]) -> str:
     return name
 
 
+logger = logging.getLogger("opfuser")
 registry = Registry()
 
 

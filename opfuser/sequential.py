@@ -153,16 +153,22 @@ class Sequential(Tracked):
     _routes: Routes
     _structure: list[tuple[str, list[tuple[int, int]]]] | None
     _single: OperationFuser | None
+    _hooked: bool  # somewhere; handles of hooks do not tell when they are removed
     _seen: int
 
     def _forget(self) -> None:
         """Drops everything derived from the modules."""
         self.__dict__.update(
-            _members=[], _routes=Routes((), ()), _structure=None, _single=None, _seen=-1
+            _members=[],
+            _routes=Routes((), ()),
+            _structure=None,
+            _single=None,
+            _hooked=False,
+            _seen=-1,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_members", "_routes", "_structure", "_single", "_seen")
+        derived = ("_members", "_routes", "_structure", "_single", "_hooked", "_seen")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -182,6 +188,7 @@ class Sequential(Tracked):
                 _routes=routes,
                 _structure=structure,
                 _single=only if isinstance(only, OperationFuser) else None,
+                _hooked=any(split == "HOOK" for split, _ in found),
             )
         self.__dict__["_seen"] = now
         return True
@@ -215,7 +222,7 @@ class Sequential(Tracked):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
-        if torch.compiler.is_compiling() or self._seen != _Clock.now:
+        if self._seen != _Clock.now or self._hooked or torch.compiler.is_compiling():
             self._resolve()
         if op_kwargs is None and self._single is not None:
             return self._single(input, *extra_inputs)
@@ -300,7 +307,7 @@ class Sequential(Tracked):
     @property
     def last_plan(self) -> Plan | None:
         """The plan that was used last, or None before the first call."""
-        if self._structure is None or not any(member.last_plan() for member in self._members):
+        if self._structure is None or not any(member.last_plans() for member in self._members):
             return None
         return self._named(join_plans(self._members, torch.is_grad_enabled()))
 

@@ -23,6 +23,7 @@ __all__ = [
     "grouped_bias_grad",
     "grouped_mm",
     "grouped_wgrad",
+    "groups_on_device",
     "has_grouped_gemm",
     "row_groups",
     "scale_grad",
@@ -67,7 +68,7 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
         InputError: sizes on the host are negative, or do not add up to the rows of ``x``.
     """
     if split_sizes.is_cuda:
-        return RowGroups(None, split_sizes, split_sizes.cumsum(0).to(torch.int32))
+        return groups_on_device(split_sizes)
     sizes = split_sizes.tolist()
     if sum(sizes) != x.shape[0] or min(sizes) < 0:
         raise InputError(
@@ -79,6 +80,12 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
         )
     stops = list(accumulate(sizes))
     return RowGroups(tuple(zip([0, *stops], stops)), split_sizes.to(x.device), None)
+
+
+def groups_on_device(split_sizes: Tensor) -> RowGroups:
+    """The groups of rows, of which the host knows no more than their number."""
+    lengths = split_sizes.to(torch.int64)
+    return RowGroups(None, lengths, lengths.cumsum(0).to(torch.int32))
 
 
 def has_grouped_gemm(x: Tensor, out_features: int) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
 from . import _scalar_math as scalar
 
@@ -24,7 +23,7 @@ __all__ = [
 
 
 class _GatedActivation(BasicOperation):
-    """``y = gate(a) up(b)`` of ``x = [a, b]``; no ``up`` stands for the identity.
+    """Applies a gated product to the two parts of the last dimension.
 
     Only the input is saved: the backward evaluates the functions again.
     """
@@ -41,27 +40,21 @@ class _GatedActivation(BasicOperation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__()
-        where = type(self).__name__
         if cache_quantized_input:
             raise NotSupportedError(
                 explain(
                     "The saved input cannot be quantised: there is no quantised compute",
-                    where=where,
+                    where=type(self).__name__,
                     received="cache_quantized_input=True",
                     remedy="Leave cache_quantized_input out",
                 )
             )
-        if glu_interleave_size is not None and glu_interleave_size < 1:
-            raise ArgumentError(
-                explain(
-                    "glu_interleave_size must be positive or None",
-                    where=where,
-                    received=str(glu_interleave_size),
-                )
-            )
-        self.gate = gate
-        self.up = up
-        self.glu_interleave_size = glu_interleave_size
+        self.function = scalar.Glu(gate, up, glu_interleave_size)
+
+    @property
+    def glu_interleave_size(self) -> int | None:
+        """Columns per block of gates or linear units; None for the layout in halves."""
+        return self.function.interleave
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -71,11 +64,11 @@ class _GatedActivation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        self._check_input(input_)
+        self.function.check(input_, type(self).__name__)
         x = input_.to(compute_dtype(input_))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        return scalar.glu(x, self.gate, self.up, self.glu_interleave_size)
+        return self.function.value(x)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -85,28 +78,10 @@ class _GatedActivation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        dy = grad_output.to(x.dtype)
-        return scalar.glu_backward(dy, x, self.gate, self.up, self.glu_interleave_size), ()
+        return self.function.backward(grad_output.to(x.dtype), x), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        return scalar.glu_reference(input_, self.gate, self.up, self.glu_interleave_size)
-
-    def _check_input(self, input_: Tensor) -> None:
-        unit = 2 * (self.glu_interleave_size or 1)
-        if input_.dim() and not input_.shape[-1] % unit:
-            return
-        raise InputError(
-            explain(
-                f"The last dimension must be a multiple of {unit}: gates and linear units",
-                where=type(self).__name__,
-                received=f"shape {tuple(input_.shape)}",
-                remedy="Give the layer before twice as many output features",
-            )
-        )
-
-    def extra_repr(self) -> str:
-        size = self.glu_interleave_size
-        return "" if size is None else f"glu_interleave_size={size}"
+        return self.function.reference(input_)
 
 
 class GLU(_GatedActivation):
@@ -133,16 +108,9 @@ class GLU(_GatedActivation):
 class GEGLU(_GatedActivation):
     r"""GELU-gated linear unit: :math:`y = \mathrm{GELU}(a) b`, with GELU approximated by tanh.
 
-    Shapes, layout and dtypes as in :class:`GLU`.
+    Shapes, layout, dtypes, arguments and errors as in :class:`GLU`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
-
-    Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        InputError: in forward, if the last dimension is odd.
-        NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -152,14 +120,7 @@ class GEGLU(_GatedActivation):
 class QGEGLU(_GatedActivation):
     r"""Gated linear unit with quick GELU: :math:`y = a \sigma(1.702 a) b`.
 
-    Shapes, layout and dtypes as in :class:`GLU`.
-
-    Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        InputError: in forward, if the last dimension is odd.
-        NotSupportedError: if ``cache_quantized_input`` is set.
+    Shapes, layout, dtypes, arguments and errors as in :class:`GLU`.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -169,16 +130,9 @@ class QGEGLU(_GatedActivation):
 class ReGLU(_GatedActivation):
     r"""ReLU-gated linear unit: :math:`y = \max(a, 0) b`.
 
-    Shapes, layout and dtypes as in :class:`GLU`.
+    Shapes, layout, dtypes, arguments and errors as in :class:`GLU`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
-
-    Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        InputError: in forward, if the last dimension is odd.
-        NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -188,14 +142,7 @@ class ReGLU(_GatedActivation):
 class SReGLU(_GatedActivation):
     r"""Gated linear unit with squared ReLU: :math:`y = \max(a, 0)^2 b`.
 
-    Shapes, layout and dtypes as in :class:`GLU`.
-
-    Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        InputError: in forward, if the last dimension is odd.
-        NotSupportedError: if ``cache_quantized_input`` is set.
+    Shapes, layout, dtypes, arguments and errors as in :class:`GLU`.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -259,18 +206,8 @@ class SiTUGLU(_GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        for name, beta in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 < beta < math.inf:
-                raise ArgumentError(
-                    explain(
-                        f"{name} must be finite and positive",
-                        where=type(self).__name__,
-                        received=f"{name}={beta}",
-                    )
-                )
         super().__init__(
-            scalar.SoftCappedSwish(beta1),
-            scalar.SoftCap(beta2),
+            *scalar.situ(beta1, beta2),
             cache_quantized_input=cache_quantized_input,
             glu_interleave_size=glu_interleave_size,
         )
@@ -309,15 +246,8 @@ class ClampedSwiGLU(_GatedActivation):
         cache_quantized_input: bool = False,
         glu_interleave_size: int | None = None,
     ) -> None:
-        if not limit > 0:
-            raise ArgumentError(
-                explain(
-                    "limit must be positive", where=type(self).__name__, received=f"limit={limit}"
-                )
-            )
         super().__init__(
-            scalar.ClampedSwish(alpha, limit),
-            scalar.ShiftedClamp(limit, glu_linear_offset),
+            *scalar.clamped_swish(limit, alpha, glu_linear_offset),
             cache_quantized_input=cache_quantized_input,
             glu_interleave_size=glu_interleave_size,
         )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from opfuser import GroupedLinear, Sequential
+from opfuser.basic import _grouped_gemm as grouped_gemm
 from opfuser.errors import (
     ArgumentError,
     ExtraInputCountError,
@@ -139,16 +141,49 @@ def test_grouped_gemm_of_the_device(single: bool, scaled: bool, sizes: list[int]
     dy = torch.randn(16, rows, device="cuda").bfloat16().t()
     scales = torch.rand(rows, device="cuda") if scaled else None
     where = torch.tensor(sizes, device="cuda", dtype=torch.int32)
-    torch.cuda.set_sync_debug_mode("default" if not rows else "error")
-    try:
-        ours = run_ours(op, x, where, scales, dy)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode finds not every synchronisation
+        torch.cuda.set_sync_debug_mode("error" if rows else "default")
+        try:
+            ours = run_ours(op, x, where, scales, dy)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     exact = run_plain(op, x, sizes, scales, dy, torch.float64)
     for a, c in zip(ours, exact):
         if c.numel():
             eps = torch.finfo(torch.bfloat16).eps
             assert (a.double() - c).abs().max() <= 1.5 * eps * c.abs().max()
+
+
+@pytest.mark.parametrize("sizes", [[10, 0, 14], [24, 0, 0], [1, 2, 21]], ids=str)
+def test_sizes_known_to_the_device_alone_give_the_same(sizes: list[int]) -> None:
+    x, dy = torch.randn(24, 32).bfloat16(), torch.randn(16, 24).bfloat16().t()
+    weights = [torch.randn(16, 32).bfloat16() for _ in sizes]
+    lengths, scales, table = (
+        torch.tensor(sizes, dtype=torch.int32),
+        torch.rand(24),
+        torch.randn(3, 16),
+    )
+    host, device = grouped_gemm.row_groups(lengths, x, ""), grouped_gemm.groups_on_device(lengths)
+    assert host.bounds is not None
+    assert device.bounds is None
+
+    def results(groups: grouped_gemm.RowGroups, weights: Tensor | list[Tensor]) -> list[Tensor]:
+        buffers = [(torch.ones(16, 32), True), None, (torch.ones(16, 32), False)]
+        grouped_gemm.add_grouped_wgrad(buffers, dy, x, groups)
+        return [
+            grouped_gemm.grouped_mm(x, weights, groups, transpose=True),
+            grouped_gemm.grouped_mm(dy, weights, groups, transpose=False),
+            *grouped_gemm.grouped_wgrad(dy, x, groups, stacked=False),
+            *grouped_gemm.grouped_wgrad(dy, x, groups, stacked=True),
+            grouped_gemm.grouped_bias_grad(dy, scales, groups),
+            grouped_gemm.scale_grad(dy, table, scales, groups),
+            *[buffer[0] for buffer in buffers if buffer is not None],
+        ]
+
+    expected = results(host, weights)
+    for given in (weights, torch.stack(weights)):
+        torch.testing.assert_close(results(device, given), expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.gpu

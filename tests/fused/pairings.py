@@ -138,15 +138,21 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def assert_close(got: Result, like: Result, exact: Result, what: str) -> None:
     """``got`` errs at most twice as much as ``like``, and a little for luck."""
-    for kind in ("outputs", "grads"):
-        for n, (g, p, e) in enumerate(zip(getattr(got, kind), getattr(like, kind), getattr(exact, kind))):
-            assert (g is None) == (e is None), f"{what}: {kind}[{n}]"
-            if e is None:
-                continue
-            assert g.isfinite().all(), f"{what}: {kind}[{n}]"
-            floor = torch.finfo(g.dtype).eps * (e.abs().max().item() if e.numel() else 0.0)
+    for kind, gs, ps, es in zip(("output", "gradient"), got, like, exact):
+        for n, (g, p, e) in enumerate(zip(gs, ps, es)):
+            # A gradient that does not arrive is zero: we may say so, autograd says None.
+            some = next((t for t in (g, p, e) if t is not None), torch.zeros(()))
+            g, p, e = (torch.zeros_like(some) if t is None else t for t in (g, p, e))
+            assert g.isfinite().all(), f"{what}: {kind} {n}"
+            eps = torch.finfo(g.dtype).eps
+            # In float64 plain torch is the truth itself, so its error says nothing.
+            floor = eps * (256 if g.dtype == torch.float64 else 1) * magnitude(e)
             allowed = 2 * error(p, e) + floor
-            assert error(g, e) <= allowed, f"{what}: {kind}[{n}] off by {error(g, e)} > {allowed}"
+            assert error(g, e) <= allowed, f"{what}: {kind} {n} is off by {error(g, e)} > {allowed}"
+
+
+def magnitude(t: Tensor) -> float:
+    return t.abs().max().item() if t.numel() else 0.0
 
 
 def assert_unchanged(tensors: Sequence[Tensor], before: Sequence[Tensor], what: str) -> None:
@@ -210,7 +216,8 @@ def check_pairings(
     like = results[False, False] if mixed else plain(seq, inputs, douts, dtype)
     for pairing, got in results.items():
         assert_close(got, like, exact, f"forward and backward fused: {pairing}")
-        for mine, other in zip((*got.outputs, *got.grads), (*like.outputs, *like.grads)):
+        separate = results[False, False]
+        for mine, other in zip((*got.outputs, *got.grads), (*separate.outputs, *separate.grads)):
             assert (mine is None) == (other is None)
             assert mine is None or mine.dtype == other.dtype
 
@@ -242,6 +249,18 @@ def run(
     for g, t in zip(got.grads, wrt):
         assert g is None or (g.dtype == t.dtype and g.shape == t.shape)
     return got
+
+
+def with_subclass(ops: list[Any], at: int) -> list[nn.Module]:
+    """The operations with that one of a subclass, which a fusion must leave alone."""
+    ops[at].__class__ = type("Mine", (type(ops[at]),), {})
+    return ops
+
+
+def stopped_by(plan: Plan, name: str) -> str | None:
+    """The code that kept the pattern of a fusion from fitting where most of it did."""
+    miss = plan.record(name).near_miss
+    return None if miss is None else miss.stopped_by.code
 
 
 def plan_of(*ops: nn.Module, width: int = 6, extras: Sequence[int] = (), grad: bool = True) -> Plan:

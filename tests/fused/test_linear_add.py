@@ -7,8 +7,18 @@ from torch import nn
 import opfuser
 from opfuser import BasicLinear, ConstantScale, Linear, MakeExtraOutput, Sequential
 from opfuser.fused import BackwardLinearAdd
-from tests.fused.pairings import DTYPES, LAYOUTS, Case, build, check_pairings, only, plan_of
-from tests.fused.sharded import refusals_when_sharded
+from tests.fused.pairings import (
+    DTYPES,
+    LAYOUTS,
+    Case,
+    build,
+    check_pairings,
+    only,
+    plan_of,
+    stopped_by,
+    with_subclass,
+)
+from tests.fused.sharded import hand_built, refusals_when_sharded
 
 NAME = "backward_linear_add"
 
@@ -107,17 +117,11 @@ def test_a_second_backward() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("base", [MakeExtraOutput, BasicLinear])
-def test_a_subclass_is_not_matched(base: type) -> None:
-    mine = type("Mine", (base,), {})
-    make = {
-        MakeExtraOutput: lambda: [mine(), BasicLinear(6, 4)],
-        BasicLinear: lambda: [MakeExtraOutput(), mine(6, 4)],
-    }
-    plan = plan_of(*make[base]())
+@pytest.mark.parametrize(("at", "code"), [(0, None), (1, "SUBCLASS")])
+def test_a_subclass_is_not_matched(at: int, code: str | None) -> None:
+    plan = plan_of(*with_subclass([MakeExtraOutput(), BasicLinear(6, 4)], at))
     assert plan.fused("backward") == {}
-    miss = plan.record(NAME).near_miss
-    assert miss is None if base is MakeExtraOutput else miss.stopped_by.code == "SUBCLASS"
+    assert stopped_by(plan, NAME) == code
 
 
 def test_sharding_is_refused_where_the_backward_communicates() -> None:
@@ -171,3 +175,11 @@ def test_gradients_stay_apart_when_accumulated() -> None:
         torch.autograd.backward([y, residual], [torch.ones_like(y), g])
     nn.init.zeros_(x.grad)
     assert torch.equal(g, before)
+
+
+def test_sharding_is_refused_by_the_constructor_too() -> None:
+    raised = hand_built(
+        lambda linear: BackwardLinearAdd(backward_add=MakeExtraOutput(), linear=linear)
+    )
+    assert [name for name, text in raised.items() if text is None] == ["row"]
+    assert "(BackwardLinearAdd). Leave the operations separate" in raised["column"]

@@ -17,8 +17,10 @@ from tests.fused.pairings import (
     check_pairings,
     only,
     plan_of,
+    stopped_by,
+    with_subclass,
 )
-from tests.fused.sharded import refusals_when_sharded
+from tests.fused.sharded import hand_built, refusals_when_sharded
 
 NAME = "forward_linear_bias_activation"
 
@@ -105,14 +107,11 @@ def test_parameters_are_read_at_every_call() -> None:
     torch.testing.assert_close(seq(x), nn.functional.linear(x, seq[0].weight, seq[0].bias))
 
 
-@pytest.mark.parametrize("base", [BasicLinear, Bias])
-def test_a_subclass_is_not_matched(base: type) -> None:
-    mine = type("Mine", (base,), {})
-    make = {BasicLinear: lambda: [mine(6, 4), Bias(4)], Bias: lambda: [BasicLinear(6, 4), mine(4)]}
-    plan = plan_of(*make[base]())
+@pytest.mark.parametrize(("at", "code"), [(0, None), (1, "SUBCLASS")])
+def test_a_subclass_is_not_matched(at: int, code: str | None) -> None:
+    plan = plan_of(*with_subclass([BasicLinear(6, 4), Bias(4)], at))
     assert plan.fused("forward") == {}
-    miss = plan.record(NAME).near_miss
-    assert miss is None if base is BasicLinear else miss.stopped_by.code == "SUBCLASS"
+    assert stopped_by(plan, NAME) == code
 
 
 def test_sharding_is_refused_only_where_the_output_is_reduced() -> None:
@@ -149,3 +148,14 @@ def test_wrong_sizes_raise_what_the_basic_operations_raise() -> None:
         with only(forward=False), pytest.raises(InputError) as separate:
             seq(x)
         assert str(fused.value) == str(separate.value)
+
+
+def test_sharding_is_refused_by_the_constructor_too() -> None:
+    raised = hand_built(lambda linear: ForwardLinearBiasActivation(linear=linear, bias=None))
+    assert raised["column"] is None
+    assert raised["column, sequence-parallel"] is None
+    assert raised["row"] == (
+        "tensor-parallel BasicLinear in row mode communicates right after its forward GEMM "
+        "(ForwardLinearBiasActivation). Leave the operations separate, and they fuse where that "
+        "is possible."
+    )

@@ -16,8 +16,10 @@ from tests.fused.pairings import (
     check_pairings,
     only,
     plan_of,
+    stopped_by,
+    with_subclass,
 )
-from tests.fused.sharded import refusals_when_sharded
+from tests.fused.sharded import hand_built, refusals_when_sharded
 
 NAME = "forward_linear_bias_add"
 
@@ -110,16 +112,12 @@ def test_cleared_bias() -> None:
     torch.testing.assert_close(seq(x, z), z + x @ seq[0].weight.t())
 
 
-@pytest.mark.parametrize("base", [BasicLinear, Bias, AddExtraInput])
-def test_a_subclass_is_not_matched(base: type) -> None:
-    ops = [BasicLinear(6, 4), Bias(4), AddExtraInput()]
-    at = [type(op) for op in ops].index(base)
-    mine = type("Mine", (base,), {})
-    ops[at] = [mine(6, 4), mine(4), mine()][at]  # type: ignore[call-arg, list-item]
+@pytest.mark.parametrize(("at", "code"), [(0, None), (1, "LAYOUT"), (2, "SUBCLASS")])
+def test_a_subclass_is_not_matched(at: int, code: str | None) -> None:
+    ops = with_subclass([BasicLinear(6, 4), Bias(4), AddExtraInput()], at)
     plan = plan_of(*ops, extras=[4])
     assert NAME not in plan.fused("forward")
-    miss = plan.record(NAME).near_miss
-    assert miss is None if at == 0 else miss.stopped_by.code == ("LAYOUT" if at == 1 else "SUBCLASS")
+    assert stopped_by(plan, NAME) == code
 
 
 def test_sharding_is_refused_only_where_the_output_is_reduced() -> None:
@@ -166,3 +164,11 @@ def test_switched_off() -> None:
     with opfuser.disable(NAME):
         assert seq.plan(x, z).fused("forward") == {"forward_linear_bias_activation": 1}
     assert seq.plan(x, z).fused("forward") == {NAME: 1}
+
+
+def test_sharding_is_refused_by_the_constructor_too() -> None:
+    raised = hand_built(
+        lambda linear: ForwardLinearBiasAdd(linear=linear, bias=None, add=AddExtraInput())
+    )
+    assert [name for name, text in raised.items() if text] == ["row", "row, sequence-parallel"]
+    assert "(ForwardLinearBiasAdd). Leave the operations separate" in raised["row"]

@@ -6,8 +6,16 @@ import torch
 import opfuser
 from opfuser import BasicLinear, ConstantScale, Sequential
 from opfuser.fused import BackwardLinearScale
-from tests.fused.pairings import DTYPES, LAYOUTS, Case, check_pairings, plan_of
-from tests.fused.sharded import refusals_when_sharded
+from tests.fused.pairings import (
+    DTYPES,
+    LAYOUTS,
+    Case,
+    check_pairings,
+    plan_of,
+    stopped_by,
+    with_subclass,
+)
+from tests.fused.sharded import hand_built, refusals_when_sharded
 
 NAME = "backward_linear_scale"
 
@@ -80,17 +88,11 @@ def test_main_grad(input_grad: bool, overwrite: bool) -> None:
     assert w.grad.data_ptr() != w.main_grad.data_ptr()
 
 
-@pytest.mark.parametrize("base", [BasicLinear, ConstantScale])
-def test_a_subclass_is_not_matched(base: type) -> None:
-    mine = type("Mine", (base,), {})
-    make = {
-        BasicLinear: lambda: [mine(6, 4), ConstantScale(2.0)],
-        ConstantScale: lambda: [BasicLinear(6, 4), mine(2.0)],
-    }
-    plan = plan_of(*make[base]())
+@pytest.mark.parametrize(("at", "code"), [(0, None), (1, "SUBCLASS")])
+def test_a_subclass_is_not_matched(at: int, code: str | None) -> None:
+    plan = plan_of(*with_subclass([BasicLinear(6, 4), ConstantScale(2.0)], at))
     assert plan.fused("backward") == {}
-    miss = plan.record(NAME).near_miss
-    assert miss is None if base is BasicLinear else miss.stopped_by.code == "SUBCLASS"
+    assert stopped_by(plan, NAME) == code
 
 
 def test_sharding_is_refused_where_the_backward_communicates() -> None:
@@ -118,3 +120,11 @@ def test_placed_by_hand() -> None:
 def test_switched_off() -> None:
     with opfuser.disable(NAME):
         assert plan_of(*scaled(0.3).ops()).fused("backward") == {}
+
+
+def test_sharding_is_refused_by_the_constructor_too() -> None:
+    raised = hand_built(
+        lambda linear: BackwardLinearScale(scale=ConstantScale(2.0), linear=linear)
+    )
+    assert [name for name, text in raised.items() if text is None] == ["row"]
+    assert "(BackwardLinearScale). Leave the operations separate" in raised["column"]

@@ -16,15 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser as of
+from tests.hazards.tensors import F64, rand
 
-F64 = {"dtype": torch.float64, "device": "cpu"}
-
-
-def rand(*shape: int, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
-
-
-# ----------------------------------------------------------------------------------- hazard 23
 
 GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm"}
 
@@ -121,9 +114,6 @@ def test_hazard_23_grouped_linear(input_grad: int, weight_grad: int, expected: i
     assert backward.count == expected
 
 
-# ----------------------------------------------------------------------------------- hazard 24
-
-
 class Counting:
     """A fusion function that counts how often a plan is made."""
 
@@ -180,9 +170,6 @@ def test_hazard_24_shapes_do_not_matter() -> None:
     assert counting.calls == 1
 
 
-# ----------------------------------------------------------------------------------- hazard 26
-
-
 def python_calls(run: Callable[[], None]) -> int:
     count = 0
 
@@ -236,9 +223,6 @@ def test_hazard_26_plain_steps_bypass_the_general_protocol(
     y = model(x)
     y.backward(torch.ones_like(y))
     assert torch.equal(x.grad, torch.ones_like(x))
-
-
-# ----------------------------------------------------------------------------------- hazard 27
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser as of
-
-F64 = {"dtype": torch.float64, "device": "cpu"}
-
-
-def rand(*shape: int, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
+from tests.hazards.tensors import F64, rand
 
 
 class Storages(TorchDispatchMode):

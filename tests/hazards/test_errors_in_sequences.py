@@ -11,32 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
-
-F64 = {"dtype": torch.float64, "device": "cpu"}
-
-
-def close(got: Tensor | None, want: Tensor | None, tolerance: float = 1e-12) -> None:
-    assert got is not None
-    assert want is not None
-    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
-
-
-def rand(*shape: int, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().double().clone().requires_grad_()
-
-
-def fill(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, dtype=torch.float64))
-    return model
-
-
-# ----------------------------------------------------------------------------------- hazard 14
+from tests.hazards.tensors import F64, close, fill, leaf, rand
 
 
 def test_hazard_14_a_call_outside_a_sequential_freezes_no_bindings() -> None:
@@ -66,9 +41,6 @@ def test_hazard_14_a_call_on_its_own_ignores_bindings() -> None:
         close(y, x)
         close(extra, x)
         close(model(x), 2 * x)
-
-
-# ----------------------------------------------------------------------------------- hazard 15
 
 
 def test_hazard_15_weight_shared_by_two_operations() -> None:
@@ -106,9 +78,6 @@ def test_hazard_15_one_operation_used_twice(split: bool) -> None:
     close(norm.weight.grad, g.grad)
     close(linear.weight.grad, w.grad)
     close(linear.bias.grad, b.grad)
-
-
-# ----------------------------------------------------------------------------------- hazard 16
 
 
 def _norm_linear_bias() -> of.Sequential:
@@ -218,9 +187,6 @@ def test_hazard_16_the_record_says_that_a_hook_prevented_a_fusion() -> None:
     assert at == 0
     assert refusal.code == "HOOK"
     assert "GELU" in refusal.detail
-
-
-# ----------------------------------------------------------------------------------- hazard 17
 
 
 class OwnKernels(of.FusedOperation):

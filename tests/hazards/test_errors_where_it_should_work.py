@@ -10,29 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
-
-F64 = {"dtype": torch.float64, "device": "cpu"}
-
-
-def close(got: Tensor | None, want: Tensor | None, tolerance: float = 1e-12) -> None:
-    assert got is not None
-    assert want is not None
-    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
-
-
-def rand(*shape: int, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().double().clone().requires_grad_()
-
-
-def fill(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, dtype=torch.float64))
-    return model
+from tests.hazards.tensors import F64, close, fill, leaf, rand
 
 
 class Plain(nn.Module):
@@ -101,9 +79,6 @@ def compare(
         close(p.grad, q.grad)
 
 
-# ----------------------------------------------------------------------------------- hazard 11
-
-
 @pytest.mark.parametrize("how", ["to_empty", "alias", "assign"])
 @pytest.mark.parametrize("touched", [False, True])
 def test_hazard_11_meta_device_then_materialised_then_backward(how: str, touched: bool) -> None:
@@ -160,9 +135,6 @@ def test_hazard_11_reset_parameters_gives_what_construction_gives(
         assert got.requires_grad
 
 
-# ----------------------------------------------------------------------------------- hazard 12
-
-
 def test_hazard_12_second_backward_with_retain_graph() -> None:
     ours, plain = pair()
     x, h, dy = rand(3, 8, grad=True), rand(3, 8, grad=True), rand(3, 5)
@@ -191,9 +163,6 @@ def test_hazard_12_gradients_of_two_losses() -> None:
         (got,) = torch.autograd.grad(y[row].sum(), x, retain_graph=True)
         (expected,) = torch.autograd.grad(want[row].sum(), x64, retain_graph=True)
         close(got, expected)
-
-
-# ----------------------------------------------------------------------------------- hazard 13
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,11 @@ import logging
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
-
-F64 = {"dtype": torch.float64, "device": "cpu"}
-
-
-def close(got: Tensor | None, want: Tensor | None) -> None:
-    assert got is not None
-    assert want is not None
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-def rand(*shape: int, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
+from tests.hazards.tensors import F64, close, rand
 
 
 class ScaledLinear(of.FusedOperation):
@@ -55,9 +43,6 @@ def model() -> of.Sequential:
 @pytest.fixture(autouse=True)
 def _count_anew() -> None:
     ScaledLinear.calls = 0
-
-
-# ----------------------------------------------------------------------------------- hazard 18
 
 
 def test_hazard_18_a_fusion_that_matched_nothing_is_on_record() -> None:
@@ -130,9 +115,6 @@ def test_hazard_18_boundaries_between_operations_are_reasons_too() -> None:
     assert [(at, why.code) for at, why in record.refusals] == [(0, "GROUP_SPLIT")]
 
 
-# ----------------------------------------------------------------------------------- hazard 19
-
-
 def test_hazard_19_registering_and_removing_take_effect_at_the_next_call() -> None:
     seq, x = model(), rand(3, 8, grad=True)
     want = 0.5 * F.linear(x, seq[0].weight)
@@ -161,9 +143,6 @@ def test_hazard_19_every_sequence_notices() -> None:
     for seq in sequences:
         seq(x)
     assert ScaledLinear.calls == 3
-
-
-# ----------------------------------------------------------------------------------- hazard 20
 
 
 def test_hazard_20_fusions_are_listed_switched_off_and_removed() -> None:

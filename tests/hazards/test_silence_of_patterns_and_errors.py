@@ -12,21 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import opfuser as of
-
-F64 = {"dtype": torch.float64, "device": "cpu"}
-
-
-def close(got: Tensor | None, want: Tensor | None) -> None:
-    assert got is not None
-    assert want is not None
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
-def rand(*shape: int, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
-
-
-# ----------------------------------------------------------------------------------- hazard 21
+from tests.hazards.tensors import F64, close, rand
 
 
 class LinearSiLU(of.FusedOperation):
@@ -79,9 +65,6 @@ def test_hazard_21_a_pattern_may_name_a_compound(bias: bool) -> None:
     close(y, want)
     for got, expected in zip((x, *seq.parameters()), leaves):
         close(got.grad, expected.grad)
-
-
-# ----------------------------------------------------------------------------------- hazard 22
 
 
 def test_hazard_22_error_texts_name_the_class() -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser as of
-
-F64 = {"dtype": torch.float64, "device": "cpu"}
+from tests.hazards.tensors import F64, fill
 
 
 def ours() -> of.Sequential:
@@ -36,13 +35,6 @@ def plain() -> nn.Sequential:
         nn.Dropout(0.0),
         nn.Sequential(nn.Linear(8, 4, **F64)),
     )
-
-
-def fill(model: nn.Module) -> Any:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, dtype=torch.float64))
-    return model
 
 
 @pytest.mark.parametrize("called", [False, True])

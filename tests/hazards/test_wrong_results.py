@@ -15,35 +15,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import opfuser as of
+from tests.hazards.tensors import F64, close, fill, leaf, rand
 
-F64 = {"dtype": torch.float64, "device": "cpu"}
 # Fusions may look at the dtype, so a hazard of a fused kernel may show in one dtype only.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
-
-
-def close(got: Tensor | None, want: Tensor | None, tolerance: float = 1e-12) -> None:
-    assert got is not None
-    assert want is not None
-    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_(grad)
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().double().clone().requires_grad_()
-
-
-def fill(model: nn.Module) -> nn.Module:
-    """Random values everywhere: norms and biases start at ones and zeros, which hide mistakes."""
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, dtype=torch.float64))
-    return model
-
-
-# ------------------------------------------------------------------------------------ hazard 1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -107,9 +82,6 @@ def test_hazard_01_in_place_add_into_a_tensor_that_is_read_later(grad: bool) -> 
     close(y, F.linear(x, linear.weight, linear.bias) + before)
 
 
-# ------------------------------------------------------------------------------------ hazard 2
-
-
 class Sigmoid(of.BasicOperation):
     """Saves its own output, as sigmoid, exp and softmax do."""
 
@@ -162,9 +134,6 @@ def test_hazard_02_saved_output_survives_the_operation_that_frees_it(name: str) 
     close(x.grad, x64.grad)
     assert torch.equal(h, kept), "storage of an output was cleared"
     assert x.untyped_storage().nbytes() > 0
-
-
-# ------------------------------------------------------------------------------------ hazard 3
 
 
 def _scaled_norm_linear() -> of.Sequential:

@@ -10,33 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
+from tests.hazards.tensors import F64, close, fill, leaf, rand
 
-F64 = {"dtype": torch.float64, "device": "cpu"}
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 5e-2}
-
-
-def close(got: Tensor | None, want: Tensor | None, tolerance: float = 1e-12) -> None:
-    assert got is not None
-    assert want is not None
-    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).to(dtype).requires_grad_(grad)
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().double().clone().requires_grad_()
-
-
-def fill(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, dtype=torch.float64))
-    return model
-
-
-# ------------------------------------------------------------------------------------ hazard 6
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -96,9 +72,6 @@ def test_hazard_06_operations_leave_grad_output_alone() -> None:
         assert torch.equal(dy, kept)
 
 
-# ------------------------------------------------------------------------------------ hazard 7
-
-
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
 @pytest.mark.parametrize("how", ["one group", "two groups"])
 def test_hazard_07_a_wrong_number_of_extra_inputs_is_an_error(count: int, how: str) -> None:
@@ -124,9 +97,6 @@ def test_hazard_07_extra_inputs_that_nobody_asks_for() -> None:
         of.AddExtraInput()(x, x, x)
 
 
-# ------------------------------------------------------------------------------------ hazard 8
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_hazard_08_main_grad_is_not_returned_as_the_gradient(overwrite: bool) -> None:
     linear = of.Linear(6, 4, accumulate_into_main_grad=True, **F64)
@@ -149,9 +119,6 @@ def test_hazard_08_main_grad_is_not_returned_as_the_gradient(overwrite: bool) ->
     placeholder.fill_(99.0)
     close(weight.main_grad, dw if overwrite else dw + 3.0)
     assert not placeholder.equal(weight.main_grad)
-
-
-# ------------------------------------------------------------------------------------ hazard 9
 
 
 def _apart(*tensors: Tensor | None) -> None:
@@ -218,9 +185,6 @@ def test_hazard_09_one_input_used_twice_and_elsewhere() -> None:
     (model(h, h) + h).backward(dy)
     close(root.grad, 6 * dy)
     close(model[0].bias.grad, dy.sum(0))
-
-
-# ------------------------------------------------------------------------------------ hazard 10
 
 
 class AsksTheTensor(of.BasicOperation):

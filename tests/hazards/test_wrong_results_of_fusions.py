@@ -11,32 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
-
-F64 = {"dtype": torch.float64, "device": "cpu"}
-
-
-def close(got: Tensor | None, want: Tensor | None, tolerance: float = 1e-12) -> None:
-    assert got is not None
-    assert want is not None
-    torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
-
-
-def rand(*shape: int, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_(grad)
-
-
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().double().clone().requires_grad_()
-
-
-def fill(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, dtype=torch.float64))
-    return model
-
-
-# ------------------------------------------------------------------------------------ hazard 4
+from tests.hazards.tensors import F64, close, fill, leaf, rand
 
 
 class HalfLinearScale(of.FusedOperation):
@@ -159,9 +134,6 @@ def test_hazard_04_whatever_a_fusion_reads_of_an_operation_is_in_the_key(change:
     assert len(seen) == 2
     assert seen[0] != seen[1]
     close(y, F.rms_norm(x, (8,), op.weight, op.eps))
-
-
-# ------------------------------------------------------------------------------------ hazard 5
 
 
 def _times(factor: float, cls: type[of.BasicOperation]) -> type[of.BasicOperation]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from examples.lm_twin import Twin
 from torch import Tensor, nn
 
 import opfuser
+from examples.lm_twin import Twin
 from opfuser.errors import ArgumentError
 from opfuser.models import (
     DecoderConfig,

@@ -1,0 +1,42 @@
+# --8<-- [start:fused]
+import opfuser
+import torch
+from layer_scale import LayerScale
+from opfuser import AddExtraInput, FusedOperation, Refusal
+
+
+class LayerScaleAdd(FusedOperation):
+    """Forward of LayerScale and AddExtraInput: y = z + gamma * x, in one pass over memory."""
+
+    def __init__(self, scale, add):
+        super().__init__((scale, add))
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **unused):
+        (scale, add), (ctx, _) = self.basic_ops, basic_op_ctxs
+        (z,) = basic_op_extra_inputs[1]
+        if ctx.requires_grad:  # what LayerScale.op_forward saves
+            wants_gamma = ctx.needs.parameters[0]
+            ctx.save_for_backward(*LayerScale.Saved(input_ if wants_gamma else None))
+        if z.shape != input_.shape or z.dtype != input_.dtype:
+            return add.reference(scale.reference(input_), z), [(), ()]
+        return torch.addcmul(z, input_, scale.gamma.to(z.dtype)), [(), ()]
+# --8<-- [end:fused]
+
+
+# --8<-- [start:fusion]
+def refuses(scale, add, *, env):
+    if env.device.type not in ("cpu", "cuda"):
+        return Refusal("DEVICE", f"addcmul is checked on cpu and cuda, not on {env.device.type}")
+    return None
+
+
+handle = opfuser.register_forward_fusion(
+    opfuser.Fusion(
+        name="layer_scale_add",
+        stage="forward",
+        pattern=(LayerScale, AddExtraInput),
+        refuses=refuses,
+        build=LayerScaleAdd,
+    )
+)
+# --8<-- [end:fusion]

@@ -1,0 +1,118 @@
+"""Layer normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..op import BasicOperation, OperationContext, compute_dtype
+
+__all__ = ["LayerNorm"]
+
+
+class LayerNorm(BasicOperation):
+    r"""Layer normalisation over the last dimensions.
+
+    .. math:: y = \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \epsilon}} w + b
+
+    Shapes: x and y ``(*rows, *normalized_shape)``, w and b ``normalized_shape``. Statistics and
+    arithmetic are in fp32 (fp64 for an fp64 input), whatever the dtype of the parameters; the
+    output has the compute dtype (autocast's, else the input's). Saved: the input, and mean and
+    ``1 / sqrt(var + eps)`` of shape ``rows``. A bias of None is left out.
+
+    Source: Ba et al., "Layer Normalization", 2016, arXiv 1607.06450.
+
+    Args:
+        normalized_shape: size of the last dimension, or of several.
+        eps: added to the variance.
+        device: of the parameters; None is torch's default.
+        dtype: of the parameters; None is torch's default.
+        zero_centered_gamma: scale by ``1 + weight``; the weight then starts at zero.
+        sm_margin: must be 0, or a dict of zeros.
+
+    Raises:
+        ArgumentError: if ``normalized_shape`` is empty or has a size that is not positive.
+        InputError: in forward, if the last dimensions of x are not ``normalized_shape``.
+        NotSupportedError: if ``sm_margin`` asks for multiprocessors to be kept free.
+    """
+
+    backward_reads_parameters = True
+    bias: nn.Parameter | None
+
+    class Saved(NamedTuple):
+        input: Tensor
+        mean: Tensor
+        rstd: Tensor
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | dict[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        shape = (
+            tuple(normalized_shape)
+            if isinstance(normalized_shape, Iterable)
+            else (normalized_shape,)
+        )
+        if not shape or min(shape) < 1:
+            raise ArgumentError(
+                explain(
+                    "normalized_shape must hold one or more positive sizes",
+                    where="LayerNorm",
+                    received=str(shape),
+                )
+            )
+        margins = sm_margin.values() if isinstance(sm_margin, dict) else (sm_margin,)
+        if any(margins):
+            raise NotSupportedError(
+                explain(
+                    "The kernels cannot be told to leave multiprocessors free",
+                    where="LayerNorm",
+                    received=f"sm_margin={sm_margin}",
+                    remedy="Leave sm_margin out",
+                )
+            )
+        self.normalized_shape = shape
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the scale to one and the bias to zero."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def _scale(self, weight: Tensor, x: Tensor) -> Tensor:
+        wide = weight.to(torch.promote_types(x.dtype, torch.float32))
+        return _operand(wide + 1 if self.zero_centered_gamma else wide, x)
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        rows = self._rows(input_)
+        x = input_.to(compute_dtype(input_))
+        scale, bias = self._scale(self.weight, x), self.bias
+        if bias is not None:
+            bias = _operand(bias.to(torch.promote_types(x.dtype, torch.float32)), x)
+        y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, bias, self.eps)
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(x, mean.view(rows), rstd.view(rows)))
+        return y.to(x.dtype)

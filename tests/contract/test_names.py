@@ -1,0 +1,98 @@
+"""The names of the contract, and where they can be imported from."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+from torch import nn
+
+import opfuser as of
+
+BASIC = (
+    "BasicLinear Bias LayerNorm RMSNorm L2Normalization GELU QGELU ReLU SReLU SiLU "
+    "GLU GEGLU QGEGLU ReGLU SReGLU SwiGLU SiTUGLU ClampedSwiGLU "
+    "ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU ScaledSReLU GroupedLinear "
+    "AddExtraInput MakeExtraOutput ConstantScale Dropout Identity Reshape Quantize "
+    "AllReduce AllGather ReduceScatter"
+).split()
+FUSED = (
+    "ForwardLinearBiasActivation ForwardLinearBiasAdd ForwardLinearScaleAdd "
+    "BackwardActivationBias BackwardAddRMSNorm BackwardLinearAdd BackwardLinearScale"
+).split()
+BASES = (
+    "Sequential FusibleOperation BasicOperation FusedOperation OperationContext OperationFuser "
+    "Linear"
+).split()
+REGISTER = (
+    "register_forward_fusion register_backward_fusion register_forward_backward_fusion"
+).split()
+
+
+@pytest.mark.parametrize("name", BASIC)
+def test_basic_operations(name: str) -> None:
+    basic = importlib.import_module("opfuser.basic")
+    cls = getattr(of, name)
+    assert getattr(basic, name) is cls
+    assert name in basic.__all__
+    assert issubclass(cls, of.BasicOperation)
+    assert cls.__name__ == name
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_operations(name: str) -> None:
+    fused = importlib.import_module("opfuser.fused")
+    cls = getattr(fused, name)
+    assert of.fused is fused, "reachable as an attribute, as te.ops.fused is"
+    assert issubclass(cls, of.FusedOperation)
+    assert cls.__name__ == name
+    stage = "forward" if name.startswith("Forward") else "backward"
+    own = getattr(cls, f"fuser_{stage}")
+    assert own is not getattr(of.FusibleOperation, f"fuser_{stage}")
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_classes(name: str) -> None:
+    assert inspect.isclass(getattr(of, name))
+    assert getattr(of, name).__name__ == name
+
+
+def test_what_the_classes_are() -> None:
+    assert issubclass(of.FusibleOperation, nn.Module)
+    assert issubclass(of.BasicOperation, of.FusibleOperation)
+    assert issubclass(of.FusedOperation, of.FusibleOperation)
+    assert issubclass(of.Linear, of.FusedOperation)
+    assert issubclass(of.Sequential, nn.Module)
+    assert not issubclass(of.Sequential, of.FusibleOperation)
+    linear = of.Linear(4, 3)
+    assert linear.is_fused_op
+    assert [type(op) for op in linear.basic_ops] == [of.BasicLinear, of.Bias]
+    assert [op.is_fused_op for op in linear.basic_ops] == [False, False]
+    assert [type(op) for op in of.Linear(4, 3, bias=False).basic_ops] == [of.BasicLinear]
+
+
+@pytest.mark.parametrize("name", REGISTER)
+def test_functions(name: str) -> None:
+    assert inspect.isfunction(getattr(of, name))
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "outputs"),
+    [
+        (of.AddExtraInput, 1, 0),
+        (of.MakeExtraOutput, 0, 1),
+        (of.ScaledSwiGLU, 1, 0),
+        (of.ScaledSiTUGLU, 1, 0),
+        (of.ScaledClampedQGeGLU, 1, 0),
+        (of.ScaledSReLU, 1, 0),
+        (lambda: of.GroupedLinear(2, 4, 3), 1, 0),
+        (lambda: of.GroupedLinear(2, 4, 3, scale_bias=True), 2, 0),
+        (lambda: of.GroupedLinear(2, 4, 3, bias=False, scale_bias=True), 1, 0),
+        (of.Identity, 0, 0),
+        (lambda: of.Bias(4), 0, 0),
+    ],
+)
+def test_numbers_of_extra_tensors(make: type, inputs: int, outputs: int) -> None:
+    op = make()
+    assert (op.num_extra_inputs, op.num_extra_outputs) == (inputs, outputs)

@@ -1,0 +1,234 @@
+"""Names, order, kinds and defaults of arguments, as code written for te.ops passes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import opfuser as of
+from opfuser import fused
+
+_PARALLEL = (
+    "tensor_parallel_mode=None, tensor_parallel_group=None, sequence_parallel=False, "
+    "rng_state_tracker_function=None, accumulate_into_main_grad=False"
+)
+_NORM = "normalized_shape, *, eps=1e-5, device=None, dtype=None, zero_centered_gamma=False"
+_ACTIVATION = "*, cache_quantized_input=False"
+_CAPS = "beta1=4.0, beta2=25.0"
+_CLAMP = "limit=7.0, alpha=1.702, glu_linear_offset=1.0"
+_SCALED = "glu_interleave_size=None, *, activation_recompute_in_mlp=False"
+
+CONSTRUCTORS = {
+    "BasicLinear": "in_features, out_features, *, device=None, dtype=None, "
+    f"{_PARALLEL}, userbuffers_options=None",
+    "Linear": f"in_features, out_features, *, bias=True, device=None, dtype=None, {_PARALLEL}",
+    "Bias": "size, *, device=None, dtype=None, tensor_parallel=False, tensor_parallel_group=None",
+    "RMSNorm": f"{_NORM}, sm_margin=0",
+    "LayerNorm": f"{_NORM}, sm_margin=0",
+    "L2Normalization": "*, eps=1e-6, seq_length=None, micro_batch_size=None",
+    **dict.fromkeys("GELU QGELU ReLU SReLU SiLU".split(), _ACTIVATION),
+    **dict.fromkeys("GLU GEGLU QGEGLU ReGLU SReGLU".split(), _ACTIVATION),
+    "SwiGLU": f"{_ACTIVATION}, glu_interleave_size=None",
+    "SiTUGLU": f"*, {_CAPS}, cache_quantized_input=False, glu_interleave_size=None",
+    "ClampedSwiGLU": f"*, {_CLAMP}, cache_quantized_input=False, glu_interleave_size=None",
+    "ScaledSwiGLU": _SCALED,
+    "ScaledSiTUGLU": f"{_SCALED}, {_CAPS}",
+    "ScaledClampedQGeGLU": f"{_SCALED}, {_CLAMP}",
+    "ScaledSReLU": "*, activation_recompute_in_mlp=False",
+    "GroupedLinear": "num_groups, in_features, out_features, *, bias=True, device=None, "
+    "dtype=None, rng_state_tracker_function=None, accumulate_into_main_grad=False, "
+    "single_grouped_weight=False, single_grouped_bias=False, delay_wgrad_compute=False, "
+    "scale_bias=False",
+    "AddExtraInput": "*, in_place=False",
+    "MakeExtraOutput": "*, in_place=False",
+    "ConstantScale": "scale",
+    "Dropout": "p",
+    "Reshape": "shape",
+    "Identity": "",
+    "Quantize": "forward=True, backward=False",
+    "AllReduce": "process_group=None, reduce_in_backward=True",
+    "AllGather": "process_group=None",
+    "ReduceScatter": "process_group=None",
+}
+FUSED_CONSTRUCTORS = {
+    "ForwardLinearBiasActivation": "*, linear, bias, activation",
+    "ForwardLinearBiasAdd": "*, linear, bias, add",
+    "ForwardLinearScaleAdd": "*, linear, scale, add",
+    "BackwardActivationBias": "*, bias, activation",
+    "BackwardAddRMSNorm": "*, add, rmsnorm",
+    "BackwardLinearAdd": "*, backward_add, linear",
+    "BackwardLinearScale": "*, scale, linear",
+}
+METHODS = {
+    "op_forward": "ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs",
+    "op_backward": "ctx, grad_output",
+    "fuser_forward": "basic_op_ctxs, input_, *, basic_op_extra_inputs, "
+    "prev_op_grad_output_quantizer, next_op_input_quantizer, basic_op_kwargs",
+    "fuser_backward": "basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs",
+    "forward": "input, *extra_inputs, **kwargs",
+    "pre_first_fuser_forward": "",
+    "pre_fuser_forward": "*, requires_grad",
+    "set_extra_input_channel": "index, channel",
+    "set_extra_output_channel": "index, channel, *, output_to_caller=True",
+}
+
+Parameter = tuple[str, Any, Any]
+
+
+def parameters(function: Callable[..., Any], *, skip: int = 0) -> list[Parameter]:
+    found = list(inspect.signature(function).parameters.values())[skip:]
+    return [(p.name, p.kind, p.default) for p in found]
+
+
+def expected(text: str) -> list[Parameter]:
+    return parameters(eval(f"lambda {text}: None"))
+
+
+def agree(got: list[Parameter], want: list[Parameter]) -> None:
+    """All of ``want`` in that order; what we add must be optional, so that no call breaks."""
+    names = {name for name, _, _ in want}
+    assert [p for p in got if p[0] in names] == want
+    for name, kind, default in got:
+        if name not in names:
+            assert kind == inspect.Parameter.KEYWORD_ONLY or not _positional(want), name
+            assert default is not inspect.Parameter.empty, name
+
+
+def _positional(found: list[Parameter]) -> bool:
+    return any(kind == inspect.Parameter.POSITIONAL_OR_KEYWORD for _, kind, _ in found)
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_constructor(name: str) -> None:
+    agree(parameters(getattr(of, name)), expected(CONSTRUCTORS[name]))
+
+
+@pytest.mark.parametrize("name", FUSED_CONSTRUCTORS)
+def test_constructor_of_fused_operation(name: str) -> None:
+    agree(parameters(getattr(fused, name)), expected(FUSED_CONSTRUCTORS[name]))
+
+
+def test_constructor_of_containers() -> None:
+    assert parameters(of.Sequential) == expected("*args")
+    assert parameters(of.FusedOperation) == expected("basic_ops")
+    assert parameters(of.OperationFuser)[:1] == expected("ops")
+    assert parameters(of.BasicOperation) == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_a_basic_operation(name: str) -> None:
+    assert parameters(getattr(of.BasicOperation, name), skip=1) == expected(METHODS[name])
+
+
+@pytest.mark.parametrize("name", ["fuser_forward", "fuser_backward"])
+def test_methods_of_a_fused_operation(name: str) -> None:
+    assert parameters(getattr(of.FusedOperation, name), skip=1) == expected(METHODS[name])
+
+
+def test_calls_of_containers() -> None:
+    assert parameters(of.Sequential.forward, skip=1) == expected(
+        "input, *extra_inputs, op_kwargs=None"
+    )
+    assert parameters(of.OperationFuser.__call__, skip=1) == expected(
+        "input, *extra_inputs, basic_op_kwargs=None"
+    )
+    assert parameters(of.FusedOperation.forward, skip=1) == expected(
+        "input, *extra_inputs, basic_op_kwargs=None"
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        of.register_forward_fusion,
+        of.register_backward_fusion,
+        of.register_forward_backward_fusion,
+    ],
+)
+def test_registration(function: Callable[..., Any]) -> None:
+    agree(parameters(function), expected("func, prepend=False, *, name=None"))
+
+
+def test_every_operation_can_be_called_as_its_base_class_says() -> None:
+    """The engine passes quantizers by keyword; whoever calls an operation directly may too."""
+    for name in CONSTRUCTORS:
+        cls = getattr(of, name)
+        if not issubclass(cls, of.BasicOperation):
+            continue
+        for method, names in (
+            ("op_forward", ("prev_op_grad_output_quantizer", "next_op_input_quantizer")),
+            ("op_backward", ()),
+        ):
+            call = inspect.signature(getattr(cls, method))
+            call.bind(None, None, None, **dict.fromkeys(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("BasicLinear", {"in_features": 4, "out_features": 3, "userbuffers_options": {}}),
+        ("AllReduce", {"reduce_in_backward": False}),
+        *[
+            (name, {"cache_quantized_input": True})
+            for name, text in CONSTRUCTORS.items()
+            if "cache_quantized_input" in text
+        ],
+        *[
+            (name, {"activation_recompute_in_mlp": True})
+            for name, text in CONSTRUCTORS.items()
+            if "activation_recompute_in_mlp" in text
+        ],
+    ],
+)
+def test_argument_that_is_accepted_but_not_supported(name: str, kwargs: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError) as error:
+        getattr(of, name)(**kwargs)
+    assert isinstance(error.value, of.errors.NotSupportedError)
+    text = str(error.value)
+    assert name in text
+    argument = list(kwargs)[-1]
+    assert argument in text, "the text names the argument"
+    assert len(text) > len(name) + len(argument) + 20, "and gives the reason"
+
+
+@pytest.mark.parametrize("margin", [4, {"forward": 4}])
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_margin_of_multiprocessors_is_not_silently_ignored(name: str, margin: Any) -> None:
+    with pytest.raises(of.errors.NotSupportedError, match="sm_margin"):
+        getattr(of, name)(8, sm_margin=margin)
+    getattr(of, name)(8, sm_margin=0)
+
+
+@pytest.mark.parametrize("argument", ["seq_length", "micro_batch_size"])
+def test_warm_up_sizes_are_not_silently_ignored(argument: str) -> None:
+    with pytest.raises(of.errors.NotSupportedError, match=argument):
+        of.L2Normalization(**{argument: 16})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **kw: of.BasicLinear(4, 3, **kw),
+        lambda **kw: of.Linear(4, 3, **kw),
+        lambda **kw: of.Bias(4, **kw),
+        lambda **kw: of.RMSNorm(4, **kw),
+        lambda **kw: of.LayerNorm(4, **kw),
+        lambda **kw: of.GroupedLinear(2, 4, 3, **kw),
+    ],
+)
+def test_device_and_dtype_default_to_those_of_torch(make: Callable[..., torch.nn.Module]) -> None:
+    assert {(p.device.type, p.dtype) for p in make().parameters()} == {("cpu", torch.float32)}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {p.dtype for p in make().parameters()} == {torch.float64}
+    finally:
+        torch.set_default_dtype(before)
+    with torch.device("meta"):
+        assert {p.device.type for p in make().parameters()} == {"meta"}
+    got = {(p.device.type, p.dtype) for p in make(device="meta", dtype=torch.bfloat16).parameters()}
+    assert got == {("meta", torch.bfloat16)}
