@@ -92,7 +92,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-    print(f"{'operation':<10}{'count':>6}{'pass':>20}{'ours us/op':>12}{'torch.nn':>10}{'ratio':>8}")
+    print(
+        f"{'operation':<10}{'count':>6}{'pass':>20}{'ours us/op':>12}{'torch.nn':>10}{'ratio':>8}"
+    )
     for kind in ("scale", "bias"):
         for count in (4, 64):
             for train in (False, True):

@@ -105,4 +105,5 @@ class Twin(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.layers(self.embedding(tokens))
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.flatten(0, 1).to(dtype), targets.flatten())

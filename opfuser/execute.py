@@ -400,15 +400,29 @@ def _general_backward(
 
 
 def _separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> None:
-    """Copies a gradient that is a view of another one, or of one that was received.
+    """Copies a gradient that shares memory with another one, or with one that was received.
 
     Autograd shares one tensor object between several owners safely, by its reference count; two
     objects over the same memory it cannot tell apart, and accumulates in place into both.
     """
     for n, grad in enumerate(grads):
-        if grad is None or not grad._is_view():
-            continue
-        memory = grad.untyped_storage().data_ptr()
-        others = [*received, *grads[:n], *grads[n + 1 :]]
-        if any(o is not None and o.untyped_storage().data_ptr() == memory for o in others):
-            grads[n] = grad.clone()
+        if grad is not None and grad._is_view():
+            others = [*received, *grads[:n], *grads[n + 1 :]]
+            if any(other is not None and _overlap(grad, other) for other in others):
+                grads[n] = grad.clone()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (a_start, a_stop), (b_start, b_stop) = _extent(a), _extent(b)
+    return a_start < b_stop and b_start < a_stop
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    """First and one past the last element of its storage that ``t`` covers, in bytes."""
+    start = t.storage_offset() * t.itemsize
+    if not t.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    return start, start + (last + 1) * t.itemsize

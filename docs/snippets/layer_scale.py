@@ -23,9 +23,7 @@ class LayerScale(BasicOperation):
     def reset_parameters(self):
         nn.init.constant_(self.gamma, self.init)
 
-    def op_forward(
-        self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer
-    ):
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
         if ctx.requires_grad:
             wants_gamma = ctx.needs.parameters[0]
             ctx.save_for_backward(*self.Saved(input_ if wants_gamma else None))
@@ -43,4 +41,6 @@ class LayerScale(BasicOperation):
 
     def reference(self, input_, *extra_inputs, **kwargs):
         return input_ * self.gamma.to(input_.dtype)
+
+
 # --8<-- [end:operation]

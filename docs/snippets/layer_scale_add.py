@@ -20,13 +20,15 @@ class LayerScaleAdd(FusedOperation):
         if z.shape != input_.shape or z.dtype != input_.dtype:
             return add.reference(scale.reference(input_), z), [(), ()]
         return torch.addcmul(z, input_, scale.gamma.to(z.dtype)), [(), ()]
+
+
 # --8<-- [end:fused]
 
 
 # --8<-- [start:fusion]
 def refuses(scale, add, *, env):
-    if env.device.type not in ("cpu", "cuda"):
-        return Refusal("DEVICE", f"addcmul is checked on cpu and cuda, not on {env.device.type}")
+    if scale.gamma.dtype != env.compute_dtype:
+        return Refusal("DTYPE", f"gamma is {scale.gamma.dtype}, the run is {env.compute_dtype}")
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
 from .add_extra_input import AddExtraInput
 from .all_gather import AllGather
 from .all_reduce import AllReduce
@@ -12,20 +13,40 @@ from .cross_entropy import CrossEntropy
 from .dot_product_attention import DotProductAttention
 from .dropout import Dropout
 from .embedding import Embedding
+from .gated_activation import (
+    GEGLU,
+    GLU,
+    QGEGLU,
+    ClampedSwiGLU,
+    ReGLU,
+    SiTUGLU,
+    SReGLU,
+    SwiGLU,
+)
 from .grouped_linear import GroupedLinear
 from .identity import Identity
+from .l2_normalization import L2Normalization
+from .layer_norm import LayerNorm
 from .make_extra_output import MakeExtraOutput
 from .quantize import Quantize
 from .reduce_scatter import ReduceScatter
 from .reshape import Reshape
+from .rms_norm import RMSNorm
 from .rotary_embedding import RotaryEmbedding
+from .scaled_activation import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 
 __all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
     "AddExtraInput",
     "AllGather",
     "AllReduce",
     "BasicLinear",
     "Bias",
+    "ClampedSwiGLU",
     "ConstantScale",
     "CrossEntropy",
     "DotProductAttention",
@@ -33,9 +54,26 @@ __all__ = [
     "Embedding",
     "GroupedLinear",
     "Identity",
+    "L2Normalization",
+    "LayerNorm",
     "MakeExtraOutput",
     "Quantize",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
     "ReduceScatter",
     "Reshape",
     "RotaryEmbedding",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "SiTUGLU",
+    "Sigmoid",
+    "Softplus",
+    "SwiGLU",
+    "Tanh",
 ]

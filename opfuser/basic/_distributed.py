@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 
 __all__ = [
+    "GroupRef",
     "LinearSharding",
     "all_reduce",
     "gather_first_dim",
@@ -29,6 +30,15 @@ _all_gather = _collective("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
+class GroupRef(NamedTuple):
+    """A process group, None for all ranks. Groups cannot be copied: copies of a module share it."""
+
+    group: dist.ProcessGroup | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupRef:
+        return self
+
+
 class LinearSharding(NamedTuple):
     """How a linear transformation is distributed, with its sizes on this rank."""
 
@@ -38,6 +48,9 @@ class LinearSharding(NamedTuple):
     sequence_parallel: bool
     local_in_features: int
     local_out_features: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearSharding:
+        return self  # as GroupRef
 
     @property
     def gathers_input(self) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, OperationContext
-from ._distributed import all_reduce, group_size, refuse_reference
+from ._distributed import GroupRef, all_reduce, group_size, refuse_reference
 
 __all__ = ["AllReduce"]
 
@@ -42,7 +42,12 @@ class AllReduce(BasicOperation):
                     received=repr(reduce_in_backward),
                 )
             )
-        self.process_group = process_group
+        self._group = GroupRef(process_group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that take part; None is all."""
+        return self._group.group
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,

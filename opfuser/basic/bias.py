@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation, OperationContext
-from ._distributed import group_size
+from ._distributed import GroupRef, group_size
 
 __all__ = ["Bias", "bias_grad"]
 
@@ -77,12 +77,17 @@ class Bias(BasicOperation):
         self.size = size
         self.local_size = size // ranks
         self.tensor_parallel = ranks > 1
-        self.tensor_parallel_group = tensor_parallel_group if ranks > 1 else None
+        self._group = GroupRef(tensor_parallel_group if ranks > 1 else None)
         self.tensor_parallel_size = ranks
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(self.local_size, device=device, dtype=dtype))
         )
         self.reset_parameters()
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """Group over which the bias is sliced."""
+        return self._group.group
 
     def reset_parameters(self) -> None:
         """Fills the bias with zeros."""

@@ -95,10 +95,6 @@ class LayerNorm(BasicOperation):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def _scale(self, weight: Tensor, x: Tensor) -> Tensor:
-        wide = weight.to(torch.promote_types(x.dtype, torch.float32))
-        return _operand(wide + 1 if self.zero_centered_gamma else wide, x)
-
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
         ctx: OperationContext,
@@ -107,12 +103,76 @@ class LayerNorm(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        rows = self._rows(input_)
+        shape = self.normalized_shape
+        if input_.shape[-len(shape) :] != shape:
+            self._refuse(input_)
         x = input_.to(compute_dtype(input_))
-        scale, bias = self._scale(self.weight, x), self.bias
-        if bias is not None:
-            bias = _operand(bias.to(torch.promote_types(x.dtype, torch.float32)), x)
-        y, mean, rstd = torch.native_layer_norm(x, self.normalized_shape, scale, bias, self.eps)
+        bias = None if self.bias is None else _operand(self.bias, x)
+        y, mean, rstd = torch.native_layer_norm(
+            x, shape, self._scale(self.weight, x), bias, self.eps
+        )
         if ctx.requires_grad:
+            rows = x.shape[: -len(shape)]
             ctx.save_for_backward(*self.Saved(x, mean.view(rows), rstd.view(rows)))
-        return y.to(x.dtype)
+        return y.to(x.dtype)  # autocast runs it in fp32 on a GPU
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        assert ctx.saved_tensors is not None
+        assert ctx.parameters is not None
+        x, mean, rstd = ctx.saved_tensors
+        weight = ctx.parameters[0]
+        assert x is not None
+        assert mean is not None
+        assert rstd is not None
+        assert weight is not None
+        shape = self.normalized_shape
+        per_row = (*mean.shape, *(1 for _ in shape))
+        needs = (ctx.needs.input, *ctx.needs.parameters, False)[:3]
+        scale = self._scale(weight, x)
+        # The bias is read for nothing but its dtype.
+        dx, *grads = torch.ops.aten.native_layer_norm_backward.default(
+            grad_output.to(x.dtype),
+            x,
+            shape,
+            mean.view(per_row),
+            rstd.view(per_row),
+            scale,
+            scale,
+            needs,
+        )
+        return dx, tuple(grads[: len(ctx.needs.parameters)])
+
+    def _scale(self, weight: Tensor, x: Tensor) -> Tensor:
+        scale = _operand(weight, x)
+        return scale + 1 if self.zero_centered_gamma else scale
+
+    def _refuse(self, input_: Tensor) -> None:
+        raise InputError(
+            explain(
+                "The last dimensions of the input must be normalized_shape",
+                where=f"LayerNorm({self.extra_repr()})",
+                received=f"shape {tuple(input_.shape)}",
+            )
+        )
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        dims = tuple(range(-len(self.normalized_shape), 0))
+        centred = input_ - input_.mean(dims, keepdim=True)
+        variance = centred.square().mean(dims, keepdim=True)
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        y = centred * torch.rsqrt(variance + self.eps) * weight
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        return f"{self.normalized_shape}, eps={self.eps}{centred}"
+
+
+def _operand(parameter: Tensor, x: Tensor) -> Tensor:
+    """A parameter in the dtype that the kernel for ``x`` takes."""
+    if x.device.type == "cpu":
+        # The statistics come out in this dtype.
+        return parameter.to(torch.promote_types(x.dtype, torch.float32))
+    return parameter.to(x.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..op import BasicOperation, OperationContext
 from ._distributed import (
+    GroupRef,
     gather_first_dim,
     group_size,
     reduce_scatter_first_dim,
@@ -34,7 +35,12 @@ class ReduceScatter(BasicOperation):
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.process_group = process_group
+        self._group = GroupRef(process_group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that take part; None is all."""
+        return self._group.group
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,

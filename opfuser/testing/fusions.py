@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, explain
-from ..execute import Tape, walk_forward
 from ..fuser import OperationFuser
 from ..fusion import Fusion, FusionFunction, Stage
-from ..op import BasicOperation, OperationContext
 from ..plan import Plan
-from ..program import Program
-from ..registry import FusionHandle, disable, enable, registry
+from ..registry import FusionHandle, disable, registry
 from ..sequential import Sequential
-from .calls import Outcome, Subject, fail, named_inputs, variants
-from .compare import Comparison, Tolerance, compare_with_exact, parameters_of
+from .calls import Subject, named_inputs, variants
+from .compare import Tolerance, compare_with_exact, parameters_of
+from .contexts import check_saved_by, only
 from .plans import assert_fused
 
 __all__ = ["check_fusion"]
@@ -103,16 +101,6 @@ def _registered(
         yield handle
 
 
-@contextmanager
-def _only(names: Iterable[str]) -> Iterator[None]:
-    """Switches on the fusions named, and off all others."""
-    on = set(names)
-    with ExitStack() as stack:
-        stack.enter_context(disable(*(h.name for h in registry if h.name not in on)))
-        stack.enter_context(enable(*on))
-        yield
-
-
 class _Pairing(NamedTuple):
     name: str
     fusions: frozenset[str]
@@ -133,7 +121,7 @@ def _pairings(handle: FusionHandle, seq: Sequential, inputs: Sequence[Tensor]) -
     seen: list[Any] = []
     distinct = []
     for pairing in out:
-        with _only(pairing.fusions):
+        with only(pairing.fusions):
             plan = seq.plan(*inputs)
         steps = [[(s.indices, s.fusion) for s in pass_] for pass_ in (plan.forward, plan.backward)]
         if steps not in seen:
@@ -152,11 +140,11 @@ def _check(
     dtype = str(inputs["input"].dtype).removeprefix("torch.")
     where = f"fusion {handle.name!r}, input {dtype} {list(inputs['input'].shape)}"
     wanting = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs.values()]
-    with _only([handle.name]):
+    with only([handle.name]):
         _check_matches(handle, seq.plan(*wanting))
     _check_is_one_run(seq)
     if handle.stage == "forward":
-        _check_saved(handle, seq, inputs, tolerance, where)
+        check_saved_by(handle.name, seq, inputs, tolerance, where)
     pairings = _pairings(handle, seq, wanting)[1:]
     plain = _subject(copy.deepcopy(seq), frozenset())
     exact = _subject(copy.deepcopy(seq).to(torch.float64), frozenset())
@@ -175,7 +163,7 @@ def _check(
 
 def _subject(seq: Sequential, fusions: frozenset[str]) -> Subject:
     def function(*tensors: Tensor) -> Any:
-        with _only(fusions):
+        with only(fusions):
             return seq(*tensors)
 
     return Subject(function, parameters_of(seq))
@@ -198,68 +186,3 @@ def _check_is_one_run(seq: Sequential) -> None:
                 remedy="Leave out plain modules, subclasses of Sequential, and hooks",
             )
         )
-
-
-class _Filled(NamedTuple):
-    """The contexts that one forward filled in, one per basic operation."""
-
-    plan: Plan
-    contexts: list[OperationContext]
-
-
-def _fill(seq: Sequential, tensors: Iterable[Tensor], fusions: Iterable[str]) -> _Filled:
-    x, *extras = (t.clone().requires_grad_(t.is_floating_point()) for t in tensors)
-    with _only(fusions):
-        plan = seq.plan(x, *extras)
-    assert seq._module_groups is not None
-    fuser = seq._module_groups[0]
-    assert isinstance(fuser, OperationFuser)
-    counts = [len(op.parameter_slots()) for op in plan.basic_ops]
-    tape = Tape()
-    with torch.no_grad():
-        walk_forward(Program(plan, fuser.wiring, counts), None, x, extras, tape)
-    for ctx in tape.contexts:
-        ctx.to_save = None if ctx.span is None else tuple(tape.saved[slice(*ctx.span)])
-    return _Filled(plan, tape.contexts)
-
-
-def _check_saved(
-    handle: FusionHandle,
-    seq: Sequential,
-    inputs: dict[str, Tensor],
-    tolerance: Tolerance,
-    where: str,
-) -> None:
-    """Every operation that the fusion covers finds in its context what it would have put there."""
-    fused = _fill(seq, inputs.values(), [handle.name])
-    plain = _fill(seq, inputs.values(), [])
-    with torch.autocast(inputs["input"].device.type, enabled=False):
-        exact_seq = copy.deepcopy(seq).to(torch.float64)
-        double = [t.double() if t.is_floating_point() else t for t in inputs.values()]
-        exact = _fill(exact_seq, double, [])
-    for step in fused.plan.forward:
-        for i in step.indices if step.fusion == handle.name else ():
-            op = fused.plan.basic_ops[i]
-            place = f"{where}: saved for op {i} ({type(op).__name__})"
-            ctxs = [filled.contexts[i] for filled in (fused, plain, exact)]
-            _compare_contexts(op, ctxs, tolerance, place)
-
-
-def _compare_contexts(
-    op: BasicOperation, ctxs: list[OperationContext], tolerance: Tolerance, where: str
-) -> None:
-    own, plain, exact = (ctx.to_save or () for ctx in ctxs)
-    if len(own) != len(plain):
-        fail(f"Expected {len(plain)} tensors, as its op_forward saves", where, str(len(own)))
-    names = list(op.Saved.__annotations__) if op.Saved else [f"tensor {n}" for n in range(len(own))]
-    for name, a, b in zip(names, own, plain):
-        if a is None and b is not None:
-            fail(f"Expected {name} to be a tensor", where, "None")
-    missing = set(vars(ctxs[1])) - set(vars(ctxs[0]))
-    if missing:
-        fail(f"The context must have the attributes {sorted(missing)}", where)
-    outcomes = [
-        Outcome({name: t for name, t, p in zip(names, saved, plain) if t is not None is not p})
-        for saved in (own, plain, exact)
-    ]
-    Comparison(where, *outcomes, tolerance, "unfused").check()

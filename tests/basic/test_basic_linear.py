@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opfuser import BasicLinear, OperationContext, Sequential
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.op import GradNeeds
+from opfuser.testing import check_op
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 2e-4}
@@ -104,6 +105,14 @@ def test_reference_has_the_same_value_and_gradients() -> None:
     x, dy = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 6, dtype=torch.float64)
     ours = differentiate(op, x, [op.weight], dy)
     torch.testing.assert_close(ours, differentiate(op.reference, x, [op.weight], dy))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 7), (7,)], ids=str)
+def test_check_op(shape: tuple[int, ...], device: torch.device) -> None:
+    op = BasicLinear(7, 11, device=device)
+    check_op(op, torch.randn(shape, device=device), dtypes=DTYPES, zero_rows=len(shape) > 1)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        check_op(op, torch.randn(shape, device=device))
 
 
 def test_features_may_be_zero() -> None:

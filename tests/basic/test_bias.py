@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from opfuser import Bias, OperationContext, Sequential
 from opfuser.errors import ArgumentError, InputError
 from opfuser.op import GradNeeds
+from opfuser.testing import check_op
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.0, torch.float16: 0.0}
@@ -52,6 +53,12 @@ def test_adds_and_differentiates(shape: str, dtype: torch.dtype, device: torch.d
     error = (db.double() - exact).abs()
     allowed = (0.501 * torch.finfo(dtype).eps + FLOOR[dtype]) * exact.abs()
     assert bool((error <= allowed + 1e-7 * exact.abs() * (dtype != torch.float64)).all())
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 7), (7,)], ids=str)
+def test_check_op(shape: tuple[int, ...], device: torch.device) -> None:
+    x = torch.randn(shape, device=device)
+    check_op(filled(7).to(device), x, dtypes=DTYPES, zero_rows=len(shape) > 1)
 
 
 @pytest.mark.parametrize("kind", ["expanded", "transposed"])

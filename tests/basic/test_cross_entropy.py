@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from opfuser import CrossEntropy, Linear, Sequential
 from opfuser.basic import cross_entropy as module
 from opfuser.errors import ArgumentError, InputError, OpKwargsError
+from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -208,6 +209,7 @@ def test_two_backwards_agree() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_compiled_whole(reduction: Any) -> None:
+    torch.compiler.reset()  # its limit of recompilations counts those of all tests
     op = CrossEntropy(label_smoothing=0.1, reduction=reduction)
     compiled = torch.compile(Sequential(op), backend="aot_eager", fullgraph=True)
     x = torch.randn(7, 5, requires_grad=True)
@@ -266,3 +268,12 @@ def test_refuses_keywords() -> None:
         Sequential(CrossEntropy())(
             torch.ones(2, 3), torch.tensor([0, 1]), op_kwargs={0: {"weight": 1}}
         )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_checked_like_a_users_operation(reduction: Any, device: torch.device) -> None:
+    op = CrossEntropy(label_smoothing=0.1, reduction=reduction)
+    x = torch.randn(6, 5, device=device)
+    targets = some_targets((6,), 5, device)
+    # Without rows the mean is nan.
+    check_op(op, x, targets, dtypes=DTYPES, zero_rows=reduction != "mean")

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opfuser import Dropout, Identity, Sequential
 from opfuser.errors import ArgumentError, OpKwargsError
+from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -147,6 +148,7 @@ def test_two_backwards_agree() -> None:
 # The tracer of torch.compile makes an instance of Function, against torch's own advice.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_whole() -> None:
+    torch.compiler.reset()  # its limit of recompilations counts those of all tests
     model = Sequential(Dropout(0.5))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = (torch.rand(1000) + 1).requires_grad_()
@@ -162,3 +164,8 @@ def test_copies() -> None:
     for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
         assert repr(twin) == repr(op) == "Dropout(p=0.25)"
         assert not twin.training
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_checked_like_a_users_operation(p: float) -> None:
+    check_op(Dropout(p), torch.randn(5, 8), dtypes=DTYPES, zero_rows=True)

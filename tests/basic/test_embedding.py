@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import opfuser
 from opfuser import ConstantScale, Embedding, Sequential
 from opfuser.errors import ArgumentError, InputError, OpKwargsError
+from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -147,6 +148,7 @@ def test_an_index_outside_of_the_table_fails() -> None:
 # The tracer of torch.compile makes an instance of Function, against torch's own advice.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_whole() -> None:
+    torch.compiler.reset()  # its limit of recompilations counts those of all tests
     op = Embedding(8, 3)
     compiled = torch.compile(Sequential(op), backend="aot_eager", fullgraph=True)
     x = torch.randint(0, 8, (2, 5))
@@ -161,3 +163,9 @@ def test_copies() -> None:
     for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
         assert repr(twin) == repr(op) == "Embedding(5, 3, padding_idx=0)"
         torch.testing.assert_close(twin(x), op(x), rtol=0, atol=0)
+
+
+def test_checked_like_a_users_operation(device: torch.device) -> None:
+    op = Embedding(9, 5, padding_idx=2, device=device)
+    x = torch.randint(0, 9, (4, 3), device=device)
+    check_op(op, x, dtypes=DTYPES, zero_rows=True)

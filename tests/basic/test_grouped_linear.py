@@ -21,6 +21,7 @@ from opfuser.errors import (
     NotSupportedError,
     OpKwargsError,
 )
+from opfuser.testing import check_op
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -252,6 +253,17 @@ def test_reference_has_the_same_value_and_gradients(scaled: bool, single: bool) 
     torch.testing.assert_close(
         torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(theirs, leaves, dy)
     )
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_check_op(scaled: bool, single: bool, device: torch.device) -> None:
+    op = grouped(
+        scale_bias=scaled, single_grouped_weight=single, single_grouped_bias=single, device=device
+    )
+    scales = [torch.rand(9, device=device)] if scaled else []
+    sizes = torch.tensor([4, 0, 5], device=device)
+    check_op(op, torch.randn(9, 5, device=device), sizes, *scales, dtypes=DTYPES)
 
 
 def test_autocast_decides_the_dtype_of_compute_but_not_of_gradients() -> None:

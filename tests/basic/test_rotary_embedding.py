@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opfuser import RotaryEmbedding, Sequential
 from opfuser.errors import ArgumentError, InputError, OpKwargsError
+from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -218,6 +219,7 @@ def test_meta_device() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("given", [False, True])
 def test_compiled_whole(given: bool) -> None:
+    torch.compiler.reset()  # its limit of recompilations counts those of all tests
     op = make("partial", num_kv_heads=2)
     model = Sequential(op)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -265,3 +267,12 @@ def test_refuses_positions(positions: Tensor) -> None:
 def test_refuses_other_keywords() -> None:
     with pytest.raises(OpKwargsError, match="offset"):
         Sequential(make("half-split"))(torch.ones(2, 3, 72), op_kwargs={0: {"offset": 1}})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_checked_like_a_users_operation(variant: str, device: torch.device) -> None:
+    op = make(variant)
+    x = torch.randn(2, 5, features(op), device=device)
+    check_op(op, x, dtypes=DTYPES, zero_rows=True)
+    positions = torch.tensor([3, 1, 2, 9, 70], device=device)
+    check_op(op, x, kwargs={"positions": positions}, zero_rows=True)

@@ -19,6 +19,7 @@ from opfuser import (
     Sequential,
 )
 from opfuser.errors import ArgumentError, ArgumentTypeError, InputError, OpKwargsError
+from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = [(7, 5), (1, 3), (0, 4), (2, 3, 5)]
@@ -244,3 +245,21 @@ def test_sequence_of_all() -> None:
     (y.square().sum() + tap.sum()).backward()
     torch.testing.assert_close(x.grad, y.detach() + 0.5)
     torch.testing.assert_close(extra.grad, 2 * y.detach())
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        AddExtraInput(),
+        MakeExtraOutput(),
+        ConstantScale(0.3),
+        Identity(),
+        Quantize(),
+        Reshape((-1, 2, 4)),
+    ],
+    ids=lambda op: type(op).__name__,
+)
+def test_checked_like_a_users_operation(op: Any, device: torch.device) -> None:
+    extras = (torch.randn(5, 8, device=device),) * op.num_extra_inputs
+    x = torch.randn(5, 8, device=device)
+    check_op(op, x, *extras, dtypes=DTYPES, zero_rows=True)

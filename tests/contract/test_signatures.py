@@ -64,7 +64,8 @@ FUSED_CONSTRUCTORS = {
     "BackwardLinearScale": "*, scale, linear",
 }
 METHODS = {
-    "op_forward": "ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs",
+    "op_forward": "ctx, input_, *, prev_op_grad_output_quantizer, "
+    "next_op_input_quantizer, **kwargs",
     "op_backward": "ctx, grad_output",
     "fuser_forward": "basic_op_ctxs, input_, *, basic_op_extra_inputs, "
     "prev_op_grad_output_quantizer, next_op_input_quantizer, basic_op_kwargs",

@@ -231,6 +231,7 @@ def a_group_of_its_own(rank: int, ranks: int) -> None:
         compare(op, whole, rank % 2, 2)
         parallel = next(p for p in op.basic_ops if isinstance(p, Bias))
         assert parallel.tensor_parallel_group is group
+        compare(copy.deepcopy(op), whole, rank % 2, 2)
 
 
 @check

@@ -7,6 +7,7 @@ import torch
 
 from opfuser import AllGather, AllReduce, BasicOperation, ReduceScatter, Sequential
 from opfuser.errors import NotSupportedError
+from opfuser.testing import check_op
 
 
 @pytest.mark.parametrize("op", [AllReduce(), AllGather(), ReduceScatter()], ids=repr)
@@ -20,6 +21,11 @@ def test_identity_without_ranks(op: BasicOperation) -> None:
     torch.testing.assert_close(x.grad, dy, rtol=0, atol=0)
     torch.testing.assert_close(op.reference(x), x, rtol=0, atol=0)
     torch.testing.assert_close(x.detach(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", [AllReduce(), AllGather(), ReduceScatter()], ids=repr)
+def test_check_op(op: BasicOperation) -> None:
+    check_op(op, torch.randn(3, 2), zero_rows=True)
 
 
 def test_all_reduce_has_no_other_backward() -> None:

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import opfuser
+from examples.lm_data import is_held_out, load_corpus, source_files, training_batch
+from examples.lm_run import SavedBytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
@@ -186,16 +188,16 @@ def test_seed_decides_batches_and_weights(example: ModuleType, tmp_path: Path) -
     assert a != c
 
 
-def test_batches_are_a_function_of_seed_and_step(example: ModuleType) -> None:
+def test_batches_are_a_function_of_seed_and_step() -> None:
     text = torch.arange(200, dtype=torch.uint8)
     batches = {
-        (seed, step): example.training_batch(text, 4, 16, seed, step)
+        (seed, step): training_batch(text, 4, 16, seed, step)
         for seed in (0, 1, -3)
         for step in (0, 1, 2)
     }
     torch.manual_seed(7)
     for (seed, step), batch in batches.items():
-        again = example.training_batch(text, 4, 16, seed, step)
+        again = training_batch(text, 4, 16, seed, step)
         assert torch.equal(batch.tokens, again.tokens)
         assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
         assert batch.tokens.shape == batch.targets.shape == (4, 16)
@@ -203,11 +205,11 @@ def test_batches_are_a_function_of_seed_and_step(example: ModuleType) -> None:
     assert len(distinct) == len(batches)
 
 
-def test_files_are_either_for_training_or_for_validation(example: ModuleType) -> None:
-    names = example.source_files()
-    held_out = [name for name in names if example.is_held_out(name)]
+def test_files_are_either_for_training_or_for_validation() -> None:
+    names = source_files()
+    held_out = [name for name in names if is_held_out(name)]
     assert 0.02 < len(held_out) / len(names) < 0.15
-    corpus = example.load_corpus()
+    corpus = load_corpus()
     assert len(corpus.validation) == sum(names[n].stat().st_size + 1 for n in held_out)
     assert len(corpus.train) + len(corpus.validation) == sum(
         path.stat().st_size + 1 for path in names.values()
@@ -215,9 +217,9 @@ def test_files_are_either_for_training_or_for_validation(example: ModuleType) ->
     assert not any("site-packages" in name for name in names)
 
 
-def test_saved_bytes_counts_storages_once_without_parameters(example: ModuleType) -> None:
+def test_saved_bytes_counts_storages_once_without_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    saved = example.SavedBytes(model)
+    saved = SavedBytes(model)
     x = torch.randn(3, 4)
     with saved.count():
         y = model(x)

@@ -238,9 +238,9 @@ def run(
     with only(forward=pairing[0], backward=pairing[1]):
         with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
             outs = as_list(seq(*inputs))
-        got = grads_of(
-            [o for o, d in zip(outs, douts) if d is not None], given, wrt
-        )._replace(outputs=[o.detach() for o in outs])
+        got = grads_of([o for o, d in zip(outs, douts) if d is not None], given, wrt)._replace(
+            outputs=[o.detach() for o in outs]
+        )
     assert_unchanged(mine, before, what)
     parameters = {id(p) for p in seq.parameters()}
     own = [g for g, t in zip(got.grads, wrt) if g is not None and id(t) in parameters]

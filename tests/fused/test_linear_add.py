@@ -24,7 +24,9 @@ NAME = "backward_linear_add"
 
 
 def branch(in_place: bool = False) -> Case:
-    return Case(lambda: [MakeExtraOutput(in_place=in_place), BasicLinear(6, 4)], 6, (), {}, {NAME: 1})
+    return Case(
+        lambda: [MakeExtraOutput(in_place=in_place), BasicLinear(6, 4)], 6, (), {}, {NAME: 1}
+    )
 
 
 SEVERAL = Case(

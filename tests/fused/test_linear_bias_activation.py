@@ -101,7 +101,8 @@ def test_parameters_are_read_at_every_call() -> None:
     seq(x)
     other = {name: torch.randn_like(p) for name, p in seq.named_parameters()}
     torch.testing.assert_close(
-        functional_call(seq, other, (x,)), nn.functional.linear(x, other["0.weight"], other["0.bias"])
+        functional_call(seq, other, (x,)),
+        nn.functional.linear(x, other["0.weight"], other["0.bias"]),
     )
     seq[0].weight = nn.Parameter(torch.randn(4, 6))
     torch.testing.assert_close(seq(x), nn.functional.linear(x, seq[0].weight, seq[0].bias))
@@ -141,7 +142,10 @@ def test_placed_by_hand(bias: Bias | None) -> None:
 
 
 def test_wrong_sizes_raise_what_the_basic_operations_raise() -> None:
-    for bad, x in ((Linear(6, 4), torch.randn(3, 5)), ([BasicLinear(6, 4), Bias(3)], torch.randn(3, 6))):
+    for bad, x in (
+        (Linear(6, 4), torch.randn(3, 5)),
+        ([BasicLinear(6, 4), Bias(3)], torch.randn(3, 6)),
+    ):
         seq = Sequential(*(bad if isinstance(bad, list) else [bad]))
         with pytest.raises(InputError) as fused:
             seq(x)

@@ -59,9 +59,7 @@ def test_gradients_that_nobody_needs(frozen: list[str], input_grad: bool) -> Non
 @pytest.mark.parametrize("case", CASES)
 def test_autocast(case: str) -> None:
     check_pairings(CASES[case], torch.float32, autocast=torch.bfloat16)
-    check_pairings(
-        CASES[case], torch.float32, autocast=torch.bfloat16, extra_dtype=torch.bfloat16
-    )
+    check_pairings(CASES[case], torch.float32, autocast=torch.bfloat16, extra_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("extra_dtype", DTYPES, ids=str)

@@ -123,8 +123,6 @@ def test_switched_off() -> None:
 
 
 def test_sharding_is_refused_by_the_constructor_too() -> None:
-    raised = hand_built(
-        lambda linear: BackwardLinearScale(scale=ConstantScale(2.0), linear=linear)
-    )
+    raised = hand_built(lambda linear: BackwardLinearScale(scale=ConstantScale(2.0), linear=linear))
     assert [name for name, text in raised.items() if text is None] == ["row"]
     assert "(BackwardLinearScale). Leave the operations separate" in raised["column"]

@@ -147,11 +147,11 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
 
 @pytest.mark.parametrize("block", [attention_block, swiglu_block, decoder_layers])
 def test_blocks_keep_the_shape_and_start_near_the_identity(block: Any) -> None:
-    config = DecoderConfig(**{**SMALL, "init_std": 1e-4})
-    x = torch.randn(2, 5, config.dim)
+    config = DecoderConfig(**SMALL, init_std=1e-3, dtype=torch.float64)
+    x = torch.randn(2, 5, config.dim, dtype=torch.float64)
     y = block(config)(x)
-    torch.testing.assert_close(y, x, rtol=0, atol=1e-3)
-    assert not torch.equal(y, x)
+    torch.testing.assert_close(y, x, rtol=0, atol=1e-2)
+    assert (y != x).all()
 
 
 def test_initial_weights() -> None:
@@ -164,9 +164,10 @@ def test_initial_weights() -> None:
 
 
 def test_meta_device_then_materialised() -> None:
-    config = DecoderConfig(**SMALL, device="meta", dtype=torch.float64)
+    sizes = {**SMALL, "tied_head": False, "dtype": torch.float64}
+    config = DecoderConfig(**sizes, device="meta")
     model = decoder_lm(config).to_empty(device="cpu")
-    source, _ = make_pair(DecoderConfig(**SMALL, dtype=torch.float64))
+    source, _ = make_pair(DecoderConfig(**sizes))
     model.load_state_dict(source.state_dict())
     data = batch(config)
     ours, wanted = run(model, *data), run(source, *data)

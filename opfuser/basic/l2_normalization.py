@@ -1,0 +1,108 @@
+"""Normalisation to unit length."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, NotSupportedError, explain
+from ..op import BasicOperation, OperationContext, compute_dtype
+
+__all__ = ["L2Normalization"]
+
+
+class L2Normalization(BasicOperation):
+    r"""Scales vectors along the last dimension to unit length: :math:`y = x / \sqrt{\sum x^2 + ε}`.
+
+    Used to normalise the queries and keys of attention. Shapes: x and y ``(…, D)``. Arithmetic is
+    in fp32 (fp64 for an fp64 input); the output has the compute dtype (autocast's, else the
+    input's). Saved: the input, and ``1 / sqrt(Σ x² + eps)`` of shape ``(…)`` in fp32 (or fp64).
+
+    Args:
+        eps: added to the squared length.
+        seq_length: must be None.
+        micro_batch_size: must be None.
+
+    Raises:
+        InputError: in forward, if x has no dimension.
+        NotSupportedError: if ``seq_length`` or ``micro_batch_size`` is given, which in te.ops
+            prepare compiled kernels for one shape.
+    """
+
+    class Saved(NamedTuple):
+        input: Tensor
+        rnorm: Tensor
+
+    def __init__(
+        self,
+        *,
+        eps: float = 1e-6,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if seq_length is not None or micro_batch_size is not None:
+            raise NotSupportedError(
+                explain(
+                    "No kernel is compiled ahead for a shape, all shapes are served alike",
+                    where="L2Normalization",
+                    received=f"seq_length={seq_length}, micro_batch_size={micro_batch_size}",
+                    remedy="Leave both out",
+                )
+            )
+        self.eps = eps
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        if not input_.dim():
+            raise InputError(
+                explain(
+                    "The input must have a dimension to normalise along",
+                    where="L2Normalization",
+                    received="a tensor of shape ()",
+                )
+            )
+        x = input_.to(compute_dtype(input_))
+        wide_dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(wide_dtype)
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rnorm = norm.square_().add_(self.eps).rsqrt_()
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(x, rnorm.squeeze(-1)))
+        # What was widened is ours to overwrite; the input is not.
+        y = wide * rnorm if wide_dtype == x.dtype else wide.mul_(rnorm)
+        return y.to(x.dtype)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[()]]:
+        if not ctx.needs.input:
+            return None, ()
+        assert ctx.saved_tensors is not None
+        x, rnorm = ctx.saved_tensors
+        assert x is not None
+        assert rnorm is not None
+        if not x.numel():
+            return x.new_zeros(x.shape), ()
+        wide = x.reshape(-1, x.shape[-1]).to(rnorm.dtype).contiguous()
+        dy = grad_output.reshape(wide.shape).to(rnorm.dtype).contiguous()
+        rnorm = rnorm.view(-1, 1)
+        # dx = rnorm (dy - x rnorm² Σ dy x): weight normalisation's, for which ATen has one pass.
+        dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
+            dy, wide, torch.ones_like(rnorm), rnorm.reciprocal(), 0
+        )
+        return dx.to(x.dtype).view(x.shape), ()
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return input_ * torch.rsqrt(input_.square().sum(-1, keepdim=True) + self.eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

@@ -1,0 +1,184 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..op import BasicOperation, OperationContext, compute_dtype
+
+__all__ = ["RMSNorm"]
+
+
+class RMSNorm(BasicOperation):
+    r"""Root-mean-square normalisation over the last dimensions.
+
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} w
+
+    Shapes: x and y ``(*rows, *normalized_shape)``, w ``normalized_shape``. Statistics and
+    arithmetic are in fp32 (fp64 for an fp64 input), whatever the dtype of the parameters; the
+    output has the compute dtype (autocast's, else the input's). Saved: the input, and
+    ``1 / sqrt(mean(x²) + eps)`` of shape ``rows``.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv 1910.07467.
+
+    Args:
+        normalized_shape: size of the last dimension, or of several.
+        eps: added to the mean square.
+        device: of the weight; None is torch's default.
+        dtype: of the weight; None is torch's default.
+        zero_centered_gamma: scale by ``1 + weight``; the weight then starts at zero.
+        sm_margin: must be 0, or a dict of zeros.
+
+    Raises:
+        ArgumentError: if ``normalized_shape`` is empty or has a size that is not positive.
+        InputError: in forward, if the last dimensions of x are not ``normalized_shape``.
+        NotSupportedError: if ``sm_margin`` asks for multiprocessors to be kept free.
+    """
+
+    backward_reads_parameters = True
+
+    class Saved(NamedTuple):
+        input: Tensor
+        rstd: Tensor
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | dict[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        shape = (
+            tuple(normalized_shape)
+            if isinstance(normalized_shape, Iterable)
+            else (normalized_shape,)
+        )
+        if not shape or min(shape) < 1:
+            raise ArgumentError(
+                explain(
+                    "normalized_shape must hold one or more positive sizes",
+                    where="RMSNorm",
+                    received=str(shape),
+                )
+            )
+        margins = sm_margin.values() if isinstance(sm_margin, dict) else (sm_margin,)
+        if any(margins):
+            raise NotSupportedError(
+                explain(
+                    "The kernels cannot be told to leave multiprocessors free",
+                    where="RMSNorm",
+                    received=f"sm_margin={sm_margin}",
+                    remedy="Leave sm_margin out",
+                )
+            )
+        self.normalized_shape = shape
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the scale to one."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        shape = self.normalized_shape
+        if input_.shape[-len(shape) :] != shape:
+            self._refuse(input_)
+        x = input_.to(compute_dtype(input_))
+        wide_dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(wide_dtype)
+        norm = torch.linalg.vector_norm(wide, dim=tuple(range(-len(shape), 0)), keepdim=True)
+        rstd = norm.square_().mul_(1 / math.prod(shape)).add_(self.eps).rsqrt_()
+        # What was widened is ours to overwrite; the input is not.
+        y = wide * rstd if wide_dtype == x.dtype else wide.mul_(rstd)
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(x, rstd.view(x.shape[: -len(shape)])))
+        return y.mul_(self._scale(self.weight, wide_dtype)).to(x.dtype)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None]]:
+        assert ctx.saved_tensors is not None
+        assert ctx.parameters is not None
+        x, rstd = ctx.saved_tensors
+        weight = ctx.parameters[0]
+        assert x is not None
+        assert rstd is not None
+        assert weight is not None
+        if not x.numel():
+            return x.new_zeros(x.shape), (weight.new_zeros(weight.shape),)
+        scale = self._scale(weight, rstd.dtype).view(1, -1)
+        inner = scale.shape[1]
+        rows = x.reshape(-1, inner).to(rstd.dtype)
+        dy = grad_output.reshape(-1, inner).to(rstd.dtype)
+        rstd = rstd.view(-1, 1)
+        dx = dw = None
+        if ctx.needs.parameters[0]:
+            dw = _weight_gradient(dy, rows, rstd).view(weight.shape)
+        if ctx.needs.input:
+            dx = _input_gradient(dy * scale, rows, rstd).to(x.dtype).view(x.shape)
+        return dx, (dw,)
+
+    def _scale(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        weight = weight.to(dtype)
+        return weight + 1 if self.zero_centered_gamma else weight
+
+    def _refuse(self, input_: Tensor) -> None:
+        raise InputError(
+            explain(
+                "The last dimensions of the input must be normalized_shape",
+                where=f"RMSNorm({self.extra_repr()})",
+                received=f"shape {tuple(input_.shape)}",
+            )
+        )
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        dims = tuple(range(-len(self.normalized_shape), 0))
+        mean_square = input_.square().mean(dims, keepdim=True)
+        weight = self.weight + 1 if self.zero_centered_gamma else self.weight
+        return input_ * torch.rsqrt(mean_square + self.eps) * weight
+
+    def extra_repr(self) -> str:
+        centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        return f"{self.normalized_shape}, eps={self.eps}{centred}"
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    """``dw = Σ dy x rstd`` over the rows: that of a layer norm whose means are zero."""
+    dw: Tensor
+    _, dw, _ = torch.ops.aten.native_layer_norm_backward.default(
+        dy, x, x.shape[1:], torch.zeros_like(rstd), rstd, x[0], None, (False, True, False)
+    )
+    return dw
+
+
+def _input_gradient(dh: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    """``dx = rstd (dh - x rstd² mean(dh x))``, ``dh = dy w``.
+
+    That is the gradient of weight normalisation ``g x / n`` with norms ``n = √D / rstd`` and gains
+    ``g = √D``, for which ATen has one pass: about half the time of writing the formula out.
+    """
+    root = math.sqrt(x.shape[1])
+    dx: Tensor
+    dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
+        dh.contiguous(), x.contiguous(), torch.full_like(rstd, root), root / rstd, 0
+    )
+    return dx

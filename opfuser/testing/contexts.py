@@ -1,0 +1,117 @@
+"""What a fused forward leaves in the contexts of the operations that it replaces."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..fuser import OperationFuser
+from ..op import BasicOperation, FusibleOperation, GradNeeds, OperationContext
+from ..plan import Plan
+from ..registry import disable, enable, registry
+from ..sequential import Sequential
+from ..wiring import Slot
+from .calls import Outcome, fail
+from .compare import Comparison, Tolerance
+
+
+@contextmanager
+def only(names: Iterable[str]) -> Iterator[None]:
+    """Switches on the fusions named, and off all others."""
+    on = set(names)
+    with ExitStack() as stack:
+        stack.enter_context(disable(*(h.name for h in registry if h.name not in on)))
+        stack.enter_context(enable(*on))
+        yield
+
+
+class _Filled(NamedTuple):
+    """The contexts that one forward filled in, one per basic operation."""
+
+    plan: Plan
+    contexts: list[OperationContext]
+
+
+def _fill(seq: Sequential, tensors: Iterable[Tensor], fusions: Iterable[str]) -> _Filled:
+    x, *extras = (t.clone().requires_grad_(t.is_floating_point()) for t in tensors)
+    with only(fusions):
+        plan = seq.plan(x, *extras)
+    assert seq._module_groups is not None
+    fuser = seq._module_groups[0]
+    assert isinstance(fuser, OperationFuser)
+    contexts: list[OperationContext] = []
+    produced: dict[Slot, Tensor | None] = {}
+    with torch.no_grad():
+        for step in plan.forward:
+            ctxs = [_context(plan.needs[i]) for i in step.indices]
+            sources = [fuser.wiring.sources[i] for i in step.indices]
+            x, extra_outputs = cast(FusibleOperation, step.op).fuser_forward(
+                ctxs,
+                x,
+                basic_op_extra_inputs=[
+                    [extras[s] if isinstance(s, int) else produced.get(s) for s in row]
+                    for row in sources
+                ],
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                basic_op_kwargs=[{} for _ in ctxs],
+            )
+            for i, ys in zip(step.indices, extra_outputs):
+                produced.update({Slot(i, s): y for s, y in enumerate(ys)})
+            contexts += ctxs
+    return _Filled(plan, contexts)
+
+
+def _context(needs: GradNeeds | None) -> OperationContext:
+    ctx = OperationContext()
+    ctx.requires_grad = needs is not None
+    ctx.needs = needs or ctx.needs
+    return ctx
+
+
+def check_saved_by(
+    fusion: str,
+    seq: Sequential,
+    inputs: dict[str, Tensor],
+    tolerance: Tolerance,
+    where: str,
+) -> None:
+    """Holds what a forward fusion saves for each operation to what the operation saves itself."""
+    fused = _fill(seq, inputs.values(), [fusion])
+    plain = _fill(seq, inputs.values(), [])
+    with torch.autocast(inputs["input"].device.type, enabled=False):
+        exact_seq = copy.deepcopy(seq).to(torch.float64)
+        double = [t.double() if t.is_floating_point() else t for t in inputs.values()]
+        exact = _fill(exact_seq, double, [])
+    for step in fused.plan.forward:
+        for i in step.indices if step.fusion == fusion else ():
+            op = fused.plan.basic_ops[i]
+            place = f"{where}: saved for op {i} ({type(op).__name__})"
+            ctxs = [filled.contexts[i] for filled in (fused, plain, exact)]
+            _compare_contexts(op, ctxs, tolerance, place)
+
+
+def _compare_contexts(
+    op: BasicOperation, ctxs: list[OperationContext], tolerance: Tolerance, where: str
+) -> None:
+    own, plain, exact = (ctx.to_save or () for ctx in ctxs)
+    if len(own) != len(plain):
+        fail(f"Expected {len(plain)} tensors, as its op_forward saves", where, str(len(own)))
+    names = list(op.Saved.__annotations__) if op.Saved else [f"tensor {n}" for n in range(len(own))]
+    for name, a, b in zip(names, own, plain):
+        if a is None and b is not None:
+            fail(f"Expected {name} to be a tensor", where, "None")
+    missing = set(vars(ctxs[1])) - set(vars(ctxs[0]))
+    if missing:
+        fail(f"The context must have the attributes {sorted(missing)}", where)
+    outcomes = [
+        Outcome({name: t for name, t, p in zip(names, saved, plain) if t is not None is not p})
+        for saved in (own, plain, exact)
+    ]
+    own_outcome, plain_outcome, exact_outcome = outcomes
+    Comparison(where, own_outcome, plain_outcome, exact_outcome, tolerance, "unfused").check()

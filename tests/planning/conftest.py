@@ -1,0 +1,18 @@
+"""Planning is tested with fusions of its own; the built-in ones are switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import opfuser
+from opfuser.registry import registry
+
+
+@pytest.fixture(autouse=True)
+def _no_built_in_fusions() -> Iterator[None]:
+    before = list(registry)
+    with opfuser.disable(*(handle.name for handle in before)):
+        yield
+    assert list(registry) == before, "a test left a fusion registered"

@@ -1,0 +1,200 @@
+"""The one scan that matches patterns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import opfuser
+from opfuser.errors import FusionError
+from opfuser.fusion import Fusion, Optional, Refusal
+from opfuser.op import FusedOperation
+
+from tests.planning.toys import A, B, Compound, Fused, env, ops, pattern, rule
+
+MATCHES = {
+    "exact": ("A B", "AB", [(0, 2)]),
+    "one operation": ("A", "BAA", [(1, 2), (2, 3)]),
+    "none": ("A B", "BA", []),
+    "incomplete at the end": ("A B", "BBA", []),
+    "shorter than the pattern": ("A B C", "AB", []),
+    "no operations": ("A", "", []),
+    "several": ("A B", "ABCAB", [(0, 2), (3, 5)]),
+    "greedy from the left": ("A A", "AAA", [(0, 2)]),
+    "overlapping": ("A B A", "ABABA", [(0, 3)]),
+    "a failed start is skipped": ("A B", "AAB", [(1, 3)]),
+    "subclass": ("A B", "SB", []),
+    "subclass asked for": ("S B", "SBAB", [(0, 2)]),
+    "alternatives": ("A|B C", "ACBC", [(0, 2), (2, 4)]),
+    "optional at the start": ("A? B", "ABB", [(0, 2), (2, 3)]),
+    "optional in the middle": ("A B? C", "ABCAC", [(0, 3), (3, 5)]),
+    "optional at the end": ("A B?", "ABA", [(0, 2), (2, 3)]),
+    "two optional ones in a row": ("A B? C?", "ACABCA", [(0, 2), (2, 5), (5, 6)]),
+    "optional alternatives": ("A B|C?", "ABACA", [(0, 2), (2, 4), (4, 5)]),
+    "optional left out where taking it fails": ("A? A B", "AB", [(0, 2)]),
+    "optional taken where both fit": ("A? A", "AA", [(0, 2)]),
+}
+
+
+@pytest.mark.parametrize("case", MATCHES)
+def test_where_a_pattern_matches(case: str) -> None:
+    text, letters, expected = MATCHES[case]
+    run = ops(letters)
+    scan = rule(text).scan(run, env())
+    assert [(m.start, m.stop) for m in scan.matches] == expected
+    covered = [b for op in scan.ops for b in (op.basic_ops if op.is_fused_op else [op])]
+    assert [id(op) for op in covered] == [id(op) for op in run]
+    assert sum(op.is_fused_op for op in scan.ops) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "letters", "present"),
+    [
+        ("A B? C", "ABC", [True, True, True]),
+        ("A B? C", "AC", [True, False, True]),
+        ("A? B", "B", [False, True]),
+        ("A? A", "A", [False, True]),
+        ("A B? B?", "AB", [True, True, False]),
+    ],
+)
+def test_refuses_and_build_receive_one_argument_per_element(
+    text: str, letters: str, present: list[bool]
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def refuses(*parts: Any, env: Any) -> None:
+        assert env.device.type == "cpu"
+        seen.append(parts)
+
+    def build(*parts: Any) -> FusedOperation:
+        seen.append(parts)
+        return Fused(*parts)
+
+    run = ops(letters)
+    rule(text, refuses=refuses, build=build).scan(run, env())
+    asked, built = seen
+    assert [a is b for a, b in zip(asked, built)] == [True] * len(present)
+    assert [part is not None for part in built] == present
+    assert [part for part in built if part is not None] == run
+
+
+@pytest.mark.parametrize(
+    ("letters", "expected"),
+    [("AC", [(0, 2)]), ("ABC", [(0, 3)]), ("BC", [])],
+)
+def test_a_compound_in_a_pattern_means_its_parts(
+    letters: str, expected: list[tuple[int, int]]
+) -> None:
+    fusion = Fusion("rule", "forward", (Compound, *pattern("C")), Fused)
+    scan = fusion.scan(ops(letters), env())
+    assert [(m.start, m.stop) for m in scan.matches] == expected
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_in_a_pattern_means_its_parts(bias: bool) -> None:
+    linear = opfuser.Linear(3, 3, bias=bias, device="meta")
+    seen: list[Any] = []
+
+    def build(weight: Any, bias: Any, scale: Any) -> FusedOperation:
+        seen.append((weight, bias, scale))
+        return Fused(weight, bias, scale)
+
+    scale = opfuser.ConstantScale(2.0)
+    fusion = Fusion("rule", "forward", (opfuser.Linear, opfuser.ConstantScale), build)
+    scan = fusion.scan([*linear.basic_ops, scale], env())
+    assert len(scan.matches) == 1
+    assert seen == [(linear.basic_ops[0], linear.basic_ops[1] if bias else None, scale)]
+
+
+@pytest.mark.parametrize("element", [Optional(Compound), (Compound, A)])
+def test_a_compound_that_cannot_be_expanded_is_an_error(element: Any) -> None:
+    """A compound never reaches a fusion: such a pattern could not match, and nobody would know."""
+    with pytest.raises(FusionError, match="fusion 'rule'"):
+        Fusion("rule", "forward", (A, element), Fused)
+
+
+@pytest.mark.parametrize(
+    ("elements", "text"),
+    [
+        ((), "at least one element that is not optional"),
+        ((Optional(A),), "at least one element that is not optional"),
+        ((A, int), "Received: <class 'int'>"),
+        ((A, "B"), "Received: 'B'"),
+        ((A, ()), "Received: ()"),
+        ((A, (B, 3)), "operation classes, tuples of them, and Optional"),
+    ],
+)
+def test_a_pattern_of_something_else_is_an_error(elements: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(FusionError) as error:
+        Fusion("mine", "forward", elements, Fused)
+    assert text in str(error.value)
+    assert "fusion 'mine'" in str(error.value)
+
+
+def test_an_unknown_stage_is_an_error() -> None:
+    with pytest.raises(FusionError, match="one of joint, forward, backward.*Received: 'both'"):
+        Fusion("mine", "both", (A,), Fused)  # type: ignore[arg-type]
+
+
+def test_refusals_are_kept_and_the_scan_goes_on() -> None:
+    """A refused match at one place does not hide one that starts inside it."""
+    first: list[Any] = []
+
+    def refuses(a: Any, b: Any, *, env: Any) -> Refusal | None:
+        first.append(a)
+        return Refusal("SHAPE", "odd") if len(first) == 1 else None
+
+    scan = rule("A A", refuses=refuses).scan(ops("AAA"), env())
+    assert scan.refusals == [(0, Refusal("SHAPE", "odd"))]
+    assert [(m.start, m.stop) for m in scan.matches] == [(1, 3)]
+
+
+@pytest.mark.parametrize("answer", [Refusal("WHIM", "no"), "no", True, ("DTYPE", "no")])
+def test_a_refusal_of_an_unknown_kind_is_an_error(answer: Any) -> None:
+    with pytest.raises(FusionError, match=r"fusion 'rule'.*Use one of .*DTYPE") as error:
+        rule("A", refuses=lambda a, env: answer).scan(ops("A"), env())
+    assert repr(answer) in str(error.value)
+
+
+NEAR_MISSES = {
+    "another operation": ("A B", "AC", (0, 1, 2), "LAYOUT", "B is expected where C stands"),
+    "end of the run": ("A B", "CA", (1, 1, 2), "GROUP_SPLIT", "ends where B is expected"),
+    "subclass": ("B A", "BS", (0, 1, 2), "SUBCLASS", "SubA is a subclass of A"),
+    "the longest counts": ("A B C", "ACABA", (2, 2, 3), "LAYOUT", "C is expected where A"),
+    "the first of equals": ("A B", "ACAA", (0, 1, 2), "LAYOUT", "where C stands"),
+    "alternatives": ("A B|C", "AA", (0, 1, 2), "LAYOUT", "B|C is expected where A stands"),
+    "a skipped element has not matched": ("A B? C", "AA", (0, 1, 3), "LAYOUT", "where A stands"),
+    "a taken element has": ("A B? C", "ABA", (0, 2, 3), "LAYOUT", "C is expected where A stands"),
+}
+
+
+@pytest.mark.parametrize("case", NEAR_MISSES)
+def test_the_closest_miss_is_kept(case: str) -> None:
+    text, letters, where, code, detail = NEAR_MISSES[case]
+    near = rule(text).scan(ops(letters), env()).near_miss
+    assert near is not None
+    assert (near.start, near.matched, near.of) == where
+    assert near.stopped_by.code == code
+    assert detail in near.stopped_by.detail
+
+
+def test_a_miss_on_what_another_fusion_took() -> None:
+    taken = Fused(*ops("BC"))
+    near = rule("A B").scan([A(), taken], env()).near_miss
+    assert near is not None
+    assert near.stopped_by == Refusal("CONFLICT", "B is already part of Fused")
+
+
+@pytest.mark.parametrize(("text", "letters"), [("A B", "CC"), ("A? B", "CC"), ("A B", "")])
+def test_no_miss_where_nothing_fitted(text: str, letters: str) -> None:
+    assert rule(text).scan(ops(letters), env()).near_miss is None
+
+
+def test_a_fusion_is_a_fusion_function() -> None:
+    run = ops("ABA")
+    for kwargs in ({}, {"recipe": None}, {"env": env()}):
+        (fused, last) = rule("A B")(run, **kwargs)
+        assert list(fused.basic_ops) == run[:2]
+        assert last is run[2]
+    assert len(run) == 3

@@ -1,0 +1,133 @@
+"""Operations and fusions that only exist to be planned: no tensor is computed with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from opfuser.fusion import Env, Fusion, Optional, Refusal, Stage
+from opfuser.op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
+from opfuser.plan import Plan, make_plan
+from opfuser.registry import FusionHandle
+
+CPU = torch.device("cpu")
+
+
+class A(BasicOperation):
+    pass
+
+
+class B(BasicOperation):
+    pass
+
+
+class C(BasicOperation):
+    pass
+
+
+class SubA(A):
+    pass
+
+
+class Compound(FusedOperation):
+    """Stands for its parts."""
+
+    @staticmethod
+    def pattern_parts() -> tuple[Any, ...]:
+        return (A, Optional(B))
+
+
+class _Fused(FusedOperation):
+    def __init__(self, *ops: FusibleOperation | None) -> None:
+        super().__init__([op for op in ops if op is not None])
+
+
+class Fused(_Fused):
+    """Has kernels for both passes."""
+
+    def fuser_forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def fuser_backward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class FusedForward(_Fused):
+    def fuser_forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class FusedBackward(_Fused):
+    def fuser_backward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+KINDS: dict[str, type[BasicOperation]] = {"A": A, "B": B, "C": C, "S": SubA}
+BUILD: dict[str, Callable[..., FusedOperation]] = {
+    "forward": FusedForward,
+    "backward": FusedBackward,
+    "joint": Fused,
+}
+
+
+def ops(letters: str) -> list[FusibleOperation]:
+    """``"AB"`` is an A followed by a B; S is a subclass of A."""
+    return [KINDS[letter]() for letter in letters]
+
+
+def pattern(text: str) -> tuple[Any, ...]:
+    """``"A B? C|A"``: an A, perhaps a B, then a C or an A."""
+    out: list[Any] = []
+    for word in text.split():
+        kinds = tuple(KINDS[k] for k in word.rstrip("?").split("|"))
+        out.append(Optional(*kinds) if word.endswith("?") else kinds if kinds[1:] else kinds[0])
+    return tuple(out)
+
+
+def rule(
+    text: str,
+    stage: Stage = "forward",
+    *,
+    name: str = "rule",
+    refuses: Callable[..., Refusal | None] | None = None,
+    **kwargs: Any,
+) -> Fusion:
+    build = kwargs.pop("build", BUILD[stage])
+    return Fusion(name, stage, pattern(text), build, refuses, **kwargs)
+
+
+def handles(*functions: Any, stage: Stage = "forward") -> list[FusionHandle]:
+    """Handles that are not in the registry: of rules, and of functions under their names."""
+    return [
+        FusionHandle(f.name, f.stage, f, "user")
+        if isinstance(f, Fusion)
+        else FusionHandle(f.__name__, stage, f, "user")
+        for f in functions
+    ]
+
+
+def env(count: int = 0, **kwargs: Any) -> Env:
+    return Env(CPU, torch.float32, needs_backward=(True,) * count, grad_enabled=True, **kwargs)
+
+
+NEEDED = GradNeeds(True, (), ())
+
+
+def plan(
+    made_of: str | Sequence[FusibleOperation],
+    *functions: Any,
+    stage: Stage = "forward",
+    needs: Iterable[bool] | None = None,
+) -> Plan:
+    """A plan over toys; ``needs`` says whose backward runs (all)."""
+    units = ops(made_of) if isinstance(made_of, str) else list(made_of)
+    count = sum(len(u.basic_ops) if isinstance(u, FusedOperation) else 1 for u in units)
+    owed = (True,) * count if needs is None else tuple(needs)
+    return make_plan(
+        units,
+        env(count),
+        tuple(NEEDED if n else None for n in owed),
+        handles(*functions, stage=stage),
+    )
+
+
+def spans(steps: Iterable[Any]) -> list[tuple[int, ...]]:
+    return [step.indices for step in steps]
