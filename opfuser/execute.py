@@ -2,13 +2,13 @@
 
 Everything that does not change from call to call was laid out in a ``Program`` when the plan was
 made; the walks only follow it. They are written so that ``torch.compile`` can trace them: no
-attribute is read off a tensor, and contexts are copied, not changed, on the way to backward.
+attribute is read off a tensor, and a context of forward is not changed in backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -258,21 +258,37 @@ def _distinct_outputs(
     return tuple(results)
 
 
+class _RevivedContext(OperationContext):
+    """The context of an operation in backward: what forward left, and the tensors it saved.
+
+    Values that an operation keeps as attributes are looked up in the context of forward, which is
+    not written to, so that a second backward finds the same.
+    """
+
+    kept: OperationContext
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.kept, name)
+
+
 def _revive(
     kept: OperationContext, saved: list[Tensor | None], parameters: tuple[int, int] | None
 ) -> OperationContext:
     """The context of one operation for its backward.
 
-    A copy, so that a second backward finds the same. What it takes leaves ``saved``, so that it
-    is freed as soon as the operation is done with it.
+    What it takes leaves ``saved``, so that it is freed as soon as the operation is done with it.
 
     Args:
         parameters: where ``saved`` holds the operation's parameters, if its backward reads them.
     """
     if kept.span is None and parameters is None:
         return kept
-    ctx = OperationContext()
-    ctx.__dict__.update(kept.__dict__)
+    ctx = _RevivedContext()
+    ctx.kept = kept
+    ctx.requires_grad = kept.requires_grad
+    ctx.needs = kept.needs
     if kept.span is not None:
         start, stop = kept.span
         ctx.saved_tensors = tuple(saved[start:stop])
@@ -420,9 +436,9 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    """First and one past the last element of its storage that ``t`` covers, in bytes."""
-    start = t.storage_offset() * t.itemsize
+    """First and one past the last byte of its storage that ``t`` covers."""
+    start = int(t.storage_offset()) * t.itemsize
     if not t.numel():
         return start, start
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(t.shape, t.stride()))
     return start, start + (last + 1) * t.itemsize

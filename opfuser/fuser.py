@@ -359,10 +359,10 @@ def _run_alone(
         for part in op.basic_ops:
             input_ = part(input_)
         return input_
-    fuser = op.__dict__.get("_alone")
-    if fuser is None:
-        fuser = op.__dict__["_alone"] = OperationFuser.alone(op)
-    return fuser(input_, *extra_inputs, basic_op_kwargs=kwargs)
+    if torch.compiler.is_compiling() or op._alone is None:
+        op._prepare_alone()
+    return op._alone(input_, *extra_inputs, basic_op_kwargs=kwargs)
 
 
+_Engine.make_fuser = OperationFuser.alone
 _Engine.run_alone = staticmethod(_run_alone)

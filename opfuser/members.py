@@ -45,9 +45,9 @@ class Member(NamedTuple):
         """The plans that were used last, in order; none for a plain module."""
         run = self.run
         if isinstance(run, FusibleOperation):
-            alone = [run.__dict__.get("_alone")]
+            alone = [run._alone]
             if alone == [None]:  # a compound whose parts were called one by one
-                alone = [part.__dict__.get("_alone") for part in expand(run)]
+                alone = [part._alone for part in expand(run)]
         else:
             alone = [run if isinstance(run, _PLANNED) else None]
         plans = [None if fuser is None else cast("Plan | None", fuser.last_plan) for fuser in alone]

@@ -166,8 +166,9 @@ def _refuse_to_run(*_: Any, **__: Any) -> Any:
 
 
 class _Engine:
-    """Where ``fuser.py`` leaves the function that runs one operation outside a Sequential."""
+    """Where ``fuser.py`` leaves what runs one operation outside a Sequential."""
 
+    make_fuser: Callable[..., Any] = staticmethod(_refuse_to_run)
     run_alone: Callable[..., Any] = staticmethod(_refuse_to_run)
 
 
@@ -246,9 +247,19 @@ class FusibleOperation(Tracked):
             )
         )
 
+    _alone: Any = None  # the fuser of standalone calls, with its plans
+
+    def _prepare_alone(self) -> bool:
+        if self._alone is None:
+            self.__dict__["_alone"] = _Engine.make_fuser(self)
+        return True
+
+    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+    _prepare_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.pop("_alone", None)  # the plan cache of standalone calls: rebuilt on demand
+        state.pop("_alone", None)
         return state
 
     def _load_from_state_dict(

@@ -1,6 +1,7 @@
 # --8<-- [start:fused]
-import opfuser
 import torch
+
+import opfuser
 from opfuser import Bias, FusedOperation, Linear, ReLU, Sequential
 from opfuser.testing import check_fusion
 

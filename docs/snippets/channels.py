@@ -1,7 +1,7 @@
+# --8<-- [start:extra]
 import torch
 
-# --8<-- [start:extra]
-from opfuser import AddExtraInput, Linear, MakeExtraOutput, Sequential
+from opfuser import AddExtraInput, Linear, MakeExtraOutput, Residual, Sequential
 
 x, z = torch.randn(2, 8), torch.randn(2, 8)
 
@@ -26,8 +26,6 @@ y = model(x)  # x + linear(x): the extra tensor stays inside
 torch.testing.assert_close(y, x + model[1](x))
 
 # --8<-- [start:residual]
-from opfuser import Residual  # noqa: E402
-
 model = Sequential(Residual(Linear(8, 8)), Residual(Linear(8, 8), Residual(Linear(8, 8))))
 # --8<-- [end:residual]
 assert model.num_extra_inputs == model.num_extra_outputs == 0
@@ -48,10 +46,8 @@ h = torch.tanh(model[1](x)) + x
 torch.testing.assert_close(y, model[4](h) + x)
 
 # --8<-- [start:error]
-from opfuser.errors import ChannelError  # noqa: E402
-
 try:
     Sequential(Linear(8, 8), read("inptu"))(x)
-except ChannelError as error:
+except ValueError as error:
     print(error)
 # --8<-- [end:error]

@@ -1,5 +1,6 @@
 # --8<-- [start:first]
 import torch
+
 from opfuser import GELU, Linear, Residual, RMSNorm, Sequential
 
 model = Sequential(
@@ -19,12 +20,12 @@ for step in plan.forward:
 # --8<-- [end:steps]
 
 # --8<-- [start:list]
-model.append(Linear(1, 1))
-head = model.pop()
-encoder = model[:-1]
-model = encoder + [head]
+encoder = model[:-1]  # shares its modules with model
+encoder.append(Linear(64, 8))
+head = encoder.pop()
+classifier = encoder + Sequential(GELU(), head)
 # --8<-- [end:list]
-model = encoder + Sequential(Linear(64, 1))
+assert classifier(x).shape == (8, 8)
 
 # --8<-- [start:mixed]
 mixed = Sequential(Linear(16, 64), torch.nn.Softsign(), Linear(64, 1))

@@ -1,5 +1,6 @@
 # --8<-- [start:model]
 import torch
+
 from opfuser.models import DecoderConfig, decoder_lm
 
 config = DecoderConfig(vocab_size=256, dim=64, num_layers=2, num_heads=4)

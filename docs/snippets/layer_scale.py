@@ -2,8 +2,9 @@
 from typing import NamedTuple
 
 import torch
-from opfuser import BasicOperation
 from torch import Tensor, nn
+
+from opfuser import BasicOperation
 
 
 class LayerScale(BasicOperation):

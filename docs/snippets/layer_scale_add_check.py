@@ -2,6 +2,7 @@
 import layer_scale_add
 import torch
 from layer_scale import LayerScale
+
 from opfuser import Linear, Residual
 from opfuser.testing import assert_fused, assert_not_fused, check_fusion
 

@@ -1,7 +1,7 @@
 import layer_scale_add  # noqa: F401
-import opfuser
 import torch
 from layer_scale import LayerScale
+
 from opfuser import Linear, Residual, Sequential
 
 # --8<-- [start:plan]

@@ -2,6 +2,7 @@
 import logging
 
 import torch
+
 from opfuser import Linear, Residual, Sequential
 
 logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")

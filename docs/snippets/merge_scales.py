@@ -1,8 +1,9 @@
 # --8<-- [start:fused]
 import math
 
-import opfuser
 import torch
+
+import opfuser
 from opfuser import ConstantScale, FusedOperation, Linear, Sequential
 from opfuser.testing import check_fusion
 

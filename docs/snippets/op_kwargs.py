@@ -1,5 +1,6 @@
 # --8<-- [start:kwargs]
 import torch
+
 from opfuser import DotProductAttention, Linear, RotaryEmbedding, Sequential
 
 heads, size = 4, 16

@@ -1,5 +1,6 @@
 # --8<-- [start:plan]
 import torch
+
 from opfuser import Dropout, Linear, Residual, Sequential
 
 model = Sequential(

@@ -1,6 +1,7 @@
 # --8<-- [start:fusion]
-import opfuser
 import torch
+
+import opfuser
 from opfuser import AddExtraInput, ConstantScale, FusedOperation, Linear, Residual
 
 

@@ -1,5 +1,6 @@
 # --8<-- [start:model]
 import torch
+
 from opfuser import GELU, Linear, Residual, RMSNorm, Sequential
 
 

@@ -1,7 +1,8 @@
 # --8<-- [start:fused]
-import opfuser
 import torch
 from layer_scale import LayerScale
+
+import opfuser
 from opfuser import ConstantScale, FusedOperation
 from opfuser.testing import check_fusion
 

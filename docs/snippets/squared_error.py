@@ -2,9 +2,10 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from opfuser import BasicOperation, Linear, Sequential
 from opfuser.testing import check_op
-from torch import Tensor
 
 
 class SquaredError(BasicOperation):

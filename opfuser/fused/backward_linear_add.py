@@ -55,7 +55,7 @@ class BackwardLinearAdd(FusedOperation):
     ]:
         _, linear = self._parts
         ctx = basic_op_ctxs[1]
-        x, w = ctx.saved_tensors  # type: ignore[misc]
+        x, w = ctx.saved_tensors
         (g,) = basic_op_grad_extra_outputs[0]
         dx = add_dgrad(g, grad_output, w) if ctx.needs.input else None
         dw = linear.weight_grad(grad_output, x) if ctx.needs.parameters[0] else None

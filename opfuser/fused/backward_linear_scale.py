@@ -53,7 +53,7 @@ class BackwardLinearScale(FusedOperation):
     ]:
         linear, scale = self._parts
         ctx = basic_op_ctxs[0]
-        x, w = ctx.saved_tensors  # type: ignore[misc]
+        x, w = ctx.saved_tensors
         needs_dw = ctx.needs.parameters[0]
         s, dy = scale.scale, grad_output
         if needs_dw and linear.accumulate_into_main_grad:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +14,8 @@ from torch.nn import functional as F
 
 import opfuser
 from opfuser import basic
+from opfuser.fused import FUSIONS
+from opfuser.fusion import REFUSAL_CODES
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
@@ -48,9 +48,7 @@ def table_rows(text: str) -> list[list[str]]:
     """The cells of every row of every table, without the head lines."""
     lines = text.splitlines()
     rows = [line for line in lines if line.startswith("|")]
-    heads = {
-        lines[n - 1] for n, line in enumerate(lines) if re.fullmatch(r"\|[-| :]+\|", line)
-    }
+    heads = {lines[n - 1] for n, line in enumerate(lines) if re.fullmatch(r"\|[-| :]+\|", line)}
     body = [r for r in rows if r not in heads and not re.fullmatch(r"\|[-| :]+\|", r)]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in body]
 
@@ -145,41 +143,29 @@ def test_readme_names_every_operation() -> None:
     assert sorted(named) == sorted([*basic.__all__, *others])
 
 
-FUSIONS = """
-import opfuser
-for info, handle in zip(opfuser.fusions(), opfuser.registry.registry):
-    parts = [f"[{e.name}]" if e.optional else e.name for e in handle.function.elements]
-    print(info.name, info.stage, info.origin, info.enabled, *parts, sep="\\t")
-"""
-
-
-@pytest.fixture(scope="module")
 def built_in_fusions() -> list[tuple[str, str, str]]:
-    """Name, stage and pattern; from a new interpreter, as other tests register fusions."""
-    done = subprocess.run(
-        [sys.executable, "-c", FUSIONS], capture_output=True, text=True, cwd=DOCS.parent, check=True
-    )
+    """Name, stage and pattern, in the order in which they run."""
+    rules = {rule.name: rule for rule in FUSIONS}
     out = []
-    for line in done.stdout.splitlines():
-        name, stage, origin, enabled, *parts = line.split("\t")
-        assert (origin, enabled) == ("opfuser", "True")
-        out.append((name, stage, ", ".join(parts)))
+    for info in opfuser.fusions():
+        if info.origin == "opfuser":
+            elements = rules[info.name].elements
+            parts = [f"[{e.name}]" if e.optional else e.name for e in elements]
+            out.append((info.name, info.stage, ", ".join(parts)))
     return out
 
 
 @pytest.mark.parametrize("page", [DOCS / "reference" / "fusions.md", README], ids=lambda p: p.stem)
-def test_fusions_are_listed_in_their_order(
-    page: Path, built_in_fusions: list[tuple[str, str, str]]
-) -> None:
+def test_fusions_are_listed_in_their_order(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     if page == README:
         (text,) = re.findall(r"^## Fusions\n(.*?)^## ", text, re.M | re.S)
     rows = [tuple(cell.strip("`") for cell in row[:3]) for row in table_rows(text)]
-    assert rows == built_in_fusions
+    assert rows == built_in_fusions()
 
 
 def test_refusal_codes_are_explained() -> None:
     text = (DOCS / "planning.md").read_text(encoding="utf-8")
     rows = [codes(row[0]) for row in table_rows(text)]
     named = [code for row in rows for code in row if code.isupper()]
-    assert sorted(named) == sorted(opfuser.fusion_codes())
+    assert sorted(named) == sorted(REFUSAL_CODES)

@@ -139,10 +139,10 @@ def error(got: Tensor, want: Tensor) -> float:
 def assert_close(got: Result, like: Result, exact: Result, what: str) -> None:
     """``got`` errs at most twice as much as ``like``, and a little for luck."""
     for kind, gs, ps, es in zip(("output", "gradient"), got, like, exact):
-        for n, (g, p, e) in enumerate(zip(gs, ps, es)):
+        for n, three in enumerate(zip(gs, ps, es)):
             # A gradient that does not arrive is zero: we may say so, autograd says None.
-            some = next((t for t in (g, p, e) if t is not None), torch.zeros(()))
-            g, p, e = (torch.zeros_like(some) if t is None else t for t in (g, p, e))
+            some = next((t for t in three if t is not None), torch.zeros(()))
+            g, p, e = (torch.zeros_like(some) if t is None else t for t in three)
             assert g.isfinite().all(), f"{what}: {kind} {n}"
             eps = torch.finfo(g.dtype).eps
             # In float64 plain torch is the truth itself, so its error says nothing.

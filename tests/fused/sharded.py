@@ -28,7 +28,7 @@ def sharded(linear: BasicLinear, name: str) -> BasicLinear:
 def refusals_when_sharded(
     fusion: str, ops: Callable[[BasicLinear], list[nn.Module]], *extras: int
 ) -> dict[str, str | None]:
-    """For each way to shard a BasicLinear(6, 4): why the fusion is refused, None where it is not."""
+    """For each way to shard a BasicLinear(6, 4): why the fusion is refused, or None."""
     out: dict[str, str | None] = {}
     for name in SHARDINGS:
         seq = opfuser.Sequential(*ops(sharded(BasicLinear(6, 4), name)))
@@ -43,12 +43,12 @@ def refusals_when_sharded(
 
 def hand_built(make: Callable[[BasicLinear], object]) -> dict[str, str | None]:
     """For each way to shard a BasicLinear: what constructing a fused operation by hand raises."""
-    out: dict[str, str | None] = {}
-    for name in SHARDINGS:
-        try:
-            make(sharded(BasicLinear(6, 4), name))
-        except NotSupportedError as exc:
-            out[name] = str(exc)
-        else:
-            out[name] = None
-    return out
+    return {name: _error(make, sharded(BasicLinear(6, 4), name)) for name in SHARDINGS}
+
+
+def _error(make: Callable[[BasicLinear], object], linear: BasicLinear) -> str | None:
+    try:
+        make(linear)
+    except NotSupportedError as exc:
+        return str(exc)
+    return None

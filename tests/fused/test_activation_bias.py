@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import opfuser
+from opfuser import BasicLinear, Bias, Sequential
+from opfuser.basic.activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
+from opfuser.fused import BackwardActivationBias, backward_activation_bias
+from tests.fused.pairings import (
+    DTYPES,
+    LAYOUTS,
+    Case,
+    build,
+    check_pairings,
+    plan_of,
+    stopped_by,
+    with_subclass,
+)
+
+NAME = "backward_activation_bias"
+ACTIVATIONS = [GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid]
+
+
+def biased(activation: type[nn.Module]) -> Case:
+    return Case(lambda: [Bias(6), activation()], 6, (), {}, {NAME: 1})
+
+
+SEVERAL = Case(
+    lambda: [BasicLinear(6, 4), Bias(4), SiLU(), Bias(4), Bias(4), ReLU(), BasicLinear(4, 3)],
+    6,
+    (),
+    {"forward_linear_bias_activation": 1},
+    {NAME: 2},
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_pairings(activation: type[nn.Module], dtype: torch.dtype) -> None:
+    check_pairings(biased(activation), dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts(dtype: torch.dtype, layout: str) -> None:
+    check_pairings(biased(GELU), dtype, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("rows_per_block", [1, 3, 100])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_block_by_block(
+    activation: type[nn.Module],
+    layout: str,
+    rows_per_block: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What large tensors take, with blocks so small that the tensors here are large."""
+    calls: list[int] = []
+    monkeypatch.setattr(backward_activation_bias, "_BLOCK", 6 * rows_per_block)
+    monkeypatch.setattr(backward_activation_bias, "_MIN_BLOCKS", 1e-3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: calls.append(1) or 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_pairings(biased(activation), dtype, LAYOUTS[layout])
+    assert calls or layout == "vector"
+
+
+def test_a_large_tensor() -> None:
+    torch_threads = torch.get_num_threads()
+    rows = 2**21 * torch_threads // 1024 + 3
+    seq = Sequential(Bias(1024), ReLU()).bfloat16()
+    x = torch.randn(rows, 1024, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(rows, 1024, dtype=torch.bfloat16)
+    dx, db = torch.autograd.grad(seq(x), [x, seq[0].bias], dy)
+    want = dy * (x > 0)
+    assert torch.equal(dx, want)
+    exact = want.double().sum(0)
+    assert (db.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_matches_again_and_inside_longer_sequences(dtype: torch.dtype) -> None:
+    check_pairings(SEVERAL, dtype)
+
+
+@pytest.mark.parametrize(("frozen", "input_grad"), [(["0.bias"], True), ([], False)])
+def test_gradients_that_nobody_needs(frozen: list[str], input_grad: bool) -> None:
+    check_pairings(biased(SiLU), torch.float32, frozen=frozen, input_grad=input_grad)
+    check_pairings(SEVERAL, torch.float32, input_grad=input_grad)
+
+
+def test_autocast() -> None:
+    check_pairings(SEVERAL, torch.float32, autocast=torch.bfloat16)
+    check_pairings(biased(GELU), torch.float32, autocast=torch.bfloat16)
+
+
+@pytest.mark.parametrize("input_dtype", DTYPES, ids=str)
+def test_input_of_another_dtype_than_the_bias(input_dtype: torch.dtype) -> None:
+    check_pairings(biased(SiLU), torch.float32, input_dtype=input_dtype)
+
+
+def test_cleared_bias() -> None:
+    seq = build(biased(SiLU), torch.float32)
+    seq[0].bias = None
+    x = torch.randn(3, 6, requires_grad=True)
+    assert seq.plan(x).fused("backward") == {NAME: 1}
+    got = torch.autograd.grad(seq(x).sum(), x)
+    torch.testing.assert_close(got, torch.autograd.grad(nn.functional.silu(x).sum(), x))
+
+
+@pytest.mark.parametrize(("at", "code"), [(0, None), (1, "SUBCLASS")])
+def test_a_subclass_is_not_matched(at: int, code: str | None) -> None:
+    plan = plan_of(*with_subclass([Bias(6), SiLU()], at))
+    assert plan.fused("backward") == {}
+    assert stopped_by(plan, NAME) == code
+
+
+def test_a_gated_activation_is_not_matched() -> None:
+    assert plan_of(Bias(6), opfuser.SwiGLU()).fused("backward") == {}
+
+
+def test_refused_where_the_bias_is_frozen_and_comes_first() -> None:
+    bias = Bias(6)
+    bias.bias.requires_grad_(False)
+    plan = plan_of(bias, SiLU(), BasicLinear(6, 4), grad=False)
+    assert [why.code for _, why in plan.record(NAME).refusals] == ["NO_GRAD"]
+
+
+def test_placed_by_hand() -> None:
+    bias, activation = Bias(6), SiLU()
+    fused = BackwardActivationBias(bias=bias, activation=activation)
+    assert list(fused.basic_ops) == [bias, activation]
+    x = torch.randn(3, 6, requires_grad=True)
+    Sequential(fused)(x).sum().backward()
+    (want,) = torch.autograd.grad(nn.functional.silu(x).sum(), x)
+    torch.testing.assert_close(x.grad, want)
+    torch.testing.assert_close(bias.bias.grad, want.sum(0))
+    assert x.grad.data_ptr() != bias.bias.grad.data_ptr()
+
+
+def test_switched_off() -> None:
+    with opfuser.disable(NAME):
+        assert plan_of(Bias(6), SiLU()).fused("backward") == {}
