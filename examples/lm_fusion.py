@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import opfuser
-from opfuser.fusion import Env
 from opfuser.op import compute_dtype
 
 NAME = "recompute_swiglu"
@@ -62,7 +61,7 @@ class RecomputedSwiGLULinear(opfuser.FusedOperation):
 
 
 def refuses(
-    swiglu: opfuser.SwiGLU, linear: opfuser.BasicLinear, *, env: Env
+    swiglu: opfuser.SwiGLU, linear: opfuser.BasicLinear, *, env: opfuser.Env
 ) -> opfuser.Refusal | None:
     """What the kernel above does not handle; the plan shows the reason."""
     if swiglu.glu_interleave_size is not None:
@@ -81,6 +80,6 @@ FUSION = opfuser.Fusion(
 )
 
 
-def register() -> opfuser.fusion.FusionHandle:
+def register() -> opfuser.FusionHandle:
     """Adds the fusion ahead of the built-in ones."""
     return opfuser.register_forward_backward_fusion(FUSION, prepend=True)

@@ -168,6 +168,7 @@ class Trainer:
         counters = self.folder.load(self.model, self.optimizer)
         self.step, self.saved.total = counters["step"], counters["saved"]
         self.seconds, self.training_seconds = counters["seconds"], counters["training_seconds"]
+        self.validation_loss = [math.nan, *self.folder.curve("validation_loss").values()][-1]
 
     def train(self, label: str) -> bool:
         """Trains to the last step; False if Ctrl-C came first. A checkpoint is left either way."""
@@ -192,7 +193,7 @@ class Trainer:
                     f"saved {self.saved.total / 2**20:.1f} MiB",
                     refresh=False,
                 )
-            if self.step == c.steps:
+            if self.step == c.steps and c.steps not in self.folder.curve("validation_loss"):
                 self.validation_loss = self.validate(4 * c.eval_batches)
                 self.folder.append(step=self.step, validation_loss=self.validation_loss)
             self.seconds = time.perf_counter() - began

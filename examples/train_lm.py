@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, fields
@@ -24,7 +25,6 @@ from lm_twin import Twin
 
 import opfuser
 from opfuser.models import decoder_lm
-from opfuser.plan import Plan
 
 TWIN_STEPS, TWIN_TOLERANCE = 50, 1e-4
 INTERRUPTED = 130
@@ -60,13 +60,22 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
     return TrainConfig(**stored), RunFolder(path), True
 
 
+def make_exact(device: str) -> None:
+    """Makes a GPU repeat its results to the last bit, as a CPU does; resuming relies on it."""
+    if not device.startswith("cuda"):
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 def build_model(config: TrainConfig) -> opfuser.Sequential:
     """The network with the initial weights that belong to the seed."""
     torch.manual_seed(config.seed)
     return decoder_lm(config.model)
 
 
-def training_plan(trainer: Trainer, model: opfuser.Sequential) -> Plan:
+def training_plan(trainer: Trainer, model: opfuser.Sequential) -> opfuser.Plan:
     with trainer.autocast():
         return model.plan(*trainer.batch(trainer.step))
 
@@ -189,6 +198,7 @@ def run(trainer: Trainer, model: opfuser.Sequential, resume: bool) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     config, folder, resume = parse_args(argv)
+    make_exact(config.device)
     if not resume:
         folder.start_over()
         folder.write("config.json", json.dumps(asdict(config), indent=1) + "\n")

@@ -197,6 +197,10 @@ class _Run(torch.autograd.Function):
         if tape.saved or program.kept_parameters:
             func_ctx.save_for_backward(*tape.saved, *[tensors[n] for n in program.kept_parameters])
         func_ctx.forwarded = (program, tape.contexts)
+        if torch.compiler.is_compiling():
+            # Traced by torch 2.11, an output that an in-place operation returned gets the
+            # gradient of something else.
+            output, *outputs = [y.view_as(y) for y in (output, *outputs)]
         if not outputs:
             return output
         func_ctx.set_materialize_grads(False)

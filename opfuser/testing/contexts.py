@@ -109,8 +109,9 @@ def _compare_contexts(
     missing = set(vars(ctxs[1])) - set(vars(ctxs[0]))
     if missing:
         fail(f"The context must have the attributes {sorted(missing)}", where)
+    both = [name for name, a, b in zip(names, own, plain) if a is not None and b is not None]
     outcomes = [
-        Outcome({name: t for name, t, p in zip(names, saved, plain) if t is not None is not p})
+        Outcome({name: t for name, t in zip(names, saved) if t is not None and name in both})
         for saved in (own, plain, exact)
     ]
     own_outcome, plain_outcome, exact_outcome = outcomes

@@ -50,7 +50,7 @@ def assert_fused(
             found = sum(_count(plan, stage, name) for plan in plans)
             if found != count:
                 raise AssertionError(
-                    _text(
+                    record_text(
                         f"Expected fusion {name!r} {count} times in stage {stage}, found {found}",
                         plans,
                         name,
@@ -78,13 +78,13 @@ def assert_not_fused(
     counts = [_count(plan, record.stage, name) for plan, record in _records(plans, name)]
     if any(counts):
         raise AssertionError(
-            _text(f"Expected fusion {name!r} not to match, found {sum(counts)}", plans, name)
+            record_text(f"Expected fusion {name!r} not to match, found {sum(counts)}", plans, name)
         )
     codes = {c for plan, record in _records(plans, name) for c in _codes(record, plan)}
     if code is not None and code not in codes:
         got = ", ".join(sorted(codes)) or "no reason"
         raise AssertionError(
-            _text(f"Expected fusion {name!r} to decline with {code}, got {got}", plans, name)
+            record_text(f"Expected fusion {name!r} to decline with {code}, got {got}", plans, name)
         )
 
 
@@ -154,15 +154,13 @@ def _codes(record: FusionRecord, plan: Plan) -> Iterator[str]:
                 yield missing.code
 
 
-def _text(invariant: str, plans: list[Plan], name: str) -> str:
+def record_text(invariant: str, plans: list[Plan], name: str) -> str:
+    """What was expected, the reasons that the fusion gave, and the plans."""
     details: list[str] = []
     for plan, record in _records(plans, name):
         details.append(record.summary())
         details += [f"  op {at}: {why}" for at, why in record.refusals]
         if record.near_miss is not None:
-            miss = record.near_miss
-            details.append(
-                f"  closest: {miss.matched} of {miss.of} at op {miss.start}; {miss.stopped_by}"
-            )
+            details.append(f"  {record.near_miss}")
         details.append(str(plan))
     return "\n".join([f"{invariant}.", *details])

@@ -1,4 +1,4 @@
-"""Sequential: the list interface, extra tensors, ``op_kwargs``, and what code in the field reads."""
+"""Sequential: the list interface, extra tensors, ``op_kwargs``, and the names read in the field."""
 
 from __future__ import annotations
 

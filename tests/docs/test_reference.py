@@ -151,7 +151,8 @@ def built_in_fusions() -> list[tuple[str, str, str]]:
         if info.origin == "opfuser":
             elements = rules[info.name].elements
             parts = [f"[{e.name}]" if e.optional else e.name for e in elements]
-            out.append((info.name, info.stage, ", ".join(parts)))
+            pattern = ", ".join(parts).replace("|", "/")  # a bar would end the cell
+            out.append((info.name, info.stage, pattern))
     return out
 
 

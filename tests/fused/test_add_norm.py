@@ -164,9 +164,7 @@ def test_a_residual_inside_the_sequence(kind: str) -> None:
     norm = NORMS[kind]
     seq = Sequential(
         opfuser.Residual(norm(6), BasicLinear(6, 6), opfuser.ConstantScale(0.5)),
-        opfuser.Residual(
-            norm(6), BasicLinear(6, 6), opfuser.ConstantScale(0.5), opfuser.Identity()
-        ),
+        opfuser.Residual(norm(6), opfuser.Identity()),
         norm(6),
     ).double()
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)

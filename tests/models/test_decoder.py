@@ -112,6 +112,14 @@ def test_whole_model_is_one_run_of_operations() -> None:
     assert model.num_extra_outputs == 0  # residuals stay inside
 
 
+def test_fusions_reach_across_blocks_and_layers() -> None:
+    config = DecoderConfig(**SMALL)
+    plan = decoder_lm(config).plan(*batch(config))
+    blocks = 2 * config.num_layers
+    assert plan.fused("forward")["forward_linear_bias_add"] == blocks
+    assert plan.fused("backward")["backward_add_rms_norm"] == blocks
+
+
 def test_tied_head_is_the_token_table() -> None:
     model = decoder_lm(DecoderConfig(**SMALL))
     assert model[-2].weight is model[0].weight

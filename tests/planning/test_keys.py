@@ -17,7 +17,6 @@ import opfuser
 from opfuser import fuser
 from opfuser.fusion import Fusion, Refusal
 from opfuser.op import BasicOperation, FusedOperation, OperationContext
-
 from tests.planning.toys import FusedForward
 
 
@@ -157,7 +156,6 @@ def freeze(call: Call) -> None:
 
 
 def require_extra_grad(call: Call) -> None:
-    call.seq.requires_grad_(False)
     call.extra.requires_grad_()
 
 
@@ -184,8 +182,8 @@ def load_other_values(call: Call) -> None:
 CHANGES = [
     set_flag, set_new_flag, set_options, switch_to_eval, cast_everything, cast_the_operation,
     cast_the_input, move_to_meta, cast_data, replace_parameter, reshape_parameter, reshape_data,
-    cast_buffer, reshape_buffer, replace_inner, require_input_grad, freeze, require_extra_grad,
-    without_grad, in_inference_mode, under_autocast, under_another_autocast, load_other_values,
+    cast_buffer, reshape_buffer, replace_inner, require_input_grad, freeze, without_grad,
+    in_inference_mode, under_autocast, under_another_autocast, load_other_values,
 ]  # fmt: skip
 
 
@@ -198,7 +196,18 @@ def look_is_on() -> Iterator[None]:
 @pytest.mark.usefixtures("look_is_on")
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_fusion_may_read_is_in_the_key(change: Callable[[Call], None]) -> None:
+    check_key(Call(), change)
+
+
+@pytest.mark.usefixtures("look_is_on")
+@pytest.mark.parametrize("change", [require_input_grad, require_extra_grad])
+def test_gradients_of_inputs_are_in_the_key(change: Callable[[Call], None]) -> None:
     call = Call()
+    freeze(call)
+    check_key(call, change)
+
+
+def check_key(call: Call, change: Callable[[Call], None]) -> None:
     before = call()
     change(call)
     after = call()

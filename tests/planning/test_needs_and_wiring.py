@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 import opfuser
 from opfuser.errors import ChannelCapturedError, ChannelError, ChannelIndexError
@@ -40,7 +41,11 @@ PLAIN = WiredMember((), (), name="ReLU")
 
 
 def needs(
-    own: Sequence[Sequence[bool]], extras: Sequence[Sequence[Any]], *, x: bool, given: Sequence[bool] = ()
+    own: Sequence[Sequence[bool]],
+    extras: Sequence[Sequence[Any]],
+    *,
+    x: bool,
+    given: Sequence[bool] = (),
 ) -> list[Any]:
     sources = tuple(tuple(Slot(*s) if isinstance(s, tuple) else s for s in row) for row in extras)
     wiring = Wiring(sources, (), (), tuple(() for _ in own))
@@ -209,14 +214,31 @@ def test_texts_of_channel_errors(case: str) -> None:
 @pytest.mark.parametrize(
     ("bind", "kind", "text"),
     [
-        (lambda op: op.set_extra_input_channel(1, "r"), ChannelIndexError, "Extra input index 1 is out of range (Extra). Received: an operation with 1 extra inputs"),
+        (
+            lambda op: op.set_extra_input_channel(1, "r"),
+            ChannelIndexError,
+            "Extra input index 1 is out of range (Extra). "
+            "Received: an operation with 1 extra inputs",
+        ),
         (lambda op: op.set_extra_input_channel(-1, "r"), ChannelIndexError, "out of range"),
-        (lambda op: op.set_extra_output_channel(2, "r"), ChannelIndexError, "Extra output index 2 is out of range"),
+        (
+            lambda op: op.set_extra_output_channel(2, "r"),
+            ChannelIndexError,
+            "Extra output index 2 is out of range",
+        ),
         (lambda op: op.set_extra_input_channel(0, ""), ChannelError, "non-empty string"),
-        (lambda op: op.set_extra_output_channel(0, 3), ChannelError, "non-empty string or None (Extra). Received: 3"),
-        (lambda op: op.set_extra_output_channel(0, "r", output_to_caller=1), TypeError, "output_to_caller must be a bool (Extra). Received: 1"),
+        (
+            lambda op: op.set_extra_output_channel(0, 3),
+            ChannelError,
+            "non-empty string or None (Extra). Received: 3",
+        ),
+        (
+            lambda op: op.set_extra_output_channel(0, "r", output_to_caller=1),
+            TypeError,
+            "output_to_caller must be a bool (Extra). Received: 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_texts_of_binding_errors(bind: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind) as error:
         bind(Extra((None,), (None,)))
@@ -232,7 +254,9 @@ def test_unbinding_makes_an_extra_tensor_the_callers_again() -> None:
     assert path.gives == ((None, True),)
 
 
-@pytest.mark.parametrize("capture", [OperationFuser, lambda ops: opfuser.Sequential(*ops)._resolve()])
+@pytest.mark.parametrize(
+    "capture", [OperationFuser, lambda ops: opfuser.Sequential(*ops)._resolve()]
+)
 def test_rebinding_after_capture_is_an_error(capture: Any) -> None:
     op = Extra((None,), (None,))
     capture([op])
@@ -267,8 +291,6 @@ def test_residuals_inside_residuals() -> None:
 
 
 def test_a_residual_around_a_plain_module() -> None:
-    import torch
-
     seq = opfuser.Residual(torch.nn.ReLU())
     assert seq.num_extra_inputs == seq.num_extra_outputs == 0
     assert seq(torch.tensor([-1.0, 2.0])).tolist() == [-1.0, 4.0]

@@ -10,7 +10,6 @@ import opfuser
 from opfuser.errors import FusionError
 from opfuser.fusion import Fusion, Optional, Refusal
 from opfuser.op import FusedOperation
-
 from tests.planning.toys import A, B, Compound, Fused, env, ops, pattern, rule
 
 MATCHES = {
@@ -133,7 +132,7 @@ def test_a_pattern_of_something_else_is_an_error(elements: tuple[Any, ...], text
 
 
 def test_an_unknown_stage_is_an_error() -> None:
-    with pytest.raises(FusionError, match="one of joint, forward, backward.*Received: 'both'"):
+    with pytest.raises(FusionError, match=r"one of joint, forward, backward.*Received: 'both'"):
         Fusion("mine", "both", (A,), Fused)  # type: ignore[arg-type]
 
 

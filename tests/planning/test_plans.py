@@ -14,7 +14,6 @@ from opfuser.errors import PlanError
 from opfuser.fusion import Env, Refusal, Requires
 from opfuser.plan import make_plan
 from opfuser.registry import registry
-
 from tests.planning.toys import (
     NEEDED,
     A,
@@ -82,7 +81,12 @@ def test_joint_fusions_come_first() -> None:
     def note(name: str) -> Callable[..., Any]:
         return lambda ops: order.append(name) or ops
 
-    made = plan("AB", rule("A B", name="ab"), rule("A B", "backward", name="ba"), rule("A B", "joint", name="both"))
+    made = plan(
+        "AB",
+        rule("A B", name="ab"),
+        rule("A B", "backward", name="ba"),
+        rule("A B", "joint", name="both"),
+    )
     assert made.fused("forward") == made.fused("backward") == {"both": 1}
     assert [(r.name, r.status) for r in made.history] == [
         ("both", "matched"),
@@ -390,7 +394,7 @@ def test_a_function_that_returns_no_list_is_an_error(answer: Any) -> None:
 
 
 def test_a_build_that_covers_something_else_is_an_error() -> None:
-    with pytest.raises(PlanError, match="fusion 'rule'.*FusedForward does not fit at operation 0"):
+    with pytest.raises(PlanError, match=r"fusion 'rule'.*FusedForward does not fit at operation 0"):
         plan("AB", rule("A B", build=lambda a, b: FusedForward(b)))
 
 
@@ -402,7 +406,7 @@ def test_a_plan_reads_well() -> None:
         "ABC", rule("A B", name="ab"), rule("B C", "backward", name="bc"),
         rule("C C", "backward", name="cc", requires=Requires(device="cuda")),
     )  # fmt: skip
-    text = [line for line in str(made).splitlines()]
+    text = str(made).splitlines()
     assert text[:8] == [
         "Plan for 3 basic operations (torch.float32, cpu, autocast off, grad on)",
         "forward:",
@@ -423,7 +427,9 @@ def test_a_plan_without_backward_reads_well() -> None:
 
 
 def test_names_of_operations_are_shown() -> None:
-    seq = opfuser.Sequential({"up": opfuser.Linear(2, 2), "tap": opfuser.Sequential(opfuser.Identity())})
+    seq = opfuser.Sequential(
+        {"up": opfuser.Linear(2, 2), "tap": opfuser.Sequential(opfuser.Identity())}
+    )
     text = str(seq.plan(torch.ones(1, 2)))
     assert "  0  up BasicLinear\n  1  up Bias\n  2  tap.0 Identity" in text
 

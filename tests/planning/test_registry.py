@@ -19,7 +19,6 @@ from opfuser.errors import FusionError, UnknownFusionError
 from opfuser.fusion import Fusion, Refusal, Requires
 from opfuser.plan import Plan
 from opfuser.registry import FusionHandle, registry
-
 from tests.planning.toys import BUILD, NEEDED, A, B, Fused, env, make_plan, ops, rule
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +128,7 @@ def test_default_names() -> None:
 def test_a_name_is_taken_once_over_all_stages(stage: Any) -> None:
     with (
         REGISTER["forward"](rule("A B")),
-        pytest.raises(FusionError, match="a second fusion named 'rule'.*choose another name"),
+        pytest.raises(FusionError, match=r"a second fusion named 'rule'.*choose another name"),
     ):
         REGISTER[stage](_pairs, name="rule")
     assert names() == []
@@ -144,7 +143,7 @@ def test_a_fusion_registered_for_another_stage_is_an_error() -> None:
 
 
 def test_something_that_cannot_be_called_is_an_error() -> None:
-    with pytest.raises(FusionError, match="a function of a list of operations. Received: 3"):
+    with pytest.raises(FusionError, match=r"a function of a list of operations. Received: 3"):
         REGISTER["forward"](3)
 
 
@@ -239,7 +238,11 @@ print([(i.name, i.disabled_by) for i in opfuser.fusions() if i.origin == "user"]
     ("disable", "enable", "expected"),
     [
         ("", "", [("one", ""), ("two", ""), ("off", "handle")]),
-        ("one, two", "", [("one", "OPFUSER_DISABLE"), ("two", "OPFUSER_DISABLE"), ("off", "handle")]),
+        (
+            "one, two",
+            "",
+            [("one", "OPFUSER_DISABLE"), ("two", "OPFUSER_DISABLE"), ("off", "handle")],
+        ),
         ("*", "two,off", [("one", "OPFUSER_DISABLE"), ("two", ""), ("off", "")]),
     ],
 )
@@ -248,7 +251,12 @@ def test_switches_of_the_environment(
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENVIRONMENT],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OPFUSER_DISABLE": disable, "OPFUSER_ENABLE": enable},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OPFUSER_DISABLE": disable,
+            "OPFUSER_ENABLE": enable,
+        },
         capture_output=True,
         text=True,
         check=True,
@@ -260,7 +268,9 @@ def test_switches_of_the_environment(
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[str]]:
     monkeypatch.setattr(plan_module, "_logged", set())
     caplog.set_level(logging.INFO, logger="opfuser")
 

@@ -1,0 +1,144 @@
+"""``accumulate_into_main_grad``: Megatron-LM's convention for gradients of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import opfuser as of
+from tests.hazards.tensors import F64, close, fill, leaf, rand
+
+Makers = list[Callable[[], nn.Module]]
+
+# What surrounds the linear decides which backward kernel makes its weight gradient.
+SURROUNDINGS: dict[
+    str, tuple[list[Callable[[], nn.Module]], list[Callable[[], nn.Module]], float]
+] = {
+    "alone": ([], [], 1.0),
+    "scaled": ([], [lambda: of.ConstantScale(0.5)], 0.5),
+    "tapped": ([of.MakeExtraOutput], [], 1.0),
+    "biased": ([], [lambda: of.Bias(4, **F64), of.Identity], 1.0),
+}
+
+
+def setup(weight: nn.Parameter, dtype: torch.dtype = torch.float64, start: float = 3.0) -> Tensor:
+    weight.main_grad = torch.full(weight.shape, start, dtype=dtype)
+    weight.grad_added_to_main_grad = False
+    return weight.main_grad
+
+
+@pytest.mark.parametrize("around", SURROUNDINGS)
+@pytest.mark.parametrize("overwrite", [None, False, True])
+@pytest.mark.parametrize("cls", ["BasicLinear", "Linear"])
+def test_added_or_written(cls: str, overwrite: bool | None, around: str) -> None:
+    before, after, factor = SURROUNDINGS[around]
+    linear = fill(getattr(of, cls)(6, 4, accumulate_into_main_grad=True, **F64))
+    weight = linear.weight
+    buffer = setup(weight)
+    if overwrite is not None:
+        weight.overwrite_main_grad = overwrite
+    model = of.Sequential(*(f() for f in before), linear, *(f() for f in after))
+    x, dy = rand(2, 5, 6, grad=True), rand(2, 5, 4)
+    y = model(x)
+    (y[0] if isinstance(y, tuple) else y).backward(dy)
+    dw = factor * dy.reshape(10, 4).t() @ x.detach().reshape(10, 6)
+    assert weight.main_grad is buffer
+    close(buffer, dw if overwrite else dw + 3.0)
+    assert weight.grad_added_to_main_grad is True
+    close(x.grad, factor * dy @ weight)
+    assert weight.grad is None or weight.grad.untyped_storage() is not buffer.untyped_storage()
+
+
+@pytest.mark.parametrize("around", ["alone", "scaled", "tapped"])
+def test_buffer_is_wider_than_the_weight(around: str) -> None:
+    """Many small contributions that bf16 would lose."""
+    before, after, factor = SURROUNDINGS[around]
+    kw = {"dtype": torch.bfloat16, "device": "cpu"}
+    linear = of.BasicLinear(8, 8, accumulate_into_main_grad=True, **kw)
+    buffer = setup(linear.weight, torch.float32, 256.0)
+    model = of.Sequential(*(f() for f in before), linear, *(f() for f in after))
+    x, dy = torch.full((1, 8), 0.5, dtype=torch.bfloat16), torch.ones(1, 8, dtype=torch.bfloat16)
+    for _ in range(10):
+        y = model(x)
+        (y[0] if isinstance(y, tuple) else y).backward(dy)
+    close(buffer, torch.full((8, 8), 256.0 + 10 * 0.5 * factor), 1e-7)
+    assert linear.weight.grad is None or linear.weight.grad.dtype == torch.bfloat16
+
+
+def test_placeholder_and_hooks() -> None:
+    linear = of.Linear(6, 4, accumulate_into_main_grad=True, **F64)
+    setup(linear.weight)
+    seen: list[str] = []
+    linear.weight.register_hook(lambda g: seen.append("hook"))
+    linear.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    of.Sequential(linear)(rand(5, 6)).sum().backward()
+    assert seen == ["hook", "accumulated"]
+    close(linear.bias.grad, torch.full((4,), 5.0))
+
+
+def test_shared_and_repeated_weights_add_up() -> None:
+    linear = fill(of.BasicLinear(6, 6, accumulate_into_main_grad=True, **F64))
+    buffer = setup(linear.weight, start=0.0)
+    x, dy = rand(5, 6), rand(5, 6)
+    of.Sequential(linear, of.SiLU(), linear)(x).backward(dy)
+    w = leaf(linear.weight)
+    F.linear(F.silu(F.linear(x, w)), w).backward(dy)
+    close(buffer, w.grad)
+
+
+def test_frozen_weight_touches_nothing() -> None:
+    linear = of.BasicLinear(6, 4, accumulate_into_main_grad=True, **F64)
+    buffer = setup(linear.weight)
+    linear.weight.requires_grad_(False)
+    x = rand(5, 6, grad=True)
+    of.Sequential(linear)(x).sum().backward()
+    assert torch.equal(buffer, torch.full_like(buffer, 3.0))
+    assert linear.weight.grad_added_to_main_grad is False
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("wrong", ["missing", "shape"])
+def test_buffer_that_is_missing_or_wrong_is_an_error(wrong: str) -> None:
+    linear = of.BasicLinear(6, 4, accumulate_into_main_grad=True, **F64)
+    if wrong == "shape":
+        linear.weight.main_grad = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match="main_grad") as error:
+        of.Sequential(linear)(rand(5, 6)).sum().backward()
+    assert "BasicLinear" in str(error.value)
+
+
+def test_zero_rows() -> None:
+    linear = of.BasicLinear(6, 4, accumulate_into_main_grad=True, **F64)
+    buffer = setup(linear.weight)
+    of.Sequential(linear)(rand(0, 6)).sum().backward()
+    assert torch.equal(buffer, torch.full_like(buffer, 3.0))
+    assert linear.weight.grad_added_to_main_grad is True
+    linear.weight.overwrite_main_grad = True
+    of.Sequential(linear)(rand(0, 6)).sum().backward()
+    assert not buffer.any()
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_grouped_linear(single: bool, overwrite: bool) -> None:
+    op = of.GroupedLinear(
+        2, 6, 4, accumulate_into_main_grad=True, single_grouped_weight=single, **F64
+    )
+    fill(op)
+    weights: list[Any] = [op.weight] if single else [op.weight0, op.weight1]
+    buffers = [setup(w) for w in weights]
+    for w in weights:
+        w.overwrite_main_grad = overwrite
+    x, dy = rand(5, 6), rand(5, 4)
+    of.Sequential(op)(x, torch.tensor([2, 3])).backward(dy)
+    parts = [d.t() @ a for a, d in zip(x.split([2, 3]), dy.split([2, 3]))]
+    wants = [torch.stack(parts)] if single else parts
+    for w, buffer, dw in zip(weights, buffers, wants):
+        close(buffer, dw if overwrite else dw + 3.0)
+        assert w.grad_added_to_main_grad is True
+    close(op.bias0.grad, dy[:2].sum(0))
