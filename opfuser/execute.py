@@ -220,8 +220,10 @@ class _Run(torch.autograd.Function):
         else:
             with torch.no_grad():
                 grads = _walk_backward(func_ctx, grad_output, grad_outputs, keep)
+            # A leaf that requires grad, as otherwise the gradients would pass for constants.
+            leaf = torch.empty(0, requires_grad=True)
             made = [g for g in grads if g is not None]
-            guarded = iter(_NotTwice.apply(len(made), *made, grad_output, *grad_outputs))  # type: ignore[no-untyped-call]
+            guarded = iter(_NotTwice.apply(leaf, *made))  # type: ignore[no-untyped-call]
             grads = [None if g is None else next(guarded) for g in grads]
         _separate(grads, (grad_output, *grad_outputs))
         return (None, None, *grads)
@@ -235,8 +237,8 @@ class _NotTwice(torch.autograd.Function):
     """Passes gradients through; raises when they are differentiated in turn."""
 
     @staticmethod
-    def forward(func_ctx: Any, count: int, *tensors: Tensor | None) -> Any:
-        return tuple(t.view_as(t) for t in tensors[:count] if t is not None)
+    def forward(func_ctx: Any, leaf: Tensor, *grads: Tensor) -> Any:
+        return tuple(grad.view_as(grad) for grad in grads)
 
     @staticmethod
     def backward(func_ctx: Any, *grads: Tensor) -> Any:

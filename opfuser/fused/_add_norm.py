@@ -76,5 +76,5 @@ class BackwardAddNorm(FusedOperation):
         dx, grads = norm.op_backward(basic_op_ctxs[1], grad_output)
         if dx is not None and g is not None:
             # The norm's gradient is new memory, and nobody else's.
-            dx = dx.add_(g) if torch.result_type(dx, g) == dx.dtype else dx + g
+            dx = dx.add_(g) if torch.promote_types(dx.dtype, g.dtype) == dx.dtype else dx + g
         return dx, [(), grads], [(), ()]
