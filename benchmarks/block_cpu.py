@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -190,6 +192,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    compiled = not args.no_compile
+    if compiled and shutil.which(os.environ.get("CXX", "g++")) is None:
+        print("torch.compile is left out: there is no C++ compiler")
+        compiled = False
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     print(f"d={args.d}, f={args.f}, {args.tokens} tokens; medians of {args.rounds} rounds, in ms")
     print(
@@ -197,7 +203,7 @@ def main() -> None:
     )
     results = {}
     for label in args.dtypes:
-        steps = contestants(args.d, args.f, args.tokens, DTYPES[label], not args.no_compile)
+        steps = contestants(args.d, args.f, args.tokens, DTYPES[label], compiled)
         results[label] = summarise(measure(steps, args.rounds))
         for row in results[label]:
             low, high = row["quartiles_ms"]

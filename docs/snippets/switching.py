@@ -14,10 +14,3 @@ with opfuser.disable("*"):
 with opfuser.disable("*"), opfuser.enable("forward_linear_bias_add"):
     print(block.plan(x).fused("forward"))
 # --8<-- [end:switch]
-
-# --8<-- [start:list]
-with opfuser.disable("forward_linear_bias_add"):
-    for info in opfuser.fusions():
-        state = "on" if info.enabled else f"off: {info.disabled_by}"
-        print(info.name, info.stage, info.origin, state)
-# --8<-- [end:list]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import explain
 from .calls import Outcome, Subject, Variant, call, fail, without_rows
 
 
@@ -46,6 +47,23 @@ def precision(dtypes: Sequence[torch.dtype]) -> float:
     return eps * 256 if eps == torch.finfo(torch.float64).eps else eps
 
 
+def check_kind(where: str, y: Any, like: Tensor, *, any_dtype: bool) -> None:
+    """Holds ``y`` to be a tensor of the shape, the device and the dtype of ``like``.
+
+    Args:
+        any_dtype: under autocast an operation may compute in its dtype, or leave dtypes as they
+            are.
+    """
+    if not isinstance(y, Tensor):
+        fail("Outputs are tensors", where, type(y).__name__)
+    if y.shape != like.shape:
+        fail(f"Expected shape {tuple(like.shape)}", where, f"shape {tuple(y.shape)}")
+    if y.device != like.device:
+        fail(f"Expected device {like.device}", where, f"device {y.device}")
+    if y.dtype != like.dtype and not any_dtype:
+        fail(f"Expected {like.dtype}", where, str(y.dtype))
+
+
 class Comparison(NamedTuple):
     """The three computations that are compared, and how exactly they must agree."""
 
@@ -60,10 +78,8 @@ class Comparison(NamedTuple):
 
     def check(self) -> None:
         ours, plain = self.ours.outputs, self.plain.outputs
-        if len(ours) != len(plain):
-            fail(f"Expected {len(plain)} outputs", self.where, str(len(ours)))
         for name, y in ours.items():
-            self._check_kind(name, y, plain[name])
+            check_kind(f"{self.where}: {name}", y, plain[name], any_dtype=self.autocast)
         floor = self.tolerance.floor
         if floor is None:
             made = (*ours.values(), *self.ours.grads.values())
@@ -81,23 +97,9 @@ class Comparison(NamedTuple):
                 own, theirs, truth = (zero if g is None else g for g in grads)
                 self._check_value(f"gradient of {name}", own, theirs, truth, floor)
 
-    def _check_kind(self, name: str, y: Any, plain: Tensor) -> None:
-        where = f"{self.where}: {name}"
-        if not isinstance(y, Tensor):
-            fail("Outputs are tensors", where, type(y).__name__)
-        if y.shape != plain.shape:
-            fail(f"Expected shape {tuple(plain.shape)}", where, f"shape {tuple(y.shape)}")
-        if y.device != plain.device:
-            fail(f"Expected device {plain.device}", where, f"device {y.device}")
-        # Under autocast an operation may compute in its dtype, or leave dtypes as they are.
-        if y.dtype != plain.dtype and not self.autocast:
-            fail(f"Expected {plain.dtype}", where, str(y.dtype))
-
     def _check_value(
         self, name: str, ours: Tensor, plain: Tensor, exact: Tensor, floor: float
     ) -> None:
-        if ours.shape != exact.shape:
-            fail(f"The {name} must have shape {tuple(exact.shape)}", self.where, f"{ours.shape}")
         error, theirs = error_of(ours, exact), error_of(plain, exact)
         if not exact.is_floating_point():
             theirs = floor = 0.0
@@ -113,38 +115,63 @@ class Comparison(NamedTuple):
             )
 
 
-def compare_with_exact(
-    subjects: Sequence[Subject],
-    inputs: Mapping[str, Tensor],
-    variant: Variant,
-    tolerance: Tolerance,
-    where: str,
-    peer: str,
-    *,
-    lower: torch.dtype | None = None,
-) -> None:
-    """Calls ours, plain and exact in the way of ``variant`` and compares.
+class Reference:
+    """What others are held to: plain torch in the same dtype, and the truth in float64.
 
     Args:
+        plain, exact: the two, with parameters of their own.
+        inputs: what to call with, by name, in the dtype of the call.
+        peer: what ``plain`` is, for messages.
         lower: the autocast dtype; plain then runs without autocast, all in that dtype.
     """
-    ours_is, plain_is, exact_is = subjects
-    if variant.name:
-        where = f"{where}, {variant.name}"
-    if variant.zero_rows:
-        inputs = without_rows(inputs)
-    kind = inputs["input"].device.type
-    ours = call(ours_is, inputs, variant, where=where)
-    with torch.autocast(kind, enabled=lower is None and torch.is_autocast_enabled(kind)):
-        cast = inputs if lower is None else _cast(inputs, lower)
-        plain = call(plain_is, cast, variant, grad_outputs=ours.grad_outputs)
-    with torch.autocast(kind, enabled=False):
-        double = _cast(inputs, torch.float64)
-        exact = call(exact_is, double, variant, grad_outputs=ours.grad_outputs)
-    Comparison(where, ours, plain, exact, tolerance, peer, torch.is_autocast_enabled(kind)).check()
+
+    def __init__(
+        self,
+        plain: Subject,
+        exact: Subject,
+        inputs: Mapping[str, Tensor],
+        tolerance: Tolerance,
+        peer: str,
+        *,
+        lower: torch.dtype | None = None,
+    ) -> None:
+        self._plain, self._exact = plain, exact
+        self._inputs = inputs
+        self._tolerance, self._peer, self._lower = tolerance, peer, lower
+        self._known: dict[Variant, tuple[Outcome, Outcome]] = {}
+
+    def check(self, ours_is: Subject, variant: Variant, where: str) -> None:
+        """Calls ``ours_is`` in the way of ``variant`` and compares."""
+        if variant.name:
+            where = f"{where}, {variant.name}"
+        inputs = without_rows(self._inputs) if variant.zero_rows else self._inputs
+        try:
+            ours = call(ours_is, inputs, variant, where=where)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            text = explain("The call failed", where=where, received=str(error))
+            raise AssertionError(text) from error
+        if variant not in self._known:
+            self._known[variant] = self._call(inputs, variant, ours.grad_outputs)
+        plain, exact = self._known[variant]
+        autocast = torch.is_autocast_enabled(inputs["input"].device.type)
+        Comparison(where, ours, plain, exact, self._tolerance, self._peer, autocast).check()
+
+    def _call(
+        self, inputs: Mapping[str, Tensor], variant: Variant, grad_outputs: Mapping[str, Tensor]
+    ) -> tuple[Outcome, Outcome]:
+        kind = inputs["input"].device.type
+        autocast = self._lower is None and torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=autocast):
+            low = inputs if self._lower is None else cast(inputs, self._lower)
+            plain = call(self._plain, low, variant, grad_outputs=grad_outputs)
+        with torch.autocast(kind, enabled=False):
+            double = cast(inputs, torch.float64)
+            exact = call(self._exact, double, variant, grad_outputs=grad_outputs)
+        return plain, exact
 
 
-def _cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors, floating-point ones in ``dtype``."""
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
 

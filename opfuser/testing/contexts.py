@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from ..plan import Plan
 from ..registry import disable, enable, registry
 from ..sequential import Sequential
 from ..wiring import Slot
-from .calls import Outcome, fail
-from .compare import Comparison, Tolerance
+from .calls import Outcome, Untouched, fail
+from .compare import Comparison, Tolerance, cast, parameters_of
 
 
 @contextmanager
@@ -37,8 +38,12 @@ class _Filled(NamedTuple):
     contexts: list[OperationContext]
 
 
-def _fill(seq: Sequential, tensors: Iterable[Tensor], fusions: Iterable[str]) -> _Filled:
-    x, *extras = (t.clone().requires_grad_(t.is_floating_point()) for t in tensors)
+def _fill(
+    seq: Sequential, inputs: Mapping[str, Tensor], fusions: Iterable[str], where: str
+) -> _Filled:
+    given = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in inputs.items()}
+    watched = Untouched({**given, **parameters_of(seq)})
+    x, *extras = given.values()
     with only(fusions):
         plan = seq.plan(x, *extras)
     assert seq._module_groups is not None
@@ -50,7 +55,7 @@ def _fill(seq: Sequential, tensors: Iterable[Tensor], fusions: Iterable[str]) ->
         for step in plan.forward:
             ctxs = [_context(plan.needs[i]) for i in step.indices]
             sources = [fuser.wiring.sources[i] for i in step.indices]
-            x, extra_outputs = cast(FusibleOperation, step.op).fuser_forward(
+            x, extra_outputs = typing.cast(FusibleOperation, step.op).fuser_forward(
                 ctxs,
                 x,
                 basic_op_extra_inputs=[
@@ -64,6 +69,7 @@ def _fill(seq: Sequential, tensors: Iterable[Tensor], fusions: Iterable[str]) ->
             for i, ys in zip(step.indices, extra_outputs):
                 produced.update({Slot(i, s): y for s, y in enumerate(ys)})
             contexts += ctxs
+    watched.check(where)
     return _Filled(plan, contexts)
 
 
@@ -77,17 +83,16 @@ def _context(needs: GradNeeds | None) -> OperationContext:
 def check_saved_by(
     fusion: str,
     seq: Sequential,
-    inputs: dict[str, Tensor],
+    inputs: Mapping[str, Tensor],
     tolerance: Tolerance,
     where: str,
 ) -> None:
     """Holds what a forward fusion saves for each operation to what the operation saves itself."""
-    fused = _fill(seq, inputs.values(), [fusion])
-    plain = _fill(seq, inputs.values(), [])
+    fused = _fill(seq, inputs, [fusion], where)
+    plain = _fill(seq, inputs, [], where)
     with torch.autocast(inputs["input"].device.type, enabled=False):
         exact_seq = copy.deepcopy(seq).to(torch.float64)
-        double = [t.double() if t.is_floating_point() else t for t in inputs.values()]
-        exact = _fill(exact_seq, double, [])
+        exact = _fill(exact_seq, cast(inputs, torch.float64), [], where)
     for step in fused.plan.forward:
         for i in step.indices if step.fusion == fusion else ():
             op = fused.plan.basic_ops[i]
@@ -111,7 +116,9 @@ def _compare_contexts(
         fail(f"The context must have the attributes {sorted(missing)}", where)
     both = [name for name, a, b in zip(names, own, plain) if a is not None and b is not None]
     outcomes = [
-        Outcome({name: t for name, t in zip(names, saved) if t is not None and name in both})
+        Outcome(
+            {name: t.detach() for name, t in zip(names, saved) if t is not None and name in both}
+        )
         for saved in (own, plain, exact)
     ]
     own_outcome, plain_outcome, exact_outcome = outcomes

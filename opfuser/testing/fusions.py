@@ -17,7 +17,7 @@ from ..plan import Plan
 from ..registry import FusionHandle, disable, registry
 from ..sequential import Sequential
 from .calls import Subject, named_inputs, variants
-from .compare import Tolerance, compare_with_exact, parameters_of
+from .compare import Reference, Tolerance, cast, parameters_of
 from .contexts import check_saved_by, only
 from .plans import record_text
 
@@ -66,10 +66,7 @@ def check_fusion(
             seq = Sequential(*copy.deepcopy(list(ops)))
             inputs = named_inputs(input.detach(), [t.detach() for t in extra_inputs])
             if dtype is not None:
-                seq = seq.to(dtype)
-                inputs = {
-                    name: t.to(dtype) if t.is_floating_point() else t for name, t in inputs.items()
-                }
+                seq, inputs = seq.to(dtype), cast(inputs, dtype)
             _check(handle, seq, inputs, zero_rows, Tolerance(factor, floor))
 
 
@@ -145,11 +142,11 @@ def _check(
     _check_is_one_run(seq)
     if handle.stage == "forward":
         check_saved_by(handle.name, seq, inputs, tolerance, where)
-    pairings = _pairings(handle, seq, wanting)[1:]
     plain = _subject(copy.deepcopy(seq), frozenset())
     exact = _subject(copy.deepcopy(seq).to(torch.float64), frozenset())
+    reference = Reference(plain, exact, inputs, tolerance, "unfused")
     parameters = parameters_of(seq)
-    for pairing in pairings:
+    for pairing in _pairings(handle, seq, wanting)[1:]:
         ours = _subject(seq, pairing.fusions)._replace(parameters=parameters)
         for variant in variants(
             parameters=bool(parameters),
@@ -157,8 +154,7 @@ def _check(
             extra_outputs=bool(seq.num_extra_outputs),
             zero_rows=zero_rows,
         ):
-            place = f"{where}, {pairing.name}"
-            compare_with_exact([ours, plain, exact], inputs, variant, tolerance, place, "unfused")
+            reference.check(ours, variant, f"{where}, {pairing.name}")
 
 
 def _subject(seq: Sequential, fusions: frozenset[str]) -> Subject:

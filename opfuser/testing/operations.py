@@ -13,7 +13,7 @@ from ..errors import ArgumentTypeError, explain
 from ..op import BasicOperation, autocast_dtype
 from ..registry import disable, fusions
 from .calls import Subject, named_inputs, variants
-from .compare import Tolerance, compare_with_exact, parameters_of
+from .compare import Reference, Tolerance, cast, parameters_of
 from .protocol import check_protocol
 
 __all__ = ["check_op"]
@@ -68,11 +68,10 @@ def check_op(
         )
     kwargs = dict(kwargs or {})
     for dtype in (None,) if dtypes is None else tuple(dtypes):
-        ours = copy.deepcopy(op) if dtype is None else copy.deepcopy(op).to(dtype)
-        inputs = {
-            name: t.detach() if dtype is None or not t.is_floating_point() else t.detach().to(dtype)
-            for name, t in named_inputs(input, extra_inputs).items()
-        }
+        ours = copy.deepcopy(op)
+        inputs = {name: t.detach() for name, t in named_inputs(input, extra_inputs).items()}
+        if dtype is not None:
+            ours, inputs = ours.to(dtype), cast(inputs, dtype)
         names = [handle.name for handle in fusions()]
         with disable(*names):
             _check(ours, inputs, kwargs, zero_rows, Tolerance(factor, floor))
@@ -85,27 +84,31 @@ def _check(
     zero_rows: bool,
     tolerance: Tolerance,
 ) -> None:
-    where = describe(op, inputs)
+    where = _describe(op, inputs)
     check_protocol(op, inputs, kwargs, where)
     lower = autocast_dtype(inputs["input"].device)
     exact, plain = copy.deepcopy(op).to(torch.float64), copy.deepcopy(op)
     if lower is not None:
         plain = plain.to(lower)
-    subjects = [
-        Subject(lambda *ts: op(*ts, **kwargs), parameters_of(op)),
+    reference = Reference(
         Subject(lambda *ts: plain.reference(*ts, **kwargs), parameters_of(plain)),
         Subject(lambda *ts: exact.reference(*ts, **kwargs), parameters_of(exact)),
-    ]
+        inputs,
+        tolerance,
+        "plain torch",
+        lower=lower,
+    )
+    ours = Subject(lambda *ts: op(*ts, **kwargs), parameters_of(op))
     for variant in variants(
-        parameters=bool(subjects[0].parameters),
+        parameters=bool(ours.parameters),
         extra_inputs=any(t.is_floating_point() for t in list(inputs.values())[1:]),
         extra_outputs=bool(op.num_extra_outputs),
         zero_rows=zero_rows,
     ):
-        compare_with_exact(subjects, inputs, variant, tolerance, where, "plain torch", lower=lower)
+        reference.check(ours, variant, where)
 
 
-def describe(op: nn.Module, inputs: Mapping[str, Tensor]) -> str:
+def _describe(op: nn.Module, inputs: Mapping[str, Tensor]) -> str:
     t = inputs["input"]
     dtype = str(t.dtype).removeprefix("torch.")
     return f"{type(op).__name__}({op.extra_repr()}), input {dtype} {list(t.shape)}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..op import BasicOperation, GradNeeds, OperationContext
 from .calls import Untouched, fail, named_outputs
+from .compare import check_kind
 
 
 def check_protocol(
@@ -18,9 +19,13 @@ def check_protocol(
     """Runs the operation with contexts of our own and looks at what it does with them."""
     given = {name: t.detach().clone() for name, t in inputs.items()}
     ctx, y = _forward(op, given, kwargs, where, requires_grad=True)
+    with torch.no_grad():
+        expected = named_outputs(op.reference(*given.values(), **kwargs))
+    if len(expected) != len(y):
+        fail(f"The reference gives {len(expected)} outputs", where, str(len(y)))
+    autocast = torch.is_autocast_enabled(given["input"].device.type)
     for name, output in y.items():
-        if not isinstance(output, Tensor):
-            fail(f"The {name} must be a tensor", where, type(output).__name__)
+        check_kind(f"{where}: {name}", output, expected[name], any_dtype=autocast)
     saved = () if ctx.to_save is None else ctx.to_save
     check_saved(op, saved, where)
     idle, _ = _forward(op, given, kwargs, where, requires_grad=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,13 +30,23 @@ SMALL = (
 ).split()
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
     """train_lm.py as a module; its helpers are found beside it, as when it is run as a script."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import train_lm  # noqa: PLC0415 - found only once the path is set
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        import train_lm  # noqa: PLC0415 - found only once the path is set
 
-    return train_lm
+        patch.setattr(train_lm, "load_corpus", functools.cache(load_corpus))
+        yield train_lm
+
+
+@pytest.fixture(scope="module")
+def whole(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing interrupted."""
+    runs = tmp_path_factory.mktemp("runs")
+    assert example.main([*SMALL, f"--runs={runs}", "--name=whole", "--twin"]) == 0
+    return runs / "whole"
 
 
 def losses(folder: Path, key: str = "loss") -> dict[int, float]:
@@ -93,13 +105,11 @@ def test_registered_fusion_changes_memory_and_nothing_else(
 @pytest.mark.parametrize("stop_after", [1, 5, 7])
 def test_interrupted_run_continues_exactly(
     example: ModuleType,
+    whole: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     stop_after: int,
 ) -> None:
-    args = [*SMALL, f"--runs={tmp_path}"]
-    assert example.main([*args, "--name=whole"]) == 0
-
     update = example.Trainer.update
 
     def update_then_interrupt(self: Any, first: bool) -> dict[str, float]:
@@ -110,26 +120,23 @@ def test_interrupted_run_continues_exactly(
 
     with monkeypatch.context() as patch:
         patch.setattr(example.Trainer, "update", update_then_interrupt)
-        assert example.main([*args, "--name=broken"]) == example.INTERRUPTED
+        args = [*SMALL, f"--runs={tmp_path}", "--name=broken"]
+        assert example.main(args) == example.INTERRUPTED
     broken = tmp_path / "broken"
     assert list(losses(broken)) == list(range(1, stop_after + 1))
     assert not (broken / "results.json").exists()
     assert example.main([f"--runs={tmp_path}", "--name=broken", "--resume"]) == 0
 
     for key in ("loss", "grad_norm", "validation_loss"):
-        assert losses(broken, key) == losses(tmp_path / "whole", key)
-    ours, wanted = (
-        load_file(tmp_path / name / "checkpoint.safetensors") for name in ("broken", "whole")
-    )
+        assert losses(broken, key) == losses(whole, key)
+    ours, wanted = (load_file(path / "checkpoint.safetensors") for path in (broken, whole))
     assert ours.keys() == wanted.keys()
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
 
 
 def test_killed_run_continues_from_its_last_checkpoint(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = [*SMALL, f"--runs={tmp_path}"]
-    assert example.main([*args, "--name=whole"]) == 0
     update = example.Trainer.update
 
     def update_or_die(self: Any, first: bool) -> dict[str, float]:
@@ -140,17 +147,15 @@ def test_killed_run_continues_from_its_last_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(example.Trainer, "update", update_or_die)
         with pytest.raises(MemoryError):
-            example.main([*args, "--name=killed"])
+            example.main([*SMALL, f"--runs={tmp_path}", "--name=killed"])
     assert list(losses(tmp_path / "killed")) == list(range(1, 9))
     assert example.main([f"--runs={tmp_path}", "--name=killed", "--resume"]) == 0
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "killed") == losses(whole)
 
 
 def test_twin_is_resumed_too(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = [*SMALL, f"--runs={tmp_path}", "--twin"]
-    assert example.main([*args, "--name=whole"]) == 0
     update = example.Trainer.update
 
     def interrupt_the_twin(self: Any, first: bool) -> dict[str, float]:
@@ -161,11 +166,12 @@ def test_twin_is_resumed_too(
 
     with monkeypatch.context() as patch:
         patch.setattr(example.Trainer, "update", interrupt_the_twin)
-        assert example.main([*args, "--name=broken"]) == example.INTERRUPTED
+        args = [*SMALL, f"--runs={tmp_path}", "--name=broken", "--twin"]
+        assert example.main(args) == example.INTERRUPTED
     assert example.main([f"--runs={tmp_path}", "--name=broken", "--resume"]) == 0
     for part in (".", "twin"):
-        broken, whole = tmp_path / "broken" / part, tmp_path / "whole" / part
-        assert (broken / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+        ours, wanted = (path / part / "metrics.jsonl" for path in (tmp_path / "broken", whole))
+        assert ours.read_text() == wanted.read_text()
 
 
 def test_resume_refuses_what_it_cannot_continue(

@@ -6,6 +6,7 @@ cannot hide behind rounding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,14 @@ from tests.hazards.tensors import F64, close, fill, leaf, rand
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
+@pytest.fixture(params=["fused", "unfused"])
+def fusing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the fusions of the library, and without: their kernels differ."""
+    with of.disable(*["*"] * (request.param == "unfused")):
+        yield
+
+
+@pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("bias", [False, True])
 def test_hazard_01_in_place_add_of_residual_channel_after_linear(
@@ -49,6 +58,7 @@ def test_hazard_01_in_place_add_of_residual_channel_after_linear(
         close(linear.bias.grad, b64.grad, tolerance)
 
 
+@pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_hazard_01_in_place_add_of_the_input_itself(
@@ -70,6 +80,7 @@ def test_hazard_01_in_place_add_of_the_input_itself(
     close(linear.weight.grad, w64.grad, TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("grad", [False, True])
 def test_hazard_01_in_place_add_into_a_tensor_that_is_read_later(grad: bool) -> None:
     linear = fill(of.Linear(6, 6, **F64))

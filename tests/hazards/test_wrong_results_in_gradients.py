@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,14 @@ from tests.hazards.tensors import F64, close, fill, leaf, rand
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 5e-2}
 
 
+@pytest.fixture(params=["fused", "unfused"])
+def fusing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the fusions of the library, and without: their kernels differ."""
+    with of.disable(*["*"] * (request.param == "unfused")):
+        yield
+
+
+@pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("after", ["Identity", "BasicLinear", "RMSNorm", "nothing"])
 @pytest.mark.parametrize("in_place", [False, True])
@@ -97,28 +106,32 @@ def test_hazard_07_extra_inputs_that_nobody_asks_for() -> None:
         of.AddExtraInput()(x, x, x)
 
 
+@pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_hazard_08_main_grad_is_not_returned_as_the_gradient(overwrite: bool) -> None:
-    linear = of.Linear(6, 4, accumulate_into_main_grad=True, **F64)
-    fill(linear)
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_hazard_08_main_grad_is_not_returned_as_the_gradient(
+    overwrite: bool, scale: float | None
+) -> None:
+    linear = fill(of.BasicLinear(6, 4, accumulate_into_main_grad=True, **F64))
     weight = linear.weight
     weight.main_grad = torch.full((4, 6), 3.0, dtype=torch.float64)
     weight.overwrite_main_grad = overwrite
     weight.grad_added_to_main_grad = False
-    seen: list[Tensor] = []
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    main_memory = weight.main_grad.untyped_storage().data_ptr()
+    returned: list[Tensor] = []
+    weight.register_hook(returned.append)
+    model = of.Sequential(linear, *([] if scale is None else [of.ConstantScale(scale)]))
     x, dy = rand(5, 6, grad=True), rand(5, 4)
-    of.Sequential(linear)(x).backward(dy)
-    dw = dy.t() @ x.detach()
-    close(weight.main_grad, dw if overwrite else dw + 3.0)
-    assert weight.grad_added_to_main_grad is True
-    assert len(seen) == 1, "hooks on the gradient must fire"
-    placeholder = seen[0]
-    assert placeholder.untyped_storage().data_ptr() != weight.main_grad.untyped_storage().data_ptr()
-    assert placeholder.shape == weight.shape
-    placeholder.fill_(99.0)
-    close(weight.main_grad, dw if overwrite else dw + 3.0)
-    assert not placeholder.equal(weight.main_grad)
+    for step in (1, 2):
+        model(x).backward(dy)
+        dw = (scale or 1.0) * dy.t() @ x.detach()
+        close(weight.main_grad, dw if overwrite else step * dw + 3.0)
+        assert weight.grad_added_to_main_grad is True
+        assert len(returned) == step, "hooks on the gradient must fire"
+        assert returned[-1].shape == weight.shape
+        assert returned[-1].untyped_storage().data_ptr() != main_memory
+        # Were .grad not to be ignored, an optimizer would count the gradient twice.
+        assert weight.grad is None or not weight.grad.any()
 
 
 def _apart(*tensors: Tensor | None) -> None:
@@ -127,6 +140,7 @@ def _apart(*tensors: Tensor | None) -> None:
     assert len(set(places)) == len(places), "two gradients share memory"
 
 
+@pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("with_linear", [False, True])
 def test_hazard_09_both_sides_of_an_addition(dtype: torch.dtype, with_linear: bool) -> None:

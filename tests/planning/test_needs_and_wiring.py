@@ -217,7 +217,7 @@ def test_texts_of_channel_errors(case: str) -> None:
         (
             lambda op: op.set_extra_input_channel(1, "r"),
             ChannelIndexError,
-            "Extra input index 1 is out of range (Extra). Received: an operation with 1 extra inputs",
+            "Extra input index 1 is out of range (Extra). Received: an operation with 1 extra",
         ),
         (lambda op: op.set_extra_input_channel(-1, "r"), ChannelIndexError, "out of range"),
         (

@@ -1,0 +1,45 @@
+"""Runs each snippet in a fork of one interpreter that has imported torch.
+
+``python run_snippets.py FOLDER SNIPPET...`` writes to FOLDER, for each snippet, ``NAME.txt`` with
+what it printed, and ``NAME.status`` with its exit status.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+import torch  # noqa: F401
+
+import opfuser  # noqa: F401
+
+
+def run(snippet: Path, folder: Path) -> int:
+    """Runs one snippet as a program would; returns its exit status."""
+    with (folder / f"{snippet.stem}.txt").open("w", encoding="utf-8") as out:
+        sys.stdout = sys.stderr = out
+        sys.argv, sys.path[0] = [str(snippet)], str(snippet.parent)
+        os.chdir(folder)
+        try:
+            runpy.run_path(str(snippet), run_name="__main__")
+        except Exception:  # noqa: BLE001 - reported as an interpreter would
+            traceback.print_exc()
+            return 1
+    return 0
+
+
+def main() -> None:
+    folder, *snippets = map(Path, sys.argv[1:])
+    for snippet in snippets:
+        child = os.fork()
+        if not child:
+            os._exit(run(snippet, folder))
+        _, status = os.waitpid(child, 0)
+        (folder / f"{snippet.stem}.status").write_text(str(status), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Sequential as a list."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import opfuser
+from opfuser.errors import ArgumentTypeError
+from tests.engine.toys import F64, Square, Times, randn, same
+
+
+def build(count: int = 4) -> tuple[opfuser.Sequential, list[nn.Module]]:
+    modules = [opfuser.ConstantScale(n + 2.0) for n in range(count)]
+    return opfuser.Sequential(*modules), list(modules)
+
+
+def check(seq: opfuser.Sequential, modules: list[nn.Module]) -> None:
+    """``seq`` holds these modules and computes their product."""
+    assert len(seq) == len(modules)
+    assert [id(m) for m in seq] == [id(m) for m in modules]
+    assert len(set(seq._modules)) == len(modules)
+    expected = 1.0
+    for module in modules:
+        expected *= module.scale  # type: ignore[operator]
+    assert seq(torch.ones(1, dtype=F64)).item() == expected
+
+
+@pytest.mark.parametrize("index", range(-4, 4))
+def test_get_set_and_delete_by_int(index: int) -> None:
+    seq, modules = build()
+    assert seq[index] is modules[index]
+    seq[index] = modules[index] = opfuser.ConstantScale(7.0)
+    check(seq, modules)
+    del seq[index], modules[index]
+    check(seq, modules)
+
+
+SLICES = [slice(None), slice(1, 3), slice(None, None, 2), slice(None, None, -1), slice(-2, None),
+          slice(2, 1), slice(0, 100)]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", SLICES, ids=str)
+def test_get_and_delete_by_slice(index: slice) -> None:
+    seq, modules = build()
+    part = seq[index]
+    assert type(part) is opfuser.Sequential
+    check(part, modules[index])
+    del seq[index], modules[index]
+    check(seq, modules)
+
+
+@pytest.mark.parametrize("value", ["list", "operation"])
+def test_set_by_slice(value: str) -> None:
+    """Like a list, or an error; never half of it in silence."""
+    seq, modules = build()
+    new = [opfuser.ConstantScale(7.0), opfuser.ConstantScale(8.0)]
+    if value == "operation":
+        with pytest.raises(TypeError):
+            seq[1:3] = new[0]
+        check(seq, modules)
+        return
+    try:
+        seq[1:3] = new  # type: ignore[assignment]
+    except TypeError:
+        check(seq, modules)
+    else:
+        modules[1:3] = new
+        check(seq, modules)
+
+
+def test_a_slice_shares_its_modules() -> None:
+    seq = opfuser.Sequential(opfuser.Linear(3, 3), Square(), opfuser.Linear(3, 3))
+    x = torch.randn(2, 3)
+    same(seq[1:](seq[:1](x)), seq(x))
+    assert seq[:1][0].weight is seq[0].weight
+
+
+@pytest.mark.parametrize("index", range(-4, 5))
+def test_insert(index: int) -> None:
+    seq, modules = build()
+    new = opfuser.ConstantScale(7.0)
+    assert seq.insert(index, new) is seq
+    modules.insert(index, new)
+    check(seq, modules)
+
+
+@pytest.mark.parametrize("index", [None, *range(-4, 4), slice(1, 3)])
+def test_pop(index: Any) -> None:
+    seq, modules = build()
+    arguments = () if index is None else (index,)
+    popped = seq.pop(*arguments)
+    if isinstance(index, slice):
+        check(popped, modules[index])
+        del modules[index]
+    else:
+        assert popped is modules.pop(*arguments)
+    check(seq, modules)
+
+
+def test_append_extend_and_add() -> None:
+    seq, modules = build()
+    more = [opfuser.ConstantScale(3.0), opfuser.ConstantScale(5.0)]
+    assert seq.append(more[0]) is seq
+    assert seq.extend(more[1:]) is seq
+    modules += more
+    check(seq, modules)
+    check(seq + more, modules + more)
+    check(seq + opfuser.Sequential(*more), modules + more)
+    check(seq + seq, modules + modules)
+    check(seq, modules)
+    before = seq
+    seq += opfuser.Sequential(*more)
+    assert seq is before
+    check(seq, modules + more)
+    seq.extend(seq)
+    check(seq, 2 * (modules + more))
+
+
+def test_multiplication_repeats() -> None:
+    """As in torch.nn.Sequential."""
+    seq, modules = build(2)
+    check(seq * 3, modules * 3)
+    check(2 * seq, 2 * modules)
+    seq *= 2
+    check(seq, 2 * modules)
+
+
+def test_construction() -> None:
+    scale = opfuser.ConstantScale(2.0)
+    named = {"first": scale, "second": opfuser.Sequential({"inner": opfuser.Linear(3, 3)})}
+    for mapping in (named, OrderedDict(named)):
+        seq = opfuser.Sequential(mapping)
+        assert list(dict(seq.named_children())) == ["first", "second"]
+        assert list(seq.state_dict()) == ["second.inner.weight", "second.inner.bias"]
+        assert seq.first is seq[0] is scale
+        x = torch.randn(2, 3)
+        same(seq(x), named["second"](2 * x))
+    assert len(opfuser.Sequential()) == 0
+    assert len(opfuser.Sequential({})) == 0
+
+
+def test_named_sequentials_can_be_edited() -> None:
+    scales = [opfuser.ConstantScale(n + 2.0) for n in range(4)]
+    seq = opfuser.Sequential({"a": scales[0], "b": scales[1]})
+    seq.append(scales[2])
+    assert list(seq._modules) == ["a", "b", "0"]
+    check(seq, scales[:3])
+    seq.insert(0, scales[3])
+    check(seq, [scales[3], *scales[:3]])
+    del seq[1]
+    check(seq, [scales[3], *scales[1:3]])
+
+
+def test_keys_have_no_gaps() -> None:
+    seq = opfuser.Sequential(*(Times() for _ in range(4)))
+    del seq[1]
+    assert list(seq.state_dict()) == ["0.w", "1.w", "2.w"]
+    seq.append(Times())
+    seq.insert(0, Times())
+    assert list(seq.state_dict()) == [f"{n}.w" for n in range(5)]
+
+
+def test_iteration_and_containment() -> None:
+    seq, modules = build()
+    assert list(seq) == modules
+    assert modules[2] in list(seq)
+    assert list(reversed(list(seq))) == modules[::-1]
+
+
+@pytest.mark.parametrize("index", [4, -5, 100])
+def test_indices_out_of_range(index: int) -> None:
+    seq, modules = build()
+    for use in (
+        lambda: seq[index],
+        lambda: seq.__setitem__(index, modules[0]),
+        lambda: seq.__delitem__(index),
+        lambda: seq.pop(index),
+    ):
+        with pytest.raises(IndexError, match=f"Index {index} is out of range.*a Sequential of 4"):
+            use()
+    with pytest.raises(IndexError, match="out of range"):
+        seq.insert(index + (1 if index > 0 else -1), modules[0])
+    check(seq, modules)
+
+
+@pytest.mark.parametrize("index", ["0", 1.0, None])
+def test_indices_of_another_type(index: Any) -> None:
+    seq, modules = build()
+    with pytest.raises(TypeError, match=r"indexed by int or slice\. Received: "):
+        seq[index]
+    check(seq, modules)
+
+
+@pytest.mark.parametrize("value", [torch.relu, 3, None, [opfuser.Identity()]])
+def test_what_is_no_module(value: Any) -> None:
+    seq, modules = build()
+    for use in (
+        lambda: opfuser.Sequential(value),
+        lambda: seq.append(value),
+        lambda: seq.extend([value]),
+        lambda: seq.insert(0, value),
+        lambda: seq.__setitem__(0, value),
+    ):
+        with pytest.raises(ArgumentTypeError, match=r"holds operations and modules\. Received: "):
+            use()
+    check(seq, modules)
+
+
+def test_an_empty_sequential_returns_its_input() -> None:
+    x = randn(2, 3)
+    assert opfuser.Sequential()(x) is x
+    assert opfuser.Sequential(opfuser.Sequential())(x) is x
+
+
+def test_edits_take_effect_at_the_next_call() -> None:
+    seq, modules = build()
+    for _ in range(2):
+        check(seq, modules)
+        modules.insert(1, opfuser.ConstantScale(3.0))
+        seq.insert(1, modules[1])
+        check(seq, modules)
+        del seq[0], modules[0]
+    nested = opfuser.Sequential(seq)
+    check(seq, modules)
+    x = torch.ones(1, dtype=F64)
+    before = nested(x).item()
+    seq.append(opfuser.ConstantScale(10.0))
+    assert nested(x).item() == 10 * before
+    seq.scale = opfuser.ConstantScale(10.0)  # also by attribute, as torch.nn registers it
+    assert nested(x).item() == 100 * before
+
+
+def test_module_interface() -> None:
+    """apply, children, modules, requires_grad_, half … reach everything, parts of Linear too."""
+    seq = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Sequential(Times()))
+    assert [n for n, _ in seq.named_parameters()] == ["0.weight", "0.bias", "1.0.w"]
+    names = []
+    seq.apply(lambda m: names.append(type(m).__name__))
+    assert "Linear" in names
+    assert "Times" in names
+    seq.requires_grad_(False)
+    assert not seq(torch.ones(1, 3)).requires_grad
+    assert {p.dtype for p in seq.half().parameters()} == {torch.float16}
+    assert seq.eval()[0].basic_ops[0].training is False
+    assert "Linear" in repr(seq)

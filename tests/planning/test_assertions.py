@@ -1,0 +1,157 @@
+"""assert_fused and assert_not_fused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opfuser
+from opfuser import ConstantScale, Identity
+from opfuser.errors import ArgumentError
+from opfuser.fusion import Fusion, Refusal, Requires
+from opfuser.testing import assert_fused, assert_not_fused
+from tests.planning.toys import Fused, FusedBackward, _Fused
+
+X = torch.ones(2)
+
+
+class Scales(_Fused):
+    """Runs, so that models can be called."""
+
+    def fuser_forward(self, ctxs: Any, input_: Tensor, **kwargs: Any) -> Any:
+        return input_ * 4, [() for _ in ctxs]
+
+
+PATTERN = (ConstantScale, ConstantScale)
+
+
+@pytest.fixture(autouse=True)
+def _fusions() -> Iterator[None]:
+    no = Refusal("DTYPE", "only bf16")
+    with (
+        opfuser.register_forward_fusion(Fusion("scales", "forward", PATTERN, Scales)),
+        opfuser.register_backward_fusion(Fusion("back", "backward", PATTERN, FusedBackward)),
+        opfuser.register_forward_fusion(
+            Fusion("picky", "forward", (Identity, Identity), Fused, lambda a, b, env: no)
+        ),
+        opfuser.register_forward_fusion(
+            Fusion("cuda", "forward", PATTERN, Fused, requires=Requires(device="cuda"))
+        ),
+        opfuser.register_forward_fusion(
+            Fusion("missing", "forward", PATTERN, Fused, requires=Requires(package="no_such"))
+        ),
+    ):
+        yield
+
+
+def scales(count: int = 2) -> opfuser.Sequential:
+    return opfuser.Sequential(*(ConstantScale(2.0) for _ in range(count)))
+
+
+def test_plans_sequentials_and_models() -> None:
+    seq = scales()
+    x = X.clone().requires_grad_()
+    assert_fused(seq, x, forward={"scales": 1}, backward={"back": 1})
+    assert_fused(seq.plan(x), forward={"scales": 1}, backward={"back": 1})
+    assert_fused(seq, X, forward={"scales": 1, "picky": 0})
+    model = nn.Sequential(scales(), nn.ReLU(), nn.Sequential(scales(4)))
+    model(X)
+    assert_fused(model, forward={"scales": 3})
+
+
+def test_plans_used_last_count() -> None:
+    seq = scales()
+    seq(X)
+    with opfuser.disable("scales"):
+        seq(X)
+    assert_fused(seq, forward={"scales": 0})
+    assert_not_fused(seq, "scales", code="DISABLED")
+
+
+def test_runs_between_plain_modules_and_operations_with_hooks_count() -> None:
+    seq = opfuser.Sequential(*scales(), nn.ReLU(), *scales())
+    seq(X)
+    assert_fused(seq, forward={"scales": 2})
+    assert_fused(seq, X, forward={"scales": 2})
+    seq[0].register_forward_hook(lambda *_: None)
+    seq(X)
+    assert_fused(seq, forward={"scales": 1})
+
+
+def test_joint_fusions() -> None:
+    with opfuser.register_forward_backward_fusion(
+        Fusion("both", "joint", PATTERN, Fused), prepend=True
+    ):
+        x = X.clone().requires_grad_()
+        assert_fused(scales(4), x, joint={"both": 2}, forward={"scales": 0})
+        assert_fused(scales(4), X, joint={"both": 2})
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ({"forward": {"scales": 2}}, "Expected fusion 'scales' 2 times in stage forward, found 1."),
+        ({"forward": {"scales": 0}}, "Expected fusion 'scales' 0 times in stage forward, found 1."),
+        ({"backward": {"scales": 1}}, "'scales' 1 times in stage backward, found 0."),
+        ({"joint": {"back": 1}}, "'back' 1 times in stage joint, found 0."),
+        ({"backward": {"back": 2}}, "'back' 2 times in stage backward, found 1."),
+    ],
+)
+def test_a_wrong_number_is_caught(stages: Any, text: str) -> None:
+    with pytest.raises(AssertionError) as error:
+        assert_fused(scales(), X.clone().requires_grad_(), **stages)
+    assert text in str(error.value)
+    assert "\nPlan for 2 basic operations" in str(error.value)
+
+
+def test_the_text_gives_the_reasons() -> None:
+    with pytest.raises(AssertionError) as error:
+        assert_fused(opfuser.Sequential(Identity(), Identity()), X, forward={"picky": 1})
+    assert "[SUMMARY] matches=0 refused=1" in str(error.value)
+    assert "\n  op 0: DTYPE: only bf16\n" in str(error.value)
+    with pytest.raises(AssertionError) as error:
+        assert_fused(opfuser.Sequential(Identity(), ConstantScale(2.0)), X, forward={"picky": 1})
+    assert "\n  closest: 1 of 2 at op 0; LAYOUT: Identity is expected" in str(error.value)
+
+
+def test_an_unknown_name_is_caught() -> None:
+    for check in (
+        lambda: assert_fused(scales(), X, forward={"scale": 1}),
+        lambda: assert_not_fused(scales(), "scale", X),
+    ):
+        with pytest.raises(AssertionError, match=r"No fusion 'scale' was tried.*Names: .*scales"):
+            check()
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("picky", "DTYPE"), ("scales", "LAYOUT"), ("cuda", "DEVICE"), ("missing", "MISSING_PACKAGE")],
+)
+def test_reasons_of_all_kinds(name: str, code: str) -> None:
+    seq = opfuser.Sequential(Identity(), Identity(), ConstantScale(2.0), Identity())
+    assert_not_fused(seq, name, X)
+    assert_not_fused(seq, name, X, code=code)
+    with pytest.raises(
+        AssertionError, match=f"Expected fusion '{name}' to decline with SHAPE, got {code}"
+    ):
+        assert_not_fused(seq, name, X, code="SHAPE")
+
+
+def test_no_reason() -> None:
+    with pytest.raises(AssertionError, match="to decline with DTYPE, got no reason"):
+        assert_not_fused(opfuser.Sequential(Identity()), "scales", X, code="DTYPE")
+
+
+def test_a_match_that_should_not_be_is_caught() -> None:
+    with pytest.raises(AssertionError, match="Expected fusion 'scales' not to match, found 2"):
+        assert_not_fused(scales(4), "scales", X)
+
+
+@pytest.mark.parametrize("inputs", [(), (X,)])
+def test_a_model_without_a_plan_is_an_error(inputs: tuple[Tensor, ...]) -> None:
+    with pytest.raises(ArgumentError, match="Call the model first and pass no inputs; or pass"):
+        assert_fused(nn.Sequential(scales()), *inputs, forward={"scales": 1})
