@@ -178,7 +178,7 @@ def run(trainer: Trainer, model: opfuser.Sequential, resume: bool) -> int:
         print(compare_fusion(trainer, model))
     if not trainer.train("opfuser"):
         return stopped(trainer)
-    curves = {"training": folder.curve("loss"), "validation": folder.curve("validation_loss")}
+    curves = {"opfuser": folder.curve("loss"), "validation": folder.curve("validation_loss")}
     status = 0
     if config.twin:
         twin = train_twin(trainer, resume)
@@ -186,7 +186,7 @@ def run(trainer: Trainer, model: opfuser.Sequential, resume: bool) -> int:
             return stopped(twin)
         if not report_twin(folder, twin.folder, exact=config.dtype != "bfloat16"):
             status = 1
-        curves["training, torch.nn"] = twin.folder.curve("loss")
+        curves["torch.nn"] = twin.folder.curve("loss")
     folder.plot(curves)
     if config.sample:
         print(f"--- sample\n{generate(model, trainer, 'def ')}\n---")

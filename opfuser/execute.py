@@ -88,6 +88,8 @@ def walk_forward(
         if general is not None:
             ctxs = [_context(needs) for needs in general.needs]
             x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
+            if tape is not None and not torch.compiler.is_compiling():
+                ctxs[-1].output_like = (x.shape, x.dtype, x.device)
             index += len(ctxs)
             if tape is not None:
                 for ctx in ctxs:
@@ -210,8 +212,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
         if grad_output is None:
-            shape, dtype, device = func_ctx.output_like
-            grad_output = torch.zeros(shape, dtype=dtype, device=device)
+            grad_output = _zeros(func_ctx.output_like)
         if torch.compiler.is_compiling():
             return (None, None, *_walk_backward(func_ctx, grad_output, grad_outputs, keep=True))
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -264,6 +265,11 @@ def _distinct_outputs(
     return tuple(results)
 
 
+def _zeros(like: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
 class _RevivedContext(OperationContext):
     """The context of an operation in backward: what forward left, and the tensors it saved.
 
@@ -295,6 +301,7 @@ def _revive(
     ctx.kept = kept
     ctx.requires_grad = kept.requires_grad
     ctx.needs = kept.needs
+    ctx.output_like = kept.output_like
     if kept.span is not None:
         start, stop = kept.span
         ctx.saved_tensors = tuple(saved[start:stop])
@@ -385,10 +392,11 @@ def _general_backward(
     ]
     if dx is None:
         # The operations after this one pass no gradient back, so that of its output is zero.
-        like = next((g for gs in grad_extra_outputs for g in gs if g is not None), None)
-        if like is None:
+        given = [g for gs in grad_extra_outputs for g in gs if g is not None]
+        if not given:
             return None
-        dx = torch.zeros_like(like)
+        like = ctxs[-1].output_like or (given[0].shape, given[0].dtype, given[0].device)
+        dx = _zeros(like)
     dx, params, extras = op.fuser_backward(ctxs, dx, basic_op_grad_extra_outputs=grad_extra_outputs)
     if len(params) != len(general.indices) or len(extras) != len(general.indices):
         raise ParameterGradientCountError(

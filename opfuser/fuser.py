@@ -77,21 +77,22 @@ def _freeze(value: Any) -> Hashable:
 
 
 def signature(op: FusibleOperation) -> Hashable:
-    """All that a fusion may read of an operation: type, flags, shapes and places of parameters."""
+    """What a fusion may read of an operation besides its parameters: type, flags, buffers."""
     flags = tuple(
         (name, _freeze(value))
         for name, value in op.__dict__.items()
         if name not in _NOT_IN_SIGNATURE
     )
-    places = tuple((name, p.shape, p.device) for name, p in op._parameters.items() if p is not None)
-    return (type(op), flags, places)
+    buffers = tuple((name, b.dtype, b.shape, b.device) for name, b in op.named_buffers())
+    inner = tuple((name, type(module)) for name, module in op.named_modules())
+    return (type(op), flags, buffers, inner)
 
 
 def units(modules: Iterable[FusibleOperation]) -> list[FusibleOperation]:
     """What a plan starts from: compounds are replaced by their parts."""
     out: list[FusibleOperation] = []
     for op in modules:
-        out.extend(op.basic_ops if isinstance(op, FusedOperation) and op.is_compound else [op])
+        out.extend(op.basic_ops if isinstance(op, FusedOperation) and op.is_compound() else [op])
     return out
 
 
@@ -178,7 +179,7 @@ class OperationFuser:
             raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
 
     def __call__(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None) -> Any:
-        if self.num_extra_inputs != len(extra_inputs) or not isinstance(input, Tensor):
+        if extra_inputs or self.num_extra_inputs or not isinstance(input, Tensor):
             self._check(input, extra_inputs)
         if torch.compiler.is_compiling():
             return self._call_traced(input, extra_inputs, basic_op_kwargs)
@@ -207,17 +208,19 @@ class OperationFuser:
             grad and input_.requires_grad,
             autocast_dtype(input_.device) if _any_autocast() else None,
             [p.dtype for p in parameters],
+            [p.shape for p in parameters],
             [p.requires_grad for p in parameters] if grad else None,
             [(t.dtype, grad and t.requires_grad) for t in extra_inputs] if extra_inputs else (),
         )
         last = self._last
         if last is not None and last[0] == now:
             return last[1]
-        version, _, dtype, device, requires_grad, autocast, dtypes, require_grads, extras = now
+        _, _, dtype, device, requires_grad, autocast, dtypes, shapes, require_grads, extras = now
         key = PlanKey(
-            version,
+            registry.state(),
             self._signature,
             tuple(zip(dtypes, require_grads or [False] * len(dtypes))),
+            tuple(shapes),
             (dtype, device, requires_grad),
             tuple(extras),
             autocast,
@@ -262,11 +265,10 @@ class OperationFuser:
             # As text, since a changing integer would be traced as a symbol.
             f"fusions {registry.version}",
             grad,
-            input_.dtype,
-            input_.device,
-            grad and input_.requires_grad,
+            (input_.dtype, input_.device, grad and input_.requires_grad),
             autocast_dtype(input_.device),
             tuple((p.dtype, grad and p.requires_grad) for p in parameters),
+            tuple(p.shape for p in parameters),
             tuple((t.dtype, grad and t.requires_grad) for t in extra_inputs),
         )
         return run(self._traced[number], input_, parameters, extra_inputs, kwargs)
@@ -279,18 +281,18 @@ class OperationFuser:
         self,
         version: str,
         grad: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        requires_grad: bool,
+        input_: tuple[torch.dtype, torch.device, bool],
         autocast: torch.dtype | None,
         parameters: tuple[tuple[torch.dtype, bool], ...],
+        shapes: tuple[torch.Size, ...],
         extras: tuple[tuple[torch.dtype, bool], ...],
     ) -> int:
         key = PlanKey(
-            registry.version,
+            registry.state(),
             self._signature,
             parameters,
-            (dtype, device, requires_grad),
+            shapes,
+            input_,
             extras,
             autocast,
             grad,
@@ -354,7 +356,7 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
 def _run_alone(
     op: FusibleOperation, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
 ) -> Any:
-    if isinstance(op, FusedOperation) and op.is_compound and any(map(has_hooks, op.basic_ops)):
+    if isinstance(op, FusedOperation) and op.is_compound() and any(map(has_hooks, op.basic_ops)):
         # Hooks of the parts fire when the parts are called as modules.
         for part in op.basic_ops:
             input_ = part(input_)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -124,11 +124,11 @@ def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...
                     received=repr(element),
                 )
             )
-        parts = getattr(types[0], "pattern_parts", None)
-        if parts is not None and len(types) == 1 and not isinstance(element, Optional):
-            out.extend(_expand(parts(), name))
+        optional = isinstance(element, Optional)
+        if any(issubclass(t, FusedOperation) and t.is_compound() for t in types):
+            out.extend(_expand(_parts(types, optional, name), name))
         else:
-            out.append(_Element(types, isinstance(element, Optional)))
+            out.append(_Element(types, optional))
     if all(e.optional for e in out):
         raise FusionError(
             explain(
@@ -137,6 +137,24 @@ def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...
             )
         )
     return tuple(out)
+
+
+def _parts(
+    types: tuple[type[FusibleOperation], ...], optional: bool, name: str
+) -> Sequence[PatternElement]:
+    """What a compound in a pattern stands for. Fusions see its parts, never the compound."""
+    parts = getattr(types[0], "pattern_parts", None)
+    if parts is None or len(types) > 1 or optional:
+        raise FusionError(
+            explain(
+                "A compound in a pattern stands alone and says what its parts are",
+                where=f"fusion {name!r}",
+                received=", ".join(t.__name__ for t in types),
+                remedy="Write the pattern with basic operations, or give the compound a class "
+                "method pattern_parts() that returns theirs",
+            )
+        )
+    return cast("Sequence[PatternElement]", parts())
 
 
 class Match(NamedTuple):
@@ -167,6 +185,7 @@ def _match(
 
     def step(element: int, at: int, parts: tuple[FusibleOperation | None, ...]) -> Match | None:
         nonlocal best
+        matched = at - start
         if element == len(pattern):
             return Match(start, at, parts)
         wanted = pattern[element]
@@ -174,8 +193,8 @@ def _match(
             found = step(element + 1, at + 1, (*parts, ops[at]))
             if found is not None:
                 return found
-        elif best is None or element > best.matched:
-            best = NearMiss(start, element, len(pattern), _why(wanted, ops, at))
+        elif best is None or matched >= best.matched:
+            best = NearMiss(start, matched, len(pattern), _why(wanted, ops, at))
         return step(element + 1, at, (*parts, None)) if wanted.optional else None
 
     found = step(0, start, ())

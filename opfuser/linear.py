@@ -15,6 +15,7 @@ from .basic.basic_linear import BasicLinear
 from .basic.bias import Bias
 from .basic.reduce_scatter import ReduceScatter
 from .errors import ArgumentError, explain
+from .fusion import Optional
 from .op import BasicOperation, FusedOperation
 
 __all__ = ["Linear"]
@@ -108,6 +109,11 @@ class Linear(FusedOperation):
         self.out_features = out_features
         if not bias:
             self.register_parameter("bias", None)
+
+    @classmethod
+    def pattern_parts(cls) -> tuple[Any, ...]:
+        """What a pattern that names Linear means."""
+        return (BasicLinear, Optional(Bias))
 
     def _set_parts(self, parts: list[BasicOperation]) -> None:
         self.basic_ops = tuple(parts)

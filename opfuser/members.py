@@ -85,7 +85,7 @@ def _open_compounds(modules: Iterable[tuple[nn.Module, int]]) -> Iterator[tuple[
     for module, scope in modules:
         if (
             isinstance(module, FusedOperation)
-            and module.is_compound
+            and module.is_compound()
             and not has_hooks(module)
             and any(map(has_hooks, module.basic_ops))
         ):

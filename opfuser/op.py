@@ -55,7 +55,11 @@ class OperationContext:
     needs: GradNeeds = GradNeeds(True, (), ())
     saved_tensors: tuple[Any, ...] = ()
     to_save: tuple[Tensor | None, ...] | None = None
-    span: tuple[int, int] | None = None  # the engine's: where its tensors lie among all saved
+
+    # The engine's: where the tensors of this context lie among all saved ones, and what its
+    # operation returned.
+    span: tuple[int, int] | None = None
+    output_like: tuple[torch.Size, torch.dtype, torch.device] | None = None
     parameters: tuple[Any, ...] = ()
 
     if TYPE_CHECKING:  # operations may keep values of their own
@@ -306,6 +310,9 @@ class BasicOperation(FusibleOperation):
         self._extra_output_to_caller = [True] * self.num_extra_outputs
         self._routing_captured = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_routing_captured": False}
+
     @property
     def is_fused_op(self) -> bool:
         return False
@@ -553,10 +560,9 @@ class FusedOperation(FusibleOperation):
     def is_fused_op(self) -> bool:
         return True
 
-    @property
-    def is_compound(self) -> bool:
-        """Whether this operation has no kernel of its own and stands for its parts."""
-        cls = type(self)
+    @classmethod
+    def is_compound(cls) -> bool:
+        """Whether operations of this class have no kernel and stand for their parts."""
         return (
             cls.fuser_forward is FusibleOperation.fuser_forward
             and cls.fuser_backward is FusibleOperation.fuser_backward

@@ -25,9 +25,10 @@ logger = logging.getLogger("opfuser")
 class PlanKey(NamedTuple):
     """Everything that a plan may depend on. A fusion may read nothing that is not in here."""
 
-    fusions: int
+    fusions: Hashable
     operations: tuple[Hashable, ...]
     parameters: tuple[tuple[torch.dtype, bool], ...]
+    shapes: tuple[torch.Size, ...]
     input: tuple[torch.dtype, torch.device, bool]
     extra_inputs: tuple[tuple[torch.dtype, bool], ...]
     autocast_dtype: torch.dtype | None
@@ -216,6 +217,8 @@ def make_plan(
     backward: list[FusibleOperation] = []
     if any(need is not None for need in needs):
         backward = stage("backward", _for_pass(joint, "fuser_backward"))
+    else:
+        maker.skip([h for h in ordered if h.stage == "backward"], "no gradient is needed")
     plan = Plan(
         basic_ops,
         maker.steps(forward),
@@ -249,13 +252,16 @@ class _Maker:
         self.history: list[FusionRecord] = []
         self.made_by: dict[int, str] = {}
 
-    def attempt(self, handle: FusionHandle, ops: list[FusibleOperation]) -> list[FusibleOperation]:
-        off = handle.disabled_by()
-        missing = None if off else handle.requires.missing(self.env)
-        if off or missing:
+    def skip(self, handles: Iterable[FusionHandle], why: str) -> None:
+        for handle in handles:
+            off = handle.disabled_by()
             status = "disabled" if off else "skipped"
-            detail = off or (missing.detail if missing else "")
-            self.history.append(FusionRecord(handle.name, handle.stage, status, detail=detail))
+            self.history.append(FusionRecord(handle.name, handle.stage, status, detail=off or why))
+
+    def attempt(self, handle: FusionHandle, ops: list[FusibleOperation]) -> list[FusibleOperation]:
+        missing = handle.requires.missing(self.env)
+        if handle.disabled_by() or missing is not None:
+            self.skip([handle], missing.detail if missing is not None else "")
             return ops
         began = time.perf_counter()
         starts = self.tile(ops, handle)
@@ -268,15 +274,19 @@ class _Maker:
             if scan.near_miss is not None:
                 near = scan.near_miss._replace(start=starts[scan.near_miss.start])
         else:
-            new = list(handle.call(ops, self.env))
+            answer = handle.call(ops, self.env)
+            if not isinstance(answer, Iterable):
+                self._broken([], handle, f"returned {type(answer).__name__}, which is no list")
+            new = list(answer)
         new_starts = self.tile(new, handle)
         before = {id(op) for op in ops}
-        matches = tuple(
-            tuple(range(at, at + len(expand(op))))
+        made = [
+            (at, op)
             for at, op in zip(new_starts, new)
-            if id(op) not in before
-        )
-        self.made_by.update({id(op): handle.name for op in new if id(op) not in before})
+            if isinstance(op, FusedOperation) and id(op) not in before
+        ]
+        matches = tuple(tuple(range(at, at + len(op.basic_ops))) for at, op in made)
+        self.made_by.update({id(op): handle.name for _, op in made})
         status = "matched" if matches else "refused" if refusals else "unmatched"
         self.history.append(
             FusionRecord(

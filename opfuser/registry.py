@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -149,12 +149,21 @@ class Registry:
         self.switched: dict[str, tuple[bool, str]] = {}
         self.version = 0
         self._told: set[str] = set()
+        self._state: Hashable = None
         for variable, on in (("OPFUSER_DISABLE", False), ("OPFUSER_ENABLE", True)):
             for name in filter(None, os.environ.get(variable, "").split(",")):
                 self.switched[name.strip()] = (on, variable)
 
     def changed(self) -> None:
+        """Notes that fusions may run differently from now on."""
         self.version += 1
+        self._state = None
+
+    def state(self) -> Hashable:
+        """Equal whenever the same fusions are on, in the same order."""
+        if self._state is None:
+            self._state = tuple((handle, handle.disabled_by()) for handle in self)
+        return self._state
 
     def tell_unknown(self) -> None:
         """Warns, once each, of switched names that no fusion has by the time a plan is made."""

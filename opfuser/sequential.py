@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -9,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .basic import AddExtraInput, MakeExtraOutput
 from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
@@ -92,6 +92,14 @@ class Sequential(Tracked):
         return self._modules[keys[0]]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
+        if not isinstance(index, int):
+            raise ArgumentTypeError(
+                explain(
+                    "One module of a Sequential is set at a time",
+                    received=type(index).__name__,
+                    remedy="Set by int, or build a new Sequential",
+                )
+            )
         self._modules[self._keys(index)[0]] = self._check_module(module)
         self._touch()
 
@@ -143,6 +151,18 @@ class Sequential(Tracked):
 
     def __iadd__(self, modules: Iterable[nn.Module]) -> Sequential:
         return self.extend(modules)
+
+    def __mul__(self, times: int) -> Sequential:
+        if not isinstance(times, int) or times < 1:
+            raise ArgumentTypeError(
+                explain("A Sequential is repeated a positive number of times", received=repr(times))
+            )
+        return Sequential(*(module for _ in range(times) for module in self))
+
+    __rmul__ = __mul__
+
+    def __imul__(self, times: int) -> Sequential:
+        return self.extend(list(self * times)[len(self) :])
 
     def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
         return Sequential(*self, *modules)
@@ -299,7 +319,9 @@ class Sequential(Tracked):
             raise ExtraInputCountError(count_message(self._routes.expects, len(extra_inputs)))
         if self._single is not None:
             return self._named(self._single.plan(input, *extra_inputs))
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        # Not imported with the package: it would bring all of torch's symbolic shapes along.
+        fake_tensor = importlib.import_module("torch._subclasses.fake_tensor")
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [mode.from_tensor(t) for t in (input, *extra_inputs)]
             self.forward(*fakes)
         return self._named(join_plans(self._members, torch.is_grad_enabled()))

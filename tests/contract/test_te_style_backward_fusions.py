@@ -91,6 +91,22 @@ def test_make_extra_output_rmsnorm(dtype: torch.dtype, rows: tuple[int, ...], un
     assert BackwardAddRMSNorm.calls == 1
 
 
+def test_a_step_may_span_the_first_operation_that_needs_a_gradient() -> None:
+    """The input needs nothing, so that only the second operation of the step runs backward."""
+    norm = fill(te_ops.RMSNorm(16))
+    model = te_ops.Sequential(te_ops.SiLU(), te_ops.MakeExtraOutput(), norm)
+    x, dy = rand(5, 16, dtype=torch.float32), rand(5, 16, dtype=torch.float32)
+    with te_ops.register_backward_fusion(BackwardAddRMSNorm.fuse_ops):
+        y, extra = model(x)
+        assert [op.requires_grad for op in (y, extra)] == [True, False]
+        y.backward(dy)
+    assert BackwardAddRMSNorm.calls == 1
+    w = leaf(norm.weight)
+    F.rms_norm(F.silu(x.double()), (16,), w, 1e-5).backward(dy.double())
+    close(norm.weight.grad, w.grad, 1e-5)
+    assert x.grad is None
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows", [(5,), (2, 3)], ids=str)
 def test_layernorm(dtype: torch.dtype, rows: tuple[int, ...]) -> None:

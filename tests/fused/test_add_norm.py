@@ -153,6 +153,18 @@ def test_autocast(extra_dtype: torch.dtype, kind: str) -> None:
 
 
 @each_norm
+def test_autocast_does_not_round_the_residual_gradient(kind: str) -> None:
+    seq = build(start(kind), torch.float32)
+    x = torch.randn(3, 6, requires_grad=True)
+    g = torch.randn(3, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, residual = seq(x)
+    assert y.dtype == torch.bfloat16
+    (dx,) = torch.autograd.grad([y, residual], x, [torch.zeros_like(y), g])
+    assert torch.equal(dx, g)
+
+
+@each_norm
 @pytest.mark.parametrize("extra_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_residual_of_another_dtype(dtype: torch.dtype, extra_dtype: torch.dtype, kind: str) -> None:

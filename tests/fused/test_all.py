@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ from opfuser import AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOu
 from opfuser.basic.activation import SiLU
 from opfuser.basic.layer_norm import LayerNorm
 from opfuser.basic.rms_norm import RMSNorm
-from opfuser.fused import FUSIONS
+from opfuser.fused import FUSIONS, _linear
 from opfuser.fusion import Fusion
-from opfuser.op import FusedOperation, GradNeeds, OperationContext
+from opfuser.op import FusedOperation, FusibleOperation, GradNeeds, OperationContext
 from opfuser.testing import check_fusion
 from tests.fused.pairings import DTYPES, only, tensor
 from tests.fused.sharded import sharded
@@ -38,6 +38,11 @@ EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
     "backward_activation_bias": (lambda: [Bias(6), SiLU()], 0),
 }
 """For each fusion what it covers, for inputs of width 6, and the width of the extra input."""
+
+
+forward_fusions = pytest.mark.parametrize(
+    "fusion", [f for f in FUSIONS if f.stage == "forward"], ids=lambda fusion: fusion.name
+)
 
 
 def filled(ops: list[nn.Module]) -> list[nn.Module]:
@@ -86,34 +91,57 @@ def test_a_fused_operation_covers_its_parts_in_order_and_owns_nothing(fusion: Fu
     assert list(fused._modules) == ["basic_ops"]
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize(
-    "fusion", [f for f in FUSIONS if f.stage == "forward"], ids=lambda fusion: fusion.name
-)
-def test_a_forward_saves_only_for_contexts_that_require_grad(
-    fusion: Fusion, requires_grad: bool
-) -> None:
-    ops = filled(EXAMPLES[fusion.name][0]())
+def call(
+    op: FusibleOperation,
+    ops: Sequence[nn.Module],
+    more: Sequence[Tensor],
+    *,
+    x: Tensor | None = None,
+    requires_grad: bool = True,
+) -> tuple[Tensor, list[OperationContext]]:
+    """The output of ``op`` and the contexts of ``ops``, which it covers, after its forward."""
     ctxs = []
-    for op in ops:
+    for part in ops:
         ctx = OperationContext()
         ctx.requires_grad = requires_grad
-        ctx.needs = GradNeeds(True, tuple(True for _ in op.parameters()), ())
+        ctx.needs = GradNeeds(True, tuple(True for _ in part.parameters()), ())
         ctxs.append(ctx)
     with torch.no_grad():
-        fusion.build(*ops).fuser_forward(
+        y, _ = op.fuser_forward(
             ctxs,
-            torch.randn(3, 6),
-            basic_op_extra_inputs=[
-                extras(fusion.name, 3) if isinstance(op, AddExtraInput) else [] for op in ops
-            ],
+            torch.ones(3, 6) if x is None else x,
+            basic_op_extra_inputs=[more if isinstance(o, AddExtraInput) else [] for o in ops],
             prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None,
             basic_op_kwargs=[{} for _ in ops],
         )
+    return y, ctxs
+
+
+@forward_fusions
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_forward_saves_only_for_contexts_that_require_grad(
+    fusion: Fusion, requires_grad: bool
+) -> None:
+    ops = filled(EXAMPLES[fusion.name][0]())
+    more = extras(fusion.name, 3)
+    _, ctxs = call(fusion.build(*ops), ops, more, requires_grad=requires_grad)
     for op, ctx in zip(ops, ctxs):
         saves = requires_grad and isinstance(op, (BasicLinear, RMSNorm, LayerNorm))
         assert (ctx.to_save is not None) == saves
+
+
+@forward_fusions
+def test_a_forward_saves_in_the_dtype_of_autocast(fusion: Fusion) -> None:
+    ops = filled(EXAMPLES[fusion.name][0]())
+    with torch.autocast("cpu", torch.bfloat16):
+        _, ctxs = call(fusion.build(*ops), ops, extras(fusion.name, 3))
+        for op, ctx in zip(ops, ctxs):
+            if isinstance(op, (BasicLinear, RMSNorm, LayerNorm)):
+                _, (alone,) = call(op, [op], [])
+                assert ctx.to_save is not None
+                assert alone.to_save is not None
+                assert [t.dtype for t in ctx.to_save] == [t.dtype for t in alone.to_save]
 
 
 PRECEDENCE: dict[str, tuple[list[nn.Module], Counter[str]]] = {
@@ -181,11 +209,11 @@ WIDTHS = [4, 4, 4, 4, 4]
 
 
 def gradients(
-    call: Callable[..., tuple[Tensor, ...]], seq: Sequential, rows: int
+    model: Callable[..., tuple[Tensor, ...]], seq: Sequential, rows: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(1)
     x, *more = (tensor((rows, n), torch.float64).requires_grad_() for n in [6, *WIDTHS])
-    outs = call(x, *more)
+    outs = model(x, *more)
     douts = [torch.randn_like(o) for o in outs]
     grads = torch.autograd.grad(outs, [x, *more, *seq.parameters()], douts)
     return [o.detach() for o in outs], list(grads)
@@ -249,6 +277,22 @@ def test_forward_of_a_column_parallel_linear(name: str, how: str) -> None:
         results.append([y, *torch.autograd.grad(y.square().sum(), [x, *seq.parameters()])])
     for a, b in zip(*results):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith("forward_linear")])
+def test_sequence_parallel_input_is_gathered_and_saved_local(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fusion = next(fusion for fusion in FUSIONS if fusion.name == name)
+    ops = filled(EXAMPLES[name][0]())
+    x, more = torch.randn(3, 6), extras(name, 6)
+    whole, _ = call(fusion.build(*ops), ops, more, x=torch.cat([x, x]))
+    sharded(ops[0], "column, sequence-parallel")
+    monkeypatch.setattr(_linear, "gather_first_dim", lambda x, group: torch.cat([x, x]))
+    y, ctxs = call(fusion.build(*ops), ops, more, x=x)
+    torch.testing.assert_close(y, whole)
+    assert ctxs[0].to_save is not None
+    assert torch.equal(ctxs[0].to_save[0], x)
 
 
 @pytest.mark.usefixtures("one_rank")
