@@ -83,15 +83,13 @@ def walk_forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs the forward steps and records on ``tape`` what their backward needs."""
     produced: dict[Slot, Tensor] = {}
-    index = 0
-    for op, needs, general in program.forward:
+    for op, first, needs, general in program.forward:
         if general is not None:
             ctxs = [_context(needs) for needs in general.needs]
             x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
-            if tape is not None and not torch.compiler.is_compiling():
-                ctxs[-1].output_like = (x.shape, x.dtype, x.device)
-            index += len(ctxs)
             if tape is not None:
+                if not torch.compiler.is_compiling():
+                    ctxs[-1].output_like = (x.shape, x.dtype, x.device)
                 for ctx in ctxs:
                     tape.add(ctx)
             continue
@@ -110,9 +108,8 @@ def walk_forward(
                 x,
                 prev_op_grad_output_quantizer=None,
                 next_op_input_quantizer=None,
-                **kwargs[index],
+                **kwargs[first],
             )
-        index += 1
         if tape is not None:
             if ctx.to_save is None:
                 tape.contexts.append(ctx)
@@ -329,7 +326,7 @@ def _walk_backward(
     param_grads: list[Tensor | None] = [None] * program.num_parameters
     extra_grads: list[Tensor | None] = [None] * program.num_extra_inputs
 
-    for op, index, reads, general in program.backward:
+    for op, index, (start, stop), reads, general in program.backward:
         if general is not None:
             ctxs = [
                 _revive(contexts[i], saved, r and (base + r[0], base + r[1]))
@@ -347,7 +344,6 @@ def _walk_backward(
             continue
         dx, grads = op.op_backward(ctx, dx)
         ctx = None
-        start, stop = program.spans[index]
         if type(grads) is tuple and len(grads) == stop - start:
             param_grads[start:stop] = grads
         else:
@@ -435,8 +431,10 @@ def _separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> 
     Autograd shares one tensor object between several owners safely, by its reference count; two
     objects over the same memory it cannot tell apart, and accumulates in place into both.
     """
-    for n, grad in enumerate(grads):
-        if grad is not None and grad._is_view():
+    views = [n for n, grad in enumerate(grads) if grad is not None and grad._is_view()]
+    for n in views:
+        grad = grads[n]
+        if grad is not None:
             others = [*received, *grads[:n], *grads[n + 1 :]]
             if any(other is not None and _overlap(grad, other) for other in others):
                 grads[n] = grad.clone()

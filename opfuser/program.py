@@ -17,6 +17,7 @@ class ForwardStep(NamedTuple):
     """One forward step. ``general`` is None for a basic operation without extra tensors."""
 
     op: Any
+    first: int
     needs: GradNeeds | None
     general: GeneralForward | None
 
@@ -36,6 +37,8 @@ class BackwardStep(NamedTuple):
 
     op: Any
     first: int
+    span: tuple[int, int]
+    """Where its parameters lie among all."""
     reads: tuple[int, int] | None
     """Which of the kept parameters its backward reads."""
     general: GeneralBackward | None
@@ -74,7 +77,7 @@ class Program:
                 reads.append(None)
         self.kept_parameters = tuple(kept)
         self.forward = _lay_out_forward(plan, wiring)
-        self.backward = _lay_out_backward(plan, wiring, reads)
+        self.backward = _lay_out_backward(plan, wiring, self.spans, reads)
         self.without_grad = tuple(
             n for n, slot in enumerate(wiring.outputs) if plan.needs[slot.op] is None
         )
@@ -114,9 +117,9 @@ def _lay_out_forward(plan: Plan, wiring: Wiring) -> tuple[ForwardStep, ...]:
     for number, step in enumerate(plan.forward):
         own = set(step.indices)
         extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
-        first = plan.needs[step.indices[0]]
+        first = step.indices[0]
         if _is_plain(step.op, extras):
-            out.append(ForwardStep(step.op, first, None))
+            out.append(ForwardStep(step.op, first, plan.needs[first], None))
             continue
         wanted = tuple(
             tuple(
@@ -138,12 +141,15 @@ def _lay_out_forward(plan: Plan, wiring: Wiring) -> tuple[ForwardStep, ...]:
             ),
             _name(step),
         )  # fmt: skip
-        out.append(ForwardStep(step.op, first, general))
+        out.append(ForwardStep(step.op, first, None, general))
     return tuple(out)
 
 
 def _lay_out_backward(
-    plan: Plan, wiring: Wiring, reads: Sequence[tuple[int, int] | None]
+    plan: Plan,
+    wiring: Wiring,
+    spans: Sequence[tuple[int, int]],
+    reads: Sequence[tuple[int, int] | None],
 ) -> tuple[BackwardStep, ...]:
     out: list[BackwardStep] = []
     for step in reversed(plan.backward):
@@ -152,7 +158,7 @@ def _lay_out_backward(
         extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
         if _is_plain(step.op, extras):
             first = step.indices[0]
-            out.append(BackwardStep(step.op, first, reads[first], None))
+            out.append(BackwardStep(step.op, first, spans[first], reads[first], None))
             continue
         own = set(step.indices)
         general = GeneralBackward(
@@ -162,7 +168,7 @@ def _lay_out_backward(
             tuple(len(wiring.consumers[i]) for i in step.indices),
             _name(step),
         )
-        out.append(BackwardStep(step.op, step.indices[0], None, general))
+        out.append(BackwardStep(step.op, step.indices[0], (0, 0), None, general))
     return tuple(out)
 
 

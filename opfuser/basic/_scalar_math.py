@@ -185,62 +185,27 @@ _GELU_3 = 0.044715 * _GELU_1
 
 
 class GeluTanh(ScalarFunction):
-    """``x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))``, the usual approximation of GELU.
-
-    It equals ``x σ(z)``, ``z = 2 √(2/π) (x + 0.044715 x³)``, and on a CPU σ costs a fraction of
-    tanh. So computed there, in fp32 for fp16 and bf16, value and gradient together take half the
-    time of ATen's two kernels (PRODUCT_TIMES). Elsewhere ATen's single pass is better.
-    """
+    """``x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))``, the usual approximation of GELU."""
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if x.device.type != "cpu":
             return _value(_aten.gelu, x, approximate="tanh", out=out)
+        # It equals x σ(2 √(2/π) (x + 0.044715 x³)), and on a CPU σ costs a fraction of tanh: for
+        # 1835008 elements in one thread 1.6 instead of 3.0 ms in fp32, 2.6 instead of 3.6 ms in
+        # bf16, which like fp16 takes its intermediate results in fp32, as ATen's kernel does.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        z = self._polynomial(wide, _GELU_3, out if wide.dtype == x.dtype else None).mul_(wide)
-        y = z.sigmoid_().mul_(wide)
-        return _deliver(y, x.dtype, out)
+        direct = out if wide.dtype == x.dtype else None
+        z = torch.addcmul(wide.new_full((), _GELU_1), wide, wide, value=_GELU_3, out=direct)
+        y = z.mul_(wide).sigmoid_().mul_(wide)
+        if out is None:
+            return y.to(x.dtype)
+        return y if direct is not None else out.copy_(y)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        if x.device.type != "cpu":
-            return _grad(_aten.gelu_backward, dy, x, approximate="tanh", out=out)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        _, slope = self._sigmoid_and_slope(wide, None, None)
-        return _deliver(slope.mul_(dy), x.dtype, out)
-
-    def product_backward(
-        self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if x.device.type != "cpu":
-            return super().product_backward(dy, x, u, dx_out, du_out)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        outs = (dx_out, du_out) if wide.dtype == x.dtype else (None, None)
-        s, slope = self._sigmoid_and_slope(wide, *outs)
-        dx = _deliver(slope.mul_(u).mul_(dy), x.dtype, dx_out)
-        return dx, _deliver(s.mul_(wide).mul_(dy), x.dtype, du_out)
+        return _grad(_aten.gelu_backward, dy, x, approximate="tanh", out=out)
 
     def reference(self, x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-    @staticmethod
-    def _polynomial(x: Tensor, cubic: float, out: Tensor | None) -> Tensor:
-        return torch.addcmul(x.new_full((), _GELU_1), x, x, value=cubic, out=out)
-
-    def _sigmoid_and_slope(
-        self, x: Tensor, slope_out: Tensor | None, s_out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """``s = σ(z)`` and ``x dz/dx s (1 - s) + s``."""
-        z = self._polynomial(x, _GELU_3, s_out).mul_(x)
-        complement = z.neg().sigmoid_()  # 1 - s, without the cancellation
-        s = z.sigmoid_()
-        slope = self._polynomial(x, 3 * _GELU_3, slope_out)
-        # s (1 - s) comes before x: it is 0 where the product of the rest could overflow.
-        return s, slope.mul_(s).mul_(complement).mul_(x).add_(s)
-
-
-def _deliver(wide: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    if out is None:
-        return wide.to(dtype)
-    return out if out is wide else out.copy_(wide)
 
 
 @dataclass(frozen=True)

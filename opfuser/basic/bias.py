@@ -15,20 +15,16 @@ from ._distributed import GroupRef, group_size
 __all__ = ["Bias", "bias_grad"]
 
 
-# Torch takes one dimension as an int a quarter of a microsecond faster than as a tuple.
-_LEADING: dict[int, Any] = {1: (), 2: 0, 3: (0, 1), 4: (0, 1, 2)}
-
-
 def bias_grad(grad_output: Tensor) -> Tensor:
     """``db = Σ dy`` over all dimensions but the last, summed in fp32 for fp16 and bf16.
 
     A distinct tensor even if there is nothing to sum: autograd may accumulate into it in place.
     """
-    dims = _LEADING.get(grad_output.dim())
-    if dims is None:
-        dims = tuple(range(grad_output.dim() - 1))
-    if dims == ():
+    ndim = grad_output.dim()
+    if ndim < 2:
         return grad_output.clone()
+    # Torch takes one dimension as an int a quarter of a microsecond faster than as a tuple.
+    dims = 0 if ndim == 2 else tuple(range(ndim - 1))
     if grad_output.itemsize == 2 and grad_output.is_cpu:
         # ATen's CPU kernel rounds partial sums to the input's dtype; its CUDA kernel does not.
         return grad_output.sum(dims, dtype=torch.float32)

@@ -187,6 +187,25 @@ def test_nested_sequentials_share_the_channels_of_their_parent() -> None:
     close(model(x), F.silu(x) + x)
 
 
+@pytest.mark.parametrize("between", [False, True])
+def test_a_residual_may_occur_twice(between: bool) -> None:
+    """As any module may: its skip connection is its own each time."""
+    linear = fill(of.Linear(8, 8, **F64))
+    block = of.Residual(linear, of.SiLU())
+    plain: list[nn.Module] = [nn.Identity()] if between else []
+    model = of.Sequential(block, of.GELU(), *plain, block)
+    x, dy = rand(3, 8, grad=True), rand(3, 8)
+    y = model(x)
+    y.backward(dy)
+    x64, w, b = map(leaf, (x, linear.weight, linear.bias))
+    h = F.gelu(x64 + F.silu(F.linear(x64, w, b)), approximate="tanh")
+    want = h + F.silu(F.linear(h, w, b))
+    want.backward(dy)
+    close(y, want)
+    for got, expected in zip((x, linear.weight, linear.bias), (x64, w, b)):
+        close(got.grad, expected.grad)
+
+
 class WholeResidual(of.FusedOperation):
     """Holds both ends of a channel and routes it itself; counts what it was given."""
 

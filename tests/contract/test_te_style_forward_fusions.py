@@ -41,11 +41,15 @@ def check(
     model: te_ops.Sequential, fused: type, reference: Any, x: torch.Tensor, *, index: int = 0
 ) -> None:
     """Runs the model, which must have used ``fused``, and compares all gradients."""
-    tolerance = TOLERANCE[x.dtype]
     y = model(x)
     fuser = model._module_groups[0]
     assert isinstance(fuser._forward_ops[index][0], fused)
     assert not any(isinstance(op, FusedOperation) for op, _ in fuser._backward_ops)
+    compare(model, y, reference, x)
+
+
+def compare(model: te_ops.Sequential, y: Any, reference: Any, x: torch.Tensor) -> None:
+    """Backward from all outputs; compares outputs and gradients with those of the reference."""
     outputs = y if isinstance(y, tuple) else (y,)
     grads = [rand(*out.shape, dtype=x.dtype) for out in outputs]
     torch.autograd.backward(outputs, grads)
@@ -57,7 +61,7 @@ def check(
     pairs += [(p.grad, tensors[name].grad) for name, p in model.named_parameters()]
     for got, want in pairs:
         scale = max(1.0, want.abs().max().item())
-        close(got.double() / scale, want / scale, tolerance)
+        close(got.double() / scale, want / scale, TOLERANCE[x.dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -186,3 +190,41 @@ def test_a_step_may_span_the_first_operation_that_needs_a_gradient() -> None:
     F.linear(F.rms_norm(x.double(), (16,), model[0].weight.double(), 1e-5), w).sum().backward()
     close(model[1].weight.grad, w.grad, 1e-4)
     assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("rows", [(5,), (2, 3)], ids=str)
+@pytest.mark.parametrize("flatten", [True, False])
+@pytest.mark.parametrize("kind", ["norm", "bias", "linear"])
+def test_backward_fusions_of_the_library_read_what_these_filled(
+    kind: str, flatten: bool, rows: tuple[int, ...]
+) -> None:
+    kw = {"dtype": torch.float32, "device": "cpu"}
+    ForwardRMSNormLinear.flatten = flatten
+    fused: type[ForwardRMSNormLinear | ForwardLinearBiasGELU | ForwardMakeLinear]
+    if kind == "norm":
+        fused, name = ForwardRMSNormLinear, "BackwardAddRMSNorm"
+        linear = te_ops.Linear(16, 8, bias=False, **kw)
+        model = te_ops.Sequential(te_ops.MakeExtraOutput(), te_ops.RMSNorm(16, **kw), linear)
+    elif kind == "bias":
+        fused, name = ForwardLinearBiasGELU, "BackwardActivationBias"
+        model = te_ops.Sequential(te_ops.Linear(16, 8, **kw), te_ops.GELU())
+    else:
+        fused, name = ForwardMakeLinear, "BackwardLinearAdd"
+        model = te_ops.Sequential(te_ops.MakeExtraOutput(), te_ops.Linear(16, 8, bias=False, **kw))
+
+    def reference(x: torch.Tensor, p: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if kind == "norm":
+            return F.linear(F.rms_norm(x, (16,), p["1.weight"], 1e-5), p["2.weight"]), x * 1
+        if kind == "bias":
+            return (F.gelu(F.linear(x, p["0.weight"], p["0.bias"]), approximate="tanh"),)
+        return F.linear(x, p["1.weight"]), x * 1
+
+    fill(model)
+    x = rand(*rows, 16, dtype=torch.float32, grad=True)
+    backward = [info.name for info in te_ops.fusions() if info.stage == "backward"]
+    with te_ops.register_forward_fusion(fused.fuse_ops), te_ops.enable(*backward):
+        outputs = model(x)
+        fuser = model._module_groups[0]
+        assert fused in [type(op) for op, _ in fuser._forward_ops]
+        assert name in [type(op).__name__ for op, _ in fuser._backward_ops]
+        compare(model, outputs, reference, x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
 import weakref
 from typing import Any
 
@@ -403,6 +402,7 @@ def test_hooks_on_tensors_fire() -> None:
     assert sorted(seen) == ["extra output", "input", "output", "parameter"]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_anomaly_mode_names_the_function() -> None:
     class Bad(Square):
         def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
@@ -410,7 +410,6 @@ def test_anomaly_mode_names_the_function() -> None:
 
     x = randn(2, 3, grad=True)
     with (
-        warnings.catch_warnings(),
         torch.autograd.detect_anomaly(),
         pytest.raises(RuntimeError, match="Function '_RunBackward' returned nan values"),
     ):
