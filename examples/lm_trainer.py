@@ -25,7 +25,7 @@ def option(default: Any, text: str) -> Any:
 class TrainConfig:
     """All that determines a run; every field is an option of the command line."""
 
-    steps: int = option(1000, "optimiser steps")
+    steps: int = option(800, "optimiser steps")
     batch: int = option(8, "sequences per step")
     sequence: int = option(256, "bytes per sequence")
     dim: int = option(128, "features of a token")

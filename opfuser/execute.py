@@ -8,7 +8,7 @@ attribute is read off a tensor, and a context of forward is not changed in backw
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -216,12 +216,11 @@ class _Run(torch.autograd.Function):
         if not torch.is_grad_enabled():
             grads = _walk_backward(func_ctx, grad_output, grad_outputs, keep)
         else:
+            anchors = _what_gradients_depend_on(func_ctx, (grad_output, *grad_outputs))
             with torch.no_grad():
                 grads = _walk_backward(func_ctx, grad_output, grad_outputs, keep)
-            # A leaf that requires grad, as otherwise the gradients would pass for constants.
-            leaf = torch.empty(0, requires_grad=True)
             made = [g for g in grads if g is not None]
-            guarded = iter(_NotTwice.apply(leaf, *made))  # type: ignore[no-untyped-call]
+            guarded = iter(_NotTwice.apply(len(made), *made, *anchors))  # type: ignore[no-untyped-call]
             grads = [None if g is None else next(guarded) for g in grads]
         _separate(grads, (grad_output, *grad_outputs))
         return (None, None, *grads)
@@ -235,19 +234,37 @@ class _NotTwice(torch.autograd.Function):
     """Passes gradients through; raises when they are differentiated in turn."""
 
     @staticmethod
-    def forward(func_ctx: Any, leaf: Tensor, *grads: Tensor) -> Any:
-        return tuple(grad.view_as(grad) for grad in grads)
+    def forward(func_ctx: Any, count: int, *tensors: Tensor) -> Any:
+        return tuple(grad.view_as(grad) for grad in tensors[:count])
 
     @staticmethod
     def backward(func_ctx: Any, *grads: Tensor) -> Any:
-        raise DoubleBackwardError(
-            explain(
-                "A sequence of fused operations can be differentiated only once",
-                received="a second differentiation of its gradient (create_graph=True)",
-                remedy="Use the operations' reference() or torch.nn modules where second "
-                "derivatives are needed",
-            )
-        )
+        raise DoubleBackwardError(_ONLY_ONCE)
+
+
+_ONLY_ONCE = explain(
+    "A sequence of fused operations can be differentiated only once",
+    received="a second differentiation of its gradient (create_graph=True)",
+    remedy="Use the operations' reference(), or torch.nn, where second derivatives are needed",
+)
+
+
+def _what_gradients_depend_on(func_ctx: Any, received: Sequence[Tensor | None]) -> list[Tensor]:
+    """Tensors through which a second differentiation would go, so that it is noticed.
+
+    Raises:
+        DoubleBackwardError: one of them cannot be named, so that it would go unnoticed.
+    """
+    saved = [t for t in func_ctx.saved_tensors if t is not None]
+    anchors = [t for t in (*received, *saved) if t is not None and t.requires_grad]
+    for node, number in func_ctx.next_functions:
+        if node is None or not saved:
+            continue
+        if hasattr(node, "variable"):
+            anchors.append(node.variable)
+        elif not any(t.grad_fn is node and t.output_nr == number for t in saved):
+            raise DoubleBackwardError(_ONLY_ONCE)
+    return anchors
 
 
 def _distinct_outputs(
@@ -276,10 +293,10 @@ class _RevivedContext(OperationContext):
 
     kept: OperationContext
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.kept, name)
+    def __getattr__(self, name: str) -> Any:
+        if name == "dtype" and not hasattr(self.kept, name):
+            return next((t.dtype for t in self.saved_tensors if t is not None), None)
+        return getattr(self.kept, name)
 
 
 def _revive(

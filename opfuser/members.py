@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -59,17 +59,17 @@ _PLANNED = (OperationFuser, Tracked)
 
 
 def stretches(
-    modules: Iterable[tuple[nn.Module, int]],
-) -> list[tuple[str, list[tuple[nn.Module, int]]]]:
+    modules: Iterable[tuple[nn.Module, Hashable]],
+) -> list[tuple[str, list[tuple[nn.Module, Hashable]]]]:
     """Runs of operations, and between them what must be called as a module.
 
     Args:
-        modules: each with the identity of the Sequential that directly holds it.
+        modules: each with what tells the Sequential that directly holds it from others.
 
     Returns:
         For each stretch, why it stands alone (or an empty string) and its modules.
     """
-    out: list[tuple[str, list[tuple[nn.Module, int]]]] = []
+    out: list[tuple[str, list[tuple[nn.Module, Hashable]]]] = []
     for module, scope in _open_compounds(modules):
         split = "" if isinstance(module, FusibleOperation) else "GROUP_SPLIT"
         if isinstance(module, Tracked) and has_hooks(module):
@@ -80,7 +80,9 @@ def stretches(
     return out
 
 
-def _open_compounds(modules: Iterable[tuple[nn.Module, int]]) -> Iterator[tuple[nn.Module, int]]:
+def _open_compounds(
+    modules: Iterable[tuple[nn.Module, Hashable]],
+) -> Iterator[tuple[nn.Module, Hashable]]:
     """Replaces compounds by their parts where one of these carries a hook of its own."""
     for module, scope in modules:
         if (
@@ -95,7 +97,7 @@ def _open_compounds(modules: Iterable[tuple[nn.Module, int]]) -> Iterator[tuple[
 
 
 def make_members(
-    found: Iterable[tuple[str, list[tuple[nn.Module, int]]]],
+    found: Iterable[tuple[str, list[tuple[nn.Module, Hashable]]]],
 ) -> tuple[list[Member], Routes]:
     """Routes extra tensors between stretches, and makes a fuser for each run of operations.
 
@@ -117,7 +119,7 @@ def make_members(
     return members, routes
 
 
-def _wire(split: str, run: list[tuple[nn.Module, int]]) -> WiredMember:
+def _wire(split: str, run: list[tuple[nn.Module, Hashable]]) -> WiredMember:
     module = run[0][0]
     if isinstance(module, FusibleOperation):
         pairs = [(op, scope) for unit, scope in run for op in expand(cast(FusibleOperation, unit))]

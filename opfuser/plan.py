@@ -124,6 +124,9 @@ class Plan:
         kinds = [type(op).__name__ for op in self.basic_ops]
         return " + ".join(f"{names[i]} {kinds[i]}".strip() for i in step.indices)
 
+    def _runs_backward(self, step: Step) -> bool:
+        return not step.indices or any(self.needs[i] is not None for i in step.indices)
+
     def __str__(self) -> str:
         env = self.env
         grad = "on" if env.grad_enabled else "off"
@@ -132,6 +135,11 @@ class Plan:
         for title, steps in (("forward", self.forward), ("backward", self.backward[::-1])):
             lines.append(f"{title}:" if steps else f"{title}: none")
             labels = [(_span(s.indices), self._label(s), _becomes(s)) for s in steps]
+            if title == "backward":
+                labels = [
+                    (*label[:2], label[2] if self._runs_backward(step) else "(no gradient)")
+                    for label, step in zip(labels, steps)
+                ]
             widths = [max((len(label[c]) for label in labels), default=0) for c in (0, 1)]
             lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in labels]
         lines.append("fusions:")

@@ -76,7 +76,8 @@ class Program:
             else:
                 reads.append(None)
         self.kept_parameters = tuple(kept)
-        self.forward = _lay_out_forward(plan, wiring)
+        needs = _needs_of_steps(plan, wiring, num_parameters)
+        self.forward = _lay_out_forward(plan, wiring, needs)
         self.backward = _lay_out_backward(plan, wiring, self.spans, reads)
         self.without_grad = tuple(
             n for n, slot in enumerate(wiring.outputs) if plan.needs[slot.op] is None
@@ -87,6 +88,19 @@ class Program:
             for op, need in zip(plan.basic_ops, plan.needs)
             if not any(type(op).pre_fuser_forward is base.pre_fuser_forward for base in prepared)
         )
+
+
+def _needs_of_steps(
+    plan: Plan, wiring: Wiring, num_parameters: Sequence[int]
+) -> list[GradNeeds | None]:
+    """The plan's needs; an operation that owes nothing, but shares a backward step, saves too."""
+    needs = list(plan.needs)
+    for step in plan.backward:
+        if any(plan.needs[i] is not None for i in step.indices):
+            for i in step.indices:
+                nothing = (False,) * num_parameters[i], (False,) * len(wiring.sources[i])
+                needs[i] = needs[i] or GradNeeds(False, *nothing)
+    return needs
 
 
 def _is_plain(op: Any, extra_tensors: bool) -> bool:
@@ -106,7 +120,9 @@ def _name(step: Step) -> str:
     return f"op {span} ({type(step.op).__name__})"
 
 
-def _lay_out_forward(plan: Plan, wiring: Wiring) -> tuple[ForwardStep, ...]:
+def _lay_out_forward(
+    plan: Plan, wiring: Wiring, needs: Sequence[GradNeeds | None]
+) -> tuple[ForwardStep, ...]:
     last_reader: dict[Slot, int] = {}
     for number, step in enumerate(plan.forward):
         for i in step.indices:
@@ -119,7 +135,7 @@ def _lay_out_forward(plan: Plan, wiring: Wiring) -> tuple[ForwardStep, ...]:
         extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
         first = step.indices[0]
         if _is_plain(step.op, extras):
-            out.append(ForwardStep(step.op, first, plan.needs[first], None))
+            out.append(ForwardStep(step.op, first, needs[first], None))
             continue
         wanted = tuple(
             tuple(
@@ -132,7 +148,7 @@ def _lay_out_forward(plan: Plan, wiring: Wiring) -> tuple[ForwardStep, ...]:
         )  # fmt: skip
         general = GeneralForward(
             step.indices,
-            tuple(plan.needs[i] for i in step.indices),
+            tuple(needs[i] for i in step.indices),
             tuple(_outside(wiring.sources[i], own) for i in step.indices),
             wanted,
             tuple(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -171,7 +172,7 @@ class Sequential(Tracked):
 
     _members: list[Member]
     _routes: Routes
-    _structure: list[tuple[str, list[tuple[int, int]]]] | None
+    _structure: list[tuple[str, list[tuple[int, Hashable]]]] | None
     _single: OperationFuser | None
     _hooked: bool  # somewhere; handles of hooks do not tell when they are removed
     _seen: int
@@ -246,11 +247,19 @@ class Sequential(Tracked):
             self._resolve()
         if op_kwargs is None and self._single is not None:
             return self._single(input, *extra_inputs)
+        return self._walk(input, extra_inputs, op_kwargs)
+
+    def _walk(
+        self,
+        x: Any,
+        extra_inputs: Sequence[Tensor],
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+    ) -> Any:
+        """Runs the members in order and routes extra tensors between them."""
         expects = self._routes.expects
         if len(extra_inputs) != len(expects):
             raise ExtraInputCountError(count_message(expects, len(extra_inputs)))
         kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)
-        x = input
         to_caller: list[Tensor] = []
         stored: dict[Slot, Tensor] = {}
         for n, (member, path) in enumerate(zip(self._members, self._routes.members)):
@@ -323,7 +332,11 @@ class Sequential(Tracked):
         fake_tensor = importlib.import_module("torch._subclasses.fake_tensor")
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = [mode.from_tensor(t) for t in (input, *extra_inputs)]
-            self.forward(*fakes)
+            # Plain modules may update their buffers, which must not be the real ones.
+            state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+            state = {f"of.{name}": mode.from_tensor(t) for name, t in state.items()}
+            with _without_hooks(self):
+                torch.func.functional_call(_Walk(self), state, tuple(fakes))
         return self._named(join_plans(self._members, torch.is_grad_enabled()))
 
     @property
@@ -341,13 +354,40 @@ class Sequential(Tracked):
         return replace(plan, names=tuple(paths.get(id(op), "") for op in plan.basic_ops))
 
 
-def _flatten(seq: Sequential) -> Iterator[tuple[nn.Module, int]]:
-    """The modules of a Sequential and of nested ones, each with the Sequential that holds it."""
-    for module in seq:
+@contextmanager
+def _without_hooks(seq: Sequential) -> Iterator[None]:
+    """Sets aside the hooks of everything that ``seq`` holds."""
+    modules = list(seq.modules())
+    modules += [op for m in modules if isinstance(m, FusedOperation) for op in m.basic_ops]
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    kept = [(module.__dict__, name, module.__dict__[name]) for module in modules for name in names]
+    for own, name, hooks in kept:
+        own[name] = type(hooks)()
+    try:
+        yield
+    finally:
+        for own, name, hooks in kept:
+            own[name] = hooks
+
+
+class _Walk(nn.Module):
+    """The walk over the members of a Sequential, as a module."""
+
+    def __init__(self, of: Sequential) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, *args: Any) -> Any:
+        return self.of._walk(args[0], args[1:])
+
+
+def _flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.Module, Hashable]]:
+    """The modules of a Sequential and of nested ones, each with the way to what holds it."""
+    for position, module in enumerate(seq):
         if type(module) is Sequential and not has_hooks(module):
-            yield from _flatten(module)
+            yield from _flatten(module, (*path, position))
         else:
-            yield module, id(seq)
+            yield module, path
 
 
 def _check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:

@@ -12,15 +12,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..errors import ArgumentError, InputError, explain
 
 _aten = torch.ops.aten
 
 
-def _value(op: Any, *args: Any, out: Tensor | None, **kwargs: Any) -> Tensor:
-    y: Tensor = op.default(*args, **kwargs) if out is None else op.out(*args, **kwargs, out=out)
-    return y
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, ten times cheaper where nothing is to be done."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for statistics and sums: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _grad(op: Any, *args: Any, out: Tensor | None, **kwargs: Any) -> Tensor:
@@ -109,7 +115,10 @@ class Softplus(ScalarFunction):
     threshold: float = 20.0
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _value(_aten.softplus, x, self.beta, self.threshold, out=out)
+        if out is None:
+            return F.softplus(x, self.beta, self.threshold)
+        y: Tensor = _aten.softplus.out(x, self.beta, self.threshold, out=out)
+        return y
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         return _grad(_aten.softplus_backward, dy, x, self.beta, self.threshold, out=out)
@@ -123,7 +132,7 @@ class Relu(ScalarFunction):
     """``max(x, 0)``; the derivative at 0 is 0."""
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.clamp_min(x, 0, out=out)
+        return torch.relu(x) if out is None else torch.clamp_min(x, 0, out=out)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         return _grad(_aten.threshold_backward, dy, x, 0, out=out)
@@ -136,7 +145,7 @@ class SquaredRelu(ScalarFunction):
     """``max(x, 0)²``."""
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        y = torch.clamp_min(x, 0, out=out)
+        y = torch.relu(x) if out is None else torch.clamp_min(x, 0, out=out)
         return y.mul_(y)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -154,7 +163,7 @@ class Swish(ScalarFunction):
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.beta == 1:
-            return _value(_aten.silu, x, out=out)
+            return F.silu(x) if out is None else _aten.silu.out(x, out=out)
         return torch.mul(x, self.beta, out=out).sigmoid_().mul_(x)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -171,7 +180,7 @@ class GeluErf(ScalarFunction):
     """``x Φ(x)``, Φ the distribution function of the standard normal distribution."""
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _value(_aten.gelu, x, out=out)
+        return F.gelu(x) if out is None else _aten.gelu.out(x, out=out)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         return _grad(_aten.gelu_backward, dy, x, out=out)
@@ -188,18 +197,21 @@ class GeluTanh(ScalarFunction):
     """``x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))``, the usual approximation of GELU."""
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        if x.device.type != "cpu":
-            return _value(_aten.gelu, x, approximate="tanh", out=out)
+        if not x.is_cpu:
+            if out is None:
+                return F.gelu(x, approximate="tanh")
+            y: Tensor = _aten.gelu.out(x, approximate="tanh", out=out)
+            return y
         # It equals x σ(2 √(2/π) (x + 0.044715 x³)), and on a CPU σ costs a fraction of tanh: for
         # 1835008 elements in one thread 1.6 instead of 3.0 ms in fp32, 2.6 instead of 3.6 ms in
         # bf16, which like fp16 takes its intermediate results in fp32, as ATen's kernel does.
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        direct = out if wide.dtype == x.dtype else None
+        wide = cast(x, wide_dtype(x.dtype))
+        direct = out if wide is x else None
         z = torch.addcmul(wide.new_full((), _GELU_1), wide, wide, value=_GELU_3, out=direct)
         y = z.mul_(wide).sigmoid_().mul_(wide)
         if out is None:
-            return y.to(x.dtype)
-        return y if direct is not None else out.copy_(y)
+            return cast(y, x.dtype)
+        return y if wide is x else out.copy_(y)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         return _grad(_aten.gelu_backward, dy, x, approximate="tanh", out=out)
@@ -363,7 +375,7 @@ class Glu:
         a, b = self._split(x)
         if self.interleave is not None:
             dy = dy.unflatten(-1, (-1, self.interleave))
-        dx = _reuse(x.new_empty(x.shape))
+        dx = _reuse(torch.empty_like(x))
         da_out, db_out = (None, None) if dx is None else self._split(dx)
         u = b if self.up is None else self.up.value(b)
         da, db = self.gate.product_backward(dy, a, u, da_out, db_out)
@@ -383,7 +395,7 @@ class Glu:
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.interleave is None:
-            half = x.shape[-1] // 2
-            return x.narrow(-1, 0, half), x.narrow(-1, half, half)
+            a, b = x.chunk(2, -1)
+            return a, b
         blocks = x.unflatten(-1, (-1, 2, self.interleave))
         return blocks.select(-2, 0), blocks.select(-2, 1)

@@ -43,10 +43,10 @@ class _Activation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        x = input_.to(compute_dtype(input_))
+        x = scalar.cast(input_, compute_dtype(input_))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        return self.function.value(x).to(x.dtype)  # autocast runs some functions in fp32
+        return scalar.cast(self.function.value(x), x.dtype)  # autocast runs some in fp32
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -56,7 +56,7 @@ class _Activation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        return self.function.backward(grad_output.to(x.dtype), x).to(x.dtype), ()
+        return self.function.backward(scalar.cast(grad_output, x.dtype), x), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return self.function.reference(input_)

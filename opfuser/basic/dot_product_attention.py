@@ -137,9 +137,12 @@ _KERNELS = {
 _BY_CHOICE = {1: "flash", 2: "efficient", 3: "cudnn"}  # torch.nn.attention.SDPBackend
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_flash(index: int | None) -> bool:
     return torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+_has_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:

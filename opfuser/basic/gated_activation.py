@@ -65,7 +65,7 @@ class _GatedActivation(BasicOperation):
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
         self.function.check(input_, type(self).__name__)
-        x = input_.to(compute_dtype(input_))
+        x = scalar.cast(input_, compute_dtype(input_))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
         return self.function.value(x)
@@ -78,7 +78,7 @@ class _GatedActivation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        return self.function.backward(grad_output.to(x.dtype), x), ()
+        return self.function.backward(scalar.cast(grad_output, x.dtype), x), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return self.function.reference(input_)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
+from ._scalar_math import cast, wide_dtype
 
 __all__ = ["L2Normalization"]
 
@@ -70,16 +71,14 @@ class L2Normalization(BasicOperation):
                     received="a tensor of shape ()",
                 )
             )
-        x = input_.to(compute_dtype(input_))
-        wide_dtype = torch.promote_types(x.dtype, torch.float32)
-        wide = x.to(wide_dtype)
+        x = cast(input_, compute_dtype(input_))
+        wide = cast(x, wide_dtype(x.dtype))
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rnorm = norm.square_().add_(self.eps).rsqrt_()
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rnorm.squeeze(-1)))
         # What was widened is ours to overwrite; the input is not.
-        y = wide * rnorm if wide_dtype == x.dtype else wide.mul_(rnorm)
-        return y.to(x.dtype)
+        return cast(wide * rnorm if wide is x else wide.mul_(rnorm), x.dtype)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -92,14 +91,14 @@ class L2Normalization(BasicOperation):
         assert rnorm is not None
         if not x.numel():
             return x.new_zeros(x.shape), ()
-        wide = x.reshape(-1, x.shape[-1]).to(rnorm.dtype).contiguous()
-        dy = grad_output.reshape(wide.shape).to(rnorm.dtype).contiguous()
+        wide = cast(x.reshape(-1, x.shape[-1]), rnorm.dtype).contiguous()
+        dy = cast(grad_output.reshape(wide.shape), rnorm.dtype).contiguous()
         rnorm = rnorm.view(-1, 1)
         # dx = rnorm (dy - x rnorm² Σ dy x): weight normalisation's, for which ATen has one pass.
         dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
             dy, wide, torch.ones_like(rnorm), rnorm.reciprocal(), 0
         )
-        return dx.to(x.dtype).view(x.shape), ()
+        return cast(dx, x.dtype).view(x.shape), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return input_ * torch.rsqrt(input_.square().sum(-1, keepdim=True) + self.eps)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
+from ._scalar_math import cast, wide_dtype
 
 __all__ = ["LayerNorm"]
 
@@ -106,15 +107,17 @@ class LayerNorm(BasicOperation):
         shape = self.normalized_shape
         if input_.shape[-len(shape) :] != shape:
             self._refuse(input_)
-        x = input_.to(compute_dtype(input_))
-        bias = None if self.bias is None else _operand(self.bias, x)
+        x = cast(input_, compute_dtype(input_))
+        bias: Tensor | None = self.bias
+        if bias is not None:
+            bias = _operand(bias, x)
         y, mean, rstd = torch.native_layer_norm(
             x, shape, self._scale(self.weight, x), bias, self.eps
         )
         if ctx.requires_grad:
             rows = x.shape[: -len(shape)]
             ctx.save_for_backward(*self.Saved(x, mean.view(rows), rstd.view(rows)))
-        return y.to(x.dtype)  # autocast runs it in fp32 on a GPU
+        return cast(y, x.dtype)  # autocast runs it in fp32 on a GPU
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -133,7 +136,8 @@ class LayerNorm(BasicOperation):
         scale = self._scale(weight, x)
         # The bias is read for nothing but its dtype.
         dx, *grads = torch.ops.aten.native_layer_norm_backward.default(
-            grad_output.to(x.dtype),
+            # A fusion may have saved the input as rows.
+            cast(grad_output.reshape(x.shape), x.dtype),
             x,
             shape,
             mean.view(per_row),
@@ -142,6 +146,8 @@ class LayerNorm(BasicOperation):
             scale,
             needs,
         )
+        if dx is not None:
+            dx = dx.view(grad_output.shape)
         return dx, tuple(grads[: len(ctx.needs.parameters)])
 
     def _scale(self, weight: Tensor, x: Tensor) -> Tensor:
@@ -172,7 +178,5 @@ class LayerNorm(BasicOperation):
 
 def _operand(parameter: Tensor, x: Tensor) -> Tensor:
     """A parameter in the dtype that the kernel for ``x`` takes."""
-    if x.device.type == "cpu":
-        # The statistics come out in this dtype.
-        return parameter.to(torch.promote_types(x.dtype, torch.float32))
-    return parameter.to(x.dtype)
+    # On a CPU the statistics come out in this dtype; elsewhere it must be that of x.
+    return cast(parameter, wide_dtype(x.dtype) if x.is_cpu else x.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
+from ._scalar_math import cast, wide_dtype
 
 __all__ = ["RMSNorm"]
 
@@ -82,6 +83,7 @@ class RMSNorm(BasicOperation):
                 )
             )
         self.normalized_shape = shape
+        self._dims = tuple(range(-len(shape), 0))
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -102,16 +104,15 @@ class RMSNorm(BasicOperation):
         shape = self.normalized_shape
         if input_.shape[-len(shape) :] != shape:
             self._refuse(input_)
-        x = input_.to(compute_dtype(input_))
-        wide_dtype = torch.promote_types(x.dtype, torch.float32)
-        wide = x.to(wide_dtype)
-        norm = torch.linalg.vector_norm(wide, dim=tuple(range(-len(shape), 0)), keepdim=True)
+        x = cast(input_, compute_dtype(input_))
+        wide = cast(x, wide_dtype(x.dtype))
+        norm = torch.linalg.vector_norm(wide, dim=self._dims, keepdim=True)
         rstd = norm.square_().mul_(1 / math.prod(shape)).add_(self.eps).rsqrt_()
         # What was widened is ours to overwrite; the input is not.
-        y = wide * rstd if wide_dtype == x.dtype else wide.mul_(rstd)
+        y = wide * rstd if wide is x else wide.mul_(rstd)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rstd.view(x.shape[: -len(shape)])))
-        return y.mul_(self._scale(self.weight, wide_dtype)).to(x.dtype)
+        return cast(y.mul_(self._scale(self.weight, wide.dtype)), x.dtype)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -124,22 +125,22 @@ class RMSNorm(BasicOperation):
         assert rstd is not None
         assert weight is not None
         if not x.numel():
-            return x.new_zeros(x.shape), (weight.new_zeros(weight.shape),)
-        scale = self._scale(weight, rstd.dtype).view(1, -1)
-        inner = scale.shape[1]
-        rows = x.reshape(-1, inner).to(rstd.dtype)
-        dy = grad_output.reshape(-1, inner).to(rstd.dtype)
+            return x.new_zeros(grad_output.shape), (weight.new_zeros(weight.shape),)
+        scale = self._scale(weight, rstd.dtype).view(-1)
+        shape = (-1, scale.shape[0])
+        rows = cast(x.reshape(shape), rstd.dtype)
+        dy = cast(grad_output.reshape(shape), rstd.dtype)
         rstd = rstd.view(-1, 1)
         dx = dw = None
         if ctx.needs.parameters[0]:
-            dw = _weight_gradient(dy, rows, rstd).view(weight.shape)
+            dw = _weight_gradient(dy, rows, rstd, scale).view(weight.shape)
         if ctx.needs.input:
-            dx = _input_gradient(dy * scale, rows, rstd).to(x.dtype).view(x.shape)
+            dx = cast(_input_gradient(dy * scale, rows, rstd), x.dtype).view(grad_output.shape)
         return dx, (dw,)
 
     def _scale(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        weight = weight.to(dtype)
-        return weight + 1 if self.zero_centered_gamma else weight
+        scale = cast(weight, dtype)
+        return scale + 1 if self.zero_centered_gamma else scale
 
     def _refuse(self, input_: Tensor) -> None:
         raise InputError(
@@ -151,8 +152,7 @@ class RMSNorm(BasicOperation):
         )
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        dims = tuple(range(-len(self.normalized_shape), 0))
-        mean_square = input_.square().mean(dims, keepdim=True)
+        mean_square = input_.square().mean(self._dims, keepdim=True)
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight
         return input_ * torch.rsqrt(mean_square + self.eps) * weight
 
@@ -161,11 +161,11 @@ class RMSNorm(BasicOperation):
         return f"{self.normalized_shape}, eps={self.eps}{centred}"
 
 
-def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+def _weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, scale: Tensor) -> Tensor:
     """``dw = Σ dy x rstd`` over the rows: that of a layer norm whose means are zero."""
     dw: Tensor
     _, dw, _ = torch.ops.aten.native_layer_norm_backward.default(
-        dy, x, x.shape[1:], torch.zeros_like(rstd), rstd, x[0], None, (False, True, False)
+        dy, x, scale.shape, torch.zeros_like(rstd), rstd, scale, None, (False, True, False)
     )
     return dw
 
@@ -176,9 +176,9 @@ def _input_gradient(dh: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     That is the gradient of weight normalisation ``g x / n`` with norms ``n = √D / rstd`` and gains
     ``g = √D``, for which ATen has one pass: about half the time of writing the formula out.
     """
-    root = math.sqrt(x.shape[1])
+    gain = torch.full_like(rstd, math.sqrt(x.shape[1]))
     dx: Tensor
     dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
-        dh.contiguous(), x.contiguous(), torch.full_like(rstd, root), root / rstd, 0
+        dh.contiguous(), x.contiguous(), gain, gain / rstd, 0
     )
     return dx

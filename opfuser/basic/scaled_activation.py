@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, OpKwargsError, explain
@@ -62,7 +61,7 @@ class _ScaledActivation(BasicOperation):
         assert scales is not None
         self._check(input_, scales)
         dtype = compute_dtype(input_)
-        x, scales = input_.to(dtype), scales.to(dtype)
+        x, scales = scalar.cast(input_, dtype), scalar.cast(scales, dtype)
         ctx = basic_op_ctxs[0]
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, scales))
@@ -84,11 +83,11 @@ class _ScaledActivation(BasicOperation):
         x, scales = ctx.saved_tensors
         assert x is not None
         assert scales is not None
-        dy = grad_output.to(x.dtype)
+        dy = scalar.cast(grad_output, x.dtype)
         dx = dscales = None
         if ctx.needs.extra_inputs[0]:
             # ATen's CPU kernel rounds partial sums to the dtype of the result.
-            wide = torch.promote_types(x.dtype, torch.float32)
+            wide = scalar.wide_dtype(x.dtype)
             dscales = self.function.value(x).mul_(dy).sum(-1, dtype=wide)
         if ctx.needs.input:
             dx = self.function.backward(dy * scales.unsqueeze(-1), x)

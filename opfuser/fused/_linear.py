@@ -11,7 +11,7 @@ from ..basic.basic_linear import BasicLinear, linear_dgrad
 from ..basic.bias import Bias
 from ..errors import NotSupportedError, explain
 from ..fusion import Refusal
-from ..op import OperationContext, autocast_dtype
+from ..op import BasicOperation, OperationContext, autocast_dtype
 
 __all__ = [
     "add_dgrad",
@@ -73,11 +73,15 @@ def linear_operands(
         InputError: the last dimension of the input is not the local ``in_features``.
     """
     sharding = linear.sharding
-    x, w = input_, linear.weight
+    x, w = input_, _read(linear, "weight")
+    assert w is not None
     if not x.dim() or x.shape[-1] != sharding.local_in_features:
         linear._refuse_input(x)
     dtype = autocast_dtype(x.device) or w.dtype
-    x, w = x.to(dtype), w.to(dtype)  # type: ignore[assignment]
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    if w.dtype != dtype:
+        w = w.to(dtype)
     if ctx.requires_grad:
         needs = ctx.needs
         ctx.save_for_backward(x if needs.parameters[0] else None, w if needs.input else None)
@@ -86,18 +90,28 @@ def linear_operands(
     return x, w
 
 
+def _read(op: BasicOperation, name: str) -> Tensor | None:
+    """A parameter of ``op``; where it can, without the 0.5 us of ``nn.Module.__getattr__``."""
+    value = op._parameters.get(name)
+    if value is None:
+        value = getattr(op, name)  # cleared, or parametrised
+    return value
+
+
 def bias_operand(bias: Bias | None, x: Tensor, weight: Tensor) -> Tensor | None:
     """The bias in the dtype of the GEMM; None where it is absent or cleared.
 
     Raises:
         InputError: the bias is not as long as the rows of the output.
     """
-    b = None if bias is None else bias.bias
-    if bias is None or b is None:
+    if bias is None:
+        return None
+    b = _read(bias, "bias")
+    if b is None:
         return None
     if b.shape[0] != weight.shape[0]:
         bias._refuse_input(x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta"))
-    return b.to(weight.dtype)
+    return b if b.dtype == weight.dtype else b.to(weight.dtype)
 
 
 def add_linear(
@@ -122,7 +136,10 @@ def add_dgrad(grad: Tensor | None, dy: Tensor, weight: Tensor) -> Tensor:
     return dx if grad.dim() == 2 else dx.view(grad.shape)
 
 
-def scaled_mm(a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """``alpha a b`` for matrices of one dtype, with the factor applied inside the GEMM."""
-    # With beta = 0 the first operand is never read.
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=alpha)
+def scaled_mm(unread: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """``alpha a b`` for matrices of one dtype, with the factor applied inside the GEMM.
+
+    Args:
+        unread: any scalar tensor of that dtype, which ``addmm`` wants and with beta = 0 ignores.
+    """
+    return torch.addmm(unread, a, b, beta=0, alpha=alpha)

@@ -67,27 +67,30 @@ class BackwardActivationBias(FusedOperation):
     ]:
         _, activation = self._parts
         needs = basic_op_ctxs[0].needs
+        needs_db = bool(needs.parameters) and needs.parameters[0]
         (x,) = basic_op_ctxs[1].saved_tensors
-        assert x is not None
-        rows = _rows_per_block(x) if any(needs.parameters) else 0
+        rows = _rows_per_block(x) if needs_db else 0
         dx: Tensor | None
-        dbs: tuple[Tensor | None, ...]
+        db: Tensor | None = None
         if rows:
             dx, db = _in_blocks(activation.function, grad_output, x, rows)
-            dbs = (db,)
         else:
             dx, _ = activation.op_backward(basic_op_ctxs[1], grad_output)
             assert dx is not None
-            dbs = tuple(bias_grad(dx) if need else None for need in needs.parameters)
-        return dx if needs.input else None, [dbs, ()], [(), ()]
+            if needs_db:
+                db = bias_grad(dx)
+        return dx if needs.input else None, [(db,) if needs.parameters else (), ()], [(), ()]
 
 
 def _rows_per_block(x: Tensor) -> int:
     """Rows to work on at a time; 0 for all at once."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.dim() < 2:
+    # While torch.compile traces, its size is not to be asked: the graph would hold for it alone.
+    if torch.compiler.is_compiling() or x.numel() < _MIN_BLOCKS * _BLOCK:
         return 0
     block = _BLOCK * torch.get_num_threads()
-    return max(1, block // x.shape[-1]) if x.numel() >= _MIN_BLOCKS * block else 0
+    if x.device.type != "cpu" or x.dim() < 2 or x.numel() < _MIN_BLOCKS * block:
+        return 0
+    return max(1, block // x.shape[-1])
 
 
 def _in_blocks(function: ScalarFunction, dy: Tensor, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..basic._main_grad import as_rows
-from ..basic.basic_linear import BasicLinear
+from ..basic.basic_linear import BasicLinear, linear_dgrad
 from ..basic.constant_scale import ConstantScale
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, OperationContext
@@ -54,17 +54,21 @@ class BackwardLinearScale(FusedOperation):
         linear, scale = self._parts
         ctx = basic_op_ctxs[0]
         x, w = ctx.saved_tensors
-        needs_dw = ctx.needs.parameters[0]
-        s, dy = scale.scale, grad_output
+        needs_dx, needs_dw = ctx.needs.input, ctx.needs.parameters[0]
+        s, dy, dx, dw = scale.scale, grad_output, None, None
         if needs_dw and linear.accumulate_into_main_grad:
-            s, dy = 1.0, dy * s
-        dx = dw = None
-        if ctx.needs.input:
-            dx = scaled_mm(as_rows(dy.to(w.dtype)), w, s).view(*dy.shape[:-1], w.shape[1])
-        if needs_dw and linear.accumulate_into_main_grad:
+            dy = dy * s
+            dx = linear_dgrad(dy, w) if needs_dx else None
             dw = linear.weight_grad(dy, x)
-        elif needs_dw:
-            dw = scaled_mm(as_rows(dy.to(x.dtype)).t(), as_rows(x), s)
+        else:
+            dtype = w.dtype if needs_dx else x.dtype
+            rows = as_rows(dy if dy.dtype == dtype else dy.to(dtype))
+            unread = rows.new_empty(())
+            if needs_dx:
+                dx = scaled_mm(unread, rows, w, s)
+                dx = dx if dy.dim() == 2 else dx.view(*dy.shape[:-1], w.shape[1])
+            if needs_dw:
+                dw = scaled_mm(unread, rows.t(), as_rows(x), s)
         return dx, [(dw,), ()], [(), ()]
 
 

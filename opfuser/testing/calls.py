@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import explain
 
-Wrt = Literal["all", "input", "parameters", "extra inputs"]
+Wrt = Literal["all", "input", "parameters", "last parameter", "extra inputs"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,13 @@ class Variant:
 
 
 def variants(
-    *, parameters: bool, extra_inputs: bool, extra_outputs: bool, zero_rows: bool
+    *, parameters: int, extra_inputs: bool, extra_outputs: bool, zero_rows: bool
 ) -> list[Variant]:
-    """The ways of calling that make a difference for something with these tensors."""
+    """The ways of calling that make a difference for something with these tensors.
+
+    Args:
+        parameters: their number.
+    """
     out = [
         Variant(),
         Variant("strided tensors", strided=True),
@@ -51,6 +55,8 @@ def variants(
         out.append(Variant("only the input requires grad", wrt="input"))
     if parameters:
         out.append(Variant("only parameters require grad", wrt="parameters"))
+    if parameters > 1:
+        out.append(Variant("only the last parameter requires grad", wrt="last parameter"))
     if extra_inputs:
         out.append(Variant("only extra inputs require grad", wrt="extra inputs"))
     if zero_rows:
@@ -169,9 +175,15 @@ def incoming(name: str, like: Tensor, variant: Variant) -> Tensor:
     return grad
 
 
-def _is_asked_for(name: str, variant: Variant) -> bool:
-    kind = "extra inputs" if name.startswith("extra") else "parameters"
-    return variant.wrt in ("all", "input" if name == "input" else kind)
+def _asked_for(subject: Subject, inputs: Mapping[str, Tensor], variant: Variant) -> set[str]:
+    names = {
+        "input": ["input"],
+        "extra inputs": [name for name in inputs if name != "input"],
+        "parameters": list(subject.parameters),
+        "last parameter": list(subject.parameters)[-1:],
+        "all": [*inputs, *subject.parameters],
+    }
+    return set(names[variant.wrt])
 
 
 def call(
@@ -190,10 +202,11 @@ def call(
             backward gives the same gradients; the text names the call in messages.
     """
     tensors = {name: lay_out(name, t, variant) for name, t in inputs.items()}
+    asked = _asked_for(subject, inputs, variant)
     wrt: dict[str, Tensor] = {}
     for name, t in (*tensors.items(), *subject.parameters.items()):
         if t.is_floating_point():
-            t.requires_grad_(_is_asked_for(name, variant))
+            t.requires_grad_(name in asked)
             if t.requires_grad:
                 wrt[name] = t
     watched = Untouched({**tensors, **subject.parameters})

@@ -149,7 +149,7 @@ def _check(
     for pairing in _pairings(handle, seq, wanting)[1:]:
         ours = _subject(seq, pairing.fusions)._replace(parameters=parameters)
         for variant in variants(
-            parameters=bool(parameters),
+            parameters=len(parameters),
             extra_inputs=any(t.is_floating_point() for t in list(inputs.values())[1:]),
             extra_outputs=bool(seq.num_extra_outputs),
             zero_rows=zero_rows,

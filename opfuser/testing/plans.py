@@ -148,10 +148,9 @@ def _codes(record: FusionRecord, plan: Plan) -> Iterator[str]:
     if record.status == "disabled":
         yield "DISABLED"
     if record.status == "skipped":
-        for handle in registry:
-            missing = handle.requires.missing(plan.env) if handle.name == record.name else None
-            if missing is not None:
-                yield missing.code
+        lacking = [h.requires.missing(plan.env) for h in registry if h.name == record.name]
+        codes = [missing.code for missing in lacking if missing is not None]
+        yield from codes or ["NO_GRAD"]  # the other reason is that there is no backward
 
 
 def record_text(invariant: str, plans: list[Plan], name: str) -> str:

@@ -135,6 +135,7 @@ def test_bias_activation(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
 def test_attributes_that_te_ops_forwards_leave_on_the_context(needs: tuple[bool, bool]) -> None:
+    BackwardReadsFlags.calls = 0
     model = fill(te_ops.Sequential(te_ops.Linear(16, 8, bias=False), te_ops.ConstantScale(0.3)))
     x = rand(5, 16, dtype=torch.float32, grad=needs[0])
     model[0].weight.requires_grad_(needs[1])

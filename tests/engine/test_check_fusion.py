@@ -89,6 +89,11 @@ def test_a_right_fusion_passes(stage: Stage) -> None:
     assert [info for info in opfuser.fusions() if info.name == "mine"] == []
 
 
+def test_on_every_device(device: torch.device) -> None:
+    ops = [op.to(device) for op in operations()]
+    check_fusion(rule(), ops, torch.randn(5, 4, device=device), dtypes=DTYPES)
+
+
 def test_all_pairings_are_tried() -> None:
     """Each pairing by the pair of operations that ran."""
     pairs: list[list[str]] = []
@@ -249,6 +254,20 @@ CAUGHT: dict[str, tuple[Fusion, str]] = {
             Joint.fuser_backward(op, ctxs, dy * 1.1)
         )),
         "gradient of .* is wrong.*joint fused",
+    ),
+    "needs what only the first operation saves": (
+        spoilt(
+            "joint",
+            save=lambda op, ctxs, x, w: (
+                ctxs[1].save_for_backward(w, x) if ctxs[0].needs.parameters[0] else None
+            ),
+            fuser_backward=lambda op, ctxs, dy, **kwargs: (
+                Joint.fuser_backward(op, ctxs, dy)
+                if ctxs[1].saved_tensors
+                else (dy[:, :1], [(None,), ()], [(), ()])
+            ),
+        ),
+        "joint fused, only the",
     ),
     "refuses": (
         rule(refuses=lambda linear, scale, env: Refusal("SHAPE", "too narrow")),

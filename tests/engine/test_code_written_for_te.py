@@ -333,15 +333,13 @@ def test_a_fusion_by_class_without_kernels_for_a_pass() -> None:
     x = randn(2, 3)
     same(opfuser.Sequential(compound)(x), x * 9)
     same(compound(x), x * 9)
-    for method in ("fuser_forward", "fuser_backward"):
-        with pytest.raises(NotImplementedError, match=rf"must implement {method} \(Neither\)"):
-            if method == "fuser_forward":
-                FusibleOperation.fuser_forward(
-                    compound, [], x, basic_op_extra_inputs=[], prev_op_grad_output_quantizer=None,
-                    next_op_input_quantizer=None, basic_op_kwargs=[],
-                )  # fmt: skip
-            else:
-                FusibleOperation.fuser_backward(compound, [], x, basic_op_grad_extra_outputs=[])
+    with pytest.raises(NotImplementedError, match=r"must implement fuser_forward \(Neither\)"):
+        FusibleOperation.fuser_forward(
+            compound, [], x, basic_op_extra_inputs=[], prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None, basic_op_kwargs=[],
+        )  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"must implement fuser_backward \(Neither\)"):
+        FusibleOperation.fuser_backward(compound, [], x, basic_op_grad_extra_outputs=[])
 
 
 @pytest.mark.parametrize("method", ["op_forward", "op_backward"])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import opfuser
 from opfuser.op import BasicOperation, OperationContext
 
 F64 = torch.float64
@@ -106,6 +107,10 @@ class Mixed(BasicOperation):
     num_extra_inputs = 1
     num_extra_outputs = 1
 
+    class Saved(NamedTuple):
+        x: Tensor
+        extra: Tensor
+
     def fuser_forward(
         self, basic_op_ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **kwargs: Any
     ) -> Any:
@@ -123,6 +128,10 @@ class Mixed(BasicOperation):
         if more is not None:
             dx, dextra = dx + more, dextra + more
         return dx, [()], [(dextra,)]
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        (extra,) = extra_inputs
+        return input_ * extra, input_ + extra
 
 
 class RowSum(BasicOperation):
@@ -185,3 +194,20 @@ def grads(y: Any, wrt: Sequence[Tensor], **kwargs: Any) -> list[Tensor | None]:
         for n, t in enumerate(ys)
     )
     return list(torch.autograd.grad(total, list(wrt), allow_unused=True, **kwargs))
+
+
+def model() -> opfuser.Sequential:
+    """Compounds, a channel, a plain module and an operation of a user's."""
+    return opfuser.Sequential(
+        opfuser.Linear(3, 4, dtype=F64),
+        opfuser.Residual(Square(), opfuser.Linear(4, 4, dtype=F64)),
+        nn.Tanh(),
+        opfuser.BasicLinear(4, 3, dtype=F64),
+        Times(),
+    )
+
+
+def run(seq: nn.Module, x: Tensor) -> list[Any]:
+    """Output and gradients, also of all parameters."""
+    y = seq(x)
+    return [y.detach(), *grads(y, [x, *seq.parameters()])]

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 import opfuser
-from opfuser import BasicLinear, Bias, Sequential
+from opfuser import AddExtraInput, BasicLinear, Bias, Sequential
 from opfuser.basic.activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
 from opfuser.fused import BackwardActivationBias, backward_activation_bias
+from opfuser.op import GradNeeds, OperationContext
 from tests.fused.pairings import (
     DTYPES,
     LAYOUTS,
@@ -36,6 +37,10 @@ SEVERAL = Case(
 )
 
 
+THEN_SUM = Case(lambda: [Bias(6), GELU(), AddExtraInput()], 6, (6,), {}, {NAME: 1})
+"""Under autocast the gradient of a sum with fp32 is fp32, that of the activation is not."""
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_pairings(activation: type[nn.Module], dtype: torch.dtype) -> None:
@@ -48,23 +53,29 @@ def test_layouts(dtype: torch.dtype, layout: str) -> None:
     check_pairings(biased(GELU), dtype, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("rows_per_block", [1, 3, 100])
+@pytest.fixture
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Blocks of so few rows that the tensors here count as large; notes each use of them."""
+    uses: list[int] = []
+    monkeypatch.setattr(backward_activation_bias, "_BLOCK", 6 * request.param)
+    monkeypatch.setattr(backward_activation_bias, "_MIN_BLOCKS", 1e-3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: uses.append(1) or 1)
+    return uses
+
+
+@pytest.mark.parametrize("small_blocks", [1, 3, 100], indirect=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_block_by_block(
-    activation: type[nn.Module],
-    layout: str,
-    rows_per_block: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What large tensors take, with blocks so small that the tensors here are large."""
-    calls: list[int] = []
-    monkeypatch.setattr(backward_activation_bias, "_BLOCK", 6 * rows_per_block)
-    monkeypatch.setattr(backward_activation_bias, "_MIN_BLOCKS", 1e-3)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: calls.append(1) or 1)
+def test_block_by_block(activation: type[nn.Module], layout: str, small_blocks: list[int]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check_pairings(biased(activation), dtype, LAYOUTS[layout])
-    assert calls or layout == "vector"
+    assert small_blocks or layout == "vector" or "zero rows" in layout
+
+
+@pytest.mark.parametrize("small_blocks", [2], indirect=True)
+def test_block_by_block_under_autocast(small_blocks: list[int]) -> None:
+    check_pairings(THEN_SUM, torch.float32, autocast=torch.bfloat16)
+    assert small_blocks
 
 
 def test_a_large_tensor() -> None:
@@ -91,9 +102,24 @@ def test_gradients_that_nobody_needs(frozen: list[str], input_grad: bool) -> Non
     check_pairings(SEVERAL, torch.float32, input_grad=input_grad)
 
 
+@pytest.mark.parametrize("needs", [(True, False), (False, True)])
+def test_no_work_for_gradients_that_nobody_needs(needs: tuple[bool, bool]) -> None:
+    ops = [Bias(6), SiLU()]
+    fused = BackwardActivationBias(bias=ops[0], activation=ops[1])
+    ctxs = [OperationContext(), OperationContext()]
+    ctxs[0].needs = GradNeeds(needs[0], (needs[1],), ())
+    ctxs[1].saved_tensors = (torch.randn(3, 6),)
+    with torch.no_grad():
+        dx, [(db,), ()], [(), ()] = fused.fuser_backward(
+            ctxs, torch.randn(3, 6), basic_op_grad_extra_outputs=[(), ()]
+        )
+    assert (dx is not None, db is not None) == needs
+
+
 def test_autocast() -> None:
     check_pairings(SEVERAL, torch.float32, autocast=torch.bfloat16)
     check_pairings(biased(GELU), torch.float32, autocast=torch.bfloat16)
+    check_pairings(THEN_SUM, torch.float32, autocast=torch.bfloat16)
 
 
 @pytest.mark.parametrize("input_dtype", DTYPES, ids=str)

@@ -129,7 +129,13 @@ def test_an_unknown_name_is_caught() -> None:
 
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("picky", "DTYPE"), ("scales", "LAYOUT"), ("cuda", "DEVICE"), ("missing", "MISSING_PACKAGE")],
+    [
+        ("picky", "DTYPE"),
+        ("scales", "LAYOUT"),
+        ("cuda", "DEVICE"),
+        ("missing", "MISSING_PACKAGE"),
+        ("back", "NO_GRAD"),
+    ],
 )
 def test_reasons_of_all_kinds(name: str, code: str) -> None:
     seq = opfuser.Sequential(Identity(), Identity(), ConstantScale(2.0), Identity())

@@ -1,8 +1,7 @@
-"""Registering, removing and switching fusions, and the lines of the log."""
+"""Registering, removing and switching fusions."""
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -14,12 +13,11 @@ import pytest
 import torch
 
 import opfuser
-from opfuser import plan as plan_module
 from opfuser.errors import FusionError, UnknownFusionError
-from opfuser.fusion import Fusion, Refusal, Requires
+from opfuser.fusion import Refusal, Requires
 from opfuser.plan import Plan
-from opfuser.registry import FusionHandle, registry
-from tests.planning.toys import BUILD, NEEDED, A, B, Fused, env, make_plan, ops, rule
+from opfuser.registry import FusionHandle, Registry, registry
+from tests.planning.toys import NEEDED, A, B, Fused, env, make_plan, ops, rule
 
 ROOT = Path(__file__).parents[2]
 
@@ -223,107 +221,58 @@ def test_an_unknown_name_is_an_error_and_changes_nothing(switch: Any) -> None:
         assert registry.switched == before
 
 
-ENVIRONMENT = """
-import logging, opfuser
-from opfuser.fusion import Fusion
-from opfuser.op import BasicOperation, FusedOperation
-class A(BasicOperation): pass
-for name, enabled in (("one", True), ("two", True), ("off", False)):
-    opfuser.register_forward_fusion(Fusion(name, "forward", (A,), FusedOperation, enabled=enabled))
-print([(i.name, i.disabled_by) for i in opfuser.fusions() if i.origin == "user"])
-"""
-
-
 @pytest.mark.parametrize(
     ("disable", "enable", "expected"),
     [
-        ("", "", [("one", ""), ("two", ""), ("off", "handle")]),
-        (
-            "one, two",
-            "",
-            [("one", "OPFUSER_DISABLE"), ("two", "OPFUSER_DISABLE"), ("off", "handle")],
-        ),
-        ("*", "two,off", [("one", "OPFUSER_DISABLE"), ("two", ""), ("off", "")]),
+        ("", "", {"one": "", "two": "", "off": "handle"}),
+        ("one, two", "", {"one": "OPFUSER_DISABLE", "two": "OPFUSER_DISABLE", "off": "handle"}),
+        ("*", "two,off", {"one": "OPFUSER_DISABLE", "two": "", "off": ""}),
+        ("two", "two", {"one": "", "two": "", "off": "handle"}),
     ],
 )
 def test_switches_of_the_environment(
-    disable: str, enable: str, expected: list[tuple[str, str]]
+    disable: str, enable: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OPFUSER_DISABLE", disable)
+    monkeypatch.setenv("OPFUSER_ENABLE", enable)
+    with (
+        REGISTER["forward"](rule("A B", name="one")),
+        REGISTER["forward"](rule("A B", name="two")),
+        REGISTER["forward"](rule("A B", name="off", enabled=False)),
+    ):
+        monkeypatch.setattr(registry, "switched", Registry().switched)
+        found = {info.name: info.disabled_by for info in opfuser.fusions()}
+        assert {name: found[name] for name in expected} == expected
+        for record in planned().history:
+            if expected.get(record.name):
+                assert (record.status, record.detail) == ("disabled", expected[record.name])
+        if expected["one"] and expected["two"]:
+            with opfuser.enable("one"):  # a block has the last word
+                assert planned().fused("forward") == {"one": 1}
+
+
+def test_the_environment_is_read_at_import() -> None:
+    name = "forward_linear_bias_add"
+    code = (
+        f"import opfuser; print([i.disabled_by for i in opfuser.fusions() if i.name == '{name}'])"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", ENVIRONMENT],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OPFUSER_DISABLE": disable,
-            "OPFUSER_ENABLE": enable,
-        },
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPFUSER_DISABLE": name},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == str(expected)
+    assert done.stdout.strip() == "['OPFUSER_DISABLE']"
 
 
-# ---------------------------------------------------------------------- log
-
-
-@pytest.fixture
-def log(
+def test_a_name_in_the_environment_that_nobody_has_is_reported_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], list[str]]:
-    monkeypatch.setattr(plan_module, "_logged", set())
-    caplog.set_level(logging.INFO, logger="opfuser")
-
-    def lines() -> list[str]:
-        mine = [r for r in caplog.records if r.name == "opfuser" and r.levelno == logging.INFO]
-        caplog.clear()
-        return [r.getMessage() for r in mine if "fusion=test_" in r.getMessage()]
-
-    return lines
-
-
-def test_every_fusion_is_logged_once_per_distinct_plan(log: Callable[[], list[str]]) -> None:
-    no = Refusal("SHAPE", "odd")
-    with (
-        REGISTER["forward"](rule("A B", name="test_matched")),
-        REGISTER["forward"](rule("C B", name="test_refused", refuses=lambda c, b, env: no)),
-        REGISTER["forward"](rule("A C", name="test_skipped", requires=Requires(device="cuda"))),
-        REGISTER["backward"](rule("A C", "backward", name="test_disabled", enabled=False)),
-    ):
-        planned("ABCB")
-        lines = log()
-        assert lines[0].startswith(
-            "[stage=forward, fusion=test_matched] [SUMMARY] matches=1 refused=0 time="
-        )
-        assert lines[0].endswith("ms")
-        assert lines[1].startswith(
-            "[stage=forward, fusion=test_refused] [SUMMARY] matches=0 refused=1 time="
-        )
-        assert lines[2:] == [
-            "[stage=forward, fusion=test_skipped] skipped (needs cuda, have cpu)",
-            "[stage=backward, fusion=test_disabled] disabled (handle)",
-        ]
-        planned("ABCB")
-        assert log() == [], "the same plan of another sequence is logged once"
-        planned("ABAB")
-        assert len(log()) == 4, "another plan is logged"
-
-
-def test_nothing_is_logged_without_the_level(
-    log: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with REGISTER["forward"](rule("A B", name="test_one")):
-        with caplog.at_level(logging.WARNING, logger="opfuser"):
-            planned()
-            assert log() == []
-        planned()
-        assert len(log()) == 1, "a plan made before logging was on is still distinct"
-
-
-def test_a_call_logs_its_plan(log: Callable[[], list[str]]) -> None:
-    one, two = (opfuser.Sequential(opfuser.Identity(), opfuser.Identity()) for _ in range(2))
-    fusion = Fusion("test_identity", "forward", (opfuser.Identity, opfuser.Bias), BUILD["forward"])
-    with REGISTER["forward"](fusion):
-        for seq in (one, two, one):
-            seq(torch.ones(2))
-        assert len(log()) == 1
+    """Not at import: the fusion may be registered later."""
+    monkeypatch.setenv("OPFUSER_DISABLE", "liner_bias,*")
+    monkeypatch.setattr(registry, "switched", Registry().switched)
+    for _ in range(2):
+        opfuser.Sequential(opfuser.Identity())(torch.ones(2))
+    texts = [r.getMessage() for r in caplog.records if "liner_bias" in r.getMessage()]
+    assert texts == ["OPFUSER_DISABLE names 'liner_bias', but no fusion has that name"]

@@ -1,0 +1,191 @@
+"""torch.compile traces through sequences without a graph break."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.op import FusedOperation
+from tests.engine.toys import Mixed, Power, RowSum, Square, Times, grads
+
+pytestmark = [
+    pytest.mark.slow,
+    # Dynamo's own use of torch and of Python warns in some versions.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compile_(model: Callable[..., Any], **kwargs: Any) -> Any:
+    """Traced, also in backward, but not lowered: code generation is not ours."""
+    return torch.compile(model, fullgraph=True, backend="aot_eager", **kwargs)
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def check(model: nn.Module, compiled: Any, *tensors: Tensor) -> None:
+    wrt = [*tensors, *model.parameters()]
+    ours, expected = compiled(*tensors), model(*tensors)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(grads(ours, wrt), grads(expected, wrt))
+
+
+def block() -> opfuser.Sequential:
+    """Extra tensors, channels, a compound, a nested Sequential, an operation of the user's."""
+    return opfuser.Sequential(
+        opfuser.Linear(3, 3),
+        Times(dtype=torch.float32),
+        Mixed(),
+        opfuser.Residual(Square(), opfuser.Linear(3, 3)),
+        RowSum(),
+        opfuser.GELU(),
+    )
+
+
+def test_forward_and_backward_with_any_batch() -> None:
+    model = block()
+    compiled = compile_(model, dynamic=True)
+    for rows in (4, 7, 2, 31):
+        check(model, compiled, f32(rows, 3), f32(rows, 3))
+
+
+def test_batches_of_other_sizes_do_not_recompile() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block(), fullgraph=True, backend=counter, dynamic=True)
+    counts = []
+    for rows in (4, 7, 2, 31):
+        compiled(f32(rows, 3), f32(rows, 3))
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 4
+
+
+def test_modes_and_plain_modules() -> None:
+    model = opfuser.Sequential(
+        opfuser.Linear(3, 3), nn.Tanh(), opfuser.Residual(nn.ReLU()), Square()
+    )
+    compiled = compile_(model)
+    x = f32(4, 3)
+    check(model, compiled, x)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    model[0].requires_grad_(False)
+    torch.testing.assert_close(grads(compiled(x), [x]), grads(model(x), [x]))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_train_and_eval() -> None:
+    model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Dropout(0.5), Square())
+    compiled = compile_(model)
+    x = f32(64, 3)
+    model.eval()
+    torch.testing.assert_close(compiled(x), model(x))
+    model.train()
+    zeros = (compiled(x) == 0).float().mean().item()
+    assert 0.25 < zeros < 0.75
+
+
+class Doubles(FusedOperation):
+    """Twice as much as its parts: shows that it ran."""
+
+    def fuser_forward(self, ctxs: Any, input_: Tensor, **kwargs: Any) -> Any:
+        if ctxs[1].requires_grad:
+            ctxs[1].save_for_backward(input_)
+            ctxs[0].save_for_backward(input_)
+        return 2 * input_**4, [(), ()]
+
+    def fuser_backward(self, ctxs: Any, grad_output: Tensor, **kwargs: Any) -> Any:
+        (x,) = ctxs[0].saved_tensors
+        return 8 * grad_output * x**3, [(), ()], [(), ()]
+
+
+RULE = opfuser.Fusion("doubles", "joint", (Square, Square), lambda *ops: Doubles(ops))
+
+
+def test_registered_fusions_take_effect() -> None:
+    model = opfuser.Sequential(Times(dtype=torch.float32), Square(), Square())
+    compiled = compile_(model)
+    x = f32(4, 3)
+    check(model, compiled, x)
+    unfused = compiled(x)
+    with opfuser.register_forward_backward_fusion(RULE) as handle:
+        torch.testing.assert_close(compiled(x), 2 * unfused)
+        check(model, compiled, x)
+        handle.enabled = False
+        torch.testing.assert_close(compiled(x), unfused)
+        handle.enabled = True
+        with opfuser.disable("doubles"):
+            torch.testing.assert_close(compiled(x), unfused)
+        torch.testing.assert_close(compiled(x), 2 * unfused)
+    torch.testing.assert_close(compiled(x), unfused)
+
+
+def test_changes_of_the_model_take_effect() -> None:
+    model = opfuser.Sequential(Times(dtype=torch.float32), opfuser.ConstantScale(2.0))
+    compiled = compile_(model)
+    x = f32(4, 3)
+    check(model, compiled, x)
+    model.append(Square())
+    check(model, compiled, x)
+    model[1].scale = 3.0
+    check(model, compiled, x)
+    model[0].w = nn.Parameter(torch.ones(3))
+    check(model, compiled, x)
+
+
+def test_a_function_around_and_a_loop() -> None:
+    model = opfuser.Sequential(opfuser.Linear(3, 3), Square())
+
+    def step(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = model(x).sigmoid()
+        return x
+
+    compiled = compile_(step)
+    x = f32(4, 3)
+    wrt = [x, *model.parameters()]
+    torch.testing.assert_close(compiled(x), step(x))
+    torch.testing.assert_close(grads(compiled(x), wrt), grads(step(x), wrt))
+
+
+def test_an_operation_alone() -> None:
+    op = Times(dtype=torch.float32)
+    check(op, compile_(op), f32(4, 3))
+
+
+def test_keywords() -> None:
+    model, x = opfuser.Sequential(Power(), Square()), f32(4, 3)
+    compiled = compile_(lambda x: model(x, op_kwargs={0: {"power": 3}}))
+    torch.testing.assert_close(compiled(x), x**6)
+    torch.testing.assert_close(grads(compiled(x), [x]), grads(x**6, [x]))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="generating code needs a C++ compiler")
+def test_code_is_generated() -> None:
+    """Once through the whole compiler."""
+    model, x = opfuser.Sequential(opfuser.Linear(3, 3), Square()), f32(4, 3)
+    check(model, torch.compile(model, fullgraph=True), x)
+
+
+def test_export() -> None:
+    """``torch.export`` for inference."""
+    model = block().eval().requires_grad_(False)
+    tensors = (torch.randn(4, 3), torch.randn(4, 3))
+    with torch.no_grad():
+        program = torch.export.export(model, tensors)
+        torch.testing.assert_close(program.module()(*tensors), model(*tensors))

@@ -1,0 +1,89 @@
+"""The lines of the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import opfuser
+from opfuser import plan as plan_module
+from opfuser.fusion import Fusion, Refusal, Requires
+from opfuser.plan import Plan
+from opfuser.registry import FusionHandle, registry
+from tests.planning.toys import BUILD, NEEDED, env, make_plan, ops, rule
+
+REGISTER: dict[str, Callable[..., FusionHandle]] = {
+    "forward": opfuser.register_forward_fusion,
+    "backward": opfuser.register_backward_fusion,
+    "joint": opfuser.register_forward_backward_fusion,
+}
+
+
+def planned(letters: str = "AB") -> Plan:
+    count = len(letters)
+    return make_plan(ops(letters), env(count), (NEEDED,) * count, registry)
+
+
+@pytest.fixture
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[str]]:
+    monkeypatch.setattr(plan_module, "_logged", set())
+    caplog.set_level(logging.INFO, logger="opfuser")
+
+    def lines() -> list[str]:
+        mine = [r for r in caplog.records if r.name == "opfuser" and r.levelno == logging.INFO]
+        caplog.clear()
+        return [r.getMessage() for r in mine if "fusion=test_" in r.getMessage()]
+
+    return lines
+
+
+def test_every_fusion_is_logged_once_per_distinct_plan(log: Callable[[], list[str]]) -> None:
+    no = Refusal("SHAPE", "odd")
+    with (
+        REGISTER["forward"](rule("A B", name="test_matched")),
+        REGISTER["forward"](rule("C B", name="test_refused", refuses=lambda c, b, env: no)),
+        REGISTER["forward"](rule("A C", name="test_skipped", requires=Requires(device="cuda"))),
+        REGISTER["backward"](rule("A C", "backward", name="test_disabled", enabled=False)),
+    ):
+        planned("ABCB")
+        lines = log()
+        assert lines[0].startswith(
+            "[stage=forward, fusion=test_matched] [SUMMARY] matches=1 refused=0 time="
+        )
+        assert lines[0].endswith("ms")
+        assert lines[1].startswith(
+            "[stage=forward, fusion=test_refused] [SUMMARY] matches=0 refused=1 time="
+        )
+        assert lines[2:] == [
+            "[stage=forward, fusion=test_skipped] skipped (needs cuda, have cpu)",
+            "[stage=backward, fusion=test_disabled] disabled (handle)",
+        ]
+        planned("ABCB")
+        assert log() == [], "the same plan of another sequence is logged once"
+        planned("ABAB")
+        assert len(log()) == 4, "another plan is logged"
+
+
+def test_nothing_is_logged_without_the_level(
+    log: Callable[[], list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with REGISTER["forward"](rule("A B", name="test_one")):
+        with caplog.at_level(logging.WARNING, logger="opfuser"):
+            planned()
+            assert log() == []
+        planned()
+        assert len(log()) == 1, "a plan made before logging was on is still distinct"
+
+
+def test_a_call_logs_its_plan(log: Callable[[], list[str]]) -> None:
+    one, two = (opfuser.Sequential(opfuser.Identity(), opfuser.Identity()) for _ in range(2))
+    fusion = Fusion("test_identity", "forward", (opfuser.Identity, opfuser.Bias), BUILD["forward"])
+    with REGISTER["forward"](fusion):
+        for seq in (one, two, one):
+            seq(torch.ones(2))
+        assert len(log()) == 1
