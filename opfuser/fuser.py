@@ -149,7 +149,7 @@ class OperationFuser:
             self._started = True
             for op in self._basic_ops:
                 op.pre_first_fuser_forward()
-        self._seen = clock()
+        now = clock()
         slots = [op.parameter_slots() for op in self._basic_ops]
         self._num_parameters = tuple(map(len, slots))
         self._slots = [slot for row in slots for slot in row]
@@ -159,6 +159,7 @@ class OperationFuser:
             map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values())
         )
         self._last = None
+        self._seen = now  # last: another thread may be waiting for the rest
 
     def _read_parameters(self) -> list[Tensor]:
         if self._parametrized:
@@ -250,8 +251,6 @@ class OperationFuser:
         if len(self._programs) >= _MAX_PLANS:
             del self._programs[next(iter(self._programs))]
         self._programs[key] = program
-        # Building fused operations moved the clock, but changed none of ours.
-        self._seen = clock()
         return program
 
     # While torch.compile traces, planning runs as ordinary Python and leaves its result behind

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError, UnknownFusionError, explain
 from ..fuser import OperationFuser
 from ..fusion import Fusion, FusionFunction, Stage
 from ..plan import Plan
-from ..registry import FusionHandle, disable, registry
+from ..registry import FusionHandle, registry
 from ..sequential import Sequential
 from .calls import Subject, named_inputs, variants
 from .compare import Reference, Tolerance, cast, parameters_of
@@ -80,11 +80,18 @@ def _registered(
             yield handle
             return
     if isinstance(fusion, str):
-        with disable(fusion):  # raises, and lists the names that there are
-            return
+        names = ", ".join(sorted(handle.name for handle in registry))
+        raise UnknownFusionError(
+            explain(
+                "check_fusion checks a fusion by its registered name",
+                received=repr(fusion),
+                remedy=f"Choose among: {names}",
+            )
+        )
     if isinstance(fusion, FusionHandle):
+        stage = fusion.stage
         fusion = fusion.function
-    if isinstance(fusion, Fusion):
+    elif isinstance(fusion, Fusion):
         stage = fusion.stage
     if stage is None:
         raise ArgumentError(

@@ -114,10 +114,12 @@ def test_interleaved_layout(cls: Any) -> None:
     torch.testing.assert_close(dx_blocks, dx[:, [0, 1, 4, 5, 2, 3, 6, 7]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("limit", [7.0, 0.1])
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [*((dtype, 7.0) for dtype in DTYPES), (torch.float32, 0.1), (torch.float64, 0.1)],
+)
 def test_clamping_passes_the_gradient_at_the_limits_only_up_to_them(
-    limit: float, dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, limit: float, device: torch.device
 ) -> None:
     at = torch.tensor(limit, dtype=dtype)
     inf = torch.tensor(torch.inf, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -130,9 +131,10 @@ def test_ways_of_naming_a_fusion(how: str) -> None:
 
 
 def test_a_removed_handle_is_registered_for_the_time_being() -> None:
-    handle = opfuser.register_forward_fusion(rule())
-    handle.remove()
-    check_fusion(handle, operations(), torch.randn(5, 4), stage="forward")
+    for function in (rule(), functools.partial(rule())):
+        handle = opfuser.register_forward_fusion(function)
+        handle.remove()
+        check_fusion(handle, operations(), torch.randn(5, 4))
     assert "mine" not in [info.name for info in opfuser.fusions()]
 
 
@@ -317,8 +319,11 @@ def test_a_fusion_that_only_matches_some_dtypes() -> None:
 
 def test_errors() -> None:
     x = torch.randn(5, 4)
-    with pytest.raises(UnknownFusionError, match=r"'nobody'.*Choose among"):
-        check_fusion("nobody", operations(), x)
+    for name in ("nobody", "*"):
+        with pytest.raises(
+            UnknownFusionError, match=r"Received: '.*Choose among: .*forward_linear"
+        ):
+            check_fusion(name, operations(), x)
     with pytest.raises(ArgumentError, match=r"stage .* must be given.*Pass stage=\"forward\""):
         check_fusion(lambda ops: ops, operations(), x)
     with pytest.raises(ArgumentError, match=r"one run\. Received: .*OperationFuser, ReLU, Oper"):
