@@ -200,6 +200,9 @@ class _Run(torch.autograd.Function):
             # Traced by torch 2.11, an output that an in-place operation returned gets the
             # gradient of something else.
             output, *outputs = [y.view_as(y) for y in (output, *outputs)]
+        elif output._is_view() and not any(_share_memory(output, t) for t in (input_, *tensors)):
+            # A view of a tensor that is ours; autograd forbids changing it in place if it knows.
+            output = output.detach()
         if not outputs:
             return output
         func_ctx.set_materialize_grads(False)
@@ -457,8 +460,12 @@ def _separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> 
                 grads[n] = grad.clone()
 
 
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if not _share_memory(a, b):
         return False
     (a_start, a_stop), (b_start, b_stop) = _extent(a), _extent(b)
     return a_start < b_stop and b_start < a_stop

@@ -236,8 +236,8 @@ class Registry:
 
 
 def _default_name(function: FusionFunction, taken: set[str]) -> str:
-    module = getattr(function, "__module__", "?")
-    base = f"{module}:{getattr(function, '__qualname__', repr(function))}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    base = f"{named.__module__}:{named.__qualname__}"
     name, count = base, 1
     while name in taken:
         count += 1
