@@ -270,7 +270,7 @@ def _clamp_backward(dy: Tensor, x: Tensor, low: float, high: float, out: Tensor 
     """``dy`` where ``low <= x <= high``, else 0."""
     # The kernel, several times faster than comparing and selecting, leaves the limits themselves
     # out; it compares in fp32 or wider.
-    grow = 1 + torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+    grow = 1 + torch.finfo(wide_dtype(x.dtype)).eps
     return _grad(_aten.hardtanh_backward, dy, x, low * grow, high * grow, out=out)
 
 

@@ -16,7 +16,7 @@ __all__ = ["Bias", "bias_grad"]
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:
-    """``db = Σ dy`` over all dimensions but the last, summed in fp32 for fp16 and bf16.
+    """``db = Σ dy`` over all dimensions but the last; ATen rounds only the final sum.
 
     A distinct tensor even if there is nothing to sum: autograd may accumulate into it in place.
     """
@@ -25,9 +25,6 @@ def bias_grad(grad_output: Tensor) -> Tensor:
         return grad_output.clone()
     # Torch takes one dimension as an int a quarter of a microsecond faster than as a tuple.
     dims = 0 if ndim == 2 else tuple(range(ndim - 1))
-    if grad_output.itemsize == 2 and grad_output.is_cpu:
-        # ATen's CPU kernel rounds partial sums to the input's dtype; its CUDA kernel does not.
-        return grad_output.sum(dims, dtype=torch.float32)
     return grad_output.sum(dims)
 
 

@@ -101,7 +101,9 @@ class L2Normalization(BasicOperation):
         return cast(dx, x.dtype).view(x.shape), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        return input_ * torch.rsqrt(input_.square().sum(-1, keepdim=True) + self.eps)
+        wide = input_.to(wide_dtype(input_.dtype))
+        squares = wide.square().sum(-1, keepdim=True)
+        return (wide * torch.rsqrt(squares + self.eps)).to(input_.dtype)
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"

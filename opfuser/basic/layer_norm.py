@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
@@ -164,12 +165,9 @@ class LayerNorm(BasicOperation):
         )
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        dims = tuple(range(-len(self.normalized_shape), 0))
-        centred = input_ - input_.mean(dims, keepdim=True)
-        variance = centred.square().mean(dims, keepdim=True)
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight
-        y = centred * torch.rsqrt(variance + self.eps) * weight
-        return y if self.bias is None else y + self.bias
+        bias = None if self.bias is None else self.bias.to(input_.dtype)
+        return F.layer_norm(input_, self.normalized_shape, weight.to(input_.dtype), bias, self.eps)
 
     def extra_repr(self) -> str:
         centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""

@@ -86,9 +86,8 @@ class _ScaledActivation(BasicOperation):
         dy = scalar.cast(grad_output, x.dtype)
         dx = dscales = None
         if ctx.needs.extra_inputs[0]:
-            # ATen's CPU kernel rounds partial sums to the dtype of the result.
-            wide = scalar.wide_dtype(x.dtype)
-            dscales = self.function.value(x).mul_(dy).sum(-1, dtype=wide)
+            h = scalar.cast(self.function.value(x), scalar.wide_dtype(x.dtype))
+            dscales = h.mul_(dy).sum(-1)
         if ctx.needs.input:
             dx = self.function.backward(dy * scales.unsqueeze(-1), x)
         return dx, [()], [(dscales,)]

@@ -96,12 +96,13 @@ def _rows_per_block(x: Tensor) -> int:
 def _in_blocks(function: ScalarFunction, dy: Tensor, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     x_rows, dy_rows = as_rows(x), as_rows(dy)
     dx = x.new_empty(x_rows.shape)
+    wide = torch.promote_types(x.dtype, torch.float32)  # partial sums are not rounded
     sums = []
     for start in range(0, len(dx), rows):
         block = slice(start, start + rows)
         function.backward(dy_rows[block].to(x.dtype), x_rows[block], dx[block])
-        sums.append(bias_grad(dx[block]))
-    return dx.view(x.shape), torch.stack(sums).sum(0)
+        sums.append(dx[block].sum(0, dtype=wide))
+    return dx.view(dy.shape), torch.stack(sums).sum(0)
 
 
 FUSION = Fusion(

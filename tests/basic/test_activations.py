@@ -52,6 +52,36 @@ def test_formula(op: Any, formula: Callable[[Tensor], Tensor], device: torch.dev
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("op", "function"),
+    [
+        (GELU(), lambda x: F.gelu(x, approximate="tanh")),
+        (GELU("none"), F.gelu),
+        (QGELU(), lambda x: x * torch.sigmoid(1.702 * x)),
+        (SReLU(), lambda x: F.relu(x) ** 2),
+        (SiLU(), F.silu),
+        (Softplus(), F.softplus),
+    ],
+    ids=["gelu_tanh", "gelu_erf", "qgelu", "srelu", "silu", "softplus"],
+)
+def test_as_accurate_as_torch(
+    op: Any, function: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, dy = (2 * torch.randn(2, 4096, device=device)).to(dtype)
+
+    def run(f: Any, like: torch.dtype) -> tuple[Tensor, Tensor]:
+        leaf = x.detach().to(like).requires_grad_()
+        y = f(leaf)
+        return y.detach(), torch.autograd.grad(y, leaf, dy.to(like))[0]
+
+    for got, theirs, truth in zip(
+        run(op, dtype), run(function, dtype), run(function, torch.float64)
+    ):
+        error, allowed = (got - truth).abs().max(), (theirs - truth).abs().max()
+        assert error <= 2 * allowed, (error, allowed)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_autocast(op: Any, device: torch.device) -> None:
     x = torch.randn(6, 5, device=device, requires_grad=True)

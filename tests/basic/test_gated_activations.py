@@ -152,9 +152,11 @@ def test_keeps_the_input_and_nothing_else(op: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("cls", SWIGLU_FAMILY)
 def test_compiles_without_a_graph_break(cls: Any, size: int | None) -> None:
+    torch.compiler.reset()
     model = Sequential(cls(glu_interleave_size=size))
     x = torch.randn(6, 8).t().contiguous().t().requires_grad_()
     y = torch.compile(model, backend="aot_eager", fullgraph=True)(x)

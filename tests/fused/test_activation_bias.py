@@ -78,6 +78,22 @@ def test_block_by_block_under_autocast(small_blocks: list[int]) -> None:
     assert small_blocks
 
 
+@pytest.mark.parametrize("small_blocks", [2], indirect=True)
+def test_block_by_block_with_rows_saved_flat(small_blocks: list[int]) -> None:
+    """As forward fusions written for te.ops save them."""
+    x, dy = torch.randn(6, 4), torch.randn(2, 3, 4)
+    ctxs = [OperationContext(), OperationContext()]
+    ctxs[0].needs = GradNeeds(True, (True,), ())
+    ctxs[1].saved_tensors = (x,)
+    fused = BackwardActivationBias(bias=Bias(4), activation=ReLU())
+    with torch.no_grad():
+        dx, [(db,), ()], _ = fused.fuser_backward(ctxs, dy, basic_op_grad_extra_outputs=[(), ()])
+    want = dy * (x > 0).view(2, 3, 4)
+    assert small_blocks
+    assert torch.equal(dx, want)
+    torch.testing.assert_close(db, want.sum((0, 1)))
+
+
 def test_a_large_tensor() -> None:
     torch_threads = torch.get_num_threads()
     rows = 2**21 * torch_threads // 1024 + 3
