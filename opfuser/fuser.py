@@ -16,17 +16,15 @@ from .execute import Kwargs, run
 from .fusion import Env, FusionFunction, Stage
 from .op import (
     BasicOperation,
+    Engine,
     FusedOperation,
     FusibleOperation,
-    _Clock,
-    _Engine,
     autocast_dtype,
-    clock,
-    has_hooks,
 )
 from .plan import Plan, PlanKey, expand, grad_needs, make_plan
 from .program import Program
 from .registry import registry
+from .tracked import Clock, clock, has_hooks
 from .wiring import WiredMember, Wiring, public_wiring, route
 
 __all__ = ["OperationFuser"]
@@ -184,7 +182,7 @@ class OperationFuser:
             self._check(input, extra_inputs)
         if torch.compiler.is_compiling():
             return self._call_traced(input, extra_inputs, basic_op_kwargs)
-        if self._seen != _Clock.now:
+        if self._seen != Clock.now:
             self._refresh()
         if self._parametrized:
             # Forward and the engine must see one value, computed once.
@@ -365,5 +363,5 @@ def _run_alone(
     return op._alone(input_, *extra_inputs, basic_op_kwargs=kwargs)
 
 
-_Engine.make_fuser = OperationFuser.alone
-_Engine.run_alone = staticmethod(_run_alone)
+Engine.make_fuser = OperationFuser.alone
+Engine.run_alone = staticmethod(_run_alone)

@@ -17,11 +17,10 @@ from .op import (
     FusedOperation,
     FusibleOperation,
     GradNeeds,
-    Tracked,
-    has_hooks,
 )
 from .plan import FusionRecord, Plan, Step, expand
 from .registry import registry
+from .tracked import Tracked, has_hooks
 from .wiring import Routes, WiredMember, route
 
 

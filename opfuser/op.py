@@ -1,14 +1,14 @@
-"""Base classes of operations, and the context that links their forward to their backward."""
+"""Base classes of operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .context import GradNeeds, OperationContext, autocast_dtype, compute_dtype
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -18,6 +18,7 @@ from .errors import (
     MissingImplementationError,
     explain,
 )
+from .tracked import Tracked
 
 __all__ = [
     "BasicOperation",
@@ -30,157 +31,13 @@ __all__ = [
 ]
 
 
-class GradNeeds(NamedTuple):
-    """Which gradients of one basic operation somebody will read."""
-
-    input: bool
-    parameters: tuple[bool, ...]
-    extra_inputs: tuple[bool, ...]
-
-
-class OperationContext:
-    """State that the forward of one basic operation hands to its backward.
-
-    Tensors go through :meth:`save_for_backward`; small Python values may be set as attributes.
-
-    Attributes:
-        requires_grad: whether the backward of this operation will run.
-        needs: which gradients will be read (set by the engine, not by operations).
-        saved_tensors: in backward, what forward saved, in the same order.
-        parameters: in backward, the operation's parameters as forward saw them, in registration
-            order; empty unless the operation sets ``backward_reads_parameters = True``.
-    """
-
-    requires_grad: bool = True
-    needs: GradNeeds = GradNeeds(True, (), ())
-    saved_tensors: tuple[Any, ...] = ()
-    to_save: tuple[Tensor | None, ...] | None = None
-
-    # The engine's: where the tensors of this context lie among all saved ones, and what its
-    # operation returned.
-    span: tuple[int, int] | None = None
-    output_like: tuple[torch.Size, torch.dtype, torch.device] | None = None
-    parameters: tuple[Any, ...] = ()
-
-    if TYPE_CHECKING:  # operations may keep values of their own
-
-        def __setattr__(self, name: str, value: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        # Backward fusions written for te.ops read what its own forwards would have left here.
-        if name == "with_quantized_compute":
-            return False
-        if name == "input_requires_grad":
-            return self.needs.input
-        if name == "weight_requires_grad":
-            return any(self.needs.parameters)
-        if name.endswith("_quantizer"):
-            return None
-        raise AttributeError(f"{type(self).__name__} holds no attribute {name!r}")
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep ``tensors`` for backward. Called in forward, at most once per operation."""
-        self.to_save = tensors
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype of the autocast region that is active for ``device``, or None outside of one."""
-    kind = device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
-
-
-def compute_dtype(input_: Tensor) -> torch.dtype:
-    """The dtype in which an operation computes: that of autocast if active, else the input's."""
-    return autocast_dtype(input_.device) or input_.dtype
-
-
-class _Clock:
-    """Counts every change of any operation, so that unchanged ones need no inspection."""
-
-    now = 0
-
-
-def clock() -> int:
-    """A number that differs from an earlier reading if any operation may have changed since."""
-    return _Clock.now
-
-
-class Tracked(nn.Module):
-    """A module that notes when its structure changes.
-
-    Setting or deleting an attribute, moving, casting, switching the training flag and registering
-    a hook all count. Values written straight into ``_parameters`` (as ``functional_call`` does)
-    do not: parameters are read, and their dtypes compared, at every call.
-    """
-
-    def _touch(self) -> None:
-        _Clock.now += 1
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        self._touch()
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        self._touch()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        out = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._touch()
-        return out
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        self._touch()
-
-    def register_module(self, name: str, module: nn.Module | None) -> None:
-        super().register_module(name, module)
-        self._touch()
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        super().add_module(name, module)
-        self._touch()
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._touch()
-        return super().register_forward_pre_hook(*args, **kwargs)
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._touch()
-        return super().register_forward_hook(*args, **kwargs)
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._touch()
-        return super().register_full_backward_pre_hook(*args, **kwargs)
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._touch()
-        return super().register_full_backward_hook(*args, **kwargs)
-
-    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        self._touch()
-        return super().register_backward_hook(*args, **kwargs)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` would run a hook of its own."""
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
-
-
 def _refuse_to_run(*_: Any, **__: Any) -> Any:
     raise MissingImplementationError(
         explain("Operations run through the engine", remedy="Import opfuser, not opfuser.op alone")
     )
 
 
-class _Engine:
+class Engine:
     """Where ``fuser.py`` leaves what runs one operation outside a Sequential."""
 
     make_fuser: Callable[..., Any] = staticmethod(_refuse_to_run)
@@ -266,7 +123,7 @@ class FusibleOperation(Tracked):
 
     def _prepare_alone(self) -> bool:
         if self._alone is None:
-            self.__dict__["_alone"] = _Engine.make_fuser(self)
+            self.__dict__["_alone"] = Engine.make_fuser(self)
         return True
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
@@ -426,7 +283,7 @@ class BasicOperation(FusibleOperation):
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this operation alone. Channels do not apply: every extra input is an argument."""
-        return _Engine.run_alone(self, input, extra_inputs, [kwargs] if kwargs else None)
+        return Engine.run_alone(self, input, extra_inputs, [kwargs] if kwargs else None)
 
     # ------------------------------------------------------------------ parameters
 
@@ -594,7 +451,7 @@ class FusedOperation(FusibleOperation):
         basic_op_kwargs: list[dict[str, Any]] | None = None,
     ) -> Any:
         """Run this operation alone."""
-        return _Engine.run_alone(self, input, extra_inputs, basic_op_kwargs)
+        return Engine.run_alone(self, input, extra_inputs, basic_op_kwargs)
 
 
 def _flatten(ops: Iterable[FusibleOperation]) -> Iterator[BasicOperation]:

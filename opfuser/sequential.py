@@ -17,8 +17,9 @@ from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, expl
 from .execute import Kwargs
 from .fuser import OperationFuser, count_message
 from .members import Member, join_plans, make_members, stretches
-from .op import BasicOperation, FusedOperation, FusibleOperation, Tracked, _Clock, clock, has_hooks
+from .op import BasicOperation, FusedOperation, FusibleOperation
 from .plan import Plan, expand
+from .tracked import Clock, Tracked, clock, has_hooks
 from .wiring import PrivateChannel, Routes, Slot
 
 __all__ = ["Residual", "Sequential"]
@@ -243,7 +244,7 @@ class Sequential(Tracked):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
-        if self._seen != _Clock.now or self._hooked or torch.compiler.is_compiling():
+        if self._seen != Clock.now or self._hooked or torch.compiler.is_compiling():
             self._resolve()
         if op_kwargs is None and self._single is not None:
             return self._single(input, *extra_inputs)

@@ -172,6 +172,20 @@ class Swish(ScalarFunction):
             out = _reuse(x) if out is None else out
         return _grad(_aten.silu_backward, dy, x, out=out)
 
+    def product_backward(
+        self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if not x.is_cpu:  # where the number of passes counts, not that of exponentials
+            return super().product_backward(dy, x, u, dx_out, du_out)
+        if self.beta == 1:
+            s = torch.sigmoid(x, out=dx_out)
+        else:
+            s = torch.mul(x, self.beta, out=dx_out).sigmoid_()
+        du = torch.mul(dy, s, out=du_out).mul_(x)
+        # dx = (s dy + (1 - s) β du) u
+        start = du if self.beta == 1 else du * self.beta
+        return torch.lerp(start, dy, s, out=_reuse(s)).mul_(u), du
+
     def reference(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(self.beta * x)
 
@@ -287,6 +301,13 @@ class ClampedSwish(ScalarFunction):
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         dc = Swish(self.alpha).backward(dy, torch.clamp_max(x, self.limit), out)
         return _clamp_backward(dc, x, -math.inf, self.limit, _reuse(dc))
+
+    def product_backward(
+        self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        c = torch.clamp_max(x, self.limit)
+        dc, du = Swish(self.alpha).product_backward(dy, c, u, dx_out, du_out)
+        return _clamp_backward(dc, x, -math.inf, self.limit, _reuse(dc)), du
 
     def reference(self, x: Tensor) -> Tensor:
         c = x.clamp(max=self.limit)

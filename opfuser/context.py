@@ -1,0 +1,76 @@
+"""What an operation is told about a call, and what its forward hands to its backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["GradNeeds", "OperationContext", "autocast_dtype", "compute_dtype"]
+
+
+class GradNeeds(NamedTuple):
+    """Which gradients of one basic operation somebody will read."""
+
+    input: bool
+    parameters: tuple[bool, ...]
+    extra_inputs: tuple[bool, ...]
+
+
+class OperationContext:
+    """State that the forward of one basic operation hands to its backward.
+
+    Tensors go through :meth:`save_for_backward`; small Python values may be set as attributes.
+
+    Attributes:
+        requires_grad: whether the backward of this operation will run.
+        needs: which gradients will be read (set by the engine, not by operations).
+        saved_tensors: in backward, what forward saved, in the same order.
+        parameters: in backward, the operation's parameters as forward saw them, in registration
+            order; empty unless the operation sets ``backward_reads_parameters = True``.
+    """
+
+    requires_grad: bool = True
+    needs: GradNeeds = GradNeeds(True, (), ())
+    saved_tensors: tuple[Any, ...] = ()
+    to_save: tuple[Tensor | None, ...] | None = None
+
+    # The engine's: where the tensors of this context lie among all saved ones, and what its
+    # operation returned.
+    span: tuple[int, int] | None = None
+    output_like: tuple[torch.Size, torch.dtype, torch.device] | None = None
+    parameters: tuple[Any, ...] = ()
+
+    if TYPE_CHECKING:  # operations may keep values of their own
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        # Backward fusions written for te.ops read what its own forwards would have left here.
+        if name == "with_quantized_compute":
+            return False
+        if name == "input_requires_grad":
+            return self.needs.input
+        if name == "weight_requires_grad":
+            return any(self.needs.parameters)
+        if name.endswith("_quantizer"):
+            return None
+        raise AttributeError(f"{type(self).__name__} holds no attribute {name!r}")
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep ``tensors`` for backward. Called in forward, at most once per operation."""
+        self.to_save = tensors
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of the autocast region that is active for ``device``, or None outside of one."""
+    kind = device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def compute_dtype(input_: Tensor) -> torch.dtype:
+    """The dtype in which an operation computes: that of autocast if active, else the input's."""
+    return autocast_dtype(input_.device) or input_.dtype

@@ -1,0 +1,88 @@
+"""Noticing that a module has changed, at no cost to calls of unchanged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Clock", "Tracked", "clock", "has_hooks"]
+
+
+class Clock:
+    """Counts every change of any operation, so that unchanged ones need no inspection."""
+
+    now = 0
+
+
+def clock() -> int:
+    """A number that differs from an earlier reading if any operation may have changed since."""
+    return Clock.now
+
+
+class Tracked(nn.Module):
+    """A module that notes when its structure changes.
+
+    Setting or deleting an attribute, moving, casting, switching the training flag and registering
+    a hook all count. Values written straight into ``_parameters`` (as ``functional_call`` does)
+    do not: parameters are read, and their dtypes compared, at every call.
+    """
+
+    def _touch(self) -> None:
+        Clock.now += 1
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self._touch()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._touch()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        out = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._touch()
+        return out
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._touch()
+
+    def register_module(self, name: str, module: nn.Module | None) -> None:
+        super().register_module(name, module)
+        self._touch()
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        self._touch()
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._touch()
+        return super().register_backward_hook(*args, **kwargs)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling ``module`` would run a hook of its own."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
