@@ -45,11 +45,22 @@ def run(
     for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
     if program.needs_backward:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            tensors = _each_once([input_, *parameters, *extra_inputs])
+            return _Run.apply(program, kwargs, *tensors)  # type: ignore[no-untyped-call]
+        if torch._C._are_functorch_transforms_active():
             return _Run.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
         return _apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
     output, outputs = walk_forward(program, kwargs, input_, extra_inputs, None)
     return (output, *outputs) if outputs else output
+
+
+def _each_once(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, with an alias for each that occurred before: Dynamo takes no tensor twice."""
+    out: list[Tensor] = []
+    for t in tensors:
+        out.append(t.view_as(t) if any(t is earlier for earlier in out) else t)
+    return out
 
 
 def _context(needs: GradNeeds | None) -> OperationContext:

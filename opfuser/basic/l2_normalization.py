@@ -90,7 +90,7 @@ class L2Normalization(BasicOperation):
         assert x is not None
         assert rnorm is not None
         if not x.numel():
-            return x.new_zeros(x.shape), ()
+            return x.new_zeros(grad_output.shape), ()
         wide = cast(x.reshape(-1, x.shape[-1]), rnorm.dtype).contiguous()
         dy = cast(grad_output.reshape(wide.shape), rnorm.dtype).contiguous()
         rnorm = rnorm.view(-1, 1)
@@ -98,7 +98,7 @@ class L2Normalization(BasicOperation):
         dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
             dy, wide, torch.ones_like(rnorm), rnorm.reciprocal(), 0
         )
-        return cast(dx, x.dtype).view(x.shape), ()
+        return cast(dx, x.dtype).view(grad_output.shape), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         wide = input_.to(wide_dtype(input_.dtype))

@@ -132,14 +132,14 @@ class LayerNorm(BasicOperation):
         assert rstd is not None
         assert weight is not None
         shape = self.normalized_shape
-        per_row = (*mean.shape, *(1 for _ in shape))
+        # A fusion may have saved input and statistics with the rows in one dimension.
+        per_row = (*grad_output.shape[: -len(shape)], *(1 for _ in shape))
         needs = (ctx.needs.input, *ctx.needs.parameters, False)[:3]
         scale = self._scale(weight, x)
         # The bias is read for nothing but its dtype.
         dx, *grads = torch.ops.aten.native_layer_norm_backward.default(
-            # A fusion may have saved the input as rows.
-            cast(grad_output.reshape(x.shape), x.dtype),
-            x,
+            cast(grad_output, x.dtype),
+            x if x.shape == grad_output.shape else x.reshape(grad_output.shape),
             shape,
             mean.view(per_row),
             rstd.view(per_row),
@@ -147,8 +147,6 @@ class LayerNorm(BasicOperation):
             scale,
             needs,
         )
-        if dx is not None:
-            dx = dx.view(grad_output.shape)
         return dx, tuple(grads[: len(ctx.needs.parameters)])
 
     def _scale(self, weight: Tensor, x: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class RMSNorm(BasicOperation):
         rstd = rstd.view(-1, 1)
         dx = dw = None
         if ctx.needs.input:
-            dx = cast(_input_gradient(dy * scale, rows, rstd), x.dtype).view(x.shape)
+            dx = cast(_input_gradient(dy * scale, rows, rstd), x.dtype).view(grad_output.shape)
         if ctx.needs.parameters[0]:
             # Not by the fast weight gradient of layer norm: it adds one row after the other, and
             # is ten times less accurate for a few thousand rows.

@@ -120,6 +120,25 @@ def test_saved_layouts(
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("cls", AFFINE)
+def test_backward_takes_what_a_fusion_saved_as_rows(cls: Any) -> None:
+    op = make(cls, (3, 8))
+    x, dy = torch.randn(2, 5, 2, 3, 8)
+    ctx = OperationContext()
+    ctx.needs = GradNeeds(True, tuple(True for _ in op.parameters()), ())
+    op.op_forward(ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+    assert ctx.to_save is not None
+    ctx.parameters = tuple(p.detach() for p in op.parameters())
+    results = []
+    rows = [t.reshape(10) for t in ctx.to_save[1:] if t is not None]
+    for saved in (ctx.to_save, (x.view(10, 24), *rows)):
+        ctx.saved_tensors = saved
+        dx, grads = op.op_backward(ctx, dy)
+        results.append((dx, *grads))
+    assert results[0][0].shape == x.shape
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", [LayerNorm(8), RMSNorm(8), L2Normalization()])
 def test_rows_of_zeros_and_of_tiny_and_large_numbers(

@@ -12,6 +12,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 import opfuser
+from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.op import FusedOperation
 from tests.engine.toys import Mixed, Power, RowSum, Square, Times, grads
 
@@ -72,6 +73,39 @@ def test_batches_of_other_sizes_do_not_recompile() -> None:
         compiled(f32(rows, 3), f32(rows, 3))
         counts.append(counter.frame_count)
     assert counts == counts[:1] * 4
+
+
+def test_one_tensor_in_several_places() -> None:
+    """Tied weights, and one tensor as both input and extra input."""
+    seq = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Linear(3, 3), opfuser.AddExtraInput())
+    seq[1].weight = seq[0].weight
+    x = f32(2, 3)
+    check(seq, compile_(seq), x, x)
+
+
+def test_an_output_made_in_place() -> None:
+    """Torch 2.11 gives it the gradient of something else, unless it is aliased."""
+
+    class Shift(opfuser.BasicOperation):
+        def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+            return (3 * input_).add_(1)
+
+        def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, tuple[()]]:
+            return 3 * grad_output, ()
+
+    seq = opfuser.Sequential(Shift())
+    check(seq, compile_(seq), f32(2, 3))
+
+
+def test_a_whole_language_model() -> None:
+    config = DecoderConfig(vocab_size=17, dim=16, num_layers=1, num_heads=2)
+    model = decoder_lm(config)
+    tokens = torch.randint(17, (2, 9))
+    inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    ours, expected = compile_(model)(*inputs), model(*inputs)
+    torch.testing.assert_close(ours, expected)
+    wrt = list(model.parameters())
+    torch.testing.assert_close(grads(ours, wrt), grads(expected, wrt))
 
 
 def test_modes_and_plain_modules() -> None:
