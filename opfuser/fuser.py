@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,11 +20,12 @@ from .op import (
     FusedOperation,
     FusibleOperation,
     autocast_dtype,
+    signature,
 )
 from .plan import Plan, PlanKey, expand, grad_needs, make_plan
 from .program import Program
 from .registry import registry
-from .tracked import Clock, clock, has_hooks
+from .tracked import Clock, clock, has_hooks, stamp
 from .wiring import WiredMember, Wiring, public_wiring, route
 
 __all__ = ["OperationFuser"]
@@ -37,53 +38,6 @@ _MAX_PLANS = 64
 
 # Cheaper than asking per device type; not part of torch's public names.
 _any_autocast = torch._C._is_any_autocast_enabled
-
-# Attributes of an operation that say nothing about how it may be fused.
-_NOT_IN_SIGNATURE = frozenset(
-    "_parameters _buffers _non_persistent_buffers_set _backward_pre_hooks _backward_hooks "
-    "_is_full_backward_hook _forward_hooks _forward_hooks_with_kwargs "
-    "_forward_hooks_always_called _forward_pre_hooks _forward_pre_hooks_with_kwargs "
-    "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks "
-    "_load_state_dict_post_hooks _modules basic_ops _owner _alone _routing_captured".split()
-)
-
-
-class _Same:
-    """Stands for an object that cannot be compared by value: equal only to itself."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-_VALUES = (int, float, str, bytes, type(None), torch.dtype, torch.device, type)
-
-
-def _freeze(value: Any) -> Hashable:
-    if isinstance(value, _VALUES):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_freeze, value))
-    return _Same(value)
-
-
-def signature(op: FusibleOperation) -> Hashable:
-    """What a fusion may read of an operation besides its parameters: type, flags, buffers."""
-    flags = tuple(
-        (name, _freeze(value))
-        for name, value in op.__dict__.items()
-        if name not in _NOT_IN_SIGNATURE
-    )
-    buffers = tuple((name, b.dtype, b.shape, b.device) for name, b in op.named_buffers())
-    inner = tuple((name, type(module)) for name, module in op.named_modules())
-    return (type(op), flags, buffers, inner)
 
 
 def units(modules: Iterable[FusibleOperation]) -> list[FusibleOperation]:
@@ -119,6 +73,7 @@ class OperationFuser:
     forward_backward_fusion_functions = _FusionFunctions("joint")
 
     def __init__(self, ops: Sequence[FusibleOperation], *, wiring: Wiring | None = None) -> None:
+        self._given = list(ops)
         self._units = units(ops)
         self._basic_ops: list[BasicOperation] = [b for unit in self._units for b in expand(unit)]
         if wiring is None:
@@ -130,7 +85,7 @@ class OperationFuser:
         self.wiring = wiring
         self.num_extra_inputs = len(wiring.inputs)
         self._programs: dict[PlanKey, Program] = {}
-        self._traced: list[Program] = []
+        self._traced: dict[str, Program] = {}
         self._last: tuple[tuple[Any, ...], Program] | None = None
         self._used: Program | None = None
         self._seen = -1
@@ -252,15 +207,15 @@ class OperationFuser:
         return program
 
     # While torch.compile traces, planning runs as ordinary Python and leaves its result behind
-    # under a number; the traced code only looks it up.
+    # under a name; the traced code only looks it up.
 
     def _call_traced(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         self._prepare_tracing()
+        self._guard(tuple([op._stamp for op in self._stamped]))
         parameters = [getattr(module, name) for module, name in self._slots]
         grad = torch.is_grad_enabled()
-        number = self._plan_for_tracing(
-            # As text, since a changing integer would be traced as a symbol.
-            f"fusions {registry.version}",
+        name = self._plan_for_tracing(
+            registry.stamp,
             grad,
             (input_.dtype, input_.device, grad and input_.requires_grad),
             autocast_dtype(input_.device),
@@ -268,10 +223,17 @@ class OperationFuser:
             tuple(p.shape for p in parameters),
             tuple((t.dtype, grad and t.requires_grad) for t in extra_inputs),
         )
-        return run(self._traced[number], input_, parameters, extra_inputs, kwargs)
+        return run(self._traced[name], input_, parameters, extra_inputs, kwargs)
 
     def _prepare_tracing(self) -> bool:
         self._refresh()
+        ops = [*self._given, *self._units, *self._basic_ops]
+        self._stamped = list({id(op): op for op in ops}.values())
+        stamp(self._stamped)
+        return True
+
+    def _guard(self, stamps: tuple[str, ...]) -> bool:
+        """Being given the stamps as constants, the traced code holds for these alone."""
         return True
 
     def _plan_for_tracing(
@@ -283,7 +245,7 @@ class OperationFuser:
         parameters: tuple[tuple[torch.dtype, bool], ...],
         shapes: tuple[torch.Size, ...],
         extras: tuple[tuple[torch.dtype, bool], ...],
-    ) -> int:
+    ) -> str:
         key = PlanKey(
             registry.state(),
             self._signature,
@@ -296,12 +258,14 @@ class OperationFuser:
         )
         program = self._programs.get(key) or self._make(key)
         self._used = program
-        if program not in self._traced:
-            self._traced.append(program)
-        return self._traced.index(program)
+        # Under a name of its own, so that code traced before need not be traced again.
+        name = f"program {id(program)}"
+        self._traced[name] = program
+        return name
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
     _prepare_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _guard._dynamo_marked_constant = True  # type: ignore[attr-defined]
     _plan_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def plan(self, input_: Tensor, *extra_inputs: Tensor) -> Plan:

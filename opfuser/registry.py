@@ -148,6 +148,8 @@ class Registry:
         self.handles: dict[Stage, list[FusionHandle]] = {stage: [] for stage in STAGES}
         self.switched: dict[str, tuple[bool, str]] = {}
         self.version = 0
+        # The version as text, since torch.compile would trace a changing integer as a symbol.
+        self.stamp = "version 0"
         self._told: set[str] = set()
         self._state: Hashable = None
         for variable, on in (("OPFUSER_DISABLE", False), ("OPFUSER_ENABLE", True)):
@@ -157,6 +159,7 @@ class Registry:
     def changed(self) -> None:
         """Notes that fusions may run differently from now on."""
         self.version += 1
+        self.stamp = f"version {self.version}"
         self._state = None
 
     def state(self) -> Hashable:

@@ -19,7 +19,7 @@ from .fuser import OperationFuser, count_message
 from .members import Member, join_plans, make_members, stretches
 from .op import BasicOperation, FusedOperation, FusibleOperation
 from .plan import Plan, expand
-from .tracked import Clock, Tracked, clock, has_hooks
+from .tracked import Clock, Tracked, clock, has_hooks, stamp
 from .wiring import PrivateChannel, Routes, Slot
 
 __all__ = ["Residual", "Sequential"]
@@ -177,6 +177,7 @@ class Sequential(Tracked):
     _single: OperationFuser | None
     _hooked: bool  # somewhere; handles of hooks do not tell when they are removed
     _seen: int
+    _stamped: list[Sequential]
 
     def _forget(self) -> None:
         """Drops everything derived from the modules."""
@@ -190,7 +191,9 @@ class Sequential(Tracked):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("_members", "_routes", "_structure", "_single", "_hooked", "_seen")
+        derived = (
+            "_members", "_routes", "_structure", "_single", "_hooked", "_seen", "_stamped", "_stamp"
+        )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -215,8 +218,21 @@ class Sequential(Tracked):
         self.__dict__["_seen"] = now
         return True
 
+    def _describe(self) -> str:
+        return repr([(name, id(m), has_hooks(m)) for name, m in self.named_children()])
+
+    def _resolve_for_tracing(self) -> bool:
+        self.__dict__["_stamped"] = [m for m in self.modules() if isinstance(m, Sequential)]
+        stamp(self._stamped)
+        return self._resolve()
+
+    def _guard(self, stamps: tuple[str, ...]) -> bool:
+        """Being given the stamps as constants, the traced code holds for these alone."""
+        return True
+
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _resolve_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _guard._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
     def num_extra_inputs(self) -> int:
@@ -244,7 +260,10 @@ class Sequential(Tracked):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
-        if self._seen != Clock.now or self._hooked or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self._resolve_for_tracing()
+            self._guard(tuple([seq._stamp for seq in self._stamped]))
+        elif self._seen != Clock.now or self._hooked:
             self._resolve()
         if op_kwargs is None and self._single is not None:
             return self._single(input, *extra_inputs)

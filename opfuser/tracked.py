@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Clock", "Tracked", "clock", "has_hooks"]
+__all__ = ["Clock", "Tracked", "clock", "has_hooks", "stamp"]
 
 
 class Clock:
@@ -29,8 +29,16 @@ class Tracked(nn.Module):
     do not: parameters are read, and their dtypes compared, at every call.
     """
 
+    _stamp: str  # of a module that torch.compile has traced: what it was like when last changed
+
+    def _describe(self) -> str:
+        """All about this module, besides parameters, that running it may depend on."""
+        raise NotImplementedError
+
     def _touch(self) -> None:
         Clock.now += 1
+        if "_stamp" in self.__dict__:
+            self.__dict__["_stamp"] = self._describe()
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -76,6 +84,12 @@ class Tracked(nn.Module):
     def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         self._touch()
         return super().register_backward_hook(*args, **kwargs)
+
+
+def stamp(modules: Iterable[Tracked]) -> None:
+    """Makes modules keep ``_stamp`` up to date, for traced code to be guarded by it."""
+    for module in modules:
+        module.__dict__["_stamp"] = module._describe()
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -223,3 +223,34 @@ def test_export() -> None:
     with torch.no_grad():
         program = torch.export.export(model, tensors)
         torch.testing.assert_close(program.module()(*tensors), model(*tensors))
+
+
+def test_switching_to_evaluation_and_back_compiles_twice() -> None:
+    """Whatever else was made or changed meanwhile."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Dropout(0.5), opfuser.GELU())
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    x = f32(2, 3)
+    for _ in range(5):
+        compiled(x)
+        model.eval()
+        assert torch.equal(compiled(x), model(x))
+        model.train()
+        opfuser.Sequential(opfuser.GELU())(x)
+    assert counter.frame_count == 2
+
+
+def test_a_replaced_operation_takes_effect() -> None:
+    """Also one of the same kind, in a nested sequence, or behind a name of a compound."""
+    model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Sequential(opfuser.Linear(3, 3)))
+    compiled = compile_(model)
+    x = f32(2, 3)
+    check(model, compiled, x)
+    model[0] = opfuser.Linear(3, 3)
+    check(model, compiled, x)
+    model[1][0] = opfuser.Linear(3, 3)
+    check(model, compiled, x)
+    model[1].append(Square())
+    check(model, compiled, x)
+    nn.utils.parametrizations.weight_norm(model[0])
+    check(model, compiled, x)
