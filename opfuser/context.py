@@ -44,19 +44,8 @@ class OperationContext:
 
     if TYPE_CHECKING:  # operations may keep values of their own
 
+        def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        # Backward fusions written for te.ops read what its own forwards would have left here.
-        if name == "with_quantized_compute":
-            return False
-        if name == "input_requires_grad":
-            return self.needs.input
-        if name == "weight_requires_grad":
-            return any(self.needs.parameters)
-        if name.endswith("_quantizer"):
-            return None
-        raise AttributeError(f"{type(self).__name__} holds no attribute {name!r}")
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep ``tensors`` for backward. Called in forward, at most once per operation."""

@@ -7,8 +7,8 @@ attribute is read off a tensor, and a context of forward is not changed in backw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -307,10 +307,25 @@ class _RevivedContext(OperationContext):
 
     kept: OperationContext
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "dtype" and not hasattr(self.kept, name):
-            return next((t.dtype for t in self.saved_tensors if t is not None), None)
-        return getattr(self.kept, name)
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Backward fusions written for te.ops also read what its own forwards leave.
+            if name in _LEFT_BY_TE_OPS and not hasattr(self.kept, name):
+                return _LEFT_BY_TE_OPS[name](self)
+            return getattr(self.kept, name)
+
+
+_LEFT_BY_TE_OPS: dict[str, Callable[[OperationContext], Any]] = {
+    "dtype": lambda ctx: next((t.dtype for t in ctx.saved_tensors if t is not None), None),
+    "input_requires_grad": lambda ctx: ctx.needs.input,
+    "weight_requires_grad": lambda ctx: any(ctx.needs.parameters),
+    "with_quantized_compute": lambda ctx: False,
+    **{
+        f"{name}_quantizer": lambda ctx: None
+        for name in ("input", "weight", "grad_output", "grad_input", "prev_op_grad_output")
+    },
+}
 
 
 def _revive(
