@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["GradNeeds", "OperationContext", "autocast_dtype", "compute_dtype"]
+__all__ = ["GradNeeds", "OperationContext", "autocast_dtype", "compute_dtype", "new_context"]
 
 
 class GradNeeds(NamedTuple):
@@ -50,6 +50,16 @@ class OperationContext:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep ``tensors`` for backward. Called in forward, at most once per operation."""
         self.to_save = tensors
+
+
+def new_context(needs: GradNeeds | None) -> OperationContext:
+    """A context for a call with these needs; None: its backward does not run."""
+    ctx = OperationContext()
+    if needs is None:
+        ctx.requires_grad = False
+    else:
+        ctx.needs = needs
+    return ctx
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

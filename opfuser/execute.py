@@ -21,7 +21,7 @@ from .errors import (
     ParameterGradientCountError,
     explain,
 )
-from .op import GradNeeds, OperationContext
+from .op import OperationContext, new_context
 from .program import GeneralBackward, GeneralForward, Program
 from .wiring import Slot
 
@@ -63,13 +63,11 @@ def _each_once(tensors: list[Tensor]) -> list[Tensor]:
     return out
 
 
-def _context(needs: GradNeeds | None) -> OperationContext:
-    ctx = OperationContext()
-    if needs is None:
-        ctx.requires_grad = False
-    else:
-        ctx.needs = needs
-    return ctx
+_NO_EXTRAS: dict[str, Any] = {
+    "basic_op_extra_inputs": [()],
+    "prev_op_grad_output_quantizer": None,
+    "next_op_input_quantizer": None,
+}
 
 
 class Tape:
@@ -94,9 +92,9 @@ def walk_forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs the forward steps and records on ``tape`` what their backward needs."""
     produced: dict[Slot, Tensor] = {}
-    for op, first, needs, general in program.forward:
+    for op, first, needs, constant, general in program.forward:
         if general is not None:
-            ctxs = [_context(needs) for needs in general.needs]
+            ctxs = [new_context(needs) for needs in general.needs]
             x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
             if tape is not None:
                 if not torch.compiler.is_compiling():
@@ -104,28 +102,15 @@ def walk_forward(
                 for ctx in ctxs:
                     tape.add(ctx)
             continue
-        ctx = OperationContext()
-        if needs is None:
-            ctx.requires_grad = False
-        else:
-            ctx.needs = needs
+        ctx = constant or new_context(needs)
         if kwargs is None:
             x = op.op_forward(
                 ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
             )
         else:
-            x = op.op_forward(
-                ctx,
-                x,
-                prev_op_grad_output_quantizer=None,
-                next_op_input_quantizer=None,
-                **kwargs[first],
-            )
+            x, _ = op.fuser_forward([ctx], x, **_NO_EXTRAS, basic_op_kwargs=[kwargs[first]])
         if tape is not None:
-            if ctx.to_save is None:
-                tape.contexts.append(ctx)
-            else:
-                tape.add(ctx)
+            tape.add(ctx)
     return x, [produced[slot] for slot in program.outputs]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .context import GradNeeds, OperationContext, autocast_dtype, compute_dtype
+from .context import GradNeeds, OperationContext, autocast_dtype, compute_dtype, new_context
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -29,6 +29,7 @@ __all__ = [
     "OperationContext",
     "autocast_dtype",
     "compute_dtype",
+    "new_context",
     "signature",
 ]
 
@@ -211,6 +212,9 @@ class BasicOperation(FusibleOperation):
         num_extra_inputs, num_extra_outputs: tensors besides the main input and output.
         backward_reads_parameters: ask the engine to keep the parameters of the forward call in
             ``ctx.parameters``, so that a backward never reads a parameter that was replaced since.
+        forward_leaves_nothing: promise that forward neither saves tensors nor sets attributes on
+            its context, so that one context can serve every call. Saves host time. Does not hold
+            for subclasses.
         Saved: a ``NamedTuple`` naming what forward passes to ``ctx.save_for_backward``. It is the
             contract between every forward (fused or not) and every backward of this operation.
     """
@@ -218,6 +222,7 @@ class BasicOperation(FusibleOperation):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     backward_reads_parameters: ClassVar[bool] = False
+    forward_leaves_nothing: ClassVar[bool] = False
     Saved: ClassVar[type[tuple[Any, ...]] | None] = None
 
     _extra_input_channels: list[str | None]

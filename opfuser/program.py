@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from .op import BasicOperation, FusibleOperation, GradNeeds
+from .op import BasicOperation, FusibleOperation, GradNeeds, OperationContext, new_context
 from .plan import Plan, Step
 from .wiring import Slot, Wiring
 
@@ -19,6 +19,8 @@ class ForwardStep(NamedTuple):
     op: Any
     first: int
     needs: GradNeeds | None
+    context: OperationContext | None
+    """The one for every call, if the operation leaves nothing on it."""
     general: GeneralForward | None
 
 
@@ -103,6 +105,12 @@ def _needs_of_steps(
     return needs
 
 
+def _constant_context(op: Any, needs: GradNeeds | None) -> OperationContext | None:
+    # A subclass may leave something after all.
+    own = vars(type(op)).get("forward_leaves_nothing", False)
+    return new_context(needs) if own else None
+
+
 def _is_plain(op: Any, extra_tensors: bool) -> bool:
     """Whether a step may skip the general protocol and call op_forward / op_backward directly."""
     return (
@@ -135,7 +143,11 @@ def _lay_out_forward(
         extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
         first = step.indices[0]
         if _is_plain(step.op, extras):
-            out.append(ForwardStep(step.op, first, needs[first], None))
+            out.append(
+                ForwardStep(
+                    step.op, first, needs[first], _constant_context(step.op, needs[first]), None
+                )
+            )
             continue
         wanted = tuple(
             tuple(
@@ -157,7 +169,7 @@ def _lay_out_forward(
             ),
             _name(step),
         )  # fmt: skip
-        out.append(ForwardStep(step.op, first, None, general))
+        out.append(ForwardStep(step.op, first, None, None, general))
     return tuple(out)
 
 

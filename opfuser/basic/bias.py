@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,8 @@ class Bias(BasicOperation):
         ArgumentError: ``size`` is negative, or no multiple of the group size.
         InputError: the last dimension of x is not the local size.
     """
+
+    forward_leaves_nothing: ClassVar[bool] = True
 
     bias: nn.Parameter | None
 

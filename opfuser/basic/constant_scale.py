@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ class ConstantScale(BasicOperation):
     Raises:
         ArgumentTypeError: if ``scale`` is a tensor, which would get no gradient.
     """
+
+    forward_leaves_nothing: ClassVar[bool] = True
 
     def __init__(self, scale: float) -> None:
         super().__init__()

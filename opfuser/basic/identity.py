@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -13,6 +13,8 @@ __all__ = ["Identity"]
 
 class Identity(BasicOperation):
     """Returns its input: ``y = x``. A place holder that takes part in any sequence."""
+
+    forward_leaves_nothing: ClassVar[bool] = True
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
