@@ -1,4 +1,4 @@
-"""Scalar functions with their derivatives, each defined once, and gated products made of them.
+"""Scalar functions with their derivatives, each defined once.
 
 ``out`` lets a caller collect results in parts of one buffer. No input is written to, but ``out``
 may be ``dy`` itself.
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from ..errors import ArgumentError, InputError, explain
 
 _aten = torch.ops.aten
 
@@ -38,7 +36,7 @@ def _grad(op: Any, *args: Any, out: Tensor | None, **kwargs: Any) -> Tensor:
     return dx
 
 
-def _reuse(tensor: Tensor) -> Tensor | None:
+def reuse(tensor: Tensor) -> Tensor | None:
     """``tensor`` as an ``out`` argument; None, for new memory, while torch.compile traces.
 
     Dynamo breaks the graph at an ``out`` that is not contiguous, and needs no help to reuse memory.
@@ -80,7 +78,7 @@ class Sigmoid(ScalarFunction):
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         s = torch.sigmoid(x)
-        return _grad(_aten.sigmoid_backward, dy, s, out=_reuse(s) if out is None else out)
+        return _grad(_aten.sigmoid_backward, dy, s, out=reuse(s) if out is None else out)
 
     def reference(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
@@ -101,7 +99,7 @@ class Tanh(ScalarFunction):
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         t = torch.tanh(x)
-        return _grad(_aten.tanh_backward, dy, t, out=_reuse(t) if out is None else out)
+        return _grad(_aten.tanh_backward, dy, t, out=reuse(t) if out is None else out)
 
     def reference(self, x: Tensor) -> Tensor:
         return torch.tanh(x)
@@ -169,7 +167,7 @@ class Swish(ScalarFunction):
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.beta != 1:
             x = x * self.beta  # f'(x) is the derivative of SiLU at βx
-            out = _reuse(x) if out is None else out
+            out = reuse(x) if out is None else out
         return _grad(_aten.silu_backward, dy, x, out=out)
 
     def product_backward(
@@ -184,7 +182,7 @@ class Swish(ScalarFunction):
         du = torch.mul(dy, s, out=du_out).mul_(x)
         # dx = (s dy + (1 - s) β du) u
         start = du if self.beta == 1 else du * self.beta
-        return torch.lerp(start, dy, s, out=_reuse(s)).mul_(u), du
+        return torch.lerp(start, dy, s, out=reuse(s)).mul_(u), du
 
     def reference(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(self.beta * x)
@@ -245,7 +243,7 @@ class SoftCap(ScalarFunction):
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         t = torch.div(x, self.cap).tanh_()
-        return _grad(_aten.tanh_backward, dy, t, out=_reuse(t) if out is None else out)
+        return _grad(_aten.tanh_backward, dy, t, out=reuse(t) if out is None else out)
 
     def reference(self, x: Tensor) -> Tensor:
         return self.cap * torch.tanh(x / self.cap)
@@ -300,14 +298,14 @@ class ClampedSwish(ScalarFunction):
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
         dc = Swish(self.alpha).backward(dy, torch.clamp_max(x, self.limit), out)
-        return _clamp_backward(dc, x, -math.inf, self.limit, _reuse(dc))
+        return _clamp_backward(dc, x, -math.inf, self.limit, reuse(dc))
 
     def product_backward(
         self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         c = torch.clamp_max(x, self.limit)
         dc, du = Swish(self.alpha).product_backward(dy, c, u, dx_out, du_out)
-        return _clamp_backward(dc, x, -math.inf, self.limit, _reuse(dc)), du
+        return _clamp_backward(dc, x, -math.inf, self.limit, reuse(dc)), du
 
     def reference(self, x: Tensor) -> Tensor:
         c = x.clamp(max=self.limit)
@@ -329,94 +327,3 @@ class ShiftedClamp(ScalarFunction):
 
     def reference(self, x: Tensor) -> Tensor:
         return x.clamp(-self.limit, self.limit) + self.offset
-
-
-def situ(beta1: float, beta2: float) -> tuple[ScalarFunction, ScalarFunction]:
-    """The functions of SiTUGLU, applied to gates and to linear units."""
-    for name, beta in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 < beta < math.inf:
-            raise ArgumentError(
-                explain(f"{name} must be finite and positive", received=f"{name}={beta}")
-            )
-    return SoftCappedSwish(beta1), SoftCap(beta2)
-
-
-def clamped_swish(
-    limit: float, alpha: float, offset: float
-) -> tuple[ScalarFunction, ScalarFunction]:
-    """The functions of ClampedSwiGLU, applied to gates and to linear units."""
-    if not limit > 0:
-        raise ArgumentError(explain("limit must be positive", received=f"limit={limit}"))
-    return ClampedSwish(alpha, limit), ShiftedClamp(limit, offset)
-
-
-@dataclass(frozen=True)
-class Glu:
-    """``gate(a) up(b)`` of gates a and linear units b packed into ``x (…, 2F)``.
-
-    They are the two halves of the last dimension; or, with ``interleave``, alternating blocks of
-    that many columns. No ``up`` stands for the identity.
-    """
-
-    gate: ScalarFunction
-    up: ScalarFunction | None = None
-    interleave: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.interleave is not None and self.interleave < 1:
-            raise ArgumentError(
-                explain(
-                    "glu_interleave_size must be positive or None", received=str(self.interleave)
-                )
-            )
-
-    def check(self, x: Tensor, where: str) -> None:
-        """Raises InputError unless the last dimension divides into gates and linear units."""
-        unit = 2 * (self.interleave or 1)
-        if x.dim() and not x.shape[-1] % unit:
-            return
-        raise InputError(
-            explain(
-                f"The last dimension must be a multiple of {unit}, to divide into gates and "
-                "linear units",
-                where=where,
-                received=f"shape {tuple(x.shape)}",
-                remedy="Give the operation before it twice as many output features as this one's",
-            )
-        )
-
-    def value(self, x: Tensor) -> Tensor:
-        """The product, of shape ``(…, F)``."""
-        a, b = self._split(x)
-        y = self.gate.value(a).mul_(b if self.up is None else self.up.value(b))
-        return y if self.interleave is None else y.flatten(-2)
-
-    def backward(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of ``x``, both parts written in place by their last pass."""
-        a, b = self._split(x)
-        if self.interleave is not None:
-            dy = dy.unflatten(-1, (-1, self.interleave))
-        dx = _reuse(torch.empty_like(x))
-        da_out, db_out = (None, None) if dx is None else self._split(dx)
-        u = b if self.up is None else self.up.value(b)
-        da, db = self.gate.product_backward(dy, a, u, da_out, db_out)
-        if self.up is not None:
-            db = self.up.backward(db, b, _reuse(db))
-        if dx is not None:
-            return dx
-        if self.interleave is None:
-            return torch.cat((da, db), -1)
-        return torch.stack((da, db), -2).flatten(-3)
-
-    def reference(self, x: Tensor) -> Tensor:
-        """The product in plain differentiable torch."""
-        a, b = self._split(x)
-        y = self.gate.reference(a) * (b if self.up is None else self.up.reference(b))
-        return y if self.interleave is None else y.flatten(-2)
-
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.interleave is None:
-            a, b = x.chunk(2, -1)
-            return a, b
-        blocks = x.unflatten(-1, (-1, 2, self.interleave))
-        return blocks.select(-2, 0), blocks.select(-2, 1)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..errors import NotSupportedError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
+from . import _gated_math as gated
 from . import _scalar_math as scalar
 
 __all__ = [
@@ -49,7 +50,7 @@ class _GatedActivation(BasicOperation):
                     remedy="Leave cache_quantized_input out",
                 )
             )
-        self.function = scalar.Glu(gate, up, glu_interleave_size)
+        self.function = gated.Glu(gate, up, glu_interleave_size)
 
     @property
     def glu_interleave_size(self) -> int | None:
@@ -207,7 +208,7 @@ class SiTUGLU(_GatedActivation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(
-            *scalar.situ(beta1, beta2),
+            *gated.situ(beta1, beta2),
             cache_quantized_input=cache_quantized_input,
             glu_interleave_size=glu_interleave_size,
         )
@@ -247,7 +248,7 @@ class ClampedSwiGLU(_GatedActivation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(
-            *scalar.clamped_swish(limit, alpha, glu_linear_offset),
+            *gated.clamped_swish(limit, alpha, glu_linear_offset),
             cache_quantized_input=cache_quantized_input,
             glu_interleave_size=glu_interleave_size,
         )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
+from ._norms import canonical_shape, refuse_input, refuse_sm_margin
 from ._scalar_math import cast, wide_dtype
 
 __all__ = ["LayerNorm"]
@@ -61,29 +61,9 @@ class LayerNorm(BasicOperation):
         sm_margin: int | dict[str, int] = 0,
     ) -> None:
         super().__init__()
-        shape = (
-            tuple(normalized_shape)
-            if isinstance(normalized_shape, Iterable)
-            else (normalized_shape,)
-        )
-        if not shape or min(shape) < 1:
-            raise ArgumentError(
-                explain(
-                    "normalized_shape must hold one or more positive sizes",
-                    where="LayerNorm",
-                    received=str(shape),
-                )
-            )
-        margins = sm_margin.values() if isinstance(sm_margin, dict) else (sm_margin,)
-        if any(margins):
-            raise NotSupportedError(
-                explain(
-                    "The kernels cannot be told to leave multiprocessors free",
-                    where="LayerNorm",
-                    received=f"sm_margin={sm_margin}",
-                    remedy="Leave sm_margin out",
-                )
-            )
+        where = type(self).__name__
+        shape = canonical_shape(normalized_shape, where)
+        refuse_sm_margin(sm_margin, where)
         self.normalized_shape = shape
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
@@ -107,7 +87,7 @@ class LayerNorm(BasicOperation):
     ) -> Tensor:
         shape = self.normalized_shape
         if input_.shape[-len(shape) :] != shape:
-            self._refuse(input_)
+            refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
         x = cast(input_, compute_dtype(input_))
         bias: Tensor | None = self.bias
         if bias is not None:
@@ -152,15 +132,6 @@ class LayerNorm(BasicOperation):
     def _scale(self, weight: Tensor, x: Tensor) -> Tensor:
         scale = _operand(weight, x)
         return scale + 1 if self.zero_centered_gamma else scale
-
-    def _refuse(self, input_: Tensor) -> None:
-        raise InputError(
-            explain(
-                "The last dimensions of the input must be normalized_shape",
-                where=f"LayerNorm({self.extra_repr()})",
-                received=f"shape {tuple(input_.shape)}",
-            )
-        )
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight

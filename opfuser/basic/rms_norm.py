@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
+from ._norms import canonical_shape, refuse_input, refuse_sm_margin
 from ._scalar_math import cast, wide_dtype
 
 __all__ = ["RMSNorm"]
@@ -59,29 +59,9 @@ class RMSNorm(BasicOperation):
         sm_margin: int | dict[str, int] = 0,
     ) -> None:
         super().__init__()
-        shape = (
-            tuple(normalized_shape)
-            if isinstance(normalized_shape, Iterable)
-            else (normalized_shape,)
-        )
-        if not shape or min(shape) < 1:
-            raise ArgumentError(
-                explain(
-                    "normalized_shape must hold one or more positive sizes",
-                    where="RMSNorm",
-                    received=str(shape),
-                )
-            )
-        margins = sm_margin.values() if isinstance(sm_margin, dict) else (sm_margin,)
-        if any(margins):
-            raise NotSupportedError(
-                explain(
-                    "The kernels cannot be told to leave multiprocessors free",
-                    where="RMSNorm",
-                    received=f"sm_margin={sm_margin}",
-                    remedy="Leave sm_margin out",
-                )
-            )
+        where = type(self).__name__
+        shape = canonical_shape(normalized_shape, where)
+        refuse_sm_margin(sm_margin, where)
         self.normalized_shape = shape
         self._dims = tuple(range(-len(shape), 0))
         self.eps = eps
@@ -103,7 +83,7 @@ class RMSNorm(BasicOperation):
     ) -> Tensor:
         shape = self.normalized_shape
         if input_.shape[-len(shape) :] != shape:
-            self._refuse(input_)
+            refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
         x = cast(input_, compute_dtype(input_))
         wide = cast(x, wide_dtype(x.dtype))
         norm = torch.linalg.vector_norm(wide, dim=self._dims, keepdim=True)
@@ -143,15 +123,6 @@ class RMSNorm(BasicOperation):
     def _scale(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         scale = cast(weight, dtype)
         return scale + 1 if self.zero_centered_gamma else scale
-
-    def _refuse(self, input_: Tensor) -> None:
-        raise InputError(
-            explain(
-                "The last dimensions of the input must be normalized_shape",
-                where=f"RMSNorm({self.extra_repr()})",
-                received=f"shape {tuple(input_.shape)}",
-            )
-        )
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         wide = input_.to(wide_dtype(input_.dtype))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, OpKwargsError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
+from . import _gated_math as gated
 from . import _scalar_math as scalar
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
@@ -27,7 +28,7 @@ class _ScaledActivation(BasicOperation):
         scales: Tensor
 
     def __init__(
-        self, function: scalar.ScalarFunction | scalar.Glu, activation_recompute_in_mlp: bool
+        self, function: scalar.ScalarFunction | gated.Glu, activation_recompute_in_mlp: bool
     ) -> None:
         super().__init__()
         if activation_recompute_in_mlp:
@@ -98,7 +99,7 @@ class _ScaledActivation(BasicOperation):
 
     def _check(self, input_: Tensor, scales: Tensor) -> None:
         where = type(self).__name__
-        if isinstance(self.function, scalar.Glu):
+        if isinstance(self.function, gated.Glu):
             self.function.check(input_, where)
         if not input_.dim() or scales.shape != input_.shape[:-1]:
             raise InputError(
@@ -134,7 +135,7 @@ class ScaledSwiGLU(_ScaledActivation):
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
         super().__init__(
-            scalar.Glu(scalar.Swish(), None, glu_interleave_size), activation_recompute_in_mlp
+            gated.Glu(scalar.Swish(), None, glu_interleave_size), activation_recompute_in_mlp
         )
         self.glu_interleave_size = glu_interleave_size
 
@@ -164,7 +165,7 @@ class ScaledSiTUGLU(_ScaledActivation):
         beta2: float = 25.0,
     ) -> None:
         super().__init__(
-            scalar.Glu(*scalar.situ(beta1, beta2), glu_interleave_size),
+            gated.Glu(*gated.situ(beta1, beta2), glu_interleave_size),
             activation_recompute_in_mlp,
         )
         self.glu_interleave_size = glu_interleave_size
@@ -198,8 +199,8 @@ class ScaledClampedQGeGLU(_ScaledActivation):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        functions = scalar.clamped_swish(limit, alpha, glu_linear_offset)
-        super().__init__(scalar.Glu(*functions, glu_interleave_size), activation_recompute_in_mlp)
+        functions = gated.clamped_swish(limit, alpha, glu_linear_offset)
+        super().__init__(gated.Glu(*functions, glu_interleave_size), activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
         self.limit = limit
         self.alpha = alpha
