@@ -20,12 +20,11 @@ from .op import (
     FusedOperation,
     FusibleOperation,
     autocast_dtype,
-    signature,
 )
 from .plan import Plan, PlanKey, expand, grad_needs, make_plan
 from .program import Program
 from .registry import registry
-from .tracked import Clock, clock, has_hooks, stamp
+from .tracked import Clock, clock, has_hooks, signature, stamp
 from .wiring import WiredMember, Wiring, public_wiring, route
 
 __all__ = ["OperationFuser"]

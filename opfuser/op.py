@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -19,7 +18,7 @@ from .errors import (
     MissingImplementationError,
     explain,
 )
-from .tracked import Tracked, has_hooks
+from .tracked import Tracked, has_hooks, signature
 
 __all__ = [
     "BasicOperation",
@@ -30,72 +29,14 @@ __all__ = [
     "autocast_dtype",
     "compute_dtype",
     "new_context",
-    "signature",
 ]
-
-
-# Attributes of an operation that say nothing about how it may be fused.
-_NOT_IN_SIGNATURE = frozenset(
-    "_parameters _buffers _non_persistent_buffers_set _backward_pre_hooks _backward_hooks "
-    "_is_full_backward_hook _forward_hooks _forward_hooks_with_kwargs "
-    "_forward_hooks_always_called _forward_pre_hooks _forward_pre_hooks_with_kwargs "
-    "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks "
-    "_load_state_dict_post_hooks _modules basic_ops _owner _alone _routing_captured _stamp".split()
-)
-
-
-class _Same:
-    """Stands for an object that cannot be compared by value: equal only to itself."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __repr__(self) -> str:
-        return f"<{id(self.value)}>"
-
-
-_VALUES = (int, float, str, bytes, type(None), torch.dtype, torch.device, type)
-
-
-def _freeze(value: Any) -> Hashable:
-    if isinstance(value, _VALUES):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_freeze, value))
-    return _Same(value)
-
-
-def signature(op: nn.Module) -> Hashable:
-    """What a fusion may read of an operation besides its parameters: type, flags, buffers."""
-    flags = tuple(
-        (name, _freeze(value))
-        for name, value in op.__dict__.items()
-        if name not in _NOT_IN_SIGNATURE
-    )
-    buffers = tuple((name, b.dtype, b.shape, b.device) for name, b in op.named_buffers())
-    inner = tuple((name, type(module)) for name, module in op.named_modules())
-    return (type(op), flags, buffers, inner)
-
-
-def _refuse_to_run(*_: Any, **__: Any) -> Any:
-    raise MissingImplementationError(
-        explain("Operations run through the engine", remedy="Import opfuser, not opfuser.op alone")
-    )
 
 
 class Engine:
     """Where ``fuser.py`` leaves what runs one operation outside a Sequential."""
 
-    make_fuser: Callable[..., Any] = staticmethod(_refuse_to_run)
-    run_alone: Callable[..., Any] = staticmethod(_refuse_to_run)
+    make_fuser: Callable[..., Any]
+    run_alone: Callable[..., Any]
 
 
 class FusibleOperation(Tracked):

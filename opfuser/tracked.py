@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["Clock", "Tracked", "clock", "has_hooks", "stamp"]
+__all__ = ["Clock", "Tracked", "clock", "has_hooks", "signature", "stamp"]
 
 
 class Clock:
@@ -100,3 +101,54 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or module._backward_hooks
     )
+
+
+# Attributes of a module that say nothing about how it may be fused.
+_NOT_IN_SIGNATURE = frozenset(
+    "_parameters _buffers _non_persistent_buffers_set _backward_pre_hooks _backward_hooks "
+    "_is_full_backward_hook _forward_hooks _forward_hooks_with_kwargs "
+    "_forward_hooks_always_called _forward_pre_hooks _forward_pre_hooks_with_kwargs "
+    "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks "
+    "_load_state_dict_post_hooks _modules basic_ops _owner _alone _routing_captured _stamp".split()
+)
+
+
+class _Same:
+    """Stands for an object that cannot be compared by value: equal only to itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"<{id(self.value)}>"
+
+
+_VALUES = (int, float, str, bytes, type(None), torch.dtype, torch.device, type)
+
+
+def _freeze(value: Any) -> Hashable:
+    if isinstance(value, _VALUES):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_freeze, value))
+    return _Same(value)
+
+
+def signature(module: nn.Module) -> Hashable:
+    """What a fusion may read of a module besides its parameters: type, flags, buffers."""
+    flags = tuple(
+        (name, _freeze(value))
+        for name, value in module.__dict__.items()
+        if name not in _NOT_IN_SIGNATURE
+    )
+    buffers = tuple((name, b.dtype, b.shape, b.device) for name, b in module.named_buffers())
+    children = tuple((name, type(inner)) for name, inner in module.named_modules())
+    return (type(module), flags, buffers, children)
