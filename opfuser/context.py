@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-__all__ = ["GradNeeds", "OperationContext", "autocast_dtype", "compute_dtype", "new_context"]
+from .errors import InputError, explain
+
+__all__ = [
+    "COMPUTE_DTYPES",
+    "GradNeeds",
+    "OperationContext",
+    "autocast_dtype",
+    "compute_dtype",
+    "new_context",
+    "refuse_dtype",
+]
+
+COMPUTE_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 class GradNeeds(NamedTuple):
@@ -70,6 +82,29 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def compute_dtype(input_: Tensor) -> torch.dtype:
-    """The dtype in which an operation computes: that of autocast if active, else the input's."""
-    return autocast_dtype(input_.device) or input_.dtype
+def compute_dtype(input_: Tensor, op: object = None) -> torch.dtype:
+    """The dtype in which an operation computes: that of autocast if active, else the input's.
+
+    Args:
+        input_: the operation's input.
+        op: the operation, which the error text then names.
+
+    Raises:
+        InputError: the input is neither fp16, bf16, fp32 nor fp64.
+    """
+    dtype = input_.dtype
+    if dtype not in COMPUTE_DTYPES:
+        refuse_dtype(input_, op)
+    return autocast_dtype(input_.device) or dtype
+
+
+def refuse_dtype(input_: Tensor, op: object = None) -> NoReturn:
+    """Raises InputError for an input of a dtype in which nothing is computed."""
+    raise InputError(
+        explain(
+            "The input must be fp16, bf16, fp32 or fp64",
+            where="" if op is None else type(op).__name__,
+            received=f"a tensor of {input_.dtype}",
+            remedy="Convert the input to one of them",
+        )
+    )

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from .errors import (
+    ArgumentTypeError,
     DoubleBackwardError,
     ExtraInputGradientCountError,
     ExtraOutputCountError,
     HiddenOutputError,
+    InputError,
     ParameterGradientCountError,
     explain,
 )
@@ -28,6 +30,8 @@ from .wiring import Slot
 Kwargs = Sequence[dict[str, Any]] | None
 
 __all__ = ["Kwargs", "Tape", "run", "walk_forward"]
+
+_OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 # Frees what a node saved while its backward still runs; without it the memory of a whole sequence
 # would be held until the last of its gradients is made.
@@ -92,25 +96,39 @@ def walk_forward(
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs the forward steps and records on ``tape`` what their backward needs."""
     produced: dict[Slot, Tensor] = {}
-    for op, first, needs, constant, general in program.forward:
-        if general is not None:
-            ctxs = [new_context(needs) for needs in general.needs]
-            x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
+    first = 0
+    try:
+        for op, first, needs, constant, general in program.forward:
+            if general is not None:
+                ctxs = [new_context(needs) for needs in general.needs]
+                x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
+                if tape is not None:
+                    if not torch.compiler.is_compiling():
+                        ctxs[-1].output_like = (x.shape, x.dtype, x.device)
+                    for ctx in ctxs:
+                        tape.add(ctx)
+                continue
+            ctx = constant or new_context(needs)
+            if kwargs is None:
+                x = op.op_forward(
+                    ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+                )
+            else:
+                x, _ = op.fuser_forward([ctx], x, **_NO_EXTRAS, basic_op_kwargs=[kwargs[first]])
             if tape is not None:
-                if not torch.compiler.is_compiling():
-                    ctxs[-1].output_like = (x.shape, x.dtype, x.device)
-                for ctx in ctxs:
-                    tape.add(ctx)
-            continue
-        ctx = constant or new_context(needs)
-        if kwargs is None:
-            x = op.op_forward(
-                ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+                tape.add(ctx)
+    except InputError as error:
+        if len(program.plan.basic_ops) == 1:
+            raise
+        raise InputError(f"{error} It came to op {first} of the sequence.") from error
+    if not isinstance(x, Tensor):
+        raise ArgumentTypeError(
+            explain(
+                "The forward of an operation returns a tensor",
+                where=f"op {first} ({type(op).__name__})",
+                received=type(x).__name__,
             )
-        else:
-            x, _ = op.fuser_forward([ctx], x, **_NO_EXTRAS, basic_op_kwargs=[kwargs[first]])
-        if tape is not None:
-            tape.add(ctx)
+        )
     return x, [produced[slot] for slot in program.outputs]
 
 
@@ -193,9 +211,10 @@ class _Run(torch.autograd.Function):
             func_ctx.save_for_backward(*tape.saved, *[tensors[n] for n in program.kept_parameters])
         func_ctx.forwarded = (program, tape.contexts)
         if torch.compiler.is_compiling():
-            # Traced by torch 2.11, an output that an in-place operation returned gets the
-            # gradient of something else.
-            output, *outputs = [y.view_as(y) for y in (output, *outputs)]
+            # Traced by torch 2.11, an output that an in-place operation returned, or that shares
+            # memory with another one, gets the gradient of something else.
+            output = output.view_as(output)
+            outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
         elif output._is_view() and not any(_share_memory(output, t) for t in (input_, *tensors)):
             # A view of a tensor that is ours; autograd forbids changing it in place if it knows.
             output = output.detach()

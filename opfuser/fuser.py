@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from . import fused as _fused
-from .errors import ArgumentTypeError, ExtraInputCountError, explain
+from .errors import (
+    ArgumentTypeError,
+    ExtraInputCountError,
+    NotSupportedError,
+    OpKwargsError,
+    explain,
+)
 from .execute import Kwargs, run
 from .fusion import Env, FusionFunction, Stage
 from .op import (
@@ -147,7 +155,11 @@ class OperationFuser:
     def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         parameters = self._read_parameters()
         program = self._program(input_, parameters, extra_inputs)
-        return run(program, input_, parameters, extra_inputs, kwargs)
+        Clock.running += 1
+        try:
+            return run(program, input_, parameters, extra_inputs, kwargs)
+        finally:
+            Clock.running -= 1
 
     def _program(
         self, input_: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
@@ -226,6 +238,9 @@ class OperationFuser:
 
     def _prepare_tracing(self) -> bool:
         self._refresh()
+        for module, name in self._slots:
+            if parametrize.is_parametrized(module, name):
+                _refuse_impure(module, name)
         ops = [*self._given, *self._units, *self._basic_ops]
         self._stamped = list({id(op): op for op in ops}.values())
         stamp(self._stamped)
@@ -304,6 +319,27 @@ class OperationFuser:
         ]
 
 
+def _refuse_impure(module: nn.Module, name: str) -> None:
+    """Raises NotSupportedError for a parametrisation with random numbers or state of its own.
+
+    Traced code evaluates it once for the engine and once for the operation, and both must agree.
+    """
+    parametrizations = cast(nn.ModuleDict, module.parametrizations)
+    rehearsal = copy.deepcopy(parametrizations[name])
+    written = [buffer._version for buffer in rehearsal.buffers()]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        once, again = rehearsal(), rehearsal()
+    if written != [b._version for b in rehearsal.buffers()] or not torch.equal(once, again):
+        raise NotSupportedError(
+            explain(
+                "A parametrisation that is compiled gives the same value whenever it is evaluated",
+                where=f"{name} of {type(module).__name__}",
+                received="one that draws random numbers, or writes to a buffer",
+                remedy="Leave the sequence out of torch.compile, or remove the parametrisation",
+            )
+        )
+
+
 def count_message(asked_by: Sequence[str], received: int) -> str:
     """Text for a wrong number of extra inputs."""
     return explain(
@@ -313,14 +349,54 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
     )
 
 
+def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
+    """Raises OpKwargsError for a keyword that the forward of ``op`` does not take."""
+    own = type(op).fuser_forward is BasicOperation.fuser_forward
+    if not own:
+        return  # it receives the dict and checks the keywords itself
+    parameters = inspect.signature(op.op_forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = sorted(set(kwargs) - set(parameters))
+    if unknown:
+        raise OpKwargsError(
+            explain(
+                "op_kwargs may only hold keywords that the operation's forward takes",
+                where=type(op).__name__,
+                received=", ".join(unknown),
+            )
+        )
+
+
+def _run_parts(
+    parts: Sequence[BasicOperation], x: Any, extra_inputs: Sequence[Tensor], kwargs: Kwargs
+) -> Any:
+    """Calls operations as modules, one by one, so that their hooks fire."""
+    asked = [
+        f"op {i} ({type(p).__name__})"
+        for i, p in enumerate(parts)
+        for _ in range(p.num_extra_inputs)
+    ]
+    if len(extra_inputs) != len(asked):
+        raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
+    left, extra_outputs = list(extra_inputs), []
+    for i, part in enumerate(parts):
+        own, left = left[: part.num_extra_inputs], left[part.num_extra_inputs :]
+        x = part(x, *own, **(kwargs[i] if kwargs else {}))
+        if part.num_extra_outputs:
+            x, *ys = x
+            extra_outputs += ys
+    return (x, *extra_outputs) if extra_outputs else x
+
+
 def _run_alone(
     op: FusibleOperation, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
 ) -> Any:
     if isinstance(op, FusedOperation) and op.is_compound() and any(map(has_hooks, op.basic_ops)):
-        # Hooks of the parts fire when the parts are called as modules.
-        for part in op.basic_ops:
-            input_ = part(input_)
-        return input_
+        return _run_parts(op.basic_ops, input_, extra_inputs, kwargs)
+    if kwargs is not None:
+        for part, own in zip(expand(op), kwargs):
+            check_keywords(part, own)
     if torch.compiler.is_compiling() or op._alone is None:
         op._prepare_alone()
     return op._alone(input_, *extra_inputs, basic_op_kwargs=kwargs)

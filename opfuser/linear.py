@@ -47,7 +47,7 @@ class Linear(FusedOperation):
 
     Raises:
         ArgumentError: arguments outside their domain; a bias set on a Linear made without one.
-        InputError: the last dimension of x is not the local ``in_features``.
+        InputError: x has the wrong last dimension or dtype, as in ``BasicLinear``.
     """
 
     weight: nn.Parameter

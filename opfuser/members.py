@@ -38,6 +38,8 @@ class Member(NamedTuple):
             return run(x, *extras)
         if isinstance(run, BasicOperation):
             return run(x, *extras, **kwargs[0])
+        if not self.ops:  # a nested Sequential
+            return cast(nn.Module, run)(x, *extras, op_kwargs=kwargs[0])
         return run(x, *extras, basic_op_kwargs=kwargs)
 
     def last_plans(self) -> list[Plan]:
@@ -125,11 +127,13 @@ def _wire(split: str, run: list[tuple[nn.Module, Hashable]]) -> WiredMember:
         return WiredMember(
             tuple(op for op, _ in pairs), tuple(scope for _, scope in pairs), fused=not split
         )
+    name = type(module).__name__
     if isinstance(module, Tracked):  # a nested Sequential takes and gives extra tensors of its own
+        name = f"a nested {name}" + (" that carries hooks" if split == "HOOK" else "")
         counts = cast("tuple[int, int]", (module.num_extra_inputs, module.num_extra_outputs))
     else:
         counts = (0, 0)
-    return WiredMember((), (), *counts, False, type(module).__name__)
+    return WiredMember((), (), *counts, False, name)
 
 
 def join_plans(members: Sequence[Member], grad_enabled: bool) -> Plan:

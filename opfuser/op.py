@@ -323,8 +323,24 @@ class BasicOperation(FusibleOperation):
         slots: list[tuple[nn.Module, str]] = []
         owner = self._owner or self
         parametrized = parametrize.is_parametrized(owner)
+        if self._owner is not None and parametrize.is_parametrized(self):
+            raise ArgumentError(
+                explain(
+                    "The parameters of a compound are parametrised on the compound",
+                    where=type(self._owner).__name__,
+                    received="a parametrisation of one of its basic_ops",
+                    remedy="Register it on the compound itself",
+                )
+            )
+        replaced: list[str] = []
         for name in self._parameter_names:
-            if owner._parameters.get(name) is not None or (
+            if isinstance(owner.__dict__.get(name), Tensor):
+                # A pre-hook computes it, as torch.nn.utils.prune does, from weight_orig, say.
+                replaced.append(name + "_")
+                slots.append((owner, name))
+            elif name.startswith(tuple(replaced)):
+                continue
+            elif owner._parameters.get(name) is not None or (
                 parametrized and parametrize.is_parametrized(owner, name)
             ):
                 slots.append((owner, name))
@@ -372,6 +388,12 @@ class BasicOperation(FusibleOperation):
 
     def _check_channel(self, kind: str, index: int, count: int, channel: str | None) -> None:
         where = type(self).__name__
+        if not isinstance(index, int):
+            raise ArgumentTypeError(
+                explain(
+                    f"The index of an extra {kind} is an int", where=where, received=repr(index)
+                )
+            )
         if not 0 <= index < count:
             raise ChannelIndexError(
                 explain(

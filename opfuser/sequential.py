@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from .basic import AddExtraInput, MakeExtraOutput
 from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
 from .execute import Kwargs
-from .fuser import OperationFuser, count_message
+from .fuser import OperationFuser, check_keywords, count_message
 from .members import Member, join_plans, make_members, stretches
 from .op import BasicOperation, FusedOperation, FusibleOperation
 from .plan import Plan, expand
@@ -301,39 +300,59 @@ class Sequential(Tracked):
     def _resolve_op_kwargs(
         self, op_kwargs: Mapping[nn.Module | int, dict[str, Any]]
     ) -> list[Kwargs]:
-        given: dict[int, dict[str, Any]] = {}
+        if not isinstance(op_kwargs, Mapping):
+            raise OpKwargsError(
+                explain("op_kwargs is a mapping", received=type(op_kwargs).__name__)
+            )
+        given: dict[BasicOperation, dict[str, Any]] = {}
         for key, kwargs in op_kwargs.items():
-            module = self[key] if isinstance(key, int) else key
-            if isinstance(module, FusedOperation) and len(module.basic_ops) == 1:
-                module = module.basic_ops[0]
-            if not isinstance(module, BasicOperation):
+            op = self._op_of_key(key)
+            if not isinstance(kwargs, Mapping) or op in given:
+                received = f"{type(kwargs).__name__} for {key!r}"
+                if op in given:
+                    received = f"{key!r}, an operation that another key names too"
                 raise OpKwargsError(
-                    explain(
-                        "op_kwargs reach basic operations",
-                        received=f"key {key!r}, which is {type(module).__name__}"
-                        if isinstance(key, int)
-                        else f"a key of type {type(module).__name__}",
-                        remedy="Use the basic operation itself as the key",
-                    )
+                    explain("op_kwargs holds one mapping per operation", received=received)
                 )
-            _check_keywords(module, kwargs)
-            given[id(module)] = kwargs
+            check_keywords(op, kwargs)
+            given[op] = dict(kwargs)
         out: list[Kwargs] = []
+        reached: set[BasicOperation] = set()
         for member in self._members:
-            here = [given.get(id(op), {}) for op in member.ops]
+            here: list[Any] = [given.get(op, {}) for op in member.ops]
+            inside: Sequence[BasicOperation] = member.ops
+            if isinstance(member.run, Sequential):
+                inside = _operations(member.run)
+                here = [{op: given[op] for op in inside if op in given}]
+            reached.update(inside)
             out.append(here if any(here) else None)
-        known = {id(op) for member in self._members for op in member.ops}
-        for key in op_kwargs:
-            module = self[key] if isinstance(key, int) else key
-            if not ({id(op) for op in expand(cast(FusibleOperation, module))} & known):
-                raise OpKwargsError(
-                    explain(
-                        "op_kwargs contains keys that are not in this Sequential",
-                        received=f"an operation of type {type(module).__name__}",
-                        remedy="Use an operation, or an index, of this Sequential as the key",
-                    )
+        lost = [type(op).__name__ for op in given if op not in reached]
+        if lost:
+            raise OpKwargsError(
+                explain(
+                    "op_kwargs contains keys that are not in this Sequential",
+                    received=f"an operation of type {', '.join(lost)}",
+                    remedy="Use an operation, or an index, of this Sequential as the key",
                 )
+            )
         return out
+
+    def _op_of_key(self, key: nn.Module | int) -> BasicOperation:
+        module = self[key] if isinstance(key, int) else key
+        if isinstance(module, FusedOperation) and len(module.basic_ops) == 1:
+            module = module.basic_ops[0]
+        if not isinstance(module, BasicOperation):
+            what = f"key {key!r}, which is {type(module).__name__}"
+            if not isinstance(key, int):
+                what = f"a key of type {type(module).__name__}"
+            raise OpKwargsError(
+                explain(
+                    "op_kwargs reach basic operations",
+                    received=what,
+                    remedy="Use the basic operation itself as the key",
+                )
+            )
+        return module
 
     # ------------------------------------------------------------------ plans
 
@@ -374,6 +393,10 @@ class Sequential(Tracked):
         return replace(plan, names=tuple(paths.get(id(op), "") for op in plan.basic_ops))
 
 
+def _operations(seq: Sequential) -> list[BasicOperation]:
+    return [op for m in seq.modules() if isinstance(m, FusibleOperation) for op in expand(m)]
+
+
 @contextmanager
 def _without_hooks(seq: Sequential) -> Iterator[None]:
     """Sets aside the hooks of everything that ``seq`` holds."""
@@ -408,24 +431,6 @@ def _flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.M
             yield from _flatten(module, (*path, position))
         else:
             yield module, path
-
-
-def _check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
-    own = type(op).fuser_forward is BasicOperation.fuser_forward
-    if not own:
-        return  # it receives the dict and checks the keywords itself
-    parameters = inspect.signature(op.op_forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = sorted(set(kwargs) - set(parameters))
-    if unknown:
-        raise OpKwargsError(
-            explain(
-                "op_kwargs may only hold keywords that the operation's forward takes",
-                where=type(op).__name__,
-                received=", ".join(unknown),
-            )
-        )
 
 
 def Residual(*ops: nn.Module) -> Sequential:  # noqa: N802 - reads as the module that it makes

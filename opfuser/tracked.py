@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ class Clock:
     """Counts every change of any operation, so that unchanged ones need no inspection."""
 
     now = 0
+    running = 0  # forward passes under way
 
 
 def clock() -> int:
@@ -27,7 +29,8 @@ class Tracked(nn.Module):
 
     Setting or deleting an attribute, moving, casting, switching the training flag and registering
     a hook all count. Values written straight into ``_parameters`` (as ``functional_call`` does)
-    do not: parameters are read, and their dtypes compared, at every call.
+    do not: parameters are read, and their dtypes compared, at every call. Nor does a number or flag
+    that is first changed during a forward pass: it is state, not structure.
     """
 
     _stamp: str  # of a module that torch.compile has traced: what it was like when last changed
@@ -42,8 +45,17 @@ class Tracked(nn.Module):
             self.__dict__["_stamp"] = self._describe()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name in own and isinstance(value, _VALUES):
+            old = own[name]
+            if type(old) is type(value) and old == value:
+                return
+            if Clock.running and name != "training":
+                # A counter, say: state of the operation, which no fusion depends on.
+                own.setdefault("_state_names", set()).add(name)
         super().__setattr__(name, value)
-        self._touch()
+        if name not in own.get("_state_names", ()):
+            self._touch()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -109,26 +121,37 @@ _NOT_IN_SIGNATURE = frozenset(
     "_is_full_backward_hook _forward_hooks _forward_hooks_with_kwargs "
     "_forward_hooks_always_called _forward_pre_hooks _forward_pre_hooks_with_kwargs "
     "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks "
-    "_load_state_dict_post_hooks _modules basic_ops _owner _alone _routing_captured _stamp".split()
+    "_load_state_dict_post_hooks _modules basic_ops _owner _alone _routing_captured "
+    "_stamp _state_names".split()
 )
 
 
 class _Same:
-    """Stands for an object that cannot be compared by value: equal only to itself."""
+    """Stands for an object that cannot be compared by value: equal only to itself.
 
-    __slots__ = ("value",)
+    Does not keep it alive: signatures outlive what operations hold for a moment.
+    """
+
+    __slots__ = ("number", "value")
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self.number = id(value)
+        try:
+            self.value: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # of a builtin type; its number has to do
+            self.value = lambda: self.number
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        if not isinstance(other, _Same) or other.number != self.number:
+            return False
+        mine = self.value()
+        return (mine is not None and mine is other.value()) or type(mine) is int
 
     def __hash__(self) -> int:
-        return id(self.value)
+        return self.number
 
     def __repr__(self) -> str:
-        return f"<{id(self.value)}>"
+        return f"<{self.number}>"
 
 
 _VALUES = (int, float, str, bytes, type(None), torch.dtype, torch.device, type)
@@ -139,15 +162,20 @@ def _freeze(value: Any) -> Hashable:
         return value
     if isinstance(value, (tuple, list)):
         return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return tuple((_freeze(key), _freeze(item)) for key, item in value.items())
+    if isinstance(value, Tensor):
+        return (value.dtype, value.shape, value.device)
     return _Same(value)
 
 
 def signature(module: nn.Module) -> Hashable:
     """What a fusion may read of a module besides its parameters: type, flags, buffers."""
+    state = module.__dict__.get("_state_names", ())
     flags = tuple(
         (name, _freeze(value))
         for name, value in module.__dict__.items()
-        if name not in _NOT_IN_SIGNATURE
+        if name not in _NOT_IN_SIGNATURE and name not in state
     )
     buffers = tuple((name, b.dtype, b.shape, b.device) for name, b in module.named_buffers())
     children = tuple((name, type(inner)) for name, inner in module.named_modules())

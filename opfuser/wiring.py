@@ -118,8 +118,11 @@ def _key(channel: str, scope: Hashable) -> Hashable:
 class _Producers:
     """Every named extra output, by channel; positions count basic operations over all members."""
 
-    def __init__(self, ops: Sequence[BasicOperation], scopes: Sequence[Hashable]) -> None:
+    def __init__(
+        self, ops: Sequence[BasicOperation], scopes: Sequence[Hashable], closed: Sequence[str]
+    ) -> None:
         self.ops = ops
+        self.closed = closed
         self.slots: dict[Hashable, Slot] = {}
         for i, op in enumerate(ops):
             for s, channel in enumerate(op._extra_output_channels):
@@ -135,6 +138,11 @@ class _Producers:
                         )
                     )
 
+    def _hint(self) -> str:
+        if not self.closed:
+            return ""
+        return f". Channels do not reach into {', '.join(self.closed)}, which is called as a module"
+
     def find(self, channel: str, scope: Hashable, reader: int) -> Slot:
         slot = self.slots.get(_key(channel, scope))
         where = _describe(reader, self.ops[reader])
@@ -144,7 +152,7 @@ class _Producers:
                     f"Channel {str(channel)!r} has no producer",
                     where=f"read by {where}",
                     remedy="Bind an extra output of an earlier operation in the same Sequential "
-                    "to it with set_extra_output_channel",
+                    "to it with set_extra_output_channel" + self._hint(),
                 )
             )
         if slot.op >= reader:
@@ -166,7 +174,8 @@ def route(members: Sequence[WiredMember]) -> Routes:
     """
     ops = [op for member in members for op in member.ops]
     scopes = [scope for member in members for scope in member.scopes]
-    producers = _Producers(ops, scopes)
+    closed = [member.name for member in members if not member.ops]
+    producers = _Producers(ops, scopes, closed)
     readers: dict[Slot, list[int]] = {slot: [] for slot in producers.slots.values()}
     feeds: dict[Slot, Slot] = {}
     for i, op in enumerate(ops):

@@ -29,16 +29,20 @@ __all__ = [
     "scale_grad",
 ]
 
+_WHERE = "GroupedLinear"
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class RowGroups(NamedTuple):
     """Where the groups of rows lie: on the host if their sizes are known there.
 
+    With neither ``bounds`` nor ``ends``, the sizes are on the host, but not known yet: the call is
+    being traced by ``torch.compile``, and operators that it does not look into read them.
+
     Attributes:
-        bounds: start and end row of each group, or None if only the device knows them.
+        bounds: start and end row of each group.
         lengths: (G,) integer tensor of the numbers of rows.
-        ends: (G,) int32 tensor, on the device of the rows; only without ``bounds``.
+        ends: (G,) int32 tensor, on the device of the rows, if only the device knows the sizes.
     """
 
     bounds: tuple[tuple[int, int], ...] | None
@@ -47,15 +51,18 @@ class RowGroups(NamedTuple):
 
     def spread(self, table: Tensor, rows: int) -> Tensor:
         """(G, N) -> (T, N): for each row the entry of its group; past the last group, of that."""
-        ends = self.lengths.cumsum(0) if self.ends is None else self.ends
+        ends = self.lengths.to(table.device).cumsum(0) if self.ends is None else self.ends
         numbers = torch.arange(rows, device=ends.device, dtype=ends.dtype)
         of_row = torch.searchsorted(ends, numbers, right=True).clamp_(max=ends.numel() - 1)
         return table.index_select(0, of_row)
 
     def sum(self, x: Tensor) -> Tensor:
         """(T, N) -> (G, N): for each group the sum of its rows."""
-        if self.bounds is None:
+        if self.ends is not None:
             return torch.segment_reduce(x, "sum", lengths=self.lengths, axis=0, unsafe=True)
+        if self.bounds is None:
+            total: Tensor = _sum_op(x, self.lengths)
+            return total
         return torch.stack([x[start:stop].sum(0) for start, stop in self.bounds])
 
 
@@ -69,6 +76,12 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
     """
     if split_sizes.is_cuda:
         return groups_on_device(split_sizes)
+    if torch.compiler.is_compiling():
+        return RowGroups(None, split_sizes, None)
+    return _groups_on_host(split_sizes, x, where)
+
+
+def _groups_on_host(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
     sizes = split_sizes.tolist()
     if sum(sizes) != x.shape[0] or min(sizes) < 0:
         raise InputError(
@@ -79,7 +92,7 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
             )
         )
     stops = list(accumulate(sizes))
-    return RowGroups(tuple(zip([0, *stops], stops)), split_sizes.to(x.device), None)
+    return RowGroups(tuple(zip([0, *stops], stops)), split_sizes, None)
 
 
 def groups_on_device(split_sizes: Tensor) -> RowGroups:
@@ -114,10 +127,13 @@ def grouped_mm(
     Returns:
         (T, N), of x's dtype.
     """
-    if groups.bounds is None:
+    if groups.ends is not None:
         stacked = weights if isinstance(weights, Tensor) else torch.stack(list(weights))
         stacked = stacked.transpose(1, 2) if transpose else stacked
         return F.grouped_mm(x.contiguous(), stacked, offs=groups.ends)
+    if groups.bounds is None:
+        y: Tensor = _mm_op(x, list(weights), groups.lengths, transpose)
+        return y
     matrices = [w.t() if transpose else w for w in weights]
     out = x.new_empty(x.shape[0], matrices[0].shape[1])
     for (start, stop), matrix in zip(groups.bounds, matrices):
@@ -131,7 +147,11 @@ def grouped_wgrad(
 ) -> Tensor | Sequence[Tensor]:
     """``dW[g] = dy[rows of g]ᵀ @ x[rows of g]``: (T, N), (T, K) -> G × (N, K), or (G, N, K)."""
     if groups.bounds is None:
-        dw = F.grouped_mm(dy.contiguous().t(), x.contiguous(), offs=groups.ends)
+        dw: Tensor
+        if groups.ends is None:
+            dw = _wgrad_op(dy, x, groups.lengths)
+        else:
+            dw = F.grouped_mm(dy.contiguous().t(), x.contiguous(), offs=groups.ends)
         return dw if stacked else dw.unbind(0)
     if not stacked:
         return [torch.mm(dy[start:stop].t(), x[start:stop]) for start, stop in groups.bounds]
@@ -168,6 +188,49 @@ def scale_grad(dy: Tensor, table: Tensor, scales: Tensor, groups: RowGroups) -> 
     """``ds = b[group] · dy`` for each row: (T, N), (G, N) -> like ``scales``."""
     per_row = _wide(dy) * groups.spread(table, dy.shape[0])
     return per_row.sum(-1).to(scales.dtype).view(scales.shape)
+
+
+@torch.library.custom_op(
+    "opfuser::grouped_mm",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] weights, Tensor split_sizes, bool transpose) -> Tensor",
+)
+def _mm_op(x: Tensor, weights: list[Tensor], split_sizes: Tensor, transpose: bool) -> Tensor:
+    groups = _groups_on_host(split_sizes, x, _WHERE)
+    return grouped_mm(x, weights, groups, transpose=transpose)
+
+
+@_mm_op.register_fake
+def _(x: Tensor, weights: list[Tensor], split_sizes: Tensor, transpose: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weights[0].shape[0 if transpose else 1])
+
+
+@torch.library.custom_op(
+    "opfuser::grouped_wgrad",
+    mutates_args=(),
+    schema="(Tensor dy, Tensor x, Tensor split_sizes) -> Tensor",
+)
+def _wgrad_op(dy: Tensor, x: Tensor, split_sizes: Tensor) -> Tensor:
+    dw = grouped_wgrad(dy, x, _groups_on_host(split_sizes, x, _WHERE), stacked=True)
+    assert isinstance(dw, Tensor)
+    return dw
+
+
+@_wgrad_op.register_fake
+def _(dy: Tensor, x: Tensor, split_sizes: Tensor) -> Tensor:
+    return x.new_empty(split_sizes.shape[0], dy.shape[1], x.shape[1])
+
+
+@torch.library.custom_op(
+    "opfuser::grouped_sum", mutates_args=(), schema="(Tensor x, Tensor split_sizes) -> Tensor"
+)
+def _sum_op(x: Tensor, split_sizes: Tensor) -> Tensor:
+    return _groups_on_host(split_sizes, x, _WHERE).sum(x)
+
+
+@_sum_op.register_fake
+def _(x: Tensor, split_sizes: Tensor) -> Tensor:
+    return x.new_empty(split_sizes.shape[0], x.shape[1])
 
 
 def _wide(x: Tensor) -> Tensor:

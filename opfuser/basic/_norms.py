@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from numbers import Real
 
 from torch import Tensor
 
-from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..errors import ArgumentError, ArgumentTypeError, InputError, NotSupportedError, explain
 
-__all__ = ["canonical_shape", "refuse_input", "refuse_sm_margin"]
+__all__ = ["canonical_shape", "check_eps", "refuse_input", "refuse_sm_margin"]
 
 
 def canonical_shape(normalized_shape: Iterable[int] | int, where: str) -> tuple[int, ...]:
@@ -29,6 +31,18 @@ def canonical_shape(normalized_shape: Iterable[int] | int, where: str) -> tuple[
             )
         )
     return shape
+
+
+def check_eps(eps: float, where: str) -> None:
+    """Raises ArgumentTypeError or ArgumentError unless ``eps`` is a finite number of 0 or more."""
+    if not isinstance(eps, Real):
+        raise ArgumentTypeError(
+            explain("eps must be a Python number", where=where, received=f"eps={eps!r}")
+        )
+    if not 0 <= eps < math.inf:
+        raise ArgumentError(
+            explain("eps must be finite and not negative", where=where, received=f"eps={eps}")
+        )
 
 
 def refuse_sm_margin(sm_margin: int | dict[str, int], where: str) -> None:

@@ -147,7 +147,9 @@ class SquaredRelu(ScalarFunction):
         return y.mul_(y)
 
     def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _grad(_aten.threshold_backward, dy, x, 0, out=out).mul_(x).mul_(2)
+        # Masked at the end: for x = -inf the product is not finite.
+        dx = torch.mul(dy, x, out=out).mul_(2)
+        return _grad(_aten.threshold_backward, dx, x, 0, out=reuse(dx))
 
     def reference(self, x: Tensor) -> Tensor:
         return torch.relu(x).square()

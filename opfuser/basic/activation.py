@@ -43,7 +43,7 @@ class _Activation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        x = scalar.cast(input_, compute_dtype(input_))
+        x = scalar.cast(input_, compute_dtype(input_, self))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
         return scalar.cast(self.function.value(x), x.dtype)  # autocast runs some in fp32

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
-from ..op import BasicOperation, OperationContext, autocast_dtype
+from ..op import BasicOperation, OperationContext
 from ._distributed import (
     all_reduce,
     gather_first_dim,
@@ -23,8 +24,6 @@ from ._distributed import (
 from ._main_grad import accumulate_main_grad, as_rows
 
 __all__ = ["BasicLinear", "linear_dgrad", "linear_forward", "linear_wgrad"]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,7 +73,8 @@ class BasicLinear(BasicOperation):
     Raises:
         ArgumentError: arguments outside their domain.
         NotSupportedError: ``userbuffers_options`` other than None.
-        InputError: the last dimension of x is not the local ``in_features``.
+        InputError: the last dimension of x is not the local ``in_features``; x is not of a dtype
+            above.
     """
 
     class Saved(NamedTuple):
@@ -108,7 +108,7 @@ class BasicLinear(BasicOperation):
                 )
             )
         dtype = dtype or torch.get_default_dtype()
-        if dtype not in _DTYPES:
+        if dtype not in COMPUTE_DTYPES:
             raise ArgumentError(
                 explain(
                     "A linear operation computes in float16, bfloat16, float32 or float64",
@@ -182,13 +182,17 @@ class BasicLinear(BasicOperation):
     ) -> Tensor:
         sharding = self.sharding
         w = self._parameters.get("weight")
-        if w is None:  # parametrised
-            w = self.weight
+        if w is None:
+            w = self._weight_not_registered()
         x = input_
         if not x.dim() or x.shape[-1] != sharding.local_in_features:
             self._refuse_input(x)
         dtype = autocast_dtype(x.device) or w.dtype
+        if ctx.requires_grad and self.accumulate_into_main_grad:
+            self._keep_weight(ctx, w)
         if x.dtype != dtype:
+            if x.dtype not in COMPUTE_DTYPES:
+                refuse_dtype(x, self)
             x = x.to(dtype)
         if w.dtype != dtype:
             w = w.to(dtype)  # type: ignore[assignment]
@@ -214,6 +218,32 @@ class BasicLinear(BasicOperation):
             )
         )
 
+    def _weight_not_registered(self) -> nn.Parameter:
+        """The weight where it is parametrised.
+
+        Raises:
+            ArgumentError: it was cleared.
+        """
+        weight: nn.Parameter | None = self.weight
+        if weight is None:
+            raise ArgumentError(
+                explain(
+                    "A linear operation needs its weight",
+                    where=f"{type(self).__name__}({self.extra_repr()})",
+                    received="weight = None",
+                    remedy="Assign a parameter to weight before the call",
+                )
+            )
+        return weight
+
+    def _keep_weight(self, ctx: OperationContext, weight: Tensor) -> None:
+        """Keeps for backward the object whose ``main_grad`` takes the gradient.
+
+        Not a saved tensor: unpacking one may give another object, without the attribute.
+        """
+        if not torch.compiler.is_compiling():
+            ctx.main_grad_weight = weight
+
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
@@ -232,22 +262,27 @@ class BasicLinear(BasicOperation):
         if needs.parameters[0]:
             if sharding.gathers_input:
                 x = gather_first_dim(x, sharding.group)
-            dw = self.weight_grad(dy, x)
+            dw = self.weight_grad(dy, x, ctx)
         return dx, (dw,)
 
-    def weight_grad(self, dy: Tensor, x: Tensor) -> Tensor:
+    def weight_grad(self, dy: Tensor, x: Tensor, ctx: OperationContext | None = None) -> Tensor:
         """The weight's gradient for autograd: ``dyᵀ x``, or zeros once it is in ``main_grad``.
 
         Args:
             dy: gradient of the output, (..., out).
             x: input, (..., in).
+            ctx: this operation's context in backward. It knows which weight forward used, and so
+                whose ``main_grad`` is meant; otherwise it is that of the weight set now.
 
         Raises:
             ArgumentError: ``main_grad`` is asked for and missing.
         """
         if self.accumulate_into_main_grad:
+            weight = getattr(ctx, "main_grad_weight", None)
+            if weight is None:  # no context, or a forward fusion of the user's filled it in
+                weight = self.weight
             x, dy = as_rows(x), as_rows(dy)
-            return accumulate_main_grad(self.weight, dy.to(x.dtype), x, type(self).__name__)
+            return accumulate_main_grad(weight, dy.to(x.dtype), x, type(self).__name__)
         return linear_wgrad(dy, x)
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..context import COMPUTE_DTYPES, refuse_dtype
 from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation, OperationContext
 from ._distributed import GroupRef, group_size
+from ._dtypes import check_parameter_dtype
 
 __all__ = ["Bias", "bias_grad"]
 
@@ -42,8 +44,10 @@ class Bias(BasicOperation):
         tensor_parallel_group: None is all ranks.
 
     Raises:
-        ArgumentError: ``size`` is negative, or no multiple of the group size.
-        InputError: the last dimension of x is not the local size.
+        ArgumentError: ``size`` is negative, or no multiple of the group size; or ``dtype`` is not
+            fp16, bf16, fp32 or fp64.
+        InputError: the last dimension of x is not the local size; or x is not fp16, bf16, fp32 or
+            fp64, and not of the dtype of the bias either.
     """
 
     forward_leaves_nothing: ClassVar[bool] = True
@@ -60,6 +64,7 @@ class Bias(BasicOperation):
         tensor_parallel_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype, type(self).__name__)
         ranks = group_size(tensor_parallel_group) if tensor_parallel else 1
         if size < 0 or size % ranks:
             raise ArgumentError(
@@ -105,6 +110,8 @@ class Bias(BasicOperation):
         if not input_.dim() or input_.size(-1) != self.local_size:
             self._refuse_input(input_)
         if bias.dtype != input_.dtype:
+            if input_.dtype not in COMPUTE_DTYPES:
+                refuse_dtype(input_, self)
             bias = bias.to(input_.dtype)
         return input_ + bias
 

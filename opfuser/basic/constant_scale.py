@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from numbers import Real
+from typing import Any
 
 from torch import Tensor
 
@@ -16,23 +17,21 @@ class ConstantScale(BasicOperation):
     """Multiplies by a constant: ``y = scale * x``, ``dx = scale * dy``, in the input's dtype.
 
     Args:
-        scale: the constant, a Python number.
+        scale: the constant, a real Python number.
 
     Raises:
-        ArgumentTypeError: if ``scale`` is a tensor, which would get no gradient.
+        ArgumentTypeError: if ``scale`` is none; a tensor would get no gradient.
     """
-
-    forward_leaves_nothing: ClassVar[bool] = True
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        if isinstance(scale, Tensor):
+        if not isinstance(scale, Real):
             raise ArgumentTypeError(
                 explain(
-                    "The scale must be a Python number",
+                    "The scale must be a real Python number",
                     where="ConstantScale",
-                    received="a tensor",
-                    remedy="Multiply by a tensor outside the sequence",
+                    received="a tensor" if isinstance(scale, Tensor) else repr(scale),
+                    remedy="Multiply by anything else outside the sequence",
                 )
             )
         self.scale: float = scale
@@ -45,12 +44,16 @@ class ConstantScale(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        return input_ * self.scale
+        scale = ctx.scale = self.scale
+        return input_ * scale
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[()]]:
-        return (grad_output * self.scale if ctx.needs.input else None), ()
+        if not ctx.needs.input:
+            return None, ()
+        # A fusion's forward may have left no scale.
+        return grad_output * getattr(ctx, "scale", self.scale), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return self.scale * input_

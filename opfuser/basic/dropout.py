@@ -53,7 +53,8 @@ class Dropout(BasicOperation):
     ) -> Tensor:
         output, mask = input_, None
         if self.training and self.dropout_probability > 0:
-            output, mask = torch.native_dropout(input_, self.dropout_probability, True)
+            p = ctx.dropout_probability = self.dropout_probability
+            output, mask = torch.native_dropout(input_, p, True)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(mask))
         return output
@@ -65,7 +66,8 @@ class Dropout(BasicOperation):
         (mask,) = ctx.saved_tensors
         if mask is None or not ctx.needs.input:
             return grad_output, ()
-        p = self.dropout_probability
+        # A fusion's forward may have left no probability.
+        p = getattr(ctx, "dropout_probability", self.dropout_probability)
         scale = 1.0 / (1.0 - p) if p < 1 else 0.0
         return torch.ops.aten.native_dropout_backward(grad_output, mask, scale), ()
 

@@ -66,7 +66,7 @@ class _GatedActivation(BasicOperation):
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
         self.function.check(input_, type(self).__name__)
-        x = scalar.cast(input_, compute_dtype(input_))
+        x = scalar.cast(input_, compute_dtype(input_, self))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
         return self.function.value(x)

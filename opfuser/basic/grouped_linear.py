@@ -11,8 +11,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, NotSupportedError, OpKwargsError, explain
-from ..op import BasicOperation, OperationContext, autocast_dtype
+from ..op import BasicOperation, OperationContext
 from ._grouped_gemm import (
     RowGroups,
     add_grouped_wgrad,
@@ -28,8 +29,6 @@ from ._main_grad import as_rows, main_grad_buffer, mark_added
 
 __all__ = ["GroupedLinear"]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 class _Wgrad(NamedTuple):
     """All that the gradients of the weights are made of."""
@@ -38,6 +37,7 @@ class _Wgrad(NamedTuple):
     x: Tensor
     groups: RowGroups
     needed: tuple[bool, ...]
+    weights: Sequence[nn.Parameter]
 
 
 class _DelayedWgrads:
@@ -118,7 +118,7 @@ class GroupedLinear(BasicOperation):
             self.num_extra_inputs = 2
         super().__init__()
         dtype = dtype or torch.get_default_dtype()
-        if min(num_groups, in_features, out_features) < 1 or dtype not in _DTYPES:
+        if min(num_groups, in_features, out_features) < 1 or dtype not in COMPUTE_DTYPES:
             raise ArgumentError(
                 explain(
                     "GroupedLinear needs at least one group and feature, and computes in "
@@ -167,6 +167,20 @@ class GroupedLinear(BasicOperation):
             if getattr(self, name) is not None:
                 nn.init.zeros_(getattr(self, name))
 
+    def _current_weights(self) -> list[nn.Parameter]:
+        weights = [getattr(self, name) for name in self._weight_names]
+        if any(w is None for w in weights):
+            missing = [n for n, w in zip(self._weight_names, weights) if w is None]
+            raise ArgumentError(
+                explain(
+                    "Every group needs its weight",
+                    where=type(self).__name__,
+                    received=f"None for {', '.join(missing)}",
+                    remedy="Assign a parameter before the call",
+                )
+            )
+        return weights
+
     def _current_biases(self) -> list[Tensor]:
         biases = [getattr(self, name) for name in self._bias_names]
         present = [b for b in biases if b is not None]
@@ -205,7 +219,9 @@ class GroupedLinear(BasicOperation):
             in_features=self.in_features,
             where=type(self).__name__,
         )
-        weights = [getattr(self, name) for name in self._weight_names]
+        if input_.dtype not in COMPUTE_DTYPES:
+            refuse_dtype(input_, self)
+        weights = self._current_weights()
         biases = self._current_biases()
         dtype = autocast_dtype(input_.device) or weights[0].dtype
         x = as_rows(input_).to(dtype)
@@ -219,6 +235,10 @@ class GroupedLinear(BasicOperation):
         if ctx.requires_grad:
             wants_weights = any(ctx.needs.parameters[: len(weights)])
             ctx.save_for_backward(split_sizes, scales, x if wants_weights else None)
+            keep = self.accumulate_into_main_grad or self.delay_wgrad_compute
+            if wants_weights and keep and not torch.compiler.is_compiling():
+                # Not saved: unpacking a saved tensor may give another object, without main_grad.
+                ctx.grad_weights = weights
         return y.view(*input_.shape[:-1], self.out_features), [()]
 
     def _matrices(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
@@ -256,7 +276,9 @@ class GroupedLinear(BasicOperation):
             dx = dx.view(*grad_output.shape[:-1], self.in_features)
         grads: list[Tensor | None] = [None] * len(parameters)
         if x is not None:
-            grads[:count] = self._weight_grads(_Wgrad(dy, x, groups, needs.parameters[:count]))
+            owners = getattr(ctx, "grad_weights", None) or self._current_weights()
+            work = _Wgrad(dy, x, groups, needs.parameters[:count], owners)
+            grads[:count] = self._weight_grads(work)
         if any(needs.parameters[count:]):
             db = grouped_bias_grad(dy, scales, groups)
             grads[count:] = [db] if self.single_grouped_bias else db.unbind(0)
@@ -275,8 +297,8 @@ class GroupedLinear(BasicOperation):
         if not self.accumulate_into_main_grad:
             return [None] * len(work.needed)
         return [
-            mark_added(getattr(self, name)) if needed else None
-            for name, needed in zip(self._weight_names, work.needed)
+            mark_added(weight) if needed else None
+            for weight, needed in zip(work.weights, work.needed)
         ]
 
     def _compute(self, work: _Wgrad) -> list[Tensor | None]:
@@ -286,8 +308,8 @@ class GroupedLinear(BasicOperation):
 
     def _add_to_main_grads(self, work: _Wgrad) -> None:
         buffers = [
-            main_grad_buffer(getattr(self, name), type(self).__name__) if needed else None
-            for name, needed in zip(self._weight_names, work.needed)
+            main_grad_buffer(weight, type(self).__name__) if needed else None
+            for weight, needed in zip(work.weights, work.needed)
         ]
         if self.single_grouped_weight and buffers[0] is not None:
             whole, add = buffers[0]
@@ -302,8 +324,8 @@ class GroupedLinear(BasicOperation):
     def backward_dw(self) -> None:
         """Computes the weight gradients of the earliest backward pass that still lacks them.
 
-        They are added to ``grad``, or to ``main_grad``; then the hooks run. Does nothing if no
-        backward pass waits.
+        They are added to ``grad``, or to ``main_grad``, of the weights that forward used; then the
+        hooks run. Does nothing if no backward pass waits.
         """
         if not self._delayed.pending:
             return
@@ -311,9 +333,8 @@ class GroupedLinear(BasicOperation):
         if self.accumulate_into_main_grad:
             self._add_to_main_grads(work)
         else:
-            for name, dw in zip(self._weight_names, self._compute(work)):
+            for weight, dw in zip(work.weights, self._compute(work)):
                 if dw is not None:
-                    weight = getattr(self, name)
                     cast_dw = dw.to(weight.dtype)
                     weight.grad = cast_dw if weight.grad is None else weight.grad + cast_dw
         for hook in self._delayed.hooks:

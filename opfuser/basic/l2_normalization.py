@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
+from ._norms import check_eps
 from ._scalar_math import cast, wide_dtype
 
 __all__ = ["L2Normalization"]
@@ -27,7 +28,9 @@ class L2Normalization(BasicOperation):
         micro_batch_size: must be None.
 
     Raises:
-        InputError: in forward, if x has no dimension.
+        ArgumentError: if ``eps`` is negative or not finite.
+        ArgumentTypeError: if ``eps`` is not a number.
+        InputError: in forward, if x has no dimension, or is not fp16, bf16, fp32 or fp64.
         NotSupportedError: if ``seq_length`` or ``micro_batch_size`` is given, which in te.ops
             prepare compiled kernels for one shape.
     """
@@ -53,6 +56,7 @@ class L2Normalization(BasicOperation):
                     remedy="Leave both out",
                 )
             )
+        check_eps(eps, "L2Normalization")
         self.eps = eps
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
@@ -71,7 +75,7 @@ class L2Normalization(BasicOperation):
                     received="a tensor of shape ()",
                 )
             )
-        x = cast(input_, compute_dtype(input_))
+        x = cast(input_, compute_dtype(input_, self))
         wide = cast(x, wide_dtype(x.dtype))
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rnorm = norm.square_().add_(self.eps).rsqrt_()

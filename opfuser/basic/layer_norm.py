@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..op import BasicOperation, OperationContext, compute_dtype
-from ._norms import canonical_shape, refuse_input, refuse_sm_margin
+from ._dtypes import check_parameter_dtype
+from ._norms import canonical_shape, check_eps, refuse_input, refuse_sm_margin
 from ._scalar_math import cast, wide_dtype
 
 __all__ = ["LayerNorm"]
@@ -37,8 +38,11 @@ class LayerNorm(BasicOperation):
         sm_margin: must be 0, or a dict of zeros.
 
     Raises:
-        ArgumentError: if ``normalized_shape`` is empty or has a size that is not positive.
-        InputError: in forward, if the last dimensions of x are not ``normalized_shape``.
+        ArgumentError: if ``normalized_shape`` is empty or has a size that is not positive, ``eps``
+            is negative or not finite, or ``dtype`` not fp16, bf16, fp32 or fp64.
+        ArgumentTypeError: if ``eps`` is not a number.
+        InputError: in forward, if the last dimensions of x are not ``normalized_shape``, or x is
+            not fp16, bf16, fp32 or fp64.
         NotSupportedError: if ``sm_margin`` asks for multiprocessors to be kept free.
     """
 
@@ -63,6 +67,8 @@ class LayerNorm(BasicOperation):
         super().__init__()
         where = type(self).__name__
         shape = canonical_shape(normalized_shape, where)
+        check_eps(eps, where)
+        check_parameter_dtype(dtype, where)
         refuse_sm_margin(sm_margin, where)
         self.normalized_shape = shape
         self.eps = eps
@@ -88,7 +94,7 @@ class LayerNorm(BasicOperation):
         shape = self.normalized_shape
         if input_.shape[-len(shape) :] != shape:
             refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
-        x = cast(input_, compute_dtype(input_))
+        x = cast(input_, compute_dtype(input_, self))
         bias: Tensor | None = self.bias
         if bias is not None:
             bias = _operand(bias, x)

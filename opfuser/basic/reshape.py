@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import index
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, ArgumentTypeError, InputError, explain
 from ..op import BasicOperation, OperationContext
 
 __all__ = ["Reshape"]
@@ -17,17 +18,28 @@ class Reshape(BasicOperation):
     """Reshapes its input, as ``torch.reshape``: a view where the strides allow it.
 
     Args:
-        shape: the output's sizes. One of them may be -1 and is then inferred. With zero elements
-            it can be inferred only if no other size is 0.
+        shape: the output's sizes, or its only one. One of them may be -1 and is then inferred.
+            With zero elements it can be inferred only if no other size is 0.
 
     Raises:
         ArgumentError: if a size is below -1, or more than one is -1.
+        ArgumentTypeError: if a size is not an integer.
         InputError: in forward, if the input has no such shape.
     """
 
-    def __init__(self, shape: Iterable[int]) -> None:
+    def __init__(self, shape: Iterable[int] | int) -> None:
         super().__init__()
-        self.shape = tuple(int(size) for size in shape)
+        sizes = shape if isinstance(shape, Iterable) else (shape,)
+        try:
+            self.shape = tuple(index(size) for size in sizes)
+        except TypeError as error:
+            raise ArgumentTypeError(
+                explain(
+                    "The shape must be an integer or an iterable of integers",
+                    where="Reshape",
+                    received=f"shape={shape!r}",
+                )
+            ) from error
         if min(self.shape, default=0) < -1 or self.shape.count(-1) > 1:
             raise ArgumentError(
                 explain(

@@ -61,7 +61,7 @@ class _ScaledActivation(BasicOperation):
         scales = basic_op_extra_inputs[0][0]
         assert scales is not None
         self._check(input_, scales)
-        dtype = compute_dtype(input_)
+        dtype = compute_dtype(input_, self)
         x, scales = scalar.cast(input_, dtype), scalar.cast(scales, dtype)
         ctx = basic_op_ctxs[0]
         if ctx.requires_grad:
@@ -126,7 +126,7 @@ class ScaledSwiGLU(_ScaledActivation):
     Raises:
         ArgumentError: if ``glu_interleave_size`` is not positive.
         InputError: in forward, if the last dimension does not divide into gates and linear units,
-            or the scales are not one per row.
+            the scales are not one per row, or the input is not fp16, bf16, fp32 or fp64.
         NotSupportedError: if ``activation_recompute_in_mlp`` is set.
         OpKwargsError: in forward, if it is given keywords.
     """

@@ -9,9 +9,10 @@ from ..basic._distributed import gather_first_dim
 from ..basic._main_grad import as_rows
 from ..basic.basic_linear import BasicLinear, linear_dgrad
 from ..basic.bias import Bias
+from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
 from ..errors import NotSupportedError, explain
 from ..fusion import Refusal
-from ..op import BasicOperation, OperationContext, autocast_dtype
+from ..op import OperationContext
 
 __all__ = [
     "add_dgrad",
@@ -70,15 +71,23 @@ def linear_operands(
     """Input and weight as the forward GEMM takes them; saves what the backward of ``linear`` reads.
 
     Raises:
-        InputError: the last dimension of the input is not the local ``in_features``.
+        ArgumentError: the weight was cleared.
+        InputError: the last dimension of the input is not the local ``in_features``, or its dtype
+            is not one that linear operations take.
     """
     sharding = linear.sharding
-    x, w = input_, _read(linear, "weight")
-    assert w is not None
+    x: Tensor = input_
+    w: Tensor | None = linear._parameters.get("weight")
+    if w is None:
+        w = linear._weight_not_registered()
     if not x.dim() or x.shape[-1] != sharding.local_in_features:
         linear._refuse_input(x)
     dtype = autocast_dtype(x.device) or w.dtype
+    if ctx.requires_grad and linear.accumulate_into_main_grad:
+        linear._keep_weight(ctx, w)
     if x.dtype != dtype:
+        if x.dtype not in COMPUTE_DTYPES:
+            refuse_dtype(x, linear)
         x = x.to(dtype)
     if w.dtype != dtype:
         w = w.to(dtype)
@@ -90,14 +99,6 @@ def linear_operands(
     return x, w
 
 
-def _read(op: BasicOperation, name: str) -> Tensor | None:
-    """A parameter of ``op``; where it can, without the 0.5 us of ``nn.Module.__getattr__``."""
-    value = op._parameters.get(name)
-    if value is None:
-        value = getattr(op, name)  # cleared, or parametrised
-    return value
-
-
 def bias_operand(bias: Bias | None, x: Tensor, weight: Tensor) -> Tensor | None:
     """The bias in the dtype of the GEMM; None where it is absent or cleared.
 
@@ -106,7 +107,9 @@ def bias_operand(bias: Bias | None, x: Tensor, weight: Tensor) -> Tensor | None:
     """
     if bias is None:
         return None
-    b = _read(bias, "bias")
+    b = bias._parameters.get("bias")  # without the 0.5 us of nn.Module.__getattr__
+    if b is None:
+        b = bias.bias  # parametrised, or cleared
     if b is None:
         return None
     if b.shape[0] != weight.shape[0]:

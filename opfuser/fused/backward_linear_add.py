@@ -58,7 +58,7 @@ class BackwardLinearAdd(FusedOperation):
         x, w = ctx.saved_tensors
         (g,) = basic_op_grad_extra_outputs[0]
         dx = add_dgrad(g, grad_output, w) if ctx.needs.input else None
-        dw = linear.weight_grad(grad_output, x) if ctx.needs.parameters[0] else None
+        dw = linear.weight_grad(grad_output, x, ctx) if ctx.needs.parameters[0] else None
         return dx, [(), (dw,)], [(), ()]
 
 

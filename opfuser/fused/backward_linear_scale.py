@@ -55,7 +55,9 @@ class BackwardLinearScale(FusedOperation):
         ctx = basic_op_ctxs[0]
         x, w = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs.input, ctx.needs.parameters[0]
-        s, dy, dx, dw = scale.scale, grad_output, None, None
+        # A forward that the user wrote may have left no scale.
+        s = getattr(basic_op_ctxs[1], "scale", scale.scale)
+        dy, dx, dw = grad_output, None, None
         if needs_dw and linear.accumulate_into_main_grad:
             dy = dy * s
             dx = linear_dgrad(dy, w) if needs_dx else None

@@ -60,10 +60,11 @@ class ForwardLinearScaleAdd(FusedOperation):
         (z,) = basic_op_extra_inputs[2]
         assert z is not None
         x, w = linear_operands(linear, basic_op_ctxs[0], input_)
+        s = basic_op_ctxs[1].scale = scale.scale
         if z.dtype == w.dtype and z.shape == (*x.shape[:-1], w.shape[0]):
-            y = add_linear(z, x, w, alpha=scale.scale)
+            y = add_linear(z, x, w, alpha=s)
         else:
-            y = add.reference(linear_forward(x, w) * scale.scale, z)
+            y = add.reference(linear_forward(x, w) * s, z)
         return y, [(), (), ()]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuser import GELU, QGELU, ReLU, Sequential, Sigmoid, SiLU, Softplus, SReLU, Tanh
-from opfuser.errors import ArgumentError, NotSupportedError, OpKwargsError
+from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
 from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -31,6 +31,14 @@ CASES: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
     "softplus_sharp": (Softplus(2.0, 3.0), lambda x: F.softplus(x, 2.0, 3.0)),
     "tanh": (Tanh(), lambda x: 1 - 2 / (1 + torch.exp(2 * x))),
     "sigmoid": (Sigmoid(), lambda x: 1 / (1 + torch.exp(-x))),
+}
+IN_TORCH: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
+    "gelu_tanh": (GELU(), lambda x: F.gelu(x, approximate="tanh")),
+    "gelu_erf": (GELU("none"), F.gelu),
+    "qgelu": (QGELU(), lambda x: x * torch.sigmoid(1.702 * x)),
+    "srelu": (SReLU(), lambda x: F.relu(x) ** 2),
+    "silu": (SiLU(), F.silu),
+    "softplus": (Softplus(), F.softplus),
 }
 OPS = [pytest.param(op, id=name) for name, (op, _) in CASES.items()]
 
@@ -53,18 +61,7 @@ def test_formula(op: Any, formula: Callable[[Tensor], Tensor], device: torch.dev
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("op", "function"),
-    [
-        (GELU(), lambda x: F.gelu(x, approximate="tanh")),
-        (GELU("none"), F.gelu),
-        (QGELU(), lambda x: x * torch.sigmoid(1.702 * x)),
-        (SReLU(), lambda x: F.relu(x) ** 2),
-        (SiLU(), F.silu),
-        (Softplus(), F.softplus),
-    ],
-    ids=["gelu_tanh", "gelu_erf", "qgelu", "srelu", "silu", "softplus"],
-)
+@pytest.mark.parametrize(("op", "function"), IN_TORCH.values(), ids=IN_TORCH)
 def test_as_accurate_as_torch(
     op: Any, function: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -108,6 +105,40 @@ def test_large_inputs_give_the_asymptotes(
     torch.testing.assert_close(
         dx.double(), torch.autograd.grad(expected.sum(), x64)[0], rtol=1e-2, atol=1e-6
     )
+
+
+EDGES = {
+    **IN_TORCH,
+    "relu": (ReLU(), F.relu),
+    "tanh": (Tanh(), torch.tanh),
+    "sigmoid": (Sigmoid(), torch.sigmoid),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("op", "function"), EDGES.values(), ids=EDGES)
+def test_finite_at_infinity_where_torch_is(
+    op: Any, function: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    inf = math.inf
+    x = torch.tensor([-inf, inf, -inf, inf, -1.0, 1.0], dtype=dtype, device=device)
+    dy = torch.tensor([1.0, 1.0, 0.0, 0.0, inf, inf], dtype=dtype, device=device)
+    results = []
+    for f in (op, function):
+        leaf = x.clone().requires_grad_()
+        y = f(leaf)
+        results.append((y.detach(), *torch.autograd.grad(y, leaf, dy)))
+    for got, want in zip(*results):
+        finite = want.isfinite()
+        torch.testing.assert_close(got[finite], want[finite])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_of_other_dtypes_are_refused(op: Any, dtype: torch.dtype) -> None:
+    text = rf"fp32 or fp64 \({type(op).__name__}\)\. Received: a tensor of {dtype}\. Convert"
+    with pytest.raises(InputError, match=text):
+        op(torch.ones(3, 4).to(dtype))
 
 
 @pytest.mark.parametrize("op", [ReLU(), SReLU()])

@@ -11,8 +11,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from opfuser import BasicLinear, OperationContext, Sequential
+from opfuser import (
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    MakeExtraOutput,
+    OperationContext,
+    Sequential,
+)
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.op import GradNeeds
 from opfuser.testing import check_op
@@ -340,6 +348,65 @@ def test_main_grad_that_cannot_take_the_gradient_is_an_error(buffer: Tensor | No
         y.sum().backward()
 
 
+AROUND: dict[str, Callable[[BasicLinear], Sequential]] = {
+    "alone": Sequential,
+    "biased": lambda op: Sequential(op, Bias(2)),
+    "added": lambda op: Sequential(op, Bias(2), AddExtraInput()),
+    "tapped": lambda op: Sequential(MakeExtraOutput(), op),
+}
+
+
+def run_around(kind: str, op: BasicLinear, weight: Tensor | None = None) -> Tensor:
+    """Output for ones; ``weight`` takes the place of the one of ``op`` in this call alone."""
+    model = AROUND[kind](op)
+    inputs = [torch.ones(4, 3), *([torch.ones(4, 2)] if kind == "added" else [])]
+    key = "1.weight" if kind == "tapped" else "0.weight"
+    y = model(*inputs) if weight is None else functional_call(model, {key: weight}, tuple(inputs))
+    return y[0] if isinstance(y, tuple) else y
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_main_grad_of_the_weight_that_functional_call_passed(kind: str) -> None:
+    op = with_main_grad()
+    w = nn.Parameter(torch.randn(2, 3))
+    w.main_grad = torch.zeros(2, 3)  # type: ignore[attr-defined]
+    y = run_around(kind, op, w)
+    y.sum().backward()
+    assert torch.equal(w.main_grad, torch.full((2, 3), 4.0))
+    assert w.grad_added_to_main_grad is True
+    assert torch.equal(op.weight.main_grad, torch.ones(2, 3))
+    assert not hasattr(op.weight, "grad_added_to_main_grad")
+
+
+@pytest.mark.parametrize("new", [None, "parameter"])
+@pytest.mark.parametrize("kind", AROUND)
+def test_main_grad_of_the_weight_that_forward_read(kind: str, new: str | None) -> None:
+    op = with_main_grad()
+    old = op.weight
+    y = run_around(kind, op)
+    op.weight = None if new is None else nn.Parameter(torch.zeros(2, 3))
+    y.sum().backward()
+    assert torch.equal(old.main_grad, torch.full((2, 3), 5.0))
+    assert old.grad_added_to_main_grad is True
+    assert not hasattr(op.weight, "grad_added_to_main_grad")
+
+
+def test_main_grad_under_checkpointing() -> None:
+    op = with_main_grad()
+    x = torch.ones(4, 3, requires_grad=True)
+    for reentrant in (False, True):
+        checkpoint(op, x, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(op.weight.main_grad, torch.full((2, 3), 9.0))
+
+
+def test_main_grad_where_the_forward_left_no_weight() -> None:
+    op = with_main_grad()
+    dy, x = torch.ones(4, 2), torch.ones(4, 3)
+    assert not op.weight_grad(dy, x, context()).any()
+    assert not op.weight_grad(dy, x).any()
+    assert torch.equal(op.weight.main_grad, torch.full((2, 3), 9.0))
+
+
 def test_starts_as_torch_linear_does() -> None:
     torch.manual_seed(3)
     op = BasicLinear(5, 4)
@@ -405,6 +472,34 @@ def test_wrong_last_dimension_is_an_input_error(shape: tuple[int, ...]) -> None:
         InputError, match=r"last dimension of the input must be in_features \(BasicLinear\(in_fe"
     ):
         BasicLinear(3, 2)(torch.randn(shape))
+
+
+REFUSED = [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", ["alone", "biased", "added"])
+@pytest.mark.parametrize("dtype", REFUSED, ids=str)
+def test_input_of_a_dtype_that_a_cast_would_change_is_an_error(
+    dtype: torch.dtype, kind: str, autocast: bool
+) -> None:
+    extra = [torch.ones(2, 2)] if kind == "added" else []
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+        pytest.raises(InputError, match=rf"fp64 \(BasicLinear\).*{dtype}.*Convert the input"),
+    ):
+        AROUND[kind](BasicLinear(3, 2))(torch.ones(2, 3).to(dtype), *extra)
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_call_without_a_weight_is_an_error(kind: str) -> None:
+    op = BasicLinear(3, 2)
+    op.weight = None
+    with pytest.raises(
+        ArgumentError,
+        match=r"needs its weight \(BasicLinear\(in_features=3, out.*weight = None. Assign a param",
+    ):
+        run_around(kind, op)
 
 
 def test_arguments_are_checked() -> None:

@@ -194,3 +194,15 @@ def test_wrong_last_dimension_is_an_error_even_if_it_broadcasts(shape: tuple[int
 def test_a_negative_size_is_an_error() -> None:
     with pytest.raises(ArgumentError, match=r"must be a multiple of the tensor-parallel.*size -1"):
         Bias(-1)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str
+)
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    text = rf"fp32 or fp64 \(Bias\)\. Received: a tensor of {dtype}\. Convert"
+    with pytest.raises(InputError, match=text):
+        filled(3)(torch.ones(2, 3).to(dtype))
+    text = rf"Parameters must be fp16, .*\(Bias\)\. Received: dtype={dtype}"
+    with pytest.raises(ArgumentError, match=text):
+        Bias(3, dtype=dtype)

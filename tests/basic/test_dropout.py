@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from opfuser import Dropout, Identity, Sequential
+from opfuser import Dropout, Identity, OperationContext, Sequential
 from opfuser.errors import ArgumentError, OpKwargsError
+from opfuser.op import GradNeeds
 from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -143,6 +144,24 @@ def test_two_backwards_agree() -> None:
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)
     second = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_probability_of_the_backward_is_that_of_its_forward() -> None:
+    op = Dropout(0.5)
+    x = torch.ones(100, requires_grad=True)
+    y = op(x)
+    op.dropout_probability = 0.2
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(dx, y.detach(), rtol=0, atol=0)
+
+
+def test_backward_after_a_forward_that_left_no_probability() -> None:
+    ctx = OperationContext()
+    ctx.needs = GradNeeds(True, (), ())
+    ctx.saved_tensors = (torch.tensor([True, False]),)
+    dx, _ = Dropout(0.75).op_backward(ctx, torch.ones(2))
+    assert dx is not None
+    assert dx.tolist() == [4, 0]
 
 
 # The tracer of torch.compile makes an instance of Function, against torch's own advice.

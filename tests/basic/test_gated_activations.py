@@ -188,6 +188,31 @@ def test_odd_last_dimension_is_refused(op: Any) -> None:
         op(torch.ones(()))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_of_other_dtypes_are_refused(op: Any, dtype: torch.dtype) -> None:
+    text = rf"fp32 or fp64 \({type(op).__name__}\)\. Received: a tensor of {dtype}\. Convert"
+    with pytest.raises(InputError, match=text):
+        op(torch.ones(3, 4).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("op", "formula"), CASES.values(), ids=CASES)
+def test_finite_at_infinity_where_the_formula_is(
+    op: Any, formula: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    values = torch.tensor([-torch.inf, -1.0, 0.0, 1.0, torch.inf], dtype=dtype, device=device)
+    x = torch.cartesian_prod(values, values).requires_grad_()
+    y, want = op(x), formula(x[:, :1], x[:, 1:])
+    dx, dwant = (torch.autograd.grad(z, x, torch.ones_like(z))[0] for z in (y, want))
+    tolerance = 8 * torch.finfo(dtype).eps
+    for got, expected in ((y, want), (dx, dwant)):
+        finite = expected.isfinite()
+        torch.testing.assert_close(
+            got[finite], expected[finite], rtol=tolerance, atol=tolerance, check_stride=False
+        )
+
+
 @pytest.mark.parametrize("cls", SWIGLU_FAMILY)
 def test_last_dimension_that_is_no_multiple_of_two_blocks_is_refused(cls: Any) -> None:
     with pytest.raises(InputError, match=rf"multiple of 6, .*\({cls.__name__}\).*\(3, 8\)"):

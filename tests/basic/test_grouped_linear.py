@@ -399,6 +399,111 @@ def test_main_grad(single: bool, delay: bool, overwrite: bool) -> None:
         torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def with_main_grad(weight: nn.Parameter, value: float = 0.0) -> nn.Parameter:
+    weight.main_grad = torch.full_like(weight, value)  # type: ignore[attr-defined]
+    return weight
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
+@pytest.mark.parametrize("how", ["functional_call", "replaced", "cleared"])
+def test_main_grad_belongs_to_the_weights_that_forward_used(
+    how: str, single: bool, delay: bool
+) -> None:
+    op = grouped(
+        bias=False,
+        single_grouped_weight=single,
+        accumulate_into_main_grad=True,
+        delay_wgrad_compute=delay,
+    )
+    used = [with_main_grad(w) for w in op.parameters()]
+    names = [name for name, _ in op.named_parameters()]
+    others = [with_main_grad(nn.Parameter(torch.randn_like(w)), 7.0) for w in used]
+    x, sizes = torch.ones(9, 5), torch.tensor([2, 3, 4])
+    if how == "functional_call":
+        used, others = others, used
+        y = functional_call(op, dict(zip(names, used)), (x, sizes))
+    else:
+        y = op(x, sizes)
+        for name, other in zip(names, others):
+            setattr(op, name, other if how == "replaced" else None)
+    before = [w.main_grad.clone() for w in (*used, *others)]
+    y.sum().backward()
+    if delay:
+        op.backward_dw()
+    expected = [torch.full((4, 5), n) for n in (2.0, 3.0, 4.0)]
+    expected = [torch.stack(expected)] if single else expected
+    added = [w.main_grad - b for w, b in zip((*used, *others), before)]
+    torch.testing.assert_close(added, [*expected, *[torch.zeros_like(w) for w in others]])
+    assert all(w.grad_added_to_main_grad for w in used)  # type: ignore[attr-defined]
+    assert not any(hasattr(w, "grad_added_to_main_grad") for w in others)
+
+
+def test_delayed_gradients_belong_to_the_weights_that_forward_used() -> None:
+    op = grouped(bias=False, delay_wgrad_compute=True)
+    old = op.weight1
+    y = op(torch.ones(9, 5), torch.tensor([2, 3, 4]))
+    op.weight1 = nn.Parameter(torch.zeros(4, 5))
+    y.sum().backward()
+    op.backward_dw()
+    assert op.weight1.grad is None
+    torch.testing.assert_close(old.grad, torch.full((4, 5), 3.0))
+
+
+def compiled(op: GroupedLinear) -> Any:
+    """Traced, also in backward, but not lowered: code generation is not ours."""
+    torch._dynamo.reset()
+    return torch.compile(op, fullgraph=True, backend="aot_eager")
+
+
+def traced(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that compiles. Dynamo's own use of torch and Python warns in some versions."""
+    ignored = ("ignore::DeprecationWarning", "ignore::FutureWarning")
+    return pytest.mark.slow(pytest.mark.filterwarnings(*ignored)(test))
+
+
+@traced
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
+def test_compiles_whole_for_any_sizes(single: bool, scaled: bool, dtype: torch.dtype) -> None:
+    op = grouped(
+        single_grouped_weight=single, single_grouped_bias=single, scale_bias=scaled, dtype=dtype
+    )
+    run = compiled(op)
+    for sizes in ([1, 6, 2], [9, 0, 0], [0, 5, 0], [3, 3, 3], [0, 0, 0]):
+        x = torch.randn(sum(sizes), 5, dtype=dtype, requires_grad=True)
+        extras = [torch.rand(sum(sizes), dtype=dtype, requires_grad=True)] if scaled else []
+        leaves = [x, *extras, *op.parameters()]
+        ours, expected = [f(x, torch.tensor(sizes), *extras) for f in (run, op)]
+        torch.testing.assert_close(ours, expected)
+        dy = torch.randn_like(ours)
+        torch.testing.assert_close(
+            torch.autograd.grad(ours, leaves, dy), torch.autograd.grad(expected, leaves, dy)
+        )
+
+
+@traced
+def test_compiled_it_checks_the_split_sizes_too() -> None:
+    run = compiled(grouped())
+    run(torch.randn(9, 5), torch.tensor([2, 3, 4]))
+    with pytest.raises(InputError, match=r"add up to the number of rows \(GroupedLinear\).*9 rows"):
+        run(torch.randn(9, 5), torch.tensor([2, 3, 5]))
+
+
+def test_operators_of_traced_calls_declare_the_right_shapes() -> None:
+    x, dy, weights = torch.randn(9, 5), torch.randn(9, 4), [torch.randn(4, 5) for _ in range(3)]
+    sizes = torch.tensor([4, 0, 5])
+    ops = torch.ops.opfuser
+    for operator, arguments in (
+        (ops.grouped_mm, (x, weights, sizes, True)),
+        (ops.grouped_mm, (dy, weights, sizes, False)),
+        (ops.grouped_wgrad, (dy, x, sizes)),
+        (ops.grouped_sum, (dy, sizes)),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_missing_main_grad_is_an_error() -> None:
     y = grouped(accumulate_into_main_grad=True)(torch.randn(9, 5), torch.tensor([2, 3, 4]))
     with pytest.raises(ArgumentError, match=r"parameter's shape \(GroupedLinear\)"):
@@ -517,6 +622,31 @@ def test_wrong_tensors_are_input_errors(
 ) -> None:
     with pytest.raises(InputError, match=text):
         grouped(scale_bias=True)(torch.randn(x), sizes, torch.rand(scales))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str
+)
+def test_input_of_a_dtype_that_a_cast_would_change_is_an_error(
+    dtype: torch.dtype, autocast: bool
+) -> None:
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+        pytest.raises(InputError, match=rf"\(GroupedLinear\).*{dtype}.*Convert the input"),
+    ):
+        grouped()(torch.ones(9, 5).to(dtype), torch.tensor([2, 3, 4]))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
+def test_call_without_a_weight_is_an_error(single: bool) -> None:
+    op = grouped(single_grouped_weight=single)
+    name = "weight" if single else "weight1"
+    setattr(op, name, None)
+    with pytest.raises(
+        ArgumentError, match=rf"needs its weight \(GroupedLinear\).*None for {name}. Assign a par"
+    ):
+        op(torch.randn(9, 5), torch.tensor([2, 3, 4]))
 
 
 def test_arguments_are_checked() -> None:

@@ -12,11 +12,18 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from opfuser import L2Normalization, LayerNorm, OperationContext, RMSNorm, Sequential
-from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
+from opfuser.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    InputError,
+    NotSupportedError,
+    OpKwargsError,
+)
 from opfuser.op import GradNeeds
 from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+OTHER_DTYPES = [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
 AFFINE = [LayerNorm, RMSNorm]
 
 
@@ -317,6 +324,39 @@ def test_input_must_end_in_normalized_shape(cls: Any, shape: tuple[int, ...]) ->
 def test_l2_input_needs_a_dimension() -> None:
     with pytest.raises(InputError, match=r"\(L2Normalization\)\. Received: a tensor of shape \(\)"):
         L2Normalization()(torch.ones(()))
+
+
+@pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
+@pytest.mark.parametrize("op", [LayerNorm(4), RMSNorm(4), L2Normalization()])
+def test_inputs_of_other_dtypes_are_refused(op: Any, dtype: torch.dtype) -> None:
+    x = torch.ones(3, 4).to(dtype)
+    text = rf"fp32 or fp64 \({type(op).__name__}\)\. Received: a tensor of {dtype}\. Convert"
+    with pytest.raises(InputError, match=text):
+        op(x)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(InputError, match=text):
+        op(x)
+
+
+@pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
+@pytest.mark.parametrize("cls", AFFINE)
+def test_parameters_of_other_dtypes_are_refused(cls: Any, dtype: torch.dtype) -> None:
+    text = rf"Parameters must be fp16.*\({cls.__name__}\)\. Received: dtype={dtype}"
+    with pytest.raises(ArgumentError, match=text):
+        cls(4, dtype=dtype)
+
+
+@pytest.mark.parametrize("cls", [*AFFINE, L2Normalization])
+def test_eps_must_be_finite_and_not_negative(cls: Any) -> None:
+    shape = () if cls is L2Normalization else (4,)
+    for eps in (-1, -1e-9, float("inf"), float("nan")):
+        text = rf"finite and not negative \({cls.__name__}\)\. Received: eps={eps}"
+        with pytest.raises(ArgumentError, match=text):
+            cls(*shape, eps=eps)
+    for other in (None, "1e-5"):
+        text = rf"eps must be a Python number \({cls.__name__}\)\. Received: eps={other!r}"
+        with pytest.raises(ArgumentTypeError, match=text):
+            cls(*shape, eps=other)
+    assert cls(*shape, eps=0).eps == 0
 
 
 @pytest.mark.parametrize("margin", [8, {"forward": 0, "backward": 2}])

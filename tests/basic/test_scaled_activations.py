@@ -135,6 +135,14 @@ def test_scales_must_be_one_per_row(cls: Any, shape: tuple[int, ...]) -> None:
         cls()(torch.ones(4, 6), torch.ones(shape))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_inputs_of_other_dtypes_are_refused(cls: Any, dtype: torch.dtype) -> None:
+    text = rf"fp32 or fp64 \({cls.__name__}\)\. Received: a tensor of {dtype}\. Convert"
+    with pytest.raises(InputError, match=text):
+        cls()(torch.ones(3, 4).to(dtype), torch.ones(3))
+
+
 def test_an_input_needs_a_dimension() -> None:
     with pytest.raises(InputError, match=r"\(ScaledSReLU\)\. Received: input \(\)"):
         ScaledSReLU()(torch.ones(()), torch.ones(()))

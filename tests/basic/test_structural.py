@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from opfuser import (
     ConstantScale,
     Identity,
     MakeExtraOutput,
+    OperationContext,
     Quantize,
     Reshape,
     Sequential,
 )
 from opfuser.errors import ArgumentError, ArgumentTypeError, InputError, OpKwargsError
+from opfuser.op import GradNeeds
 from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -155,8 +158,45 @@ def test_constant_scale(
 
 
 def test_constant_scale_refuses_a_tensor() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"scale must be a Python number .*ConstantScale"):
+    with pytest.raises(
+        ArgumentTypeError, match=r"must be a real Python number .*Received: a tensor"
+    ):
         ConstantScale(torch.tensor(2.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", ["a", None, 1j])
+def test_constant_scale_refuses_what_is_no_real_number(scale: Any) -> None:
+    text = rf"must be a real Python number \(ConstantScale\)\. Received: {scale!r}\."
+    with pytest.raises(ArgumentTypeError, match=text):
+        ConstantScale(scale)
+
+
+def test_constant_scale_of_the_backward_is_that_of_its_forward() -> None:
+    op = ConstantScale(2.0)
+    model = Sequential(Identity(), op)
+    first, second = leaf((3, 4)), leaf((3, 4))
+    y = model(first)
+    op.scale = 10.0
+    z = model(second)
+    op.scale = 100.0
+    (dx,) = torch.autograd.grad(y.sum(), first)
+    (dz,) = torch.autograd.grad(z.sum(), second)
+    assert dx.unique().tolist() == [2]
+    assert dz.unique().tolist() == [10]
+
+
+def test_constant_scale_after_a_forward_that_left_no_scale() -> None:
+    ctx = OperationContext()
+    ctx.needs = GradNeeds(True, (), ())
+    dx, _ = ConstantScale(2.0).op_backward(ctx, torch.ones(3))
+    assert dx is not None
+    assert dx.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_constant_scale_promotes_as_torch_does(dtype: torch.dtype) -> None:
+    x = torch.tensor([0, 1, 1]).to(dtype)
+    torch.testing.assert_close(ConstantScale(0.5)(x), x * 0.5, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("op", [Identity(), Quantize(), Quantize(False, True)], ids=str)
@@ -194,6 +234,18 @@ def test_reshape(start: tuple[int, ...], shape: Any, end: tuple[int, ...]) -> No
         for dy in layouts(end):
             (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
             torch.testing.assert_close(dx, dy.reshape(start), rtol=0, atol=0)
+
+
+def test_reshape_takes_one_size() -> None:
+    assert Reshape(6).shape == (6,)
+    assert Reshape(-1)(torch.ones(2, 3)).shape == (6,)
+
+
+@pytest.mark.parametrize("shape", [2.5, (2.0, 3), "6", None])
+def test_reshape_refuses_sizes_that_are_no_integers(shape: Any) -> None:
+    text = re.escape(f"iterable of integers (Reshape). Received: shape={shape!r}.")
+    with pytest.raises(ArgumentTypeError, match=text):
+        Reshape(shape)
 
 
 def test_reshape_takes_any_iterable() -> None:

@@ -254,3 +254,34 @@ def test_a_replaced_operation_takes_effect() -> None:
     check(model, compiled, x)
     nn.utils.parametrizations.weight_norm(model[0])
     check(model, compiled, x)
+
+
+@pytest.mark.parametrize("behind", [[], [opfuser.Identity()], [opfuser.Reshape((-1,))]])
+def test_outputs_that_share_memory(behind: list[nn.Module]) -> None:
+    seq = opfuser.Sequential(opfuser.GELU(), opfuser.MakeExtraOutput(), *behind)
+    check(seq, compile_(seq), f32(2, 3))
+
+
+class Noise(nn.Module):
+    """Another value at every evaluation."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + torch.rand_like(weight)
+
+
+@pytest.mark.parametrize("change", ["random numbers", "state"])
+def test_a_parametrisation_that_is_evaluated_twice(change: str) -> None:
+    """The operation would use another value than the gradient."""
+    linear = opfuser.Linear(3, 3)
+    if change == "state":
+        nn.utils.parametrizations.spectral_norm(linear)
+    else:
+        nn.utils.parametrize.register_parametrization(linear, "weight", Noise())
+    seq, state = opfuser.Sequential(linear), torch.random.get_rng_state()
+    seq(f32(2, 3))
+    before = [b.clone() for b in seq.buffers()]
+    state = torch.random.get_rng_state()
+    with pytest.raises(Exception, match="gives the same value whenever it is evaluated"):
+        compile_(seq)(torch.ones(2, 3))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(map(torch.equal, before, seq.buffers()))

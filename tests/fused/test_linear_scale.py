@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import opfuser
-from opfuser import BasicLinear, ConstantScale, Sequential
+from opfuser import AddExtraInput, BasicLinear, ConstantScale, OperationContext, Sequential
 from opfuser.fused import BackwardLinearScale
+from opfuser.op import GradNeeds
 from tests.fused.pairings import (
     DTYPES,
     LAYOUTS,
@@ -115,6 +116,34 @@ def test_placed_by_hand() -> None:
     Sequential(fused)(x).sum().backward()
     torch.testing.assert_close(linear.weight.grad, 0.5 * x.detach().sum(0).expand(4, 6))
     torch.testing.assert_close(x.grad, 0.5 * linear.weight.detach().sum(0).expand(3, 6))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_scale_of_the_backward_is_that_of_its_forward(residual: bool) -> None:
+    linear, scale = BasicLinear(6, 4), ConstantScale(0.5)
+    seq = Sequential(linear, scale, *([AddExtraInput()] if residual else []))
+    x = torch.randn(3, 6, requires_grad=True)
+    extras = (torch.zeros(3, 4),) * residual
+    plan = seq.plan(x, *extras)
+    assert plan.fused("backward") == {NAME: 1}
+    assert plan.fused("forward") == ({"forward_linear_scale_add": 1} if residual else {})
+    y = seq(x, *extras)
+    scale.scale = 100.0
+    y.sum().backward()
+    torch.testing.assert_close(linear.weight.grad, 0.5 * x.detach().sum(0).expand(4, 6))
+    torch.testing.assert_close(x.grad, 0.5 * linear.weight.detach().sum(0).expand(3, 6))
+
+
+def test_after_a_forward_that_left_no_scale() -> None:
+    linear, scale = BasicLinear(6, 4), ConstantScale(0.5)
+    ctxs = [OperationContext(), OperationContext()]
+    x, w, dy = torch.randn(3, 6), linear.weight.detach(), torch.randn(3, 4)
+    ctxs[0].needs, ctxs[0].saved_tensors = GradNeeds(True, (True,), ()), (x, w)
+    dx, grads, _ = BackwardLinearScale(scale=scale, linear=linear).fuser_backward(
+        ctxs, dy, basic_op_grad_extra_outputs=[(), ()]
+    )
+    torch.testing.assert_close(dx, 0.5 * dy @ w)
+    torch.testing.assert_close(grads[0], (0.5 * dy.t() @ x,))
 
 
 def test_switched_off() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import opfuser
+from opfuser import fuser
 from opfuser.registry import registry
 
 
@@ -16,3 +18,17 @@ def _no_built_in_fusions() -> Iterator[None]:
     with opfuser.disable(*(handle.name for handle in before)):
         yield
     assert list(registry) == before, "a test left a fusion registered"
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by one entry per plan that is made."""
+    made: list[Any] = []
+    original = fuser.make_plan
+
+    def counting(*args: Any) -> Any:
+        made.append(original(*args))
+        return made[-1]
+
+    monkeypatch.setattr(fuser, "make_plan", counting)
+    return made

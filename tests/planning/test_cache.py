@@ -6,30 +6,14 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
 
 import opfuser
-from opfuser import fuser
 from opfuser.fusion import Fusion
 from opfuser.op import FusedOperation
 from tests.planning.toys import FusedForward
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grows by one entry per plan that is made."""
-    made: list[Any] = []
-    original = fuser.make_plan
-
-    def counting(*args: Any) -> Any:
-        made.append(original(*args))
-        return made[-1]
-
-    monkeypatch.setattr(fuser, "make_plan", counting)
-    return made
 
 
 def small() -> opfuser.Sequential:
