@@ -120,7 +120,8 @@ def walk_forward(
     except InputError as error:
         if len(program.plan.basic_ops) == 1:
             raise
-        raise InputError(f"{error} It came to op {first} of the sequence.") from error
+        place = f"op {first} ({type(op).__name__})" if general is None else general.name
+        raise InputError(f"{error} It came to {place} of the sequence.") from error
     if not isinstance(x, Tensor):
         raise ArgumentTypeError(
             explain(

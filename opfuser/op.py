@@ -156,6 +156,8 @@ class BasicOperation(FusibleOperation):
         forward_leaves_nothing: promise that forward neither saves tensors nor sets attributes on
             its context, so that one context can serve every call. Saves host time. Does not hold
             for subclasses.
+        optional_on_context: attributes of the context that backward can do without, so that a
+            fusion's forward need not set them.
         Saved: a ``NamedTuple`` naming what forward passes to ``ctx.save_for_backward``. It is the
             contract between every forward (fused or not) and every backward of this operation.
     """
@@ -164,6 +166,7 @@ class BasicOperation(FusibleOperation):
     num_extra_outputs: int = 0
     backward_reads_parameters: ClassVar[bool] = False
     forward_leaves_nothing: ClassVar[bool] = False
+    optional_on_context: ClassVar[frozenset[str]] = frozenset()
     Saved: ClassVar[type[tuple[Any, ...]] | None] = None
 
     _extra_input_channels: list[str | None]

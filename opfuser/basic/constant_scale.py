@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ class ConstantScale(BasicOperation):
     Raises:
         ArgumentTypeError: if ``scale`` is none; a tensor would get no gradient.
     """
+
+    optional_on_context: ClassVar[frozenset[str]] = frozenset({"scale"})
 
     def __init__(self, scale: float) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class Dropout(BasicOperation):
 
     class Saved(NamedTuple):
         mask: Tensor | None
+
+    optional_on_context: ClassVar[frozenset[str]] = frozenset({"dropout_probability"})
 
     def __init__(self, p: float) -> None:
         super().__init__()

@@ -111,7 +111,7 @@ def _compare_contexts(
     for name, a, b in zip(names, own, plain):
         if a is None and b is not None:
             fail(f"Expected {name} to be a tensor", where, "None")
-    missing = set(vars(ctxs[1])) - set(vars(ctxs[0]))
+    missing = set(vars(ctxs[1])) - set(vars(ctxs[0])) - op.optional_on_context
     if missing:
         fail(f"The context must have the attributes {sorted(missing)}", where)
     both = [name for name, a, b in zip(names, own, plain) if a is not None and b is not None]

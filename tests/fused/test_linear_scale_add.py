@@ -131,7 +131,9 @@ def test_a_residual_of_another_shape_is_an_error() -> None:
             seq(torch.randn(3, 6), z)
         with only(forward=False), pytest.raises(InputError) as separate:
             seq(torch.randn(3, 6), z)
-        assert str(fused.value) == str(separate.value)
+        text, place = str(fused.value).split(" It came to ")
+        assert place == "op 0-2 (ForwardLinearScaleAdd) of the sequence."
+        assert str(separate.value) == f"{text} It came to op 2 (AddExtraInput) of the sequence."
 
 
 def test_sharding_is_refused_by_the_constructor_too() -> None:

@@ -194,7 +194,7 @@ def test_hazard_26_python_calls_per_operation(train: bool, most: int) -> None:
     """
 
     def step(count: int) -> Callable[[], None]:
-        model = of.Sequential(*(of.ConstantScale(1.01) for _ in range(count)))
+        model = of.Sequential(*(of.Bias(8, **F64) for _ in range(count)))
         x = rand(1, 8, grad=train)
 
         def run() -> None:
