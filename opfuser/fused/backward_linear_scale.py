@@ -61,7 +61,7 @@ class BackwardLinearScale(FusedOperation):
         if needs_dw and linear.accumulate_into_main_grad:
             dy = dy * s
             dx = linear_dgrad(dy, w) if needs_dx else None
-            dw = linear.weight_grad(dy, x)
+            dw = linear.weight_grad(dy, x, ctx)
         else:
             dtype = w.dtype if needs_dx else x.dtype
             rows = as_rows(dy if dy.dtype == dtype else dy.to(dtype))

@@ -17,6 +17,7 @@ from opfuser import (
     AddExtraInput,
     BasicLinear,
     Bias,
+    ConstantScale,
     MakeExtraOutput,
     OperationContext,
     Sequential,
@@ -353,6 +354,7 @@ AROUND: dict[str, Callable[[BasicLinear], Sequential]] = {
     "biased": lambda op: Sequential(op, Bias(2)),
     "added": lambda op: Sequential(op, Bias(2), AddExtraInput()),
     "tapped": lambda op: Sequential(MakeExtraOutput(), op),
+    "scaled": lambda op: Sequential(op, ConstantScale(1.0)),
 }
 
 

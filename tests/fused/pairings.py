@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -263,3 +264,10 @@ def plan_of(*ops: nn.Module, width: int = 6, extras: Sequence[int] = (), grad: b
 
 def refusal_codes(plan: Plan, name: str) -> list[str]:
     return [why.code for _, why in plan.record(name).refusals]
+
+
+def what(error: pytest.ExceptionInfo[Exception]) -> str:
+    """The text of an error without the step that it came to, which is another one when fused."""
+    text, place = str(error.value).split(" It came to op ")
+    assert place.endswith(" of the sequence.")
+    return text
