@@ -90,6 +90,12 @@ class Tape:
                 ctx.span = (start, len(self.saved))
             ctx.to_save = None
 
+    def add_step(self, ctxs: Sequence[OperationContext], output: Tensor) -> None:
+        if not torch.compiler.is_compiling():
+            ctxs[-1].output_like = (output.shape, output.dtype, output.device)
+        for ctx in ctxs:
+            self.add(ctx)
+
 
 def walk_forward(
     program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
@@ -103,10 +109,7 @@ def walk_forward(
                 ctxs = [new_context(needs) for needs in general.needs]
                 x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
                 if tape is not None:
-                    if not torch.compiler.is_compiling():
-                        ctxs[-1].output_like = (x.shape, x.dtype, x.device)
-                    for ctx in ctxs:
-                        tape.add(ctx)
+                    tape.add_step(ctxs, x)
                 continue
             ctx = constant or new_context(needs)
             if kwargs is None:
@@ -116,7 +119,10 @@ def walk_forward(
             else:
                 x, _ = op.fuser_forward([ctx], x, **_NO_EXTRAS, basic_op_kwargs=[kwargs[first]])
             if tape is not None:
-                tape.add(ctx)
+                if constant is None:
+                    tape.add(ctx)
+                else:
+                    tape.contexts.append(constant)
     except InputError as error:
         if len(program.plan.basic_ops) == 1:
             raise
@@ -377,7 +383,7 @@ def _walk_backward(
     param_grads: list[Tensor | None] = [None] * program.num_parameters
     extra_grads: list[Tensor | None] = [None] * program.num_extra_inputs
 
-    for op, index, (start, stop), reads, general in program.backward:
+    for op, index, (start, stop), reads, constant, general in program.backward:
         if general is not None:
             ctxs = [
                 _revive(contexts[i], saved, r and (base + r[0], base + r[1]))
@@ -388,8 +394,8 @@ def _walk_backward(
             )
             ctxs = []
             continue
-        ctx = contexts[index]
-        if ctx.span is not None or reads is not None:
+        ctx = constant or contexts[index]
+        if constant is None and (ctx.span is not None or reads is not None):
             ctx = _revive(ctx, saved, reads and (base + reads[0], base + reads[1]))
         if dx is None:
             continue

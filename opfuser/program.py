@@ -43,6 +43,8 @@ class BackwardStep(NamedTuple):
     """Where its parameters lie among all."""
     reads: tuple[int, int] | None
     """Which of the kept parameters its backward reads."""
+    context: OperationContext | None
+    """As in forward, if the operation runs plainly there too."""
     general: GeneralBackward | None
 
 
@@ -80,7 +82,8 @@ class Program:
         self.kept_parameters = tuple(kept)
         needs = _needs_of_steps(plan, wiring, num_parameters)
         self.forward = _lay_out_forward(plan, wiring, needs)
-        self.backward = _lay_out_backward(plan, wiring, self.spans, reads)
+        constants = {step.first: step.context for step in self.forward}
+        self.backward = _lay_out_backward(plan, wiring, self.spans, reads, constants)
         self.without_grad = tuple(
             n for n, slot in enumerate(wiring.outputs) if plan.needs[slot.op] is None
         )
@@ -178,6 +181,7 @@ def _lay_out_backward(
     wiring: Wiring,
     spans: Sequence[tuple[int, int]],
     reads: Sequence[tuple[int, int] | None],
+    constants: dict[int, OperationContext | None],
 ) -> tuple[BackwardStep, ...]:
     out: list[BackwardStep] = []
     for step in reversed(plan.backward):
@@ -186,7 +190,9 @@ def _lay_out_backward(
         extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
         if _is_plain(step.op, extras):
             first = step.indices[0]
-            out.append(BackwardStep(step.op, first, spans[first], reads[first], None))
+            out.append(
+                BackwardStep(step.op, first, spans[first], reads[first], constants.get(first), None)
+            )
             continue
         own = set(step.indices)
         general = GeneralBackward(
@@ -196,7 +202,7 @@ def _lay_out_backward(
             tuple(len(wiring.consumers[i]) for i in step.indices),
             _name(step),
         )
-        out.append(BackwardStep(step.op, step.indices[0], (0, 0), None, general))
+        out.append(BackwardStep(step.op, step.indices[0], (0, 0), None, None, general))
     return tuple(out)
 
 
