@@ -124,7 +124,7 @@ def walk_forward(
                 else:
                     tape.contexts.append(constant)
     except InputError as error:
-        if len(program.plan.basic_ops) == 1:
+        if len(program.plan.basic_ops) == 1 or torch.compiler.is_compiling():
             raise
         place = f"op {first} ({type(op).__name__})" if general is None else general.name
         raise InputError(f"{error} It came to {place} of the sequence.") from error
