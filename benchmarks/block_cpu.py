@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import machine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -159,25 +159,6 @@ def summarise(times: dict[str, list[float]]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "opfuser": opfuser.__version__,
-    }
-
-
-def processor() -> str:
-    """The model name on Linux, where platform gives none."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main() -> None:

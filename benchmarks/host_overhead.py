@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from machine import machine
 from torch import Tensor, nn
 
 import opfuser
@@ -118,13 +118,8 @@ def main() -> None:
                     f"{row['torch_nn_us_per_op']:>10.2f}{row['ratio']:>8.2f}"
                 )
     if args.json is not None:
-        machine = {
-            "cpu": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        }
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
