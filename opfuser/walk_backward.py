@@ -1,0 +1,199 @@
+"""The backward walk over the steps of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import ExtraInputGradientCountError, ParameterGradientCountError, explain
+from .op import OperationContext
+from .program import GeneralBackward, Program
+from .wiring import Slot
+
+__all__ = ["walk_backward", "zeros"]
+
+# Frees what a node saved while its backward still runs; without it the memory of a whole sequence
+# would be held until the last of its gradients is made.
+_CAN_CLEAR = hasattr(torch._C._FunctionBase, "maybe_clear_saved_tensors")
+
+
+def zeros(like: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+    """The zero gradient of an output of that shape, dtype and device."""
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class _RevivedContext(OperationContext):
+    """The context of an operation in backward: what forward left, and the tensors it saved.
+
+    Values that an operation keeps as attributes are looked up in the context of forward, which is
+    not written to, so that a second backward finds the same.
+    """
+
+    kept: OperationContext
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Backward fusions written for te.ops also read what its own forwards leave.
+            if name in _LEFT_BY_TE_OPS and not hasattr(self.kept, name):
+                return _LEFT_BY_TE_OPS[name](self)
+            return getattr(self.kept, name)
+
+
+_LEFT_BY_TE_OPS: dict[str, Callable[[OperationContext], Any]] = {
+    "dtype": lambda ctx: next((t.dtype for t in ctx.saved_tensors if t is not None), None),
+    "input_requires_grad": lambda ctx: ctx.needs.input,
+    "weight_requires_grad": lambda ctx: any(ctx.needs.parameters),
+    "with_quantized_compute": lambda ctx: False,
+    **{
+        f"{name}_quantizer": lambda ctx: None
+        for name in ("input", "weight", "grad_output", "grad_input", "prev_op_grad_output")
+    },
+}
+
+
+def _revive(
+    kept: OperationContext, saved: list[Tensor | None], parameters: tuple[int, int] | None
+) -> OperationContext:
+    """The context of one operation for its backward.
+
+    What it takes leaves ``saved``, so that it is freed as soon as the operation is done with it.
+
+    Args:
+        parameters: where ``saved`` holds the operation's parameters, if its backward reads them.
+    """
+    if kept.span is None and parameters is None:
+        return kept
+    ctx = _RevivedContext()
+    ctx.kept = kept
+    ctx.requires_grad = kept.requires_grad
+    ctx.needs = kept.needs
+    ctx.output_like = kept.output_like
+    if kept.span is not None:
+        start, stop = kept.span
+        ctx.saved_tensors = tuple(saved[start:stop])
+        saved[start:stop] = [None] * (stop - start)
+    if parameters is not None:
+        start, stop = parameters
+        ctx.parameters = tuple(saved[start:stop])
+    return ctx
+
+
+def walk_backward(
+    func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
+) -> list[Tensor | None]:
+    """Runs the backward steps; returns the gradients of input, parameters and extra inputs."""
+    saved: list[Tensor | None] = list(func_ctx.saved_tensors)
+    program, contexts = func_ctx.forwarded
+    if saved and not keep and _CAN_CLEAR:
+        func_ctx.maybe_clear_saved_tensors()
+        func_ctx.forwarded = None
+    base = len(saved) - len(program.kept_parameters)
+    grads_of: dict[Slot, Tensor] = {}
+    for slot, grad in zip(program.outputs, grad_outputs):
+        if grad is not None:
+            grads_of[slot] = grad
+    param_grads: list[Tensor | None] = [None] * program.num_parameters
+    extra_grads: list[Tensor | None] = [None] * program.num_extra_inputs
+
+    for op, index, (start, stop), reads, constant, general in program.backward:
+        if general is not None:
+            ctxs = [
+                _revive(contexts[i], saved, r and (base + r[0], base + r[1]))
+                for i, r in zip(general.indices, general.reads)
+            ]
+            dx = _general_backward(
+                program, op, general, ctxs, dx, grads_of, param_grads, extra_grads
+            )
+            ctxs = []
+            continue
+        ctx = constant or contexts[index]
+        if constant is None and (ctx.span is not None or reads is not None):
+            ctx = _revive(ctx, saved, reads and (base + reads[0], base + reads[1]))
+        if dx is None:
+            continue
+        dx, grads = op.op_backward(ctx, dx)
+        ctx = None
+        if type(grads) is tuple and len(grads) == stop - start:
+            param_grads[start:stop] = grads
+        else:
+            _place_parameter_grads(program, index, grads, param_grads)
+    if not program.input_needs_grad:
+        dx = None
+    return [dx, *param_grads, *extra_grads]
+
+
+def _place_parameter_grads(
+    program: Program, index: int, grads: Any, param_grads: list[Tensor | None]
+) -> None:
+    start, stop = program.spans[index]
+    if grads is None:
+        return
+    grads = tuple(grads)
+    if len(grads) != stop - start:
+        raise ParameterGradientCountError(
+            explain(
+                f"Expected op {index} to generate {stop - start} param grads, but got {len(grads)}",
+                where=f"op {index} ({type(program.plan.basic_ops[index]).__name__})",
+                remedy="Return one gradient or None per parameter, in registration order",
+            )
+        )
+    if grads:
+        param_grads[start:stop] = grads
+
+
+def _general_backward(
+    program: Program,
+    op: Any,
+    general: GeneralBackward,
+    ctxs: list[OperationContext],
+    dx: Tensor | None,
+    grads_of: dict[Slot, Tensor],
+    param_grads: list[Tensor | None],
+    extra_grads: list[Tensor | None],
+) -> Tensor | None:
+    grad_extra_outputs = [
+        [grads_of.pop(Slot(i, s), None) for s in range(count)]
+        for i, count in zip(general.indices, general.num_extra_outputs)
+    ]
+    if dx is None:
+        # The operations after this one pass no gradient back, so that of its output is zero.
+        given = [g for gs in grad_extra_outputs for g in gs if g is not None]
+        if not given:
+            return None
+        like = ctxs[-1].output_like or (given[0].shape, given[0].dtype, given[0].device)
+        dx = zeros(like)
+    dx, params, extras = op.fuser_backward(ctxs, dx, basic_op_grad_extra_outputs=grad_extra_outputs)
+    if len(params) != len(general.indices) or len(extras) != len(general.indices):
+        raise ParameterGradientCountError(
+            explain(
+                f"Expected gradients for {len(general.indices)} basic operations, but got "
+                f"{len(params)} lists of param grads and {len(extras)} of extra-input grads",
+                where=general.name,
+            )
+        )
+    for i, grads, dextras, targets in zip(general.indices, params, extras, general.targets):
+        _place_parameter_grads(program, i, grads, param_grads)
+        if dextras is None:
+            continue
+        if len(dextras) != len(targets):
+            raise ExtraInputGradientCountError(
+                explain(
+                    f"Expected op {i} to generate grads for {len(targets)} extra inputs, "
+                    f"but got {len(dextras)}",
+                    where=general.name,
+                )
+            )
+        for grad, target in zip(dextras, targets):
+            if grad is None or target is None:
+                continue
+            if isinstance(target, int):
+                extra_grads[target] = grad
+            else:
+                earlier = grads_of.get(target)
+                grads_of[target] = grad if earlier is None else earlier + grad
+    return dx
