@@ -32,8 +32,8 @@ from .op import (
 from .plan import Plan, PlanKey, expand, grad_needs, make_plan
 from .program import Program
 from .registry import registry
-from .tracked import Clock, clock, has_hooks, signature, stamp
-from .wiring import WiredMember, Wiring, public_wiring, route
+from .tracked import Clock, has_hooks, running, signature, stamp
+from .wiring import WiredMember, Wiring, describe, public_wiring, route
 
 __all__ = ["OperationFuser"]
 
@@ -109,7 +109,7 @@ class OperationFuser:
             self._started = True
             for op in self._basic_ops:
                 op.pre_first_fuser_forward()
-        now = clock()
+        now = Clock.now
         slots = [op.parameter_slots() for op in self._basic_ops]
         self._num_parameters = tuple(map(len, slots))
         self._slots = [slot for row in slots for slot in row]
@@ -133,10 +133,7 @@ class OperationFuser:
                 explain("Inputs and extra inputs of operations are tensors", received=got)
             )
         if len(extra_inputs) != self.num_extra_inputs:
-            asked = [
-                f"op {slot.op} ({type(self._basic_ops[slot.op]).__name__})"
-                for slot in self.wiring.inputs
-            ]
+            asked = [describe(slot.op, self._basic_ops[slot.op]) for slot in self.wiring.inputs]
             raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
 
     def __call__(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None) -> Any:
@@ -155,11 +152,11 @@ class OperationFuser:
     def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         parameters = self._read_parameters()
         program = self._program(input_, parameters, extra_inputs)
-        Clock.running += 1
+        running.depth += 1
         try:
             return run(program, input_, parameters, extra_inputs, kwargs)
         finally:
-            Clock.running -= 1
+            running.depth -= 1
 
     def _program(
         self, input_: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
@@ -222,11 +219,10 @@ class OperationFuser:
 
     def _call_traced(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         self._prepare_tracing()
-        self._guard(tuple([op._stamp for op in self._stamped]))
         parameters = [getattr(module, name) for module, name in self._slots]
         grad = torch.is_grad_enabled()
         name = self._plan_for_tracing(
-            registry.stamp,
+            (registry.stamp, *[op._stamp for op in self._stamped]),
             grad,
             (input_.dtype, input_.device, grad and input_.requires_grad),
             autocast_dtype(input_.device),
@@ -246,13 +242,9 @@ class OperationFuser:
         stamp(self._stamped)
         return True
 
-    def _guard(self, stamps: tuple[str, ...]) -> bool:
-        """Being given the stamps as constants, the traced code holds for these alone."""
-        return True
-
     def _plan_for_tracing(
         self,
-        version: str,
+        stamps: tuple[str, ...],
         grad: bool,
         input_: tuple[torch.dtype, torch.device, bool],
         autocast: torch.dtype | None,
@@ -260,6 +252,7 @@ class OperationFuser:
         shapes: tuple[torch.Size, ...],
         extras: tuple[tuple[torch.dtype, bool], ...],
     ) -> str:
+        """Being given all of this as constants, the traced code holds for these alone."""
         key = PlanKey(
             registry.state(),
             self._signature,
@@ -279,13 +272,12 @@ class OperationFuser:
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
     _prepare_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _guard._dynamo_marked_constant = True  # type: ignore[attr-defined]
     _plan_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def plan(self, input_: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow."""
         self._check(input_, extra_inputs)
-        if self._seen != clock():
+        if self._seen != Clock.now:
             self._refresh()
         context: AbstractContextManager[Any] = (
             parametrize.cached() if self._parametrized else nullcontext()
@@ -373,9 +365,7 @@ def _run_parts(
 ) -> Any:
     """Calls operations as modules, one by one, so that their hooks fire."""
     asked = [
-        f"op {i} ({type(p).__name__})"
-        for i, p in enumerate(parts)
-        for _ in range(p.num_extra_inputs)
+        describe(i, part) for i, part in enumerate(parts) for _ in range(part.num_extra_inputs)
     ]
     if len(extra_inputs) != len(asked):
         raise ExtraInputCountError(count_message(asked, len(extra_inputs)))

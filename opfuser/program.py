@@ -61,7 +61,6 @@ class Program:
 
     def __init__(self, plan: Plan, wiring: Wiring, num_parameters: Sequence[int]) -> None:
         self.plan = plan
-        self.wiring = wiring
         self.outputs = wiring.outputs
         self.num_extra_inputs = len(wiring.inputs)
         ends = [0]

@@ -18,7 +18,7 @@ from .fuser import OperationFuser, check_keywords, count_message
 from .members import Member, join_plans, make_members, stretches
 from .op import BasicOperation, FusedOperation, FusibleOperation
 from .plan import Plan, expand
-from .tracked import Clock, Tracked, clock, has_hooks, stamp
+from .tracked import Clock, Tracked, has_hooks, stamp
 from .wiring import PrivateChannel, Routes, Slot
 
 __all__ = ["Residual", "Sequential"]
@@ -201,7 +201,7 @@ class Sequential(Tracked):
 
     def _resolve(self) -> bool:
         """Groups the modules and routes extra tensors, if anything has changed."""
-        now = clock()
+        now = Clock.now
         found = stretches(_flatten(self))
         structure = [(split, [(id(m), scope) for m, scope in run]) for split, run in found]
         if structure != self._structure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -9,19 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Clock", "Tracked", "clock", "has_hooks", "signature", "stamp"]
+__all__ = ["Clock", "Tracked", "has_hooks", "running", "signature", "stamp"]
 
 
 class Clock:
     """Counts every change of any operation, so that unchanged ones need no inspection."""
 
     now = 0
-    running = 0  # forward passes under way
 
 
-def clock() -> int:
-    """A number that differs from an earlier reading if any operation may have changed since."""
-    return Clock.now
+class _Running(threading.local):
+    """Forward passes under way on this thread: what another thread sets meanwhile is no state."""
+
+    depth = 0
+
+
+running = _Running()
 
 
 class Tracked(nn.Module):
@@ -50,7 +54,7 @@ class Tracked(nn.Module):
             old = own[name]
             if type(old) is type(value) and old == value:
                 return
-            if Clock.running and name != "training":
+            if running.depth and name != "training":
                 # A counter, say: state of the operation, which no fusion depends on.
                 own.setdefault("_state_names", set()).add(name)
         super().__setattr__(name, value)
@@ -68,10 +72,6 @@ class Tracked(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        self._touch()
-
-    def register_module(self, name: str, module: nn.Module | None) -> None:
-        super().register_module(name, module)
         self._touch()
 
     def add_module(self, name: str, module: nn.Module | None) -> None:

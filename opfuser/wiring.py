@@ -107,7 +107,8 @@ def public_wiring(ops: Sequence[BasicOperation]) -> Wiring:
     )
 
 
-def _describe(index: int, op: BasicOperation) -> str:
+def describe(index: int, op: BasicOperation) -> str:
+    """How error texts name an operation."""
     return f"op {index} ({type(op).__name__})"
 
 
@@ -133,7 +134,7 @@ class _Producers:
                     raise ChannelError(
                         explain(
                             f"Channel {str(channel)!r} has multiple producers",
-                            where=f"{_describe(slot.op, ops[slot.op])} and {_describe(i, op)}",
+                            where=f"{describe(slot.op, ops[slot.op])} and {describe(i, op)}",
                             remedy="Give each extra output a channel name of its own",
                         )
                     )
@@ -145,7 +146,7 @@ class _Producers:
 
     def find(self, channel: str, scope: Hashable, reader: int) -> Slot:
         slot = self.slots.get(_key(channel, scope))
-        where = _describe(reader, self.ops[reader])
+        where = describe(reader, self.ops[reader])
         if slot is None:
             raise ChannelError(
                 explain(
@@ -159,7 +160,7 @@ class _Producers:
             raise ChannelError(
                 explain(
                     f"Channel {str(channel)!r} has no earlier producer",
-                    where=f"read by {where}, produced by {_describe(slot.op, self.ops[slot.op])}",
+                    where=f"read by {where}, produced by {describe(slot.op, self.ops[slot.op])}",
                     remedy="Move the producer before the operation that reads the channel",
                 )
             )
@@ -218,7 +219,7 @@ def _route_member(
                 continue
             sources[i].append(len(inputs))
             inputs.append(Slot(i, s))
-            takes.append(outside(_describe(first + i, op)) if feed is None else feed)
+            takes.append(outside(describe(first + i, op)) if feed is None else feed)
     takes += [outside(member.name) for _ in range(member.inputs)]
 
     outputs: list[Slot] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -66,3 +67,25 @@ def test_a_flag_changed_between_calls_counts(plans: list[Plan]) -> None:
     seq[0].flag = True
     seq(x)
     assert len(plans) >= 2
+
+
+def test_a_flag_that_another_thread_sets_during_a_forward_counts(plans: list[Plan]) -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    class Waits(opfuser.Identity):
+        """Its first forward lasts until the other thread is done."""
+
+        def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+            inside.set()
+            assert done.wait(10)
+            return input_
+
+    seq, x = opfuser.Sequential(opfuser.ConstantScale(2.0), Waits()), torch.ones(2, 3)
+    thread = threading.Thread(target=seq, args=(x,))
+    thread.start()
+    assert inside.wait(10)
+    seq[0].scale = 3.0
+    done.set()
+    thread.join()
+    assert torch.equal(seq(x), 3 * x)
+    assert len(plans) == 2
