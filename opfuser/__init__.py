@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import basic
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .fuser import OperationFuser
-from .fusion import Env, Fusion, Optional, Refusal, Requires
+from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .linear import Linear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .plan import FusionRecord, Plan, Step
@@ -37,6 +37,7 @@ __all__ = [
     "Optional",
     "Plan",
     "Refusal",
+    "Repeated",
     "Requires",
     "Residual",
     "Sequential",

@@ -12,7 +12,7 @@ import torch
 from .errors import FusionError, explain
 from .op import FusedOperation, FusibleOperation
 
-__all__ = ["Env", "Fusion", "Optional", "Refusal", "Requires"]
+__all__ = ["Env", "Fusion", "Optional", "Refusal", "Repeated", "Requires"]
 
 Stage = Literal["joint", "forward", "backward"]
 STAGES: tuple[Stage, ...] = ("joint", "forward", "backward")
@@ -97,21 +97,47 @@ class Optional:
         self.types = types
 
 
-PatternElement = type[FusibleOperation] | tuple[type[FusibleOperation], ...] | Optional
+class Repeated:
+    """A pattern element that stands for a run of operations, as long as it can be.
+
+    ``refuses`` and ``build`` receive the tuple of them, which is empty where ``at_least`` is 0.
+
+    Args:
+        name: what the operations have in common, for the reader of records.
+        accepts: whether an operation may be in the run. It must not accept a subclass that computes
+            something else than what it is taken for.
+        at_least: how many operations there must be.
+    """
+
+    def __init__(
+        self, name: str, accepts: Callable[[FusibleOperation], bool], *, at_least: int = 1
+    ) -> None:
+        self.name = name
+        self.accepts = accepts
+        self.at_least = at_least
+
+
+PatternElement = type[FusibleOperation] | tuple[type[FusibleOperation], ...] | Optional | Repeated
 
 
 class _Element(NamedTuple):
     types: tuple[type[FusibleOperation], ...]
     optional: bool
+    repeated: Repeated | None = None
 
     @property
     def name(self) -> str:
+        if self.repeated is not None:
+            return self.repeated.name
         return "|".join(t.__name__ for t in self.types)
 
 
 def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...]:
     out: list[_Element] = []
     for element in pattern:
+        if isinstance(element, Repeated):
+            out.append(_Element((), element.at_least == 0, element))
+            continue
         types = element.types if isinstance(element, Optional) else element
         types = types if isinstance(types, tuple) else (types,)
         if not types or not all(
@@ -119,7 +145,8 @@ def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...
         ):
             raise FusionError(
                 explain(
-                    "A pattern consists of operation classes, tuples of them, and Optional(...)",
+                    "A pattern consists of operation classes, tuples of them, Optional(...) and "
+                    "Repeated(...)",
                     where=f"fusion {name!r}",
                     received=repr(element),
                 )
@@ -157,12 +184,15 @@ def _parts(
     return cast("Sequence[PatternElement]", parts())
 
 
+Part = FusibleOperation | tuple[FusibleOperation, ...] | None
+
+
 class Match(NamedTuple):
     """One place where a pattern fits: operations ``start`` to ``stop`` of the list scanned."""
 
     start: int
     stop: int
-    parts: tuple[FusibleOperation | None, ...]
+    parts: tuple[Part, ...]
 
 
 class NearMiss(NamedTuple):
@@ -183,12 +213,14 @@ def _match(
     """Fits ``pattern`` at ``ops[start]``; an optional element is taken where that can match."""
     best: NearMiss | None = None
 
-    def step(element: int, at: int, parts: tuple[FusibleOperation | None, ...]) -> Match | None:
+    def step(element: int, at: int, parts: tuple[Part, ...]) -> Match | None:
         nonlocal best
         matched = at - start
         if element == len(pattern):
             return Match(start, at, parts)
         wanted = pattern[element]
+        if wanted.repeated is not None:
+            return run_of(wanted, element, at, parts)
         if at < len(ops) and type(ops[at]) in wanted.types:
             found = step(element + 1, at + 1, (*parts, ops[at]))
             if found is not None:
@@ -196,6 +228,20 @@ def _match(
         elif best is None or matched >= best.matched:
             best = NearMiss(start, matched, len(pattern), _why(wanted, ops, at))
         return step(element + 1, at, (*parts, None)) if wanted.optional else None
+
+    def run_of(wanted: _Element, element: int, at: int, parts: tuple[Part, ...]) -> Match | None:
+        nonlocal best
+        assert wanted.repeated is not None
+        stop = at
+        while stop < len(ops) and wanted.repeated.accepts(ops[stop]):
+            stop += 1
+        if best is None or stop - start >= best.matched:
+            best = NearMiss(start, stop - start, len(pattern), _why(wanted, ops, stop))
+        for end in range(stop, at + wanted.repeated.at_least - 1, -1):
+            found = step(element + 1, end, (*parts, tuple(ops[at:end])))
+            if found is not None:
+                return found
+        return None
 
     found = step(0, start, ())
     if found is not None:
@@ -207,11 +253,17 @@ def _why(wanted: _Element, ops: Sequence[FusibleOperation], at: int) -> Refusal:
     if at >= len(ops):
         return Refusal("GROUP_SPLIT", f"the run of operations ends where {wanted.name} is expected")
     op = ops[at]
-    if isinstance(op, wanted.types):
+    if wanted.types and isinstance(op, wanted.types):
         return Refusal("SUBCLASS", f"{type(op).__name__} is a subclass of {wanted.name}")
-    if isinstance(op, FusedOperation) and isinstance(op.basic_ops[0], wanted.types):
+    if isinstance(op, FusedOperation) and _would_take(wanted, op.basic_ops[0]):
         return Refusal("CONFLICT", f"{wanted.name} is already part of {type(op).__name__}")
     return Refusal("LAYOUT", f"{wanted.name} is expected where {type(op).__name__} stands")
+
+
+def _would_take(wanted: _Element, op: FusibleOperation) -> bool:
+    if wanted.repeated is not None:
+        return wanted.repeated.accepts(op)
+    return isinstance(op, wanted.types)
 
 
 class Scan(NamedTuple):
@@ -231,9 +283,10 @@ class Fusion:
         name: unique name, used in records, configuration and logs.
         stage: ``"forward"``, ``"backward"``, or ``"joint"`` for both passes at once.
         pattern: operation classes in forward order. Exact types only. An element may be a tuple
-            of alternatives or ``Optional(...)``. A compound such as ``Linear`` means its parts.
+            of alternatives, ``Optional(...)`` or ``Repeated(...)``. A compound such as ``Linear``
+            means its parts.
         build: called with the matched operations, one argument per pattern element (None for an
-            absent optional one); returns the FusedOperation.
+            absent optional one, a tuple for a repeated one); returns the FusedOperation.
         refuses: called like ``build`` and with ``env=``; returns a :class:`Refusal`, or None.
         requires: what the machine must have.
         enabled: whether the fusion is on when registered.

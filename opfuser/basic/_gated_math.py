@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, InputError, explain
-from ._scalar_math import (
+from ..kernels.scalar import (
     ClampedSwish,
     ScalarFunction,
     ShiftedClamp,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..errors import ArgumentError, NotSupportedError, explain
+from ..kernels import scalar
 from ..op import BasicOperation, OperationContext, compute_dtype
-from . import _scalar_math as scalar
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "Sigmoid", "Softplus", "Tanh"]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, explain
+from ..kernels.scalar import cast, wide_dtype
 from ..op import BasicOperation, OperationContext, compute_dtype
 from ._norms import check_eps
-from ._scalar_math import cast, wide_dtype
 
 __all__ = ["L2Normalization"]
 

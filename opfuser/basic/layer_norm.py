@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..kernels.scalar import cast, wide_dtype
 from ..op import BasicOperation, OperationContext, compute_dtype
 from ._dtypes import check_parameter_dtype
 from ._norms import canonical_shape, check_eps, refuse_input, refuse_sm_margin
-from ._scalar_math import cast, wide_dtype
 
 __all__ = ["LayerNorm"]
 

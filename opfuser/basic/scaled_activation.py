@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, OpKwargsError, explain
+from ..kernels import scalar
 from ..op import BasicOperation, OperationContext, compute_dtype
 from . import _gated_math as gated
-from . import _scalar_math as scalar
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
 

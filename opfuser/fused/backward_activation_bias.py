@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..basic._main_grad import as_rows
-from ..basic._scalar_math import ScalarFunction
 from ..basic.activation import (
     GELU,
     QGELU,
@@ -22,6 +21,7 @@ from ..basic.activation import (
 )
 from ..basic.bias import Bias, bias_grad
 from ..fusion import Fusion
+from ..kernels.scalar import ScalarFunction
 from ..op import FusedOperation, OperationContext
 
 __all__ = ["FUSION", "BackwardActivationBias"]

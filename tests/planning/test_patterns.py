@@ -121,7 +121,7 @@ def test_a_compound_that_cannot_be_expanded_is_an_error(element: Any) -> None:
         ((A, int), "Received: <class 'int'>"),
         ((A, "B"), "Received: 'B'"),
         ((A, ()), "Received: ()"),
-        ((A, (B, 3)), "operation classes, tuples of them, and Optional"),
+        ((A, (B, 3)), "operation classes, tuples of them, Optional"),
     ],
 )
 def test_a_pattern_of_something_else_is_an_error(elements: tuple[Any, ...], text: str) -> None:

@@ -1,0 +1,1 @@
+"""Triton functions. Imported at the first launch only."""
