@@ -8,7 +8,7 @@ import pytest
 
 import opfuser
 from opfuser.errors import FusionError
-from opfuser.fusion import Fusion, Optional, Refusal
+from opfuser.fusion import Fusion, Optional, Refusal, Repeated
 from opfuser.op import FusedOperation
 from tests.planning.toys import A, B, Compound, Fused, env, ops, pattern, rule
 
@@ -33,6 +33,13 @@ MATCHES = {
     "optional alternatives": ("A B|C?", "ABACA", [(0, 2), (2, 4), (4, 5)]),
     "optional left out where taking it fails": ("A? A B", "AB", [(0, 2)]),
     "optional taken where both fit": ("A? A", "AA", [(0, 2)]),
+    "repeated": ("A+ B", "AAABAB", [(0, 4), (4, 6)]),
+    "repeated alternatives": ("A|B++", "ABACBCAA", [(0, 3), (6, 8)]),
+    "repeated too few times": ("A++", "ABA", []),
+    "repeated at the end": ("B A+", "BAABA", [(0, 3), (3, 5)]),
+    "repeated leaves what follows its own": ("A+ A B", "AAAB", [(0, 4)]),
+    "repeated no times": ("A* B", "BAAB", [(0, 1), (1, 4)]),
+    "repeated between": ("A B* C", "ABBCAC", [(0, 4), (4, 6)]),
 }
 
 
@@ -79,6 +86,24 @@ def test_refuses_and_build_receive_one_argument_per_element(
 
 
 @pytest.mark.parametrize(
+    ("text", "letters", "sizes"),
+    [("A+ B", "AAB", [2, None]), ("A* B", "B", [0, None]), ("A+ A", "AAA", [2, None])],
+)
+def test_a_repeated_element_is_one_argument(text: str, letters: str, sizes: list[Any]) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def build(*parts: Any) -> FusedOperation:
+        seen.append(parts)
+        return Fused(*parts)
+
+    rule(text, build=build).scan(ops(letters), env())
+    ((run, last),) = seen
+    assert [len(run), None] == sizes
+    assert isinstance(run, tuple)
+    assert not isinstance(last, tuple)
+
+
+@pytest.mark.parametrize(
     ("letters", "expected"),
     [("AC", [(0, 2)]), ("ABC", [(0, 3)]), ("BC", [])],
 )
@@ -118,6 +143,7 @@ def test_a_compound_that_cannot_be_expanded_is_an_error(element: Any) -> None:
     [
         ((), "at least one element that is not optional"),
         ((Optional(A),), "at least one element that is not optional"),
+        ((Repeated("any", bool, at_least=0),), "at least one element that is not optional"),
         ((A, int), "Received: <class 'int'>"),
         ((A, "B"), "Received: 'B'"),
         ((A, ()), "Received: ()"),
@@ -164,6 +190,8 @@ NEAR_MISSES = {
     "the first of equals": ("A B", "ACAA", (0, 1, 2), "LAYOUT", "where C stands"),
     "alternatives": ("A B|C", "AA", (0, 1, 2), "LAYOUT", "B|C is expected where A stands"),
     "a skipped element has not matched": ("A B? C", "AA", (0, 1, 3), "LAYOUT", "where A stands"),
+    "a run that is too short": ("A++ B", "CAC", (1, 1, 2), "LAYOUT", "A is expected where C"),
+    "after a run": ("A+ B", "AAC", (0, 2, 2), "LAYOUT", "B is expected where C stands"),
     "a taken element has": ("A B? C", "ABA", (0, 2, 3), "LAYOUT", "C is expected where A stands"),
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from opfuser.fusion import Env, Fusion, Optional, Refusal, Stage
+from opfuser.fusion import Env, Fusion, Optional, Refusal, Repeated, Stage
 from opfuser.op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from opfuser.plan import Plan, make_plan
 from opfuser.registry import FusionHandle
@@ -40,8 +40,9 @@ class Compound(FusedOperation):
 
 
 class _Fused(FusedOperation):
-    def __init__(self, *ops: FusibleOperation | None) -> None:
-        super().__init__([op for op in ops if op is not None])
+    def __init__(self, *parts: FusibleOperation | tuple[FusibleOperation, ...] | None) -> None:
+        runs = [part if isinstance(part, tuple) else (part,) for part in parts]
+        super().__init__([op for run in runs for op in run if op is not None])
 
 
 class Fused(_Fused):
@@ -74,12 +75,19 @@ def ops(letters: str) -> list[FusibleOperation]:
 
 
 def pattern(text: str) -> tuple[Any, ...]:
-    """``"A B? C|A"``: an A, perhaps a B, then a C or an A."""
-    out: list[Any] = []
-    for word in text.split():
-        kinds = tuple(KINDS[k] for k in word.rstrip("?").split("|"))
-        out.append(Optional(*kinds) if word.endswith("?") else kinds if kinds[1:] else kinds[0])
-    return tuple(out)
+    """``"A B? C|A B* A++"``: A, perhaps B, C or A, any number of B, two A or more."""
+    return tuple(map(_element, text.split()))
+
+
+def _element(word: str) -> Any:
+    name = word.rstrip("?*+")
+    kinds = tuple(KINDS[k] for k in name.split("|"))
+    mark = word[len(name) :]
+    if mark == "?":
+        return Optional(*kinds)
+    if mark:
+        return Repeated(name, lambda op: type(op) in kinds, at_least=mark.count("+"))
+    return kinds if kinds[1:] else kinds[0]
 
 
 def rule(

@@ -1,0 +1,134 @@
+"""How launches are noted, keyed and run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opfuser.kernels.launch import Launch, multiprocessors, recorded, runs
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_there_are_no_kernels_for_a_cpu() -> None:
+    assert not runs(torch.ones(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
+def test_there_are_no_kernels_for_a_dtype(dtype: torch.dtype) -> None:
+    with recorded():
+        assert not runs(torch.ones(1, dtype=dtype))
+
+
+def test_a_launch_is_noted_instead_of_run() -> None:
+    launch = Launch("nowhere:nothing", {"BLOCK": 8})
+    x, y = torch.empty(3, 5, device="meta"), torch.empty(3, dtype=torch.bfloat16, device="meta")
+    with recorded() as noted:
+        assert runs(x)
+        launch((3, 1, 1), (x, None, y), (5,), (0.5,))
+    assert not runs(x)
+    (one,) = noted
+    assert one.launch is launch
+    assert (one.grid, one.ints, one.floats) == ((3, 1, 1), (5,), (0.5,))
+    assert one.tensors[0] is x
+    assert one.traffic == 3 * 5 * 4 + 3 * 2
+
+
+def test_notes_of_an_inner_block_are_its_own() -> None:
+    launch = Launch("nowhere:nothing", {})
+    x = torch.empty(1, device="meta")
+    with recorded() as outer:
+        with recorded() as inner:
+            launch((1, 1, 1), (x,))
+        assert runs(x)
+    assert (len(inner), len(outer)) == (1, 0)
+
+
+def test_no_programs_need_no_function() -> None:
+    Launch("nowhere:nothing", {})((0, 1, 1), (torch.empty(0),))
+
+
+def test_a_launch_shows_what_it_runs() -> None:
+    assert repr(Launch("norm:f", {"BLOCK": 8, "F": "@scalar:swish"}, num_warps=2)) == (
+        "norm:f(BLOCK=8, F=@scalar:swish, num_warps=2, num_stages=3)"
+    )
+
+
+def test_triton_is_imported_at_the_first_launch_only() -> None:
+    code = "import sys, opfuser; print('triton' in sys.modules, 'opfuser' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True"]
+
+
+def test_the_multiprocessors_of_a_device_that_is_not_there() -> None:
+    assert multiprocessors(torch.empty(0, device="meta")) == 132
+
+
+SCALE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale(x_ptr, y_ptr, n, stride, factor, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i * stride, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(y_ptr + i, x * factor, mask=i < n)
+"""
+
+
+@pytest.fixture
+def scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    (tmp_path / "scale_for_tests.py").write_text(SCALE)
+    monkeypatch.setattr("opfuser.kernels.device.__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "opfuser.kernels.device.scale_for_tests", raising=False)
+    return Launch("scale_for_tests:scale", {"BLOCK": 64})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_launch_serves_every_dtype_alignment_and_stride(scale: Launch) -> None:
+    """The binary that is kept for one call is never used for another that needs its own."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(2):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for n in (1, 16, 63, 100):
+                for offset in (0, 1):
+                    for stride in (1, 3, 16):
+                        source = torch.randn(2000, device="cuda", generator=generator).to(dtype)
+                        x = source[offset:][: n * stride : stride]
+                        y = torch.full_like(x, float("nan"), memory_format=torch.contiguous_format)
+                        scale((-(-n // 64), 1, 1), (x, y), (n, stride), (2.0,))
+                        assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_second_call_does_not_go_through_triton(
+    scale: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+    scale((1, 1, 1), (x, y), (64, 1), (2.0,))
+    monkeypatch.delattr(Launch, "_launch_by_triton")
+    y.zero_()
+    scale((1, 1, 1), (x, y), (64, 1), (3.0,))
+    assert torch.equal(y, 3 * x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_launch_goes_to_the_current_stream_and_into_graphs(scale: Launch) -> None:
+    x, y = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+    scale((1, 1, 1), (x, y), (64, 1), (2.0,))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scale((1, 1, 1), (x, y), (64, 1), (2.0,))
+    x.fill_(5.0)
+    y.zero_()
+    graph.replay()
+    assert torch.equal(y, torch.full_like(y, 10.0))
