@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton exists for Linux only")
 if INTERPRETED:
     pytest.skip("the interpreter's process compiles nothing", allow_module_level=True)
 
-from tests.kernels.compiling import Report, compiled, identity  # noqa: E402
+from tests.kernels.compiling import Report, compiled, identity
 
 CAPABILITIES = (80, 90, 100)
 SHIPPED = Path(__file__).parent / "shipped"
@@ -53,7 +53,7 @@ def reports() -> dict[tuple[str, int], Report]:
         for capability in CAPABILITIES:
             report = compiled(noted, capability)
             found[name, capability] = report
-            print(f"sm_{capability} {report}  {noted.launch}")
+            print(f"sm_{capability} {report}  {noted.launch}")  # noqa: T201  # shown by -s
     return found
 
 

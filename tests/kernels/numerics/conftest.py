@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,9 +33,8 @@ def _filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def nan_filled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nan_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a launcher allocates holds NaN: an element that no program writes shows."""
     monkeypatch.setattr(torch, "empty", _filled(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _filled(torch.empty_like))
     monkeypatch.setattr(Tensor, "new_empty", _filled(Tensor.new_empty))
-    yield
