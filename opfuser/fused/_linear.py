@@ -129,13 +129,24 @@ def add_linear(
     return y if extra.dim() == 2 else y.view(extra.shape)
 
 
-def add_dgrad(grad: Tensor | None, dy: Tensor, weight: Tensor) -> Tensor:
-    """``grad + dy W``, where None counts as zero and ``grad`` is not written to."""
+def add_dgrad(grad: Tensor | None, dy: Tensor, weight: Tensor, *, in_place: bool = False) -> Tensor:
+    """``grad + dy W``, where None counts as zero.
+
+    Args:
+        grad: gradient of the input from elsewhere.
+        dy: gradient of the output.
+        weight: (out, in).
+        in_place: ``grad`` may be written to. Else the GEMM starts from a copy of it.
+    """
     if grad is None:
         return linear_dgrad(dy, weight)
     if grad.dtype != weight.dtype:
         return linear_dgrad(dy, weight) + grad
-    dx = torch.addmm(as_rows(grad), as_rows(dy.to(weight.dtype)), weight)
+    rows = as_rows(dy.to(weight.dtype))
+    if in_place and grad.is_contiguous():
+        as_rows(grad).addmm_(rows, weight)
+        return grad
+    dx = torch.addmm(as_rows(grad), rows, weight)
     return dx if grad.dim() == 2 else dx.view(grad.shape)
 
 

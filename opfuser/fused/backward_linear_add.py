@@ -10,6 +10,7 @@ from ..basic.basic_linear import BasicLinear
 from ..basic.make_extra_output import MakeExtraOutput
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, OperationContext
+from ..ownership import only_reference
 from ._linear import add_dgrad, backward_refusal, insist
 
 __all__ = ["FUSION", "BackwardLinearAdd"]
@@ -18,12 +19,12 @@ __all__ = ["FUSION", "BackwardLinearAdd"]
 class BackwardLinearAdd(FusedOperation):
     r"""Backward of MakeExtraOutput and BasicLinear: :math:`dx = g + dy\, W`, :math:`dW = dy^T x`.
 
-    g is the gradient of the extra output, and counts as zero where none arrives. It is read, never
-    written, whatever ``in_place`` says. Where its dtype is not the weight's, the sum is a pass of
-    its own.
+    g is the gradient of the extra output, and counts as zero where none arrives. The GEMM adds to
+    it in place where nobody else refers to it, whatever the operations' ``in_place`` says: A
+    elements of traffic instead of 3A. Else it starts from a copy. Where the dtype of g is not the
+    weight's, the sum is a pass of its own.
 
-    Reads what BasicLinear saved. One rounding less than the separate operations; as much traffic,
-    since the GEMM starts from a copy of g, but no tensor for the product alone.
+    Reads what BasicLinear saved. One rounding less than the separate operations.
 
     Kernel: ATen's ``addmm`` (beta = 1).
 
@@ -56,8 +57,9 @@ class BackwardLinearAdd(FusedOperation):
         _, linear = self._parts
         ctx = basic_op_ctxs[1]
         x, w = ctx.saved_tensors
+        ours = only_reference(basic_op_grad_extra_outputs[0])
         (g,) = basic_op_grad_extra_outputs[0]
-        dx = add_dgrad(g, grad_output, w) if ctx.needs.input else None
+        dx = add_dgrad(g, grad_output, w, in_place=ours) if ctx.needs.input else None
         dw = linear.weight_grad(grad_output, x, ctx) if ctx.needs.parameters[0] else None
         return dx, [(), (dw,)], [(), ()]
 

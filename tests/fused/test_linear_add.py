@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import opfuser
 from opfuser import BasicLinear, ConstantScale, Linear, MakeExtraOutput, Sequential
 from opfuser.fused import BackwardLinearAdd
+from opfuser.fused._linear import add_dgrad
 from tests.fused.pairings import (
     DTYPES,
     LAYOUTS,
@@ -117,6 +120,33 @@ def test_a_second_backward() -> None:
     second = torch.autograd.grad(loss, [x, seq[1].weight])
     for a, b in zip(first, second):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_gemm_adds_in_place_to_what_the_engine_made(
+    keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not to the gradient of a public output, which is the caller's."""
+    seen: list[bool] = []
+
+    def spy(*args: Any, in_place: bool) -> torch.Tensor:
+        seen.append(in_place)
+        return add_dgrad(*args, in_place=in_place)
+
+    monkeypatch.setattr("opfuser.fused.backward_linear_add.add_dgrad", spy)
+    inner = opfuser.Residual(BasicLinear(6, 6), opfuser.SiLU())
+    seq = Sequential(MakeExtraOutput(), BasicLinear(6, 6), inner, opfuser.SiLU()).double()
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    g, dy = torch.randn_like(x), torch.randn_like(x)
+    given = g.clone(), dy.clone()
+    y, public = seq(x)
+    torch.autograd.backward([y, public], [dy, g], retain_graph=keep)
+    assert seen == [True, False]
+    assert torch.equal(g, given[0])
+    assert torch.equal(dy, given[1])
+    with only(forward=False, backward=False):
+        want = torch.autograd.grad(seq(x), x, [dy, g])
+    torch.testing.assert_close(x.grad, *want)
 
 
 @pytest.mark.parametrize(("at", "code"), [(0, None), (1, "SUBCLASS")])

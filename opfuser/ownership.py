@@ -1,0 +1,40 @@
+"""Whether a tensor may be written to: nobody else can see it.
+
+What an operation is handed may be a caller's, or an intermediate result that the engine made and
+that has served its purpose. The references to it tell: where the list that it came in holds the
+only one, and it shares its memory with no other tensor, whatever is written there is seen by
+nobody.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["only_reference"]
+
+
+def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int]:
+    """References to a tensor from Python, from C++ (autograd's), and to its memory."""
+    tensor = holder[index]
+    assert tensor is not None
+    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), tensor._use_count(), memory
+
+
+# The counts hold those of the counting itself, which differ between versions of Python.
+_ALONE = _counts([torch.empty(1)], 0)
+
+
+def only_reference(holder: Sequence[Tensor | None], index: int = 0) -> bool:
+    """Whether ``holder[index]`` is referred to by ``holder`` alone, and owns its memory alone.
+
+    Ask before taking the tensor out of ``holder``, whose own references do not count. While
+    torch.compile traces the answer is no: what is traced is functional.
+    """
+    if torch.compiler.is_compiling() or holder[index] is None:
+        return False
+    return _counts(holder, index) == _ALONE
