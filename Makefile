@@ -15,7 +15,7 @@ help:
 	@echo "make test    run all tests                ARGS='...' for pytest's options"
 	@echo "make check   lint, format, types, layers of imports"
 	@echo "make docs    build the site into site/"
-	@echo "make bench   run the benchmarks that need no GPU"
+	@echo "make bench   run the benchmarks            ARGS='...' for those on a GPU"
 
 train: $(READY)
 	$(BIN)/python examples/train_lm.py $(ARGS)
@@ -43,6 +43,8 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/host_overhead.py
 	$(BIN)/python benchmarks/block_cpu.py
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.gpu.run $(ARGS)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

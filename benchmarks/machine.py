@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +13,52 @@ import torch
 
 import opfuser
 
+PACKAGES = ("triton", "liger-kernel", "quack-kernels", "transformer-engine")
+
 
 def machine() -> dict[str, Any]:
     return {
+        **gpu(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "processor": processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **versions(),
         "opfuser": opfuser.__version__,
     }
+
+
+def gpu() -> dict[str, Any]:
+    """The current CUDA device; nothing where there is none."""
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "l2_mib": round(properties.L2_cache_size / 2**20, 1),
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def driver() -> str:
+    """Version of NVIDIA's driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown"
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (answer.stdout.split() or ["unknown"])[0]
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed packages that a figure depends on."""
+    installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
+    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def processor() -> str:

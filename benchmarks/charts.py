@@ -1,0 +1,124 @@
+"""PNG charts of what benchmarks/gpu/run.py wrote: ``python benchmarks/charts.py FOLDER``.
+
+For each part one picture, ``<part>.png`` beside ``<part>.json``; for blocks also ``memory.png``.
+Needs matplotlib, the extra ``viz``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+Bars = dict[str, dict[str, float]]  # by group, then by contestant
+
+COLORS = {"opfuser": "#c8102e", "torch": "#8a8d8f"}
+OTHERS = ("#005eb8", "#43b02a", "#ffa300", "#6a3d9a", "#00a9ce", "#b58150")
+
+
+class Chart(NamedTuple):
+    """One picture: which rows of which part, and what it shows of them."""
+
+    name: str
+    part: str
+    key: str
+    label: str
+    factor: float = 1.0
+    passes: tuple[str, ...] = ("forward", "backward", "step")
+    every_size: bool = True
+
+
+CHARTS = (
+    Chart(
+        "kernels",
+        "kernels",
+        "share_of_copy",
+        "% of the bandwidth of a copy",
+        100.0,
+        every_size=False,
+    ),
+    Chart("blocks", "blocks", "speedup", "times as fast as torch"),
+    Chart("memory", "blocks", "saved_bytes", "MB saved for backward", 1e-6),
+    Chart("model", "model", "tokens_per_s", "thousand tokens per second", 1e-3),
+    Chart("host", "host", "median_us", "µs of the host's time", passes=("step", "launch")),
+)
+
+
+def bars(rows: list[Row], chart: Chart) -> Bars:
+    """What to draw; of a chart without every size, each case in its first size."""
+    groups: Bars = {}
+    first: dict[str, Row] = {}
+    for row in rows:
+        if row.get(chart.key) is None or row["pass"] not in chart.passes:
+            continue
+        if row["contestant"].startswith("copy"):
+            continue
+        size = first.setdefault(row["case"], row["size"])
+        if not chart.every_size and row["size"] != size:
+            continue
+        sizes = ", ".join(f"{key} {value}" for key, value in row["size"].items())
+        passed = "" if row["pass"] == "step" else f", {row['pass']}"
+        group = groups.setdefault(f"{row['case']}{passed}\n{sizes}", {})
+        group[row["contestant"]] = row[chart.key] * chart.factor
+    return groups
+
+
+def draw(groups: Bars, chart: Chart, machine: dict[str, Any]) -> Figure:
+    """Horizontal bars, the groups from top to bottom."""
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    others = [name for name in names if name not in COLORS]
+    colors = {**COLORS, **{name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}}
+    count = sum(len(group) + 1 for group in groups.values())
+    figure = Figure(figsize=(9, 1.2 + 0.15 * count), layout="constrained")
+    FigureCanvasAgg(figure)
+    device = machine.get("device", machine["processor"])
+    axes = figure.add_subplot(xlabel=f"{chart.label}; {device}, torch {machine['torch']}")
+    ticks, place, seen = [], 0.0, set()
+    for group in groups.values():
+        ticks.append(place + (len(group) - 1) / 2)
+        for name, value in group.items():
+            label = name if name not in seen else None
+            seen.add(name)
+            bar = axes.barh(place, value, color=colors[name], label=label, height=0.9)
+            axes.bar_label(bar, fmt="%.3g", fontsize=6, padding=2)
+            place += 1
+        place += 1
+    axes.set_yticks(ticks, list(groups), fontsize=7)
+    axes.set_ylim(place - 0.5, -1)
+    axes.margins(x=0.1)
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=8)
+    return figure
+
+
+def make_charts(folder: Path) -> list[Path]:
+    """Draws everything that there are figures for; returns the pictures."""
+    made = []
+    for chart in CHARTS:
+        source = folder / f"{chart.part}.json"
+        if not source.exists():
+            continue
+        document = json.loads(source.read_text())
+        groups = bars(document["rows"], chart)
+        if not groups:
+            continue
+        path = folder / f"{chart.name}.png"
+        draw(groups, chart, document["machine"]).savefig(path, dpi=120)
+        made.append(path)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where the JSON files are")
+    for path in make_charts(parser.parse_args().folder):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""One problem, several ways to solve it: all checked against plain PyTorch, then timed by turns."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.gpu.problem import REFERENCE, Case, Function, Inputs, Options, Problem, Row
+
+COPY = "copy of as many bytes"
+COMPILED = {"default": "torch.compile", "max-autotune-no-cudagraphs": "torch.compile max-autotune"}
+MOST_SETS = 64
+EQUAL_COPY = 1 << 31  # bytes; of more, the large copy tells as much
+# Largest norm of a difference, relative to the reference: a bf16 sum of bf16 products is off by
+# some units of 2**-8. tf32 may be on.
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+
+
+def tensors(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def leaves(inputs: Inputs, *, copied: bool) -> tuple[Tensor, ...]:
+    """The arguments as starting points of differentiation."""
+    own = tuple(t.clone() if copied else t.detach() for t in inputs.args)
+    return tuple(t.requires_grad_() if t.is_floating_point() else t for t in own)
+
+
+def ready(problem: Problem, function: Function, passed: str, inputs: Inputs) -> timing.Call:
+    """Does everything that comes before the pass; the call does the pass.
+
+    The call gives outputs and gradients, in one list.
+    """
+    args = leaves(inputs, copied=problem.fresh)
+    wanted = [t for t in (*args, *problem.parameters) if t.requires_grad]
+
+    def forward() -> list[Tensor]:
+        return list(tensors(function(*args)))
+
+    def backward(outputs: list[Tensor]) -> list[Tensor]:
+        # Accumulation into .grad would copy gradients that two arguments share.
+        gradients = torch.autograd.grad(outputs, wanted, inputs.grads, allow_unused=True)
+        if any(gradient is None for gradient in gradients):
+            raise AssertionError("a gradient is missing")
+        if problem.after is not None:
+            problem.after(gradients[len(gradients) - len(problem.parameters) :])
+        return [*outputs, *gradients]
+
+    if passed == "forward":
+        return forward
+    if passed == "step":
+        return lambda: backward(forward())
+    held = [forward()]
+    return lambda: backward(held.pop())
+
+
+def distance(result: list[Tensor], wanted: list[Tensor]) -> float:
+    """Largest norm of a difference relative to the norm of what was wanted; nan for nan."""
+    if len(result) != len(wanted):
+        raise AssertionError(f"{len(result)} results instead of {len(wanted)}")
+    ratios = []
+    for own, other in zip(result, wanted):
+        if own.shape != other.shape:
+            raise AssertionError(f"a result is {tuple(own.shape)}, not {tuple(other.shape)}")
+        size = torch.linalg.vector_norm(other, dtype=torch.float32).item()
+        error = torch.linalg.vector_norm(own - other, dtype=torch.float32).item()
+        ratios.append(error / size if size else error)
+    return math.nan if any(map(math.isnan, ratios)) else max(ratios)
+
+
+def compiled(problem: Problem, modes: tuple[str, ...]) -> dict[str, Function]:
+    """The reference through torch.compile, for these shapes alone."""
+    if not modes:
+        return {}
+    torch.compiler.reset()  # else the limit of recompilations of one function would be reached
+    reference = problem.functions[REFERENCE]
+    return {
+        COMPILED[mode]: torch.compile(reference, mode=mode, dynamic=False, fullgraph=True)
+        for mode in modes
+    }
+
+
+def checked(
+    problem: Problem, functions: Mapping[str, Function], options: Options
+) -> tuple[dict[str, Row], dict[str, str]]:
+    """Memory of those that compute what the reference computes, and errors of the others."""
+    inputs = problem.draw()
+    tolerance = problem.tolerance or TOLERANCE[options.dtype]
+    reference = ready(problem, functions[REFERENCE], "step", inputs)()
+    wanted = [t.detach().clone() for t in problem.observe(reference)]
+    del reference
+    memory: dict[str, Row] = {}
+    failures: dict[str, str] = {}
+
+    def check(function: Function) -> Row:
+        step = ready(problem, function, "step", inputs)
+        error = distance(problem.observe([t.detach() for t in step()]), wanted)
+        if not error <= tolerance:
+            raise AssertionError(f"the result is off by {error:.2g}, {tolerance:.2g} is allowed")
+        args = leaves(inputs, copied=problem.fresh)
+        with timing.saved_bytes(problem.parameters) as saved:
+            outputs = function(*args)
+        kept = saved()
+        del outputs, step
+        step = ready(problem, function, "step", inputs)
+        extra = timing.extra_bytes(step, options.device)
+        return {"error": error, "saved_bytes": kept, "extra_bytes": extra}
+
+    for name, function in functions.items():
+        own, error = timing.attempt(lambda function=function: check(function))
+        if error is None:
+            memory[name] = own
+        else:
+            failures[name] = error
+    return memory, failures
+
+
+class Rotation:
+    """Whose turn it is with which inputs: a set comes again when all the others were used."""
+
+    def __init__(self, problem: Problem, options: Options) -> None:
+        first = problem.draw()
+        used = (*first.args, *first.grads, *problem.parameters)
+        size = sum(t.numel() * t.element_size() for t in used)
+        count = min(MOST_SETS, timing.sets_needed(size, options.device))
+        self.sets = [first, *(problem.draw() for _ in range(count - 1))]
+        self._turn = itertools.count()
+
+    def next(self) -> int:
+        return next(self._turn) % len(self.sets)
+
+
+def sampler(
+    problem: Problem, prepare: Callable[[Inputs], timing.Call], rotation: Rotation, timer: Any
+) -> Callable[[], float]:
+    """Samples of one contestant; what a pass needs is made long before, or for ``fresh`` anew."""
+    calls: dict[int, timing.Call] = {}
+    if not problem.fresh:
+        calls = {i: prepare(inputs) for i, inputs in enumerate(rotation.sets)}
+
+    def sample() -> float:
+        i = rotation.next()
+        call = calls.pop(i, None) or prepare(rotation.sets[i])
+        seconds: float = timer(call)
+        del call
+        if not problem.fresh:
+            calls[i] = prepare(rotation.sets[i])
+        return seconds
+
+    return sample
+
+
+def timed(
+    problem: Problem, functions: Mapping[str, Function], passed: str, options: Options
+) -> tuple[dict[str, timing.Spread], dict[str, str]]:
+    rotation = Rotation(problem, options)
+    timer: Any = timing.DeviceTimer(options.device)
+    if problem.wall is not None:
+        timer = timing.WallTimer(options.device, problem.wall)
+    samplers: dict[str, Callable[[], float]] = {}
+    failures: dict[str, str] = {}
+    for name, function in functions.items():
+        made, error = timing.attempt(
+            lambda f=function: sampler(
+                problem, lambda inputs: ready(problem, f, passed, inputs), rotation, timer
+            )
+        )
+        if error is None:
+            samplers[name] = made
+        else:
+            failures[name] = error
+    nbytes = problem.traffic[passed]
+    if nbytes is not None and nbytes < EQUAL_COPY:
+        copy = timing.Copy(options.device, nbytes)
+        samplers[COPY] = lambda: timer(copy)
+    if problem.floor is not None:
+        floor = problem.floor
+        samplers[problem.floor_name] = sampler(
+            problem, lambda inputs: floor(*inputs.args), rotation, timer
+        )
+    times, more = timing.alternate(samplers, options.seconds)
+    return {name: timing.spread(own) for name, own in times.items()}, {**failures, **more}
+
+
+def contest(problem: Problem, options: Options, modes: tuple[str, ...]) -> list[Row]:
+    """A row for each pass and contestant."""
+    functions = {**problem.functions, **compiled(problem, modes)}
+    memory, failures = checked(problem, functions, options)
+    functions = {name: function for name, function in functions.items() if name in memory}
+    rows: list[Row] = []
+    for passed in problem.traffic:
+        times, more = timed(problem, functions, passed, options)
+        for name, text in {**failures, **more}.items():
+            rows.append({"pass": passed, "contestant": name, "failure": text})
+        for name in times:
+            rows.append({**figures(problem, passed, name, times), **memory.get(name, {})})
+    return rows
+
+
+def figures(problem: Problem, passed: str, name: str, times: dict[str, timing.Spread]) -> Row:
+    own = times[name]
+    row: Row = {
+        "pass": passed,
+        "contestant": name,
+        "median_us": own.median * 1e6,
+        "quartiles_us": [own.low * 1e6, own.high * 1e6],
+        "samples": own.samples,
+    }
+    nbytes = problem.traffic[passed]
+    if nbytes is not None:
+        row["gb_per_s"] = nbytes / own.median * 1e-9
+    for other, key in ((COPY, "share_of_equal_copy"), (REFERENCE, "speedup")):
+        if other in times:
+            row[key] = times[other].median / own.median
+    if problem.floor_name in times:
+        row["over_floor"] = own.median / times[problem.floor_name].median
+    return row
+
+
+def solve(case: Case, options: Options, modes: tuple[str, ...]) -> Iterator[Row]:
+    """The rows of a case; a size that fails as a whole, or for which no time is left, is a row."""
+    for size, with_compile in case.chosen(options) if options.only in case.name else ():
+        label: Row = {"case": case.name, "size": dict(size), "dtype": str(options.dtype)[6:]}
+        if options.out_of_time():
+            yield {**label, "pass": "", "contestant": "", "failure": "not run: no time was left"}
+            continue
+        torch.manual_seed(0)
+        rows, failure = timing.attempt(
+            lambda size=size, use=modes if with_compile else (): contest(
+                case.make(options, **size), options, use
+            )
+        )
+        if failure is not None:
+            rows = [{"pass": "", "contestant": "", "failure": failure}]
+        for row in rows:
+            yield {**label, **row}
+        if options.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()

@@ -1,0 +1,104 @@
+"""Losses, and what is done to queries and keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import opfuser
+from benchmarks import timing
+from benchmarks.gpu import peers
+from benchmarks.gpu.problem import Function, Inputs, Options, Problem
+from benchmarks.gpu.row_problems import EPS, drawing, parameter
+from benchmarks.gpu.torch_models import Rotary
+
+
+def cross_entropy(options: Options, tokens: int, classes: int) -> Problem:
+    """Loss and gradient: logits are read twice and the gradient is written."""
+
+    def draw() -> Inputs:
+        logits = torch.randn(tokens, classes, device=options.device).to(options.dtype)
+        targets = torch.randint(classes, (tokens,), device=options.device)
+        return Inputs((logits, targets), (torch.ones((), device=options.device),))
+
+    functions: dict[str, Function] = {
+        "opfuser": opfuser.Sequential(opfuser.CrossEntropy()),
+        "torch": lambda x, t: F.cross_entropy(x.float(), t),
+        "torch, not upcast": F.cross_entropy,
+        **peers.cross_entropy(),
+    }
+    traffic = {"step": 3 * tokens * classes * options.dtype.itemsize}
+    return Problem(draw, functions, traffic, fresh=True)
+
+
+def linear_cross_entropy(options: Options, tokens: int, dim: int, classes: int) -> Problem:
+    """Loss of a head, and gradients of its input and weight. The floor is its three GEMMs."""
+    w = parameter(options, classes, dim, scale=dim**-0.5)
+    head = opfuser.Linear(dim, classes, bias=False, device=options.device, dtype=options.dtype)
+    head.weight = w
+
+    def draw() -> Inputs:
+        x = torch.randn(tokens, dim, device=options.device).to(options.dtype)
+        targets = torch.randint(classes, (tokens,), device=options.device)
+        return Inputs((x, targets), (torch.ones((), device=options.device),))
+
+    logits = torch.randn(tokens, classes, device=options.device).to(options.dtype)
+
+    def floor(x: Tensor, targets: Tensor) -> timing.Call:
+        weight = w.detach()
+
+        def gemms() -> None:
+            torch.mm(x, weight.t())
+            torch.mm(logits, weight)
+            torch.mm(logits.t(), x)
+
+        return gemms
+
+    functions: dict[str, Function] = {
+        "opfuser": opfuser.Sequential(head, opfuser.CrossEntropy()),
+        "torch": lambda x, t: F.cross_entropy(F.linear(x, w).float(), t),
+        "torch, not upcast": lambda x, t: F.cross_entropy(F.linear(x, w), t),
+        **peers.linear_cross_entropy(w),
+    }
+    return Problem(draw, functions, {"step": None}, (w,), floor=floor)
+
+
+HEAD_DIM = 128
+
+
+def rotary(options: Options, batch: int, length: int, heads: int, kv_heads: int) -> Problem:
+    """Packed queries, keys and values; the values are passed on, so copied."""
+    shape = (batch, length, (heads + 2 * kv_heads) * HEAD_DIM)
+    op = opfuser.RotaryEmbedding(heads, HEAD_DIM, num_kv_heads=kv_heads)
+    turn = Rotary(heads, kv_heads, HEAD_DIM, length, 10000.0, options.device)
+    functions: dict[str, Function] = {"opfuser": opfuser.Sequential(op), "torch": turn}
+    size = batch * length * shape[2] * options.dtype.itemsize
+    traffic = {"forward": 2 * size, "backward": 2 * size}
+    return Problem(drawing(options, (shape,), (shape,)), functions, traffic)
+
+
+def qk_norm_rotary(options: Options, batch: int, length: int, heads: int, kv_heads: int) -> Problem:
+    """RMSNorm of each query and key head, then the rotation. Backward reads the input again."""
+    shape = (batch, length, (heads + 2 * kv_heads) * HEAD_DIM)
+    to = {"device": options.device, "dtype": options.dtype}
+    wq, wk = (parameter(options, HEAD_DIM, scale=0.1, shift=1.0) for _ in range(2))
+    norm = opfuser.QKNorm(heads, HEAD_DIM, num_kv_heads=kv_heads, eps=EPS, **to)
+    norm.q_weight, norm.k_weight = wq, wk
+    op = opfuser.RotaryEmbedding(heads, HEAD_DIM, num_kv_heads=kv_heads)
+    turn = Rotary(heads, kv_heads, HEAD_DIM, length, 10000.0, options.device)
+
+    def torch_function(qkv: Tensor) -> Tensor:
+        packed = qkv.unflatten(-1, (-1, HEAD_DIM))
+        q, k, v = packed.split((heads, kv_heads, kv_heads), dim=-2)
+        q, k = (F.rms_norm(t, (HEAD_DIM,), w, EPS) for t, w in ((q, wq), (k, wk)))
+        return torch.cat([turn.rotate(q), turn.rotate(k), v], dim=-2).flatten(-2)
+
+    size = batch * length * shape[2] * options.dtype.itemsize
+    unread = size * kv_heads // (heads + 2 * kv_heads)  # backward leaves the values' input alone
+    return Problem(
+        drawing(options, (shape,), (shape,)),
+        {"opfuser": opfuser.Sequential(norm, op), "torch": torch_function},
+        {"forward": 2 * size, "backward": 3 * size - unread},
+        (wq, wk),
+    )

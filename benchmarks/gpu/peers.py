@@ -1,0 +1,239 @@
+"""Other libraries' ways to solve a problem, of those that are installed.
+
+Every entry is built at its first call, so that a changed interface fails there and is reported as
+the failure of that contestant. Options that make a backward write over the gradient it is given
+are off: the other contestants read it too.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.problem import Function
+from benchmarks.gpu.torch_models import Parts
+
+LIGER = "Liger-Kernel"
+QUACK = "quack"
+TE = "Transformer Engine"
+PACKAGES = {LIGER: "liger_kernel", QUACK: "quack", TE: "transformer_engine"}
+
+Functions = dict[str, Function]
+
+
+def installed(name: str) -> bool:
+    """Whether the library can take part: all of them need a GPU."""
+    return torch.cuda.is_available() and importlib.util.find_spec(PACKAGES[name]) is not None
+
+
+def peer(name: str, build: Callable[[], Function]) -> Functions:
+    """The entry of one library, or none."""
+    if not installed(name):
+        return {}
+    made: list[Function] = []
+
+    def function(*args: Tensor) -> Any:
+        if not made:
+            made.append(build())
+        return made[0](*args)
+
+    return {name: function}
+
+
+@functools.cache
+def attribute(path: str) -> Any:
+    """What ``"package.module:name"`` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def liger(name: str) -> Function:
+    function: Function = attribute(f"liger_kernel.ops:Liger{name}Function").apply
+    return function
+
+
+def quack_loss(x: Tensor, w: Tensor, t: Tensor) -> Any:
+    return attribute("quack.linear_cross_entropy:chunked_linear_cross_entropy")(x, w, t)
+
+
+def engine(name: str) -> Any:
+    return attribute(f"transformer_engine.pytorch:{name}")
+
+
+def engine_ops(*operations: tuple[str, tuple[Any, ...]], **parameters: nn.Parameter) -> Function:
+    """A sequence of te.ops; the parameters go to its last operation."""
+    ops = importlib.import_module("transformer_engine.pytorch.ops")
+    sequence = ops.Sequential(*(getattr(ops, name)(*args) for name, args in operations))
+    for name, parameter in parameters.items():
+        setattr(sequence[-1], name, parameter)
+    built: Function = sequence
+    return built
+
+
+def rms_norm(w: nn.Parameter, eps: float) -> Functions:
+    def for_liger() -> Function:
+        apply = liger("RMSNorm")
+        return lambda x: apply(x, w, eps, 0.0, "llama", False)
+
+    def for_quack() -> Function:
+        norm = attribute("quack.rmsnorm:rmsnorm")
+        return lambda x: norm(x, w, eps=eps)
+
+    def for_te() -> Function:
+        norm = engine("RMSNorm")(w.numel(), eps=eps, device=w.device, dtype=w.dtype)
+        norm.weight = w
+        module: Function = norm
+        return module
+
+    return {**peer(LIGER, for_liger), **peer(QUACK, for_quack), **peer(TE, for_te)}
+
+
+def add_rms_norm(w: nn.Parameter, eps: float) -> Functions:
+    def for_liger() -> Function:
+        apply = liger("FusedAddRMSNorm")
+        return lambda x, r: apply(x, r, w, eps, 0.0, "llama", False)
+
+    def for_quack() -> Function:
+        norm = attribute("quack.rmsnorm:rmsnorm")
+        return lambda x, r: norm(x, w, residual=r, eps=eps, prenorm=True)
+
+    def for_te() -> Function:
+        norm = ("RMSNorm", (w.numel(),))
+        return engine_ops(("AddExtraInput", ()), ("MakeExtraOutput", ()), norm, weight=w)
+
+    return {**peer(LIGER, for_liger), **peer(QUACK, for_quack), **peer(TE, for_te)}
+
+
+def layer_norm(w: nn.Parameter, b: nn.Parameter, eps: float) -> Functions:
+    def for_liger() -> Function:
+        apply = liger("LayerNorm")
+        return lambda x: apply(x, w, b, eps)
+
+    def for_te() -> Function:
+        norm = engine("LayerNorm")(w.numel(), eps=eps, device=w.device, dtype=w.dtype)
+        norm.weight, norm.bias = w, b
+        module: Function = norm
+        return module
+
+    return {**peer(LIGER, for_liger), **peer(TE, for_te)}
+
+
+def swiglu() -> Functions:
+    def for_liger() -> Function:
+        apply = liger("FusedGateUpSiLUMul")
+        return lambda x: apply(x, False)
+
+    return {**peer(LIGER, for_liger), **peer(TE, lambda: engine_ops(("SwiGLU", ())))}
+
+
+def geglu() -> Functions:
+    def for_liger() -> Function:
+        apply = liger("GELUMul")
+        return lambda x: apply(*x.chunk(2, dim=-1))
+
+    return {**peer(LIGER, for_liger), **peer(TE, lambda: engine_ops(("GEGLU", ())))}
+
+
+def cross_entropy() -> Functions:
+    def for_liger() -> Function:
+        apply = liger("CrossEntropy")
+        return lambda x, t: apply(x, t, None, -100, 0.0, 0.0, "mean", None, False)[0]
+
+    def for_quack() -> Function:
+        loss = attribute("quack.cross_entropy:cross_entropy")
+        return lambda x, t: loss(x, t, inplace_backward=True)
+
+    def for_te() -> Function:
+        loss = attribute("transformer_engine.pytorch.cross_entropy:parallel_cross_entropy")
+        return lambda x, t: loss(x[None], t[None], 0.0, True)
+
+    return {**peer(LIGER, for_liger), **peer(QUACK, for_quack), **peer(TE, for_te)}
+
+
+def linear_cross_entropy(w: nn.Parameter) -> Functions:
+    def for_liger() -> Function:
+        apply = liger("FusedLinearCrossEntropy")
+        return lambda x, t: apply(x, w, t)[0]
+
+    return {
+        **peer(LIGER, for_liger),
+        **peer(QUACK, lambda: lambda x, t: quack_loss(x, w, t)),
+    }
+
+
+def model_parts() -> dict[str, Parts]:
+    """What the libraries replace in a torch.nn model."""
+    offers = {
+        LIGER: Parts(
+            rms_norm=lambda x, w, eps: liger("RMSNorm")(x, w, eps, 0.0, "llama", False),
+            swiglu=lambda x: liger("FusedGateUpSiLUMul")(x, False),
+            linear_cross_entropy=lambda x, w, t: liger("FusedLinearCrossEntropy")(x, w, t)[0],
+        ),
+        QUACK: Parts(
+            rms_norm=lambda x, w, eps: attribute("quack.rmsnorm:rmsnorm")(x, w, eps=eps),
+            linear_cross_entropy=quack_loss,
+        ),
+    }
+    return {name: parts for name, parts in offers.items() if installed(name)}
+
+
+def swiglu_block(norm: nn.Parameter, fc1: nn.Parameter, fc2: nn.Parameter, eps: float) -> Functions:
+    """``x + fc2(swiglu(fc1(rms_norm(x))))`` by modules that fuse more than single operations."""
+
+    def for_quack() -> Function:
+        normed, mlp = attribute("quack.rmsnorm:rmsnorm"), attribute("quack.mlp:mlp_func")
+        return lambda x: x + mlp(normed(x, norm, eps=eps), fc1, fc2, "swiglu", concat_layout=True)
+
+    def for_te() -> Function:
+        mlp = engine("LayerNormMLP")(
+            fc2.shape[0],
+            fc2.shape[1],
+            eps=eps,
+            bias=False,
+            normalization="RMSNorm",
+            activation="swiglu",
+            params_dtype=norm.dtype,
+            device=norm.device,
+        )
+        mlp.layer_norm_weight, mlp.fc1_weight, mlp.fc2_weight = norm, fc1, fc2
+        return lambda x: x + mlp(x)
+
+    return {**peer(QUACK, for_quack), **peer(TE, for_te)}
+
+
+def gpt_block(parameters: tuple[nn.Parameter, ...], eps: float) -> Functions:
+    """``x + fc2(gelu(fc1(layer_norm(x))))`` with biases; the order is that of use."""
+    norm, norm_bias, fc1, fc1_bias, fc2, fc2_bias = parameters
+
+    def for_liger() -> Function:
+        normed = liger("LayerNorm")
+        functional = nn.functional
+
+        def block(x: Tensor) -> Any:
+            h = functional.linear(normed(x, norm, norm_bias, eps), fc1, fc1_bias)
+            return x + functional.linear(functional.gelu(h, approximate="tanh"), fc2, fc2_bias)
+
+        return block
+
+    def for_te() -> Function:
+        mlp = engine("LayerNormMLP")(
+            fc2.shape[0],
+            fc2.shape[1],
+            eps=eps,
+            normalization="LayerNorm",
+            activation="gelu",
+            params_dtype=norm.dtype,
+            device=norm.device,
+        )
+        mlp.layer_norm_weight, mlp.layer_norm_bias = norm, norm_bias
+        mlp.fc1_weight, mlp.fc1_bias, mlp.fc2_weight, mlp.fc2_bias = fc1, fc1_bias, fc2, fc2_bias
+        return lambda x: x + mlp(x)
+
+    return {**peer(LIGER, for_liger), **peer(TE, for_te)}

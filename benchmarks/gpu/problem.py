@@ -1,0 +1,121 @@
+"""A problem as data: what to compute, who competes, and in which sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import timing
+
+Row = dict[str, Any]
+Function = Callable[..., Any]  # from arguments to an output or a tuple of them
+
+REFERENCE = "torch"
+OURS = "opfuser"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line chose.
+
+    Attributes:
+        seconds: of sampling per measurement.
+        modes: of torch.compile, those in ``COMPILED``; None is what each part does by default.
+        deadline: on ``time.monotonic()``, after which no new problem is begun.
+        only: a part of the names of the cases to run.
+    """
+
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    quick: bool = False
+    seconds: float = 1.0
+    modes: tuple[str, ...] | None = None
+    deadline: float = float("inf")
+    only: str = ""
+
+    @property
+    def tiny(self) -> bool:
+        """Whether this is a rehearsal of the logic on a CPU."""
+        return self.device.type != "cuda"
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+class Inputs(NamedTuple):
+    """Arguments of a call and the gradients of its outputs."""
+
+    args: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to compute, and who competes.
+
+    Attributes:
+        draw: makes random inputs; the floating-point arguments get gradients.
+        functions: contestants by name, ``"torch"`` among them.
+        traffic: for each pass to measure, "forward", "backward" or "step" (both), the bytes that
+            it cannot avoid to move; None where memory is not what limits it.
+        parameters: what all contestants share, and get gradients for.
+        floor: from the arguments to a call that does the part of the work nobody can leave out.
+        floor_name: what that part is.
+        observe: what is compared, made of the list of outputs and gradients.
+        tolerance: for the comparison; None is the usual one of the dtype.
+        fresh: whether some contestant writes over its arguments.
+        wall: None to time the device; else the host counts too, with so many calls per sample.
+        after: ends a step, given the gradients of the parameters, which must keep their values.
+    """
+
+    draw: Callable[[], Inputs]
+    functions: Mapping[str, Function]
+    traffic: Mapping[str, int | None]
+    parameters: tuple[nn.Parameter, ...] = ()
+    floor: Callable[..., timing.Call] | None = None
+    floor_name: str = "bare GEMMs"
+    observe: Callable[[list[Tensor]], list[Tensor]] = list
+    tolerance: float | None = None
+    fresh: bool = False
+    wall: int | None = None
+    after: Callable[[Sequence[Tensor]], None] | None = None
+
+
+# How far norms may be apart where each contestant draws its own random numbers; to forget the
+# factor 1 / (1 - p) is more.
+RANDOM_TOLERANCE = 0.1
+
+
+def norms(results: list[Tensor]) -> list[Tensor]:
+    """What to observe where random numbers differ."""
+    return [torch.linalg.vector_norm(t, dtype=torch.float32) for t in results]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of problem, and the sizes to pose it in.
+
+    Attributes:
+        make: makes it, from options and a size.
+        sizes: to measure on a GPU; the first is the one of ``--quick``.
+        tiny: to rehearse on a CPU.
+        compiled: which of ``sizes`` torch.compile takes part in, as it needs long to compile.
+    """
+
+    name: str
+    make: Callable[..., Problem]
+    sizes: tuple[Mapping[str, int], ...]
+    tiny: Mapping[str, int]
+    compiled: tuple[int, ...] = (0,)
+
+    def chosen(self, options: Options) -> list[tuple[Mapping[str, int], bool]]:
+        """The sizes to run, and whether compiled."""
+        if options.tiny:
+            return [(self.tiny, True)]
+        every = [(size, i in self.compiled) for i, size in enumerate(self.sizes)]
+        return every[:1] if options.quick else every

@@ -1,0 +1,206 @@
+"""How the benchmarks time: by turns, on inputs that have left the caches, in medians.
+
+Device time is taken between two events while the device still works off a stall that was queued
+before them, so that what the host needs for its launches does not count. Wall time is taken
+around several calls and a synchronisation, so that it does.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], Any]
+
+CACHES = 4  # the inputs of all turns together are this many times the L2 cache
+WARM_UP = 3  # rounds
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 100
+LONGEST_STALL = 0.05  # seconds
+
+
+class Spread(NamedTuple):
+    """Median and quartiles, in seconds, of a number of samples."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+
+def spread(times: list[float]) -> Spread:
+    if len(times) == 1:
+        return Spread(times[0], times[0], times[0], 1)
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return Spread(median, low, high, len(times))
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class DeviceTimer:
+    """Seconds that the device works on a call; on a CPU, seconds of the call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.stall = 1e-3
+        if self.on_gpu:
+            self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.cycles_per_second = self._cycles_per_second()
+
+    def _cycles_per_second(self, cycles: int = 10_000_000) -> float:
+        for _ in range(10):  # an idle device raises its clock meanwhile
+            self.start.record()
+            torch.cuda._sleep(cycles)
+            self.end.record()
+            torch.cuda.synchronize()
+        return cycles / (self.start.elapsed_time(self.end) * 1e-3)
+
+    def __call__(self, call: Call) -> float:
+        if not self.on_gpu:
+            began = time.perf_counter()
+            call()
+            return time.perf_counter() - began
+        torch.cuda._sleep(int(self.stall * self.cycles_per_second))
+        self.start.record()
+        began = time.perf_counter()
+        call()
+        host = time.perf_counter() - began
+        self.end.record()
+        torch.cuda.synchronize()
+        # A host that was slower than the stall left gaps: the next sample has a longer one.
+        self.stall = min(max(self.stall, 2 * host), LONGEST_STALL)
+        return self.start.elapsed_time(self.end) * 1e-3
+
+
+class WallTimer:
+    """Seconds per call, host and device together, of ``repeat`` calls in a row."""
+
+    def __init__(self, device: torch.device, repeat: int) -> None:
+        self.device, self.repeat = device, repeat
+
+    def __call__(self, call: Call) -> float:
+        synchronize(self.device)
+        began = time.perf_counter()
+        for _ in range(self.repeat):
+            call()
+        synchronize(self.device)
+        return (time.perf_counter() - began) / self.repeat
+
+
+class HostTimer(WallTimer):
+    """Seconds per call that the host needs; the device's work must be shorter."""
+
+    def __call__(self, call: Call) -> float:
+        synchronize(self.device)
+        began = time.perf_counter()
+        for _ in range(self.repeat):
+            call()
+        return (time.perf_counter() - began) / self.repeat
+
+
+def attempt(call: Call) -> tuple[Any, str | None]:
+    """The result of a call, or what it failed with: one contestant must not end the run."""
+    try:
+        return call(), None
+    except Exception as error:  # noqa: BLE001 - other people's code may raise anything
+        lines = str(error).strip().splitlines() or [""]
+        return None, f"{type(error).__name__}: {lines[0]}"[:400]
+
+
+def alternate(
+    samplers: dict[str, Callable[[], float]], seconds: float
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Samples of each, one from everybody in every round, and the errors of those that failed.
+
+    Rounds go on for about ``seconds``.
+    """
+    times: dict[str, list[float]] = {name: [] for name in samplers}
+    failures: dict[str, str] = {}
+    began = time.perf_counter()
+    for n in range(WARM_UP + MOST_ROUNDS):
+        if n == WARM_UP:
+            began = time.perf_counter()
+        if n >= WARM_UP + FEWEST_ROUNDS and time.perf_counter() - began > seconds:
+            break
+        for name, sample in samplers.items():
+            if name in failures:
+                continue
+            taken, error = attempt(sample)
+            if error is not None:
+                failures[name] = error
+            elif n >= WARM_UP:
+                times[name].append(taken)
+    return {name: own for name, own in times.items() if name not in failures}, failures
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Size of the L2 cache; on a CPU none, as rotation serves a GPU."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def sets_needed(set_bytes: int, device: torch.device) -> int:
+    """How many sets of inputs are larger than the caches."""
+    return max(2, math.ceil(CACHES * cache_bytes(device) / max(1, set_bytes)))
+
+
+class Copy:
+    """Copies ``nbytes / 2`` from one place in device memory to another: ``nbytes`` of traffic."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        size = -(-nbytes // 1024) * 512  # so that every place is aligned
+        self.places = sets_needed(2 * size, device)
+        self.source = torch.randint(256, (self.places, size), dtype=torch.uint8, device=device)
+        self.target = torch.empty_like(self.source)
+        self.turn = 0
+
+    def __call__(self) -> None:
+        self.turn = (self.turn + 1) % self.places
+        self.target[self.turn].copy_(self.source[self.turn])
+
+
+def copy_rate(device: torch.device, seconds: float = 0.5) -> float:
+    """Bytes per second, read and written, of a large copy: what "100 %" means."""
+    copy = Copy(device, 1 << 31 if device.type == "cuda" else 1 << 20)
+    timer = DeviceTimer(device)
+    times, _ = alternate({"copy": lambda: timer(copy)}, seconds)
+    return 2 * copy.source.shape[1] / statistics.median(times["copy"])
+
+
+def extra_bytes(call: Call, device: torch.device) -> int | None:
+    """Most device memory that a call holds for a while, without its results; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    results = call()
+    held = torch.cuda.memory_allocated(device)
+    del results
+    return torch.cuda.max_memory_allocated(device) - held
+
+
+@contextmanager
+def saved_bytes(leave_out: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
+    """Counts what autograd keeps for backward: every storage once, those of ``leave_out`` not."""
+    known = {t.untyped_storage().data_ptr() for t in leave_out}
+    # Holding the storages keeps an address from meaning two of them.
+    seen: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            seen[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(storage.nbytes() for storage in seen.values())

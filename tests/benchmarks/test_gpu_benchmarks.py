@@ -1,0 +1,210 @@
+"""The benchmarks for a GPU, rehearsed: their logic, not their figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import charts, timing
+from benchmarks.gpu import run
+from benchmarks.gpu.contest import Rotation, contest, distance, solve
+from benchmarks.gpu.problem import Case, Inputs, Options, Problem
+from benchmarks.gpu.torch_models import share
+
+CPU = Options(torch.device("cpu"), torch.float32, seconds=0.0)
+REHEARSAL = ["--device", "cpu", "--seconds", "0", "--no-compile"]
+
+
+def documents(folder: Path) -> dict[str, Any]:
+    return {part: json.loads((folder / f"{part}.json").read_text()) for part in run.PARTS}
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    run.main([*REHEARSAL, "--out", str(folder)])
+    return folder
+
+
+def test_every_case_is_solved_by_us_and_by_torch(rehearsed: Path) -> None:
+    for part, document in documents(rehearsed).items():
+        rows = document["rows"]
+        failures = [row for row in rows if "failure" in row and "CUDA" not in row["failure"]]
+        assert not failures
+        assert document["copy_gb_per_s"] > 0
+        assert document["machine"]["torch"] == torch.__version__
+        for case in {row["case"] for row in rows}:
+            who = {r["contestant"] for r in rows if r["case"] == case and r.get("median_us", 0) > 0}
+            assert {"opfuser", "torch"} <= who, (part, case)
+
+
+def test_host_part_says_that_launches_need_a_gpu(rehearsed: Path) -> None:
+    texts = {row.get("failure") for row in documents(rehearsed)["host"]["rows"]}
+    assert texts == {None, "not run: launches need a CUDA device"}
+
+
+def test_shares_follow_from_bytes_and_times(rehearsed: Path) -> None:
+    document = documents(rehearsed)["kernels"]
+    rows = [row for row in document["rows"] if (row["case"], row["pass"]) == ("SwiGLU", "backward")]
+    assert rows
+    for row in rows:
+        nbytes = 5 * row["size"]["rows"] * row["size"]["cols"] * 2
+        rate = nbytes / row["median_us"] * 1e-3
+        assert row["gb_per_s"] == pytest.approx(rate)
+        assert row["share_of_copy"] == pytest.approx(rate / document["copy_gb_per_s"])
+
+
+def test_charts(rehearsed: Path) -> None:
+    made = charts.make_charts(rehearsed)
+    assert [path.stem for path in made] == ["kernels", "blocks", "memory", "model", "host"]
+    assert all(path.read_bytes()[1:4] == b"PNG" for path in made)
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run.main(["--out", str(tmp_path / "none")])
+    assert "were not run: there is no CUDA device" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    chosen = ["--quick", "--no-compile", "--seconds", "0", "--only", "kernels", "host"]
+    run.main([*chosen, "--out", str(tmp_path)])
+    for part in ("kernels", "host"):
+        rows = json.loads((tmp_path / f"{part}.json").read_text())["rows"]
+        own = [row for row in rows if row["contestant"] in ("opfuser", "torch", "")]
+        assert not [row for row in own if "failure" in row]
+
+
+def double(functions: dict[str, Any], **options: Any) -> Problem:
+    """Contestants for ``2 w x``."""
+    w = nn.Parameter(torch.randn(4))
+    functions = {name: (lambda x, f=f: f(x, w)) for name, f in functions.items()}
+    functions["torch"] = lambda x: 2 * w * x
+    draw = lambda: Inputs((torch.randn(3, 4),), (torch.randn(3, 4),))  # noqa: E731
+    return Problem(draw, functions, {"step": 3 * 4 * 4}, (w,), **options)
+
+
+def failing(x: Tensor, w: Tensor) -> Tensor:
+    raise RuntimeError("out of something\nand more")
+
+
+def test_wrong_and_failing_contestants_are_reported_and_left_out() -> None:
+    problem = double(
+        {
+            "right": lambda x, w: (x + x) * w,
+            "wrong value": lambda x, w: 2.1 * w * x,
+            "wrong gradient": lambda x, w: w * x + (w * x).detach(),
+            "no gradient": lambda x, w: 2 * w.detach() * x,
+            "wrong shape": lambda x, w: (2 * w * x).t(),
+            "nan": lambda x, w: 2 * w * x * math.nan,
+            "failing": failing,
+        }
+    )
+    rows = contest(problem, CPU, ())
+    failures = {row["contestant"]: row["failure"] for row in rows if "failure" in row}
+    assert set(failures) == set(problem.functions) - {"right", "torch"}
+    assert "off by 0.05" in failures["wrong value"]
+    assert "off by 0.5" in failures["wrong gradient"]
+    assert "a gradient is missing" in failures["no gradient"]
+    assert "off by nan" in failures["nan"]
+    assert failures["failing"] == "RuntimeError: out of something"
+    timed = {row["contestant"] for row in rows if "median_us" in row}
+    assert timed == {"right", "torch", "copy of as many bytes"}
+
+
+def test_nan_is_not_hidden_by_a_later_result() -> None:
+    ones = torch.ones(2)
+    assert math.isnan(distance([ones * math.nan, ones], [ones, ones]))
+    assert distance([ones, 1.5 * ones], [ones, ones]) == pytest.approx(0.5)
+
+
+def test_contestant_that_fails_while_timed() -> None:
+    turns = iter(range(1000))
+
+    def failing_later() -> float:
+        if next(turns) > 4:
+            raise RuntimeError("later")
+        return 1.0
+
+    times, failures = timing.alternate({"a": failing_later, "b": lambda: 2.0}, 0.0)
+    assert failures == {"a": "RuntimeError: later"}
+    assert times == {"b": [2.0] * timing.FEWEST_ROUNDS}
+
+
+def test_a_size_that_fails_and_one_without_time_are_rows() -> None:
+    def make(options: Options, n: int) -> Problem:
+        raise MemoryError("no room")
+
+    case = Case("case", make, (), {"n": 1})
+    (row,) = solve(case, CPU, ())
+    assert (row["case"], row["size"], row["failure"]) == ("case", {"n": 1}, "MemoryError: no room")
+    late = Options(torch.device("cpu"), deadline=0.0)
+    (row,) = solve(case, late, ())
+    assert row["failure"] == "not run: no time was left"
+
+
+def test_arguments_that_are_written_over_are_fresh_each_time() -> None:
+    seen: list[Tensor] = []
+
+    def spoils(x: Tensor, w: Tensor) -> Tensor:
+        y = 2 * w * x
+        seen.append(x.detach().clone())
+        x.detach().zero_()
+        return y
+
+    contest(double({"spoils": spoils}, fresh=True), CPU, ())
+    assert seen
+    assert all(x.any() for x in seen)
+
+
+def test_inputs_rotate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "cache_bytes", lambda device: 100)
+    # x, dy and w are 112 bytes: 4 times 100 are in 4 sets.
+    rotation = Rotation(double({}), CPU)
+    assert len(rotation.sets) == 4
+    assert [rotation.next() for _ in range(6)] == [0, 1, 2, 3, 0, 1]
+
+
+def test_step_may_end_with_an_optimizer() -> None:
+    ends: list[int] = []
+    problem = double({}, after=lambda gradients: ends.append(len(gradients)))
+    rows = contest(problem, CPU, ())
+    assert not [row for row in rows if "failure" in row]
+    assert len(ends) >= timing.FEWEST_ROUNDS
+    assert set(ends) == {1}
+
+
+def test_saved_bytes_counts_storages_once_and_no_parameters() -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), nn.Parameter(torch.randn(4))
+    with timing.saved_bytes([w]) as saved:
+        y = (x * w) * x  # saves x twice and the product
+    assert saved() == 2 * 3 * 4 * 4
+    y.sum().backward()
+
+
+def test_spread() -> None:
+    assert timing.spread([3.0, 1.0, 2.0, 5.0, 4.0]) == timing.Spread(3.0, 2.0, 4.0, 5)
+    assert timing.spread([1.0]) == timing.Spread(1.0, 1.0, 1.0, 1)
+
+
+def test_share_keeps_ties_and_refuses_other_models() -> None:
+    def tied(size: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    source, model = tied(2), tied(2)
+    share(model, source)
+    assert model[0].weight is model[1].weight is source[0].weight
+    with pytest.raises(ValueError, match="do not have the same parameters"):
+        share(model, tied(3))
