@@ -28,6 +28,8 @@ from .identity import Identity
 from .l2_normalization import L2Normalization
 from .layer_norm import LayerNorm
 from .make_extra_output import MakeExtraOutput
+from .pointwise import PointwiseOperation
+from .qk_norm import QKNorm
 from .quantize import Quantize
 from .reduce_scatter import ReduceScatter
 from .reshape import Reshape
@@ -57,6 +59,8 @@ __all__ = [
     "L2Normalization",
     "LayerNorm",
     "MakeExtraOutput",
+    "PointwiseOperation",
+    "QKNorm",
     "Quantize",
     "RMSNorm",
     "ReGLU",

@@ -1,24 +1,16 @@
-"""Gated products of scalar functions, over the two parts of the last dimension."""
+"""What gated activations check, beside the maths in ``opfuser.kernels.gated``."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, InputError, explain
-from ..kernels.scalar import (
-    ClampedSwish,
-    ScalarFunction,
-    ShiftedClamp,
-    SoftCap,
-    SoftCappedSwish,
-    reuse,
-)
+from ..kernels.gated import Glu
+from ..kernels.scalar import ClampedSwish, ScalarFunction, ShiftedClamp, SoftCap, SoftCappedSwish
 
-__all__ = ["Glu", "clamped_swish", "situ"]
+__all__ = ["check_glu_input", "clamped_swish", "make_glu", "situ"]
 
 
 def situ(beta1: float, beta2: float) -> tuple[ScalarFunction, ScalarFunction]:
@@ -40,73 +32,26 @@ def clamped_swish(
     return ClampedSwish(alpha, limit), ShiftedClamp(limit, offset)
 
 
-@dataclass(frozen=True)
-class Glu:
-    """``gate(a) up(b)`` of gates a and linear units b packed into ``x (…, 2F)``.
-
-    They are the two halves of the last dimension; or, with ``interleave``, alternating blocks of
-    that many columns. No ``up`` stands for the identity.
-    """
-
-    gate: ScalarFunction
-    up: ScalarFunction | None = None
-    interleave: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.interleave is not None and self.interleave < 1:
-            raise ArgumentError(
-                explain(
-                    "glu_interleave_size must be positive or None", received=str(self.interleave)
-                )
-            )
-
-    def check(self, x: Tensor, where: str) -> None:
-        """Raises InputError unless the last dimension divides into gates and linear units."""
-        unit = 2 * (self.interleave or 1)
-        if x.dim() and not x.shape[-1] % unit:
-            return
-        raise InputError(
-            explain(
-                f"The last dimension must be a multiple of {unit}, to divide into gates and "
-                "linear units",
-                where=where,
-                received=f"shape {tuple(x.shape)}",
-                remedy="Give the operation before it twice as many output features as this one's",
-            )
+def make_glu(gate: ScalarFunction, up: ScalarFunction | None, interleave: int | None) -> Glu:
+    """The gated product of those functions, in that layout."""
+    if interleave is not None and interleave < 1:
+        raise ArgumentError(
+            explain("glu_interleave_size must be positive or None", received=str(interleave))
         )
+    return Glu(gate, up, interleave)
 
-    def value(self, x: Tensor) -> Tensor:
-        """The product, of shape ``(…, F)``."""
-        a, b = self._split(x)
-        y = self.gate.value(a).mul_(b if self.up is None else self.up.value(b))
-        return y if self.interleave is None else y.flatten(-2)
 
-    def backward(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of ``x``, both parts written in place by their last pass."""
-        a, b = self._split(x)
-        if self.interleave is not None:
-            dy = dy.unflatten(-1, (-1, self.interleave))
-        dx = reuse(torch.empty_like(x))
-        da_out, db_out = (None, None) if dx is None else self._split(dx)
-        u = b if self.up is None else self.up.value(b)
-        da, db = self.gate.product_backward(dy, a, u, da_out, db_out)
-        if self.up is not None:
-            db = self.up.backward(db, b, reuse(db))
-        if dx is not None:
-            return dx
-        if self.interleave is None:
-            return torch.cat((da, db), -1)
-        return torch.stack((da, db), -2).flatten(-3)
-
-    def reference(self, x: Tensor) -> Tensor:
-        """The product in plain differentiable torch."""
-        a, b = self._split(x)
-        y = self.gate.reference(a) * (b if self.up is None else self.up.reference(b))
-        return y if self.interleave is None else y.flatten(-2)
-
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.interleave is None:
-            a, b = x.chunk(2, -1)
-            return a, b
-        blocks = x.unflatten(-1, (-1, 2, self.interleave))
-        return blocks.select(-2, 0), blocks.select(-2, 1)
+def check_glu_input(glu: Glu, x: Tensor, where: str) -> None:
+    """Raises InputError unless the last dimension divides into gates and linear units."""
+    unit = 2 * (glu.interleave or 1)
+    if x.dim() and not x.shape[-1] % unit:
+        return
+    raise InputError(
+        explain(
+            f"The last dimension must be a multiple of {unit}, to divide into gates and "
+            "linear units",
+            where=where,
+            received=f"shape {tuple(x.shape)}",
+            remedy="Give the operation before it twice as many output features as this one's",
+        )
+    )

@@ -1,4 +1,4 @@
-"""Arguments that the normalisations have in common."""
+"""What the normalisations have in common."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, InputError, NotSupportedError, explain
 
-__all__ = ["canonical_shape", "check_eps", "refuse_input", "refuse_sm_margin"]
+__all__ = [
+    "as_rows",
+    "as_vector",
+    "canonical_shape",
+    "check_eps",
+    "refuse_input",
+    "refuse_sm_margin",
+]
 
 
 def canonical_shape(normalized_shape: Iterable[int] | int, where: str) -> tuple[int, ...]:
@@ -69,3 +76,16 @@ def refuse_input(input_: Tensor, where: str) -> None:
             remedy="Pass a tensor whose last dimensions have these sizes",
         )
     )
+
+
+def as_rows(x: Tensor, cols: int) -> Tensor:
+    """``x`` as ``(rows, cols)``, the elements of a row side by side; copied only if need be."""
+    if x.dim() != 2 or x.shape[1] != cols:
+        # Without columns, -1 could be any number.
+        x = x.reshape(-1 if cols else math.prod(x.shape[:-1]), cols)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def as_vector(parameter: Tensor) -> Tensor:
+    """A parameter of several dimensions as one row."""
+    return parameter if parameter.dim() == 1 else parameter.reshape(-1)

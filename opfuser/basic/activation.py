@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..kernels import scalar
+from ..kernels.activation import activation_backward, activation_forward
+from ..kernels.launch import runs
 from ..op import BasicOperation, OperationContext, compute_dtype
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "Sigmoid", "Softplus", "Tanh"]
@@ -17,7 +19,12 @@ class _Activation(BasicOperation):
     """Applies ``function`` to each element.
 
     Only the input is saved: the backward evaluates the function again.
+
+    Attributes:
+        recompute_mlp: set it to ask the fusion of that name for the feed-forward block around it.
     """
+
+    recompute_mlp: bool = False
 
     class Saved(NamedTuple):
         input: Tensor
@@ -34,6 +41,7 @@ class _Activation(BasicOperation):
                 )
             )
         self.function = function
+        self._arguments = function.arguments
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -46,7 +54,10 @@ class _Activation(BasicOperation):
         x = scalar.cast(input_, compute_dtype(input_, self))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        return scalar.cast(self.function.value(x), x.dtype)  # autocast runs some in fp32
+        if not runs(x):
+            return scalar.cast(self.function.value(x), x.dtype)  # autocast runs some in fp32
+        y: Tensor = activation_forward(x, *self._arguments, None)
+        return y
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -56,7 +67,10 @@ class _Activation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        return self.function.backward(scalar.cast(grad_output, x.dtype), x), ()
+        if not runs(x):
+            return self.function.backward(scalar.cast(grad_output, x.dtype), x), ()
+        (dx,) = activation_backward(grad_output, x, *self._arguments, None, True, False, False)
+        return dx, ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return self.function.reference(input_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -10,31 +11,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ArgumentError, InputError, OpKwargsError, explain
+from ..kernels.cross_entropy import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    cross_entropy_mean,
+)
+from ..kernels.launch import runs
 from ..op import BasicOperation, OperationContext
 
 __all__ = ["CrossEntropy"]
-
-# Logits widened to fp32 at a time: half of an L2 cache on a CPU, 256 MiB on a GPU.
-_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
-
-
-def _row_chunks(logits: Tensor) -> list[slice]:
-    """Blocks of rows whose fp32 copy is small; all rows at once for a tracer, which fuses them."""
-    rows, classes = logits.shape
-    limit = _CHUNK.get(logits.device.type)
-    if limit is None or torch.compiler.is_compiling():
-        return [slice(0, rows)]
-    size = max(1, limit // max(1, classes))
-    return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
 class CrossEntropy(BasicOperation):
     r"""Negative log likelihood of classes under the softmax of logits.
 
-    With label smoothing ε and V classes, the loss of one row x with target t is
-    ``lse(x) - (1 - ε) x[t] - ε / V * Σ x``, where ``lse(x) = log Σ exp(x)``; rows whose target is
-    ``ignore_index`` have loss 0. The gradient is ``softmax(x) - (1 - ε) [i = t] - ε / V``, times
-    that of the row's loss, and 0 for ignored rows.
+    With label smoothing ε, z-loss ζ and V classes, the loss of one row x with target t is
+    ``lse - (1 - ε) x[t] - ε / V Σ x + ζ lse²``, where ``lse = log Σ exp(x)``; rows whose target is
+    ``ignore_index`` have loss 0. The gradient is
+    ``(1 + 2 ζ lse) softmax(x) - (1 - ε) [i = t] - ε / V``, times that of the row's loss, and 0 for
+    ignored rows.
 
     Shapes: logits ``(..., V)``; targets, the extra input, ``(...)`` of int32 or int64; loss
     ``(...)`` for ``reduction="none"``, else ``()``. The loss is in fp32 (fp64 for fp64 logits), as
@@ -45,18 +40,25 @@ class CrossEntropy(BasicOperation):
     the number of rows that count (0-d): the only tensor of V entries per row is the input. Nothing
     waits for the device.
 
+    Kernels: on a GPU opfuser's own, which read the logits once forward, and once more backward to
+    write their gradient: 6 bytes per logit in halves. ATen's log_softmax and nll_loss want an fp32
+    copy of such logits, and move 26.
+
     Sources: the formulas are those of ``torch.nn.functional.cross_entropy``; label smoothing:
-    Szegedy et al., "Rethinking the Inception Architecture", 2016.
+    Szegedy et al., "Rethinking the Inception Architecture", 2016; z-loss: Chowdhery et al., "PaLM",
+    arXiv:2204.02311, section 5, with ζ = 1e-4.
 
     Args:
         ignore_index: the target of rows that do not count.
         label_smoothing: ε, from 0 to 1.
         reduction: "mean", "sum" or "none".
+        z_loss: ζ, not negative; keeps the softmax's normaliser near 1.
 
     Raises:
         ArgumentError: if an argument is outside its domain.
         InputError: in forward, if shapes or dtypes are not as above. A target that is neither a
-            class nor ``ignore_index`` fails inside torch, on a GPU by a device-side assertion.
+            class nor ``ignore_index`` fails inside torch on a CPU; the kernels make loss and
+            gradient of its row nan.
     """
 
     num_extra_inputs: int = 1
@@ -73,6 +75,7 @@ class CrossEntropy(BasicOperation):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         reduction: Literal["mean", "sum", "none"] = "mean",
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
@@ -91,9 +94,23 @@ class CrossEntropy(BasicOperation):
                     received=f"label_smoothing={label_smoothing}",
                 )
             )
+        if not 0.0 <= z_loss < math.inf:
+            raise ArgumentError(
+                explain(
+                    "z_loss must be a finite number, and not negative",
+                    where="CrossEntropy",
+                    received=f"z_loss={z_loss}",
+                )
+            )
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.reduction = reduction
+        self.z_loss = z_loss
+
+    @property
+    def row_arguments(self) -> tuple[int, float, float]:
+        """What the kernels are told about rows: ignored target, label smoothing, z-loss."""
+        return self.ignore_index, self.label_smoothing, self.z_loss
 
     def fuser_forward(
         self,
@@ -105,23 +122,22 @@ class CrossEntropy(BasicOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        if basic_op_kwargs[0]:
-            raise OpKwargsError(
-                explain("CrossEntropy takes no keywords", received=", ".join(basic_op_kwargs[0]))
-            )
+        self.refuse_keywords(basic_op_kwargs[0])
         ctx, targets = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
         assert targets is not None
-        self._check_inputs(input_, targets)
-        logits = input_.reshape(-1, input_.shape[-1]) if input_.numel() else input_.new_empty(0, 1)
-        valid, index = self._classes(targets)
-        row_max, sum_exp, loss = self._rows(logits, index)
-        loss = torch.where(valid, loss, 0.0).view(targets.shape)
-        count = valid.sum() if self.reduction == "mean" else None
+        self.check_inputs(input_.shape, input_.dtype, targets)
+        logits, flat = _matrix(input_), targets.reshape(-1)
+        loss, row_max, sum_exp = cross_entropy_forward(logits, flat, *self.row_arguments)
+        count = None
+        if self.reduction == "mean":
+            loss, count = cross_entropy_mean(loss, flat, self.ignore_index)
+        elif self.reduction == "sum":
+            loss = loss.sum()
+        else:
+            loss = loss.view(targets.shape)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(input_, targets, row_max, sum_exp, count))
-        if self.reduction != "none":
-            loss = loss.sum()
-        return loss if count is None else loss / count, [()]
+        return loss, [()]
 
     def fuser_backward(
         self,
@@ -138,84 +154,70 @@ class CrossEntropy(BasicOperation):
         if not ctx.needs.input:
             return None, [()], [(None,)]
         input_, targets, row_max, sum_exp, count = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        if not input_.numel():
-            return torch.zeros_like(input_), [()], [(None,)]
-        valid, index = self._classes(targets)
-        grad = grad_output if self.reduction != "mean" else grad_output / count
-        scale = torch.where(valid, grad.reshape(-1), 0.0).unsqueeze(1)
-        logits = input_.reshape(-1, input_.shape[-1])
-        dlogits = self._grad_rows(logits, index, row_max, scale, scale / sum_exp)
-        return dlogits.view(input_.shape), [()], [(None,)]
+        dloss = grad_output.reshape(-1) if self.reduction == "none" else grad_output
+        dx = cross_entropy_backward(
+            _matrix(input_),
+            targets.reshape(-1),
+            row_max,
+            sum_exp,
+            dloss,
+            count,
+            *self.row_arguments,
+        )
+        return dx.view(input_.shape), [()], [(None,)]
 
-    def _rows(self, logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Largest logit and ``Σ exp(x - max)`` of every row, each (rows, 1), and its loss."""
-        eps, classes = self.label_smoothing, logits.shape[1]
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        maxima, sums, losses = [], [], []
-        for rows in _row_chunks(logits):
-            maxima.append(logits[rows].amax(1, keepdim=True).to(dtype))
-            # Differences to the maximum, not to the log-sum-exp: the rounding of that one would be
-            # a relative error of every probability.
-            z = logits[rows] - maxima[-1]
-            loss = (eps - 1) * z.gather(1, index[rows])
-            if eps:
-                loss -= eps / classes * z.sum(1, keepdim=True)
-            sums.append(z.exp_().sum(1, keepdim=True))
-            losses.append(loss.add_(sums[-1].log()))
-        if not losses:
-            empty = logits.new_empty(0, 1, dtype=dtype)
-            return empty, empty, empty.view(0)
-        return torch.cat(maxima), torch.cat(sums), torch.cat(losses).squeeze(1)
+    def refuse_keywords(self, kwargs: dict[str, Any]) -> None:
+        """Raises OpKwargsError if there are any."""
+        if kwargs:
+            raise OpKwargsError(
+                explain("CrossEntropy takes no keywords", received=", ".join(kwargs))
+            )
 
-    def _grad_rows(
-        self, logits: Tensor, index: Tensor, row_max: Tensor, scale: Tensor, p_scale: Tensor
-    ) -> Tensor:
-        eps, classes = self.label_smoothing, logits.shape[1]
-        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for rows in _row_chunks(logits):
-            dx = (logits[rows] - row_max[rows]).exp_().mul_(p_scale[rows])
-            if eps:
-                dx.sub_(eps / classes * scale[rows])
-            dx.scatter_add_(1, index[rows], (eps - 1) * scale[rows])
-            dlogits[rows] = dx
-        return dlogits
-
-    def _classes(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Which rows count, and a valid class for every row (0 for those that do not)."""
-        flat = targets.reshape(-1)
-        valid = flat != self.ignore_index
-        return valid, torch.where(valid, flat, 0).long().unsqueeze(1)
-
-    def _check_inputs(self, logits: Tensor, targets: Tensor) -> None:
+    def check_inputs(self, shape: torch.Size, dtype: torch.dtype, targets: Tensor) -> None:
+        """Raises InputError unless logits of that shape and dtype go with ``targets``."""
         invariant = ""
-        if logits.dim() < 1 or not logits.is_floating_point() or not logits.shape[-1]:
+        if not shape or not dtype.is_floating_point or not shape[-1]:
             invariant = "Logits must be floating point, (..., classes)"
-        elif targets.shape != logits.shape[:-1]:
+        elif targets.shape != shape[:-1]:
             invariant = "Targets must have the shape of the logits without the last dimension"
         elif targets.dtype not in (torch.int32, torch.int64):
             invariant = "Targets must be class indices of int32 or int64"
         if invariant:
             received = (
-                f"logits {tuple(logits.shape)} of {logits.dtype}, "
+                f"logits {tuple(shape)} of {dtype}, "
                 f"targets {tuple(targets.shape)} of {targets.dtype}"
             )
             raise InputError(explain(invariant, where="CrossEntropy", received=received))
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (targets,) = extra_inputs
-        self._check_inputs(input_, targets)
-        dtype = torch.promote_types(input_.dtype, torch.float32)
+        self.check_inputs(input_.shape, input_.dtype, targets)
+        logits = input_.reshape(-1, input_.shape[-1])
+        logits = logits.to(torch.promote_types(input_.dtype, torch.float32))
+        flat = targets.reshape(-1).long()
+        counts = flat != self.ignore_index
         loss = F.cross_entropy(
-            input_.reshape(-1, input_.shape[-1]).to(dtype),
-            targets.reshape(-1).long(),
+            logits,
+            flat,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
-            reduction=self.reduction,
+            reduction="none",
         )
-        return loss.view(targets.shape) if self.reduction == "none" else loss
+        if self.z_loss:
+            loss = loss + torch.where(counts, self.z_loss * logits.logsumexp(1).square(), 0.0)
+        if self.reduction == "none":
+            return loss.view(targets.shape)
+        return loss.sum() / counts.sum() if self.reduction == "mean" else loss.sum()
 
     def extra_repr(self) -> str:
-        return (
+        text = (
             f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, "
             f"reduction={self.reduction!r}"
         )
+        return f"{text}, z_loss={self.z_loss}" if self.z_loss else text
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Logits as (rows, classes), contiguous along a row where a kernel reads them."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows.contiguous() if rows.stride(1) != 1 and runs(rows) else rows

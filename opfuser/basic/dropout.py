@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ArgumentError, explain
+from ..kernels.pointwise import draw_seed, draws_seeds, dropout
+from ..kernels.pointwise_plain import survivors
 from ..op import BasicOperation, OperationContext
 
 __all__ = ["Dropout"]
@@ -18,12 +20,16 @@ class Dropout(BasicOperation):
     """Zeroes entries with probability p and scales the others: ``y = x * mask / (1 - p)``.
 
     In evaluation, and for p = 0, it is the identity. The gradient is ``dx = dy * mask / (1 - p)``.
-    The mask is drawn from torch's generator of the device, so that checkpointing that preserves
-    the generator's state draws it again. Saved: the mask, one byte per entry, or None if every
-    entry was kept. The output has the input's dtype, also under autocast.
+    The output has the input's dtype, also under autocast.
+
+    The mask comes from torch's generator of the device, so that checkpointing that preserves the
+    generator's state draws it again. Where kernels run it is a function of a seed drawn there, of
+    row and column, and kernels make it where they need it. Saved is that seed, an int64: 8 bytes.
+    A CPU draws and stores the mask, one byte per entry; to make it twice would take longer than to
+    move that byte. None is saved if every entry was kept.
 
     Source: Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting",
-    JMLR 2014.
+    JMLR 2014; random numbers: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
 
     Args:
         p: probability of zeroing an entry, from 0 to 1; 1 zeroes all of them.
@@ -56,7 +62,11 @@ class Dropout(BasicOperation):
         output, mask = input_, None
         if self.training and self.dropout_probability > 0:
             p = ctx.dropout_probability = self.dropout_probability
-            output, mask = torch.native_dropout(input_, p, True)
+            if draws_seeds(input_):
+                mask = draw_seed(input_)
+                output = dropout(input_, mask, p)
+            else:
+                output, mask = torch.native_dropout(input_, p, True)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(mask))
         return output
@@ -70,11 +80,17 @@ class Dropout(BasicOperation):
             return grad_output, ()
         # A fusion's forward may have left no probability.
         p = getattr(ctx, "dropout_probability", self.dropout_probability)
+        if mask.dtype == torch.int64:
+            return dropout(grad_output, mask, p), ()
         scale = 1.0 / (1.0 - p) if p < 1 else 0.0
         return torch.ops.aten.native_dropout_backward(grad_output, mask, scale), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        return F.dropout(input_, self.dropout_probability, self.training)
+        p = self.dropout_probability
+        if not (self.training and p > 0 and draws_seeds(input_)):
+            return F.dropout(input_, p, self.training)
+        mask = survivors(input_, draw_seed(input_), p)
+        return torch.where(mask, input_ / (1 - p), 0.0) if p < 1 else torch.zeros_like(input_)
 
     def extra_repr(self) -> str:
         return f"p={self.dropout_probability}"

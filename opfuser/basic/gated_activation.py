@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..errors import NotSupportedError, explain
 from ..kernels import scalar
+from ..kernels.gated import gated_backward, gated_forward
+from ..kernels.launch import runs
 from ..op import BasicOperation, OperationContext, compute_dtype
 from . import _gated_math as gated
 
@@ -27,7 +29,12 @@ class _GatedActivation(BasicOperation):
     """Applies a gated product to the two parts of the last dimension.
 
     Only the input is saved: the backward evaluates the functions again.
+
+    Attributes:
+        recompute_mlp: set it to ask the fusion of that name for the feed-forward block around it.
     """
+
+    recompute_mlp: bool = False
 
     class Saved(NamedTuple):
         input: Tensor
@@ -50,7 +57,8 @@ class _GatedActivation(BasicOperation):
                     remedy="Leave cache_quantized_input out",
                 )
             )
-        self.function = gated.Glu(gate, up, glu_interleave_size)
+        self.function = gated.make_glu(gate, up, glu_interleave_size)
+        self._arguments = self.function.arguments
 
     @property
     def glu_interleave_size(self) -> int | None:
@@ -65,11 +73,14 @@ class _GatedActivation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        self.function.check(input_, type(self).__name__)
+        gated.check_glu_input(self.function, input_, type(self).__name__)
         x = scalar.cast(input_, compute_dtype(input_, self))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        return self.function.value(x)
+        if not runs(x):
+            return self.function.value(x)
+        y: Tensor = gated_forward(x, *self._arguments, None)
+        return y
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -79,7 +90,9 @@ class _GatedActivation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        return self.function.backward(scalar.cast(grad_output, x.dtype), x), ()
+        if not runs(x):
+            return self.function.backward(scalar.cast(grad_output, x.dtype), x), ()
+        return gated_backward(grad_output, x, *self._arguments, None, True, False)[0], ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return self.function.reference(input_)

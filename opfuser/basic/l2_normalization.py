@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, explain
+from ..kernels.norm import l2_norm_backward, l2_norm_forward
 from ..kernels.scalar import cast, wide_dtype
 from ..op import BasicOperation, OperationContext, compute_dtype
-from ._norms import check_eps
+from ._norms import as_rows, check_eps
 
 __all__ = ["L2Normalization"]
 
@@ -21,6 +22,9 @@ class L2Normalization(BasicOperation):
     Used to normalise the queries and keys of attention. Shapes: x and y ``(…, D)``. Arithmetic is
     in fp32 (fp64 for an fp64 input); the output has the compute dtype (autocast's, else the
     input's). Saved: the input, and ``1 / sqrt(Σ x² + eps)`` of shape ``(…)`` in fp32 (or fp64).
+
+    For A elements, forward moves 2A and backward 3A on a GPU. Kernels: ours, as ATen's weight
+    normalisation has no eps; on a CPU its backward.
 
     Args:
         eps: added to the squared length.
@@ -76,13 +80,14 @@ class L2Normalization(BasicOperation):
                 )
             )
         x = cast(input_, compute_dtype(input_, self))
-        wide = cast(x, wide_dtype(x.dtype))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        rnorm = norm.square_().add_(self.eps).rsqrt_()
+        rows = as_rows(x, x.shape[-1])
+        y: Tensor
+        y, rnorm = l2_norm_forward(rows, self.eps)
+        if rows is not x:
+            y, rnorm = y.view(x.shape), rnorm.view(x.shape[:-1])
         if ctx.requires_grad:
-            ctx.save_for_backward(*self.Saved(x, rnorm.squeeze(-1)))
-        # What was widened is ours to overwrite; the input is not.
-        return cast(wide * rnorm if wide is x else wide.mul_(rnorm), x.dtype)
+            ctx.save_for_backward(*self.Saved(x, rnorm))
+        return y
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -93,16 +98,9 @@ class L2Normalization(BasicOperation):
         x, rnorm = ctx.saved_tensors
         assert x is not None
         assert rnorm is not None
-        if not x.numel():
-            return x.new_zeros(grad_output.shape), ()
-        wide = cast(x.reshape(-1, x.shape[-1]), rnorm.dtype).contiguous()
-        dy = cast(grad_output.reshape(wide.shape), rnorm.dtype).contiguous()
-        rnorm = rnorm.view(-1, 1)
-        # dx = rnorm (dy - x rnorm² Σ dy x): weight normalisation's, for which ATen has one pass.
-        dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
-            dy, wide, torch.ones_like(rnorm), rnorm.reciprocal(), 0
-        )
-        return cast(dx, x.dtype).view(grad_output.shape), ()
+        cols = x.shape[-1]
+        dx = l2_norm_backward(as_rows(grad_output, cols), as_rows(x, cols), rnorm.reshape(-1))
+        return dx.view(grad_output.shape), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         wide = input_.to(wide_dtype(input_.dtype))

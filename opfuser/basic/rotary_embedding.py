@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, InputError, explain
+from ..kernels.rotary import rotary
+from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, OperationContext
 
 __all__ = ["RotaryEmbedding"]
@@ -22,7 +24,12 @@ class RotaryEmbedding(BasicOperation):
     products are in fp32 (fp64 for an fp64 input), the output in the input's dtype.
 
     Shapes: input and output ``(batch, sequence, (num_heads + 2 * num_kv_heads) * head_dim)``: the
-    heads of the queries, then of the keys, then of the values.
+    heads of the queries, then of the keys, then of the values. Saved: the positions, if given.
+
+    One kernel turns queries and keys and copies the values, 2A of traffic for A elements; backward
+    is the same with the opposite angles. ATen has no such kernel, and in plain torch each step of
+    the formula is a pass of its own. Tables of cosine and sine are kept from call to call; those of
+    given positions are made anew.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
     arXiv 2104.09864, which pairs neighbours (``interleaved=True``, as in GPT-J). Llama and
@@ -71,7 +78,13 @@ class RotaryEmbedding(BasicOperation):
         self.max_positions = max_positions
         # One table per device and dtype: it grows with the longest sequence, nothing else.
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._kept_frequencies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._check_arguments()
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key heads (and as many value heads), entries per head."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
 
     def _check_arguments(self) -> None:
         sizes = {
@@ -109,70 +122,57 @@ class RotaryEmbedding(BasicOperation):
         next_op_input_quantizer: Any | None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        self._check_input(input_, positions)
+        self.check_input(input_, positions)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(positions))
-        cos, sin = self._angles(input_, positions)
-        return self._rotate(input_, cos, sin, sign=1)
+        return self._turn(input_, positions, back=False)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[()]]:
         if not ctx.needs.input:
             return None, ()
-        assert ctx.saved_tensors is not None
-        cos, sin = self._angles(grad_output, ctx.saved_tensors[0])
-        return self._rotate(grad_output, cos, sin, sign=-1), ()
+        return self._turn(grad_output, ctx.saved_tensors[0], back=True), ()
 
-    def _rotate(self, input_: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
-        """Rotates by ``sign`` times the angles; ``cos`` and ``sin`` are (…, sequence, 1, pairs)."""
-        output = torch.empty_like(input_, memory_format=torch.contiguous_format)
-        src, dst = self._heads(input_), self._heads(output)
-        rotated = self.num_heads + self.num_kv_heads
-        dst[:, :, rotated:].copy_(src[:, :, rotated:])
-        if self.rotary_dim < self.head_dim:
-            tail = slice(self.rotary_dim, None)
-            dst[:, :, :rotated, tail].copy_(src[:, :, :rotated, tail])
-        a, b = self._pairs(src[:, :, :rotated])
-        a_out, b_out = self._pairs(dst[:, :, :rotated])
-        a_out.copy_((a * cos).addcmul_(b, sin, value=-sign))
-        b_out.copy_((b * cos).addcmul_(a, sin, value=sign))
-        return output
+    def _turn(self, x: Tensor, positions: Tensor | None, *, back: bool) -> Tensor:
+        cos, sin, period = self.angles(x, positions)
+        how = (self.num_kv_heads, self.head_dim, self.interleaved, back)
+        y: Tensor = rotary(x, cos, sin, period, *how)
+        return y
 
-    def _heads(self, packed: Tensor) -> Tensor:
-        heads = self.num_heads + 2 * self.num_kv_heads
-        return packed.view(*packed.shape[:2], heads, self.head_dim)
+    def angles(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, int]:
+        """Cosine and sine of the angles of some positions, and after how many they repeat.
 
-    def _pairs(self, heads: Tensor) -> tuple[Tensor, Tensor]:
-        size = self.rotary_dim
-        if self.interleaved:
-            return heads[..., 0:size:2], heads[..., 1:size:2]
-        return heads[..., : size // 2], heads[..., size // 2 : size]
-
-    def _angles(self, input_: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, broadcastable over the heads of the packed tensor."""
-        length, device = input_.shape[1], input_.device
-        dtype = torch.float64 if input_.dtype == torch.float64 else torch.float32
-        if positions is not None:
-            return self._compute(positions.to(device), dtype)
+        They are (that many or more, rotary_dim / 2), in fp32, or fp64 for an fp64 x. The tokens of
+        x (batch, sequence, features), counted through, turn by them over and over.
+        """
+        length, device = x.shape[1], x.device
+        dtype = wide_dtype(x.dtype)
         # A tensor made while tracing, or a subclass such as a fake tensor, must not outlive it.
-        if torch.compiler.is_compiling() or type(input_) is not Tensor:
-            return self._compute(torch.arange(length, device=device), dtype)
-        cos, sin = self._tables.get((device, dtype), (None, None))
-        if cos is None or sin is None or cos.shape[0] < length:
+        lasting = not torch.compiler.is_compiling() and type(x) is Tensor
+        if positions is not None:
+            frequencies = self._frequencies(device, dtype, lasting)
+            return *_turns(positions.to(device).reshape(-1), frequencies), positions.numel()
+        table = self._tables.get((device, dtype)) if lasting else None
+        if table is None or table[0].shape[0] < length:
             count = self.max_positions or length
-            cos, sin = self._compute(torch.arange(count, device=device), dtype)
-            if type(cos) is Tensor:
-                self._tables[device, dtype] = cos, sin
-        return cos[:length], sin[:length]
+            frequencies = self._frequencies(device, dtype, lasting)
+            table = _turns(torch.arange(count, device=device), frequencies)
+            if lasting and type(table[0]) is Tensor:
+                self._tables[device, dtype] = table
+        return *table, length
 
-    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        exponents = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=dtype)
-        frequencies = 1.0 / (self.base ** (exponents / self.rotary_dim))
-        angles = positions[..., None, None].to(dtype) * frequencies
-        return angles.cos(), angles.sin()
+    def _frequencies(self, device: torch.device, dtype: torch.dtype, lasting: bool) -> Tensor:
+        """Angle between neighbouring positions, for each pair."""
+        kept = self._kept_frequencies.get((device, dtype)) if lasting else None
+        if kept is None:
+            exponents = torch.arange(0, self.rotary_dim, 2, device=device, dtype=dtype)
+            kept = 1.0 / (self.base ** (exponents / self.rotary_dim))
+            if lasting and type(kept) is Tensor:
+                self._kept_frequencies[device, dtype] = kept
+        return kept
 
-    def _check_input(self, input_: Tensor, positions: Tensor | None) -> None:
+    def check_input(self, input_: Tensor, positions: Tensor | None) -> None:
         features = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         invariant = ""
         received = f"input {tuple(input_.shape)} of {input_.dtype}"
@@ -193,20 +193,26 @@ class RotaryEmbedding(BasicOperation):
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         positions = kwargs.get("positions")
-        self._check_input(input_, positions)
+        self.check_input(input_, positions)
         if positions is None:
             positions = torch.arange(input_.shape[1], device=input_.device)
-        dtype = torch.float64 if input_.dtype == torch.float64 else torch.float32
-        cos, sin = (table.to(input_.dtype) for table in self._compute(positions, dtype))
-        heads, size = self._heads(input_), self.rotary_dim
+        frequencies = self._frequencies(input_.device, wide_dtype(input_.dtype), False)
+        cos, sin = (
+            table.to(input_.dtype).unflatten(0, positions.shape).unsqueeze(-2)
+            for table in _turns(positions.reshape(-1), frequencies)
+        )
+        heads, size = input_.unflatten(2, (-1, self.head_dim)), self.rotary_dim
         qk, v = heads.tensor_split([self.num_heads + self.num_kv_heads], dim=2)
-        a, b = self._pairs(qk)
+        if self.interleaved:
+            a, b = qk[..., 0:size:2], qk[..., 1:size:2]
+        else:
+            a, b = qk[..., : size // 2], qk[..., size // 2 : size]
         pair = (a * cos - b * sin, b * cos + a * sin)
         turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
         return torch.cat([torch.cat([turned, qk[..., size:]], -1), v], 2).flatten(2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tables": {}}
+        return {**super().__getstate__(), "_tables": {}, "_kept_frequencies": {}}
 
     def extra_repr(self) -> str:
         return (
@@ -214,3 +220,8 @@ class RotaryEmbedding(BasicOperation):
             f"num_kv_heads={self.num_kv_heads}, base={self.base}, "
             f"interleaved={self.interleaved}, rotary_dim={self.rotary_dim}"
         )
+
+
+def _turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    angles = positions[:, None].to(frequencies.dtype) * frequencies
+    return angles.cos(), angles.sin()

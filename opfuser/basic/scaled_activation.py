@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, OpKwargsError, explain
 from ..kernels import scalar
+from ..kernels.gated import Glu, GluArguments, gated_backward, gated_forward
+from ..kernels.launch import runs
 from ..op import BasicOperation, OperationContext, compute_dtype
 from . import _gated_math as gated
 
@@ -28,7 +30,7 @@ class _ScaledActivation(BasicOperation):
         scales: Tensor
 
     def __init__(
-        self, function: scalar.ScalarFunction | gated.Glu, activation_recompute_in_mlp: bool
+        self, function: scalar.ScalarFunction | Glu, activation_recompute_in_mlp: bool
     ) -> None:
         super().__init__()
         if activation_recompute_in_mlp:
@@ -42,6 +44,9 @@ class _ScaledActivation(BasicOperation):
                 )
             )
         self.function = function
+        self._arguments: GluArguments = (
+            function.arguments if isinstance(function, Glu) else (*function.arguments, "", (), 0)
+        )
 
     def fuser_forward(
         self,
@@ -66,6 +71,8 @@ class _ScaledActivation(BasicOperation):
         ctx = basic_op_ctxs[0]
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, scales))
+        if runs(x):
+            return gated_forward(x, *self._arguments, scales), [()]
         return self.function.value(x).mul_(scales.unsqueeze(-1)), [()]
 
     def fuser_backward(
@@ -84,12 +91,20 @@ class _ScaledActivation(BasicOperation):
         x, scales = ctx.saved_tensors
         assert x is not None
         assert scales is not None
-        dy = scalar.cast(grad_output, x.dtype)
+        needs_dx, needs_dscales = ctx.needs.input, ctx.needs.extra_inputs[0]
         dx = dscales = None
-        if ctx.needs.extra_inputs[0]:
+        if runs(x):
+            if needs_dx or needs_dscales:
+                grads = gated_backward(
+                    grad_output, x, *self._arguments, scales, needs_dx, False, needs_dscales
+                )
+                dx, dscales = grads[0] if needs_dx else None, grads[-1] if needs_dscales else None
+            return dx, [()], [(dscales,)]
+        dy = scalar.cast(grad_output, x.dtype)
+        if needs_dscales:
             h = scalar.cast(self.function.value(x), scalar.wide_dtype(x.dtype))
             dscales = h.mul_(dy).sum(-1)
-        if ctx.needs.input:
+        if needs_dx:
             dx = self.function.backward(dy * scales.unsqueeze(-1), x)
         return dx, [()], [(dscales,)]
 
@@ -99,8 +114,8 @@ class _ScaledActivation(BasicOperation):
 
     def _check(self, input_: Tensor, scales: Tensor) -> None:
         where = type(self).__name__
-        if isinstance(self.function, gated.Glu):
-            self.function.check(input_, where)
+        if isinstance(self.function, Glu):
+            gated.check_glu_input(self.function, input_, where)
         if not input_.dim() or scales.shape != input_.shape[:-1]:
             raise InputError(
                 explain(
@@ -135,7 +150,7 @@ class ScaledSwiGLU(_ScaledActivation):
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
         super().__init__(
-            gated.Glu(scalar.Swish(), None, glu_interleave_size), activation_recompute_in_mlp
+            gated.make_glu(scalar.Swish(), None, glu_interleave_size), activation_recompute_in_mlp
         )
         self.glu_interleave_size = glu_interleave_size
 
@@ -165,7 +180,7 @@ class ScaledSiTUGLU(_ScaledActivation):
         beta2: float = 25.0,
     ) -> None:
         super().__init__(
-            gated.Glu(*gated.situ(beta1, beta2), glu_interleave_size),
+            gated.make_glu(*gated.situ(beta1, beta2), glu_interleave_size),
             activation_recompute_in_mlp,
         )
         self.glu_interleave_size = glu_interleave_size
@@ -200,7 +215,9 @@ class ScaledClampedQGeGLU(_ScaledActivation):
         glu_linear_offset: float = 1.0,
     ) -> None:
         functions = gated.clamped_swish(limit, alpha, glu_linear_offset)
-        super().__init__(gated.Glu(*functions, glu_interleave_size), activation_recompute_in_mlp)
+        super().__init__(
+            gated.make_glu(*functions, glu_interleave_size), activation_recompute_in_mlp
+        )
         self.glu_interleave_size = glu_interleave_size
         self.limit = limit
         self.alpha = alpha

@@ -1,5 +1,8 @@
 """Scalar functions with their derivatives, each defined once.
 
+This is their form in plain torch; ``opfuser.kernels.device.scalar`` has that for kernels, under
+:attr:`ScalarFunction.name`.
+
 ``out`` lets a caller collect results in parts of one buffer. No input is written to, but ``out``
 may be ``dy`` itself.
 """
@@ -7,8 +10,9 @@ may be ``dy`` itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,7 +49,26 @@ def reuse(tensor: Tensor) -> Tensor | None:
 
 
 class ScalarFunction:
-    """A function f of one number, applied to each element. Results have the dtype of ``x``."""
+    """A function f of one number, applied to each element. Results have the dtype of ``x``.
+
+    Class attributes:
+        name: of the device function; also what :func:`scalar_function` knows it under.
+        backward_over_x: whether x too may be ``out`` of its backward: nothing is read after that
+            has been written.
+    """
+
+    name: ClassVar[str]
+    backward_over_x: ClassVar[bool] = True
+
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """Its constants, in the order that constructor and device function share."""
+        return tuple(map(float, vars(self).values()))
+
+    @property
+    def arguments(self) -> tuple[str, tuple[float, ...]]:
+        """Name and parameters, as operators take them. Worth keeping: it is built at every call."""
+        return self.name, self.parameters
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """``f(x)``, in memory of its own."""
@@ -60,18 +83,34 @@ class ScalarFunction:
         raise NotImplementedError
 
     def product_backward(
-        self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
+        self,
+        dy: Tensor,
+        x: Tensor,
+        u: Tensor,
+        dx_out: Tensor | None,
+        du_out: Tensor | None,
+        y_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of ``f(x) u``: ``dy u f'(x)`` and ``dy f(x)``.
+        """Gradients of ``f(x) u``: ``dy u f'(x)`` and ``dy f(x)``; the product goes to ``y_out``.
 
         Overridden where value and derivative have work in common.
         """
-        dx = self.backward(u, x, dx_out).mul_(dy)
-        return dx, self.value(x, du_out).mul_(dy)
+        dx = torch.mul(dy, u, out=dx_out)
+        dx = self.backward(dx, x, reuse(dx))
+        return dx, _times(self.value(x, du_out), dy, u, y_out)
+
+
+def _times(f: Tensor, dy: Tensor, u: Tensor, y_out: Tensor | None) -> Tensor:
+    """``dy f`` in the memory of f, after ``f u`` has gone to ``y_out``."""
+    if y_out is not None:
+        torch.mul(f, u, out=y_out)
+    return f.mul_(dy)
 
 
 class Sigmoid(ScalarFunction):
     """``σ(x) = 1 / (1 + e⁻ˣ)``."""
+
+    name = "sigmoid"
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.sigmoid(x, out=out)
@@ -84,15 +123,23 @@ class Sigmoid(ScalarFunction):
         return torch.sigmoid(x)
 
     def product_backward(
-        self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
+        self,
+        dy: Tensor,
+        x: Tensor,
+        u: Tensor,
+        dx_out: Tensor | None,
+        du_out: Tensor | None,
+        y_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         s = torch.sigmoid(x, out=du_out)
         dx = _grad(_aten.sigmoid_backward, u, s, out=dx_out).mul_(dy)
-        return dx, s.mul_(dy)
+        return dx, _times(s, dy, u, y_out)
 
 
 class Tanh(ScalarFunction):
     """``tanh(x)``."""
+
+    name = "tanh"
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.tanh(x, out=out)
@@ -108,6 +155,8 @@ class Tanh(ScalarFunction):
 @dataclass(frozen=True)
 class Softplus(ScalarFunction):
     """``log(1 + e^(βx)) / β``, and x where ``βx > threshold``."""
+
+    name = "softplus"
 
     beta: float = 1.0
     threshold: float = 20.0
@@ -129,6 +178,8 @@ class Softplus(ScalarFunction):
 class Relu(ScalarFunction):
     """``max(x, 0)``; the derivative at 0 is 0."""
 
+    name = "relu"
+
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.relu(x) if out is None else torch.clamp_min(x, 0, out=out)
 
@@ -141,6 +192,9 @@ class Relu(ScalarFunction):
 
 class SquaredRelu(ScalarFunction):
     """``max(x, 0)²``."""
+
+    name = "squared_relu"
+    backward_over_x = False
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         y = torch.relu(x) if out is None else torch.clamp_min(x, 0, out=out)
@@ -159,6 +213,8 @@ class SquaredRelu(ScalarFunction):
 class Swish(ScalarFunction):
     """``x σ(βx)``: SiLU for β = 1, QGELU for β = 1.702."""
 
+    name = "swish"
+
     beta: float = 1.0
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -173,18 +229,24 @@ class Swish(ScalarFunction):
         return _grad(_aten.silu_backward, dy, x, out=out)
 
     def product_backward(
-        self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
+        self,
+        dy: Tensor,
+        x: Tensor,
+        u: Tensor,
+        dx_out: Tensor | None,
+        du_out: Tensor | None,
+        y_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if not x.is_cpu:  # where the number of passes counts, not that of exponentials
-            return super().product_backward(dy, x, u, dx_out, du_out)
-        if self.beta == 1:
-            s = torch.sigmoid(x, out=dx_out)
-        else:
-            s = torch.mul(x, self.beta, out=dx_out).sigmoid_()
+        # For β = 1 ATen has both functions; elsewhere the number of passes counts, on a CPU rather
+        # that of exponentials.
+        if self.beta == 1 or not x.is_cpu:
+            return super().product_backward(dy, x, u, dx_out, du_out, y_out)
+        s = torch.mul(x, self.beta, out=dx_out).sigmoid_()
+        if y_out is not None:
+            torch.mul(s, x, out=y_out).mul_(u)
         du = torch.mul(dy, s, out=du_out).mul_(x)
         # dx = (s dy + (1 - s) β du) u
-        start = du if self.beta == 1 else du * self.beta
-        return torch.lerp(start, dy, s, out=reuse(s)).mul_(u), du
+        return torch.lerp(du * self.beta, dy, s, out=reuse(s)).mul_(u), du
 
     def reference(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(self.beta * x)
@@ -192,6 +254,8 @@ class Swish(ScalarFunction):
 
 class GeluErf(ScalarFunction):
     """``x Φ(x)``, Φ the distribution function of the standard normal distribution."""
+
+    name = "gelu_erf"
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return F.gelu(x) if out is None else _aten.gelu.out(x, out=out)
@@ -209,6 +273,8 @@ _GELU_3 = 0.044715 * _GELU_1
 
 class GeluTanh(ScalarFunction):
     """``x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))``, the usual approximation of GELU."""
+
+    name = "gelu_tanh"
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if not x.is_cpu:
@@ -238,6 +304,8 @@ class GeluTanh(ScalarFunction):
 class SoftCap(ScalarFunction):
     """``c tanh(x / c)``: about x where x is small, and never beyond ±c."""
 
+    name = "soft_cap"
+
     cap: float
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -255,6 +323,8 @@ class SoftCap(ScalarFunction):
 class SoftCappedSwish(ScalarFunction):
     """``c tanh(x / c) σ(x)``: SiLU with its factor x capped."""
 
+    name = "soft_capped_swish"
+
     cap: float
 
     def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -266,11 +336,17 @@ class SoftCappedSwish(ScalarFunction):
         return torch.mul(slope, dy, out=out)
 
     def product_backward(
-        self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
+        self,
+        dy: Tensor,
+        x: Tensor,
+        u: Tensor,
+        dx_out: Tensor | None,
+        du_out: Tensor | None,
+        y_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         t, s = torch.div(x, self.cap).tanh_(), torch.sigmoid(x)
         dx = torch.mul(self._slope(t, s), u, out=dx_out).mul_(dy)
-        return dx, torch.mul(t.mul_(self.cap), s, out=du_out).mul_(dy)
+        return dx, _times(torch.mul(t.mul_(self.cap), s, out=du_out), dy, u, y_out)
 
     def reference(self, x: Tensor) -> Tensor:
         return self.cap * torch.tanh(x / self.cap) * torch.sigmoid(x)
@@ -292,6 +368,9 @@ def _clamp_backward(dy: Tensor, x: Tensor, low: float, high: float, out: Tensor 
 class ClampedSwish(ScalarFunction):
     """``c σ(αc)`` with ``c = min(x, limit)``."""
 
+    name = "clamped_swish"
+    backward_over_x = False
+
     alpha: float
     limit: float
 
@@ -303,10 +382,16 @@ class ClampedSwish(ScalarFunction):
         return _clamp_backward(dc, x, -math.inf, self.limit, reuse(dc))
 
     def product_backward(
-        self, dy: Tensor, x: Tensor, u: Tensor, dx_out: Tensor | None, du_out: Tensor | None
+        self,
+        dy: Tensor,
+        x: Tensor,
+        u: Tensor,
+        dx_out: Tensor | None,
+        du_out: Tensor | None,
+        y_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         c = torch.clamp_max(x, self.limit)
-        dc, du = Swish(self.alpha).product_backward(dy, c, u, dx_out, du_out)
+        dc, du = Swish(self.alpha).product_backward(dy, c, u, dx_out, du_out, y_out)
         return _clamp_backward(dc, x, -math.inf, self.limit, reuse(dc)), du
 
     def reference(self, x: Tensor) -> Tensor:
@@ -317,6 +402,8 @@ class ClampedSwish(ScalarFunction):
 @dataclass(frozen=True)
 class ShiftedClamp(ScalarFunction):
     """x clamped to ±limit, plus an offset."""
+
+    name = "shifted_clamp"
 
     limit: float
     offset: float
@@ -329,3 +416,27 @@ class ShiftedClamp(ScalarFunction):
 
     def reference(self, x: Tensor) -> Tensor:
         return x.clamp(-self.limit, self.limit) + self.offset
+
+
+FUNCTIONS: dict[str, type[ScalarFunction]] = {
+    function.name: function
+    for function in (
+        Sigmoid,
+        Tanh,
+        Softplus,
+        Relu,
+        SquaredRelu,
+        Swish,
+        GeluErf,
+        GeluTanh,
+        SoftCap,
+        SoftCappedSwish,
+        ClampedSwish,
+        ShiftedClamp,
+    )
+}
+
+
+def scalar_function(name: str, parameters: Sequence[float]) -> ScalarFunction:
+    """The function with that name and those parameters: the inverse of ``arguments``."""
+    return FUNCTIONS[name](*parameters)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opfuser import CrossEntropy, Linear, Sequential
-from opfuser.basic import cross_entropy as module
 from opfuser.errors import ArgumentError, InputError, OpKwargsError
+from opfuser.kernels import cross_entropy_plain
+from opfuser.kernels.launch import runs
 from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -22,18 +23,25 @@ REDUCTIONS = ["mean", "sum", "none"]
 @pytest.fixture(params=["one chunk", "row by row"], autouse=True)
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "row by row":
-        monkeypatch.setattr(module, "_CHUNK", {"cpu": 1, "cuda": 1})
+        monkeypatch.setattr(cross_entropy_plain, "_BLOCK", {"cpu": 1, "cuda": 1})
 
 
 def torchs(op: CrossEntropy, x: Tensor, targets: Tensor) -> Tensor:
-    """torch's own loss, over rows, with the reduction of ``op``."""
+    """torch's own loss and a z-loss, over rows, with the reduction of ``op``."""
+    rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
     loss = F.cross_entropy(
-        x.reshape(-1, x.shape[-1]),
-        targets.reshape(-1).long(),
+        rows,
+        flat,
         ignore_index=op.ignore_index,
         label_smoothing=op.label_smoothing,
         reduction=op.reduction,
     )
+    if op.z_loss:
+        counts = flat != op.ignore_index
+        z = torch.where(counts, op.z_loss * rows.logsumexp(1).square(), 0.0)
+        if op.reduction != "none":
+            z = z.sum() / (counts.sum() if op.reduction == "mean" else 1)
+        loss = loss + z
     return loss.view(targets.shape) if op.reduction == "none" else loss
 
 
@@ -68,7 +76,26 @@ def test_against_torch_in_float64(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    op = CrossEntropy(label_smoothing=smoothing, reduction=reduction)
+    check(
+        CrossEntropy(label_smoothing=smoothing, reduction=reduction), shape, classes, dtype, device
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_z_loss(smoothing: float, reduction: Any, dtype: torch.dtype, device: torch.device) -> None:
+    op = CrossEntropy(label_smoothing=smoothing, reduction=reduction, z_loss=1e-2)
+    check(op, (2, 5), 33, dtype, device)
+
+
+def check(
+    op: CrossEntropy,
+    shape: tuple[int, ...],
+    classes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     x = (3 * torch.randn(*shape, classes, device=device)).to(dtype).requires_grad_()
     targets = some_targets(shape, classes, device)
     x64 = x.detach().double().requires_grad_()
@@ -234,6 +261,9 @@ def test_copies() -> None:
         ({"reduction": "max"}, "reduction must be .*'max'"),
         ({"label_smoothing": -0.1}, "label_smoothing must be between 0 and 1 .*=-0.1"),
         ({"label_smoothing": 1.1}, "label_smoothing must be between 0 and 1"),
+        ({"z_loss": -1.0}, r"z_loss must be a finite number, and not negative .*z_loss=-1\.0"),
+        ({"z_loss": math.inf}, "z_loss must be a finite number.*=inf"),
+        ({"z_loss": math.nan}, "z_loss must be a finite number.*=nan"),
     ],
 )
 def test_refuses_arguments(kwargs: dict[str, Any], text: str) -> None:
@@ -258,9 +288,17 @@ def test_refuses_inputs(x: Tensor, targets: Tensor, text: str) -> None:
 
 
 @pytest.mark.parametrize("target", [5, -1])
-def test_a_target_that_is_no_class_fails(target: int) -> None:
-    with pytest.raises((IndexError, RuntimeError)):
-        CrossEntropy()(torch.ones(1, 5), torch.tensor([target]))
+def test_a_target_that_is_no_class_fails(target: int, device: torch.device) -> None:
+    x = torch.ones(2, 5, device=device, requires_grad=True)
+    targets = torch.tensor([target, 1], device=device)
+    if not runs(x):
+        with pytest.raises((IndexError, RuntimeError)):
+            CrossEntropy()(x, targets)
+        return
+    # Kernels could only end the process.
+    loss = CrossEntropy(reduction="none")(x, targets)
+    assert loss.isnan().tolist() == [True, False]
+    assert grad_of(loss.sum(), x, loss.new_ones(())).isnan().all(1).tolist() == [True, False]
 
 
 def test_refuses_keywords() -> None:
@@ -270,9 +308,18 @@ def test_refuses_keywords() -> None:
         )
 
 
+def test_z_loss_shows() -> None:
+    op = CrossEntropy(z_loss=1e-4)
+    text = "CrossEntropy(ignore_index=-100, label_smoothing=0.0, reduction='mean', z_loss=0.0001)"
+    assert repr(op) == text
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_checked_like_a_users_operation(reduction: Any, device: torch.device) -> None:
-    op = CrossEntropy(label_smoothing=0.1, reduction=reduction)
+def test_checked_like_a_users_operation(
+    reduction: Any, z_loss: float, device: torch.device
+) -> None:
+    op = CrossEntropy(label_smoothing=0.1, reduction=reduction, z_loss=z_loss)
     x = torch.randn(6, 5, device=device)
     targets = some_targets((6,), 5, device)
     # Without rows the mean is nan.

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from opfuser import Dropout, Identity, OperationContext, Sequential
 from opfuser.errors import ArgumentError, OpKwargsError
+from opfuser.kernels.pointwise import draws_seeds
+from opfuser.kernels.pointwise_plain import survivors
 from opfuser.op import GradNeeds
 from opfuser.testing import check_op
 
@@ -45,7 +47,7 @@ def test_kept_entries_are_scaled_and_the_gradient_has_the_same_mask(
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_share_of_zeros(p: float, device: torch.device) -> None:
-    x = torch.ones(100_000, device=device)
+    x = torch.ones(100, 1000, device=device)
     y, _ = run(Dropout(p), x, x)
     share = (y == 0).double().mean().item()
     assert abs(share - p) < 5 * (p * (1 - p) / x.numel()) ** 0.5
@@ -53,10 +55,11 @@ def test_share_of_zeros(p: float, device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_numbers_as_torch_from_the_same_seed(dtype: torch.dtype, device: torch.device) -> None:
+    """Where kernels run, from the same seed as the reference: kernels draw their own numbers."""
     x, dy = torch.randn(2, 37, 11, dtype=dtype, device=device)
     op = Dropout(0.25)
     y, dx = run(op, x, dy)
-    for plain in (lambda t: F.dropout(t, 0.25), op.reference):
+    for plain in (op.reference, op.reference if draws_seeds(x) else lambda t: F.dropout(t, 0.25)):
         torch.manual_seed(1)
         leaf = x.detach().requires_grad_()
         expected = plain(leaf)
@@ -122,17 +125,18 @@ def test_checkpointing_draws_the_mask_again(use_reentrant: bool) -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
 
-def test_one_byte_per_entry_is_saved() -> None:
+def test_a_seed_or_one_byte_per_entry_is_saved(device: torch.device) -> None:
     saved: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
         saved.append(t)
         return t
 
-    x = torch.randn(40, 3, requires_grad=True)
+    x = torch.randn(40, 3, device=device, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         Dropout(0.5)(x)
-        assert sum(t.numel() * t.element_size() for t in saved) == x.numel()
+        bytes_saved = sum(t.numel() * t.element_size() for t in saved)
+        assert bytes_saved == (8 if draws_seeds(x) else x.numel())
         saved.clear()
         Dropout(0.5).eval()(x)
         assert not saved
@@ -162,6 +166,33 @@ def test_backward_after_a_forward_that_left_no_probability() -> None:
     dx, _ = Dropout(0.75).op_backward(ctx, torch.ones(2))
     assert dx is not None
     assert dx.tolist() == [4, 0]
+
+
+def test_backward_makes_the_mask_from_a_seed() -> None:
+    ctx = OperationContext()
+    ctx.needs = GradNeeds(True, (), ())
+    dy, seed = torch.rand(30, 7) + 1, torch.tensor([11])
+    ctx.saved_tensors = (seed,)
+    dx, _ = Dropout(0.75).op_backward(ctx, dy)
+    assert dx is not None
+    torch.testing.assert_close(dx, 4 * dy * survivors(dy, seed, 0.75))
+
+
+@pytest.mark.gpu
+def test_each_replay_of_a_graph_draws_a_mask_of_its_own() -> None:
+    op, x = Dropout(0.5), torch.ones(64, 64, device="cuda", requires_grad=True)
+    dy = torch.ones_like(x)
+    torch.autograd.grad(op(x), x, dy)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = op(x)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    masks = []
+    for _ in range(2):
+        graph.replay()
+        assert torch.equal(y, dx)
+        masks.append(y != 0)
+    assert 0.4 < (masks[0] == masks[1]).double().mean().item() < 0.6
 
 
 # The tracer of torch.compile makes an instance of Function, against torch's own advice.

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opfuser import RotaryEmbedding, Sequential
 from opfuser.errors import ArgumentError, InputError, OpKwargsError
+from opfuser.kernels import rotary_plain
 from opfuser.testing import check_op
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -85,6 +86,18 @@ def test_against_complex_numbers(
     assert_as_good_as(grad_of(y, x, dy), grad_of(plain, x, dy), dtruth)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_long_sequences_are_walked_in_blocks(
+    variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotary_plain, "_BLOCK", 200)
+    op = make(variant)
+    x = torch.randn(2, 41, features(op), dtype=dtype)
+    assert len(rotary_plain._blocks(x.view(2, 41, -1, op.head_dim))) > 3
+    assert_as_good_as(op(x), op.reference(x), exact(op, x))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", ["sequence", "batch", "int32", "first of the batch"])
 def test_given_positions(variant: str, kind: str, device: torch.device) -> None:
@@ -133,6 +146,7 @@ def test_other_layouts_of_input_and_gradient(variant: str) -> None:
     inputs = [
         torch.randn(width, 3, 2, dtype=torch.float64).permute(2, 1, 0),
         torch.randn(2, 3, 2 * width, dtype=torch.float64)[..., ::2],
+        torch.randn(2, 3, width + 1, dtype=torch.float64)[..., 1:],
         torch.randn(1, 3, width, dtype=torch.float64).expand(2, 3, width),
     ]
     for value in inputs:
@@ -164,6 +178,16 @@ def test_one_table_per_dtype_however_many_lengths() -> None:
     assert {table.shape[0] for pair in op._tables.values() for table in pair} == {8}
 
 
+def test_frequencies_are_computed_once_however_often_positions_are_given() -> None:
+    op = make("partial")
+    x = torch.randn(1, 3, features(op))
+    first = op(x, positions=torch.arange(3))
+    (kept,) = op._kept_frequencies.values()
+    assert kept.shape == (op.rotary_dim // 2,)
+    torch.testing.assert_close(op(x, positions=torch.arange(3)), first, rtol=0, atol=0)
+    assert op._kept_frequencies[torch.device("cpu"), torch.float32] is kept
+
+
 def test_max_positions_fixes_the_table_and_the_length() -> None:
     op = make("half-split", max_positions=10)
     op(torch.randn(1, 3, features(op)))
@@ -179,6 +203,7 @@ def test_tables_are_no_state() -> None:
     assert not op.state_dict()
     for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
         assert not twin._tables
+        assert not twin._kept_frequencies
         torch.testing.assert_close(twin(x), expected, rtol=0, atol=0)
         assert repr(twin) == repr(op)
     assert op._tables
@@ -204,6 +229,7 @@ def test_fake_tensors_leave_no_table_behind() -> None:
         assert x.grad is not None
         assert x.grad.shape == x.shape
     assert not op._tables
+    assert not op._kept_frequencies
     x = torch.randn(2, 5, features(op))
     torch.testing.assert_close(op(x).double(), exact(op, x), rtol=1e-5, atol=1e-5)
 

@@ -1,0 +1,166 @@
+"""Element-wise operations whose mathematics a user gives."""
+
+from __future__ import annotations
+
+import functools
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, ArgumentTypeError, MissingImplementationError, explain
+from ..kernels.launch import runs
+from ..kernels.pointwise import FUNCTION, Chain, Stage
+from ..kernels.scalar import ScalarFunction, cast, wide_dtype
+from ..op import BasicOperation, OperationContext, compute_dtype
+
+__all__ = ["PointwiseOperation"]
+
+
+class PointwiseOperation(BasicOperation):
+    """Applies a function f of one number to each element: ``y = f(x)``, ``dx = dy f'(x)``.
+
+    A subclass gives f in two forms. :meth:`value` is that in torch, and serves every device. The
+    Triton function :attr:`device_function` is that for a GPU, and lets a run of operations become
+    one kernel. Neither pass of the operation may be overridden in a class that shall fuse.
+
+    Any shape; the output has the compute dtype (autocast's, else the input's). Both forms work in
+    fp32, or in fp64 for fp64. Saved: the input.
+
+    Args:
+        *constants: numbers that f depends on. They are compiled into kernels.
+
+    Class attributes:
+        device_function: ``f(x, P)``, which returns the pair (value, derivative) for a tile x in
+            fp32 and the tuple P of the constants. Either the Triton function itself, or its place
+            as ``"module:name"``, so that Triton need not be there before the first kernel. Without
+            one the torch form runs on a GPU too, and nothing is fused.
+
+    Raises:
+        ArgumentError: ``device_function`` is a string without a module or a name.
+        ArgumentTypeError: a constant is no real Python number.
+        MissingImplementationError: in forward, if the subclass has no :meth:`value`.
+        InputError: in forward, if x is not fp16, bf16, fp32 or fp64.
+    """
+
+    class Saved(NamedTuple):
+        input: Tensor
+
+    device_function: ClassVar[Any] = None
+
+    def __init__(self, *constants: float) -> None:
+        super().__init__()
+        device = type(self).device_function
+        if isinstance(device, str) and not all(device.partition(":")):
+            raise ArgumentError(
+                explain(
+                    "The place of a device function is written as 'module:name'",
+                    where=type(self).__name__,
+                    received=repr(device),
+                )
+            )
+        for constant in constants:
+            if not isinstance(constant, Real):
+                raise ArgumentTypeError(
+                    explain(
+                        "The constants of a pointwise operation are real Python numbers",
+                        where=type(self).__name__,
+                        received="a tensor" if isinstance(constant, Tensor) else repr(constant),
+                        remedy="Compute anything else outside of the operation",
+                    )
+                )
+        self.constants: tuple[float, ...] = tuple(map(float, constants))
+
+    def value(self, x: Tensor) -> Tensor:
+        """``f(x)`` in differentiable torch. May not write to x."""
+        raise MissingImplementationError(
+            explain(
+                "A pointwise operation gives its function in torch",
+                where=type(self).__name__,
+                remedy="Implement value(x)",
+            )
+        )
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """``f'(x)`` in torch. By default autograd finds it, at the cost of another forward."""
+        if torch.compiler.is_compiling():  # which traces no autograd.grad; in eager mode it is slow
+            pulled: Any = torch.func.vjp(self.value, x)
+            slope: Tensor = pulled[1](torch.ones_like(pulled[0]))[0]
+            return slope
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = self.value(leaf)
+        return torch.autograd.grad(y, leaf, torch.ones_like(y))[0]
+
+    @property
+    def stage(self) -> Stage | None:
+        """What kernels run; None without a device function."""
+        device = type(self).device_function
+        if device is None:
+            return None
+        return Stage(FUNCTION, device, self.constants, _TorchForm(self), linear=False)
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        x = cast(input_, compute_dtype(input_, self))
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(x))
+        if not self._has_kernel(x):
+            return _TorchForm(self).value(x)
+        y, _ = _chain(type(self).device_function, self.constants).forward(x, (None,), (x.dtype,))
+        return y
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[()]]:
+        if not ctx.needs.input:
+            return None, ()
+        assert ctx.saved_tensors is not None
+        (x,) = ctx.saved_tensors
+        assert x is not None
+        if not self._has_kernel(x):
+            return _TorchForm(self).backward(grad_output, x), ()
+        chain = _chain(type(self).device_function, self.constants)
+        dx, _ = chain.backward(grad_output, x, (None,), (False, True), (x.dtype,))
+        return dx, ()
+
+    def _has_kernel(self, x: Tensor) -> bool:
+        # What torch.compile traces, it fuses itself.
+        has_device_function = type(self).device_function is not None
+        return has_device_function and runs(x) and not torch.compiler.is_compiling()
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return self.value(input_)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(repr, self.constants))
+
+
+@functools.lru_cache(None)
+def _chain(device: Any, constants: tuple[float, ...]) -> Chain:
+    """The kernels of one such operation."""
+    return Chain([Stage(FUNCTION, device, constants, None, linear=False)])
+
+
+class _TorchForm(ScalarFunction):
+    """The torch form of an operation; rounds fp16 and bf16 at the end only, as kernels do."""
+
+    def __init__(self, op: PointwiseOperation) -> None:
+        self.op = op
+
+    def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return cast(self.op.value(cast(x, wide_dtype(x.dtype))), x.dtype)
+
+    def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        wide = wide_dtype(x.dtype)
+        return cast(self.op.derivative(cast(x, wide)) * cast(dy, wide), x.dtype)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return self.op.value(x)

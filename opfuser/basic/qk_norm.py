@@ -1,0 +1,192 @@
+"""Root-mean-square normalisation of every query and key head."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, InputError, explain
+from ..kernels.rotary import qk_norm, qk_norm_backward
+from ..kernels.scalar import cast, wide_dtype
+from ..op import BasicOperation, OperationContext, compute_dtype
+from ._dtypes import check_parameter_dtype
+from ._norms import check_eps
+
+__all__ = ["QKNorm"]
+
+
+class QKNorm(BasicOperation):
+    r"""Root-mean-square normalisation of every query and key head of packed queries, keys, values.
+
+    .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} w
+
+    for the ``head_dim`` entries x of each head, with one weight w for all query heads and one for
+    all key heads. The values pass unchanged. Statistics and arithmetic are in fp32 (fp64 for an
+    fp64 input), whatever the dtype of the parameters; the output has the compute dtype (autocast's,
+    else the input's).
+
+    Shapes: input and output ``(..., (num_heads + 2 * num_kv_heads) * head_dim)``: the heads of the
+    queries, then of the keys, then of the values. Saved: the input, and
+    ``1 / sqrt(mean(x²) + eps)``, ``(..., num_heads + num_kv_heads)``.
+
+    One kernel forward; one backward, and one that sums up what its programs found for the weights.
+    ATen and its peers have norms of contiguous rows, of one weight: they would take copies of the
+    queries and of the keys.
+
+    Sources: Henry et al., "Query-Key Normalization for Transformers", 2020, arXiv 2010.04245, and
+    Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023, arXiv 2302.05442.
+    With RMSNorm, as here, in Qwen3, OLMo 2 and Gemma 3.
+
+    Args:
+        num_heads: query heads.
+        head_dim: entries per head.
+        num_kv_heads: key heads, and as many value heads; None is ``num_heads``.
+        eps: added to the mean square.
+        device: of the weights; None is torch's default.
+        dtype: of the weights; None is torch's default.
+        zero_centered_gamma: scale by ``1 + weight``; the weights then start at zero.
+
+    Raises:
+        ArgumentError: if a size is not positive, ``eps`` is negative or not finite, or ``dtype``
+            not fp16, bf16, fp32 or fp64.
+        ArgumentTypeError: if ``eps`` is not a number.
+        InputError: in forward, if a shape or dtype is not as above.
+    """
+
+    backward_reads_parameters = True
+
+    class Saved(NamedTuple):
+        input: Tensor
+        rstd: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_kv_heads: int | None = None,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name in ("num_heads", "head_dim", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(
+                    explain(
+                        f"{name} must be positive",
+                        where="QKNorm",
+                        received=f"{name}={getattr(self, name)}",
+                    )
+                )
+        check_eps(eps, "QKNorm")
+        check_parameter_dtype(dtype, "QKNorm")
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.q_weight = nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype))
+        self.k_weight = nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key heads (and as many value heads), entries per head."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    def reset_parameters(self) -> None:
+        """Sets the scales to one."""
+        for weight in (self.q_weight, self.k_weight):
+            nn.init.constant_(weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        self.check_input(input_)
+        x = cast(input_, compute_dtype(input_, self))
+        return self.normalise(ctx, x, None, None, 0, False)
+
+    def normalise(
+        self,
+        ctx: OperationContext,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        period: int,
+        interleaved: bool,
+    ) -> Tensor:
+        """The output for an x in the compute dtype, turned by a RotaryEmbedding's angles if given.
+
+        Saves what :meth:`op_backward` reads.
+        """
+        how = (self.num_kv_heads, interleaved, self.eps, self.zero_centered_gamma)
+        y: Tensor
+        y, rstd = qk_norm(x, self.q_weight, self.k_weight, cos, sin, period, *how)
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(x, rstd))
+        return y
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
+        return self.gradients(ctx, grad_output, None, None, 0, False)
+
+    def gradients(
+        self,
+        ctx: OperationContext,
+        grad_output: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        period: int,
+        interleaved: bool,
+    ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
+        """What :meth:`op_backward` returns, for a gradient of turned queries and keys."""
+        x, rstd = ctx.saved_tensors
+        q_weight, k_weight = ctx.parameters
+        need_dx, (need_dq, need_dk), _ = ctx.needs
+        how = (interleaved, self.zero_centered_gamma, need_dx, need_dq or need_dk)
+        grads = qk_norm_backward(grad_output, x, q_weight, k_weight, rstd, cos, sin, period, *how)
+        dx = grads[0].view(grad_output.shape) if need_dx else None
+        dq, dk = grads[-2:] if need_dq or need_dk else (None, None)
+        return dx, (dq if need_dq else None, dk if need_dk else None)
+
+    def check_input(self, input_: Tensor) -> None:
+        """Raises InputError unless the last dimension of ``input_`` holds all heads."""
+        features = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        if not input_.dim() or input_.shape[-1] != features:
+            raise InputError(
+                explain(
+                    f"The input must be (..., {features})",
+                    where=f"QKNorm({self.extra_repr()})",
+                    received=f"shape {tuple(input_.shape)}",
+                    remedy="Pass queries, keys and values packed in the last dimension",
+                )
+            )
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        self.check_input(input_)
+        wide = input_.to(wide_dtype(input_.dtype)).unflatten(-1, (-1, self.head_dim))
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        *qk, values = wide.split(sizes, dim=-2)
+        parts = []
+        for heads, weight in zip(qk, (self.q_weight, self.k_weight)):
+            scale = weight.to(wide.dtype) + int(self.zero_centered_gamma)
+            mean_square = heads.square().mean(-1, keepdim=True)
+            parts.append(heads * torch.rsqrt(mean_square + self.eps) * scale)
+        return torch.cat([*parts, values], -2).flatten(-2).to(input_.dtype)
+
+    def extra_repr(self) -> str:
+        centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, "
+            f"num_kv_heads={self.num_kv_heads}, eps={self.eps}{centred}"
+        )

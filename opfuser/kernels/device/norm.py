@@ -1,0 +1,255 @@
+"""RMSNorm, LayerNorm and L2 normalisation of rows.
+
+Dimensions: R rows, D columns, P programs that share the rows. x, residual, dy, residual_grad:
+(R, D), rows apart by their stride; y, total, dx: (R, D), contiguous; weight, bias: (D,); mean,
+rstd: (R,); partial: (1 or 2, P, D), sums for dw and, with a bias, for db. Pointers may be None.
+
+With ``share`` = 1/D, or 1 for L2 normalisation, and mean = 0 where mean_ptr is None:
+
+    rstd = (share Σ (x - mean)² + eps)^-1/2        x̂ = (x - mean) rstd        y = x̂ w + b
+    dx = residual_grad + rstd (dy w - x̂ share Σ dy w x̂ - share Σ dy w)       dw = Σ dy x̂, db = Σ dy
+
+with the last sum of dx for LayerNorm alone, and w = weight, weight + 1, or 1 without a weight.
+y is computed by the same two roundings in forward and backward, so that both give the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load(ptr, row, stride, cols, inside):
+    """Elements of rows in fp32, 0 outside."""
+    at = ptr + row.to(tl.int64) * stride + cols
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, row, stride, cols, inside, value):
+    at = ptr + row.to(tl.int64) * stride + cols
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_scale(weight_ptr, cols, within, ZERO_CENTERED: tl.constexpr):
+    if weight_ptr is None:
+        scale = tl.full(cols.shape, 1.0, tl.float32)
+    else:
+        scale = tl.load(weight_ptr + cols, mask=within, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            scale += 1.0
+    return scale
+
+
+@triton.jit
+def _load_bias(bias_ptr, cols, within):
+    if bias_ptr is None:
+        bias = tl.zeros(cols.shape, tl.float32)
+    else:
+        bias = tl.load(bias_ptr + cols, mask=within, other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def norm_forward(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
+    rows, columns, x_stride, residual_stride,
+    eps, share,
+    ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Whole rows in registers: (BLOCK_ROWS, BLOCK_COLS >= D) per program."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_COLS)[None, :]
+    within = cols < columns
+    inside = within & (row < rows)
+    x = _load(x_ptr, row, x_stride, cols, inside)
+    if residual_ptr is not None:
+        x += _load(residual_ptr, row, residual_stride, cols, inside)
+        total = x.to(total_ptr.dtype.element_ty)
+        _store(total_ptr, row, columns, cols, inside, total)
+        x = total.to(tl.float32)
+    scale = _load_scale(weight_ptr, cols, within, ZERO_CENTERED)
+    bias = _load_bias(bias_ptr, cols, within)
+    if mean_ptr is not None:
+        # Not a product after the sum: x - mean would become one operation with it, and its mean not
+        # be the rounded one that backward reads.
+        mean = tl.sum(x * share, 1, keep_dims=True)
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+        x = tl.where(inside, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * share + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    _store(y_ptr, row, columns, cols, inside, tl.fma(x * rstd, scale, bias))
+
+
+@triton.jit
+def norm_forward_wide(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
+    rows, columns, x_stride, residual_stride,
+    eps, share,
+    ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One row per program, BLOCK_COLS columns at a time, and a second time from the cache.
+
+    Each lane keeps mean and sum of squared deviations of its columns, by Welford's recurrence.
+    """
+    row = tl.program_id(0)
+    means = tl.zeros([BLOCK_COLS], tl.float32)
+    squares = tl.zeros([BLOCK_COLS], tl.float32)
+    count = 0.0
+    for start in tl.range(0, columns, BLOCK_COLS, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        inside = cols < columns
+        x = _load(x_ptr, row, x_stride, cols, inside)
+        if residual_ptr is not None:
+            x += _load(residual_ptr, row, residual_stride, cols, inside)
+            total = x.to(total_ptr.dtype.element_ty)
+            _store(total_ptr, row, columns, cols, inside, total)
+            x = total.to(tl.float32)
+        if mean_ptr is None:
+            squares += x * x
+        else:
+            count += 1.0
+            deviation = tl.where(inside, x - means, 0.0)
+            means += deviation * (1.0 / count)
+            squares += deviation * tl.where(inside, x - means, 0.0)
+    mean = 0.0
+    if mean_ptr is not None:
+        # Lanes beyond the end of the last block have seen one column less.
+        seen = tl.cdiv(columns - tl.arange(0, BLOCK_COLS), BLOCK_COLS).to(tl.float32)
+        mean = tl.sum(means * (seen * share), 0)
+        squares += seen * (means - mean) * (means - mean)
+        tl.store(mean_ptr + row, mean)
+    rstd = tl.rsqrt(tl.sum(squares, 0) * share + eps)
+    tl.store(rstd_ptr + row, rstd)
+    if residual_ptr is not None:
+        tl.debug_barrier()  # the sum is read again, maybe by other threads than wrote it
+    for start in tl.range(0, columns, BLOCK_COLS, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        inside = cols < columns
+        if residual_ptr is None:
+            x = _load(x_ptr, row, x_stride, cols, inside)
+        else:
+            x = _load(total_ptr, row, columns, cols, inside)
+        if mean_ptr is not None:
+            x -= mean
+        scale = _load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
+        bias = _load_bias(bias_ptr, cols, inside)
+        _store(y_ptr, row, columns, cols, inside, tl.fma(x * rstd, scale, bias))
+
+
+@triton.jit
+def norm_backward(
+    dy_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_grad_ptr,
+    dx_ptr, y_ptr, partial_ptr,
+    rows, columns, dy_stride, x_stride, residual_grad_stride,
+    share,
+    ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes every P-th block of rows, and sums dw and db over all it takes.
+
+    Without dx, the columns may be shared out along the second axis of the grid.
+    """
+    program = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    within = cols < columns
+    scale = _load_scale(weight_ptr, cols, within, ZERO_CENTERED)
+    dw = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    db = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    step = tl.num_programs(0) * BLOCK_ROWS
+    for start in tl.range(program * BLOCK_ROWS, rows, step, num_stages=STAGES):
+        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        inside = within & (row < rows)
+        xhat = _load(x_ptr, row, x_stride, cols, inside)
+        dy = _load(dy_ptr, row, dy_stride, cols, inside)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        if mean_ptr is not None:
+            xhat -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        xhat *= rstd
+        if y_ptr is not None:
+            bias = _load_bias(bias_ptr, cols, within)
+            _store(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
+        if partial_ptr is not None:
+            dw += dy * xhat
+            if bias_ptr is not None:
+                db += dy
+        if dx_ptr is not None:
+            dh = dy * scale
+            dx = dh - xhat * (tl.sum(dh * xhat, 1, keep_dims=True) * share)
+            if mean_ptr is not None:
+                dx -= tl.sum(dh, 1, keep_dims=True) * share
+            dx *= rstd
+            if residual_grad_ptr is not None:
+                dx += _load(residual_grad_ptr, row, residual_grad_stride, cols, inside)
+            _store(dx_ptr, row, columns, cols, inside, dx)
+    if partial_ptr is not None:
+        at = partial_ptr + program * columns + cols
+        tl.store(at, tl.sum(dw, 0, keep_dims=True), mask=within)
+        if bias_ptr is not None:
+            at += tl.num_programs(0) * columns
+            tl.store(at, tl.sum(db, 0, keep_dims=True), mask=within)
+
+
+@triton.jit
+def norm_backward_wide(
+    dy_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_grad_ptr, dx_ptr, y_ptr,
+    rows, columns, dy_stride, x_stride, residual_grad_stride,
+    share,
+    ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Writes dx and y of one row per program, BLOCK_COLS columns at a time, twice."""
+    row = tl.program_id(0)
+    rstd = tl.load(rstd_ptr + row)
+    mean = 0.0
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row)
+    slopes = tl.zeros([BLOCK_COLS], tl.float32)
+    shifts = tl.zeros([BLOCK_COLS], tl.float32)
+    for start in tl.range(0, columns, BLOCK_COLS, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        inside = cols < columns
+        dh = _load(dy_ptr, row, dy_stride, cols, inside)
+        dh *= _load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
+        slopes += dh * ((_load(x_ptr, row, x_stride, cols, inside) - mean) * rstd)
+        shifts += dh
+    slope = tl.sum(slopes, 0) * share
+    shift = 0.0
+    if mean_ptr is not None:
+        shift = tl.sum(shifts, 0) * share
+    for start in tl.range(0, columns, BLOCK_COLS, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_COLS)
+        inside = cols < columns
+        scale = _load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
+        xhat = (_load(x_ptr, row, x_stride, cols, inside) - mean) * rstd
+        if y_ptr is not None:
+            bias = _load_bias(bias_ptr, cols, inside)
+            _store(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
+        dh = _load(dy_ptr, row, dy_stride, cols, inside) * scale
+        dx = (dh - xhat * slope - shift) * rstd
+        if residual_grad_ptr is not None:
+            dx += _load(residual_grad_ptr, row, residual_grad_stride, cols, inside)
+        _store(dx_ptr, row, columns, cols, inside, dx)
+
+
+@triton.jit
+def sum_partials(
+    partial_ptr, dw_ptr, db_ptr,
+    programs, columns,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """Sums up dw of BLOCK_COLS columns, or db along the second axis of the grid."""
+    parameter = tl.program_id(1)
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    within = cols < columns
+    sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for start in range(0, programs, BLOCK_ROWS):
+        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
+        at = partial_ptr + (parameter * programs + row) * columns + cols
+        sums += tl.load(at, mask=within & (row < programs), other=0.0)
+    total = tl.sum(sums, 0, keep_dims=True)
+    if parameter == 0:
+        tl.store(dw_ptr + cols, total.to(dw_ptr.dtype.element_ty), mask=within)
+    elif db_ptr is not None:
+        tl.store(db_ptr + cols, total.to(db_ptr.dtype.element_ty), mask=within)

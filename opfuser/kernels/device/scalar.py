@@ -1,0 +1,159 @@
+"""Scalar functions with their derivatives: ``f(x, P)`` is the pair (value, derivative), in fp32.
+
+``x`` is an fp32 tile and ``P`` the tuple of the function's parameters. The compiler drops whichever
+result a kernel leaves unused. The functions in plain torch, and what they mean, are in
+``opfuser.kernels.scalar``; a NaN comes out as a NaN, and a clamp passes the gradient at its limit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chain(dy, derivative):
+    """``dy f'(x)``; where f is flat nothing passes, an infinite gradient neither."""
+    return tl.where(derivative == 0.0, 0.0, dy * derivative)
+
+
+@triton.jit
+def identity(x, P: tl.constexpr):
+    """``x``."""
+    return x, tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _sigmoid(x):
+    """``σ(x)`` and ``1 - σ(x)``, both without overflow and to a few units in the last place."""
+    e = tl.exp(-tl.abs(x))
+    larger = 1.0 / (1.0 + e)
+    smaller = e * larger
+    return tl.where(x < 0.0, smaller, larger), tl.where(x < 0.0, larger, smaller)
+
+
+@triton.jit
+def sigmoid(x, P: tl.constexpr):
+    """``σ(x)``."""
+    s, rest = _sigmoid(x)
+    return s, s * rest
+
+
+@triton.jit
+def _tanh(x):
+    """Hyperbolic tangent and its derivative, both within a few units in the last place.
+
+    Near 0 a polynomial in x² (Chebyshev fit, relative error 8e-8 up to |x| = 0.6), since
+    (1 - e) / (1 + e) with ``e = exp(-2 |x|)`` loses digits there.
+    """
+    size = tl.abs(x)
+    e = tl.exp(-2.0 * size)
+    inverse = 1.0 / (1.0 + e)
+    z = x * x
+    p = 0.021116216 - 0.00627639009 * z
+    p = -0.0538751387 + p * z
+    p = 0.13332924 + p * z
+    p = -0.333333304 + p * z
+    near = x + x * z * p
+    far = (1.0 - e) * inverse
+    t = tl.where(size < 0.6, near, tl.where(x < 0, -far, far))
+    return t, tl.where(size < 0.6, 1.0 - near * near, 4.0 * e * inverse * inverse)
+
+
+@triton.jit
+def tanh(x, P: tl.constexpr):
+    """``tanh(x)``."""
+    return _tanh(x)
+
+
+@triton.jit
+def softplus(x, P: tl.constexpr):
+    """``log(1 + e^z) / β``, z = βx, and x where z > threshold, for P = (β, threshold).
+
+    As ``max(z, 0) + log1p(e)`` with ``e = exp(-|z|)`` and ``log1p(e) = 2 atanh(e / (2 + e))``, that
+    by a polynomial (Chebyshev fit on [0, 1/3], relative error 8e-8): the logarithm of 1 + e
+    would lose e.
+    """
+    z = x * P[0]
+    e = tl.exp(-tl.abs(z))
+    s = e / (2.0 + e)
+    q = s * s
+    p = 0.14116978 + 0.134337745 * q
+    p = 0.200038354 + p * q
+    p = 0.333333198 + p * q
+    value = (tl.where(z <= 0.0, 0.0, z) + 2.0 * (s + s * q * p)) * (1.0 / P[0])
+    slope, _ = _sigmoid(z)
+    linear = z > P[1]
+    return tl.where(linear, x, value), tl.where(linear, 1.0, slope)
+
+
+@triton.jit
+def relu(x, P: tl.constexpr):
+    """``max(x, 0)``, of derivative 0 at 0."""
+    return tl.where(x <= 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)
+
+
+@triton.jit
+def squared_relu(x, P: tl.constexpr):
+    """``max(x, 0)²``."""
+    r = tl.where(x <= 0.0, 0.0, x)
+    return r * r, 2.0 * r
+
+
+@triton.jit
+def swish(x, P: tl.constexpr):
+    """``x σ(βx)`` for P = (β,)."""
+    z = x * P[0]
+    s, rest = _sigmoid(z)
+    return x * s, s * (1.0 + z * rest)
+
+
+@triton.jit
+def gelu_erf(x, P: tl.constexpr):
+    """``x Φ(x)``."""
+    cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return x * cdf, cdf + x * density
+
+
+@triton.jit
+def gelu_tanh(x, P: tl.constexpr):
+    """``x/2 (1 + tanh u) = x σ(2u)``, without the cancellation in 1 + tanh."""
+    c1: tl.constexpr = 1.5957691216057308  # 2 √(2/π)
+    c3: tl.constexpr = 0.07135481627260025  # 0.044715 of that
+    square = x * x
+    s, rest = _sigmoid(x * (c1 + c3 * square))
+    return x * s, s + x * (c1 + 3.0 * c3 * square) * s * rest
+
+
+@triton.jit
+def soft_cap(x, P: tl.constexpr):
+    """``c tanh(x / c)`` for P = (c,)."""
+    t, slope = _tanh(x * (1.0 / P[0]))
+    return P[0] * t, slope
+
+
+@triton.jit
+def soft_capped_swish(x, P: tl.constexpr):
+    """``c tanh(x / c) σ(x)`` for P = (c,)."""
+    t, slope = _tanh(x * (1.0 / P[0]))
+    s, rest = _sigmoid(x)
+    value = P[0] * t * s
+    return value, slope * s + value * rest
+
+
+@triton.jit
+def clamped_swish(x, P: tl.constexpr):
+    """``c σ(αc)``, c = min(x, limit), for P = (α, limit)."""
+    c = tl.where(x > P[1], P[1], x)
+    value, slope = swish(c, P)
+    return value, tl.where(x > P[1], 0.0, slope)
+
+
+@triton.jit
+def shifted_clamp(x, P: tl.constexpr):
+    """``min(max(x, -limit), limit) + offset``, for P = (limit, offset)."""
+    limit: tl.constexpr = P[0]
+    below = tl.where(x < -limit, -limit, x)
+    outside = (x < -limit) | (x > limit)
+    return tl.where(x > limit, limit, below) + P[1], tl.where(outside, 0.0, 1.0)

@@ -1,0 +1,187 @@
+"""Runs of element-wise operations as chains: one kernel forward, one backward.
+
+Dimensions: R rows, which are all dimensions but the last, C columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import pointwise_plain as plain
+from .activation import cdiv
+from .launch import AVAILABLE, DTYPES, INTERPRETED, runs
+from .pointwise_launch import (
+    MAX_OPERANDS,
+    Gradients,
+    Tiled,
+    Wants,
+    forward_launch,
+    gradients,
+    launch_backward,
+    padded,
+    reads_of,
+    size_of,
+)
+from .pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Scale, Stage
+
+__all__ = [
+    "ADD",
+    "BIAS",
+    "DROPOUT",
+    "FUNCTION",
+    "KEEP",
+    "MAX_OPERANDS",
+    "Chain",
+    "Scale",
+    "Stage",
+    "draw_seed",
+    "draws_seeds",
+    "dropout",
+]
+
+
+def draws_seeds(x: Tensor) -> bool:
+    """Whether dropout of x, in any dtype, makes its mask out of a seed instead of storing it."""
+    return runs(x) or (AVAILABLE and (x.is_cuda or INTERPRETED))
+
+
+def draw_seed(x: Tensor) -> Tensor:
+    """A seed from the generator of the device of x, without the host waiting for it."""
+    return torch.randint(2**63 - 1, (1,), device=x.device)
+
+
+def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
+    """``x / (1 - p)`` where the seed keeps it, else 0; contiguous. Its own gradient, for x = dy."""
+    if not _on_kernels(x):
+        return plain.dropout(x, seed, p)
+    y, _ = _dropout_chain(p).forward(x, (seed,), (x.dtype,))
+    return y
+
+
+@functools.lru_cache(None)
+def _dropout_chain(p: float) -> Chain:
+    return Chain([Stage(DROPOUT, parameters=(p,))])
+
+
+class Chain:
+    """A run of element-wise stages. It keeps what it launches.
+
+    Args:
+        stages: in the order of forward.
+
+    Attributes:
+        reads: for each stage, whether backward needs its operand; that of a KEEP is what it kept.
+        reads_x: whether backward needs the input.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = tuple(stages)
+        self.reads, self.reads_x = reads_of(self.stages)
+        self._by_rows = any(stage.kind in (BIAS, DROPOUT) for stage in stages)
+        self._forwards: dict[Any, Tiled] = {}
+        self._backwards: dict[Any, Gradients] = {}
+
+    def __reduce__(self) -> Any:
+        return Chain, (self.stages,)
+
+    def forward(
+        self, x: Tensor, operands: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Runs the stages.
+
+        Args:
+            operands: for each stage its bias, its seed or what it adds, else None.
+            dtypes: of the results of the stages.
+
+        Returns:
+            The result, and for each KEEP what it kept, all contiguous.
+        """
+        if not _on_kernels(x) or not all(map(_fits, self.stages, operands)):
+            return plain.forward(self.stages, x, operands, dtypes)
+        y = torch.empty(x.shape, dtype=dtypes[-1], device=x.device)
+        kept: list[Tensor | None] = [None] * len(self.stages)
+        pointers: list[Tensor | None] = []
+        for i, stage in enumerate(self.stages):
+            operand = operands[i]
+            if stage.kind == KEEP:
+                operand = kept[i] = torch.empty(x.shape, dtype=dtypes[i], device=x.device)
+            if operand is not None:
+                pointers.append(operand.contiguous())
+        rows, cols = size_of(x, self._by_rows)
+        key = cols, x.dtype
+        tiled = self._forwards.get(key)
+        if tiled is None:
+            tiled = self._forwards[key] = forward_launch(self.stages, cols, x.itemsize)
+        launch, block_rows, block_cols = tiled
+        programs = cdiv(rows, block_rows) * cdiv(cols, block_cols)
+        launch((programs, 1, 1), (x.contiguous(), y, *padded(pointers)), (rows, cols))
+        return y, kept
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor | None,
+        operands: Sequence[Tensor | None],
+        wants: Wants,
+        dtypes: tuple[torch.dtype, ...],
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients.
+
+        Args:
+            x: the input, where ``reads_x``.
+            operands: those that ``reads`` names.
+            wants: for each stage the dtype in which the gradient of its bias is wanted, or whether
+                that of what it adds is; at the end whether that of the input is.
+            dtypes: as in forward.
+
+        Returns:
+            The gradient of the input, and of each stage's operand. That of a bias has memory of its
+            own and is summed in fp32 or wider; others may be one tensor, or ``dy``.
+        """
+        if not _on_kernels(dy) or (x is not None and x.dtype not in DTYPES):
+            return plain.backward(self.stages, dy, x, operands, wants, dtypes)
+        rows, cols = size_of(dy, self._by_rows)
+        key = wants, cols, dy.dtype, dtypes
+        how = self._backwards.get(key)
+        if how is None:
+            how = self._backwards[key] = gradients(self.stages, *key)
+        if not all(_fits(self.stages[i], operands[i]) for i in how.reads):
+            return plain.backward(self.stages, dy, x, operands, wants, dtypes)
+        made = [torch.empty(dy.shape, dtype=dtype, device=dy.device) for dtype in how.makes]
+        grads = [None if m is None else dy if m < 0 else made[m] for m in how.made]
+        if how.tiled is not None:
+            pointers = [*[_contiguous(operands[i]) for i in how.reads], *made]
+            x = _contiguous(x) if how.reads_x else None
+            sums = [(i, _bias_grad(wants[i], dy)) for i in how.sums]
+            launch_backward(
+                how.tiled, dy.contiguous(), x, pointers, [db for _, db in sums], (rows, cols)
+            )
+            for i, db in sums:
+                grads[i] = db
+        return grads.pop(), grads
+
+
+def _on_kernels(x: Tensor) -> bool:
+    # What torch.compile traces, it fuses itself, with what stands around the chain.
+    return runs(x) and not torch.compiler.is_compiling()
+
+
+def _fits(stage: Stage, operand: Tensor | None) -> bool:
+    """Whether kernels take this operand; a bias may have been cleared, any be fp64."""
+    if operand is None:
+        return stage.kind in (FUNCTION, KEEP)
+    return stage.kind == DROPOUT or operand.dtype in DTYPES
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _bias_grad(dtype: Any, dy: Tensor) -> Tensor:
+    """Memory for the gradient of a bias."""
+    return torch.empty(dy.shape[-1], dtype=dtype, device=dy.device)

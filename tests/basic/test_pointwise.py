@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opfuser import Linear, PointwiseOperation, Sequential
+from opfuser.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    InputError,
+    MissingImplementationError,
+)
+from opfuser.testing import check_op
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+ROOT = Path(__file__).parents[2]
+
+
+class Swish(PointwiseOperation):
+    """With a derivative of its own."""
+
+    def value(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.constants[0] * x)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        s = torch.sigmoid(self.constants[0] * x)
+        return s + self.constants[0] * x * s * (1 - s)
+
+
+class Mish(PointwiseOperation):
+    """With that of autograd."""
+
+    def value(self, x: Tensor) -> Tensor:
+        return x * torch.tanh(F.softplus(x))
+
+
+@pytest.fixture(params=["given", "by autograd"])
+def op(request: pytest.FixtureRequest) -> PointwiseOperation:
+    return Swish(1.3) if request.param == "given" else Mish()
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (1, 3), (2, 3, 4), (6,), (0, 4)], ids=str)
+def test_torch_form(op: PointwiseOperation, shape: tuple[int, ...]) -> None:
+    check_op(op, torch.randn(shape), dtypes=DTYPES, zero_rows=bool(shape[0]))
+
+
+def test_autocast(op: PointwiseOperation) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert op(torch.ones(2)).dtype == torch.bfloat16
+        check_op(op, torch.randn(5, 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounds_once(op: PointwiseOperation, dtype: torch.dtype) -> None:
+    x = (3 * torch.randn(4000)).to(dtype).requires_grad_()
+    y = op(x)
+    assert torch.equal(y, op.value(x.float()).to(dtype))
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(dx, op.derivative(x.float()).to(dtype))
+
+
+def test_saves_its_input_alone(op: PointwiseOperation) -> None:
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    x = torch.randn(5, 7, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        op(x)
+    assert [t.data_ptr() for t in saved] == [x.data_ptr()]
+
+
+def test_derivative_leaves_the_input_alone(op: PointwiseOperation) -> None:
+    x = torch.randn(5)
+    slope = op.derivative(x)
+    assert not slope.requires_grad
+    assert not x.requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(op.derivative(x), slope)
+
+
+def test_no_work_for_a_gradient_that_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mish, "derivative", lambda self, x: pytest.fail("derivative"))
+    linear = Linear(3, 3)
+    Sequential(linear, linear)(torch.ones(2, 3))
+    y = Sequential(Mish(), Linear(4, 3))(torch.ones(2, 4))
+    y.sum().backward()
+
+
+# The tracer of torch.compile makes an instance of Function, against torch's own advice.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_whole(op: PointwiseOperation) -> None:
+    torch.compiler.reset()  # its limit of recompilations counts those of all tests
+    seq = Sequential(op)
+    compiled = torch.compile(seq, backend="aot_eager", fullgraph=True)
+    x = torch.randn(5, 7, requires_grad=True)
+    results = [(y := run(x), *torch.autograd.grad(y.sum(), x)) for run in (compiled, seq)]
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_copies_and_representation() -> None:
+    op = Swish(1.3)
+    for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        assert repr(twin) == repr(op) == "Swish(1.3)"
+    assert repr(Mish()) == "Mish()"
+    assert op.state_dict() == {}
+
+
+def test_constants_are_numbers() -> None:
+    assert Swish(2).constants == (2.0,)
+    with pytest.raises(
+        ArgumentTypeError,
+        match=r"^The constants of a pointwise operation are real Python numbers \(Swish\)\. "
+        r"Received: a tensor\. Compute anything else outside of the operation\.$",
+    ):
+        Swish(torch.ones(()))
+    with pytest.raises(ArgumentTypeError, match=r"Received: 'two'\."):
+        Swish("two")
+
+
+@pytest.mark.parametrize("place", ["mish", "module:", ":mish", "module.mish", ""])
+def test_place_of_a_device_function(place: str) -> None:
+    kind = type("Mine", (Mish,), {"device_function": place})
+    with pytest.raises(
+        ArgumentError,
+        match=r"^The place of a device function is written as 'module:name' \(Mine\)\. "
+        rf"Received: '{place}'\.$",
+    ):
+        kind()
+
+
+def test_the_function_has_to_be_given() -> None:
+    with pytest.raises(
+        MissingImplementationError,
+        match=r"^A pointwise operation gives its function in torch \(PointwiseOperation\)\. "
+        r"Implement value\(x\)\.$",
+    ):
+        PointwiseOperation()(torch.ones(2))
+
+
+def test_refuses_integers(op: PointwiseOperation) -> None:
+    with pytest.raises(InputError, match="must be fp16, bf16, fp32 or fp64"):
+        op(torch.ones(2, dtype=torch.int64))
+
+
+def test_needs_no_triton_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "cube_device.py").write_text("import triton\n")
+    (tmp_path / "cube.py").write_text(
+        "import sys, torch, opfuser\n"
+        "class Cube(opfuser.PointwiseOperation):\n"
+        "    device_function = 'cube_device:cube'\n"
+        "    def value(self, x):\n"
+        "        return x**3\n"
+        "x = torch.ones(2, requires_grad=True)\n"
+        "seq = opfuser.Sequential(Cube(), opfuser.SiLU(), opfuser.Dropout(0.1))\n"
+        "seq(x).sum().backward()\n"
+        "print(x.grad is not None, 'triton' in sys.modules, 'cube_device' in sys.modules)\n"
+    )
+    command = [sys.executable, str(tmp_path / "cube.py")]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "False"]

@@ -1,0 +1,156 @@
+"""What the tests of norms share: cases, float64 references, comparison."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opfuser.kernels import norm
+from opfuser.kernels.launch import INTERPRETED
+
+EPS = 1e-5
+
+
+class Case(NamedTuple):
+    """Inputs of a norm; the bias is None for RMSNorm and for LayerNorm without one."""
+
+    layer: bool
+    centred: bool
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    dy: Tensor
+    dtotal: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> Case:
+        return Case(*(t.to(dtype) if isinstance(t, Tensor) else t for t in self))
+
+
+def make(
+    kind: str,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    add: bool = False,
+    centred: bool = False,
+    parameters: torch.dtype | None = None,
+    pitch: int = 0,
+) -> Case:
+    """Random inputs, rows ``pitch`` elements further apart than they must be."""
+    rows, cols = shape
+    x, dy, residual, dtotal = torch.randn(4, rows, cols + pitch, device=device)[..., :cols]
+    weight, bias = torch.randn(2, cols, device=device).to(parameters or dtype)
+    padded = torch.zeros(4, rows, cols + pitch, device=device).to(dtype)[..., :cols]
+    x, dy, residual, dtotal = padded.copy_(torch.stack((3 * x + 1, dy, residual, dtotal)))
+    return Case(
+        kind != "rms",
+        centred,
+        x,
+        residual if add else None,
+        weight,
+        bias if kind == "layer" else None,
+        dy,
+        dtotal if add else None,
+    )
+
+
+def truth(case: Case, *, torchs: bool = False) -> dict[str, Tensor]:
+    """All results by autograd, in the dtype of the case; by torch's functions or the formula."""
+    total = case.x if case.residual is None else case.x + case.residual
+    leaves = [t.clone().requires_grad_() for t in (total, case.weight, case.bias) if t is not None]
+    x, weight, bias = (*leaves, None)[:3]
+    mean = x.mean(-1, keepdim=True) if case.layer else torch.zeros_like(x[:, :1])
+    rstd = torch.rsqrt((x - mean).square().mean(-1, keepdim=True) + EPS)
+    scale = weight + 1 if case.centred else weight
+    if torchs and case.layer:
+        y = F.layer_norm(x, (len(weight),), scale, bias, EPS)
+    elif torchs:
+        y = F.rms_norm(x, (len(weight),), scale, EPS)
+    else:
+        y = (x - mean) * rstd * scale + (0 if bias is None else bias)
+    dx, *grads = torch.autograd.grad(y, leaves, case.dy)
+    results = {"y": y, "rstd": rstd[:, 0], **dict(zip(("dw", "db"), grads))}
+    results["dx"] = dx if case.dtotal is None else dx + case.dtotal
+    if case.layer:
+        results["mean"] = mean[:, 0]
+    if case.residual is not None:
+        results["total"] = total
+    return {name: result.detach() for name, result in results.items()}
+
+
+def forward(case: Case) -> dict[str, Tensor]:
+    parameters = (case.weight, case.bias) if case.layer else (case.weight,)
+    inputs = (case.x,) if case.residual is None else (case.x, case.residual)
+    names = ["y", *["total"] * (len(inputs) - 1), *["mean"] * case.layer, "rstd"]
+    function = getattr(norm, f"{'add_' * (len(inputs) - 1)}{kind_of(case)}_norm_forward")
+    return dict(zip(names, function(*inputs, *parameters, EPS, case.centred)))
+
+
+def backward(
+    case: Case, saved: dict[str, Tensor], wants: tuple[bool, bool, bool] = (True, True, True)
+) -> dict[str, Tensor]:
+    x = saved.get("total", case.x)
+    dx, dw, y = wants
+    if case.layer:
+        bias = case.bias
+        results = norm.layer_norm_backward(
+            case.dy, x, case.weight, bias, saved["mean"], saved["rstd"], case.dtotal, EPS,
+            case.centred, *wants,
+        )  # fmt: skip
+    else:
+        bias = None
+        results = norm.rms_norm_backward(
+            case.dy, x, case.weight, saved["rstd"], case.dtotal, case.centred, *wants
+        )
+    names = ["dx"] * dx + ["dw"] * dw + ["db"] * (dw and bias is not None) + ["y again"] * y
+    assert len(results) == len(names)
+    return dict(zip(names, results))
+
+
+def kind_of(case: Case) -> str:
+    return "layer" if case.layer else "rms"
+
+
+def check_norm(case: Case) -> None:
+    """Twice the error of torch in fp32 with one rounding at the end is allowed, plus a floor."""
+    dtype = case.x.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    saved = forward(case)
+    # What follows a sum starts from the rounded one.
+    summed = case if case.residual is None else case._replace(x=saved["total"], residual=None)
+    expected, single = truth(summed.to(torch.float64)), truth(summed.to(wide), torchs=True)
+    if case.residual is not None:
+        expected["total"] = case.x.double() + case.residual.double()
+        single["total"] = case.x.to(wide) + case.residual.to(wide)
+    got = saved | backward(case, saved)
+    assert torch.equal(got.pop("y again"), got["y"])
+    assert got.keys() == expected.keys()
+    for name, result in got.items():
+        want = wide if name in ("mean", "rstd") else dtype
+        want = case.weight.dtype if name in ("dw", "db") else want
+        assert (result.dtype, result.is_contiguous()) == (want, True), name
+        # A gradient in fp64 is no more accurate than the arithmetic was.
+        result = result.to(wide) if want == torch.float64 else result
+        compare(name, result, single[name].to(want), expected[name])
+
+
+def compare(name: str, got: Tensor, plain: Tensor, expected: Tensor) -> None:
+    """Asserts that ``got`` is at most twice as far from ``expected`` as ``plain``, plus a floor."""
+    assert got.shape == expected.shape, name
+    if not got.numel():
+        return
+    # Sums in another order in fp32 and fp64; in other dtypes the last rounding, by which the
+    # interpreter cuts bf16 off. 2e-7 is for differences of numbers around one.
+    units = {torch.float64: 16.0, torch.float32: 2.0}.get(got.dtype, 0.25)
+    if INTERPRETED and got.dtype == torch.bfloat16:
+        units = 1.0
+    floor = units * torch.finfo(got.dtype).eps * float(expected.abs().max())
+    floor += 1e-14 if got.dtype == torch.float64 else 2e-7
+    allowed = 2 * float((plain - expected).abs().max()) + floor
+    error = float((got - expected).abs().max())
+    assert error <= allowed, (name, error, allowed)

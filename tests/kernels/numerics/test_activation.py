@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from opfuser.kernels import activation
+from opfuser.kernels.activation import activation_backward, activation_forward
+from opfuser.kernels.scalar import ClampedSwish, Relu, ScalarFunction, ShiftedClamp, Swish
+from tests.kernels.activations import FUNCTIONS, LAYOUTS, check_activation, tensor
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CASES = [pytest.param(f, id=name) for name, f in FUNCTIONS.items()]
+
+# A GPU is silent about overflow and infinities; the interpreter's numpy is not.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("f", CASES)
+def test_values_and_gradients(f: ScalarFunction, dtype: torch.dtype, device: torch.device) -> None:
+    x = tensor(5, 37, dtype=dtype, device=device)
+    dy, bias = torch.randn_like(x), torch.randn(37, device=device).to(dtype)
+    check_activation(f, x, dy, bias, "with bias")
+    check_activation(f, x, dy, None, "without")
+
+
+@pytest.mark.parametrize("f", CASES)
+def test_the_whole_range(f: ScalarFunction, device: torch.device) -> None:
+    ends = torch.logspace(-30, 1.5, 400)
+    x = torch.cat((-ends, torch.zeros(1), ends, torch.linspace(-4, 4, 700))).to(device)
+    check_activation(f, x, torch.ones_like(x), None)
+
+
+@pytest.mark.parametrize("f", CASES)
+def test_small_values_keep_their_digits(f: ScalarFunction, device: torch.device) -> None:
+    x = torch.logspace(-15, 0, 200, device=device)
+    x = torch.cat((-x, x))
+    y = activation_forward(x, *f.arguments, None)
+    torch.testing.assert_close(y.double(), f.reference(x.double()), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("f", CASES)
+def test_large_inputs_give_the_asymptotes(
+    f: ScalarFunction, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.tensor([-2e4, -200.0, 0.0, 200.0, 2e4], dtype=dtype, device=device)
+    y = activation_forward(x, *f.arguments, None)
+    (dx,) = activation_backward(torch.ones_like(x), x, *f.arguments, None, True, False, False)
+    x64 = x.double().requires_grad_()
+    exact = f.reference(x64)
+    (dexact,) = torch.autograd.grad(exact.sum(), x64)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y, exact.detach().to(dtype), rtol=eps, atol=eps)
+    torch.testing.assert_close(dx, dexact.to(dtype), rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("f", CASES)
+def test_nan_comes_out(f: ScalarFunction, device: torch.device) -> None:
+    x = torch.tensor([math.nan, 1.0], device=device)
+    y = activation_forward(x, *f.arguments, None)
+    assert y.isnan().tolist() == [True, False]
+
+
+def test_flat_parts_stop_infinite_gradients(device: torch.device) -> None:
+    x = torch.tensor([-1.0, 0.0, 1.0], device=device)
+    dy = torch.full_like(x, math.inf)
+    (dx,) = activation_backward(dy, x, *Relu().arguments, None, True, False, False)
+    assert dx.tolist() == [0, 0, math.inf]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_clamps_pass_the_gradient_at_their_limits(dtype: torch.dtype, device: torch.device) -> None:
+    at = torch.tensor([0.75, -0.75], dtype=dtype)
+    x = torch.cat((at, torch.nextafter(at, 2 * at))).to(device)
+    dy = torch.ones_like(x)
+    for f, passes in (
+        (ClampedSwish(1.0, 0.75), [True, True, False, True]),
+        (ShiftedClamp(0.75, 1.0), [True, True, False, False]),
+    ):
+        (dx,) = activation_backward(dy, x, *f.arguments, None, True, False, False)
+        assert dx.ne(0).tolist() == passes
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (3, 130), (2, 3, 24), (300, 20), (7,)])
+def test_shapes(shape: tuple[int, ...], device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = tensor(*shape, dtype=dtype, device=device)
+        dy, bias = torch.randn_like(x), torch.randn(shape[-1], device=device).to(dtype)
+        check_activation(Swish(), x, dy, bias, "with bias")
+        check_activation(Swish(), x, dy, None, "without")
+
+
+@pytest.mark.parametrize("dy_layout", LAYOUTS)
+@pytest.mark.parametrize("x_layout", LAYOUTS)
+def test_layouts(x_layout: str, dy_layout: str, device: torch.device) -> None:
+    for shape in ((5, 24), (2, 3, 24)):
+        x = tensor(*shape, dtype=torch.float32, device=device, layout=x_layout)
+        dy = tensor(*shape, dtype=torch.float32, device=device, layout=dy_layout)
+        check_activation(Swish(), x, dy, None, f"{shape}")
+        check_activation(Swish(), x, dy, torch.randn(24, device=device), f"{shape} with bias")
+
+
+def test_vectors_with_gaps(device: torch.device) -> None:
+    x, dy = torch.randn(2, 9, 2, device=device).select(-1, 0)
+    check_activation(Swish(), x, dy, torch.randn(9, device=device))
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_only_what_is_wanted(wanted: tuple[bool, bool, bool], device: torch.device) -> None:
+    x, dy = torch.randn(2, 70, 24, device=device)
+    for bias in (None, torch.randn(24, device=device)):
+        every = activation_backward(dy, x, *Swish().arguments, bias, True, True, True)
+        some = activation_backward(dy, x, *Swish().arguments, bias, *wanted)
+        assert len(some) == sum(wanted)
+        for got, want in zip(some, (t for t, w in zip(every, wanted) if w)):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3, 19])
+def test_partial_sums_of_any_number_of_slices(
+    slices: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation, "_SUM_ROWS", 0)
+    monkeypatch.setattr(activation, "_SUM_PROGRAMS", 1)
+    monkeypatch.setattr(activation, "multiprocessors", lambda x: slices)
+    x = tensor(1300, 130, dtype=torch.float32, device=device)
+    check_activation(Relu(), x, torch.randn_like(x), None)
+
+
+def test_sums_lose_nothing(device: torch.device) -> None:
+    x = torch.ones(5000, 8, dtype=torch.bfloat16, device=device)
+    _, db = activation_backward(x, x, *Relu().arguments, None, True, True, False)
+    assert db.tolist() == [torch.tensor(5000.0).bfloat16().item()] * 8
+
+
+def test_without_rows_sums_are_zero(device: torch.device) -> None:
+    x, bias = torch.randn(0, 8, device=device), torch.randn(8, device=device)
+    assert activation_forward(x, *Swish().arguments, bias).shape == (0, 8)
+    for b in (bias, None):
+        dx, db, y = activation_backward(x, x, *Swish().arguments, b, True, True, True)
+        assert dx.shape == y.shape == (0, 8)
+        assert db.tolist() == [0] * 8
+
+
+def test_without_columns(device: torch.device) -> None:
+    x = torch.randn(3, 0, device=device)
+    assert activation_forward(x, *Swish().arguments, x[0]).shape == (3, 0)
+    results = activation_backward(x, x, *Swish().arguments, x[0], True, True, True)
+    assert [t.shape for t in results] == [(3, 0), (0,), (3, 0)]
+
+
+def test_a_scalar(device: torch.device) -> None:
+    x = torch.tensor(0.5, device=device)
+    y = activation_forward(x, *Swish().arguments, None)
+    (dx,) = activation_backward(x, x, *Swish().arguments, None, True, False, False)
+    assert y.shape == dx.shape == ()
+    torch.testing.assert_close(y, torch.nn.functional.silu(x))
+
+
+@pytest.mark.parametrize("other", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_dtypes_in_any_mixture(
+    dtype: torch.dtype, other: torch.dtype, device: torch.device
+) -> None:
+    x = tensor(5, 24, dtype=dtype, device=device)
+    dy, bias = tensor(2, 5, 24, dtype=other, device=device), torch.randn(24).to(device, other)
+    check_activation(Swish(), x, dy[0], bias)
+    check_activation(Swish(), x, dy[1], None)

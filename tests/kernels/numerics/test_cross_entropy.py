@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuser.kernels import cross_entropy
+from opfuser.kernels.cross_entropy import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    cross_entropy_gradient,
+    cross_entropy_mean,
+    scaled,
+)
+from opfuser.kernels.launch import recorded
+from tests.kernels.cross_entropies import ALL_TERMS, IGNORE, Terms, check, logits, some_targets
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def _short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles in rows that the interpreter walks along quickly, and few programs."""
+    for name in ("_FORWARD", "_BACKWARD", "_GRADIENT"):
+        monkeypatch.setattr(cross_entropy, name, cross_entropy._Tile(1024, 2))
+    monkeypatch.setattr(cross_entropy, "multiprocessors", lambda _: 1)
+    monkeypatch.setattr(cross_entropy, "_GRADIENT_WARPS", 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("terms", ALL_TERMS.values(), ids=ALL_TERMS)
+def test_terms(terms: Terms, dtype: torch.dtype, device: torch.device) -> None:
+    check(logits(4, 1000, dtype, device), some_targets(4, 1000, device), terms)
+
+
+@pytest.mark.parametrize("cols", [1, 2, 7, 8, 9, 16, 31, 33, 257, 1024])
+def test_rows_of_any_length(cols: int, device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check(logits(5, cols, dtype, device), some_targets(5, cols, device), what=f"{dtype}")
+
+
+@pytest.mark.usefixtures("_short_tiles")
+@pytest.mark.parametrize("cols", [511, 512, 513, 1024, 2049])
+def test_several_tiles_and_rows_per_program(cols: int, device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check(logits(5, cols, dtype, device), some_targets(5, cols, device), what=f"{dtype}")
+
+
+@pytest.mark.parametrize(("gap", "offset"), [(0, 8), (0, 1), (1, 0), (8, 0), (8, 3), (15, 1)])
+def test_rows_that_begin_anywhere(gap: int, offset: int, device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for cols in (40, 43):
+            x = logits(6, cols, dtype, device, gap, offset)
+            check(x, some_targets(6, cols, device), what=f"{dtype} {cols}")
+
+
+def test_memory_around_rows_is_left_alone(device: torch.device) -> None:
+    for cols in (40, 43):
+        flat = torch.randn(200, device=device).bfloat16()
+        before, x = flat.clone(), flat[3:].as_strided((4, cols), (cols + 2, 1))
+        cross_entropy_gradient(x, some_targets(4, cols, device), None, IGNORE, 0.0, 0.0)
+        changed = torch.zeros(200, dtype=torch.bool, device=device)
+        changed[3:].as_strided((4, cols), (cols + 2, 1)).fill_(True)
+        assert torch.equal(flat[~changed], before[~changed])
+        assert not torch.equal(flat[changed], before[changed])
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(rows: int, device: torch.device) -> None:
+    for cols in (9, 64):
+        x = logits(rows, cols, torch.bfloat16, device)
+        check(x, some_targets(rows, cols, device), what=f"{cols}")
+
+
+def test_one_row_for_all(device: torch.device) -> None:
+    x = torch.randn(1, 33, device=device).expand(4, 33)
+    targets = torch.tensor([0, 32, 7, IGNORE], device=device)
+    loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0)
+    apart, *_ = cross_entropy_forward(x.contiguous(), targets, IGNORE, 0.0, 0.0)
+    assert torch.equal(loss, apart)
+    dx = cross_entropy_backward(
+        x, targets, *statistics, torch.ones_like(loss), None, IGNORE, 0.0, 0.0
+    )
+    exact = torch.softmax(x.double(), 1).scatter_add(
+        1, targets.clamp_min(0).unsqueeze(1), -torch.ones(4, 1, device=device).double()
+    )
+    exact[3] = 0
+    torch.testing.assert_close(dx.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 1, 3])
+def test_ignored_targets(ignore_index: int, dtype: torch.dtype, device: torch.device) -> None:
+    targets = torch.tensor([0, 1, 2, 3, ignore_index, 3], dtype=dtype, device=device)
+    terms = Terms(0.1, 1e-3, ignore_index)
+    check(logits(6, 4, torch.float32, device), targets, terms)
+    apart = targets.repeat_interleave(2)[::2]
+    assert not apart.is_contiguous()
+    check(logits(6, 4, torch.float32, device), apart, terms)
+
+
+def test_nothing_counts(device: torch.device) -> None:
+    x = logits(3, 40, torch.float32, device)
+    check(x, torch.full((3,), IGNORE, device=device))
+
+
+def test_ignored_rows_are_not_read(device: torch.device) -> None:
+    for cols in (40, 43):
+        x = torch.full((3, cols), math.nan, device=device)
+        targets = torch.full((3,), IGNORE, device=device)
+        loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.1, 1e-3)
+        dx = cross_entropy_backward(
+            x, targets, *statistics, torch.ones_like(loss), None, IGNORE, 0.1, 1e-3
+        )
+        in_place, _ = cross_entropy_gradient(x, targets, None, IGNORE, 0.1, 1e-3)
+        for result in (loss, dx, in_place, x):
+            assert not result.any()
+
+
+@pytest.mark.parametrize("target", [-1, 40, 1 << 40])
+def test_a_target_that_is_no_class_gives_nan(target: int, device: torch.device) -> None:
+    x = logits(2, 40, torch.float32, device)
+    targets = torch.tensor([target, 1], device=device)
+    loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0)
+    dx = cross_entropy_backward(x, targets, *statistics, loss.new_ones(()), None, IGNORE, 0.0, 0.0)
+    in_place, own = cross_entropy_gradient(x.clone(), targets, None, IGNORE, 0.0, 0.0)
+    for result in (loss, in_place):
+        assert result.isnan().tolist() == [True, False]
+    for gradient in (dx, own):
+        assert gradient.isnan().all(1).tolist() == [True, False]
+        assert gradient.isnan().any(1).tolist() == [True, False]
+
+
+# A GPU is silent about differences of infinities; the interpreter's numpy is not.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_is_infinite(device: torch.device) -> None:
+    inf = math.inf
+    x = torch.tensor(
+        [[-inf, 0.0, -inf, 1.0], [inf, 0.0, 1.0, 2.0], [math.nan, 0.0, 1.0, 2.0], [-inf] * 4],
+        device=device,
+    )
+    targets = torch.tensor([1, 1, 1, 1], device=device)
+    loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0)
+    assert loss.isnan().tolist() == [False, True, True, True]
+    torch.testing.assert_close(loss[0], torch.tensor([0.0, 1.0], device=device).logsumexp(0))
+    dx = cross_entropy_backward(x, targets, *statistics, loss.new_ones(()), None, IGNORE, 0.0, 0.0)
+    masked = torch.softmax(torch.tensor([0.0, 1.0], device=device), 0)
+    torch.testing.assert_close(dx[0, [1, 3]], masked - torch.tensor([1.0, 0.0], device=device))
+    assert not dx[0, [0, 2]].any()
+    (first, _), (_, own) = (
+        cross_entropy_gradient(x.clone(), targets, None, IGNORE, 0.0, 0.0) for _ in range(2)
+    )
+    torch.testing.assert_close(first, loss, equal_nan=True)
+    torch.testing.assert_close(own, dx, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_the_largest_and_lowest_numbers(device: torch.device) -> None:
+    for dtype in DTYPES:
+        top = torch.finfo(dtype).max
+        x = torch.tensor([[top, -top, 0.0], [-top, -top, -top]], dtype=dtype, device=device)
+        targets = torch.tensor([0, 2], device=device)
+        loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0)
+        assert loss.tolist() == pytest.approx([0.0, math.log(3)])
+        dx = cross_entropy_backward(
+            x, targets, *statistics, loss.new_ones(()), None, IGNORE, 0.0, 0.0
+        )
+        exact = torch.tensor([[0.0, 0.0, 0.0], [1 / 3, 1 / 3, -2 / 3]], device=device)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(dx, exact.to(dtype), rtol=eps, atol=eps)
+
+
+def test_logits_along_columns_are_refused(device: torch.device) -> None:
+    x = torch.randn(5, 4, device=device).t()
+    targets = torch.zeros(4, dtype=torch.int64, device=device)
+    row = torch.zeros(4, device=device)
+    text = r"must be contiguous along a row. Received strides \(1, 4\)"
+    for call in (
+        lambda: cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0),
+        lambda: cross_entropy_backward(x, targets, row, row, row, None, IGNORE, 0.0, 0.0),
+        lambda: cross_entropy_gradient(x, targets, None, IGNORE, 0.0, 0.0),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4095, 4097, 9000])
+def test_mean_of_many(rows: int, device: torch.device) -> None:
+    targets = some_targets(rows, 7, device)
+    loss = torch.where(targets == IGNORE, 0.0, torch.rand(rows, device=device))
+    mean, count = cross_entropy_mean(loss, targets, IGNORE)
+    assert count.item() == (targets != IGNORE).sum()
+    torch.testing.assert_close(mean.double(), loss.double().sum() / count, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 10000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scaled(dtype: torch.dtype, size: int, device: torch.device) -> None:
+    x = torch.randn(size, device=device).to(dtype)
+    before, factor = x.clone(), torch.tensor(0.3, device=device)
+    for count in (None, torch.tensor(5, device=device)):
+        exact = before.double() * 0.3 / (1 if count is None else 5)
+        tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0.0}
+        tolerance["atol"] = 1e-7 if dtype == torch.float16 else 0.0
+        for to in (dtype, torch.float32):
+            y = scaled(x, factor, count, to, in_place=False)
+            assert (y.dtype, y.data_ptr() == x.data_ptr() and size > 0) == (to, False)
+            torch.testing.assert_close(y.double(), exact, **tolerance)
+        assert torch.equal(x, before)
+        own = x.clone()
+        assert scaled(own, factor, count, dtype, in_place=True) is own
+        torch.testing.assert_close(own.double(), exact, **tolerance)
+
+
+def test_one_moves_nothing_in_place_and_is_a_copy_otherwise(device: torch.device) -> None:
+    x, one = torch.randn(5000, device=device), torch.ones((), device=device)
+    with recorded() as noted:
+        scaled(x, one, None, x.dtype, in_place=True)
+    assert [launch.launch.constants["IN_PLACE"] for launch in noted] == [True]
+    before = x.clone()
+    assert torch.equal(scaled(x, one, None, x.dtype, in_place=True), before)
+    copy = scaled(x, one, None, x.dtype, in_place=False)
+    assert torch.equal(copy, before)
+    assert copy.data_ptr() != x.data_ptr()
+
+
+def test_no_row_counts_and_a_factor(device: torch.device) -> None:
+    zeros, none = torch.zeros(7, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    assert not scaled(zeros, torch.ones((), device=device), none, zeros.dtype, in_place=False).any()
+
+
+def test_the_same_twice(device: torch.device) -> None:
+    x, targets = logits(4, 500, torch.bfloat16, device), some_targets(4, 500, device)
+
+    def run() -> list[Tensor]:
+        own = x.clone()
+        return [
+            *cross_entropy_forward(x, targets, IGNORE, 0.1, 1e-3),
+            *cross_entropy_gradient(own, targets, None, IGNORE, 0.1, 1e-3),
+        ]
+
+    assert all(map(torch.equal, run(), run()))

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuser.kernels import pointwise_plain as plain
+from opfuser.kernels import scalar
+from opfuser.kernels.launch import INTERPRETED
+from opfuser.kernels.pointwise import (
+    ADD,
+    BIAS,
+    DROPOUT,
+    FUNCTION,
+    KEEP,
+    Chain,
+    Scale,
+    Stage,
+    draw_seed,
+    dropout,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# One row, none, no columns; fewer columns than random numbers come at a time; a tile and more.
+SHAPES = [(5, 7), (1, 33), (0, 6), (4, 0), (3, 1), (2, 3, 16), (), (19,), (37, 130)]
+
+
+def stage_of(function: scalar.ScalarFunction) -> Stage:
+    return Stage(FUNCTION, f"@scalar:{function.name}", function.parameters, function, linear=False)
+
+
+def scale(factor: float) -> Stage:
+    return Stage(FUNCTION, "@pointwise:scale", (factor,), Scale(factor))
+
+
+SILU, GELU = stage_of(scalar.Swish()), stage_of(scalar.GeluTanh())
+SOFTPLUS = stage_of(scalar.Softplus(2.0, 20.0))
+BIASED, ADDED, KEPT = Stage(BIAS), Stage(ADD), Stage(KEEP)
+DROPPED = Stage(DROPOUT, parameters=(0.3,))
+
+CHAINS: dict[str, list[Stage]] = {
+    "function": [SILU],
+    "two functions": [SILU, GELU],
+    "scaled": [scale(0.7), SOFTPLUS, scale(-3.0)],
+    "bias and function": [BIASED, GELU],
+    "function and bias": [SILU, BIASED],
+    "dropout": [DROPPED],
+    "dropout and sum": [DROPPED, ADDED],
+    "feed-forward's end": [BIASED, DROPPED, ADDED],
+    "all": [BIASED, GELU, scale(0.5), DROPPED, ADDED],
+    "sum first": [ADDED, KEPT, SILU, BIASED],
+    "sum in between": [SILU, ADDED, KEPT, GELU, DROPPED, ADDED],
+    "two biases": [BIASED, SILU, BIASED, scale(2.0)],
+    "two dropouts": [DROPPED, SILU, Stage(DROPOUT, parameters=(0.6,))],
+    "nothing to compute": [BIASED, ADDED, BIASED],
+}
+SOME = [names for n in range(4) for names in itertools.combinations(["x", "bias", "added"], n)]
+FEW = ["function", "all", "sum in between", "two biases"]
+
+
+class Call(NamedTuple):
+    chain: Chain
+    x: Tensor
+    operands: list[Tensor | None]
+    dy: Tensor
+    dtypes: tuple[torch.dtype, ...]
+
+    def wants(self, *names: str) -> tuple[torch.dtype | bool, ...]:
+        dtype = "bias" in names and self.x.dtype
+        wanted = {BIAS: dtype, ADD: "added" in names}
+        return (*(wanted.get(stage.kind, False) for stage in self.chain.stages), "x" in names)
+
+
+def call(
+    stages: Sequence[Stage], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Call:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    operands: list[Tensor | None] = []
+    for stage in stages:
+        if stage.kind == BIAS:
+            operands.append(random(*shape[-1:]))
+        elif stage.kind == ADD:
+            operands.append(random(*shape))
+        else:
+            operands.append(
+                draw_seed(torch.empty(0, device=device)) if stage.kind == DROPOUT else None
+            )
+    x, dy = random(*shape), random(*shape)
+    return Call(Chain(stages), x, operands, dy, (dtype,) * len(stages))
+
+
+def read(call: Call, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What backward may rely on."""
+    out: list[Tensor | None] = []
+    for stage, reads, operand, keep in zip(
+        call.chain.stages, call.chain.reads, call.operands, kept
+    ):
+        saved = keep if stage.kind == KEEP else operand
+        out.append(saved if reads else None)
+    return out
+
+
+class Results(NamedTuple):
+    y: Tensor
+    dx: Tensor | None
+    grads: list[Tensor | None]
+
+
+def run(call: Call, wants: tuple[torch.dtype | bool, ...] | None = None) -> Results:
+    wants = wants or call.wants("x", "bias", "added")
+    y, kept = call.chain.forward(call.x, call.operands, call.dtypes)
+    for stage, keep in zip(call.chain.stages, kept):
+        assert (keep is not None) == (stage.kind == KEEP)
+    x = call.x if call.chain.reads_x else None
+    return Results(y, *call.chain.backward(call.dy, x, read(call, kept), wants, call.dtypes))
+
+
+def separately(call: Call, dtype: torch.dtype) -> Results:
+    """The stages one by one in plain torch and that dtype, differentiated by autograd."""
+    leaves = [
+        t.detach().to(dtype).requires_grad_() if t is not None and t.is_floating_point() else t
+        for t in (*call.operands, call.x)
+    ]
+    z = leaves[-1]
+    for stage, operand in zip(call.chain.stages, leaves):
+        if stage.kind == FUNCTION:
+            z = stage.function.reference(z) if not stage.linear else z * stage.parameters[0]
+        elif stage.kind == DROPOUT:
+            (p,) = stage.parameters
+            z = z * plain.survivors(call.x, operand, p) * plain.rescale(p)
+        elif stage.kind != KEEP:
+            z = z + operand
+    wrt = [t for t in leaves if t is not None and t.is_floating_point()]
+    found = iter(torch.autograd.grad(z, wrt, call.dy.to(dtype)))
+    grads = [next(found) if t is not None and t.is_floating_point() else None for t in leaves]
+    return Results(z.detach(), grads.pop(), grads)
+
+
+def flat(results: Results) -> list[Tensor]:
+    return [t for t in (results.y, results.dx, *results.grads) if t is not None]
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return (got.double() - exact).abs().max().item() if got.numel() else 0.0
+
+
+def check(call: Call, wants: tuple[torch.dtype | bool, ...] | None = None) -> None:
+    dtype = call.x.dtype
+    got, theirs, exact = run(call), separately(call, dtype), separately(call, torch.float64)
+    # Stores of the interpreter truncate to bf16 what a GPU rounds.
+    truncates = INTERPRETED and dtype == torch.bfloat16
+    floor = torch.finfo(dtype).eps * (2 if truncates else 1)
+    assert len(flat(got)) == len(flat(exact))
+    for ours, other, truth in zip(flat(got), flat(theirs), flat(exact)):
+        assert ours.shape == truth.shape
+        assert ours.dtype == dtype
+        size = truth.abs().max().item() if truth.numel() else 0.0
+        assert error(ours, truth) <= 2 * error(other, truth) + floor * max(size, 1 / 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CHAINS)
+def test_chain(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    check(call(CHAINS[name], (5, 7), dtype, device))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", FEW)
+def test_shapes(name: str, shape: tuple[int, ...], device: torch.device) -> None:
+    if shape == () and any(stage.kind == BIAS for stage in CHAINS[name]):
+        shape = (1,)
+    check(call(CHAINS[name], shape, torch.float32, device))
+
+
+@pytest.mark.parametrize("lies", ["strided", "transposed", "expanded"])
+def test_layouts(lies: str, device: torch.device) -> None:
+    made = call(CHAINS["all"], (6, 5), torch.float32, device)
+    layouts = {
+        "strided": lambda t: torch.stack([t, t], -1)[..., 0],
+        "transposed": lambda t: t.t().contiguous().t() if t.dim() == 2 else t,
+        "expanded": lambda t: t[:1].expand(t.shape),
+    }
+    lay = layouts[lies]
+    operands = [t if t is None or t.dtype == torch.int64 else lay(t) for t in made.operands]
+    check(made._replace(x=lay(made.x), dy=lay(made.dy), operands=operands))
+
+
+def test_many_rows_are_summed_in_slices(device: torch.device) -> None:
+    check(call([BIASED, SILU, BIASED], (700, 9), torch.float32, device))
+
+
+@pytest.mark.parametrize("names", SOME, ids="+".join)
+@pytest.mark.parametrize("name", ["all", "sum in between", "two biases", "nothing to compute"])
+def test_only_what_is_wanted(name: str, names: tuple[str, ...], device: torch.device) -> None:
+    made = call(CHAINS[name], (4, 6), torch.float32, device)
+    whole, part = run(made), run(made, made.wants(*names))
+    for wanted, ours, want in zip(
+        made.wants(*names), (*part.grads, part.dx), (*whole.grads, whole.dx)
+    ):
+        assert (ours is None) != bool(wanted)
+        assert ours is None or torch.equal(ours, want)
+
+
+def test_gradients_between_which_nothing_changes_are_one_tensor(device: torch.device) -> None:
+    stages = [ADDED, DROPPED, ADDED, BIASED, ADDED]
+    made = call(stages, (4, 6), torch.float32, device)
+    got = run(made)
+    assert got.grads[2] is got.grads[4] is made.dy
+    assert got.grads[0] is got.dx is not made.dy
+
+
+def test_gradients_of_biases_have_memory_of_their_own(device: torch.device) -> None:
+    made = call([BIASED, BIASED], (1, 6), torch.float32, device)
+    got = run(made)
+    storages = {t.untyped_storage().data_ptr() for t in (*got.grads, made.dy) if t is not None}
+    assert len(storages) == 3
+    assert got.dx is made.dy
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_in_another_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Rounded to the dtypes that are asked for, at the end and where something is kept."""
+    made = call([SILU, ADDED, KEPT, GELU], (5, 7), dtype, device)
+    wide = torch.float32
+    made = made._replace(dtypes=(dtype, wide, wide, wide), dy=made.dy.float())
+    made.operands[1] = torch.randn(5, 7, device=device)
+    y, kept = made.chain.forward(made.x, made.operands, made.dtypes)
+    exact = separately(made, torch.float64)
+    dx, grads = made.chain.backward(
+        made.dy, made.x, read(made, kept), made.wants("x", "added"), made.dtypes
+    )
+    assert (y.dtype, kept[2].dtype, grads[1].dtype, dx.dtype) == (wide, wide, wide, dtype)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), exact.y, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grads[1].double(), exact.grads[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.double(), exact.dx, rtol=2 * eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_plain_torch_draws_the_same_numbers(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.rand(shape, dtype=dtype, device=device) + 1
+    seed = draw_seed(x)
+    y = dropout(x, seed, 0.4)
+    assert torch.equal(y != 0, plain.survivors(x, seed, 0.4))
+    torch.testing.assert_close(y, torch.where(y != 0, x / 0.6, 0.0))
+
+
+def test_tiles_of_any_size_see_the_same_numbers(device: torch.device) -> None:
+    x = torch.ones(70, 530, device=device)
+    seed = draw_seed(x)
+    mask = dropout(x, seed, 0.5) != 0
+    made = call([DROPPED, BIASED], (70, 530), torch.float32, device)
+    chain = Chain([Stage(DROPOUT, parameters=(0.5,)), BIASED])
+    dx, _ = chain.backward(x, None, [seed, made.operands[1]], (False, x.dtype, True), made.dtypes)
+    assert torch.equal(dx != 0, mask)
+    assert torch.equal(dropout(x[:, :8].contiguous(), seed, 0.5) != 0, mask[:, :8])
+    assert torch.equal(dropout(x[:9, 0:2].half(), seed, 0.5) != 0, mask[:9, :2])
+
+
+def test_random_numbers_are_fair_and_unrelated(device: torch.device) -> None:
+    x = torch.ones(256, 256, device=device)
+    masks = [dropout(x, torch.tensor([s], device=device), 0.25) == 0 for s in (1, 2, 2**40, -1)]
+    n = x.numel()
+    for mask in masks:
+        assert abs(mask.double().mean().item() - 0.25) < 5 * (0.1875 / n) ** 0.5
+        for dim, groups in itertools.product((0, 1), (2, 4, 32)):
+            others = (0, 2) if dim == 0 else (0, 1)
+            shares = mask.double().unflatten(dim, (-1, groups)).mean(others)
+            assert (shares - 0.25).abs().max() < 6 * (0.1875 * groups / n) ** 0.5
+    for one, other in itertools.combinations(masks, 2):
+        share = (one & other).double().mean().item()
+        assert abs(share - 0.0625) < 5 * (0.0625 / n) ** 0.5
+    for mask, shift in itertools.product(masks, [(0, 1), (1, 0), (0, 4)]):
+        share = (mask & mask.roll(shift, (0, 1))).double().mean().item()
+        assert abs(share - 0.0625) < 5 * (0.0625 / n) ** 0.5
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-12, 0.999999, 1.0])
+def test_probabilities_at_the_ends(p: float, device: torch.device) -> None:
+    x = torch.ones(8, 40, device=device)
+    y = dropout(x, draw_seed(x), p)
+    kept = 1 / (1 - p) if p < 0.5 else 0.0
+    torch.testing.assert_close(y, torch.full_like(y, kept))
+
+
+FUNCTION_OF_A_USER = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cubed(x, P: tl.constexpr):
+    return P[0] * x * x * x + P[1], 3 * P[0] * x * x
+"""
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_function_of_another_module(
+    by_name: bool, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"cubed_{by_name}_device"
+    (tmp_path / f"{name}.py").write_text(FUNCTION_OF_A_USER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    function = f"{name}:cubed" if by_name else __import__(name).cubed
+    assert (name in sys.modules) != by_name
+    stage = Stage(FUNCTION, function, (0.5, 2.0), None, linear=False)
+    made = call([stage, BIASED], (5, 7), torch.float32, device)
+    got = run(made)
+    torch.testing.assert_close(got.y, made.x**3 / 2 + 2 + made.operands[1])
+    torch.testing.assert_close(got.dx, made.dy * 1.5 * made.x**2)

@@ -1,0 +1,352 @@
+"""Rotary embedding and QK-norm against fp64, held to the errors of naive torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuser.kernels import rotary as family
+from opfuser.kernels import rotary_plain
+from opfuser.kernels.launch import INTERPRETED, runs
+from opfuser.kernels.rotary import qk_norm, qk_norm_backward, rotary
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-6
+
+
+class Heads(NamedTuple):
+    queries: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool = False
+
+    @property
+    def features(self) -> int:
+        return (self.queries + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def active(self) -> int:
+        return self.queries + self.kv_heads
+
+
+CASES = {
+    "halves": Heads(4, 2, 8, 8),
+    "neighbours": Heads(4, 2, 8, 8, True),
+    "partial halves": Heads(3, 1, 10, 6),
+    "partial neighbours": Heads(2, 2, 12, 4, True),
+    "odd size": Heads(5, 1, 7, 4),
+    "one pair": Heads(1, 1, 2, 2),
+    "several tiles": Heads(70, 3, 48, 48),
+    "wide heads": Heads(9, 2, 256, 64, True),
+}
+each_case = pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+class Given(NamedTuple):
+    """Arguments, and the two forms in which naive torch takes them."""
+
+    x: Tensor
+    dy: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    period: int
+
+    @property
+    def wide(self) -> Given:
+        return Given(*[t.double() for t in self[:-1]], self.period)
+
+    @property
+    def like_x(self) -> Given:
+        return Given(*[t.to(self.x.dtype) for t in self[:-1]], self.period)
+
+
+def given(
+    heads: Heads,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, int] = (2, 2),
+    weight_dtype: torch.dtype | None = None,
+    spare: int = 0,
+) -> Given:
+    """Random arguments, with ``spare`` rows at the end of the tables that no token uses."""
+    rows = (*shape, heads.features)
+    angles = torch.rand(shape[1] + spare, heads.rotary_dim // 2) * 50
+    weights = torch.randn(2, heads.head_dim).to(weight_dtype or dtype)
+    tensors = [
+        3 * torch.randn(rows).to(dtype), torch.randn(rows).to(dtype),
+        angles.cos(), angles.sin(), *weights,
+    ]  # fmt: skip
+    return Given(*[t.to(device) for t in tensors], shape[1])
+
+
+def turned(t: Tensor, g: Given, heads: Heads, back: bool = False) -> Tensor:
+    """Heads (..., rows, H, D) times exp(±i angle), pair by pair."""
+    size = heads.rotary_dim
+    times = t.shape[0] * t.shape[1] // max(1, g.period)
+    cos, sin = (
+        table[: g.period].repeat(times, 1).view(*t.shape[:2], 1, table.shape[1])
+        for table in (g.cos, g.sin)
+    )
+    if back:
+        sin = -sin
+    if heads.interleaved:
+        a, b = t[..., 0:size:2], t[..., 1:size:2]
+        pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = t[..., : size // 2], t[..., size // 2 : size]
+        pairs = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([pairs, t[..., size:]], -1)
+
+
+def naive_rotary(g: Given, heads: Heads, back: bool) -> Tensor:
+    t = g.x.unflatten(-1, (-1, heads.head_dim))
+    qk, v = t.tensor_split([heads.active], 2)
+    return torch.cat([turned(qk, g, heads, back), v], 2).flatten(2)
+
+
+class Result(NamedTuple):
+    y: Tensor
+    rstd: Tensor
+    dx: Tensor
+    dq: Tensor
+    dk: Tensor
+
+
+def naive_norm(g: Given, heads: Heads, turn: bool, zero_centered: bool) -> Result:
+    """QK-norm (and rotation) with gradients by autograd; statistics in fp32 or wider."""
+    x, q_weight, k_weight = (t.clone().requires_grad_() for t in (g.x, g.q_weight, g.k_weight))
+    t = x.unflatten(-1, (-1, heads.head_dim))
+    qk, v = t.tensor_split([heads.active], 2)
+    scale = torch.cat(
+        [q_weight.expand(heads.queries, -1), k_weight.expand(heads.kv_heads, -1)]
+    ) + int(zero_centered)
+    wide = qk.to(torch.promote_types(qk.dtype, torch.float32))
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    qk = (wide * rstd).to(qk.dtype) * scale
+    if turn:
+        qk = turned(qk, g, heads)
+    y = torch.cat([qk, v], 2).flatten(2)
+    return Result(y, rstd.squeeze(-1), *torch.autograd.grad(y, (x, q_weight, k_weight), g.dy))
+
+
+def ours(g: Given, heads: Heads, turn: bool, zero_centered: bool) -> Result:
+    tables = (g.cos, g.sin, g.period) if turn else (None, None, 0)
+    interleaved = turn and heads.interleaved
+    weights = (g.q_weight, g.k_weight)
+    y, rstd = qk_norm(g.x, *weights, *tables, heads.kv_heads, interleaved, EPS, zero_centered)
+    grads = qk_norm_backward(
+        g.dy, g.x, *weights, rstd, *tables, interleaved, zero_centered, True, True
+    )
+    return Result(y, rstd, *grads)
+
+
+def assert_as_good_as(got: Tensor, plain: Tensor, truth: Tensor) -> None:
+    """At most twice the error of naive torch, which may be none by luck, plus two units."""
+    assert got.shape == truth.shape
+    assert got.is_contiguous()
+    if not truth.numel():
+        return
+    error, allowed = (got.double() - truth).abs().max(), (plain.double() - truth).abs().max()
+    # The interpreter truncates when it stores bf16: a whole unit instead of half of one.
+    units = 3 if INTERPRETED and got.dtype == torch.bfloat16 else 2
+    floor = units * torch.finfo(got.dtype).eps * truth.abs().max()
+    assert error <= 2 * allowed + floor, f"off by {error}, allowed {2 * allowed + floor}"
+
+
+def check_rotary(g: Given, heads: Heads) -> None:
+    assert runs(g.x)
+    for back in (False, True):
+        rest = (g.period, heads.kv_heads, heads.head_dim, heads.interleaved, back)
+        got = rotary(g.x, g.cos, g.sin, *rest)
+        assert got.dtype == g.x.dtype
+        truth = naive_rotary(g.wide, heads, back)
+        assert_as_good_as(got, naive_rotary(g.like_x, heads, back), truth)
+
+
+def check_norm(g: Given, heads: Heads, turn: bool, zero_centered: bool = False) -> None:
+    assert runs(g.x)
+    got = ours(g, heads, turn, zero_centered)
+    truth = naive_norm(g.wide, heads, turn, zero_centered)
+    plain = naive_norm(g.like_x, heads, turn, zero_centered)
+    for mine, naive, exact in zip(got, plain, truth):
+        assert_as_good_as(mine, naive, exact)
+    expected = [g.x.dtype, torch.float32, g.x.dtype, g.q_weight.dtype, g.k_weight.dtype]
+    assert [t.dtype for t in got] == expected
+
+
+@each_case
+@each_dtype
+@pytest.mark.parametrize("shape", [(2, 2), (1, 1)], ids=str)
+def test_rotary(
+    shape: tuple[int, int], dtype: torch.dtype, heads: Heads, device: torch.device
+) -> None:
+    check_rotary(given(heads, dtype, device, shape), heads)
+
+
+@each_case
+@each_dtype
+@pytest.mark.parametrize("turn", [True, False], ids=["turned", "norm alone"])
+def test_norm(turn: bool, dtype: torch.dtype, heads: Heads, device: torch.device) -> None:
+    check_norm(given(heads, dtype, device, (1, 2)), heads, turn)
+    check_norm(given(heads, dtype, device, (1, 1)), heads, turn, zero_centered=True)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 5)], ids=str)
+def test_no_rows(shape: tuple[int, int], device: torch.device) -> None:
+    heads = CASES["partial halves"]
+    g = given(heads, torch.bfloat16, device, shape)
+    check_rotary(g, heads)
+    for turn in (True, False):
+        got = ours(g, heads, turn, False)
+        assert got.y.shape == got.dx.shape == g.x.shape
+        assert got.rstd.shape == (*shape, heads.active)
+        for dw in (got.dq, got.dk):
+            assert torch.equal(dw, torch.zeros_like(g.q_weight))
+
+
+def test_head_of_one_entry(device: torch.device) -> None:
+    """Its norm is its sign: gradients are small differences, with hardly a digit in any dtype."""
+    heads = Heads(3, 2, 1, 0)
+    g = given(heads, torch.float32, device)
+    got, truth = ours(g, heads, False, False), naive_norm(g.wide, heads, False, False)
+    for mine, exact in zip(got, truth):
+        torch.testing.assert_close(mine.double(), exact.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_of_another_dtype(weight_dtype: torch.dtype, device: torch.device) -> None:
+    heads = CASES["halves"]
+    for dtype in DTYPES:
+        check_norm(given(heads, dtype, device, weight_dtype=weight_dtype), heads, True)
+
+
+LAYOUTS = {
+    "rows apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "sequence first": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "entries apart": lambda t: torch.stack([t, t], -1)[..., 0],
+    "transposed": lambda t: t.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    "expanded": lambda t: t[:1, :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts(layout: str, device: torch.device) -> None:
+    heads = CASES["partial neighbours"]
+    g = given(heads, torch.float32, device)
+    lay = LAYOUTS[layout]
+    g = g._replace(x=lay(g.x), dy=lay(g.dy))
+    assert not g.x.is_contiguous()
+    check_rotary(g, heads)
+    check_norm(g, heads, turn=True)
+
+
+def test_weights_that_are_not_contiguous(device: torch.device) -> None:
+    heads = CASES["halves"]
+    g = given(heads, torch.float32, device)
+    apart = torch.stack([g.q_weight, g.k_weight], -1)
+    check_norm(g._replace(q_weight=apart[:, 0], k_weight=apart[:, 1]), heads, turn=True)
+
+
+def test_tables_longer_than_what_is_used(device: torch.device) -> None:
+    heads = CASES["halves"]
+    g = given(heads, torch.float32, device, spare=4)
+    check_rotary(g, heads)
+    check_norm(g, heads, turn=True)
+
+
+def test_angles_of_every_token(device: torch.device) -> None:
+    """With positions for each batch the angles don't repeat."""
+    heads = CASES["neighbours"]
+    g = given(heads, torch.float32, device, (1, 4))
+    g = g._replace(x=g.x.view(2, 2, -1), dy=g.dy.view(2, 2, -1))
+    check_rotary(g, heads)
+    check_norm(g, heads, turn=True)
+
+
+# As the interpreter's numpy says.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_values_pass_whatever_they_are(device: torch.device) -> None:
+    heads = CASES["partial halves"]
+    g = given(heads, torch.float32, device)
+    values = heads.active * heads.head_dim
+    for t in (g.x, g.dy):
+        t[..., values:] = torch.tensor(float("inf"))
+        t[..., -1] = float("nan")
+    got = ours(g, heads, True, False)
+    rest = (g.period, heads.kv_heads, heads.head_dim, heads.interleaved, False)
+    for out, source in (
+        (got.y, g.x),
+        (got.dx, g.dy),
+        (rotary(g.x, g.cos, g.sin, *rest), g.x),
+    ):
+        assert out[..., :values].isfinite().all()
+        torch.testing.assert_close(
+            out[..., values:], source[..., values:], rtol=0, atol=0, equal_nan=True
+        )
+    assert got.dq.isfinite().all()
+    assert got.dk.isfinite().all()
+
+
+def test_rows_in_turns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few programs each takes several rows."""
+    monkeypatch.setattr(family, "multiprocessors", lambda _: 1)
+    heads = CASES["partial halves"]
+    for dtype in DTYPES:
+        check_norm(given(heads, dtype, device, (3, 3)), heads, turn=True)
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [4, 37])
+def test_many_partial_sums(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    # Multiples of 1/4, so that in fp32 the sum is exact in any order.
+    counts = (600, 270)
+    partial = torch.randint(-20, 20, (sum(counts), head_dim), device=device) / 4
+    dws = [torch.empty(head_dim, dtype=dtype, device=device) for _ in counts]
+    launch, columns = family._sum(head_dim)
+    launch((columns, 2, 1), (partial, *dws), counts)
+    for dw, part in zip(dws, partial.split(counts)):
+        assert_as_good_as(dw, part.sum(0).to(dtype), part.double().sum(0))
+
+
+def test_sums_are_the_same_every_time(device: torch.device) -> None:
+    heads = CASES["halves"]
+    g = given(heads, torch.float32, device, (2, 8))
+    first, second = ours(g, heads, True, False), ours(g, heads, True, False)
+    for a, b in zip(first, second):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("want_dx", [True, False])
+@pytest.mark.parametrize("want_dw", [True, False])
+def test_only_what_is_wanted(want_dx: bool, want_dw: bool, device: torch.device) -> None:
+    heads = CASES["several tiles"]
+    g = given(heads, torch.float32, device)
+    whole = ours(g, heads, True, False)
+    args = (g.q_weight, g.k_weight, whole.rstd, g.cos, g.sin, g.period, False, False)
+    got = qk_norm_backward(g.dy, g.x, *args, want_dx, want_dw)
+    wanted = [whole.dx] * want_dx + [whole.dq, whole.dk] * want_dw
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted):
+        torch.testing.assert_close(a, b)
+
+
+def test_heads_that_no_kernel_takes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "_WIDEST_HEAD", 4)
+    heads = CASES["halves"]
+    g = given(heads, torch.float32, device)
+    called = []
+    for name in ("rotary", "qk_norm", "qk_norm_backward"):
+        plain = getattr(rotary_plain, name)
+        monkeypatch.setattr(
+            rotary_plain, name, lambda *args, f=plain, n=name: called.append(n) or f(*args)
+        )
+    check_rotary(g, heads)
+    check_norm(g, heads, turn=True)
+    assert called == ["rotary", "rotary", "qk_norm", "qk_norm_backward"]

@@ -1,0 +1,97 @@
+"""Launches of gated activations in the sizes of real models, and the bytes that they may move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from opfuser.kernels.gated import gated_backward, gated_backward_, gated_forward
+from opfuser.kernels.scalar import (
+    ClampedSwish,
+    GeluTanh,
+    ShiftedClamp,
+    SoftCap,
+    SoftCappedSwish,
+    SquaredRelu,
+    Swish,
+)
+
+ROWS = 4096
+IDENTITY = "identity", ()
+NONE = "", ()
+SWIGLU = (*Swish().arguments, *IDENTITY)
+GEGLU = (*GeluTanh().arguments, *IDENTITY)
+SITU = (*SoftCappedSwish(4.0).arguments, *SoftCap(25.0).arguments)
+CLAMPED = (*ClampedSwish(1.702, 7.0).arguments, *ShiftedClamp(7.0, 1.0).arguments)
+SRELU = (*SquaredRelu().arguments, *NONE)
+
+LAUNCHES: dict[str, Callable[[], object]] = {}
+TRAFFIC: dict[str, int] = {}
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def forward(
+    product: tuple[object, ...], cols: int, dtype: torch.dtype, interleave: int, scaled: bool
+) -> object:
+    x = tensor(ROWS, cols if product[2] == "" else 2 * cols, dtype=dtype)
+    scales = tensor(ROWS, dtype=dtype) if scaled else None
+    return gated_forward(x, *product, interleave, scales)
+
+
+def backward(
+    product: tuple[object, ...],
+    cols: int,
+    dtype: torch.dtype,
+    interleave: int,
+    scaled: bool,
+    *,
+    y: bool = False,
+    in_place: bool = False,
+) -> object:
+    dy = tensor(ROWS, cols, dtype=dtype)
+    x = tensor(ROWS, cols if product[2] == "" else 2 * cols, dtype=dtype)
+    scales = tensor(ROWS, dtype=dtype) if scaled else None
+    if in_place:
+        return gated_backward_(dy, x, *product, interleave, scales, y)
+    return gated_backward(dy, x, *product, interleave, scales, True, y)
+
+
+def add(
+    name: str,
+    product: tuple[object, ...],
+    cols: int,
+    dtype: torch.dtype = torch.bfloat16,
+    interleave: int = 0,
+    *,
+    scaled: bool = False,
+) -> None:
+    size = f"{name} {cols} {dtype} {interleave}"
+    unit = ROWS * cols * dtype.itemsize
+    more = 0 if product[2] == "" else 1  # tensors of x and dx beyond the gates
+    arguments = product, cols, dtype, interleave, scaled
+    LAUNCHES[f"{size} forward"] = partial(forward, *arguments)
+    TRAFFIC[f"{size} forward"] = (2 + more) * unit
+    LAUNCHES[f"{size} backward"] = partial(backward, *arguments)
+    TRAFFIC[f"{size} backward"] = (3 + 2 * more) * unit
+    LAUNCHES[f"{size} backward with y"] = partial(backward, *arguments, y=True)
+    TRAFFIC[f"{size} backward with y"] = (4 + 2 * more) * unit
+
+
+for dtype in (torch.bfloat16, torch.float32):
+    for cols in (3584, 14336, 11008):
+        add("swiglu", SWIGLU, cols, dtype)
+    add("scaled swiglu", SWIGLU, 2048, dtype, scaled=True)
+for interleave in (1, 32):
+    add("clamped", CLAMPED, 2880, interleave=interleave)
+add("scaled clamped", CLAMPED, 2880, interleave=1, scaled=True)
+add("situ", SITU, 2048, interleave=32)
+add("geglu", GEGLU, 16384)
+add("scaled srelu", SRELU, 2048, scaled=True)
+LAUNCHES["in place"] = partial(backward, SWIGLU, 14336, torch.bfloat16, 0, False, in_place=True)
+TRAFFIC["in place"] = 5 * ROWS * 14336 * 2

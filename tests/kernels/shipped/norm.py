@@ -1,0 +1,100 @@
+"""Norms in the sizes of real models, and the bytes that they may move.
+
+A is the size of x. Beyond 8192 columns the weight gradient is a pass of its own, and reads x and dy
+a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from opfuser.kernels import norm
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ELEMENTS = 2**27
+EPS = 1e-5
+
+
+def tensor(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def tensors(count: int, cols: int, dtype: torch.dtype) -> list[Tensor]:
+    """One for each argument: on a GPU, a tensor given twice would come from the cache."""
+    return [tensor(ELEMENTS // cols, cols, dtype=dtype) for _ in range(count)]
+
+
+def rms_forward(cols: int, dtype: torch.dtype, *, add: bool, centred: bool = False) -> object:
+    x, residual = tensors(2, cols, dtype)
+    weight = tensor(cols, dtype=dtype)
+    if add:
+        return norm.add_rms_norm_forward(x, residual, weight, EPS, centred)
+    return norm.rms_norm_forward(x, weight, EPS, centred)
+
+
+def rms_backward(
+    cols: int, dtype: torch.dtype, *, weight: torch.dtype | None = None, dw=True, y=False
+) -> object:
+    dy, x, residual = tensors(3, cols, dtype)
+    scale = tensor(cols, dtype=weight or dtype)
+    return norm.rms_norm_backward(dy, x, scale, tensor(len(x)), residual, False, True, dw, y)
+
+
+def layer_forward(cols: int, dtype: torch.dtype, *, add: bool) -> object:
+    x, residual = tensors(2, cols, dtype)
+    weight = tensor(cols, dtype=dtype)
+    if add:
+        return norm.add_layer_norm_forward(x, residual, weight, weight, EPS, False)
+    return norm.layer_norm_forward(x, weight, weight, EPS, False)
+
+
+def layer_backward(cols: int, dtype: torch.dtype, *, y: bool) -> object:
+    dy, x, residual = tensors(3, cols, dtype)
+    weight, rows = tensor(cols, dtype=dtype), tensor(len(x))
+    return norm.layer_norm_backward(
+        dy, x, weight, weight, rows, rows, residual, EPS, False, True, True, y
+    )
+
+
+def l2_forward(cols: int) -> object:
+    return norm.l2_norm_forward(tensor(ELEMENTS // cols, cols, dtype=BF16), 1e-6)
+
+
+def l2_backward(cols: int) -> object:
+    dy, x = tensors(2, cols, BF16)
+    return norm.l2_norm_backward(dy, x, tensor(len(x)))
+
+
+LAUNCHES: dict[str, Callable[[], object]] = {}
+TRAFFIC: dict[str, int] = {}
+
+
+def add(name: str, call: Callable[[], object], passes: int, dtype: torch.dtype) -> None:
+    LAUNCHES[name] = call
+    TRAFFIC[name] = passes * ELEMENTS * dtype.itemsize
+
+
+for dtype in (BF16, FP32):
+    for cols in (1024, 4096, 8192, 16384) if dtype == BF16 else (8192, 16384):
+        size = f"{cols} {dtype}"
+        again = 2 if cols > 8192 else 0
+        add(f"add + rms {size}", partial(rms_forward, cols, dtype, add=True), 4, dtype)
+        add(f"rms backward {size}", partial(rms_backward, cols, dtype), 4 + again, dtype)
+    for cols in (8192, 65536):
+        size = f"{cols} {dtype}"
+        again = 2 if cols > 8192 else 0
+        add(f"add + layer {size}", partial(layer_forward, cols, dtype, add=True), 4, dtype)
+        add(f"layer, y {size}", partial(layer_backward, cols, dtype, y=True), 5 + again, dtype)
+for cols in (4096, 16384):
+    add(f"rms {cols}", partial(rms_forward, cols, BF16, add=False, centred=True), 2, BF16)
+    add(f"layer {cols}", partial(layer_forward, cols, BF16, add=False), 2, BF16)
+add("layer backward", partial(layer_backward, 4096, BF16, y=False), 4, BF16)
+add("rms, y", partial(rms_backward, 4096, BF16, y=True), 5, BF16)
+add("rms, frozen weight", partial(rms_backward, 4096, BF16, dw=False), 4, BF16)
+add("rms, fp32 weight", partial(rms_backward, 8192, BF16, weight=FP32), 4, BF16)
+add("l2", partial(l2_forward, 128), 2, BF16)
+add("l2 backward", partial(l2_backward, 128), 3, BF16)

@@ -1,0 +1,182 @@
+"""Activations as operators, and in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from opfuser.kernels import gated_plain
+from opfuser.kernels.activation import activation_backward, activation_forward
+from opfuser.kernels.gated import Glu, gated_backward, gated_backward_, gated_forward
+from opfuser.kernels.launch import INTERPRETED, recorded
+from opfuser.kernels.scalar import FUNCTIONS as BY_NAME
+from opfuser.kernels.scalar import ScalarFunction, Swish, scalar_function
+from tests.kernels.activations import (
+    FUNCTIONS,
+    LAYOUTS,
+    PRODUCTS,
+    arguments,
+    check_activation,
+    check_gated,
+    columns,
+    tensor,
+)
+
+if INTERPRETED:
+    pytest.skip("the interpreter's process runs kernels instead", allow_module_level=True)
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+CPU = torch.device("cpu")
+GLU = Glu(Swish(), None, 2).arguments
+SWISH = Swish().arguments
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_plain_activations(f: ScalarFunction, dtype: torch.dtype) -> None:
+    for layout in LAYOUTS:
+        x, dy = (
+            tensor(5, 24, dtype=dtype, device=CPU, layout=lies) for lies in (layout, "rows apart")
+        )
+        check_activation(f, x, dy, torch.randn(24).to(dtype), f"{layout}, with bias")
+        check_activation(f, dy, x, None, f"{layout}, without")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("f", PRODUCTS.values(), ids=PRODUCTS)
+def test_plain_products(f: Glu | ScalarFunction, dtype: torch.dtype) -> None:
+    for layout in LAYOUTS:
+        x = tensor(5, columns(f, 48), dtype=dtype, device=CPU, layout=layout)
+        dy = tensor(5, 48, dtype=dtype, device=CPU, layout=layout)
+        scales = tensor(5, dtype=dtype, device=CPU, layout=layout)
+        check_gated(f, x, dy, scales, f"{layout}, with scales")
+        check_gated(f, x, dy, None, f"{layout}, without")
+
+
+@pytest.mark.parametrize("shape", [(0, 24), (7,), (2, 3, 24)])
+def test_plain_shapes(shape: tuple[int, ...]) -> None:
+    x, dy = tensor(2, *shape, dtype=torch.float32, device=CPU)
+    check_activation(Swish(), x, dy, torch.randn(shape[-1]))
+    check_activation(Swish(), x, dy, None)
+    packed = tensor(*shape[:-1], 2 * shape[-1], dtype=torch.float32, device=CPU)
+    check_gated(Glu(Swish()), packed, dy, torch.randn(shape[:-1]))
+
+
+@pytest.mark.parametrize("want_y", [False, True])
+@pytest.mark.parametrize("rows", [(5,), (2, 3), (0,), ()])
+def test_plain_products_over_x_block_by_block(
+    rows: tuple[int, ...], want_y: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_plain, "_SCRATCH", 50)  # two rows of 24
+    over_x = 0
+    for f in PRODUCTS.values():
+        args = arguments(f)
+        x = tensor(*rows, columns(f, 24), dtype=torch.bfloat16, device=CPU)
+        dy = tensor(*rows, 24, dtype=torch.bfloat16, device=CPU)
+        want = gated_backward(dy, x, *args, None, True, want_y)
+        got = gated_backward_(dy, x, *args, None, want_y)
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w)
+        over_x += got[0] is x
+    assert over_x == (0 if 0 in rows else 4)
+
+
+def test_a_bias_of_another_dtype() -> None:
+    x, dy = tensor(2, 5, 24, dtype=torch.bfloat16, device=CPU)
+    check_activation(Swish(), x, dy, torch.randn(24))
+
+
+@pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_function_is_made_again_from_its_arguments(f: ScalarFunction) -> None:
+    name, parameters = f.arguments
+    again = scalar_function(name, list(parameters))
+    assert type(again) is type(f)
+    assert again.arguments == f.arguments
+
+
+def test_every_function_has_its_device_function() -> None:
+    pytest.importorskip("triton", reason="Triton exists for Linux only")
+    from opfuser.kernels.device import scalar  # noqa: PLC0415  # Triton takes long to import
+
+    assert all(callable(getattr(scalar, name).fn) for name in BY_NAME)
+    assert {type(f) for f in FUNCTIONS.values()} == set(BY_NAME.values())
+
+
+def samples() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    bias, scales = torch.randn(8), torch.randn(6)
+    ops = torch.ops.opfuser
+    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    transposed = torch.randn(8, 6).t(), torch.randn(8, 6).t()
+    for lies, (x, dy) in {"": torch.randn(2, 6, 8), " transposed": transposed}.items():
+        half = dy[:, :4].t().contiguous().t()
+        for b in (None, bias):
+            with_bias = " bias" if b is not None else ""
+            found[f"forward{with_bias}{lies}"] = ops.activation_forward, (x, *SWISH, b)
+            for wanted in ((True, False, False), (False, True, False), (True, True, True)):
+                args = dy, x, *SWISH, b, *wanted
+                found[f"backward{with_bias}{lies} {wanted}"] = ops.activation_backward, args
+        for s in (None, scales):
+            with_scales = " scales" if s is not None else ""
+            found[f"gated forward{with_scales}{lies}"] = ops.gated_forward, (x, *GLU, s)
+            for wanted in ((True, False, False), (False, True, True), (True, True, True)):
+                args = half, x, *GLU, s, *wanted
+                found[f"gated backward{with_scales}{lies} {wanted}"] = ops.gated_backward, args
+    return found
+
+
+SAMPLES = samples()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
+@pytest.mark.parametrize(("operator", "args"), SAMPLES.values(), ids=SAMPLES)
+def test_opcheck(operator: Any, args: tuple[Any, ...]) -> None:
+    # The default of want_dscales is that of the schema, as every caller's.
+    torch.library.opcheck(operator.default, args)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
+def test_kernels_are_one_operator_each_while_compiling() -> None:
+    torch.compiler.reset()
+    targets: list[str] = []
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        targets.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        return graph
+
+    def step(x: Tensor, dy: Tensor, packed: Tensor, bias: Tensor) -> list[Tensor]:
+        y = activation_forward(x, *SWISH, bias)
+        results = activation_backward(dy, x, *SWISH, bias, True, True, False)
+        h = gated_forward(packed, *GLU, None)
+        return [y, *results, h, *gated_backward_(dy, packed, *GLU, None, True)]
+
+    inputs = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6, 16), torch.randn(8)
+    with recorded() as noted:
+        torch.compile(step, backend=backend, fullgraph=True)(*inputs)
+    names = [t.split(".")[1] for t in targets if t.startswith("opfuser")]
+    assert names == ["activation_forward", "activation_backward", "gated_forward", "gated_backward"]
+    launched = [launch.launch.name for launch in noted]
+    assert launched == [
+        "activation:forward_rows",
+        "activation:backward_rows",
+        "gated:forward",
+        "gated:backward",
+    ]
+    torch.compiler.reset()
+    plain = torch.compile(step, backend="aot_eager", fullgraph=True)(*inputs)
+    for got, want in zip(plain, step(*inputs), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_what_is_computed_in_fp64_goes_to_plain_torch() -> None:
+    x, dy = torch.randn(5, 8, dtype=torch.float64), torch.randn(5, 8)
+    packed = torch.randn(5, 16, dtype=torch.float64)
+    with recorded() as noted:
+        results = activation_backward(dy, x, *SWISH, None, True, True, True)
+        results += gated_backward(dy, packed, *GLU, None, True, True)
+        results += gated_backward_(dy, packed, *GLU, None, True)
+    assert not noted
+    assert {t.dtype for t in results} == {torch.float64}

@@ -1,0 +1,144 @@
+"""Cross entropy as operators, and in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from opfuser.kernels import cross_entropy_plain
+from opfuser.kernels.cross_entropy import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    cross_entropy_gradient,
+    cross_entropy_mean,
+    scaled,
+)
+from opfuser.kernels.launch import INTERPRETED, recorded
+from tests.kernels.cross_entropies import (
+    ALL_TERMS,
+    IGNORE,
+    Terms,
+    check,
+    logits,
+    losses,
+    some_targets,
+)
+
+if INTERPRETED:
+    pytest.skip("the interpreter's process runs kernels instead", allow_module_level=True)
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+CPU = torch.device("cpu")
+TERMS = IGNORE, 0.1, 1e-3
+
+
+@pytest.fixture(params=["one block", "row by row"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "row by row":
+        monkeypatch.setattr(cross_entropy_plain, "_BLOCK", {"cpu": 1})
+
+
+@pytest.mark.usefixtures("_blocks")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("terms", ALL_TERMS.values(), ids=ALL_TERMS)
+def test_plain(terms: Terms, dtype: torch.dtype) -> None:
+    for rows, cols in ((7, 33), (1, 8), (0, 5), (3, 1)):
+        x = logits(rows, cols, dtype, CPU)
+        check(x, some_targets(rows, cols, CPU), terms, f"{rows} x {cols}")
+
+
+@pytest.mark.usefixtures("_blocks")
+def test_plain_layouts() -> None:
+    targets = some_targets(14, 33, CPU)[::2]
+    for x in (
+        logits(7, 33, torch.float32, CPU, gap=3, offset=1),
+        torch.randn(33, 7).t(),
+        torch.randn(7, 66)[:, ::2],
+    ):
+        check(x, targets)
+    check(torch.randn(5, 4), torch.full((5,), IGNORE))
+
+
+X = torch.randn(5, 12)
+TARGETS = some_targets(5, 12, CPU)
+ROW = torch.rand(5) + 1
+ARGUMENTS: list[tuple[str, tuple[Any, ...]]] = [
+    *[
+        ("cross_entropy_forward", (x, TARGETS, *TERMS))
+        for x in (X, X.bfloat16(), torch.randn(12, 5).t(), torch.randn(5, 20)[:, :12])
+    ],
+    ("cross_entropy_backward", (X, TARGETS, ROW, ROW, ROW, None, *TERMS)),
+    ("cross_entropy_backward", (torch.randn(12, 5).t(), TARGETS, ROW, ROW, ROW, None, *TERMS)),
+    (
+        "cross_entropy_backward",
+        (X.bfloat16(), TARGETS, ROW, ROW, torch.ones(()), torch.tensor(3), *TERMS),
+    ),
+    (
+        "cross_entropy_backward",
+        (X, TARGETS.repeat_interleave(2)[::2], ROW, ROW, torch.ones(()).expand(5), None, *TERMS),
+    ),
+    ("cross_entropy_mean", (ROW, TARGETS, IGNORE)),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), ARGUMENTS)
+def test_opcheck(name: str, args: tuple[Any, ...]) -> None:
+    torch.library.opcheck(getattr(torch.ops.opfuser, name).default, args)
+
+
+def step(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    loss, row_max, sum_exp = cross_entropy_forward(x, targets, *TERMS)
+    mean, count = cross_entropy_mean(loss, targets, IGNORE)
+    dx = cross_entropy_backward(x, targets, row_max, sum_exp, mean, count, *TERMS)
+    both, own = cross_entropy_gradient(x, targets, count, *TERMS)
+    return mean, dx, both, scaled(own, mean, count, x.dtype, in_place=True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
+def test_traced_functions_write_to_nothing() -> None:
+    torch.compiler.reset()
+    x, targets = logits(6, 9, torch.float32, CPU), some_targets(6, 9, CPU)
+    before = x.clone()
+    got = torch.compile(step, backend="aot_eager", fullgraph=True)(x, targets)
+    assert torch.equal(x, before)
+    for a, b in zip(got, step(x.clone(), targets)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
+def test_kernels_are_one_operator_each_while_compiling() -> None:
+    torch.compiler.reset()
+    names: list[str] = []
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
+        names.extend(t.split(".")[1] for t in targets if t.startswith("opfuser"))
+        return graph
+
+    with recorded():
+        torch.compile(step, backend=backend, fullgraph=True)(
+            logits(6, 9, torch.float32, CPU), some_targets(6, 9, CPU)
+        )
+    assert names == [
+        "cross_entropy_forward",
+        "cross_entropy_mean",
+        "cross_entropy_backward",
+        "cross_entropy_forward",
+        "cross_entropy_backward",
+    ]
+
+
+def test_the_references_agree_with_each_other() -> None:
+    """Of the loss that everything is held to, terms by terms."""
+    x, targets = torch.randn(4, 6, dtype=torch.float64), torch.tensor([0, 5, IGNORE, 2])
+    terms = Terms(0.3, 0.01)
+    lse = x.exp().sum(1).log()
+    chosen = x.gather(1, targets.clamp_min(0).unsqueeze(1)).squeeze(1)
+    exact = lse - 0.7 * chosen - 0.3 * x.mean(1) + 0.01 * lse**2
+    exact[2] = 0
+    torch.testing.assert_close(losses(x, targets, terms), exact)

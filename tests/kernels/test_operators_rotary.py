@@ -1,0 +1,66 @@
+"""Rotary embedding and QK-norm as registered operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuser.kernels.rotary import qk_norm, qk_norm_backward, rotary
+
+OPS = torch.ops.opfuser
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "sequence first": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "transposed": lambda t: t.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    "no rows": lambda t: t[:, :0],
+}
+
+
+def arguments(
+    layout: str, dtype: torch.dtype, turn: bool, device: torch.device
+) -> dict[str, tuple[Any, ...]]:
+    """Arguments of each operator, for two query heads and a key and a value head of 6 entries."""
+    x, dy = (LAYOUTS[layout](torch.randn(2, 5, 24, device=device).to(dtype)) for _ in range(2))
+    weights = tuple(torch.randn(2, 6, device=device).to(dtype))
+    wide = torch.promote_types(dtype, torch.float32)
+    rstd = torch.rand(*x.shape[:-1], 3, dtype=wide, device=device) + 0.5
+    cos, sin = torch.randn(2, x.shape[1], 2, dtype=wide, device=device)
+    tables = (cos, sin, x.shape[1]) if turn else (None, None, 0)
+    return {
+        "rotary": (x, cos, sin, x.shape[1], 1, 6, True, True),
+        "qk_norm": (x, *weights, *tables, 1, False, 1e-6, True),
+        "qk_norm_backward": (dy, x, *weights, rstd, *tables, False, True, True, True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*((layout, torch.float32) for layout in LAYOUTS), ("contiguous", torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("turn", [True, False], ids=["turned", "norm alone"])
+@pytest.mark.parametrize("name", ["rotary", "qk_norm", "qk_norm_backward"])
+def test_operators_keep_their_promises(
+    name: str, turn: bool, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    args = arguments(layout, dtype, turn, device)[name]
+    torch.library.opcheck(getattr(OPS, name).default, args)
+
+
+@pytest.mark.parametrize("call", [rotary, qk_norm, qk_norm_backward], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_eager_code_calls_is_the_operator(
+    layout: str, call: Callable[..., Any], device: torch.device
+) -> None:
+    args = arguments(layout, torch.float32, True, device)[call.__name__]
+    got, want = call(*args), getattr(OPS, call.__name__)(*args)
+    torch.testing.assert_close(
+        tuple(got) if isinstance(got, list) else got,
+        tuple(want) if isinstance(want, list) else want,
+        rtol=0,
+        atol=0,
+    )
