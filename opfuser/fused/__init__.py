@@ -4,52 +4,87 @@ from __future__ import annotations
 
 from ..fusion import Fusion
 from . import (
+    activation_linear,
     backward_activation_bias,
     backward_add_layer_norm,
     backward_add_rms_norm,
     backward_linear_add,
     backward_linear_scale,
+    backward_qk_norm_rotary,
     forward_add_layer_norm,
     forward_add_rms_norm,
     forward_linear_bias_activation,
     forward_linear_bias_add,
     forward_linear_scale_add,
+    forward_qk_norm_rotary,
+    linear_cross_entropy,
+    norm_linear,
+    pointwise_chain,
+    recompute_mlp,
 )
+from .activation_linear import ActivationLinear
 from .backward_activation_bias import BackwardActivationBias
 from .backward_add_layer_norm import BackwardAddLayerNorm
 from .backward_add_rms_norm import BackwardAddRMSNorm
 from .backward_linear_add import BackwardLinearAdd
 from .backward_linear_scale import BackwardLinearScale
+from .backward_qk_norm_rotary import BackwardQKNormRotary
 from .forward_add_layer_norm import ForwardAddLayerNorm
 from .forward_add_rms_norm import ForwardAddRMSNorm
 from .forward_linear_bias_activation import ForwardLinearBiasActivation
 from .forward_linear_bias_add import ForwardLinearBiasAdd
 from .forward_linear_scale_add import ForwardLinearScaleAdd
+from .forward_qk_norm_rotary import ForwardQKNormRotary
+from .linear_cross_entropy import LinearCrossEntropy
+from .norm_linear import NormLinear
+from .pointwise_chain import PointwiseChain
+from .recompute_mlp import RecomputeMLP
 
 __all__ = [
     "FUSIONS",
+    "ActivationLinear",
     "BackwardActivationBias",
     "BackwardAddLayerNorm",
     "BackwardAddRMSNorm",
     "BackwardLinearAdd",
     "BackwardLinearScale",
+    "BackwardQKNormRotary",
     "ForwardAddLayerNorm",
     "ForwardAddRMSNorm",
     "ForwardLinearBiasActivation",
     "ForwardLinearBiasAdd",
     "ForwardLinearScaleAdd",
+    "ForwardQKNormRotary",
+    "LinearCrossEntropy",
+    "NormLinear",
+    "PointwiseChain",
+    "RecomputeMLP",
 ]
 
-# The first to match takes the operations. So a pattern stands before one that begins alike and is
-# shorter, and where the end of one is the beginning of another, what saves more comes first: the
-# sum goes into the GEMM (with a bias 4A of traffic instead of 6A) rather than the norm (without a
-# kernel for both, nothing), and a residual gradient into the GEMM rather than a factor.
+# The first to match takes the operations, and fusions of both passes come before those of one. What
+# saves more bytes comes first where the end of one pattern is the beginning of another, and a
+# pattern before one that begins alike and is shorter:
+# - The head goes with the loss, whose logits are then never whole, not with the norm before it.
+# - An activation goes with the linear behind it (2H less to save) before it goes with the bias and
+#   other element-wise operations before it (2H less to move, and only until the GEMM reads it).
+# - A sum behind dropout goes into that chain (3A moved instead of 5A), any other into the norm
+#   behind it (4A instead of 5A). A GEMM that starts from the residual has to copy it first.
+# - A residual gradient goes into the norm's kernel or the GEMM rather than a factor into the GEMM.
 FUSIONS: tuple[Fusion, ...] = (
+    linear_cross_entropy.FUSION,
+    recompute_mlp.FUSION,
+    recompute_mlp.FUSION_WHERE_ASKED,
+    activation_linear.FUSION_WITH_SUM,
+    activation_linear.FUSION,
+    pointwise_chain.FUSION,
+    norm_linear.FUSION,
+    forward_qk_norm_rotary.FUSION,
+    forward_add_rms_norm.FUSION,
+    forward_add_layer_norm.FUSION,
     forward_linear_scale_add.FUSION,
     forward_linear_bias_add.FUSION,
     forward_linear_bias_activation.FUSION,
-    forward_add_rms_norm.FUSION,
-    forward_add_layer_norm.FUSION,
+    backward_qk_norm_rotary.FUSION,
     backward_add_rms_norm.FUSION,
     backward_add_layer_norm.FUSION,
     backward_linear_add.FUSION,

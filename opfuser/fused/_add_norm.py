@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
-from ..op import FusedOperation, OperationContext
+from ..op import FusedOperation, OperationContext, compute_dtype
 
 __all__ = ["BackwardAddNorm", "ForwardAddNorm"]
 
@@ -41,13 +40,19 @@ class ForwardAddNorm(FusedOperation):
         add, norm = self._parts
         (z,) = basic_op_extra_inputs[0]
         assert z is not None
-        total = add.reference(input_, z)
-        y = norm.op_forward(
-            basic_op_ctxs[-1],
-            total,
-            prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=None,
-        )
+        ctx = basic_op_ctxs[-1]
+        shape = norm.normalized_shape
+        if (
+            input_.shape == z.shape
+            and input_.shape[-len(shape) :] == shape
+            and input_.dtype == z.dtype == compute_dtype(input_, norm)
+        ):
+            y, total = norm.forward_of_sum(ctx, input_, z)
+        else:
+            total = add.reference(input_, z)
+            y = norm.op_forward(
+                ctx, total, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+            )
         return y, [(), (total,), ()] if len(basic_op_ctxs) == 3 else [(), ()]
 
 
@@ -73,8 +78,5 @@ class BackwardAddNorm(FusedOperation):
     ]:
         _, norm = self._parts
         (g,) = basic_op_grad_extra_outputs[0]
-        dx, grads = norm.op_backward(basic_op_ctxs[1], grad_output)
-        if dx is not None and g is not None:
-            # The norm's gradient is new memory, and nobody else's.
-            dx = dx.add_(g) if torch.promote_types(dx.dtype, g.dtype) == dx.dtype else dx + g
+        dx, grads = norm.gradients(basic_op_ctxs[1], grad_output, g)
         return dx, [(), grads], [(), ()]

@@ -7,7 +7,9 @@ from torch import nn
 import opfuser
 from opfuser import AddExtraInput, BasicLinear, Bias, Sequential
 from opfuser.basic.activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
-from opfuser.fused import BackwardActivationBias, backward_activation_bias
+from opfuser.fused import BackwardActivationBias
+from opfuser.kernels import activation as kernels
+from opfuser.kernels.launch import INTERPRETED
 from opfuser.op import GradNeeds, OperationContext
 from tests.fused.pairings import (
     DTYPES,
@@ -21,6 +23,9 @@ from tests.fused.pairings import (
 )
 
 NAME = "backward_activation_bias"
+in_plain_torch = pytest.mark.skipif(
+    INTERPRETED, reason="where kernels run, nothing is done block by block"
+)
 ACTIVATIONS = [GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid]
 
 
@@ -57,12 +62,13 @@ def test_layouts(dtype: torch.dtype, layout: str) -> None:
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Blocks of so few rows that the tensors here count as large; notes each use of them."""
     uses: list[int] = []
-    monkeypatch.setattr(backward_activation_bias, "_BLOCK", 6 * request.param)
-    monkeypatch.setattr(backward_activation_bias, "_MIN_BLOCKS", 1e-3)
+    monkeypatch.setattr(kernels, "_BLOCK", 6 * request.param)
+    monkeypatch.setattr(kernels, "_MIN_BLOCKS", 1e-3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: uses.append(1) or 1)
     return uses
 
 
+@in_plain_torch
 @pytest.mark.parametrize("small_blocks", [1, 3, 100], indirect=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -72,12 +78,14 @@ def test_block_by_block(activation: type[nn.Module], layout: str, small_blocks: 
     assert small_blocks or layout == "vector" or "zero rows" in layout
 
 
+@in_plain_torch
 @pytest.mark.parametrize("small_blocks", [2], indirect=True)
 def test_block_by_block_under_autocast(small_blocks: list[int]) -> None:
     check_pairings(THEN_SUM, torch.float32, autocast=torch.bfloat16)
     assert small_blocks
 
 
+@in_plain_torch
 @pytest.mark.parametrize("small_blocks", [2], indirect=True)
 def test_block_by_block_with_rows_saved_flat(small_blocks: list[int]) -> None:
     """As forward fusions written for te.ops save them."""
@@ -94,6 +102,7 @@ def test_block_by_block_with_rows_saved_flat(small_blocks: list[int]) -> None:
     torch.testing.assert_close(db, want.sum((0, 1)))
 
 
+@in_plain_torch
 def test_a_large_tensor() -> None:
     torch_threads = torch.get_num_threads()
     rows = 2**21 * torch_threads // 1024 + 3

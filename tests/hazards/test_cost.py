@@ -225,7 +225,9 @@ def test_hazard_26_plain_steps_bypass_the_general_protocol(
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: of.Linear(8, 8, **F64), lambda: of.Bias(8, **F64), of.GELU], ids=str
+    "make",
+    [lambda: of.Linear(8, 8, **F64), lambda: of.Bias(8, **F64), of.GELU],
+    ids=["Linear", "Bias", "GELU"],
 )
 def test_hazard_27_an_operation_called_alone_plans_once(
     make: Callable[[], of.FusibleOperation],

@@ -1,0 +1,146 @@
+"""An activation as a part of a joint fusion that makes its output again in backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..basic.activation import (
+    GELU,
+    QGELU,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softplus,
+    SReLU,
+    Tanh,
+    _Activation,
+)
+from ..basic.bias import Bias
+from ..basic.gated_activation import (
+    GEGLU,
+    GLU,
+    QGEGLU,
+    ClampedSwiGLU,
+    ReGLU,
+    SiTUGLU,
+    SReGLU,
+    SwiGLU,
+    _GatedActivation,
+)
+from ..fusion import Refusal
+from ..kernels.activation import activation_backward, activation_forward
+from ..kernels.gated import gated_backward, gated_backward_
+from ..kernels.scalar import cast
+from ..op import BasicOperation, OperationContext, compute_dtype
+from ._linear import insist
+
+__all__ = ["ACTIVATIONS", "Activation", "ActivationGrads", "ActivationPart", "bias_refusal"]
+
+ACTIVATIONS = (
+    *(GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid),
+    *(GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU, ClampedSwiGLU),
+)
+
+Activation = _Activation | _GatedActivation
+Contexts = list[OperationContext]
+
+
+def bias_refusal(bias: Bias | None, activation: Activation) -> Refusal | None:
+    """Why a bias cannot be added in the pass of the activation."""
+    if bias is not None and isinstance(activation, _GatedActivation):
+        return Refusal("LAYOUT", f"{type(activation).__name__} adds no bias; the GEMM before does")
+    return None
+
+
+class ActivationGrads(NamedTuple):
+    """Gradients of the operations of an ActivationPart, and its output again if it was wanted."""
+
+    input: Tensor | None
+    parameters: list[tuple[Tensor | None, ...]]
+    output: Tensor | None
+
+
+class ActivationPart:
+    """A plain or gated activation, and the bias before a plain one, where there is one.
+
+    Saves its input, which does not contain the bias, and the bias; not its output. Methods take
+    the contexts of these operations, in forward order.
+
+    Args:
+        bias: the bias, or None.
+        activation: the activation.
+        where: names the fused operation in errors.
+
+    Raises:
+        NotSupportedError: a bias before a gated activation.
+    """
+
+    def __init__(self, bias: Bias | None, activation: Activation, where: str) -> None:
+        insist(bias_refusal(bias, activation), where)
+        self.ops: tuple[BasicOperation, ...] = (activation,) if bias is None else (bias, activation)
+        self.bias, self.activation = bias, activation
+
+    def forward(self, ctxs: Contexts, x: Tensor, *, save_input: bool = True) -> Tensor:
+        """``f(x + b)``."""
+        ctx, b = ctxs[-1], self._operand(x)
+        y: Tensor
+        if b is None:
+            y = self.activation.op_forward(
+                ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+            )
+        else:
+            assert isinstance(self.activation, _Activation)
+            x = cast(x, compute_dtype(x, self.activation))
+            y = activation_forward(x, *self.activation._arguments, b)
+            if ctx.requires_grad:
+                ctxs[0].save_for_backward(b)
+                ctx.save_for_backward(x)
+        if ctx.requires_grad and not save_input:
+            ctx.save_for_backward()
+        return y
+
+    def _operand(self, x: Tensor) -> Tensor | None:
+        """The bias; None where it is absent or cleared.
+
+        Raises:
+            InputError: it is not as long as the rows of ``x``.
+        """
+        if self.bias is None:
+            return None
+        b = self.bias._parameters.get("bias")  # without the 0.5 us of nn.Module.__getattr__
+        if b is None:
+            b = self.bias.bias  # parametrised, or cleared
+        if b is not None and x.shape[-1:] != b.shape:
+            self.bias._refuse_input(x)
+        return b
+
+    def backward(
+        self, ctxs: Contexts, dy: Tensor, x: Tensor, *, ours: bool, want_y: bool
+    ) -> ActivationGrads:
+        """One pass for all gradients and, if wanted, for the output again.
+
+        Args:
+            ctxs: contexts.
+            dy: gradient of the output.
+            x: input of forward.
+            ours: whether x may be written to.
+            want_y: whether to make the output again.
+        """
+        needs = ctxs[0].needs
+        want_dx, want_db = needs.input, self.bias is not None and any(needs.parameters)
+        f = self.activation
+        if isinstance(f, _Activation):
+            saved = () if self.bias is None else ctxs[0].saved_tensors
+            options = saved[0] if saved else None, want_dx, want_db, want_y
+            results = iter(activation_backward(dy, x, *f._arguments, *options))
+        elif ours and want_dx:
+            results = iter(gated_backward_(dy, x, *f._arguments, None, want_y))
+        else:
+            results = iter(gated_backward(dy, x, *f._arguments, None, want_dx, want_y))
+        dx = next(results) if want_dx else None
+        own: list[tuple[Tensor | None, ...]] = [()]
+        if self.bias is not None:
+            own = [(next(results),) if want_db else (None,) * len(needs.parameters), ()]
+        return ActivationGrads(dx, own, next(results) if want_y else None)

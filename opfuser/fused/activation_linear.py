@@ -1,0 +1,149 @@
+"""Activation and linear in both passes; the activation's output is made again instead of saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..basic.add_extra_input import AddExtraInput
+from ..basic.basic_linear import BasicLinear
+from ..basic.bias import Bias
+from ..fusion import Env, Fusion, Optional, Refusal, Requires
+from ..op import FusedOperation, OperationContext
+from ..ownership import only_reference
+from ._activation_part import ACTIVATIONS, Activation, ActivationPart, bias_refusal
+from ._linear_part import LinearPart, refuse
+
+__all__ = ["FUSION", "FUSION_WITH_SUM", "ActivationLinear"]
+
+
+class ActivationLinear(FusedOperation):
+    r"""Bias, a plain or gated activation, BasicLinear, Bias and AddExtraInput.
+
+    .. math:: y = f(x + b)\, W^T + c + z
+
+    Biases and sum may be absent; before a gated activation there is no bias. z is the extra input,
+    of the shape of y; it is read, never written, whatever ``in_place`` says. Saves x, and not
+    :math:`h = f(x + b)`: H elements less for H elements of h.
+
+    In backward :math:`dh = dy\, W` comes first. Then the pass that makes dx and db out of dh and x
+    also writes h again, at H elements of traffic in place of the H that reading a saved one takes,
+    and :math:`dW = dy^T h` comes last. The gradient of a gated x takes the memory of x, where
+    nobody else refers to it.
+
+    Kernel: ATen's GEMMs, and the activation kernels of opfuser; ATen has no activation backward
+    that returns the output, reads a packed x or sums the bias's gradient.
+
+    Args:
+        activation: the activation.
+        linear: the linear operation.
+        bias: the bias before the activation, or None.
+        linear_bias: the bias after the linear operation, or None.
+        add: the sum with the extra input, which comes last, or None.
+
+    Raises:
+        NotSupportedError: a bias before a gated activation, or ``linear`` exchanges data between
+            ranks.
+        InputError: in forward, as in the operations that it replaces.
+    """
+
+    _parts: tuple[ActivationPart, LinearPart]
+
+    def __init__(
+        self,
+        *,
+        activation: Activation,
+        linear: BasicLinear,
+        bias: Bias | None = None,
+        linear_bias: Bias | None = None,
+        add: AddExtraInput | None = None,
+    ) -> None:
+        where = type(self).__name__
+        first = ActivationPart(bias, activation, where)
+        second = LinearPart(linear, linear_bias, where, add=add)
+        super().__init__((*first.ops, *second.ops))
+        self._parts = first, second
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        activation, linear = self._parts
+        n = len(activation.ops)
+        h = activation.forward(basic_op_ctxs[:n], input_)
+        z = next(iter(basic_op_extra_inputs[-1]), None)
+        return linear.forward(basic_op_ctxs[n:], h, z), [()] * len(basic_op_ctxs)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[
+        Tensor | None,
+        Sequence[Sequence[Tensor | None] | None],
+        Sequence[Sequence[Tensor | None] | None],
+    ]:
+        activation, linear = self._parts
+        n = len(activation.ops)
+        first, second = basic_op_ctxs[:n], basic_op_ctxs[n:]
+        ours = only_reference(first[-1].saved_tensors)
+        grads = activation.backward(
+            first,
+            linear.input_grad(second, grad_output),
+            first[-1].saved_tensors[0],
+            ours=ours,
+            want_y=linear.wants_input(second),
+        )
+        own = linear.parameter_grads(second, grad_output, grads.output)
+        extra_inputs: list[tuple[Tensor, ...]] = [()] * len(basic_op_ctxs)
+        if linear.add is not None:
+            extra_inputs[-1] = (grad_output,)
+        return grads.input, [*grads.parameters, *own], extra_inputs
+
+
+def _refuses(
+    bias: Bias | None, activation: Activation, linear: BasicLinear, *rest: Any, env: Env
+) -> Refusal | None:
+    return bias_refusal(bias, activation) or refuse([linear], env)
+
+
+def _build(
+    bias: Bias | None,
+    activation: Activation,
+    linear: BasicLinear,
+    linear_bias: Bias | None,
+    add: AddExtraInput | None = None,
+) -> ActivationLinear:
+    return ActivationLinear(
+        activation=activation, linear=linear, bias=bias, linear_bias=linear_bias, add=add
+    )
+
+
+FUSION = Fusion(
+    name="activation_linear",
+    stage="joint",
+    pattern=(Optional(Bias), ACTIVATIONS, BasicLinear, Optional(Bias)),
+    refuses=_refuses,
+    build=_build,
+)
+
+# Where a norm follows, a GPU adds in the kernel of the norm: 4A of traffic for both. On a CPU there
+# is no such kernel, and a GEMM that starts from z does without a pass for the sum.
+FUSION_WITH_SUM = Fusion(
+    name="activation_linear_add",
+    stage="joint",
+    pattern=(*FUSION.pattern, AddExtraInput),
+    refuses=_refuses,
+    build=_build,
+    requires=Requires(device="cpu"),
+)

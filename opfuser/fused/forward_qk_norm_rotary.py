@@ -1,0 +1,76 @@
+"""Forward of the norm and the rotary embedding of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..basic.qk_norm import QKNorm
+from ..basic.rotary_embedding import RotaryEmbedding
+from ..fusion import Env, Fusion, Refusal
+from ..kernels.scalar import cast
+from ..op import FusedOperation, OperationContext, compute_dtype
+from ._linear import insist
+
+__all__ = ["FUSION", "ForwardQKNormRotary"]
+
+
+class ForwardQKNormRotary(FusedOperation):
+    r"""Forward of QKNorm and RotaryEmbedding: :math:`y = R(\mathrm{norm}(x))`, rounded once.
+
+    Saves what the two save. For A elements of packed queries, keys and values 2A of traffic instead
+    of 4A: the normalised heads are not stored. Kernel: ours; of ATen's none does either of the two.
+
+    Args:
+        qk_norm: the norm.
+        rotary: the rotary embedding, of the same heads.
+
+    Raises:
+        NotSupportedError: their heads differ in number or size.
+        InputError: in forward, as in the operations that it replaces.
+    """
+
+    _parts: tuple[QKNorm, RotaryEmbedding]
+
+    def __init__(self, *, qk_norm: QKNorm, rotary: RotaryEmbedding) -> None:
+        insist(_refuses(qk_norm, rotary), type(self).__name__)
+        super().__init__((qk_norm, rotary))
+        self._parts = qk_norm, rotary
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        qk_norm, rotary = self._parts
+        ctx, rotary_ctx = basic_op_ctxs
+        positions = basic_op_kwargs[1].get("positions")
+        qk_norm.check_input(input_)
+        x = cast(input_, compute_dtype(input_, qk_norm))
+        rotary.check_input(x, positions)
+        if rotary_ctx.requires_grad:
+            rotary_ctx.save_for_backward(*rotary.Saved(positions))
+        angles = rotary.angles(x, positions)
+        return qk_norm.normalise(ctx, x, *angles, rotary.interleaved), [(), ()]
+
+
+def _refuses(qk_norm: QKNorm, rotary: RotaryEmbedding, *, env: Env | None = None) -> Refusal | None:
+    if qk_norm.heads == rotary.heads:
+        return None
+    return Refusal("SHAPE", f"QKNorm has heads {qk_norm.heads}, RotaryEmbedding {rotary.heads}")
+
+
+FUSION = Fusion(
+    name="forward_qk_norm_rotary",
+    stage="forward",
+    pattern=(QKNorm, RotaryEmbedding),
+    refuses=_refuses,
+    build=lambda qk_norm, rotary: ForwardQKNormRotary(qk_norm=qk_norm, rotary=rotary),
+)

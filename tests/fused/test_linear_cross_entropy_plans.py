@@ -1,0 +1,249 @@
+"""Where a linear operation and a loss fuse, what is saved, and what is refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import opfuser
+from opfuser import BasicLinear, CrossEntropy, Linear, Sequential
+from opfuser.errors import InputError, NotSupportedError, OpKwargsError
+from opfuser.fused import _loss_chunks, linear_cross_entropy
+from opfuser.fused.linear_cross_entropy import LinearCrossEntropy
+from tests.fused.losses import NAME, D, V, chunked, chunks, head, registered, some_targets
+from tests.fused.pairings import DTYPES, stopped_by, with_subclass
+from tests.fused.sharded import SHARDINGS, hand_built, sharded
+
+__all__ = ["chunks", "registered"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("registered")
+
+
+def test_saved_are_the_gradients_alone(chunks: int) -> None:
+    seq = head()
+    x, targets = torch.randn(33, D, requires_grad=True), some_targets(33)
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = seq(x, targets)
+    assert sorted(tuple(t.shape) for t in saved) == [(V, D), (33, D)]
+    before = [t.clone() for t in saved]
+    loss.backward(torch.tensor(3.0))
+    # Whoever packed them still holds them.
+    assert all(map(torch.equal, saved, before))
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor):
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.itemsize)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_never_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked(monkeypatch, 30)
+    linear = BasicLinear(2, 50, dtype=dtype)
+    x, targets = torch.randn(120, 2).to(dtype).requires_grad_(), torch.randint(0, 50, (120,))
+    with Largest() as largest:
+        Sequential(linear, CrossEntropy())(x, targets).backward()
+    assert largest.elements == 30 * 50
+
+
+def test_the_caller_s_tensors_are_left_alone(chunks: int) -> None:
+    seq = head()
+    x, targets, factor = torch.randn(33, D, requires_grad=True), some_targets(33), torch.tensor(2.0)
+    mine = [x, targets, factor, seq[0].weight]
+    before = [t.detach().clone() for t in mine]
+    seq(x, targets).backward(factor)
+    assert all(map(torch.equal, mine, before))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_second_backward(dtype: torch.dtype, chunks: int) -> None:
+    seq = head(dtype)
+    x, targets = torch.randn(33, D).to(dtype).requires_grad_(), some_targets(33)
+    loss = seq(x, targets)
+    wrt = [x, seq[0].weight]
+    first = torch.autograd.grad(loss, wrt, retain_graph=True)
+    kept = [t.clone() for t in first]
+    for t in first:
+        t.mul_(7)  # the caller's to write to
+    for factor, retain in ((1.0, True), (4.0, True), (1.0, True), (2.0, False)):
+        grads = torch.autograd.grad(loss, wrt, loss.new_tensor(factor), retain_graph=retain)
+        for got, want in zip(grads, kept):
+            assert torch.equal(got, factor * want)  # powers of two round nothing
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_saved_becomes_the_gradient_if_nobody_else_needs_it(
+    dtype: torch.dtype, factor: float, retain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[tuple[int, int]] = []
+    whole = linear_cross_entropy.scaled
+
+    def noted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = whole(x, *args, **kwargs)
+        places.append((x.data_ptr(), y.data_ptr()))
+        return y
+
+    monkeypatch.setattr(linear_cross_entropy, "scaled", noted)
+    seq = head(dtype)
+    x, targets = torch.randn(33, D).to(dtype).requires_grad_(), some_targets(33)
+    loss = seq(x, targets)
+    loss.backward(loss.new_tensor(factor), retain_graph=retain)
+    assert [before == after for before, after in places] == [not retain] * 2
+    if not retain:
+        assert x.grad is not None
+        assert seq[0].weight.grad is not None
+        assert [x.grad.data_ptr(), seq[0].weight.grad.data_ptr()] == [after for _, after in places]
+
+
+META: dict[str, Any] = {"device": "meta"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "classes", "dim", "dtype", "expected"),
+    [
+        (8192, 128256, 4096, torch.bfloat16, (2048, torch.bfloat16)),
+        (8192, 128256, 4096, torch.float32, (2048, torch.float32)),
+        (8192, 128256, 4096, torch.float16, (2048, torch.float32)),
+        # Larger chunks rather than a second dW, until that is the smaller.
+        (16384, 128256, 4096, torch.bfloat16, (4096, torch.bfloat16)),
+        (131072, 128256, 4096, torch.bfloat16, (2304, torch.float32)),
+        (16384, 128256, 4096, torch.float32, (2048, torch.float32)),
+        (2048, 128256, 4096, torch.bfloat16, (1024, torch.bfloat16)),
+        (4096, 32000, 4096, torch.bfloat16, (2048, torch.bfloat16)),
+        (8192, 32000, 4096, torch.bfloat16, (2048, torch.bfloat16)),
+        (8192, 1000, 4096, torch.bfloat16, (8192, torch.bfloat16)),
+        (100, 128256, 4096, torch.bfloat16, (1024, torch.bfloat16)),
+        (0, 128256, 4096, torch.bfloat16, (1024, torch.bfloat16)),
+    ],
+)
+def test_the_rule_for_chunks(
+    rows: int, classes: int, dim: int, dtype: torch.dtype, expected: tuple[int, torch.dtype]
+) -> None:
+    half = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    x, w = torch.empty(rows, dim, dtype=half, **META), torch.empty(classes, dim, dtype=half, **META)
+    split = _loss_chunks.split(x, w, dtype)
+    assert split == expected
+    if rows == 8192:
+        assert split.rows * classes * 2 <= 0.6e9
+
+
+def test_the_rule_for_chunks_on_a_cpu() -> None:
+    x, w = torch.empty(1024, 8), torch.empty(32000, 8)
+    assert _loss_chunks.split(x, w, torch.float32) == (256, torch.float32)
+    assert _loss_chunks.split(x[:100], w, torch.float32).rows == 256
+
+
+def test_where_it_matches() -> None:
+    def fused(*ops: nn.Module) -> dict[str, int]:
+        x = torch.randn(3, D, requires_grad=True)
+        return Sequential(*ops).plan(x, some_targets(3)).fused("forward")
+
+    assert fused(BasicLinear(D, V), CrossEntropy()) == {NAME: 1}
+    assert fused(Linear(D, V, bias=False), CrossEntropy(reduction="sum")) == {NAME: 1}
+    assert NAME not in fused(Linear(D, V), CrossEntropy())
+    with opfuser.disable(NAME):
+        assert fused(BasicLinear(D, V), CrossEntropy()) == {}
+
+
+def refusals(*ops: nn.Module, grad: bool = True) -> list[str]:
+    x = torch.randn(3, D, requires_grad=grad)
+    record = Sequential(*ops).plan(x, some_targets(3)).record(NAME)
+    assert not record.matches
+    return [str(no) for _, no in record.refusals]
+
+
+def test_refusals() -> None:
+    assert refusals(BasicLinear(D, V), CrossEntropy(reduction="none")) == [
+        'SHAPE: with reduction="none" each row has a gradient that arrives in backward'
+    ]
+    frozen = BasicLinear(D, V)
+    frozen.weight.requires_grad_(False)
+    no_grad = ["NO_GRAD: no gradient is needed, and forward would make them"]
+    assert refusals(frozen, CrossEntropy(), grad=False) == no_grad
+    with torch.no_grad():
+        assert refusals(BasicLinear(D, V), CrossEntropy()) == no_grad
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_sharding_is_refused(sharding: str) -> None:
+    (why,) = refusals(sharded(BasicLinear(D, V), sharding), CrossEntropy())
+    kind = "sequence" if "sequence" in sharding else "tensor"
+    mode = sharding.partition(",")[0]
+    assert why.startswith(f"COMMUNICATION: {kind}-parallel BasicLinear in {mode} mode communicates")
+    raised = hand_built(lambda linear: LinearCrossEntropy(linear=linear, loss=CrossEntropy()))
+    text = raised[sharding]
+    assert text is not None
+    assert "(LinearCrossEntropy). Leave the operations separate" in text
+
+
+@pytest.mark.parametrize(("at", "code"), [(0, None), (1, "SUBCLASS")])
+def test_a_subclass_is_not_matched(at: int, code: str | None) -> None:
+    ops = with_subclass([BasicLinear(D, V), CrossEntropy()], at)
+    plan = Sequential(*ops).plan(torch.randn(3, D, requires_grad=True), some_targets(3))
+    assert plan.fused("forward") == {}
+    assert stopped_by(plan, NAME) == code
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_placed_by_hand(grad: bool, chunks: int) -> None:
+    linear, loss = head()
+    fused = LinearCrossEntropy(linear=linear, loss=loss)
+    assert list(fused.basic_ops) == [linear, loss]
+    x, targets = torch.randn(33, D), some_targets(33)
+    with torch.set_grad_enabled(grad):
+        y = Sequential(fused)(x, targets)
+    assert y.requires_grad == grad
+    torch.testing.assert_close(y, loss.reference(linear.reference(x), targets))
+
+
+def test_what_the_constructor_refuses() -> None:
+    with pytest.raises(NotSupportedError, match=r'reduction="none" .*\(LinearCrossEntropy\)'):
+        LinearCrossEntropy(linear=BasicLinear(D, V), loss=CrossEntropy(reduction="none"))
+
+
+@pytest.mark.parametrize(
+    ("x", "targets", "text"),
+    [
+        (torch.ones(3, D), torch.ones(4).long(), r"Targets must have the shape.*logits \(3, 9\)"),
+        (torch.ones(3, D), torch.ones(3), "Targets must be class indices of int32 or int64"),
+        (torch.ones(3, D + 1), torch.ones(3).long(), "must be in_features"),
+        (torch.ones(3, D).long(), torch.ones(3).long(), "must be fp16, bf16, fp32 or fp64"),
+    ],
+)
+def test_refuses_inputs(x: Tensor, targets: Tensor, text: str) -> None:
+    seq = head()
+    for switch in (nullcontext(), opfuser.disable(NAME)):
+        with switch, pytest.raises(InputError, match=text):
+            seq(x, targets)
+
+
+@pytest.mark.parametrize("target", [V, -1])
+def test_a_target_that_is_no_class_fails(target: int) -> None:
+    with pytest.raises((IndexError, RuntimeError)):
+        head()(torch.ones(1, D), torch.tensor([target]))
+
+
+def test_refuses_keywords() -> None:
+    with pytest.raises(OpKwargsError, match=r"CrossEntropy takes no keywords\. Received: weight"):
+        head()(torch.ones(2, D), torch.tensor([0, 1]), op_kwargs={1: {"weight": 1}})
