@@ -23,7 +23,9 @@ __all__ = [
     "activation_forward",
     "cdiv",
     "empty_rows",
+    "in_blocks",
     "rows_of",
+    "rows_per_block",
     "tile",
 ]
 

@@ -135,8 +135,8 @@ def check_norm(case: Case) -> None:
         want = case.weight.dtype if name in ("dw", "db") else want
         assert (result.dtype, result.is_contiguous()) == (want, True), name
         # A gradient in fp64 is no more accurate than the arithmetic was.
-        result = result.to(wide) if want == torch.float64 else result
-        compare(name, result, single[name].to(want), expected[name])
+        rounded = result.to(wide) if want == torch.float64 else result
+        compare(name, rounded, single[name].to(want), expected[name])
 
 
 def compare(name: str, got: Tensor, plain: Tensor, expected: Tensor) -> None:

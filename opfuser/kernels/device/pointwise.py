@@ -70,7 +70,7 @@ def place(first_row, first_col, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS
     """Offset of a tile's first element, offsets of all from there, and which of them exist."""
     row = tl.arange(0, BLOCK_ROWS)[:, None]
     col = tl.arange(0, BLOCK_COLS)[None, :]
-    base = tl.to_tensor(first_row).to(tl.int64) * cols + first_col
+    base = tl.cast(first_row, tl.int64) * cols + first_col
     return base, row * cols + col, (row < rows - first_row) & (col < cols - first_col)
 
 

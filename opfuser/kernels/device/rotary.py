@@ -107,16 +107,8 @@ def _turn(a, b, cos_ptr, sin_ptr, place, PAIRS: tl.constexpr, BLOCK_P: tl.conste
 
 
 @triton.jit
-def _copy_values(
-    source_ptr,  # (R, H D)
-    target_ptr,  # (R, H D), contiguous
-    tile,  # which part of the values
-    rows,
-    stride,
-    START: tl.constexpr,
-    END: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+def _copy_values(source_ptr, target_ptr, tile, rows, stride, START, END, BLOCK_V: tl.constexpr):
+    """Entries START to END of each n-th row; the target is contiguous, and END wide."""
     i = START + tile * BLOCK_V + tl.arange(0, BLOCK_V)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
