@@ -21,8 +21,8 @@ def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int]
     """References to a tensor from Python, from C++ (autograd's), and to its memory."""
     tensor = holder[index]
     assert tensor is not None
-    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor), tensor._use_count(), memory
+    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor), tensor._use_count(), memory  # type: ignore[attr-defined]
 
 
 # The counts hold those of the counting itself, which differ between versions of Python.

@@ -83,6 +83,8 @@ class Chain:
         self.stages = tuple(stages)
         self.reads, self.reads_x = reads_of(self.stages)
         self._by_rows = any(stage.kind in (BIAS, DROPOUT) for stage in stages)
+        kinds = [(i, stage.kind) for i, stage in enumerate(self.stages)]
+        self._holders = [(i, kind) for i, kind in kinds if kind != FUNCTION]
         self._forwards: dict[Any, Tiled] = {}
         self._backwards: dict[Any, Gradients] = {}
 
@@ -101,17 +103,18 @@ class Chain:
         Returns:
             The result, and for each KEEP what it kept, all contiguous.
         """
-        if not _on_kernels(x) or not all(map(_fits, self.stages, operands)):
+        if not _on_kernels(x):
             return plain.forward(self.stages, x, operands, dtypes)
-        y = torch.empty(x.shape, dtype=dtypes[-1], device=x.device)
         kept: list[Tensor | None] = [None] * len(self.stages)
         pointers: list[Tensor | None] = []
-        for i, stage in enumerate(self.stages):
+        for i, kind in self._holders:
             operand = operands[i]
-            if stage.kind == KEEP:
+            if kind == KEEP:
                 operand = kept[i] = torch.empty(x.shape, dtype=dtypes[i], device=x.device)
-            if operand is not None:
-                pointers.append(operand.contiguous())
+            elif operand is None or not _fits(kind, operand):
+                return plain.forward(self.stages, x, operands, dtypes)
+            pointers.append(operand.contiguous())
+        y = torch.empty(x.shape, dtype=dtypes[-1], device=x.device)
         rows, cols = size_of(x, self._by_rows)
         key = cols, x.dtype
         tiled = self._forwards.get(key)
@@ -150,13 +153,17 @@ class Chain:
         how = self._backwards.get(key)
         if how is None:
             how = self._backwards[key] = gradients(self.stages, *key)
-        if not all(_fits(self.stages[i], operands[i]) for i in how.reads):
-            return plain.backward(self.stages, dy, x, operands, wants, dtypes)
+        pointers: list[Tensor | None] = []
+        for i in how.reads:
+            operand = operands[i]
+            if operand is None or not _fits(self.stages[i].kind, operand):
+                return plain.backward(self.stages, dy, x, operands, wants, dtypes)
+            pointers.append(operand.contiguous())
         made = [torch.empty(dy.shape, dtype=dtype, device=dy.device) for dtype in how.makes]
         grads = [None if m is None else dy if m < 0 else made[m] for m in how.made]
         if how.tiled is not None:
-            pointers = [*[_contiguous(operands[i]) for i in how.reads], *made]
-            x = _contiguous(x) if how.reads_x else None
+            pointers += made
+            x = x.contiguous() if how.reads_x and x is not None else None
             sums = [(i, _bias_grad(wants[i], dy)) for i in how.sums]
             launch_backward(
                 how.tiled, dy.contiguous(), x, pointers, [db for _, db in sums], (rows, cols)
@@ -171,15 +178,8 @@ def _on_kernels(x: Tensor) -> bool:
     return runs(x) and not torch.compiler.is_compiling()
 
 
-def _fits(stage: Stage, operand: Tensor | None) -> bool:
-    """Whether kernels take this operand; a bias may have been cleared, any be fp64."""
-    if operand is None:
-        return stage.kind in (FUNCTION, KEEP)
-    return stage.kind == DROPOUT or operand.dtype in DTYPES
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _fits(kind: int, operand: Tensor) -> bool:
+    return kind == DROPOUT or operand.dtype in DTYPES
 
 
 def _bias_grad(dtype: Any, dy: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,19 +13,10 @@ import opfuser
 from opfuser import BasicLinear, CrossEntropy, Sequential
 from opfuser.fused import _loss_chunks
 from opfuser.fused.linear_cross_entropy import FUSION
-from opfuser.registry import registry
 from tests.fused.pairings import error, magnitude
 
 NAME = FUSION.name
 D, V = 6, 9
-
-
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """The fusion, whether or not it is built in."""
-    known = any(handle.name == NAME for handle in registry)
-    with nullcontext() if known else registry.add(FUSION, "joint"):
-        yield
 
 
 @pytest.fixture(params=["one chunk", "chunks"])

@@ -15,13 +15,12 @@ from opfuser import BasicLinear, CrossEntropy, Linear, Sequential
 from opfuser.errors import InputError, NotSupportedError, OpKwargsError
 from opfuser.fused import _loss_chunks, linear_cross_entropy
 from opfuser.fused.linear_cross_entropy import LinearCrossEntropy
-from tests.fused.losses import NAME, D, V, chunked, chunks, head, registered, some_targets
+from opfuser.kernels.launch import runs
+from tests.fused.losses import NAME, D, V, chunked, chunks, head, some_targets
 from tests.fused.pairings import DTYPES, stopped_by, with_subclass
 from tests.fused.sharded import SHARDINGS, hand_built, sharded
 
-__all__ = ["chunks", "registered"]  # fixtures
-
-pytestmark = pytest.mark.usefixtures("registered")
+__all__ = ["chunks"]  # a fixture
 
 
 def test_saved_are_the_gradients_alone(chunks: int) -> None:
@@ -43,15 +42,15 @@ def test_saved_are_the_gradients_alone(chunks: int) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation returns."""
+    """Bytes of the largest tensor that an operation returns."""
 
-    elements = 0
+    bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
-                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.itemsize)
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
         return out
 
 
@@ -62,7 +61,8 @@ def test_logits_are_never_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     x, targets = torch.randn(120, 2).to(dtype).requires_grad_(), torch.randint(0, 50, (120,))
     with Largest() as largest:
         Sequential(linear, CrossEntropy())(x, targets).backward()
-    assert largest.elements == 30 * 50
+    # The exponentials of a chunk are in fp32, but on a GPU in registers.
+    assert 30 * 50 * dtype.itemsize <= largest.bytes <= 30 * 50 * 4
 
 
 def test_the_caller_s_tensors_are_left_alone(chunks: int) -> None:
@@ -239,9 +239,14 @@ def test_refuses_inputs(x: Tensor, targets: Tensor, text: str) -> None:
 
 
 @pytest.mark.parametrize("target", [V, -1])
-def test_a_target_that_is_no_class_fails(target: int) -> None:
+def test_a_target_that_is_no_class_fails(target: int, device: torch.device) -> None:
+    seq, x = head().to(device), torch.ones(1, D, device=device)
+    targets = torch.tensor([target], device=device)
+    if runs(x):  # kernels could only end the process
+        assert seq(x, targets).isnan()
+        return
     with pytest.raises((IndexError, RuntimeError)):
-        head()(torch.ones(1, D), torch.tensor([target]))
+        seq(x, targets)
 
 
 def test_refuses_keywords() -> None:

@@ -57,14 +57,14 @@ def _ends(head, whole, cols, VEC: tl.constexpr):
 @triton.jit
 def _statistics(
     x_ptr, start, aligned, head, whole, cols, SMOOTH: tl.constexpr, EVEN: tl.constexpr,
-    TILE: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr,
+    TILE: tl.constexpr, VEC: tl.constexpr, POLICY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Largest entry m of a row, ``Σ exp(x - m)``, and ``Σ x``, which is 0 unless SMOOTH."""
     m = tl.full([TILE // VEC], LOWEST, tl.float32)
     s = tl.zeros([TILE // VEC], tl.float32)
     total = tl.zeros([TILE // VEC], tl.float32)
     vectors, entries = _entries(TILE, VEC)
-    for at in range(0, whole, TILE):
+    for at in tl.range(0, whole, TILE, num_stages=AHEAD):
         inside = vectors < whole - at
         x = tl.load(
             x_ptr + aligned + at + entries, mask=inside, other=float("-inf"),
@@ -93,7 +93,7 @@ def _statistics(
 def _loss(
     x_ptr, start, aligned, head, whole, target, ignored, cols, smoothing, z_loss,
     SMOOTH: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr,
-    POLICY: tl.constexpr,
+    POLICY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Loss of a row, and its statistics.
 
@@ -104,7 +104,7 @@ def _loss(
     entry = tl.load(x_ptr + start + target, mask=readable, other=0.0).to(tl.float32)
     top, sum_exp, sum_x = _statistics(
         x_ptr, start, aligned, tl.where(ignored, 0, head), tl.where(ignored, 0, whole),
-        tl.where(ignored, 0, cols), SMOOTH, EVEN, TILE, VEC, POLICY,
+        tl.where(ignored, 0, cols), SMOOTH, EVEN, TILE, VEC, POLICY, AHEAD,
     )  # fmt: skip
     top = tl.where(ignored, 0.0, top)
     sum_exp = tl.where(ignored, 1.0, tl.where(is_class, sum_exp, float("nan")))
@@ -150,7 +150,7 @@ def forward_kernel(
     target = tl.load(targets_ptr + row)
     loss, top, sum_exp = _loss(
         x_ptr, start, aligned, head, whole, target, target == ignore_index, cols, smoothing, z_loss,
-        SMOOTH, EVEN, TILE, VEC, "evict_first",
+        SMOOTH, EVEN, TILE, VEC, "evict_first", 1,
     )  # fmt: skip
     tl.store(loss_ptr + row, loss)
     tl.store(max_ptr + row, top)
@@ -203,11 +203,12 @@ def gradient_kernel(
     x_ptr, targets_ptr, count_ptr, loss_ptr, dx_ptr, stride, rows, cols, ignore_index,
     smoothing, z_loss,
     SMOOTH: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Loss of rows, and their gradient written over them (``dx_ptr`` is ``x_ptr``).
 
     A persistent grid: as few rows are in flight as keep the memory busy, so that the second read
-    of a row finds it in the L2 cache.
+    of a row finds it in the L2 cache. AHEAD tiles of a row are fetched before they are needed.
     """
     scale = 1.0
     if count_ptr is not None:
@@ -219,7 +220,7 @@ def gradient_kernel(
         ignored = target == ignore_index
         loss, top, sum_exp = _loss(
             x_ptr, start, aligned, head, whole, target, ignored, cols, smoothing, z_loss,
-            SMOOTH, EVEN, TILE, VEC, "evict_last",
+            SMOOTH, EVEN, TILE, VEC, "evict_last", AHEAD,
         )  # fmt: skip
         tl.store(loss_ptr + row, loss)
         p_scale, row_scale = _factors(scale, ignored, top, sum_exp, z_loss)
@@ -231,7 +232,7 @@ def gradient_kernel(
             )  # fmt: skip
         # Every thread has read the target's entry and the ends before any of them writes.
         tl.debug_barrier()
-        for at in range(0, whole, TILE):
+        for at in tl.range(0, whole, TILE, num_stages=AHEAD):
             inside = vectors < whole - at
             x = tl.load(
                 x_ptr + aligned + at + entries, mask=inside & (ignored == 0),
