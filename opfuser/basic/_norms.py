@@ -86,6 +86,12 @@ def as_rows(x: Tensor, cols: int) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def as_vector(parameter: Tensor) -> Tensor:
-    """A parameter of several dimensions as one row."""
-    return parameter if parameter.dim() == 1 else parameter.reshape(-1)
+def as_vector(x: Tensor) -> Tensor:
+    """A parameter, or a statistic of each row, in one dimension."""
+    return x if x.dim() == 1 else x.reshape(-1)
+
+
+def per_row(statistic: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """A statistic of each row, with ``rows`` as its shape."""
+    # Integers are unpacked in half the time that a torch.Size takes, but there must be one.
+    return statistic.view(*rows) if rows else statistic.view(())

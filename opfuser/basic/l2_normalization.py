@@ -11,7 +11,7 @@ from ..errors import InputError, NotSupportedError, explain
 from ..kernels.norm import l2_norm_backward, l2_norm_forward
 from ..kernels.scalar import cast, wide_dtype
 from ..op import BasicOperation, OperationContext, compute_dtype
-from ._norms import as_rows, check_eps
+from ._norms import as_rows, as_vector, check_eps, per_row
 
 __all__ = ["L2Normalization"]
 
@@ -84,7 +84,7 @@ class L2Normalization(BasicOperation):
         y: Tensor
         y, rnorm = l2_norm_forward(rows, self.eps)
         if rows is not x:
-            y, rnorm = y.view(x.shape), rnorm.view(x.shape[:-1])
+            y, rnorm = y.view_as(x), per_row(rnorm, x.shape[:-1])
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rnorm))
         return y
@@ -99,8 +99,8 @@ class L2Normalization(BasicOperation):
         assert x is not None
         assert rnorm is not None
         cols = x.shape[-1]
-        dx = l2_norm_backward(as_rows(grad_output, cols), as_rows(x, cols), rnorm.reshape(-1))
-        return dx.view(grad_output.shape), ()
+        dx = l2_norm_backward(as_rows(grad_output, cols), as_rows(x, cols), as_vector(rnorm))
+        return dx.view_as(grad_output), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         wide = input_.to(wide_dtype(input_.dtype))

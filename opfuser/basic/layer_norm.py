@@ -14,7 +14,15 @@ from ..kernels.norm import add_layer_norm_forward, layer_norm_backward, layer_no
 from ..kernels.scalar import cast
 from ..op import BasicOperation, OperationContext, compute_dtype
 from ._dtypes import check_parameter_dtype
-from ._norms import as_rows, as_vector, canonical_shape, check_eps, refuse_input, refuse_sm_margin
+from ._norms import (
+    as_rows,
+    as_vector,
+    canonical_shape,
+    check_eps,
+    per_row,
+    refuse_input,
+    refuse_sm_margin,
+)
 
 __all__ = ["LayerNorm"]
 
@@ -106,8 +114,8 @@ class LayerNorm(BasicOperation):
         y: Tensor
         y, mean, rstd = layer_norm_forward(rows, *self._arguments())
         if rows is not x:
-            y = y.view(x.shape)
-            mean, rstd = (t.view(x.shape[: -len(shape)]) for t in (mean, rstd))
+            y, leading = y.view_as(x), x.shape[: -len(shape)]
+            mean, rstd = per_row(mean, leading), per_row(rstd, leading)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, mean, rstd))
         return y
@@ -116,14 +124,20 @@ class LayerNorm(BasicOperation):
         self, ctx: OperationContext, x: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Output for the input ``x + residual``, and that input; all of the compute dtype."""
+        rows = as_rows(x, self._cols)
         y, total, mean, rstd = add_layer_norm_forward(
-            as_rows(x, self._cols), as_rows(residual, self._cols), *self._arguments()
+            rows, as_rows(residual, self._cols), *self._arguments()
         )
-        total = total.view(x.shape)
+        if rows is not x:
+            y, total, leading = (
+                y.view_as(x),
+                total.view_as(x),
+                x.shape[: -len(self.normalized_shape)],
+            )
+            mean, rstd = per_row(mean, leading), per_row(rstd, leading)
         if ctx.requires_grad:
-            rows = x.shape[: -len(self.normalized_shape)]
-            ctx.save_for_backward(*self.Saved(total, mean.view(rows), rstd.view(rows)))
-        return y.view(x.shape), total
+            ctx.save_for_backward(*self.Saved(total, mean, rstd))
+        return y, total
 
     def _arguments(self) -> tuple[Tensor, Tensor | None, float, bool]:
         bias: Tensor | None = self.bias
@@ -152,13 +166,14 @@ class LayerNorm(BasicOperation):
         assert weight is not None
         cols = self._cols
         needs_dx, needs = ctx.needs.input, ctx.needs.parameters
+        dy = as_rows(grad_output, cols)
         grads = layer_norm_backward(
-            as_rows(grad_output, cols),
+            dy,
             as_rows(x, cols),
             as_vector(weight),
             None if bias is None else as_vector(bias),
-            mean.reshape(-1),
-            rstd.reshape(-1),
+            as_vector(mean),
+            as_vector(rstd),
             None if residual_grad is None else as_rows(residual_grad, cols),
             self.eps,
             self.zero_centered_gamma,
@@ -166,12 +181,16 @@ class LayerNorm(BasicOperation):
             any(needs),
             False,
         )
-        dx = grads[0].view(grad_output.shape) if needs_dx else None
-        found = grads[needs_dx:] or (None, None)
-        return dx, tuple(
-            None if grad is None or not needed else grad.view(weight.shape)
-            for needed, grad in zip(needs, found)
-        )
+        dx = None
+        if needs_dx:
+            dx = grads[0] if dy is grad_output else grads[0].view_as(grad_output)
+            grads = grads[1:]
+        if not grads:
+            return dx, (None,) * len(needs)
+        if weight.dim() > 1:
+            grads = [grad.view_as(weight) for grad in grads]
+        # Those of weight and bias are made together.
+        return dx, tuple(grad if needed else None for grad, needed in zip(grads, needs))
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight

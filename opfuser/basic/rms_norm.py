@@ -13,7 +13,15 @@ from ..kernels.norm import add_rms_norm_forward, rms_norm_backward, rms_norm_for
 from ..kernels.scalar import cast, wide_dtype
 from ..op import BasicOperation, OperationContext, compute_dtype
 from ._dtypes import check_parameter_dtype
-from ._norms import as_rows, as_vector, canonical_shape, check_eps, refuse_input, refuse_sm_margin
+from ._norms import (
+    as_rows,
+    as_vector,
+    canonical_shape,
+    check_eps,
+    per_row,
+    refuse_input,
+    refuse_sm_margin,
+)
 
 __all__ = ["RMSNorm"]
 
@@ -97,10 +105,12 @@ class RMSNorm(BasicOperation):
             refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
         x = cast(input_, compute_dtype(input_, self))
         rows = as_rows(x, self._cols)
+        w = self._parameters.get("weight")  # without the 0.5 us of nn.Module.__getattr__
+        weight = as_vector(self.weight if w is None else w)
         y: Tensor
-        y, rstd = rms_norm_forward(rows, as_vector(self.weight), self.eps, self.zero_centered_gamma)
+        y, rstd = rms_norm_forward(rows, weight, self.eps, self.zero_centered_gamma)
         if rows is not x:
-            y, rstd = y.view(x.shape), rstd.view(x.shape[: -len(shape)])
+            y, rstd = y.view_as(x), per_row(rstd, x.shape[: -len(shape)])
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rstd))
         return y
@@ -109,18 +119,20 @@ class RMSNorm(BasicOperation):
         self, ctx: OperationContext, x: Tensor, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Output for the input ``x + residual``, and that input; all of the compute dtype."""
+        rows = as_rows(x, self._cols)
         y, total, rstd = add_rms_norm_forward(
-            as_rows(x, self._cols),
+            rows,
             as_rows(residual, self._cols),
             as_vector(self.weight),
             self.eps,
             self.zero_centered_gamma,
         )
-        total = total.view(x.shape)
+        if rows is not x:
+            y, total = y.view_as(x), total.view_as(x)
+            rstd = per_row(rstd, x.shape[: -len(self.normalized_shape)])
         if ctx.requires_grad:
-            rows = x.shape[: -len(self.normalized_shape)]
-            ctx.save_for_backward(*self.Saved(total, rstd.view(rows)))
-        return y.view(x.shape), total
+            ctx.save_for_backward(*self.Saved(total, rstd))
+        return y, total
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -140,19 +152,24 @@ class RMSNorm(BasicOperation):
         assert weight is not None
         cols = self._cols
         needs_dx, needs_dw = ctx.needs.input, ctx.needs.parameters[0]
+        dy = as_rows(grad_output, cols)
         grads = rms_norm_backward(
-            as_rows(grad_output, cols),
+            dy,
             as_rows(x, cols),
             as_vector(weight),
-            rstd.reshape(-1),
+            as_vector(rstd),
             None if residual_grad is None else as_rows(residual_grad, cols),
             self.zero_centered_gamma,
             needs_dx,
             needs_dw,
             False,
         )
-        dx = grads[0].view(grad_output.shape) if needs_dx else None
-        return dx, (grads[-1].view(weight.shape) if needs_dw else None,)
+        dx = dw = None
+        if needs_dx:
+            dx = grads[0] if dy is grad_output else grads[0].view_as(grad_output)
+        if needs_dw:
+            dw = grads[-1] if weight.dim() == 1 else grads[-1].view_as(weight)
+        return dx, (dw,)
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         wide = input_.to(wide_dtype(input_.dtype))

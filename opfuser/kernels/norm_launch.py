@@ -18,24 +18,28 @@ __all__ = ["MAX_COLS", "backward", "forward"]
 # Longer rows are left to plain torch.
 MAX_COLS = 2**16
 
+# Shares below are those of a device-to-device copy that an H200 reached in bf16.
+
+# Elements of each tensor that a thread holds. In forward, rows of 2048 to 8192 reach 0.97 to 0.98
+# with 16 and 0.90 to 0.97 with 8, as the sums over a row then take longer than its loads. LayerNorm
+# has two sums, one after the other: 0.89 to 0.94 with 32, 0.73 to 0.89 with 16, but for short rows
+# or where a residual is loaded too. In backward, more than 16 do not fit. Rows that would leave
+# some of four warps idle share a program; a program has 16 warps at most, with 32 it waits longer.
+ELEMENTS, LAYER_ELEMENTS, LAYER_COLS = 16, 32, 2**11
+MIN_WARPS, MAX_WARPS = 4, 16
+
 # Longer rows are read twice, the second time from the cache: held in registers they are spilled.
-MAX_COLS_IN_REGISTERS = 2**13
+# In parts of BLOCK_COLS, rows of 16384 reach 0.94 instead of 0.97 in forward, 1.00 in backward.
+MAX_COLS_FORWARD, MAX_COLS_BACKWARD = 2**14, 2**13
+BLOCK_COLS, BLOCK_WARPS = 2**13, 32
 
-# 16 bytes of fp16 or bf16, at which a copy is fastest: 16 elements lose up to 3 %, 32 lose 5 %.
-# Rows that would leave some of four warps idle share a program.
-ELEMENTS_PER_THREAD = 8
-MIN_WARPS = 4
-
-# Backward keeps dw, db and w of each column in registers. For RMSNorm, 8 elements per thread leave
-# a multiprocessor room for 32 warps; for LayerNorm, and where several rows share a program, 16
-# take all of the 128 registers with which 16 warps fit.
-LEAN_ELEMENTS, LEAN_WARPS = 8, 32
-FULL_ELEMENTS, FULL_WARPS = 16, 16
-
-# As warps are few in backward, and each waits for sums over its row, the next row is fetched while
-# one is worked on; likewise the next columns of a row that is worked on in parts.
-STAGES = 2
-BLOCK_COLS = 2**12
+# Backward keeps dw, db and w of each column in registers, and has only 16 warps per multiprocessor
+# for it. As each waits for sums over its row, the next rows are fetched while one is worked on:
+# 0.96 to 0.99 with two ahead, 0.82 to 0.96 with one. Of rows with more than LONG_ROW bytes, one: an
+# A100 has 163 KiB to keep them. Where y is written too, fewer rows at a time do better: 0.94 to
+# 0.99 with 8 warps, 0.86 to 0.93 with 16.
+BACKWARD_WARPS, BACKWARD_WARPS_WITH_Y = 16, 8
+STAGES, LONG_STAGES, LONG_ROW = 3, 2, 2**14
 
 # Columns of a program that sums dw without dx.
 BLOCK_COLS_OF_DW = 2**11
@@ -45,28 +49,27 @@ SUM_ROWS, SUM_COLS, SUM_WARPS = 128, 32, 8
 
 
 @functools.cache
-def _forward_launch(cols: int, zero_centered: bool) -> tuple[Launch, int]:
+def _forward_launch(cols: int, zero_centered: bool, two_sums: bool) -> tuple[Launch, int]:
     """The launch, and the rows of a program."""
-    if cols > MAX_COLS_IN_REGISTERS:
+    if cols > MAX_COLS_FORWARD:
         return _wide_launch("norm:norm_forward_wide", zero_centered), 1
-    rows, block_cols, warps = _tile(cols, ELEMENTS_PER_THREAD)
+    many = two_sums and cols >= LAYER_COLS
+    rows, block_cols, warps = _tile(cols, LAYER_ELEMENTS if many else ELEMENTS)
     constants = {"ZERO_CENTERED": zero_centered, "BLOCK_ROWS": rows, "BLOCK_COLS": block_cols}
     return Launch("norm:norm_forward", constants, num_warps=warps), rows
 
 
 @functools.cache
-def _backward_launch(cols: int, zero_centered: bool, layer: bool) -> tuple[Launch, int, int]:
-    """The launch, the rows of a program at a time, and programs per multiprocessor."""
-    lean = not layer and cols > 32 * MIN_WARPS * LEAN_ELEMENTS // 2
-    rows, block_cols, warps = _tile(cols, LEAN_ELEMENTS if lean else FULL_ELEMENTS)
+def _backward_launch(cols: int, itemsize: int, zero_centered: bool) -> tuple[Launch, int]:
+    """The launch, and the rows of a program at a time."""
+    rows, block_cols, warps = _tile(cols, ELEMENTS)
     constants = {
         "ZERO_CENTERED": zero_centered,
         "BLOCK_ROWS": rows,
         "BLOCK_COLS": block_cols,
-        "STAGES": STAGES,
+        "STAGES": STAGES if block_cols * itemsize <= LONG_ROW else LONG_STAGES,
     }
-    launch = Launch("norm:norm_backward", constants, num_warps=warps)
-    return launch, rows, max(1, (LEAN_WARPS if lean else FULL_WARPS) // warps)
+    return Launch("norm:norm_backward", constants, num_warps=warps), rows
 
 
 @functools.cache
@@ -85,12 +88,12 @@ def _tile(cols: int, elements: int) -> tuple[int, int, int]:
     """Rows, columns and warps of a program that holds whole rows, so many elements per thread."""
     cols = 1 << (cols - 1).bit_length()
     rows = max(1, 32 * MIN_WARPS * elements // cols)
-    return rows, cols, rows * cols // (32 * elements)
+    return rows, cols, min(MAX_WARPS, rows * cols // (32 * elements))
 
 
 def _wide_launch(function: str, zero_centered: bool) -> Launch:
-    constants = {"ZERO_CENTERED": zero_centered, "BLOCK_COLS": BLOCK_COLS, "STAGES": STAGES}
-    return Launch(function, constants, num_warps=BLOCK_COLS // (32 * ELEMENTS_PER_THREAD))
+    constants = {"ZERO_CENTERED": zero_centered, "BLOCK_COLS": BLOCK_COLS}
+    return Launch(function, constants, num_warps=BLOCK_WARPS)
 
 
 def _share(weight: Tensor | None, cols: int) -> float:
@@ -126,13 +129,15 @@ def forward(
     """
     rows, cols = x.shape
     strides = (_row_stride(x), _row_stride(residual))
-    y = x.new_empty((rows, cols))
+    # Integers are unpacked faster than a tuple, and x.new_empty needs no device.
+    y = x.new_empty(rows, cols)
     total = None if residual is None else torch.empty_like(y)
-    rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = x.new_empty(rows, dtype=torch.float32)
     mean = torch.empty_like(rstd) if with_mean else None
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    launch, block_rows = _forward_launch(cols, zero_centered)
+    two_sums = with_mean and residual is None
+    launch, block_rows = _forward_launch(cols, zero_centered, two_sums)
     launch(
         (-(-rows // block_rows), 1, 1),
         (x, residual, weight, bias, y, total, mean, rstd),
@@ -163,17 +168,17 @@ def backward(
         residual_grad = None
     rows, cols = x.shape
     ints = (rows, cols, _row_stride(dy), _row_stride(x), _row_stride(residual_grad))
-    dtype = x.dtype
-    if residual_grad is not None and residual_grad.dtype != dtype:
-        dtype = torch.promote_types(dtype, residual_grad.dtype)
-    dx = torch.empty((rows, cols), dtype=dtype, device=x.device) if want_dx else None
-    y = x.new_empty((rows, cols)) if want_y else None
+    dx = x.new_empty(rows, cols) if want_dx else None
+    if residual_grad is not None and residual_grad.dtype != x.dtype:
+        dtype = torch.promote_types(x.dtype, residual_grad.dtype)
+        dx = x.new_empty(rows, cols, dtype=dtype)
+    y = x.new_empty(rows, cols) if want_y else None
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     mean = None if mean is None else mean.contiguous()
     tensors = (dy, x, weight, bias, mean, rstd.contiguous(), residual_grad, dx, y)
     grads: list[Tensor] = []
-    if want_dx and cols > MAX_COLS_IN_REGISTERS:
+    if want_dx and cols > MAX_COLS_BACKWARD:
         launch = _wide_backward_launch(zero_centered)
         launch((rows, 1, 1), tensors, ints, (_share(weight, cols),))
         if want_dw:
@@ -181,8 +186,10 @@ def backward(
             grads = _in_registers(alone, ints, zero_centered, True)
     else:
         grads = _in_registers(tensors, ints, zero_centered, want_dw)
-    results = [dx, *grads, y]
-    return [result for result in results if result is not None]
+    results = grads if dx is None else [dx, *grads]
+    if y is not None:
+        results.append(y)
+    return results
 
 
 def _in_registers(
@@ -193,22 +200,25 @@ def _in_registers(
 ) -> list[Tensor]:
     """Fills in dx and y where they are given; returns dw and db where they are wanted."""
     rows, cols, *_ = ints
-    block_cols = cols if cols <= MAX_COLS_IN_REGISTERS else BLOCK_COLS_OF_DW
+    block_cols = cols if cols <= MAX_COLS_BACKWARD else BLOCK_COLS_OF_DW
     blocks = -(-cols // block_cols)
-    x, weight, bias, mean = tensors[1:5]
-    layer = mean is not None
-    launch, block_rows, resident = _backward_launch(block_cols, zero_centered, layer)
+    x, weight, bias = tensors[1:4]
     assert x is not None
-    programs = min(-(-rows // block_rows), max(1, multiprocessors(x) * resident // blocks))
-    parameters = [p for p in (weight, bias) if p is not None and want_dw]
+    launch, block_rows = _backward_launch(block_cols, x.element_size(), zero_centered)
+    warps = BACKWARD_WARPS if tensors[-1] is None else BACKWARD_WARPS_WITH_Y
+    resident = multiprocessors(x) * max(1, warps // launch.num_warps)
+    programs = min(-(-rows // block_rows), max(1, resident // blocks))
+    grads: list[Tensor] = []
+    if want_dw and weight is not None:
+        grads.append(weight.new_empty(cols))
+        if bias is not None:
+            grads.append(bias.new_empty(cols))
     partial = None
-    if parameters:
-        size = (len(parameters), programs, cols)
-        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+    if grads:
+        partial = x.new_empty(len(grads), programs, cols, dtype=torch.float32)
     launch((programs, blocks, 1), (*tensors, partial), ints, (_share(weight, cols),))
-    grads = [torch.empty_like(p) for p in parameters]
     if partial is not None:
-        dw, db = (*grads, None)[:2]
         launch, block_cols = _sum_launch()
-        launch((-(-cols // block_cols), len(grads), 1), (partial, dw, db), (programs, cols))
+        sums = (partial, grads[0], grads[1] if len(grads) > 1 else None)
+        launch((-(-cols // block_cols), len(grads), 1), sums, (programs, cols))
     return grads

@@ -19,6 +19,7 @@ from opfuser.errors import (
     NotSupportedError,
     OpKwargsError,
 )
+from opfuser.kernels.launch import INTERPRETED
 from opfuser.op import GradNeeds
 from opfuser.testing import check_op
 
@@ -187,8 +188,10 @@ def test_as_accurate_as_torch(cls: Any, dtype: torch.dtype, device: torch.device
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(like))]
 
     for got, theirs, truth in zip(run(ours, dtype), run(plain, dtype), run(plain, torch.float64)):
-        error, allowed = (got - truth).abs().max(), (theirs - truth).abs().max()
-        assert error <= 2 * allowed, (error, allowed)
+        error, allowed = (got - truth).abs().max(), 2 * (theirs - truth).abs().max()
+        if INTERPRETED and got.dtype == torch.bfloat16:  # Triton's interpreter does not round it
+            allowed += torch.finfo(got.dtype).eps * truth.abs().max()
+        assert error <= allowed, (error, allowed)
 
 
 def test_layer_norm_keeps_its_accuracy_far_from_zero(device: torch.device) -> None:

@@ -10,7 +10,7 @@ With ``share`` = 1/D, or 1 for L2 normalisation, and mean = 0 where mean_ptr is 
     dx = residual_grad + rstd (dy w - x̂ share Σ dy w x̂ - share Σ dy w)       dw = Σ dy x̂, db = Σ dy
 
 with the last sum of dx for LayerNorm alone, and w = weight, weight + 1, or 1 without a weight.
-y is computed by the same two roundings in forward and backward, so that both give the same bits.
+Forward and backward compute y by the same operations, so that both give the same bits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def norm_forward_wide(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
     rows, columns, x_stride, residual_stride,
     eps, share,
-    ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """One row per program, BLOCK_COLS columns at a time, and a second time from the cache.
 
@@ -98,7 +98,7 @@ def norm_forward_wide(
     means = tl.zeros([BLOCK_COLS], tl.float32)
     squares = tl.zeros([BLOCK_COLS], tl.float32)
     count = 0.0
-    for start in tl.range(0, columns, BLOCK_COLS, num_stages=STAGES):
+    for start in range(0, columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = cols < columns
         x = _load(x_ptr, row, x_stride, cols, inside)
@@ -125,7 +125,7 @@ def norm_forward_wide(
     tl.store(rstd_ptr + row, rstd)
     if residual_ptr is not None:
         tl.debug_barrier()  # the sum is read again, maybe by other threads than wrote it
-    for start in tl.range(0, columns, BLOCK_COLS, num_stages=STAGES):
+    for start in range(0, columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = cols < columns
         if residual_ptr is None:
@@ -197,7 +197,7 @@ def norm_backward_wide(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_grad_ptr, dx_ptr, y_ptr,
     rows, columns, dy_stride, x_stride, residual_grad_stride,
     share,
-    ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr, STAGES: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
     """Writes dx and y of one row per program, BLOCK_COLS columns at a time, twice."""
     row = tl.program_id(0)
@@ -207,7 +207,7 @@ def norm_backward_wide(
         mean = tl.load(mean_ptr + row)
     slopes = tl.zeros([BLOCK_COLS], tl.float32)
     shifts = tl.zeros([BLOCK_COLS], tl.float32)
-    for start in tl.range(0, columns, BLOCK_COLS, num_stages=STAGES):
+    for start in range(0, columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = cols < columns
         dh = _load(dy_ptr, row, dy_stride, cols, inside)
@@ -218,7 +218,7 @@ def norm_backward_wide(
     shift = 0.0
     if mean_ptr is not None:
         shift = tl.sum(shifts, 0) * share
-    for start in tl.range(0, columns, BLOCK_COLS, num_stages=STAGES):
+    for start in range(0, columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = cols < columns
         scale = _load_scale(weight_ptr, cols, inside, ZERO_CENTERED)

@@ -79,7 +79,7 @@ def add(name: str, call: Callable[[], object], passes: int, dtype: torch.dtype) 
 
 
 for dtype in (BF16, FP32):
-    for cols in (1024, 4096, 8192, 16384) if dtype == BF16 else (8192, 16384):
+    for cols in (1024, 4096, 8192, 16384, 65536) if dtype == BF16 else (8192, 16384):
         size = f"{cols} {dtype}"
         again = 2 if cols > 8192 else 0
         add(f"add + rms {size}", partial(rms_forward, cols, dtype, add=True), 4, dtype)
@@ -90,8 +90,9 @@ for dtype in (BF16, FP32):
         add(f"add + layer {size}", partial(layer_forward, cols, dtype, add=True), 4, dtype)
         add(f"layer, y {size}", partial(layer_backward, cols, dtype, y=True), 5 + again, dtype)
 for cols in (4096, 16384):
-    add(f"rms {cols}", partial(rms_forward, cols, BF16, add=False, centred=True), 2, BF16)
+    add(f"rms {cols}", partial(rms_forward, cols, BF16, add=False), 2, BF16)
     add(f"layer {cols}", partial(layer_forward, cols, BF16, add=False), 2, BF16)
+add("rms centred", partial(rms_forward, 4096, BF16, add=False, centred=True), 2, BF16)
 add("layer backward", partial(layer_backward, 4096, BF16, y=False), 4, BF16)
 add("rms, y", partial(rms_backward, 4096, BF16, y=True), 5, BF16)
 add("rms, frozen weight", partial(rms_backward, 4096, BF16, dw=False), 4, BF16)
