@@ -6,7 +6,7 @@ from opfuser import Bias, FusedOperation, Linear, ReLU, Sequential
 from opfuser.testing import check_fusion
 
 
-@opfuser.fusion(name="bias_relu", stage="joint", pattern=(Bias, ReLU))
+@opfuser.fusion(name="bias_relu", stage="joint", pattern=(Bias, ReLU), prepend=True)
 class BiasReLU(FusedOperation):
     """y = max(x + b, 0); saves y, which the next operation often saves too, not x + b."""
 

@@ -4,7 +4,7 @@ import math
 import torch
 
 import opfuser
-from opfuser import ConstantScale, FusedOperation, Linear, Sequential
+from opfuser import ConstantScale, FusedOperation, Linear, Repeated, Sequential
 from opfuser.testing import check_fusion
 
 
@@ -23,25 +23,11 @@ class MergedScale(FusedOperation):
         return grad_output * self.factor, nothing, nothing
 
 
-def merge_scales(ops, *, env):
-    out, run = [], []
-
-    def close():
-        out.extend([MergedScale(run)] if len(run) > 1 else run)
-        run.clear()
-
-    for op in ops:
-        if type(op) is ConstantScale:
-            run.append(op)
-        else:
-            close()
-            out.append(op)
-    close()
-    return out
-
-
-opfuser.register_forward_backward_fusion(merge_scales, name="merge_scales")
-check_fusion("merge_scales", [ConstantScale(2.0), ConstantScale(0.3)], torch.randn(5, 6))
+scales = Repeated("ConstantScale", lambda op: type(op) is ConstantScale, at_least=2)
+handle = opfuser.register_forward_backward_fusion(
+    opfuser.Fusion(name="merge_scales", stage="joint", pattern=(scales,), build=MergedScale)
+)
+check_fusion("merge_scales", [ConstantScale(n) for n in (2.0, 0.3, 0.5)], torch.randn(5, 6))
 # --8<-- [end:fused]
 
 plan = Sequential(ConstantScale(2.0), ConstantScale(3.0), Linear(4, 4), ConstantScale(5.0)).plan(

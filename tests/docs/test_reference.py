@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import opfuser
 from opfuser import basic
 from opfuser.fused import FUSIONS
+from opfuser.fused._activation_part import ACTIVATIONS
+from opfuser.fused.backward_activation_bias import FUSION as WITH_PLAIN_ACTIVATION
 from opfuser.fusion import REFUSAL_CODES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,6 +32,7 @@ MAKE: dict[str, Callable[[], opfuser.BasicOperation]] = {
     "Embedding": lambda: opfuser.Embedding(9, 4),
     "GroupedLinear": lambda: opfuser.GroupedLinear(2, 8, 6),
     "LayerNorm": lambda: opfuser.LayerNorm(8),
+    "QKNorm": lambda: opfuser.QKNorm(2, 2, num_kv_heads=1),
     "RMSNorm": lambda: opfuser.RMSNorm(8),
     "Reshape": lambda: opfuser.Reshape((2, -1)),
     "RotaryEmbedding": lambda: opfuser.RotaryEmbedding(2, 4),
@@ -143,15 +146,43 @@ def test_readme_names_every_operation() -> None:
     assert sorted(named) == sorted([*basic.__all__, *others])
 
 
+# What the tables of fusions call by one name.
+_, plain_activations = WITH_PLAIN_ACTIVATION.elements
+KINDS = {
+    "activation": tuple(kind.__name__ for kind in ACTIVATIONS),
+    "plain activation": tuple(kind.__name__ for kind in plain_activations.types),
+}
+
+
+def test_kinds_of_activations_are_those_of_the_tables() -> None:
+    text = (DOCS / "reference" / "operations.md").read_text(encoding="utf-8")
+    named = {
+        title: tuple(codes(row[0])[0] for row in table_rows(body))
+        for title, body in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", text, re.M)
+    }
+    assert sorted(KINDS["plain activation"]) == sorted(named["Activations"])
+    both = (*named["Activations"], *named["Gated activations"])
+    assert sorted(KINDS["activation"]) == sorted(both)
+
+
+def in_words(element: Any) -> str:
+    """An element of a pattern as the tables write it."""
+    if element.repeated is not None:
+        assert element.repeated.at_least == 2
+        return f"{element.name} …"
+    names = tuple(kind.__name__ for kind in element.types)
+    kinds = {members: kind for kind, members in KINDS.items()}
+    name = kinds.get(names, "/".join(names))  # a bar would end the cell
+    return f"[{name}]" if element.optional else name
+
+
 def built_in_fusions() -> list[tuple[str, str, str]]:
     """Name, stage and pattern, in the order in which they run."""
     rules = {rule.name: rule for rule in FUSIONS}
     out = []
     for info in opfuser.fusions():
         if info.origin == "opfuser":
-            elements = rules[info.name].elements
-            parts = [f"[{e.name}]" if e.optional else e.name for e in elements]
-            pattern = ", ".join(parts).replace("|", "/")  # a bar would end the cell
+            pattern = ", ".join(map(in_words, rules[info.name].elements))
             out.append((info.name, info.stage, pattern))
     return out
 
@@ -163,6 +194,16 @@ def test_fusions_are_listed_in_their_order(page: Path) -> None:
         (text,) = re.findall(r"^## Fusions\n(.*?)^## ", text, re.M | re.S)
     rows = [tuple(cell.strip("`") for cell in row[:3]) for row in table_rows(text)]
     assert rows == built_in_fusions()
+
+
+def test_memory_is_as_measured() -> None:
+    shown = (DOCS / "kernels.md").read_text(encoding="utf-8")
+    measured = DOCS.parent / "benchmarks" / "results" / "memory.md"
+    rows = [row for row in table_rows(shown) if len(row) == 6]
+    assert len(rows) == 5
+    lines = measured.read_text(encoding="utf-8").splitlines()
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in lines
 
 
 def test_refusal_codes_are_explained() -> None:

@@ -1,4 +1,7 @@
-"""Runs a sequence with its forward and its backward fused and not: four pairings, one reference."""
+"""Runs a sequence with its forward and its backward fused and not: four pairings, one reference.
+
+Joint fusions are off, for they would take the operations before: tests/fused/joint.py is for them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ LAYOUTS = {
 
 
 class Case(NamedTuple):
-    """A sequence, the widths of what it takes, and how often each fusion matches in it."""
+    """A sequence, the widths of what it takes, and how often each fusion of one pass matches."""
 
     ops: Callable[[], list[nn.Module]]
     width: int
@@ -79,7 +82,7 @@ def build(case: Case, dtype: torch.dtype) -> opfuser.Sequential:
 
 @contextmanager
 def only(*, forward: bool = True, backward: bool = True) -> Iterator[None]:
-    """Switches off the fusions of the passes that are not asked for."""
+    """Switches off joint fusions, and those of the passes that are not asked for."""
     wanted = {"forward": forward, "backward": backward, "joint": False}
     with ExitStack() as stack:
         for info in opfuser.fusions():
@@ -193,7 +196,8 @@ def check_pairings(
     ]
     inputs = [x, *extras]
     wrt = [t for t in (*inputs, *seq.parameters()) if t.requires_grad]
-    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+    lower = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
+    with lower, only():
         plan = seq.plan(*inputs)
         outs = as_list(seq(*inputs))
     assert plan.fused("forward") == case.forward

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import opfuser
-from opfuser import AddExtraInput, BasicLinear, Bias, Sequential
+from opfuser import AddExtraInput, BasicLinear, Bias, L2Normalization, Sequential
 from opfuser.basic.activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
 from opfuser.fused import BackwardActivationBias
 from opfuser.kernels import activation as kernels
@@ -34,7 +34,7 @@ def biased(activation: type[nn.Module]) -> Case:
 
 
 SEVERAL = Case(
-    lambda: [BasicLinear(6, 4), Bias(4), SiLU(), Bias(4), Bias(4), ReLU(), BasicLinear(4, 3)],
+    lambda: [BasicLinear(6, 4), Bias(4), SiLU(), Bias(4), Bias(4), ReLU(), L2Normalization()],
     6,
     (),
     {"forward_linear_bias_activation": 1},

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from opfuser.kernels import norm
+from opfuser.kernels import norm, norm_plain
 from opfuser.kernels.launch import INTERPRETED
-from tests.kernels.norms import EPS, Case, check_norm, forward, make
+from tests.kernels.norms import EPS, Case, backward, check_norm, forward, make
 
 if INTERPRETED:
     pytest.skip("the interpreter's process runs kernels instead", allow_module_level=True)
@@ -39,6 +39,19 @@ def test_plain(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
         check_norm(case)
         check_norm(transposed(case))
     check_norm(make(kind, shape, dtype, CPU, add=True, pitch=3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_block_by_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_plain, "_BLOCK", 64)
+    case = make("layer", (600, 24), dtype, CPU, add=True)
+    check_norm(case)
+    saved = forward(case)
+    everything = backward(case, saved)
+    (dx,) = backward(case, saved, (True, False, False)).values()
+    torch.testing.assert_close(dx, everything["dx"])
+    for name, grad in backward(case, saved, (False, True, False)).items():
+        torch.testing.assert_close(grad, everything[name])
 
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float64], ids=str)

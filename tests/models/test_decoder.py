@@ -112,12 +112,27 @@ def test_whole_model_is_one_run_of_operations() -> None:
     assert model.num_extra_outputs == 0  # residuals stay inside
 
 
-def test_fusions_reach_across_blocks_and_layers() -> None:
-    config = DecoderConfig(**SMALL)
-    plan = decoder_lm(config).plan(*batch(config))
-    blocks = 2 * config.num_layers
-    assert plan.fused("forward")["forward_linear_bias_add"] == blocks
-    assert plan.fused("backward")["backward_add_rms_norm"] == blocks
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fusions_reach_across_blocks_and_layers(device: str) -> None:
+    """A plan for meta is that for a GPU, where sums go into norms, not GEMMs."""
+    config = DecoderConfig(**SMALL, device=device)
+    tokens, targets = (t.to(device) for t in batch(config))
+    plan = decoder_lm(config).plan(tokens, targets)
+    layers = config.num_layers
+    both = {"norm_linear": 2 * layers, "linear_cross_entropy": 1}
+    if device == "cpu":
+        both["activation_linear_add"] = layers
+        forward = {"forward_linear_bias_add": layers}
+    else:
+        both["activation_linear"] = layers
+        forward = {"forward_add_rms_norm": 1}  # the one before the head, which goes with the loss
+    assert plan.fused("forward") == {**both, **forward}
+    assert plan.fused("backward") == both
+    borders = [step.indices for step in plan.forward if step.fusion == "norm_linear"]
+    first = [opfuser.MakeExtraOutput, opfuser.RMSNorm, opfuser.BasicLinear]
+    longer = [opfuser.AddExtraInput, *first] if device == "meta" else first
+    found = [[type(plan.basic_ops[i]) for i in indices] for indices in borders]
+    assert found == [first, *[longer] * (2 * layers - 1)]
 
 
 def test_tied_head_is_the_token_table() -> None:

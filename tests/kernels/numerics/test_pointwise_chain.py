@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,15 +45,6 @@ EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
     "two dropouts": (lambda: [Dropout(0.2), Dropout(0.5)], 0),
     "functions": (lambda: [QGELU(), Softplus(2.0), Sigmoid(), SReLU(), GELU("none")], 0),
 }
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
-    if any(info.name == FUSION.name for info in opfuser.fusions()):
-        yield
-    else:
-        with opfuser.register_forward_backward_fusion(FUSION):
-            yield
 
 
 def sequence(name: str, device: torch.device) -> tuple[Sequential, list[Tensor]]:

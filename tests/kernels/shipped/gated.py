@@ -70,7 +70,9 @@ def add(
     interleave: int = 0,
     *,
     scaled: bool = False,
+    again: bool = False,
 ) -> None:
+    """Forward and backward; ``again``: also the backward that emits y."""
     size = f"{name} {cols} {dtype} {interleave}"
     unit = ROWS * cols * dtype.itemsize
     more = 0 if product[2] == "" else 1  # tensors of x and dx beyond the gates
@@ -79,19 +81,21 @@ def add(
     TRAFFIC[f"{size} forward"] = (2 + more) * unit
     LAUNCHES[f"{size} backward"] = partial(backward, *arguments)
     TRAFFIC[f"{size} backward"] = (3 + 2 * more) * unit
-    LAUNCHES[f"{size} backward with y"] = partial(backward, *arguments, y=True)
-    TRAFFIC[f"{size} backward with y"] = (4 + 2 * more) * unit
+    if again:
+        LAUNCHES[f"{size} backward with y"] = partial(backward, *arguments, y=True)
+        TRAFFIC[f"{size} backward with y"] = (4 + 2 * more) * unit
 
 
+for cols in (3584, 14336, 11008):
+    add("swiglu", SWIGLU, cols, again=True)
+add("swiglu", SWIGLU, 3584, torch.float32, again=True)
 for dtype in (torch.bfloat16, torch.float32):
-    for cols in (3584, 14336, 11008):
-        add("swiglu", SWIGLU, cols, dtype)
     add("scaled swiglu", SWIGLU, 2048, dtype, scaled=True)
 for interleave in (1, 32):
     add("clamped", CLAMPED, 2880, interleave=interleave)
 add("scaled clamped", CLAMPED, 2880, interleave=1, scaled=True)
 add("situ", SITU, 2048, interleave=32)
-add("geglu", GEGLU, 16384)
+add("geglu", GEGLU, 16384, again=True)
 add("scaled srelu", SRELU, 2048, scaled=True)
 LAUNCHES["in place"] = partial(backward, SWIGLU, 14336, torch.bfloat16, 0, False, in_place=True)
 TRAFFIC["in place"] = 5 * ROWS * 14336 * 2
