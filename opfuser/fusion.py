@@ -129,7 +129,10 @@ class _Element(NamedTuple):
     def name(self) -> str:
         if self.repeated is not None:
             return self.repeated.name
-        return "|".join(t.__name__ for t in self.types)
+        names = [t.__name__ for t in self.types]
+        if len(names) > 4:
+            names[3:] = [f"{len(names) - 3} more"]
+        return "|".join(names)
 
 
 def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...]:

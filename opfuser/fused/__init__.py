@@ -67,8 +67,9 @@ __all__ = [
 # - The head goes with the loss, whose logits are then never whole, not with the norm before it.
 # - An activation goes with the linear behind it (2H less to save) before it goes with the bias and
 #   other element-wise operations before it (2H less to move, and only until the GEMM reads it).
-# - A sum behind dropout goes into that chain (3A moved instead of 5A), any other into the norm
-#   behind it (4A instead of 5A). A GEMM that starts from the residual has to copy it first.
+# - A sum behind dropout goes into that chain (3A moved instead of 5A), any other on a GPU into the
+#   norm behind it (4A instead of 5A), as a GEMM that starts from the residual has to copy it first;
+#   on a CPU, where no kernel does both sum and norm, into the GEMM.
 # - A residual gradient goes into the norm's kernel or the GEMM rather than a factor into the GEMM.
 FUSIONS: tuple[Fusion, ...] = (
     linear_cross_entropy.FUSION,
@@ -79,10 +80,10 @@ FUSIONS: tuple[Fusion, ...] = (
     pointwise_chain.FUSION,
     norm_linear.FUSION,
     forward_qk_norm_rotary.FUSION,
-    forward_add_rms_norm.FUSION,
-    forward_add_layer_norm.FUSION,
     forward_linear_scale_add.FUSION,
     forward_linear_bias_add.FUSION,
+    forward_add_rms_norm.FUSION,
+    forward_add_layer_norm.FUSION,
     forward_linear_bias_activation.FUSION,
     backward_qk_norm_rotary.FUSION,
     backward_add_rms_norm.FUSION,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
-from ..fusion import Env, Fusion, Optional, Refusal
+from ..fusion import Env, Fusion, Optional, Refusal, Requires
 from ..op import FusedOperation, OperationContext
 from ._linear import add_linear, bias_operand, forward_refusal, insist, linear_operands
 
@@ -74,10 +74,12 @@ def _refuses(
     return forward_refusal(linear)
 
 
+# On a GPU the copy of z costs what the sum would, and a norm behind takes the sum for less.
 FUSION = Fusion(
     name="forward_linear_bias_add",
     stage="forward",
     pattern=(BasicLinear, Optional(Bias), AddExtraInput),
     refuses=_refuses,
     build=lambda linear, bias, add: ForwardLinearBiasAdd(linear=linear, bias=bias, add=add),
+    requires=Requires(device="cpu"),
 )

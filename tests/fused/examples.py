@@ -69,7 +69,11 @@ EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
 }
 """What each fusion covers, for inputs of width 6, and the width of the term that it adds or 0."""
 
-ONLY_ON = {"activation_linear_add": "cpu", "pointwise_chain": "cuda"}
+ONLY_ON = {
+    "activation_linear_add": "cpu",
+    "forward_linear_bias_add": "cpu",
+    "pointwise_chain": "cuda",
+}
 """Fusions that are for one type of device."""
 
 

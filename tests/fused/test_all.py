@@ -141,17 +141,22 @@ PRECEDENCE: dict[str, tuple[str, list[nn.Module], Counter[str]]] = {
         [SiLU(), BasicLinear(6, 6), AddExtraInput(), RMSNorm(6), BasicLinear(6, 6)],
         Counter(["activation_linear_add", "norm_linear"]),
     ),
-    "a sum and a norm without a linear operation go together": (
+    "a sum goes into the GEMM on a CPU": (
         "cpu",
+        [BasicLinear(6, 6), Bias(6), AddExtraInput(), MakeExtraOutput(), RMSNorm(6)],
+        Counter(["forward_linear_bias_add", "backward_add_rms_norm"]),
+    ),
+    "a sum goes into the norm elsewhere": (
+        "meta",
         [BasicLinear(6, 6), Bias(6), AddExtraInput(), MakeExtraOutput(), RMSNorm(6)],
         Counter(
             ["forward_linear_bias_activation", "forward_add_rms_norm", "backward_add_rms_norm"]
         ),
     ),
-    "the factor stays, the sum goes into the norm": (
+    "factor and sum go into the GEMM": (
         "cpu",
         [BasicLinear(6, 6), ConstantScale(2.0), AddExtraInput(), LayerNorm(6)],
-        Counter(["forward_add_layer_norm", "backward_linear_scale"]),
+        Counter(["forward_linear_scale_add", "backward_linear_scale"]),
     ),
     "the residual gradient goes into the GEMM, not the factor": (
         "cpu",
