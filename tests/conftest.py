@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -35,3 +38,24 @@ def _seed() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU, and the CUDA device where there is one: such cases carry the marker ``gpu``."""
     return torch.device(request.param)
+
+
+@contextmanager
+def nothing_waits_for_the_device() -> Iterator[None]:
+    """Whatever waits for the GPU inside this block raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode finds not every synchronisation
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def no_waiting() -> object:
+    """:func:`nothing_waits_for_the_device`, after a look that it does raise."""
+    x = torch.ones(1, device="cuda")
+    with nothing_waits_for_the_device(), pytest.raises(RuntimeError, match="synchroniz"):
+        x.item()
+    return nothing_waits_for_the_device
