@@ -116,6 +116,14 @@ def kind_of(case: Case) -> str:
     return "layer" if case.layer else "rms"
 
 
+def check_again(again: Tensor, y: Tensor) -> None:
+    """The output made again in backward: the same bits, or, as kernels are compiled apart, close."""
+    if y.is_cuda:
+        torch.testing.assert_close(again, y, rtol=torch.finfo(y.dtype).eps, atol=0)
+    else:
+        assert torch.equal(again, y)
+
+
 def check_norm(case: Case) -> None:
     """Twice the error of torch in fp32 with one rounding at the end is allowed, plus a floor."""
     dtype = case.x.dtype
@@ -128,7 +136,7 @@ def check_norm(case: Case) -> None:
         expected["total"] = case.x.double() + case.residual.double()
         single["total"] = case.x.to(wide) + case.residual.to(wide)
     got = saved | backward(case, saved)
-    assert torch.equal(got.pop("y again"), got["y"])
+    check_again(got.pop("y again"), got["y"])
     assert got.keys() == expected.keys()
     for name, result in got.items():
         want = wide if name in ("mean", "rstd") else dtype

@@ -10,7 +10,8 @@ With ``share`` = 1/D, or 1 for L2 normalisation, and mean = 0 where mean_ptr is 
     dx = residual_grad + rstd (dy w - x̂ share Σ dy w x̂ - share Σ dy w)       dw = Σ dy x̂, db = Σ dy
 
 with the last sum of dx for LayerNorm alone, and w = weight, weight + 1, or 1 without a weight.
-Forward and backward compute y by the same operations, so that both give the same bits.
+Forward and backward compute y by the same operations: they give the same bits, or, where the
+compiler contracts a product and a sum in one of them only, neighbouring numbers.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def device() -> torch.device:
 def _filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def filled(*args: Any, **kwargs: Any) -> Tensor:
         tensor = make(*args, **kwargs)
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and not tensor.requires_grad:
             tensor.fill_(float("nan"))
         return tensor
 

@@ -190,7 +190,8 @@ def test_gradients_that_nobody_needs(frozen: int, input_grad: bool, device: torc
     y.backward(torch.cos(y.detach()))
     for at, grad in zip((0, 5), want):
         assert (seq[at].bias.grad is None) == (at == frozen)
-        assert at == frozen or torch.equal(seq[at].bias.grad, grad)
+        if at != frozen:  # with one sum less, a kernel may add in another order
+            torch.testing.assert_close(seq[at].bias.grad, grad)
     assert (x.grad is None) != input_grad
     assert z.grad is None
 
@@ -217,7 +218,9 @@ def test_backward_twice(device: torch.device) -> None:
 
 
 # The tracer of torch.compile makes an instance of Function, against torch's own advice.
+# What it imports warns of itself in torch 2.11.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", ["everything", "sums before functions"])
 def test_compiled_whole(name: str, device: torch.device) -> None:
     torch.compiler.reset()  # its limit of recompilations counts those of all tests
