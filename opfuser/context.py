@@ -19,6 +19,9 @@ __all__ = [
     "refuse_dtype",
 ]
 
+# Cheaper than asking per device type; not part of torch's public names.
+_any_autocast = torch._C._is_any_autocast_enabled
+
 COMPUTE_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
@@ -76,6 +79,8 @@ def new_context(needs: GradNeeds | None) -> OperationContext:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype of the autocast region that is active for ``device``, or None outside of one."""
+    if not _any_autocast():
+        return None
     kind = device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None

@@ -159,6 +159,11 @@ def _separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> 
     objects over the same memory it cannot tell apart, and accumulates in place into both.
     """
     views = [n for n, grad in enumerate(grads) if grad is not None and grad._is_view()]
+    if not views:
+        return
+    memory = [t.untyped_storage().data_ptr() for t in (*received, *grads) if t is not None]
+    if len(set(memory)) == len(memory):
+        return
     for n in views:
         grad = grads[n]
         if grad is not None:

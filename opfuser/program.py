@@ -27,9 +27,15 @@ class ForwardStep(NamedTuple):
 class GeneralForward(NamedTuple):
     indices: tuple[int, ...]
     needs: tuple[GradNeeds | None, ...]
-    sources: tuple[tuple[Slot | int | None, ...], ...]
-    wanted: tuple[tuple[str, ...], ...]
-    """For each extra output why it may not be None: "public", "outside", or empty if it may."""
+    sources: tuple[tuple[Slot | int | None, ...], ...] | None
+    """None: none of the operations has extra inputs."""
+    outputs: tuple[tuple[tuple[Slot, str], ...], ...]
+    """Slots of extra outputs, and why one may not be None: "public", "outside", or empty if it may.
+    """
+    silent: bool
+    """Whether none of the operations has extra outputs."""
+    notes_output: bool
+    """Whether backward may have to make a gradient of zeros for the output."""
     frees: tuple[Slot, ...]
     name: str
 
@@ -50,9 +56,14 @@ class BackwardStep(NamedTuple):
 
 class GeneralBackward(NamedTuple):
     indices: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
     reads: tuple[tuple[int, int] | None, ...]
     targets: tuple[tuple[Slot | int | None, ...], ...]
-    num_extra_outputs: tuple[int, ...]
+    """Where the gradients of extra inputs go."""
+    takes: bool
+    """Whether any of the operations has extra inputs."""
+    outputs: tuple[tuple[Slot, ...], ...]
+    """Slots of extra outputs."""
     name: str
 
 
@@ -139,6 +150,9 @@ def _lay_out_forward(
             for s in range(len(wiring.consumers[i])):
                 last_reader[Slot(i, s)] = number
             last_reader.update({x: number for x in wiring.sources[i] if isinstance(x, Slot)})
+    ends = {
+        step.indices[-1] for step in plan.backward if any(wiring.consumers[i] for i in step.indices)
+    }
     out: list[ForwardStep] = []
     for number, step in enumerate(plan.forward):
         own = set(step.indices)
@@ -151,20 +165,26 @@ def _lay_out_forward(
                 )
             )
             continue
-        wanted = tuple(
+        outputs = tuple(
             tuple(
-                "public" if Slot(i, s) in wiring.outputs
-                else "outside" if any(reader not in own for reader in readers)
-                else ""
+                (
+                    Slot(i, s),
+                    "public" if Slot(i, s) in wiring.outputs
+                    else "outside" if any(reader not in own for reader in readers)
+                    else "",
+                )
                 for s, readers in enumerate(wiring.consumers[i])
             )
             for i in step.indices
         )  # fmt: skip
+        sources = tuple(_outside(wiring.sources[i], own) for i in step.indices)
         general = GeneralForward(
             step.indices,
             tuple(needs[i] for i in step.indices),
-            tuple(_outside(wiring.sources[i], own) for i in step.indices),
-            wanted,
+            sources if any(sources) else None,
+            outputs,
+            not any(outputs),
+            step.indices[-1] in ends,
             tuple(
                 slot for slot, last in last_reader.items()
                 if last == number and slot not in wiring.outputs
@@ -196,9 +216,11 @@ def _lay_out_backward(
         own = set(step.indices)
         general = GeneralBackward(
             step.indices,
+            tuple(spans[i] for i in step.indices),
             tuple(reads[i] for i in step.indices),
             tuple(_outside(wiring.sources[i], own) for i in step.indices),
-            tuple(len(wiring.consumers[i]) for i in step.indices),
+            any(wiring.sources[i] for i in step.indices),
+            tuple(tuple(Slot(i, s) for s in range(len(wiring.consumers[i]))) for i in step.indices),
             _name(step),
         )
         out.append(BackwardStep(step.op, step.indices[0], (0, 0), None, None, general))

@@ -72,7 +72,8 @@ def _revive(
     ctx.kept = kept
     ctx.requires_grad = kept.requires_grad
     ctx.needs = kept.needs
-    ctx.output_like = kept.output_like
+    if kept.output_like is not None:
+        ctx.output_like = kept.output_like
     if kept.span is not None:
         start, stop = kept.span
         ctx.saved_tensors = tuple(saved[start:stop])
@@ -157,8 +158,7 @@ def _general_backward(
     extra_grads: list[Tensor | None],
 ) -> Tensor | None:
     grad_extra_outputs = [
-        [grads_of.pop(Slot(i, s), None) for s in range(count)]
-        for i, count in zip(general.indices, general.num_extra_outputs)
+        [grads_of.pop(slot, None) for slot in slots] if slots else () for slots in general.outputs
     ]
     if dx is None:
         # The operations after this one pass no gradient back, so that of its output is zero.
@@ -176,8 +176,24 @@ def _general_backward(
                 where=general.name,
             )
         )
-    for i, grads, dextras, targets in zip(general.indices, params, extras, general.targets):
-        _place_parameter_grads(program, i, grads, param_grads)
+    for i, (start, stop), grads in zip(general.indices, general.spans, params):
+        if type(grads) is tuple and len(grads) == stop - start:
+            if grads:
+                param_grads[start:stop] = grads
+        else:
+            _place_parameter_grads(program, i, grads, param_grads)
+    if general.takes or any(extras):
+        _place_extra_grads(general, extras, grads_of, extra_grads)
+    return dx
+
+
+def _place_extra_grads(
+    general: GeneralBackward,
+    extras: Sequence[Sequence[Tensor | None] | None],
+    grads_of: dict[Slot, Tensor],
+    extra_grads: list[Tensor | None],
+) -> None:
+    for i, dextras, targets in zip(general.indices, extras, general.targets):
         if dextras is None:
             continue
         if len(dextras) != len(targets):
@@ -196,4 +212,3 @@ def _general_backward(
             else:
                 earlier = grads_of.get(target)
                 grads_of[target] = grad if earlier is None else earlier + grad
-    return dx

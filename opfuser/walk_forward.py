@@ -46,11 +46,20 @@ class Tape:
                 ctx.span = (start, len(self.saved))
             ctx.to_save = None
 
-    def add_step(self, ctxs: Sequence[OperationContext], output: Tensor) -> None:
-        if not torch.compiler.is_compiling():
+    def add_step(
+        self, general: GeneralForward, ctxs: Sequence[OperationContext], output: Tensor
+    ) -> None:
+        if general.notes_output and not torch.compiler.is_compiling():
             ctxs[-1].output_like = (output.shape, output.dtype, output.device)
+        self.contexts += ctxs
+        saved = self.saved
         for ctx in ctxs:
-            self.add(ctx)
+            if ctx.to_save is not None:
+                if ctx.requires_grad:
+                    start = len(saved)
+                    saved += ctx.to_save
+                    ctx.span = (start, len(saved))
+                ctx.to_save = None
 
 
 def walk_forward(
@@ -65,7 +74,7 @@ def walk_forward(
                 ctxs = [new_context(needs) for needs in general.needs]
                 x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
                 if tape is not None:
-                    tape.add_step(ctxs, x)
+                    tape.add_step(general, ctxs, x)
                 continue
             ctx = constant or new_context(needs)
             if kwargs is None:
@@ -104,13 +113,15 @@ def _general_forward(
     kwargs: Kwargs,
     produced: dict[Slot, Tensor],
 ) -> Tensor:
+    sources = general.sources
     x, extra_outputs = op.fuser_forward(
         ctxs,
         x,
-        basic_op_extra_inputs=[
-            [_fetch(source, extra_inputs, produced) for source in sources]
-            for sources in general.sources
-        ],
+        basic_op_extra_inputs=(
+            [()] * len(ctxs)
+            if sources is None
+            else [[_fetch(source, extra_inputs, produced) for source in row] for row in sources]
+        ),
         prev_op_grad_output_quantizer=None,
         next_op_input_quantizer=None,
         basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
@@ -123,22 +134,31 @@ def _general_forward(
                 where=general.name,
             )
         )
-    for i, ys, wanted in zip(general.indices, extra_outputs, general.wanted):
-        if len(ys) != len(wanted):
-            raise ExtraOutputCountError(
-                explain(
-                    f"Expected op {i} to generate {len(wanted)} extra outputs, but got {len(ys)}",
-                    where=general.name,
-                )
-            )
-        for s, y in enumerate(ys):
-            if y is not None:
-                produced[Slot(i, s)] = y
-            elif wanted[s]:
-                raise HiddenOutputError(_hidden_output(i, s, wanted[s], general.name))
+    if not general.silent or any(extra_outputs):
+        _place_extra_outputs(general, extra_outputs, produced)
     for slot in general.frees:
         produced.pop(slot, None)
     return x
+
+
+def _place_extra_outputs(
+    general: GeneralForward,
+    extra_outputs: Sequence[Sequence[Tensor | None]],
+    produced: dict[Slot, Tensor],
+) -> None:
+    for i, ys, slots in zip(general.indices, extra_outputs, general.outputs):
+        if len(ys) != len(slots):
+            raise ExtraOutputCountError(
+                explain(
+                    f"Expected op {i} to generate {len(slots)} extra outputs, but got {len(ys)}",
+                    where=general.name,
+                )
+            )
+        for y, (slot, wanted) in zip(ys, slots):
+            if y is not None:
+                produced[slot] = y
+            elif wanted:
+                raise HiddenOutputError(_hidden_output(*slot, wanted, general.name))
 
 
 def _fetch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..kernels.scalar import cast
 from ..op import BasicOperation, OperationContext
 from ._distributed import (
     all_reduce,
@@ -33,7 +34,7 @@ def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
 
 def linear_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
     """``dx = dy W`` for dy (..., out), weight (out, in), in the dtype of the weight."""
-    dy = dy.to(weight.dtype)
+    dy = cast(dy, weight.dtype)
     if dy.dim() == 2:
         return torch.mm(dy, weight)
     return torch.mm(as_rows(dy), weight).view(*dy.shape[:-1], weight.shape[1])
@@ -41,7 +42,7 @@ def linear_dgrad(dy: Tensor, weight: Tensor) -> Tensor:
 
 def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     """``dW = dyᵀ x`` over all rows for dy (..., out), x (..., in), in the dtype of x."""
-    return torch.mm(as_rows(dy.to(x.dtype)).t(), as_rows(x))
+    return torch.mm(as_rows(cast(dy, x.dtype)).t(), as_rows(x))
 
 
 class BasicLinear(BasicOperation):
@@ -247,10 +248,9 @@ class BasicLinear(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        x, w = cast("tuple[Tensor, Tensor]", ctx.saved_tensors)
+        x, w = ctx.saved_tensors
         needs, sharding = ctx.needs, self.sharding
-        dx = dw = None
-        dy = grad_output
+        dx, dw, dy = None, None, grad_output
         if sharding.scatters_output:
             dy = gather_first_dim(dy, sharding.group)
         if needs.input:

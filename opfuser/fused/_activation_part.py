@@ -134,13 +134,13 @@ class ActivationPart:
         if isinstance(f, _Activation):
             saved = () if self.bias is None else ctxs[0].saved_tensors
             options = saved[0] if saved else None, want_dx, want_db, want_y
-            results = iter(activation_backward(dy, x, *f._arguments, *options))
+            results = activation_backward(dy, x, *f._arguments, *options)
         elif ours and want_dx:
-            results = iter(gated_backward_(dy, x, *f._arguments, None, want_y))
+            results = gated_backward_(dy, x, *f._arguments, None, want_y)
         else:
-            results = iter(gated_backward(dy, x, *f._arguments, None, want_dx, want_y))
-        dx = next(results) if want_dx else None
+            results = gated_backward(dy, x, *f._arguments, None, want_dx, want_y)
         own: list[tuple[Tensor | None, ...]] = [()]
         if self.bias is not None:
-            own = [(next(results),) if want_db else (None,) * len(needs.parameters), ()]
-        return ActivationGrads(dx, own, next(results) if want_y else None)
+            own = [(results[want_dx],) if want_db else (None,) * len(needs.parameters), ()]
+        dx, y = results[0] if want_dx else None, results[-1] if want_y else None
+        return ActivationGrads(dx, own, y)

@@ -12,6 +12,7 @@ from ..basic.bias import Bias
 from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
 from ..errors import NotSupportedError, explain
 from ..fusion import Refusal
+from ..kernels.scalar import cast
 from ..op import OperationContext
 
 __all__ = [
@@ -66,9 +67,15 @@ def insist(refusal: Refusal | None, where: str) -> None:
 
 
 def linear_operands(
-    linear: BasicLinear, ctx: OperationContext, input_: Tensor
+    linear: BasicLinear, ctx: OperationContext, input_: Tensor, *, save: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Input and weight as the forward GEMM takes them; saves what the backward of ``linear`` reads.
+    """Input and weight as the forward GEMM takes them.
+
+    Args:
+        linear: the linear operation.
+        ctx: its context.
+        input_: its input.
+        save: whether to save what its backward reads.
 
     Raises:
         ArgumentError: the weight was cleared.
@@ -91,7 +98,7 @@ def linear_operands(
         x = x.to(dtype)
     if w.dtype != dtype:
         w = w.to(dtype)
-    if ctx.requires_grad:
+    if save and ctx.requires_grad:
         needs = ctx.needs
         ctx.save_for_backward(x if needs.parameters[0] else None, w if needs.input else None)
     if sharding.gathers_input:
@@ -142,7 +149,7 @@ def add_dgrad(grad: Tensor | None, dy: Tensor, weight: Tensor, *, in_place: bool
         return linear_dgrad(dy, weight)
     if grad.dtype != weight.dtype:
         return linear_dgrad(dy, weight) + grad
-    rows = as_rows(dy.to(weight.dtype))
+    rows = as_rows(cast(dy, weight.dtype))
     if in_place and grad.is_contiguous():
         as_rows(grad).addmm_(rows, weight)
         return grad

@@ -10,6 +10,7 @@ from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear, linear_dgrad
 from ..basic.bias import Bias, bias_grad
 from ..fusion import Env, Refusal
+from ..kernels.scalar import cast
 from ..op import OperationContext
 from ._linear import (
     add_linear,
@@ -71,10 +72,11 @@ class LinearPart:
         self, ctxs: Contexts, x: Tensor, z: Tensor | None = None, *, save_input: bool = False
     ) -> Tensor:
         """``x Wᵀ + b``, and z added to it where there is a sum."""
-        x, w = linear_operands(self.linear, ctxs[0], x)
+        ctx = ctxs[0]
+        x, w = linear_operands(self.linear, ctx, x, save=False)
         b = bias_operand(self.bias, x, w)
-        if ctxs[0].requires_grad:
-            ctxs[0].save_for_backward(x if save_input else None, w)
+        if ctx.requires_grad:
+            ctx.save_for_backward(x if save_input else None, w)
             if self._keep_bias:
                 ctxs[1].save_for_backward(b)
         if z is None or self.add is None:
@@ -87,7 +89,7 @@ class LinearPart:
         """In backward, what forward returned."""
         _, w = ctxs[0].saved_tensors
         b = ctxs[1].saved_tensors[0] if self._keep_bias else None
-        return nn.functional.linear(x.to(w.dtype), w, b)
+        return nn.functional.linear(cast(x, w.dtype), w, b)
 
     def saved_input(self, ctxs: Contexts) -> Tensor:
         """In backward, the input, which forward was told to save."""
@@ -113,9 +115,9 @@ class LinearPart:
             x: input of forward; None where it was saved, or is not read.
         """
         ctx, dw = ctxs[0], None
-        if self.wants_input(ctxs):
-            x = self.saved_input(ctxs) if x is None else x
-            dw = self.linear.weight_grad(dy, x.to(ctx.saved_tensors[1].dtype), ctx)
+        if ctx.needs.parameters[0]:
+            saved, w = ctx.saved_tensors
+            dw = self.linear.weight_grad(dy, cast(saved if x is None else x, w.dtype), ctx)
         own: list[tuple[Tensor | None, ...]] = [(dw,)]
         if self.bias is not None:
             own.append(tuple(bias_grad(dy) if need else None for need in ctxs[1].needs.parameters))

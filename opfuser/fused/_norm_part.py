@@ -85,17 +85,17 @@ class NormPart:
         ctx, norm = ctxs[-1], self.norm
         x: Tensor = ctx.saved_tensors[0]
         weight, bias = _parameters(ctx)
-        rows, centred = as_rows(x, weight.shape[0]), norm.zero_centered_gamma
+        rows, centred = as_rows(x, norm._cols), norm.zero_centered_gamma
         if isinstance(norm, RMSNorm):
             y: Tensor = rms_norm_forward(rows, weight, norm.eps, centred)[0]
         else:
             y = layer_norm_forward(rows, weight, bias, norm.eps, centred)[0]
-        return y.view(x.shape)
+        return y if rows is x else y.view_as(x)
 
     def wants_grad(self, ctxs: Contexts) -> bool:
         """Whether the gradient of the output is read."""
         needs = ctxs[-1].needs
-        return needs.input or any(needs.parameters)
+        return needs.input or True in needs.parameters
 
     def backward(
         self, ctxs: Contexts, dy: Tensor | None, grad_extra_outputs: Extras, *, want_y: bool
@@ -104,44 +104,54 @@ class NormPart:
 
         Args:
             ctxs: contexts.
-            dy: gradient of the output; None where :meth:`wants_grad` says that it is not read,
-                and nothing is made.
+            dy: gradient of the output, its dimensions but the last maybe flattened to one; None
+                where :meth:`wants_grad` says that it is not read, and nothing is made.
             grad_extra_outputs: gradients of the extra outputs, of which the tap's is one.
-            want_y: whether to make the output again.
+            want_y: whether to make the output again, in the shape of dy.
         """
         dx = y = None
         own: Gradients = (None,) * len(ctxs[-1].needs.parameters)
         if dy is not None:
             g = None if self._tap is None else grad_extra_outputs[self._tap][0]
             dx, own, y = self._gradients(ctxs[-1], dy, g, want_y)
-        none: list[Gradients] = [() for _ in self.ops]
-        extra_inputs = none if self._after_sum is None else [(dx,), *none[1:]]
-        return NormGrads(dx, [*none[1:], own], extra_inputs, y)
+        before: list[Gradients] = [()] * (len(self.ops) - 1)
+        extra_inputs = [() if self._after_sum is None else (dx,), *before]
+        return NormGrads(dx, [*before, own], extra_inputs, y)
 
     def _gradients(
         self, ctx: OperationContext, dy: Tensor, g: Tensor | None, want_y: bool
     ) -> tuple[Tensor | None, Gradients, Tensor | None]:
-        norm, needs = self.norm, ctx.needs
-        x, *statistics = ctx.saved_tensors
+        norm, needs, cols = self.norm, ctx.needs, self.norm._cols
+        rows, g = as_rows(dy, cols), None if g is None else as_rows(g, cols)
+        saved, rstd = ctx.saved_tensors[0], as_vector(ctx.saved_tensors[-1])
+        x = as_rows(saved, cols)
         weight, bias = _parameters(ctx)
-        cols = weight.shape[0]
-        tensors = as_rows(dy, cols), as_rows(x, cols), weight
-        rest = *(s.view(-1) for s in statistics), None if g is None else as_rows(g, cols)
-        want_dw = any(needs.parameters)
-        options = norm.zero_centered_gamma, needs.input, want_dw, want_y
+        want_dx, want_dw = needs.input, True in needs.parameters
+        centred = norm.zero_centered_gamma
+        results: list[Tensor]
         if isinstance(norm, RMSNorm):
-            results = iter(rms_norm_backward(*tensors, *rest, *options))
+            results = rms_norm_backward(rows, x, weight, rstd, g, centred, want_dx, want_dw, want_y)
         else:
-            results = iter(layer_norm_backward(*tensors, bias, *rest, norm.eps, *options))
-        dx = next(results).view(dy.shape) if needs.input else None
+            mean = as_vector(ctx.saved_tensors[1])
+            results = layer_norm_backward(
+                rows, x, weight, bias, mean, rstd, g, norm.eps, centred, want_dx, want_dw, want_y
+            )
+        dx = y = None
+        if want_dx:
+            dx = results[0] if x is saved else results[0].view_as(saved)
+        if want_y:
+            y = results[-1] if rows is dy else results[-1].view_as(dy)
         own: Gradients = (None,) * len(needs.parameters)
         if want_dw:
-            made = [next(results).view(p.shape) for p in ctx.parameters]
-            own = tuple(grad if need else None for grad, need in zip(made, needs.parameters))
-        return dx, own, next(results).view(dy.shape) if want_y else None
+            made = results[want_dx : want_dx + len(own)]
+            if ctx.parameters[0].dim() > 1:
+                made = [grad.view_as(ctx.parameters[0]) for grad in made]
+            own = tuple([grad if need else None for grad, need in zip(made, needs.parameters)])
+        return dx, own, y
 
 
 def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a norm as forward saw them, in one dimension."""
-    weight, *bias = map(as_vector, ctx.parameters)
-    return weight, bias[0] if bias else None
+    parameters = ctx.parameters
+    bias = as_vector(parameters[1]) if len(parameters) > 1 else None
+    return as_vector(parameters[0]), bias

@@ -72,7 +72,8 @@ class BackwardActivationBias(FusedOperation):
             grads = activation_backward(
                 grad_output, x, *self._arguments, None, needs.input, needs_db, False
             )
-            dx, db = grads[0], grads[-1] if needs_db else None
+            dx = grads[0] if needs.input else None
+            db = grads[-1] if needs_db else None
         elif needs_db and (rows := rows_per_block(x)):
             dx, db = in_blocks(activation.function, grad_output, x, rows)
         else:

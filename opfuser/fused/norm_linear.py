@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..basic._main_grad import as_rows
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
@@ -79,7 +80,7 @@ class NormLinear(FusedOperation):
         # Placed by hand, the norm may owe no gradient: then backward makes nothing again.
         save_input = not norm.wants_grad(basic_op_ctxs[:n])
         y = linear.forward(basic_op_ctxs[n:], y, save_input=save_input)
-        return y, [*extra_outputs, *[() for _ in linear.ops]]
+        return y, [*extra_outputs, *[()] * len(linear.ops)]
 
     def fuser_backward(
         self,
@@ -95,15 +96,15 @@ class NormLinear(FusedOperation):
         norm, linear = self._parts
         n = len(norm.ops)
         first, second = basic_op_ctxs[:n], basic_op_ctxs[n:]
-        wanted = norm.wants_grad(first)
+        dy = as_rows(grad_output)  # once for two GEMMs, and for the norm between them
         grads = norm.backward(
             first,
-            linear.input_grad(second, grad_output) if wanted else None,
+            linear.input_grad(second, dy) if norm.wants_grad(first) else None,
             basic_op_grad_extra_outputs,
             want_y=linear.wants_input(second),
         )
-        own = linear.parameter_grads(second, grad_output, grads.output)
-        extra_inputs = [*grads.extra_inputs, *[() for _ in linear.ops]]
+        own = linear.parameter_grads(second, dy, grads.output)
+        extra_inputs = [*grads.extra_inputs, *[()] * len(own)]
         return grads.input, [*grads.parameters, *own], extra_inputs
 
 

@@ -9,6 +9,7 @@ for the function of linear units says that there are none: x is ``(…, F)``, al
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -79,9 +80,10 @@ def _forward_launch(
     interleave: int,
     scales: Tensor | None,
 ) -> Tensor:
-    cols = x.shape[-1] // 2 if up else x.shape[-1]
-    y = x.new_empty((*x.shape[:-1], cols))
-    rows = y.shape[:-1].numel()
+    *leading, cols = x.shape
+    cols = cols // 2 if up else cols
+    y = x.new_empty(*leading, cols)
+    rows = math.prod(leading)
     plan = _plan(
         "forward", gate, tuple(gate_parameters), up, tuple(up_parameters), interleave,
         x.element_size(), cols,
@@ -132,12 +134,12 @@ def _backward_into(
     want_dscales: bool,
 ) -> list[Tensor]:
     """Gradients and y; dx, contiguous, may be x."""
-    cols = dy.shape[-1]
-    y = x.new_empty(dy.shape) if want_y else None
+    *leading, cols = dy.shape
+    y = x.new_empty(*leading, cols) if want_y else None
     dscales = None
     if want_dscales and scales is not None:
         dscales = x.new_empty(scales.shape, dtype=torch.float32)
-    rows = dy.shape[:-1].numel()
+    rows = math.prod(leading)
     plan = _plan("backward", *arguments, x.element_size(), cols)
     grid = cdiv(rows, plan.block_rows)
     if dscales is None:

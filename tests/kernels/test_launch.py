@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +69,66 @@ def test_triton_is_imported_at_the_first_launch_only() -> None:
 
 def test_the_multiprocessors_of_a_device_that_is_not_there() -> None:
     assert multiprocessors(torch.empty(0, device="meta")) == 132
+
+
+class _Launcher:
+    """Like a launcher of Triton: Python around ``launch``, which is in C."""
+
+    def __init__(self, packed: bool, scratch: int) -> None:
+        self.global_scratch_size, self.profile_scratch_size = scratch, 0
+        self.packed = packed
+        self.entered = 0
+        self.handed_on: list[tuple[object, ...]] = []
+        self.launch = self._launch
+
+    def _launch(self, *args: object) -> None:
+        self.handed_on.append(args)
+
+    def __call__(
+        self, x: int, y: int, z: int, stream: int, function: object, *args: object
+    ) -> None:
+        self.entered += 1
+        metadata, hooks, own = args[0], args[1:4], args[4:]
+        if self.packed:
+            self.launch(x, y, z, stream, function, True, metadata, *hooks, None, "signature", own)
+        else:
+            self.launch(x, y, z, stream, function, True, None, metadata, *hooks, *own)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("scratch", [0, 8])
+def test_the_launcher_in_c_gets_what_the_one_in_python_hands_on(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, scratch: int
+) -> None:
+    """The one in Python is left out unless it has to allocate memory for the kernel."""
+    launcher = _Launcher(packed, scratch)
+    kernel = SimpleNamespace(run=launcher, function="binary", packed_metadata=(4, 1, 0))
+    grid = (2, 3, 1)
+    compiled: list[tuple[object, ...]] = []
+
+    def launch_by_triton(*args: object, **options: object) -> object:
+        compiled.append(args)
+        return kernel
+
+    monkeypatch.setattr(Launch, "function", {grid: launch_by_triton})
+    monkeypatch.setattr("opfuser.kernels.launch.INTERPRETED", False)
+    monkeypatch.setattr("torch.cuda.device", nullcontext)
+    monkeypatch.setattr("torch._C._cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr("torch._C._cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    launch = Launch("nowhere:nothing", {})
+    x, y = torch.empty(4), torch.empty(4)
+    launch(grid, (x, None, y), (5, 1), (0.5,))
+    for n in (5, 6, 7, 5):  # integers of one kind, so that one binary serves all
+        launch(grid, (x, None, y), (n, 1), (0.5,))
+        launched, entered = launcher.handed_on[-1], launcher.entered
+        pointers = x.data_ptr(), None, y.data_ptr()
+        launcher(*grid, 7, "binary", (4, 1, 0), None, None, None, *pointers, n, 1, 0.5)
+        assert launched == launcher.handed_on[-1]
+    assert len(compiled) == 1
+    assert entered == (4 if scratch else 0) + 3, "three of these calls are the test's own"
+    launch(grid, (x, None, y), (16, 1), (0.5,))
+    launch(grid, (x, None, y.double()), (5, 1), (0.5,))
+    assert len(compiled) == 3
 
 
 SCALE = """
@@ -132,3 +194,12 @@ def test_a_launch_goes_to_the_current_stream_and_into_graphs(scale: Launch) -> N
     y.zero_()
     graph.replay()
     assert torch.equal(y, torch.full_like(y, 10.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_tensor_of_the_cpu_is_refused_also_once_a_binary_is_kept(scale: Launch) -> None:
+    x, y = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+    scale((1, 1, 1), (x, y), (64, 1), (2.0,))
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        scale((1, 1, 1), (x, y.cpu()), (64, 1), (2.0,))
