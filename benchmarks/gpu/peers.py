@@ -173,7 +173,10 @@ def model_parts() -> dict[str, Parts]:
     offers = {
         LIGER: Parts(
             rms_norm=lambda x, w, eps: liger("RMSNorm")(x, w, eps, 0.0, "llama", False),
-            swiglu=lambda x: liger("FusedGateUpSiLUMul")(x, False),
+            # Its backward gives the gradient of a matrix.
+            swiglu=lambda x: liger("FusedGateUpSiLUMul")(x.flatten(0, -2), False).unflatten(
+                0, x.shape[:-1]
+            ),
             linear_cross_entropy=lambda x, w, t: liger("FusedLinearCrossEntropy")(x, w, t)[0],
         ),
         QUACK: Parts(
