@@ -1,8 +1,9 @@
 """A fusion that a user of opfuser might write: what ``train_lm.py --register`` switches on.
 
-SwiGLU and the projection after it become one operation in both passes. It keeps only the input of
-the SwiGLU for backward and computes the activation again there, so that the input of the projection
-need not be saved: ``ffn_dim`` values per token and layer.
+Attention and the projection after it become one operation in both passes. It keeps only the packed
+queries, keys and values for backward and attends again there, so that neither the output of the
+attention nor its statistics need be saved: ``dim`` values per token and layer, for the time of one
+more forward of the attention.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.nn import functional as F
 import opfuser
 from opfuser.op import compute_dtype
 
-NAME = "recompute_swiglu"
+NAME = "recompute_attention"
 
 
-class RecomputedSwiGLULinear(opfuser.FusedOperation):
-    """``y = (silu(gate) * up) Wᵀ`` of a packed ``[gate, up]``; saves its input and nothing else."""
+class RecomputedAttentionLinear(opfuser.FusedOperation):
+    """``y = attention(qkv) Wᵀ`` of packed qkv; saves qkv and nothing else."""
 
     def fuser_forward(
         self,
@@ -29,15 +30,15 @@ class RecomputedSwiGLULinear(opfuser.FusedOperation):
         input_: Tensor,
         **unused: Any,
     ) -> tuple[Tensor, Sequence[Sequence[Tensor]]]:
+        attention, linear = self.basic_ops
         dtype = compute_dtype(input_)
-        gate_up = input_.to(dtype)
+        qkv = input_.to(dtype)
         # Read at every call: the parameter may be replaced between calls.
-        weight = self.basic_ops[1].weight.to(dtype)
-        gate, up = gate_up.chunk(2, dim=-1)
+        weight = linear.weight.to(dtype)
         if basic_op_ctxs[0].requires_grad:
-            basic_op_ctxs[0].save_for_backward(gate_up)
+            basic_op_ctxs[0].save_for_backward(qkv)
             basic_op_ctxs[1].save_for_backward(weight)
-        return F.linear(F.silu(gate).mul_(up), weight), [(), ()]
+        return F.linear(attention(qkv), weight), [(), ()]
 
     def fuser_backward(
         self,
@@ -45,27 +46,24 @@ class RecomputedSwiGLULinear(opfuser.FusedOperation):
         grad_output: Tensor,
         **unused: Any,
     ) -> tuple[Tensor | None, Sequence[Sequence[Tensor | None]], Sequence[Sequence[Tensor]]]:
-        swiglu, linear = basic_op_ctxs
-        gate_up, weight = swiglu.saved_tensors[0], linear.saved_tensors[0]
+        attention, linear = self.basic_ops
+        (qkv,), (weight,) = (ctx.saved_tensors for ctx in basic_op_ctxs)
         dy = grad_output.to(weight.dtype)
-        gate, up = gate_up.chunk(2, dim=-1)
-        silu = F.silu(gate)
+        with torch.enable_grad():
+            qkv = qkv.detach().requires_grad_(basic_op_ctxs[0].needs.input)
+            h = attention(qkv)
         dw = dx = None
-        if linear.needs.parameters[0]:
-            dw = self.basic_ops[1].weight_grad(dy, silu * up)
-        if swiglu.needs.input:
-            dh = dy @ weight
-            dgate = torch.ops.aten.silu_backward(dh * up, gate)
-            dx = torch.cat([dgate, dh.mul_(silu)], -1)
+        if basic_op_ctxs[1].needs.parameters[0]:
+            dw = linear.weight_grad(dy, h.detach())
+        if qkv.requires_grad:
+            (dx,) = torch.autograd.grad(h, qkv, dy @ weight)
         return dx, [(), (dw,)], [(), ()]
 
 
 def refuses(
-    swiglu: opfuser.SwiGLU, linear: opfuser.BasicLinear, *, env: opfuser.Env
+    attention: opfuser.DotProductAttention, linear: opfuser.BasicLinear, *, env: opfuser.Env
 ) -> opfuser.Refusal | None:
-    """What the kernel above does not handle; the plan shows the reason."""
-    if swiglu.glu_interleave_size is not None:
-        return opfuser.Refusal("LAYOUT", "gate and up are interleaved")
+    """What the fused operation does not handle; the plan shows the reason."""
     if linear.tensor_parallel_mode is not None:
         return opfuser.Refusal("COMMUNICATION", "the projection is sharded")
     return None
@@ -74,8 +72,8 @@ def refuses(
 FUSION = opfuser.Fusion(
     name=NAME,
     stage="joint",
-    pattern=(opfuser.SwiGLU, opfuser.BasicLinear),
-    build=lambda swiglu, linear: RecomputedSwiGLULinear((swiglu, linear)),
+    pattern=(opfuser.DotProductAttention, opfuser.BasicLinear),
+    build=lambda attention, linear: RecomputedAttentionLinear((attention, linear)),
     refuses=refuses,
 )
 

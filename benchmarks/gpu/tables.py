@@ -1,0 +1,75 @@
+"""Markdown tables of what run.py wrote: ``python -m benchmarks.gpu.tables FOLDER > FOLDER/README.md``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+ORDER = ("opfuser", "torch", "torch.compile", "Liger-Kernel", "quack", "Transformer Engine")
+TITLES = {
+    "kernels": "Kernels",
+    "blocks": "Blocks",
+    "model": "Models",
+    "host": "Host time",
+}
+
+
+def tables(folder: Path) -> Iterator[str]:
+    for part, title in TITLES.items():
+        file = folder / f"{part}.json"
+        if not file.exists():
+            continue
+        document = json.loads(file.read_text())
+        machine = ", ".join(f"{key} {value}" for key, value in document["machine"].items())
+        yield f"## {title}\n\n`{file.name}`: {machine}.\n"
+        groups: dict[tuple[str, ...], list[Row]] = {}
+        for row in document["rows"]:
+            size = " ".join(f"{key}={value}" for key, value in row["size"].items())
+            groups.setdefault((row["case"], size, row["pass"]), []).append(row)
+        columns = columns_of(document["rows"])
+        yield "| | | | " + " | ".join(columns) + " |"
+        yield "|---|---|---|" + "---|" * len(columns)
+        for labels, rows in groups.items():
+            cells = {row["contestant"]: cell(row, part) for row in rows}
+            yield f"| {' | '.join(labels)} | " + " | ".join(cells.get(c, "") for c in columns) + " |"
+        yield ""
+
+
+def columns_of(rows: list[Row]) -> list[str]:
+    found = dict.fromkeys(row["contestant"] for row in rows)
+    return [*[name for name in ORDER if name in found], *[n for n in found if n not in ORDER]]
+
+
+def cell(row: Row, part: str) -> str:
+    """Time, and what belongs to it: share of the copy, ratio to the GEMMs, memory."""
+    time = row.get("median_us")
+    if time is None:
+        return "failed" if row.get("error") else ""
+    text = f"{time / 1e3:.2f} ms" if time >= 1e3 else f"{time:.1f} us"
+    extras = []
+    if part == "kernels" and row.get("share_of_copy"):
+        extras.append(f"{100 * row['share_of_copy']:.0f}%")
+    if row.get("over_floor") and row["contestant"] != "bare GEMMs":
+        extras.append(f"{row['over_floor']:.2f} x GEMMs")
+    if part in ("blocks", "model") and row.get("saved_bytes"):
+        extras.append(f"{row['saved_bytes'] / 2**20:.0f} MiB saved")
+    return text + (f" ({', '.join(extras)})" if extras else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    print("# Figures of one machine\n")
+    print("Medians; how they are measured stands in `../README.md`. Percentages are shares of a")
+    print("device-to-device copy.\n")
+    print("\n".join(tables(args.folder)).rstrip())
+
+
+if __name__ == "__main__":
+    main()
