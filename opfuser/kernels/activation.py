@@ -21,6 +21,7 @@ __all__ = [
     "Parameters",
     "activation_backward",
     "activation_forward",
+    "add_up",
     "cdiv",
     "empty_rows",
     "in_blocks",
@@ -45,6 +46,11 @@ _SUM_COLS = 128
 _SUM_ROWS = 96
 _SUM_PROGRAMS = 16
 _SUM_STAGES = 3
+
+
+# Tiles of partial sums: many programs, few steps. 20.0 us for db of 8192 x 1024 in bf16, adding up
+# included; with tiles of 16 x 64 it is 21.3.
+_TOTAL = (128, 16)
 
 # Elements per thread that a core's cache (1 to 2 MiB) holds along with the intermediate results.
 # From eight such blocks on, one thread takes 4.4 instead of 21.6 ms for ReLU and bias of
@@ -117,11 +123,18 @@ def _rows(
     return _Rows(launch, block_rows, block_cols)
 
 
+def add_up(parts: Tensor, total: Tensor) -> None:
+    """Fills in the column sums of ``(S, C)``."""
+    slices, cols = parts.shape
+    launch, block_cols = _sum_slices()
+    launch((cdiv(cols, block_cols), 1, 1), (parts, total), (slices, cols))
+
+
 @functools.lru_cache(None)
-def _sum_slices() -> _Rows:
-    rows, cols = 16, 64
+def _sum_slices() -> tuple[Launch, int]:
+    rows, cols = _TOTAL
     constants = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols}
-    return _Rows(Launch("activation:sum_slices", constants, num_warps=_WARPS), rows, cols)
+    return Launch("activation:sum_slices", constants, num_warps=_WARPS), cols
 
 
 def _forward_launch(
@@ -188,9 +201,8 @@ def _backward_launch(
     tensors = (dy, x, _operand(bias, x), dx, y, parts)
     ints = (rows, cols, dy_stride, x_stride, slices)
     plan.launch((blocks * slices, 1, 1), tensors, ints)
-    if parts is not None and parts is not db:
-        total = _sum_slices()
-        total.launch((cdiv(cols, total.block_cols), 1, 1), (parts, db), (slices, cols))
+    if parts is not None and db is not None and parts is not db:
+        add_up(parts, db)
     return [t for t in (dx, db, y) if t is not None]
 
 

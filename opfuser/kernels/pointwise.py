@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from . import pointwise_plain as plain
-from .activation import cdiv
 from .launch import AVAILABLE, DTYPES, INTERPRETED, runs
 from .pointwise_launch import (
     MAX_OPERANDS,
@@ -120,9 +119,9 @@ class Chain:
         tiled = self._forwards.get(key)
         if tiled is None:
             tiled = self._forwards[key] = forward_launch(self.stages, cols, x.itemsize)
-        launch, block_rows, block_cols = tiled
-        programs = cdiv(rows, block_rows) * cdiv(cols, block_cols)
-        launch((programs, 1, 1), (x.contiguous(), y, *padded(pointers)), (rows, cols))
+        blocks, slices = tiled.covers(x, rows, cols)
+        tensors = (x.contiguous(), y, *padded(pointers))
+        tiled.launch((blocks * slices, 1, 1), tensors, (rows, cols, slices))
         return y, kept
 
     def backward(

@@ -25,9 +25,13 @@ __all__ = ["qk_norm", "qk_norm_backward", "rotary"]
 _PER_WARP = 512
 # Warps of all programs, per multiprocessor. A program goes on to further rows, to load its weights
 # once for several. There are some times as many as fit at once (36 and 20, by registers), for tiles
-# of values are done sooner than others, and those of keys may not be full.
+# of values are done sooner than others. Backward of Qwen3 8B takes 79.7 us on an H200, 0.94 of a
+# copy; with 20, 40 and 80 it takes 86, 82 and 88.
 _FORWARD_WARPS = 128
-_BACKWARD_WARPS = 80
+_BACKWARD_WARPS = 32
+# Backward of heads wider than 128 takes 8 warps per program: few programs, which fetch their tiles
+# ahead. 0.89 of a copy for heads of 256, else 0.82; heads of 128 lose up to 12 %.
+_WIDE_AHEAD = 3
 # Rows of a program at least: each leaves a row of sums for the weights behind.
 _BACKWARD_ROWS = 4
 # A thread of a wider head would have too many elements.
@@ -59,11 +63,15 @@ class _Plan(NamedTuple):
         return min(most, max(1, programs // tiles))
 
 
-def _plan(function: str, shape: _Shape, flags: dict[str, bool], *, norm: bool) -> _Plan:
+def _plan(
+    function: str, shape: _Shape, flags: dict[str, bool], *, norm: bool, ahead: int = 1
+) -> _Plan:
     """The rule: more threads than a weight or a row of a table has elements.
 
     Then Triton has each thread load those that it needs, and else passes them on through shared
-    memory. Without norm there is nothing to tell queries, keys and values apart by: tiles hold all.
+    memory. Where a row has fewer heads of a kind than fit, a tile takes those of several rows: with
+    2 keys to 32 queries 0.62 of a copy, instead of 0.50 with tiles of keys that are not full.
+    Without norm there is nothing to tell queries, keys and values apart by: tiles hold all.
     """
     queries, keys, values, head_dim, pairs, _ = shape
     tail = head_dim - 2 * pairs
@@ -72,9 +80,13 @@ def _plan(function: str, shape: _Shape, flags: dict[str, bool], *, norm: bool) -
     heads = queries + keys + values
     counted = (queries, keys) if norm else (heads, 0)
     room = max(1, num_warps * _PER_WARP // (2 * block_p + block_t * (tail > 0)))
-    block_h = min(1 << (room.bit_length() - 1), _power_of_2(max(counted)))
-    block_v = min(num_warps * _PER_WARP, _power_of_2(values * head_dim))
-    q_tiles, k_tiles = (-(-count // block_h) for count in counted)
+    block_h = 1 << (room.bit_length() - 1)
+    if not norm:
+        block_h = min(block_h, _power_of_2(heads))
+    at_once = [min(block_h, _power_of_2(count)) for count in counted]
+    q_tiles, k_tiles = (-(-count // some) for count, some in zip(counted, at_once))
+    room_v = num_warps * _PER_WARP
+    block_v = min(room_v, _power_of_2(values * head_dim))
     constants = {
         "QUERIES": counted[0],
         "ACTIVE": queries + keys,
@@ -89,6 +101,10 @@ def _plan(function: str, shape: _Shape, flags: dict[str, bool], *, norm: bool) -
         "BLOCK_P": block_p,
         "BLOCK_T": block_t,
         "BLOCK_V": block_v,
+        "Q_ROWS": block_h // at_once[0],
+        "K_ROWS": block_h // at_once[1],
+        "V_ROWS": room_v // block_v,
+        "AHEAD": ahead,
     }
     v_tiles = -(-values * head_dim // block_v) if norm else 0
     return _Plan(Launch(function, constants, num_warps=num_warps), q_tiles, k_tiles, v_tiles)
@@ -111,7 +127,9 @@ def _norm(shape: _Shape, zero_centered: bool) -> _Plan:
 
 @functools.cache
 def _norm_backward(shape: _Shape, zero_centered: bool) -> _Plan:
-    return _plan("rotary:norm_backward", shape, {"ZERO_CENTERED": zero_centered}, norm=True)
+    ahead = _WIDE_AHEAD if shape.head_dim > 128 else 1
+    flags = {"ZERO_CENTERED": zero_centered}
+    return _plan("rotary:norm_backward", shape, flags, norm=True, ahead=ahead)
 
 
 @functools.cache

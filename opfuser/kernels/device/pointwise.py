@@ -31,8 +31,8 @@ DROPOUT = tl.constexpr(3)
 KEEP = tl.constexpr(4)
 
 # With seven rounds Philox4x32 passes all tests of BigCrush (Salmon et al., "Parallel Random
-# Numbers: As Easy as 1, 2, 3", 2011). They take 13 integer operations per element; an H200 has time
-# for 18 while it moves the 6 bytes of dropout and add in bf16.
+# Numbers: As Easy as 1, 2, 3", 2011). They take 7 integer instructions per element; an H200 has
+# time for 18 while it moves the 6 bytes of dropout and add in bf16.
 ROUNDS = tl.constexpr(7)
 
 
@@ -43,11 +43,28 @@ def scale(x, P: tl.constexpr):
 
 
 @triton.jit
+def _philox(seed, c0, c1):
+    """The four words of Philox4x32 at the counters (c0, c1, 0, 0).
+
+    Both halves of a product come from one multiplication; ``tl.philox`` takes two.
+    """
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    for _ in tl.static_range(ROUNDS):
+        p, q = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (q >> 32).to(tl.uint32) ^ c1 ^ k0, (p >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = q.to(tl.uint32), p.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def survivors(
-    seed_ptr,
+    seed,
     first_row,
     first_col,
     THRESHOLD: tl.constexpr,
+    EIGHT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
@@ -57,10 +74,18 @@ def survivors(
     the work, and tiles of any size see the same numbers.
     """
     row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
-    group = first_col // 4 + tl.arange(0, BLOCK_COLS // 4)[None, :]
-    zero = tl.zeros((BLOCK_ROWS, BLOCK_COLS // 4), tl.uint32)
-    c0, c1 = zero + group.to(tl.uint32), zero + row.to(tl.uint32)
-    a, b, c, d = tl.philox(tl.load(seed_ptr), c0, c1, zero, zero, ROUNDS)
+    if EIGHT:
+        # Threads hold eight neighbours of a row of half precision: as many numbers are to be there.
+        group = first_col // 4 + 2 * tl.arange(0, BLOCK_COLS // 8)[None, :]
+        zero = tl.zeros((BLOCK_ROWS, BLOCK_COLS // 8), tl.uint32)
+        c0, c1 = zero + group.to(tl.uint32), zero + row.to(tl.uint32)
+        a, b, c, d = _philox(seed, c0, c1)
+        e, f, g, h = _philox(seed, c0 + 1, c1)
+        a, b, c, d = tl.join(a, e), tl.join(b, f), tl.join(c, g), tl.join(d, h)
+    else:
+        group = first_col // 4 + tl.arange(0, BLOCK_COLS // 4)[None, :]
+        zero = tl.zeros((BLOCK_ROWS, BLOCK_COLS // 4), tl.uint32)
+        a, b, c, d = _philox(seed, zero + group.to(tl.uint32), zero + row.to(tl.uint32))
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BLOCK_ROWS, BLOCK_COLS))
     return words >= THRESHOLD
 
@@ -75,13 +100,30 @@ def place(first_row, first_col, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS
 
 
 @triton.jit
+def common(operands, first_col, cols, STAGES: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """For each stage what all rows share: its bias, in fp32, or its seed."""
+    col = first_col + tl.arange(0, BLOCK_COLS)
+    shared = ()
+    for i in tl.static_range(len(STAGES)):
+        value = 0.0
+        if STAGES[i][1] >= 0:
+            if STAGES[i][0] == BIAS:
+                value = tl.load(operands[STAGES[i][1]] + col, mask=col < cols, other=0.0)
+                value = value.to(tl.float32)[None, :]
+            elif STAGES[i][0] == DROPOUT:
+                value = tl.load(operands[STAGES[i][1]])
+        shared = shared + (value,)  # type: ignore[assignment]
+    return shared
+
+
+@triton.jit
 def apply(
     z,
     operands,
+    shared,
     first_row,
     first_col,
-    rows,
-    cols,
+    tile,
     STAGES: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -89,14 +131,15 @@ def apply(
 ):
     """Runs the stages on a tile of values in fp32.
 
-    Returns the values, and the tuple of the derivatives of all stages, for ``pull_back``.
+    Returns the values, and for ``pull_back`` a tuple: the derivatives of functions, and which
+    elements dropouts keep.
     """
-    tile = place(first_row, first_col, rows, cols, BLOCK_ROWS, BLOCK_COLS)
     derivatives = ()
     for i in tl.static_range(len(STAGES)):
         z, derivative = _stage(
-            z, operands, first_row, first_col, tile, i, STAGES, BACKWARD, BLOCK_ROWS, BLOCK_COLS
-        )
+            z, operands, shared[i], first_row, first_col, tile,
+            i, STAGES, BACKWARD, BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
         derivatives = derivatives + (derivative,)  # type: ignore[assignment]
     return z, derivatives
 
@@ -105,6 +148,7 @@ def apply(
 def _stage(
     z,
     operands,
+    shared,
     first_row,
     first_col,
     tile,
@@ -121,19 +165,15 @@ def _stage(
         P: tl.constexpr = STAGES[INDEX][4:]
         z, derivative = STAGES[INDEX][3](z, P)
     elif STAGES[INDEX][0] == DROPOUT:
-        seed_ptr = operands[STAGES[INDEX][1]]
-        stay = survivors(seed_ptr, first_row, first_col, STAGES[INDEX][4], BLOCK_ROWS, BLOCK_COLS)
-        derivative = tl.where(stay, STAGES[INDEX][5], 0.0)
-        z = tl.where(stay, z * STAGES[INDEX][5], 0.0)
+        derivative = survivors(
+            shared, first_row, first_col,
+            STAGES[INDEX][4], STAGES[INDEX][6], BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
+        z = tl.where(derivative, z * STAGES[INDEX][5], 0.0)
     elif STAGES[INDEX][1] >= 0:
         pointer = operands[STAGES[INDEX][1]]
         if STAGES[INDEX][0] == BIAS:
-            # In the shape of the tile: for each of its rows a thread reads the bias from the cache,
-            # where one row of it would travel through shared memory.
-            col = (
-                first_col + tl.zeros((BLOCK_ROWS, 1), tl.int32) + tl.arange(0, BLOCK_COLS)[None, :]
-            )
-            z += tl.load(pointer + col, mask=inside, other=0.0).to(tl.float32)
+            z += shared
         elif STAGES[INDEX][0] == ADD:
             z += tl.load(pointer + base + at, mask=inside, other=0.0).to(tl.float32)
         elif BACKWARD:
@@ -158,28 +198,36 @@ def pull_back(g, derivatives, sums, operands, tile, STAGES: tl.constexpr):
             else:
                 pointer = operands[STAGES[len(STAGES) - 1 - j][2]]
                 tl.store(pointer + base + at, g, mask=inside)
-        if STAGES[len(STAGES) - 1 - j][0] == FUNCTION or STAGES[len(STAGES) - 1 - j][0] == DROPOUT:
+        if STAGES[len(STAGES) - 1 - j][0] == FUNCTION:
             g = chain(g, derivatives[len(STAGES) - 1 - j])
+        elif STAGES[len(STAGES) - 1 - j][0] == DROPOUT:
+            stay = derivatives[len(STAGES) - 1 - j]
+            g = tl.where(stay, g * STAGES[len(STAGES) - 1 - j][5], 0.0)
     return g, new
 
 
 @triton.jit
 def chain_forward(
     x_ptr, y_ptr, a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr,
-    rows, cols,
-    STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    rows, cols, slices,
+    STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A chain's output y, a tile per program; tiles along a row are neighbours."""
+    """A chain's output y, by programs that walk as those of ``chain_backward`` do."""
     operands = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr)
     blocks = tl.cdiv(cols, BLOCK_COLS)
-    first_row = tl.program_id(0) // blocks * BLOCK_ROWS
+    part = tl.program_id(0) // blocks
     first_col = tl.program_id(0) % blocks * BLOCK_COLS
-    base, at, inside = place(first_row, first_col, rows, cols, BLOCK_ROWS, BLOCK_COLS)
-    x = tl.load(x_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
-    y, _derivatives = apply(
-        x, operands, first_row, first_col, rows, cols, STAGES, False, BLOCK_ROWS, BLOCK_COLS
-    )
-    tl.store(y_ptr + base + at, y, mask=inside)
+    shared = common(operands, first_col, cols, STAGES, BLOCK_COLS)
+    step = slices * BLOCK_ROWS
+    for first_row in tl.range(part * BLOCK_ROWS, rows, step, num_stages=AHEAD):
+        tile = place(first_row, first_col, rows, cols, BLOCK_ROWS, BLOCK_COLS)
+        base, at, inside = tile
+        x = tl.load(x_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
+        y, _derivatives = apply(
+            x, operands, shared, first_row, first_col, tile,
+            STAGES, False, BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
+        tl.store(y_ptr + base + at, y, mask=inside)
 
 
 @triton.jit
@@ -187,7 +235,7 @@ def chain_backward(
     dy_ptr, x_ptr, sums_ptr, a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr,
     rows, cols, slices,
     STAGES: tl.constexpr, BIASES: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A chain's gradients, in operands; x_ptr is None where no value of the first stages is needed.
 
@@ -199,10 +247,12 @@ def chain_backward(
     blocks = tl.cdiv(cols, BLOCK_COLS)
     part = tl.program_id(0) // blocks
     first_col = tl.program_id(0) % blocks * BLOCK_COLS
+    shared = common(operands, first_col, cols, STAGES, BLOCK_COLS)
     sums = ()
     for _i in tl.static_range(BIASES):
         sums = sums + (tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32),)  # type: ignore[assignment]
-    for first_row in range(part * BLOCK_ROWS, rows, slices * BLOCK_ROWS):
+    step = slices * BLOCK_ROWS
+    for first_row in tl.range(part * BLOCK_ROWS, rows, step, num_stages=AHEAD):
         tile = place(first_row, first_col, rows, cols, BLOCK_ROWS, BLOCK_COLS)
         base, at, inside = tile
         g = tl.load(dy_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
@@ -211,8 +261,9 @@ def chain_backward(
         else:
             z = tl.load(x_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
         _z, derivatives = apply(
-            z, operands, first_row, first_col, rows, cols, STAGES, True, BLOCK_ROWS, BLOCK_COLS
-        )
+            z, operands, shared, first_row, first_col, tile,
+            STAGES, True, BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
         _g, sums = pull_back(g, derivatives, sums, operands, tile, STAGES)
     col = first_col + tl.arange(0, BLOCK_COLS)
     for i in tl.static_range(BIASES):

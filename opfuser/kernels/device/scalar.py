@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+HUGE = tl.constexpr(3.4028234e38)
+
 
 @triton.jit
 def chain(dy, derivative):
@@ -24,18 +27,30 @@ def identity(x, P: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x):
-    """``σ(x)`` and ``1 - σ(x)``, both without overflow and to a few units in the last place."""
-    e = tl.exp(-tl.abs(x))
-    larger = 1.0 / (1.0 + e)
-    smaller = e * larger
-    return tl.where(x < 0.0, smaller, larger), tl.where(x < 0.0, larger, smaller)
+def _inverse(x):
+    """``1 / x`` for x from 1, within two units in the last place; 0 from 2⁶⁴ on.
+
+    Two instructions; a division takes five, for the sake of other x.
+    """
+    return tl.rsqrt(x * x)
+
+
+@triton.jit
+def _logistic(u):
+    """``1 / (1 + 2^-u)``, and what is left to 1: both to a few units in the last place.
+
+    Where u < -64 both are 0: it is the product of the second with others that small that matters.
+    exp2 is one instruction, exp is five.
+    """
+    e = tl.exp2(-u)
+    s = _inverse(1.0 + e)
+    return s, tl.minimum(e, HUGE) * s
 
 
 @triton.jit
 def sigmoid(x, P: tl.constexpr):
     """``σ(x)``."""
-    s, rest = _sigmoid(x)
+    s, rest = _logistic(x * LOG2E)
     return s, s * rest
 
 
@@ -47,7 +62,7 @@ def _tanh(x):
     (1 - e) / (1 + e) with ``e = exp(-2 |x|)`` loses digits there.
     """
     size = tl.abs(x)
-    e = tl.exp(-2.0 * size)
+    e = tl.exp2(size * (-2.0 * LOG2E))
     inverse = 1.0 / (1.0 + e)
     z = x * x
     p = 0.021116216 - 0.00627639009 * z
@@ -75,14 +90,15 @@ def softplus(x, P: tl.constexpr):
     would lose e.
     """
     z = x * P[0]
-    e = tl.exp(-tl.abs(z))
+    e = tl.exp2(tl.abs(z) * -LOG2E)
     s = e / (2.0 + e)
     q = s * s
     p = 0.14116978 + 0.134337745 * q
     p = 0.200038354 + p * q
     p = 0.333333198 + p * q
     value = (tl.where(z <= 0.0, 0.0, z) + 2.0 * (s + s * q * p)) * (1.0 / P[0])
-    slope, _ = _sigmoid(z)
+    larger = _inverse(1.0 + e)
+    slope = tl.where(z < 0.0, e * larger, larger)
     linear = z > P[1]
     return tl.where(linear, x, value), tl.where(linear, 1.0, slope)
 
@@ -103,17 +119,32 @@ def squared_relu(x, P: tl.constexpr):
 @triton.jit
 def swish(x, P: tl.constexpr):
     """``x σ(βx)`` for P = (β,)."""
-    z = x * P[0]
-    s, rest = _sigmoid(z)
-    return x * s, s * (1.0 + z * rest)
+    s, rest = _logistic(x * (P[0] * LOG2E))
+    value = x * s
+    return value, s + value * (P[0] * rest)
 
 
 @triton.jit
 def gelu_erf(x, P: tl.constexpr):
-    """``x Φ(x)``."""
-    cdf = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    return x * cdf, cdf + x * density
+    """``x Φ(x)``.
+
+    ``Φ(-|x|) exp(x²/2)`` is t times a polynomial in ``t = 1 / (1 + 0.46 |x|)`` (least relative
+    error, 1.0e-7, up to |x| = 13.3), and the exponential serves the derivative also: 19
+    instructions, where erf alone takes 25.
+    """
+    e = tl.exp2(x * x * (-0.5 * LOG2E))
+    t = _inverse(1.0 + 0.46 * tl.abs(x))
+    p = -0.22030816972255707 + 0.03819076716899872 * t
+    p = 0.5057196021080017 + p * t
+    p = -0.5354313254356384 + p * t
+    p = 0.1812235713005066 + p * t
+    p = 0.01038928609341383 + p * t
+    p = 0.1539974808692932 + p * t
+    p = 0.18267355859279633 + p * t
+    p = 0.18354518711566925 + p * t
+    tail = p * t * e
+    cdf = tl.where(x < 0.0, tail, 1.0 - tail)
+    return x * cdf, cdf + x * (0.3989422804014327 * e)
 
 
 @triton.jit
@@ -122,8 +153,9 @@ def gelu_tanh(x, P: tl.constexpr):
     c1: tl.constexpr = 1.5957691216057308  # 2 √(2/π)
     c3: tl.constexpr = 0.07135481627260025  # 0.044715 of that
     square = x * x
-    s, rest = _sigmoid(x * (c1 + c3 * square))
-    return x * s, s + x * (c1 + 3.0 * c3 * square) * s * rest
+    s, rest = _logistic(x * (c1 * LOG2E + c3 * LOG2E * square))
+    value = x * s
+    return value, s + value * ((c1 + 3.0 * c3 * square) * rest)
 
 
 @triton.jit
@@ -137,7 +169,7 @@ def soft_cap(x, P: tl.constexpr):
 def soft_capped_swish(x, P: tl.constexpr):
     """``c tanh(x / c) σ(x)`` for P = (c,)."""
     t, slope = _tanh(x * (1.0 / P[0]))
-    s, rest = _sigmoid(x)
+    s, rest = _logistic(x * LOG2E)
     value = P[0] * t * s
     return value, slope * s + value * rest
 

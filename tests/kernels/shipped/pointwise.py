@@ -43,8 +43,13 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def operands(stages: Sequence[Stage], x: Tensor) -> list[Tensor | None]:
-    made = {BIAS: x[0], ADD: x, DROPOUT: tensor(1, dtype=torch.int64)}
-    return [made.get(stage.kind) for stage in stages]
+    # Each has memory of its own: what is read twice comes from a GPU's cache.
+    made: dict[int, Callable[[], Tensor]] = {
+        BIAS: lambda: torch.empty_like(x[0]),
+        ADD: lambda: torch.empty_like(x),
+        DROPOUT: lambda: tensor(1, dtype=torch.int64),
+    }
+    return [made[stage.kind]() if stage.kind in made else None for stage in stages]
 
 
 def forward(stages: Sequence[Stage], cols: int, dtype: torch.dtype) -> object:
@@ -56,13 +61,14 @@ def backward(stages: Sequence[Stage], cols: int, dtype: torch.dtype) -> object:
     x = tensor(ROWS, cols, dtype=dtype)
     chain = Chain(stages)
     given = [
-        None if not reads else x if stage.kind == KEEP else operand
+        None if not reads else torch.empty_like(x) if stage.kind == KEEP else operand
         for stage, operand, reads in zip(stages, operands(stages, x), chain.reads)
     ]
-    wanted = {BIAS: dtype, ADD: True}
+    wanted: dict[int, torch.dtype | bool] = {BIAS: dtype, ADD: True}
     wants = (*(wanted.get(stage.kind, False) for stage in stages), True)
     dtypes = (dtype,) * len(stages)
-    return chain.backward(x, x if chain.reads_x else None, given, wants, dtypes)
+    dy = torch.empty_like(x)
+    return chain.backward(dy, x if chain.reads_x else None, given, wants, dtypes)
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
