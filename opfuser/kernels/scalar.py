@@ -63,7 +63,9 @@ class ScalarFunction:
     @property
     def parameters(self) -> tuple[float, ...]:
         """Its constants, in the order that constructor and device function share."""
-        return tuple(map(float, vars(self).values()))
+        # Not by vars(): the tracer of torch 2.11 does not know it.
+        names = getattr(type(self), "__dataclass_fields__", ())
+        return tuple([float(getattr(self, name)) for name in names])
 
     @property
     def arguments(self) -> tuple[str, tuple[float, ...]]:

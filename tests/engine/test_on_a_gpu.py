@@ -17,6 +17,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's own compiler
     pytest.mark.filterwarnings("ignore:Online softmax:UserWarning"),
     pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd:UserWarning"),
+    # make_graphed_callables keeps the last of its warm-up runs, made on another stream.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
 ]
 
 

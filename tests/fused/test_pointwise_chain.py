@@ -161,10 +161,10 @@ def test_a_users_operation_may_be_derived_further() -> None:
 
 
 def test_left_to_the_gemm_before_them() -> None:
-    for ops in ([Bias(6), AddExtraInput()], [ConstantScale(2.0), AddExtraInput()]):
-        plan = plan_on("meta", BasicLinear(6, 6), *ops)
+    for before, steps in ((Bias(6), 2), (ConstantScale(2.0), 1)):
+        plan = plan_on("meta", BasicLinear(6, 6), before, AddExtraInput())
         assert refusal(plan).code == "CONFLICT"
-        assert len(plan.forward) == 1
+        assert len(plan.forward) == steps
     assert runs(BasicLinear(6, 6), Bias(6), ConstantScale(2.0), AddExtraInput()) == [(1, 2, 3)]
 
 

@@ -117,7 +117,7 @@ def kind_of(case: Case) -> str:
 
 
 def check_again(again: Tensor, y: Tensor) -> None:
-    """The output made again in backward: the same bits, or, as kernels are compiled apart, close."""
+    """The output made again in backward: the same bits; on a GPU, compiled apart, neighbours."""
     if y.is_cuda:
         torch.testing.assert_close(again, y, rtol=torch.finfo(y.dtype).eps, atol=0)
     else:
