@@ -1,4 +1,4 @@
-"""Markdown tables of what run.py wrote: ``python -m benchmarks.gpu.tables FOLDER > FOLDER/README.md``."""
+"""Markdown tables of what run.py wrote: ``python -m benchmarks.gpu.tables FOLDER``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ Row = dict[str, Any]
 ORDER = ("opfuser", "torch", "torch.compile", "Liger-Kernel", "quack", "Transformer Engine")
 TITLES = {
     "kernels": "Kernels",
+    "kernels_loss": "Losses",
+    "kernels_rotary": "Rotary embedding",
     "blocks": "Blocks",
     "model": "Models",
     "host": "Host time",
@@ -29,14 +31,16 @@ def tables(folder: Path) -> Iterator[str]:
         yield f"## {title}\n\n`{file.name}`: {machine}.\n"
         groups: dict[tuple[str, ...], list[Row]] = {}
         for row in document["rows"]:
+            if str(row.get("failure", "")).startswith("not run"):
+                continue
             size = " ".join(f"{key}={value}" for key, value in row["size"].items())
             groups.setdefault((row["case"], size, row["pass"]), []).append(row)
         columns = columns_of(document["rows"])
         yield "| | | | " + " | ".join(columns) + " |"
         yield "|---|---|---|" + "---|" * len(columns)
         for labels, rows in groups.items():
-            cells = {row["contestant"]: cell(row, part) for row in rows}
-            yield f"| {' | '.join(labels)} | " + " | ".join(cells.get(c, "") for c in columns) + " |"
+            own = {row["contestant"]: cell(row, part) for row in rows}
+            yield f"| {' | '.join([*labels, *[own.get(name, '') for name in columns]])} |"
         yield ""
 
 
@@ -49,10 +53,10 @@ def cell(row: Row, part: str) -> str:
     """Time, and what belongs to it: share of the copy, ratio to the GEMMs, memory."""
     time = row.get("median_us")
     if time is None:
-        return "failed" if row.get("error") else ""
+        return "failed" if "failure" in row else ""
     text = f"{time / 1e3:.2f} ms" if time >= 1e3 else f"{time:.1f} us"
     extras = []
-    if part == "kernels" and row.get("share_of_copy"):
+    if part.startswith("kernels") and row.get("share_of_copy"):
         extras.append(f"{100 * row['share_of_copy']:.0f}%")
     if row.get("over_floor") and row["contestant"] != "bare GEMMs":
         extras.append(f"{row['over_floor']:.2f} x GEMMs")
