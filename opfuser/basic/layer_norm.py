@@ -151,12 +151,24 @@ class LayerNorm(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        return self.gradients(ctx, grad_output, None)
+        dx, grads, _ = self.gradients(ctx, grad_output, None)
+        return dx, grads
 
     def gradients(
-        self, ctx: OperationContext, grad_output: Tensor, residual_grad: Tensor | None
-    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        """As ``op_backward``, ``residual_grad`` being added to the gradient of the input."""
+        self,
+        ctx: OperationContext,
+        grad_output: Tensor,
+        residual_grad: Tensor | None,
+        want_y: bool = False,
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...], Tensor | None]:
+        """Gradients as of ``op_backward``, and if wanted the output made again.
+
+        Args:
+            ctx: context in backward.
+            grad_output: gradient of the output; that of the input gets its shape.
+            residual_grad: added to the gradient of the input.
+            want_y: whether to make the output again, in the shape of ``grad_output``.
+        """
         assert ctx.saved_tensors is not None
         x, mean, rstd = ctx.saved_tensors
         weight, bias = (*ctx.parameters, None)[:2]
@@ -167,7 +179,7 @@ class LayerNorm(BasicOperation):
         cols = self._cols
         needs_dx, needs = ctx.needs.input, ctx.needs.parameters
         dy = as_rows(grad_output, cols)
-        grads = layer_norm_backward(
+        results: list[Tensor] = layer_norm_backward(
             dy,
             as_rows(x, cols),
             as_vector(weight),
@@ -179,18 +191,20 @@ class LayerNorm(BasicOperation):
             self.zero_centered_gamma,
             needs_dx,
             any(needs),
-            False,
+            want_y,
         )
-        dx = None
+        dx = y = None
         if needs_dx:
-            dx = grads[0] if dy is grad_output else grads[0].view_as(grad_output)
-            grads = grads[1:]
-        if not grads:
-            return dx, (None,) * len(needs)
-        if weight.dim() > 1:
-            grads = [grad.view_as(weight) for grad in grads]
+            dx = results[0] if dy is grad_output else results[0].view_as(grad_output)
+        if want_y:
+            y = results[-1] if dy is grad_output else results[-1].view_as(grad_output)
+        if not any(needs):
+            return dx, (None,) * len(needs), y
         # Those of weight and bias are made together.
-        return dx, tuple(grad if needed else None for grad, needed in zip(grads, needs))
+        made = results[needs_dx : needs_dx + len(needs)]
+        if weight.dim() > 1:
+            made = [grad.view_as(weight) for grad in made]
+        return dx, tuple([grad if need else None for grad, need in zip(made, needs)]), y
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         weight = self.weight + 1 if self.zero_centered_gamma else self.weight

@@ -137,12 +137,24 @@ class RMSNorm(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None]]:
-        return self.gradients(ctx, grad_output, None)
+        dx, grads, _ = self.gradients(ctx, grad_output, None)
+        return dx, grads
 
     def gradients(
-        self, ctx: OperationContext, grad_output: Tensor, residual_grad: Tensor | None
-    ) -> tuple[Tensor | None, tuple[Tensor | None]]:
-        """As ``op_backward``, ``residual_grad`` being added to the gradient of the input."""
+        self,
+        ctx: OperationContext,
+        grad_output: Tensor,
+        residual_grad: Tensor | None,
+        want_y: bool = False,
+    ) -> tuple[Tensor | None, tuple[Tensor | None], Tensor | None]:
+        """Gradients as of ``op_backward``, and if wanted the output made again.
+
+        Args:
+            ctx: context in backward.
+            grad_output: gradient of the output; that of the input gets its shape.
+            residual_grad: added to the gradient of the input.
+            want_y: whether to make the output again, in the shape of ``grad_output``.
+        """
         assert ctx.saved_tensors is not None
         assert ctx.parameters is not None
         x, rstd = ctx.saved_tensors
@@ -153,7 +165,7 @@ class RMSNorm(BasicOperation):
         cols = self._cols
         needs_dx, needs_dw = ctx.needs.input, ctx.needs.parameters[0]
         dy = as_rows(grad_output, cols)
-        grads = rms_norm_backward(
+        results: list[Tensor] = rms_norm_backward(
             dy,
             as_rows(x, cols),
             as_vector(weight),
@@ -162,14 +174,17 @@ class RMSNorm(BasicOperation):
             self.zero_centered_gamma,
             needs_dx,
             needs_dw,
-            False,
+            want_y,
         )
-        dx = dw = None
+        dx = dw = y = None
         if needs_dx:
-            dx = grads[0] if dy is grad_output else grads[0].view_as(grad_output)
+            dx = results[0] if dy is grad_output else results[0].view_as(grad_output)
         if needs_dw:
-            dw = grads[-1] if weight.dim() == 1 else grads[-1].view_as(weight)
-        return dx, (dw,)
+            dw = results[needs_dx]
+            dw = dw if weight.dim() == 1 else dw.view_as(weight)
+        if want_y:
+            y = results[-1] if dy is grad_output else results[-1].view_as(grad_output)
+        return dx, (dw,), y
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         wide = input_.to(wide_dtype(input_.dtype))

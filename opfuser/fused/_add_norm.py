@@ -78,5 +78,5 @@ class BackwardAddNorm(FusedOperation):
     ]:
         _, norm = self._parts
         (g,) = basic_op_grad_extra_outputs[0]
-        dx, grads = norm.gradients(basic_op_ctxs[1], grad_output, g)
+        dx, grads, _ = norm.gradients(basic_op_ctxs[1], grad_output, g)
         return dx, [(), grads], [(), ()]

@@ -13,12 +13,7 @@ from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Refusal
-from ..kernels.norm import (
-    layer_norm_backward,
-    layer_norm_forward,
-    rms_norm_backward,
-    rms_norm_forward,
-)
+from ..kernels.norm import layer_norm_forward, rms_norm_forward
 from ..op import OperationContext
 from ._add_norm import ForwardAddNorm
 
@@ -113,41 +108,13 @@ class NormPart:
         own: Gradients = (None,) * len(ctxs[-1].needs.parameters)
         if dy is not None:
             g = None if self._tap is None else grad_extra_outputs[self._tap][0]
-            dx, own, y = self._gradients(ctxs[-1], dy, g, want_y)
+            dx, own, y = self.norm.gradients(ctxs[-1], dy, g, want_y)
+            x = ctxs[-1].saved_tensors[0]
+            if dx is not None and dx.shape != x.shape:
+                dx = dx.view_as(x)
         before: list[Gradients] = [()] * (len(self.ops) - 1)
         extra_inputs = [() if self._after_sum is None else (dx,), *before]
         return NormGrads(dx, [*before, own], extra_inputs, y)
-
-    def _gradients(
-        self, ctx: OperationContext, dy: Tensor, g: Tensor | None, want_y: bool
-    ) -> tuple[Tensor | None, Gradients, Tensor | None]:
-        norm, needs, cols = self.norm, ctx.needs, self.norm._cols
-        rows, g = as_rows(dy, cols), None if g is None else as_rows(g, cols)
-        saved, rstd = ctx.saved_tensors[0], as_vector(ctx.saved_tensors[-1])
-        x = as_rows(saved, cols)
-        weight, bias = _parameters(ctx)
-        want_dx, want_dw = needs.input, True in needs.parameters
-        centred = norm.zero_centered_gamma
-        results: list[Tensor]
-        if isinstance(norm, RMSNorm):
-            results = rms_norm_backward(rows, x, weight, rstd, g, centred, want_dx, want_dw, want_y)
-        else:
-            mean = as_vector(ctx.saved_tensors[1])
-            results = layer_norm_backward(
-                rows, x, weight, bias, mean, rstd, g, norm.eps, centred, want_dx, want_dw, want_y
-            )
-        dx = y = None
-        if want_dx:
-            dx = results[0] if x is saved else results[0].view_as(saved)
-        if want_y:
-            y = results[-1] if rows is dy else results[-1].view_as(dy)
-        own: Gradients = (None,) * len(needs.parameters)
-        if want_dw:
-            made = results[want_dx : want_dx + len(own)]
-            if ctx.parameters[0].dim() > 1:
-                made = [grad.view_as(ctx.parameters[0]) for grad in made]
-            own = tuple([grad if need else None for grad, need in zip(made, needs.parameters)])
-        return dx, own, y
 
 
 def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
