@@ -13,6 +13,7 @@ __all__ = [
     "COMPUTE_DTYPES",
     "GradNeeds",
     "OperationContext",
+    "any_autocast",
     "autocast_dtype",
     "compute_dtype",
     "new_context",
@@ -20,7 +21,7 @@ __all__ = [
 ]
 
 # Cheaper than asking per device type; not part of torch's public names.
-_any_autocast = torch._C._is_any_autocast_enabled
+any_autocast = torch._C._is_any_autocast_enabled
 
 COMPUTE_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
@@ -79,7 +80,7 @@ def new_context(needs: GradNeeds | None) -> OperationContext:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype of the autocast region that is active for ``device``, or None outside of one."""
-    if not _any_autocast():
+    if not any_autocast():
         return None
     kind = device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from . import fused as _fused
+from .context import any_autocast, autocast_dtype
 from .errors import (
     ArgumentTypeError,
     ExtraInputCountError,
@@ -27,7 +28,6 @@ from .op import (
     Engine,
     FusedOperation,
     FusibleOperation,
-    autocast_dtype,
 )
 from .plan import Plan, PlanKey, expand, grad_needs, make_plan
 from .program import Program
@@ -42,9 +42,6 @@ for _rule in _fused.FUSIONS:
 
 # A plan is small, but a flag that a user changes at every step must not pile plans up.
 _MAX_PLANS = 64
-
-# Cheaper than asking per device type; not part of torch's public names.
-_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def units(modules: Iterable[FusibleOperation]) -> list[FusibleOperation]:
@@ -168,7 +165,7 @@ class OperationFuser:
             input_.dtype,
             input_.device,
             grad and input_.requires_grad,
-            autocast_dtype(input_.device) if _any_autocast() else None,
+            autocast_dtype(input_.device) if any_autocast() else None,
             [p.dtype for p in parameters],
             [p.shape for p in parameters],
             [p.requires_grad for p in parameters] if grad else None,

@@ -33,8 +33,7 @@ _NARROW = (1, 2, 4)
 
 # Bytes of one operand per program: 16 for each thread of 4 warps, as in kernels.activation. Forward
 # has two operands to load and backward three, so that more bytes are in flight than in a copy.
-_FORWARD_BYTES = 2048
-_BACKWARD_BYTES = 2048
+_BYTES = 2048
 _WARPS = 4
 
 
@@ -55,8 +54,7 @@ def _plan(
     itemsize: int,
     cols: int,
 ) -> _Plan:
-    elements = (_FORWARD_BYTES if kernel == "forward" else _BACKWARD_BYTES) // itemsize
-    block_rows, block_cols = tile(cols, elements)
+    block_rows, block_cols = tile(cols, _BYTES // itemsize)
     constants = {
         "GATE": f"@scalar:{gate}",
         "GATE_P": gate_parameters,

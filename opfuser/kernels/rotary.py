@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import rotary_plain
+from .activation import rows_of
 from .launch import Launch, multiprocessors
 from .operators import operator
 
@@ -139,16 +140,6 @@ def _sum(head_dim: int) -> tuple[Launch, int]:
     return Launch("rotary:sum_partials", constants), -(-head_dim // 8)
 
 
-def _rows(t: Tensor) -> tuple[Tensor, int]:
-    """``t`` or, where its entries or rows lie irregularly, a copy; and the distance of its rows."""
-    if t.is_contiguous():
-        return t, t.shape[-1]
-    t = t.reshape(-1, t.shape[-1])
-    if t.stride(1) != 1:
-        t = t.contiguous()
-    return t, t.stride(0)
-
-
 def _count(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
@@ -169,7 +160,7 @@ def _rotary_launch(
     shape = _Shape(queries, kv_heads, kv_heads, head_dim, cos.shape[1], interleaved)
     plan, rows = _turn(shape, back), _count(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x, stride = _rows(x)
+    x, stride = rows_of(x)
     tensors = (x, y, cos, sin, None, None, None)
     plan.launch((rows, plan.q_tiles, 1), tensors, (rows, stride, period), (0.0,))
     return y
@@ -199,7 +190,7 @@ def _qk_norm_launch(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty((*x.shape[:-1], queries + kv_heads), dtype=torch.float32, device=x.device)
     lines = plan.lines(x, rows, _FORWARD_WARPS, tiles)
-    x, stride = _rows(x)
+    x, stride = rows_of(x)
     tensors = (x, y, cos, sin, q_weight.contiguous(), k_weight.contiguous(), rstd)
     plan.launch((lines, tiles, 1), tensors, (rows, stride, period), (eps,))
     return y, rstd
@@ -239,8 +230,8 @@ def _qk_norm_backward_launch(
         results.append(dx)
     if want_dw:
         partial = torch.empty((sum(counts), head_dim), dtype=torch.float32, device=x.device)
-    dy, dy_stride = _rows(dy)
-    x, x_stride = _rows(x)
+    dy, dy_stride = rows_of(dy)
+    x, x_stride = rows_of(x)
     weights = q_weight.contiguous(), k_weight.contiguous()
     tensors = (dy, x, dx, cos, sin, *weights, rstd.contiguous(), partial)
     plan.launch((lines, tiles, 1), tensors, (rows, dy_stride, x_stride, period))

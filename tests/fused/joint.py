@@ -12,18 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser
-from opfuser.fusion import Fusion
-
-
-@contextmanager
-def registered(*fusions: Fusion) -> Iterator[None]:
-    """Registers those that are not built in, in that order before all others."""
-    known = {info.name for info in opfuser.fusions()}
-    with ExitStack() as stack:
-        for fusion in reversed(fusions):
-            if fusion.name not in known:
-                stack.enter_context(opfuser.register_forward_backward_fusion(fusion, prepend=True))
-        yield
 
 
 @contextmanager

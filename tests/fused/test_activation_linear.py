@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from opfuser.basic import activation as plain
 from opfuser.basic import gated_activation as gated
 from opfuser.errors import InputError, NotSupportedError
 from opfuser.fused import _activation_part
-from opfuser.fused.activation_linear import FUSION, FUSION_WITH_SUM, ActivationLinear
+from opfuser.fused.activation_linear import ActivationLinear
 from opfuser.kernels.gated import gated_backward
 from opfuser.testing import check_fusion
 from tests.fused.examples import filled
@@ -24,7 +24,6 @@ from tests.fused.joint import (
     elements,
     gradients,
     only,
-    registered,
     saved_by,
 )
 from tests.fused.pairings import DTYPES, refusal_codes, stopped_by, what, with_subclass
@@ -53,12 +52,6 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "SiTUGLU": gated.SiTUGLU,
     "ClampedSwiGLU": gated.ClampedSwiGLU,
 }
-
-
-@pytest.fixture(autouse=True)
-def _fusion() -> Iterator[None]:
-    with registered(FUSION_WITH_SUM, FUSION):
-        yield
 
 
 def ops(activation: str, *, bias: bool = False, linear_bias: bool = False) -> list[nn.Module]:

@@ -26,7 +26,6 @@ from tests.fused.joint import (
     elements,
     gradients,
     only,
-    registered,
     saved_by,
 )
 from tests.fused.pairings import DTYPES, refusal_codes, stopped_by, what, with_subclass
@@ -45,7 +44,7 @@ FORMS = {"plain": "", "bias": "b", "tap": "t", "sum, tap": "st", "all": "stb", "
 
 @pytest.fixture(autouse=True)
 def _fusion() -> Iterator[None]:
-    with registered(FUSION), opfuser.register_forward_backward_fusion(EVERYWHERE):
+    with opfuser.register_forward_backward_fusion(EVERYWHERE):
         yield
 
 

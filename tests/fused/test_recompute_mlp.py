@@ -17,8 +17,7 @@ from opfuser.basic.gated_activation import SwiGLU
 from opfuser.basic.layer_norm import LayerNorm
 from opfuser.basic.rms_norm import RMSNorm
 from opfuser.errors import ArgumentError, InputError
-from opfuser.fused import activation_linear, norm_linear
-from opfuser.fused.recompute_mlp import FUSION, FUSION_WHERE_ASKED, RecomputeMLP
+from opfuser.fused.recompute_mlp import FUSION, RecomputeMLP
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.testing import check_fusion
 from tests.fused.examples import filled
@@ -28,7 +27,6 @@ from tests.fused.joint import (
     elements,
     gradients,
     only,
-    registered,
     saved_by,
 )
 from tests.fused.pairings import DTYPES, refusal_codes, what, with_subclass
@@ -44,9 +42,7 @@ EVERYWHERE = replace(FUSION, name="recompute_mlp_everywhere", refuses=None)
 
 @pytest.fixture(autouse=True)
 def _fusions() -> Iterator[None]:
-    others = activation_linear.FUSION, norm_linear.FUSION
-    everywhere = opfuser.register_forward_backward_fusion(EVERYWHERE)
-    with registered(FUSION, FUSION_WHERE_ASKED, *others), everywhere:
+    with opfuser.register_forward_backward_fusion(EVERYWHERE):
         yield
 
 
