@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import memory
-from opfuser.fused import activation_linear, norm_linear, recompute_mlp
-from tests.fused.joint import registered
 
 SWIGLU, LAYER, GPT = memory.BLOCKS
-
-
-@pytest.fixture(autouse=True)
-def _fusions() -> Iterator[None]:
-    mlp = recompute_mlp.FUSION, recompute_mlp.FUSION_WHERE_ASKED
-    with registered(*mlp, activation_linear.FUSION, norm_linear.FUSION):
-        yield
 
 
 def units(block: str, size: memory.Size) -> dict[str, float]:
