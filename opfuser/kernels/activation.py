@@ -15,19 +15,15 @@ from torch import Tensor
 
 from .launch import DTYPES, Launch, multiprocessors
 from .operators import operator
+from .rows import add_up, cdiv, empty_rows, rows_of, tile
 from .scalar import ScalarFunction, cast, scalar_function, wide_dtype
 
 __all__ = [
     "Parameters",
     "activation_backward",
     "activation_forward",
-    "add_up",
-    "cdiv",
-    "empty_rows",
     "in_blocks",
-    "rows_of",
     "rows_per_block",
-    "tile",
 ]
 
 Parameters = Sequence[float]
@@ -47,49 +43,11 @@ _SUM_ROWS = 96
 _SUM_PROGRAMS = 16
 _SUM_STAGES = 3
 
-
-# Tiles of partial sums: many programs, few steps. 20.0 us for db of 8192 x 1024 in bf16, adding up
-# included; with tiles of 16 x 64 it is 21.3.
-_TOTAL = (128, 16)
-
 # Elements per thread that a core's cache (1 to 2 MiB) holds along with the intermediate results.
 # From eight such blocks on, one thread takes 4.4 instead of 21.6 ms for ReLU and bias of
 # 4096 x 2048 in bf16, 7.9 instead of 24.4 ms for SiLU; below, blocks gain nothing.
 _BLOCK = 2**18
 _MIN_BLOCKS = 8
-
-
-def cdiv(a: int, b: int) -> int:
-    """``a / b``, rounded up."""
-    return -(-a // b)
-
-
-def rows_of(x: Tensor) -> tuple[Tensor, int]:
-    """``x`` with adjacent columns, and the distance between rows; copied only if it has to be."""
-    if x.is_contiguous():
-        return x, x.shape[-1] if x.dim() else 1
-    if x.dim() > 2:
-        x = x.flatten(0, -2)
-    if x.dim() != 2 or x.stride(1) != 1:
-        x = x.contiguous()
-        return x, x.shape[-1]
-    return x, x.stride(0)
-
-
-def empty_rows(x: Tensor) -> Tensor:
-    """Memory for a contiguous result in the shape and dtype of x."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def tile(cols: int, elements: int) -> tuple[int, int]:
-    """Rows and columns of a tile of that many elements.
-
-    The columns are the largest power of two that divides ``cols``, so that no lane is idle at the
-    end of a row: 512 for 3584; but at least 128, or all.
-    """
-    most = max(128, min(elements, cols & -cols))
-    block_cols = min(most, 1 << (max(cols, 1) - 1).bit_length())
-    return max(1, elements // block_cols), block_cols
 
 
 class _Rows(NamedTuple):
@@ -121,20 +79,6 @@ def _rows(
         constants["STAGES"] = _SUM_STAGES if sums else 1
     launch = Launch(f"activation:{kernel}", constants, num_warps=_WARPS)
     return _Rows(launch, block_rows, block_cols)
-
-
-def add_up(parts: Tensor, total: Tensor) -> None:
-    """Fills in the column sums of ``(S, C)``."""
-    slices, cols = parts.shape
-    launch, block_cols = _sum_slices()
-    launch((cdiv(cols, block_cols), 1, 1), (parts, total), (slices, cols))
-
-
-@functools.lru_cache(None)
-def _sum_slices() -> tuple[Launch, int]:
-    rows, cols = _TOTAL
-    constants = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols}
-    return Launch("activation:sum_slices", constants, num_warps=_WARPS), cols
 
 
 def _forward_launch(
@@ -202,7 +146,7 @@ def _backward_launch(
     ints = (rows, cols, dy_stride, x_stride, slices)
     plan.launch((blocks * slices, 1, 1), tensors, ints)
     if parts is not None and db is not None and parts is not db:
-        add_up(parts, db)
+        add_up(parts, (db,), (slices,))
     return [t for t in (dx, db, y) if t is not None]
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .activation import Parameters, cdiv, empty_rows, rows_of, tile
+from .activation import Parameters
 from .gated_plain import (
     Glu,
     GluArguments,
@@ -25,6 +25,7 @@ from .gated_plain import (
 )
 from .launch import DTYPES, Launch, runs
 from .operators import operator
+from .rows import cdiv, empty_rows, rows_of, tile
 
 __all__ = ["Glu", "GluArguments", "gated_backward", "gated_backward_", "gated_forward"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .launch import Launch, multiprocessors
+from .rows import add_up
 
 __all__ = ["MAX_COLS", "backward", "forward"]
 
@@ -44,9 +45,6 @@ STAGES, LONG_STAGES, LONG_ROW = 3, 2, 2**14
 # Columns of a program that sums dw without dx.
 BLOCK_COLS_OF_DW = 2**11
 
-# Partial sums that a program of the reduction reads at a time.
-SUM_ROWS, SUM_COLS, SUM_WARPS = 128, 32, 8
-
 
 @functools.cache
 def _forward_launch(cols: int, zero_centered: bool, two_sums: bool) -> tuple[Launch, int]:
@@ -75,13 +73,6 @@ def _backward_launch(cols: int, itemsize: int, zero_centered: bool) -> tuple[Lau
 @functools.cache
 def _wide_backward_launch(zero_centered: bool) -> Launch:
     return _wide_launch("norm:norm_backward_wide", zero_centered)
-
-
-@functools.cache
-def _sum_launch() -> tuple[Launch, int]:
-    """The launch, and the columns of a program."""
-    constants = {"BLOCK_ROWS": SUM_ROWS, "BLOCK_COLS": SUM_COLS}
-    return Launch("norm:sum_partials", constants, num_warps=SUM_WARPS), SUM_COLS
 
 
 def _tile(cols: int, elements: int) -> tuple[int, int, int]:
@@ -218,7 +209,5 @@ def _in_registers(
         partial = x.new_empty(len(grads), programs, cols, dtype=torch.float32)
     launch((programs, blocks, 1), (*tensors, partial), ints, (_share(weight, cols),))
     if partial is not None:
-        launch, block_cols = _sum_launch()
-        sums = (partial, grads[0], grads[1] if len(grads) > 1 else None)
-        launch((-(-cols // block_cols), len(grads), 1), sums, (programs, cols))
+        add_up(partial, grads, (programs,) * len(grads))
     return grads

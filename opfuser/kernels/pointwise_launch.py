@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import pointwise_plain as plain
-from .activation import add_up, cdiv, tile
 from .launch import Launch, multiprocessors
 from .pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Stage, Wants
+from .rows import add_up, cdiv, tile
 
 __all__ = [
     "MAX_OPERANDS",
@@ -138,8 +138,9 @@ def launch_backward(
     tensors = (dy, x, parts, *padded(pointers))
     tiled.launch((blocks * slices, 1, 1), tensors, (rows, cols, slices))
     if parts is not None and parts is not sums[0]:
-        for part, db in zip(parts, sums):
-            add_up(part, db)
+        for i in range(0, len(sums), 2):
+            pair = sums[i : i + 2]
+            add_up(parts[i:], pair, (slices,) * len(pair))
 
 
 def reads_of(stages: Sequence[Stage], first: int = -1) -> tuple[tuple[bool, ...], bool]:

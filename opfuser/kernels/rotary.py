@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from . import rotary_plain
-from .activation import rows_of
 from .launch import Launch, multiprocessors
 from .operators import operator
+from .rows import add_up, rows_of
 
 __all__ = ["qk_norm", "qk_norm_backward", "rotary"]
 
@@ -133,13 +133,6 @@ def _norm_backward(shape: _Shape, zero_centered: bool) -> _Plan:
     return _plan("rotary:norm_backward", shape, flags, norm=True, ahead=ahead)
 
 
-@functools.cache
-def _sum(head_dim: int) -> tuple[Launch, int]:
-    # 8 columns: a head has few, and more at a time would mean fewer programs.
-    constants = {"HEAD_DIM": head_dim, "BLOCK_R": 256, "BLOCK_D": 8}
-    return Launch("rotary:sum_partials", constants), -(-head_dim // 8)
-
-
 def _count(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
@@ -237,8 +230,7 @@ def _qk_norm_backward_launch(
     plan.launch((lines, tiles, 1), tensors, (rows, dy_stride, x_stride, period))
     if partial is not None:
         dws = [torch.empty(w.shape, dtype=w.dtype, device=x.device) for w in weights]
-        launch, columns = _sum(head_dim)
-        launch((columns, 2, 1), (partial, *dws), counts)
+        add_up(partial, dws, counts)
         results += dws
     return results
 

@@ -117,18 +117,3 @@ def backward_rows(
     if db_ptr is not None:
         db = tl.sum(total, axis=0)
         tl.store(db_ptr + part.to(tl.int64) * cols + col, db, mask=col < cols)
-
-
-@triton.jit
-def sum_slices(
-    parts_ptr, sum_ptr, slices, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):  # parts (S, C), sum (C,)
-    """Column sums; of no rows they are zeros."""
-    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
-    for first in range(0, slices, BLOCK_ROWS):
-        row = first + tl.arange(0, BLOCK_ROWS)
-        mask = (row < slices)[:, None] & (col < cols)[None, :]
-        at = parts_ptr + row.to(tl.int64)[:, None] * cols + col[None, :]
-        total += tl.load(at, mask=mask, other=0.0)
-    tl.store(sum_ptr + col, tl.sum(total, axis=0), mask=col < cols)

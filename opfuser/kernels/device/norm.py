@@ -232,25 +232,3 @@ def norm_backward_wide(
         if residual_grad_ptr is not None:
             dx += _load(residual_grad_ptr, row, residual_grad_stride, cols, inside)
         _store(dx_ptr, row, columns, cols, inside, dx)
-
-
-@triton.jit
-def sum_partials(
-    partial_ptr, dw_ptr, db_ptr,
-    programs, columns,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-):  # fmt: skip
-    """Sums up dw of BLOCK_COLS columns, or db along the second axis of the grid."""
-    parameter = tl.program_id(1)
-    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
-    within = cols < columns
-    sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    for start in range(0, programs, BLOCK_ROWS):
-        row = start + tl.arange(0, BLOCK_ROWS)[:, None]
-        at = partial_ptr + (parameter * programs + row) * columns + cols
-        sums += tl.load(at, mask=within & (row < programs), other=0.0)
-    total = tl.sum(sums, 0, keep_dims=True)
-    if parameter == 0:
-        tl.store(dw_ptr + cols, total.to(dw_ptr.dtype.element_ty), mask=within)
-    elif db_ptr is not None:
-        tl.store(db_ptr + cols, total.to(db_ptr.dtype.element_ty), mask=within)

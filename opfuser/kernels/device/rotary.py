@@ -189,31 +189,3 @@ def norm_backward(
             at += (tile * tl.num_programs(0) + tl.program_id(0)) * HEAD_DIM
             some = tl.full((1, 1), 1, tl.int1)
             store(partial_ptr, at, a, b, t, some, HEAD_DIM, PAIRS, INTERLEAVED, BLOCK_P, BLOCK_T)
-
-
-@triton.jit
-def sum_partials(
-    partial_ptr,  # (queries' and keys', D): first those of the queries
-    dq_weight_ptr,  # (D,)
-    dk_weight_ptr,
-    q_count,
-    k_count,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Sums up what programs found, in one order."""
-    i = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    is_key = tl.program_id(1) == 1
-    start = tl.where(is_key, q_count, 0)
-    stop = tl.where(is_key, q_count + k_count, q_count)
-    total = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
-    for first in range(start, stop, BLOCK_R):
-        r = first + tl.arange(0, BLOCK_R)[:, None]
-        inside = (r < stop) & (i[None, :] < HEAD_DIM)
-        total += tl.load(partial_ptr + r * HEAD_DIM + i[None, :], mask=inside, other=0.0)
-    dw = tl.sum(total, 0)
-    if is_key:
-        tl.store(dk_weight_ptr + i, dw, mask=i < HEAD_DIM)
-    else:
-        tl.store(dq_weight_ptr + i, dw, mask=i < HEAD_DIM)

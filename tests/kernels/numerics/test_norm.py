@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser.kernels import norm, norm_launch
+from opfuser.kernels import norm, norm_launch, rows
 from opfuser.kernels.launch import INTERPRETED, recorded
 from tests.kernels.norms import EPS, Case, backward, check_norm, compare, forward, make, truth
 
@@ -24,10 +24,11 @@ SHAPES = [(7, 33), (1, 5), (3, 1), (65, 64), (5, 257), (4, 2048), (3, 5000), (2,
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter takes milliseconds per program, and most would be of the reduction."""
     if INTERPRETED:
-        monkeypatch.setattr(norm_launch, "SUM_COLS", 1024)
-    norm_launch._sum_launch.cache_clear()
+        monkeypatch.setattr(rows, "_COLS", 1024)
+        monkeypatch.setattr(rows, "_ELEMENTS", 2**17)
+    rows._column_sums.cache_clear()
     yield
-    norm_launch._sum_launch.cache_clear()
+    rows._column_sums.cache_clear()
 
 
 def check(case: Case) -> None:
@@ -86,7 +87,7 @@ def test_programs_take_many_rows(
 
 
 def test_more_programs_than_are_summed_at_a_time(device: torch.device) -> None:
-    check(make("layer", (norm_launch.SUM_ROWS + 12, 1030), torch.float32, device))
+    check(make("layer", (140, 1030), torch.float32, device))
 
 
 @pytest.mark.parametrize("wants", list(itertools.product([False, True], repeat=3))[1:], ids=str)

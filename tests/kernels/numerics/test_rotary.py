@@ -302,19 +302,6 @@ def test_rows_in_turns(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
         check_norm(given(heads, dtype, device, (3, 3)), heads, turn=True)
 
 
-@each_dtype
-@pytest.mark.parametrize("head_dim", [4, 37])
-def test_many_partial_sums(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    # Multiples of 1/4, so that in fp32 the sum is exact in any order.
-    counts = (600, 270)
-    partial = torch.randint(-20, 20, (sum(counts), head_dim), device=device) / 4
-    dws = [torch.empty(head_dim, dtype=dtype, device=device) for _ in counts]
-    launch, columns = family._sum(head_dim)
-    launch((columns, 2, 1), (partial, *dws), counts)
-    for dw, part in zip(dws, partial.split(counts)):
-        assert_as_good_as(dw, part.sum(0).to(dtype), part.double().sum(0))
-
-
 def test_sums_are_the_same_every_time(device: torch.device) -> None:
     heads = CASES["halves"]
     g = given(heads, torch.float32, device, (2, 8))
