@@ -65,12 +65,32 @@ def test_plain_shapes(shape: tuple[int, ...]) -> None:
     check_gated(Glu(Swish()), packed, dy, torch.randn(shape[:-1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [(5,), (2, 3)])
+@pytest.mark.parametrize("f", PRODUCTS.values(), ids=PRODUCTS)
+def test_plain_products_block_by_block(
+    f: Glu | ScalarFunction,
+    rows: tuple[int, ...],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = tensor(*rows, columns(f, 24), dtype=dtype, device=CPU)
+    want = gated_forward(x, *arguments(f), None)
+    monkeypatch.setattr(gated_plain, "_BLOCK", 50)  # two rows of 24
+    at_once: list[int] = []
+    split = Tensor.split
+    monkeypatch.setattr(Tensor, "split", lambda x, rows: at_once.append(rows) or split(x, rows))
+    got = gated_forward(x, *arguments(f), None)
+    torch.testing.assert_close(got, want)
+    assert at_once == ([2, 2] if isinstance(f, Glu) and f.interleave is None else [])
+
+
 @pytest.mark.parametrize("want_y", [False, True])
 @pytest.mark.parametrize("rows", [(5,), (2, 3), (0,), ()])
 def test_plain_products_over_x_block_by_block(
     rows: tuple[int, ...], want_y: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_plain, "_SCRATCH", 50)  # two rows of 24
+    monkeypatch.setattr(gated_plain, "_BLOCK_OVER_X", 50)  # two rows of 24
     over_x = 0
     for f in PRODUCTS.values():
         args = arguments(f)
