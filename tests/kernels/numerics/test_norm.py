@@ -24,8 +24,7 @@ SHAPES = [(7, 33), (1, 5), (3, 1), (65, 64), (5, 257), (4, 2048), (3, 5000), (2,
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter takes milliseconds per program, and most would be of the reduction."""
     if INTERPRETED:
-        monkeypatch.setattr(rows, "_COLS", 1024)
-        monkeypatch.setattr(rows, "_ELEMENTS", 2**17)
+        monkeypatch.setattr(rows, "_TILE", (128, 1024, 4))
     rows._column_sums.cache_clear()
     yield
     rows._column_sums.cache_clear()
