@@ -17,7 +17,18 @@ import opfuser
 from benchmarks import timing
 from benchmarks.gpu import peers, torch_models
 from benchmarks.gpu.contest import solve
-from benchmarks.gpu.problem import RANDOM_TOLERANCE, Case, Function, Options, Problem, Row, norms
+from benchmarks.gpu.problem import (
+    RANDOM_TOLERANCE,
+    STEP,
+    STEP_AS_GRAPH,
+    STEP_BY_CALLER,
+    Case,
+    Function,
+    Options,
+    Problem,
+    Row,
+    norms,
+)
 from benchmarks.gpu.row_problems import DROPOUT, EPS, drawing
 from benchmarks.gpu.torch_models import Parts, share
 from opfuser.models import DecoderConfig, decoder_layer, swiglu_block
@@ -25,6 +36,7 @@ from opfuser.models import DecoderConfig, decoder_layer, swiglu_block
 MODES = ("default",)  # tuning the GEMMs takes minutes for each size
 CALLS = 5  # in a row, per sample
 HOST_CALLS = 20
+HOST_BOUND = 2**21  # elements of the input
 LONGEST = 4096  # sequence
 # Gradients through attention are off by more than those of one operation.
 ATTENTION_TOLERANCE = {torch.bfloat16: 4e-2}
@@ -45,6 +57,14 @@ COMPILED = (0, 1, 2)
 
 def calls(dim: int) -> int:
     return HOST_CALLS if dim <= 256 else CALLS
+
+
+def passes(options: Options, dim: int, tokens: int) -> dict[str, None]:
+    """Where the host is the limit, also what helps against that."""
+    if dim * tokens > HOST_BOUND:
+        return {STEP: None}
+    graph = [] if options.tiny else [STEP_AS_GRAPH]
+    return dict.fromkeys([STEP, STEP_BY_CALLER, *graph])
 
 
 def decoder_config(options: Options, dim: int) -> DecoderConfig:
@@ -100,7 +120,7 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
     return Problem(
         drawing(options, ((tokens, dim),), ((tokens, dim),)),
         functions,
-        {"step": None},
+        passes(options, dim, tokens),
         parameters,
         floor=lambda x: gemms(x, [(2 * ffn, dim), (dim, ffn)]),
         wall=calls(dim),
@@ -124,7 +144,7 @@ def attention_swiglu(options: Options, dim: int, tokens: int) -> Problem:
     return Problem(
         drawing(options, (shape,), (shape,)),
         functions,
-        {"step": None},
+        passes(options, dim, tokens),
         tuple(source.parameters()),
         tolerance=ATTENTION_TOLERANCE.get(options.dtype),
         wall=calls(dim),
@@ -150,7 +170,7 @@ def gpt(options: Options, dim: int, tokens: int, dropout: float = 0.0) -> Proble
     return Problem(
         drawing(options, ((tokens, dim),), ((tokens, dim),)),
         functions,
-        {"step": None},
+        passes(options, dim, tokens),
         parameters,
         floor=lambda x: gemms(x, [(hidden, dim), (dim, hidden)]),
         observe=norms if dropout else list,

@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from benchmarks import timing
-from benchmarks.gpu.problem import REFERENCE, Case, Function, Inputs, Options, Problem, Row
+from benchmarks.gpu.problem import (
+    REFERENCE,
+    STEP,
+    STEP_AS_GRAPH,
+    STEP_BY_CALLER,
+    Case,
+    Function,
+    Inputs,
+    Options,
+    Problem,
+    Row,
+)
 
 COPY = "copy of as many bytes"
 COMPILED = {"default": "torch.compile", "max-autotune-no-cudagraphs": "torch.compile max-autotune"}
@@ -55,10 +66,39 @@ def ready(problem: Problem, function: Function, passed: str, inputs: Inputs) -> 
 
     if passed == "forward":
         return forward
-    if passed == "step":
+    if passed == STEP:
         return lambda: backward(forward())
+    if passed == STEP_BY_CALLER:
+        return lambda: by_caller(forward(), backward)
+    if passed == STEP_AS_GRAPH:
+        return as_graph(lambda: backward(forward()))
     held = [forward()]
     return lambda: backward(held.pop())
+
+
+def by_caller(outputs: list[Tensor], backward: Callable[[list[Tensor]], list[Tensor]]) -> Any:
+    """Backward in the thread that asks for it, not in the one that autograd has for the device."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return backward(outputs)
+
+
+def as_graph(step: timing.Call) -> timing.Call:
+    """The step as a CUDA graph, so that the host has a single launch to do."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def distance(result: list[Tensor], wanted: list[Tensor]) -> float:
@@ -93,14 +133,14 @@ def checked(
     """Memory of those that compute what the reference computes, and errors of the others."""
     inputs = problem.draw()
     tolerance = problem.tolerance or TOLERANCE[options.dtype]
-    reference = ready(problem, functions[REFERENCE], "step", inputs)()
+    reference = ready(problem, functions[REFERENCE], STEP, inputs)()
     wanted = [t.detach().clone() for t in problem.observe(reference)]
     del reference
     memory: dict[str, Row] = {}
     failures: dict[str, str] = {}
 
     def check(function: Function) -> Row:
-        step = ready(problem, function, "step", inputs)
+        step = ready(problem, function, STEP, inputs)
         error = distance(problem.observe([t.detach() for t in step()]), wanted)
         if not error <= tolerance:
             raise AssertionError(f"the result is off by {error:.2g}, {tolerance:.2g} is allowed")
@@ -109,7 +149,7 @@ def checked(
             outputs = function(*args)
         kept = saved()
         del outputs, step
-        step = ready(problem, function, "step", inputs)
+        step = ready(problem, function, STEP, inputs)
         extra = timing.extra_bytes(step, options.device)
         return {"error": error, "saved_bytes": kept, "extra_bytes": extra}
 
@@ -138,9 +178,17 @@ class Rotation:
 
 
 def sampler(
-    problem: Problem, prepare: Callable[[Inputs], timing.Call], rotation: Rotation, timer: Any
+    problem: Problem,
+    prepare: Callable[[Inputs], timing.Call],
+    rotation: Rotation,
+    timer: Any,
+    *,
+    spent: bool = False,
 ) -> Callable[[], float]:
-    """Samples of one contestant; what a pass needs is made long before, or for ``fresh`` anew."""
+    """Samples of one contestant; what a pass needs is made long before, or for ``fresh`` anew.
+
+    ``spent`` says that a call can be called only once: a backward.
+    """
     calls: dict[int, timing.Call] = {}
     if not problem.fresh:
         calls = {i: prepare(inputs) for i, inputs in enumerate(rotation.sets)}
@@ -149,9 +197,10 @@ def sampler(
         i = rotation.next()
         call = calls.pop(i, None) or prepare(rotation.sets[i])
         seconds: float = timer(call)
-        del call
+        if spent:
+            del call
         if not problem.fresh:
-            calls[i] = prepare(rotation.sets[i])
+            calls[i] = prepare(rotation.sets[i]) if spent else call
         return seconds
 
     return sample
@@ -169,7 +218,11 @@ def timed(
     for name, function in functions.items():
         made, error = timing.attempt(
             lambda f=function: sampler(
-                problem, lambda inputs: ready(problem, f, passed, inputs), rotation, timer
+                problem,
+                lambda inputs: ready(problem, f, passed, inputs),
+                rotation,
+                timer,
+                spent=passed == "backward",
             )
         )
         if error is None:

@@ -18,6 +18,12 @@ Function = Callable[..., Any]  # from arguments to an output or a tuple of them
 REFERENCE = "torch"
 OURS = "opfuser"
 
+# Passes beside "forward" and "backward". Backward by the caller: without the thread that autograd
+# has for each device, to which it is slow to change.
+STEP = "step"
+STEP_BY_CALLER = "step, backward by the caller"
+STEP_AS_GRAPH = "step, as a CUDA graph"
+
 
 @dataclass(frozen=True)
 class Options:
@@ -61,7 +67,7 @@ class Problem:
     Attributes:
         draw: makes random inputs; the floating-point arguments get gradients.
         functions: contestants by name, ``"torch"`` among them.
-        traffic: for each pass to measure, "forward", "backward" or "step" (both), the bytes that
+        traffic: for each pass to measure, "forward", "backward" or a step of both, the bytes that
             it cannot avoid to move; None where memory is not what limits it.
         parameters: what all contestants share, and get gradients for.
         floor: from the arguments to a call that does the part of the work nobody can leave out.
