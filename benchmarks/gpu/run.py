@@ -97,7 +97,7 @@ def run(part: str, options: Options, out: Path, measured_on: Row) -> dict[str, A
 
 def line(row: Row) -> str:
     size = " ".join(str(value) for value in row["size"].values())
-    start = f"{row['case']:<26}{size:<20}{row['pass']:<17}{row['contestant']:<26}"
+    start = f"{row['case']:<26}{size:<20}{row['pass']:<30}{row['contestant']:<26}"
     if "failure" in row:
         return start + row["failure"]
     low, high = row["quartiles_us"]
@@ -131,7 +131,7 @@ def print_summary(document: dict[str, Any]) -> None:
     for (case, size, passed), rows in measurements.items():
         ours = rows.get(OURS)
         if ours is None:
-            print(f"{case:<26}{size:<20}{passed:<17}failed")
+            print(f"{case:<26}{size:<20}{passed:<30}failed")
             continue
         time_us = ours["median_us"]
         share = f"{ours['share_of_copy']:.0%}" if "share_of_copy" in ours else ""
@@ -142,7 +142,7 @@ def print_summary(document: dict[str, Any]) -> None:
             if n not in (REFERENCE, COPY, "bare GEMMs", "bare") and not n.startswith(OURS)
         ]
         best = min(others, key=lambda r: r["median_us"], default=None)
-        text = f"{case:<26}{size:<20}{passed:<17}{time_us:>11.1f} us {share:>5} {floor:<13}"
+        text = f"{case:<26}{size:<20}{passed:<30}{time_us:>11.1f} us {share:>5} {floor:<13}"
         if REFERENCE in rows:
             text += f"{rows[REFERENCE]['median_us'] / time_us:>7.2f}"
         if best is not None:
