@@ -92,7 +92,8 @@ def as_graph(step: timing.Call) -> timing.Call:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = step()
+        # Autograd's graph would outlive the capture, and parameters stay bound to its stream.
+        results = [t.detach() for t in step()]
 
     def replay() -> Any:
         graph.replay()

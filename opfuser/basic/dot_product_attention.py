@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation, OperationContext, compute_dtype
@@ -134,15 +135,8 @@ _KERNELS = {
     "cudnn": _Kernel(_cudnn_forward, _cudnn_backward, grouped=True),
     "fallback": _Kernel(_fallback_forward, _fallback_backward, grouped=False),
 }
+_SOME_LENGTH = 64  # of a sequence; which kernels take it does not depend on that
 _BY_CHOICE = {1: "flash", 2: "efficient", 3: "cudnn"}  # torch.nn.attention.SDPBackend
-
-
-def _has_flash(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index) >= (8, 0)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-_has_flash._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
@@ -153,12 +147,10 @@ def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
     # torch's flash and cuDNN kernels expect other head sizes to be padded.
     if q.device.type != "cuda" or q.shape[-1] % 8 or not q.numel():
         return "fallback"
-    grouped = q.shape[1] != k.shape[1]
     if torch.compiler.is_compiling() or type(q) is not Tensor:
-        # torch's own choice looks at real tensors, which a tracer does not have.
-        if q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
-            return "flash" if _has_flash(q.device.index) else "efficient"
-        return "efficient" if q.dtype == torch.float32 else "fallback"
+        sizes = q.shape[1], k.shape[1], q.shape[3]
+        return _choose_for_tracer(q.device.index, q.dtype, *sizes, causal, scale, differentiable)
+    grouped = q.shape[1] != k.shape[1]
     with torch.set_grad_enabled(differentiable):  # some kernels have no backward on some GPUs
         q = q.detach().requires_grad_(differentiable)
         how: Any = {"is_causal": causal, "scale": scale}
@@ -166,6 +158,30 @@ def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
         if grouped and choice not in _BY_CHOICE:
             choice = torch._fused_sdp_choice(q, *_expand(x)[1:], **how)
     return _BY_CHOICE.get(choice, "fallback")
+
+
+def _choose_for_tracer(
+    index: int | None,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    scale: float,
+    differentiable: bool,
+) -> str:
+    """The choice for tensors like these. torch looks at real ones, which a tracer does not have."""
+    with _disable_current_modes():
+        device = torch.device("cuda", index)
+        qkv = torch.empty(
+            1, _SOME_LENGTH, heads + 2 * kv_heads, head_dim, dtype=dtype, device=device
+        )
+        x = _Heads(*qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1))
+        return _choose(x, causal, scale, differentiable)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+_choose_for_tracer._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _expand(x: _Heads) -> _Heads:

@@ -180,7 +180,7 @@ class RMSNorm(BasicOperation):
         if needs_dx:
             dx = results[0] if dy is grad_output else results[0].view_as(grad_output)
         if needs_dw:
-            dw = results[needs_dx]
+            dw = results[int(needs_dx)]  # torch 2.11 traces no flag as an index
             dw = dw if weight.dim() == 1 else dw.view_as(weight)
         if want_y:
             y = results[-1] if dy is grad_output else results[-1].view_as(grad_output)

@@ -141,6 +141,7 @@ class ActivationPart:
             results = gated_backward(dy, x, *f._arguments, None, want_dx, want_y)
         own: list[tuple[Tensor | None, ...]] = [()]
         if self.bias is not None:
-            own = [(results[want_dx],) if want_db else (None,) * len(needs.parameters), ()]
+            db = results[int(want_dx)] if want_db else None  # torch 2.11 traces no flag as an index
+            own = [(db,) if want_db else (None,) * len(needs.parameters), ()]
         dx, y = results[0] if want_dx else None, results[-1] if want_y else None
         return ActivationGrads(dx, own, y)
