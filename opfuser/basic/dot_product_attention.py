@@ -149,7 +149,7 @@ def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
         return "fallback"
     if torch.compiler.is_compiling() or type(q) is not Tensor:
         sizes = q.shape[1], k.shape[1], q.shape[3]
-        return _choose_for_tracer(q.device.index, q.dtype, *sizes, causal, scale, differentiable)
+        return _choose_for_tracer(q.device, q.dtype, *sizes, causal, scale, differentiable)
     grouped = q.shape[1] != k.shape[1]
     with torch.set_grad_enabled(differentiable):  # some kernels have no backward on some GPUs
         q = q.detach().requires_grad_(differentiable)
@@ -161,7 +161,7 @@ def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
 
 
 def _choose_for_tracer(
-    index: int | None,
+    device: torch.device,
     dtype: torch.dtype,
     heads: int,
     kv_heads: int,
@@ -172,11 +172,9 @@ def _choose_for_tracer(
 ) -> str:
     """The choice for tensors like these. torch looks at real ones, which a tracer does not have."""
     with _disable_current_modes():
-        device = torch.device("cuda", index)
-        qkv = torch.empty(
-            1, _SOME_LENGTH, heads + 2 * kv_heads, head_dim, dtype=dtype, device=device
-        )
-        x = _Heads(*qkv.transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1))
+        sizes = [heads, kv_heads, kv_heads]
+        qkv = torch.empty(1, _SOME_LENGTH, sum(sizes), head_dim, dtype=dtype, device=device)
+        x = _Heads(*qkv.transpose(1, 2).split(sizes, dim=1))
         return _choose(x, causal, scale, differentiable)
 
 

@@ -195,7 +195,7 @@ def test_meta_device() -> None:
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
-@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", "fallback"])
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 def test_gpu_kernels_are_called_as_declared(
     kernel: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
