@@ -89,6 +89,7 @@ class _Run(torch.autograd.Function):
         if not torch.is_grad_enabled():
             grads = walk_backward(func_ctx, grad_output, grad_outputs, keep)
         else:
+            func_ctx.create_graph = True  # told to operations, for which grad mode is off
             anchors = _what_gradients_depend_on(func_ctx, (grad_output, *grad_outputs))
             with torch.no_grad():
                 grads = walk_backward(func_ctx, grad_output, grad_outputs, keep)

@@ -44,6 +44,7 @@ class Linear(FusedOperation):
         sequence_parallel: slice along the first dimension what is whole along the last.
         rng_state_tracker_function: see ``BasicLinear``.
         accumulate_into_main_grad: see ``BasicLinear``.
+        accumulate_into_grad: see ``BasicLinear``; for the weight.
 
     Raises:
         ArgumentError: arguments outside their domain; a bias set on a Linear made without one.
@@ -67,6 +68,7 @@ class Linear(FusedOperation):
         sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
+        accumulate_into_grad: bool = False,
     ) -> None:
         sharding = shard_linear(
             in_features,
@@ -89,6 +91,7 @@ class Linear(FusedOperation):
                 sequence_parallel=sharding.sequence_parallel and not row,
                 rng_state_tracker_function=rng_state_tracker_function,
                 accumulate_into_main_grad=accumulate_into_main_grad,
+                accumulate_into_grad=accumulate_into_grad,
             )
         ]
         if bias:
@@ -109,6 +112,20 @@ class Linear(FusedOperation):
         self.out_features = out_features
         if not bias:
             self.register_parameter("bias", None)
+
+    @property
+    def accumulate_into_grad(self) -> bool:
+        """As the argument. May be set between calls."""
+        return self._basic_linear().accumulate_into_grad
+
+    @accumulate_into_grad.setter
+    def accumulate_into_grad(self, value: bool) -> None:
+        self._basic_linear().accumulate_into_grad = value
+
+    def _basic_linear(self) -> BasicLinear:
+        linear = self.basic_ops[0]
+        assert isinstance(linear, BasicLinear)
+        return linear
 
     @classmethod
     def pattern_parts(cls) -> tuple[Any, ...]:

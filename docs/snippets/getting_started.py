@@ -46,6 +46,15 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 assert y.dtype == torch.bfloat16
 # --8<-- [end:autocast]
 
+# --8<-- [start:accumulation]
+linear = Linear(16, 16, accumulate_into_grad=True)
+accumulating = Sequential(linear, GELU())
+for micro_batch in torch.randn(4, 8, 16):
+    accumulating(micro_batch).square().mean().backward()
+    # from the second on, the GEMM adds to linear.weight.grad
+# --8<-- [end:accumulation]
+assert linear.weight.grad is not None
+
 # --8<-- [start:evaluation]
 model.eval()
 with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Weight gradients that go straight into ``param.main_grad`` (Megatron-LM's convention)."""
+"""Weight gradients that a GEMM adds to ``main_grad`` (Megatron-LM's convention) or to ``grad``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,29 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, explain
 
-__all__ = ["accumulate_main_grad", "add_wgrad", "as_rows", "main_grad_buffer", "mark_added"]
+__all__ = [
+    "accumulate_main_grad",
+    "add_wgrad",
+    "as_rows",
+    "fitting_grad",
+    "grad_buffer",
+    "main_grad_buffer",
+    "mark_added",
+    "refuse_both",
+]
+
+
+def refuse_both(accumulate_into_main_grad: bool, accumulate_into_grad: bool, where: str) -> None:
+    """Raises ArgumentError if both are true."""
+    if accumulate_into_main_grad and accumulate_into_grad:
+        raise ArgumentError(
+            explain(
+                "A weight's gradient is accumulated in one place",
+                where=where,
+                received="accumulate_into_main_grad=True, accumulate_into_grad=True",
+                remedy="Leave one of them False",
+            )
+        )
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -53,8 +75,54 @@ def mark_added(param: nn.Parameter) -> Tensor:
     return torch.zeros_like(param, memory_format=torch.contiguous_format)
 
 
-def add_wgrad(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
-    """``out += dyᵀ x``, or ``out = dyᵀ x`` unless ``add``.
+def fitting_grad(weight: Tensor, x: Tensor) -> Tensor | None:
+    """``weight.grad``, if one GEMM with the input ``x`` can add to it as it is.
+
+    On a CPU no GEMM of halves adds to fp32.
+    """
+    grad = weight.grad if weight.is_leaf else None  # torch warns of reading that of others
+    if (
+        grad is None
+        or type(grad) is not Tensor
+        or type(weight) not in (nn.Parameter, Tensor)
+        or grad.requires_grad
+        or not grad.is_contiguous()  # nor are sparse ones
+    ):
+        return None
+    wide = grad.is_cuda and grad.dtype == torch.float32 and x.itemsize == 2
+    return grad if wide or grad.dtype == x.dtype else None
+
+
+def grad_buffer(weight: Tensor, x: Tensor) -> Tensor | None:
+    """In backward, :func:`fitting_grad` if adding to it is all that autograd would do.
+
+    None if ``.grad`` does not fit; if hooks are to see the gradient; if autograd captures it,
+    drops it, or records how it is made (``create_graph``); while torch.compile traces. Then
+    autograd must get the gradient itself.
+
+    What other nodes of the graph contribute to the same ``.grad``, autograd adds as always.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    grad = fitting_grad(weight, x)
+    if grad is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    run = torch._C._current_autograd_node()  # None in compiled autograd too
+    if run is None or getattr(run, "create_graph", False) or torch.is_grad_enabled():
+        return None
+    # Autograd has its node for the weight, and the caller, wait for the stream of a GPU in which a
+    # gradient was made, but not where it gets none. In the default stream they are there too.
+    if grad.is_cuda and torch._C._cuda_getCurrentRawStream(grad.get_device()):
+        return None
+    try:
+        node = torch.autograd.graph.get_gradient_edge(weight).node
+        return grad if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch.autograd.grad captures it; the weight was frozen since
+        return None
+
+
+def add_wgrad(out: Tensor, dy: Tensor, x: Tensor, *, add: bool, scale: float = 1.0) -> None:
+    """``out += s dyᵀ x``, or ``out = s dyᵀ x`` unless ``add``.
 
     Computes in the wider of the dtypes: a product of halves is not rounded on its way to fp32. On
     a GPU the GEMM itself takes halves and adds to fp32: 8 bytes of traffic per element of ``out``.
@@ -64,35 +132,43 @@ def add_wgrad(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
         dy: (rows, out).
         x: (rows, in), of dy's dtype.
         add: whether to keep what ``out`` holds.
+        scale: s.
     """
-    wide = torch.promote_types(out.dtype, dy.dtype)
-    if out.dtype == torch.float32 != dy.dtype and wide == out.dtype and out.is_cuda:
-        if add:
-            torch.ops.aten.addmm.dtype_out(out, dy.t(), x, wide, out=out)
-        else:
-            torch.ops.aten.mm.dtype_out(dy.t(), x, wide, out=out)
-        return
-    dy, x = dy.to(wide), x.to(wide)
-    if out.dtype != wide:
-        product = torch.mm(dy.t(), x)
-        if add:
-            out.add_(product)
-        else:
-            out.copy_(product)
-    elif add:
-        out.addmm_(dy.t(), x)
-    else:
+    plain = not add and scale == 1  # what a GEMM without terms does
+    if out.dtype != dy.dtype:
+        wide = torch.promote_types(out.dtype, dy.dtype)
+        if out.is_cuda and wide == out.dtype == torch.float32:
+            if plain:
+                torch.ops.aten.mm.dtype_out(dy.t(), x, wide, out=out)
+            else:
+                addmm = torch.ops.aten.addmm.dtype_out
+                addmm(out, dy.t(), x, wide, beta=int(add), alpha=scale, out=out)
+            return
+        dy, x = dy.to(wide), x.to(wide)
+        if out.dtype != wide:
+            product = torch.mm(dy.t(), x)
+            if add:
+                out.add_(product, alpha=scale)
+            else:
+                torch.mul(product, scale, out=out)
+            return
+    if plain:
         torch.mm(dy.t(), x, out=out)
+    else:
+        out.addmm_(dy.t(), x, beta=int(add), alpha=scale)
 
 
-def accumulate_main_grad(param: nn.Parameter, dy: Tensor, x: Tensor, where: str) -> Tensor:
-    """Adds ``dyᵀ x`` to ``param.main_grad``, or writes it with ``param.overwrite_main_grad``.
+def accumulate_main_grad(
+    param: nn.Parameter, dy: Tensor, x: Tensor, where: str, scale: float = 1.0
+) -> Tensor:
+    """Adds ``s dyᵀ x`` to ``param.main_grad``, or writes it with ``param.overwrite_main_grad``.
 
     Args:
         param: the weight, (out, in).
         dy: gradient of the output, (rows, out).
         x: input, (rows, in), of dy's dtype.
         where: names the operation in errors.
+        scale: s.
 
     Returns:
         The placeholder of :func:`mark_added`.
@@ -101,5 +177,5 @@ def accumulate_main_grad(param: nn.Parameter, dy: Tensor, x: Tensor, where: str)
         ArgumentError: see :func:`main_grad_buffer`.
     """
     buffer, add = main_grad_buffer(param, where)
-    add_wgrad(buffer, dy, x, add=add)
+    add_wgrad(buffer, dy, x, add=add, scale=scale)
     return mark_added(param)

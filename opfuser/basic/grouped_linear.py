@@ -25,7 +25,14 @@ from ._grouped_gemm import (
     row_groups,
     scale_grad,
 )
-from ._main_grad import as_rows, main_grad_buffer, mark_added
+from ._main_grad import (
+    as_rows,
+    fitting_grad,
+    grad_buffer,
+    main_grad_buffer,
+    mark_added,
+    refuse_both,
+)
 
 __all__ = ["GroupedLinear"]
 
@@ -81,6 +88,8 @@ class GroupedLinear(BasicOperation):
         single_grouped_bias: store the biases as one parameter.
         delay_wgrad_compute: leave the gradients of the weights to :meth:`backward_dw`.
         scale_bias: take the scales of the bias; has no effect with ``bias=False``.
+        accumulate_into_grad: see ``BasicLinear``; for the weights, all of them or none in a call.
+            torch's grouped GEMM cannot add: where that runs, autograd does.
 
     Raises:
         ArgumentError: sizes below one; a dtype that is not a float; a bias missing in some groups.
@@ -112,6 +121,7 @@ class GroupedLinear(BasicOperation):
         single_grouped_bias: bool = False,
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
+        accumulate_into_grad: bool = False,
     ) -> None:
         self.scale_bias = scale_bias and bias
         if self.scale_bias:
@@ -127,6 +137,7 @@ class GroupedLinear(BasicOperation):
                     f"out_features={out_features}, dtype={dtype}",
                 )
             )
+        refuse_both(accumulate_into_main_grad, accumulate_into_grad, type(self).__name__)
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
@@ -134,6 +145,7 @@ class GroupedLinear(BasicOperation):
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
         self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.accumulate_into_grad = accumulate_into_grad
         self.delay_wgrad_compute = delay_wgrad_compute
         self._rng_state_tracker_function = rng_state_tracker_function
         self._delayed = _DelayedWgrads()
@@ -235,7 +247,11 @@ class GroupedLinear(BasicOperation):
         if ctx.requires_grad:
             wants_weights = any(ctx.needs.parameters[: len(weights)])
             ctx.save_for_backward(split_sizes, scales, x if wants_weights else None)
-            keep = self.accumulate_into_main_grad or self.delay_wgrad_compute
+            keep = (
+                self.accumulate_into_main_grad
+                or self.accumulate_into_grad
+                or self.delay_wgrad_compute
+            )
             if wants_weights and keep and not torch.compiler.is_compiling():
                 # Not saved: unpacking a saved tensor may give another object, without main_grad.
                 ctx.grad_weights = weights
@@ -276,7 +292,9 @@ class GroupedLinear(BasicOperation):
             dx = dx.view(*grad_output.shape[:-1], self.in_features)
         grads: list[Tensor | None] = [None] * len(parameters)
         if x is not None:
-            owners = getattr(ctx, "grad_weights", None) or self._current_weights()
+            owners = getattr(ctx, "grad_weights", ())  # none if a fusion of the user's filled it in
+            if not owners and (self.accumulate_into_main_grad or self.delay_wgrad_compute):
+                owners = self._current_weights()
             work = _Wgrad(dy, x, groups, needs.parameters[:count], owners)
             grads[:count] = self._weight_grads(work)
         if any(needs.parameters[count:]):
@@ -292,7 +310,7 @@ class GroupedLinear(BasicOperation):
             self._delayed.pending.append(work)
         elif self.accumulate_into_main_grad:
             self._add_to_main_grads(work)
-        else:
+        elif not (self.accumulate_into_grad and self._add_to_grads(work, grad_buffer)):
             return self._compute(work)
         if not self.accumulate_into_main_grad:
             return [None] * len(work.needed)
@@ -311,6 +329,24 @@ class GroupedLinear(BasicOperation):
             main_grad_buffer(weight, type(self).__name__) if needed else None
             for weight, needed in zip(work.weights, work.needed)
         ]
+        self._add(work, buffers)
+
+    def _add_to_grads(
+        self, work: _Wgrad, buffer: Callable[[Tensor, Tensor], Tensor | None]
+    ) -> bool:
+        """Adds to the ``grad`` of each weight, if ``buffer`` finds all of them; tells whether."""
+        if work.groups.bounds is None or not work.weights:
+            return False
+        buffers: list[tuple[Tensor, bool] | None] = []
+        for weight, needed in zip(work.weights, work.needed):
+            grad = buffer(weight, work.x) if needed else None
+            if needed and grad is None:
+                return False
+            buffers.append(None if grad is None else (grad, True))
+        self._add(work, buffers)
+        return True
+
+    def _add(self, work: _Wgrad, buffers: list[tuple[Tensor, bool] | None]) -> None:
         if self.single_grouped_weight and buffers[0] is not None:
             whole, add = buffers[0]
             buffers = [(matrix, add) for matrix in whole]
@@ -332,7 +368,7 @@ class GroupedLinear(BasicOperation):
         work = self._delayed.pending.popleft()
         if self.accumulate_into_main_grad:
             self._add_to_main_grads(work)
-        else:
+        elif not (self.accumulate_into_grad and self._add_to_grads(work, fitting_grad)):
             for weight, dw in zip(work.weights, self._compute(work)):
                 if dw is not None:
                     cast_dw = dw.to(weight.dtype)

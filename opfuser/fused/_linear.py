@@ -24,7 +24,6 @@ __all__ = [
     "forward_refusal",
     "insist",
     "linear_operands",
-    "scaled_mm",
 ]
 
 
@@ -90,7 +89,7 @@ def linear_operands(
     if not x.dim() or x.shape[-1] != sharding.local_in_features:
         linear._refuse_input(x)
     dtype = autocast_dtype(x.device) or w.dtype
-    if ctx.requires_grad and linear.accumulate_into_main_grad:
+    if ctx.requires_grad and (linear.accumulate_into_main_grad or linear.accumulate_into_grad):
         linear._keep_weight(ctx, w)
     if x.dtype != dtype:
         if x.dtype not in COMPUTE_DTYPES:
@@ -155,12 +154,3 @@ def add_dgrad(grad: Tensor | None, dy: Tensor, weight: Tensor, *, in_place: bool
         return grad
     dx = torch.addmm(as_rows(grad), rows, weight)
     return dx if grad.dim() == 2 else dx.view(grad.shape)
-
-
-def scaled_mm(unread: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """``alpha a b`` for matrices of one dtype, with the factor applied inside the GEMM.
-
-    Args:
-        unread: any scalar tensor of that dtype, which ``addmm`` wants and with beta = 0 ignores.
-    """
-    return torch.addmm(unread, a, b, beta=0, alpha=alpha)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..basic._main_grad import as_rows
 from ..basic.basic_linear import BasicLinear, linear_dgrad
 from ..basic.constant_scale import ConstantScale
 from ..fusion import Env, Fusion, Refusal
+from ..kernels.scalar import cast
 from ..op import FusedOperation, OperationContext
-from ._linear import backward_refusal, insist, scaled_mm
+from ._linear import backward_refusal, insist
 
 __all__ = ["FUSION", "BackwardLinearScale"]
 
@@ -20,8 +20,7 @@ class BackwardLinearScale(FusedOperation):
     r"""Backward of BasicLinear and ConstantScale: :math:`dx = s\, dy W`, :math:`dW = s\, dy^T x`.
 
     Reads what BasicLinear saved. For A elements of output 2A less traffic than the separate
-    operations, no tensor for s·dy, and one rounding less. A weight gradient that goes to
-    ``main_grad`` takes s·dy instead, as its GEMM has no factor.
+    operations, no tensor for s·dy, and one rounding less.
 
     Kernel: ATen's ``addmm`` (beta = 0, alpha = s).
 
@@ -57,20 +56,9 @@ class BackwardLinearScale(FusedOperation):
         needs_dx, needs_dw = ctx.needs.input, ctx.needs.parameters[0]
         # A forward that the user wrote may have left no scale.
         s = getattr(basic_op_ctxs[1], "scale", scale.scale)
-        dy, dx, dw = grad_output, None, None
-        if needs_dw and linear.accumulate_into_main_grad:
-            dy = dy * s
-            dx = linear_dgrad(dy, w) if needs_dx else None
-            dw = linear.weight_grad(dy, x, ctx)
-        else:
-            dtype = w.dtype if needs_dx else x.dtype
-            rows = as_rows(dy if dy.dtype == dtype else dy.to(dtype))
-            unread = rows.new_empty(())
-            if needs_dx:
-                dx = scaled_mm(unread, rows, w, s)
-                dx = dx if dy.dim() == 2 else dx.view(*dy.shape[:-1], w.shape[1])
-            if needs_dw:
-                dw = scaled_mm(unread, rows.t(), as_rows(x), s)
+        dy = cast(grad_output, w.dtype if needs_dx else x.dtype)  # once for two GEMMs
+        dx = linear_dgrad(dy, w, s) if needs_dx else None
+        dw = linear.weight_grad(dy, x, ctx, s) if needs_dw else None
         return dx, [(dw,), ()], [(), ()]
 
 

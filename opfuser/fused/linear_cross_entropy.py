@@ -40,6 +40,9 @@ class LinearCrossEntropy(FusedOperation):
     with the gradient that arrives, which a gradient scaler made large: before, fp16 does not hold
     them.
 
+    dW is there before the gradient that scales it, so that no GEMM can add to ``weight.grad``: with
+    ``accumulate_into_grad`` autograd adds it as always.
+
     Saves dx, dW, and with fp16 the number of rows that count; not x, W or logits.
 
     Kernels: ATen's GEMMs; opfuser's cross entropy, which ATen has not in place. The idea: Wijmans
@@ -122,7 +125,7 @@ class LinearCrossEntropy(FusedOperation):
         linear, _ = self._parts
         if not linear.accumulate_into_main_grad:
             return dw
-        weight = getattr(ctx, "main_grad_weight", None)
+        weight = getattr(ctx, "grad_weight", None)
         if weight is None:  # while torch.compile traces
             weight = linear.weight
         buffer, add = main_grad_buffer(weight, type(linear).__name__)

@@ -70,6 +70,21 @@ def test_buffer_is_wider_than_the_weight(around: str) -> None:
     assert linear.weight.grad is None or linear.weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [0, 5])
+@pytest.mark.parametrize("around", ["alone", "scaled"])
+def test_what_is_written_over_is_not_read(
+    around: str, rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    _, after, factor = SURROUNDINGS[around]
+    linear = of.BasicLinear(6, 4, accumulate_into_main_grad=True).to(device, dtype)
+    linear.weight.main_grad = torch.full((4, 6), float("nan"), device=device)
+    linear.weight.overwrite_main_grad = True
+    x, dy = (rand(rows, n, dtype=dtype).to(device) for n in (6, 4))
+    of.Sequential(linear, *(f() for f in after))(x).backward(dy)
+    close(linear.weight.main_grad, factor * dy.double().t() @ x.double(), 1e-5)
+
+
 def test_placeholder_and_hooks() -> None:
     linear = of.Linear(6, 4, accumulate_into_main_grad=True, **F64)
     setup(linear.weight)

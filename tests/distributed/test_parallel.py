@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from opfuser import (
+    GELU,
     AllGather,
     AllReduce,
     BasicLinear,
@@ -28,6 +30,7 @@ from opfuser import (
     Sequential,
 )
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
+from tests.contract.gradients import handed_over
 
 pytestmark = pytest.mark.distributed
 
@@ -183,6 +186,51 @@ def main_grad_with_gathered_input(rank: int, ranks: int) -> None:
     op(part(whole.x, rank, ranks, 0)).backward(part(whole.dy, rank, ranks, -1))
     assert whole.dw is not None
     close(op.weight.main_grad, 1 + part(whole.dw, rank, ranks, 0))
+
+
+@check
+def grad_with_gathered_input(rank: int, ranks: int) -> None:
+    whole = Whole(ranks, bias=False)
+    op = BasicLinear(
+        IN, OUT, dtype=torch.float64, tensor_parallel_mode="column", sequence_parallel=True,
+        accumulate_into_grad=True,
+    )  # fmt: skip
+    op.weight = nn.Parameter(part(whole.w, rank, ranks, 0))
+    op.weight.grad = start = torch.ones_like(op.weight)
+    y = op(part(whole.x, rank, ranks, 0))
+    told = handed_over(y, op.weight)
+    y.backward(part(whole.dy, rank, ranks, -1))
+    assert whole.dw is not None
+    assert told == [False]
+    assert op.weight.grad is start
+    close(start, 1 + part(whole.dw, rank, ranks, 0))
+
+
+@check
+def data_parallel_grad_accumulation(rank: int, ranks: int) -> None:
+    """Its hooks on autograd's nodes get no gradient, and read ``grad``."""
+    for as_view in (False, True):
+        kwargs = {"dtype": torch.float64, "accumulate_into_grad": True}
+        model = Sequential(Linear(IN, OUT, **kwargs), GELU(), Linear(OUT, 5, **kwargs))
+        copied = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+        for to_none in (True, True, False):
+            model.zero_grad(set_to_none=to_none)
+            exact = [torch.zeros_like(p) for p in copied]
+            for step in range(3):
+                xs = [torch.randn(ROWS, IN, dtype=torch.float64) for _ in range(ranks)]
+                for x in xs:
+                    w1, b1, w2, b2 = copied
+                    h = F.gelu(F.linear(x, w1, b1), approximate="tanh")
+                    dws = torch.autograd.grad(F.linear(h, w2, b2).square().sum(), copied)
+                    exact = [total + dw / ranks for total, dw in zip(exact, dws)]
+                with contextlib.nullcontext() if step == 2 else wrapped.no_sync():
+                    y = wrapped(xs[rank])
+                    told = [handed_over(y, op.weight) for op in (model[0], model[2])]
+                    y.square().sum().backward()
+                assert told == [[step == 0 and to_none]] * 2
+            for p, grad in zip(model.parameters(), exact):
+                close(p.grad, grad)
 
 
 @check

@@ -73,16 +73,21 @@ def test_input_of_another_dtype_than_the_weight(input_dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("input_grad", [True, False])
-def test_main_grad(input_grad: bool, overwrite: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_main_grad(dtype: torch.dtype, input_grad: bool, overwrite: bool) -> None:
     seq = Sequential(BasicLinear(6, 4, accumulate_into_main_grad=True), ConstantScale(0.3))
     w = seq[0].weight
     x = torch.randn(3, 6, requires_grad=input_grad)
     dy, start = torch.randn(3, 4), torch.randn(4, 6)
-    w.main_grad = start.clone()
+    start = start.to(dtype).float()
+    w.main_grad = start.to(dtype, copy=True)
     w.overwrite_main_grad = overwrite
     assert seq.plan(x).fused("backward") == {NAME: 1}
     seq(x).backward(dy)
-    torch.testing.assert_close(w.main_grad, 0.3 * dy.t() @ x.detach() + (0 if overwrite else start))
+    want = 0.3 * dy.t() @ x.detach() + (0 if overwrite else start)
+    torch.testing.assert_close(
+        w.main_grad, want.to(dtype), rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+    )
     if input_grad:
         torch.testing.assert_close(x.grad, 0.3 * dy @ w)
     assert w.grad_added_to_main_grad

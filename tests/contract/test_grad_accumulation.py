@@ -1,0 +1,757 @@
+"""``accumulate_into_grad``: the GEMM adds to ``weight.grad`` what autograd would add afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import opfuser as of
+from opfuser.errors import ArgumentError, DoubleBackwardError
+from opfuser.op import GradNeeds
+from tests.contract.gradients import handed_over
+from tests.hazards.tensors import F64, close, fill, leaf, rand
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ADDS: dict[str, Any] = {"accumulate_into_grad": True}
+
+
+def first(out: Any) -> Tensor:
+    y: Tensor = out[0] if isinstance(out, tuple) else out
+    return y
+
+
+class Case(NamedTuple):
+    """A sequence, the same in plain torch, the widths of its inputs, the fusion that runs."""
+
+    ops: Callable[[], list[nn.Module]]
+    formula: Callable[..., Tensor]
+    widths: tuple[int, ...] = (6,)
+    fusion: str | None = None
+    adds: bool = True
+
+
+def norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+def silu_gated(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return F.silu(a) * b
+
+
+CASES = {
+    "alone": Case(lambda: [of.BasicLinear(6, 4, **ADDS)], F.linear),
+    "biased": Case(lambda: [of.Linear(6, 4, **ADDS)], F.linear),
+    "scaled": Case(
+        lambda: [of.BasicLinear(6, 4, **ADDS), of.ConstantScale(-0.3)],
+        lambda x, w: -0.3 * F.linear(x, w),
+        fusion="backward_linear_scale",
+    ),
+    "tapped": Case(
+        lambda: [of.MakeExtraOutput(), of.BasicLinear(6, 4, **ADDS)],
+        F.linear,
+        fusion="backward_linear_add",
+    ),
+    "normed": Case(
+        lambda: [of.RMSNorm(6), of.Linear(6, 4, **ADDS)],
+        lambda x, g, w, b: F.linear(norm(x) * g, w, b),
+        fusion="norm_linear",
+    ),
+    "activated": Case(
+        lambda: [of.GELU(), of.Linear(6, 4, **ADDS)],
+        lambda x, w, b: F.linear(F.gelu(x, approximate="tanh"), w, b),
+        fusion="activation_linear",
+    ),
+    "gated, added": Case(
+        lambda: [of.SwiGLU(), of.BasicLinear(6, 4, **ADDS), of.AddExtraInput()],
+        lambda x, z, w: F.linear(silu_gated(x), w) + z,
+        (12, 4),
+        "activation_linear_add",
+    ),
+    "recomputed": Case(
+        lambda: [
+            of.RMSNorm(6), of.BasicLinear(6, 10, **ADDS), of.SwiGLU(), of.BasicLinear(5, 4, **ADDS),
+        ],
+        lambda x, g, v, w: F.linear(silu_gated(F.linear(norm(x) * g, v)), w),
+        fusion="recompute_mlp",
+    ),
+    "loss": Case(
+        lambda: [of.BasicLinear(6, 4, **ADDS), of.CrossEntropy()],
+        lambda x, t, w: F.cross_entropy(F.linear(x, w), t),
+        fusion="linear_cross_entropy",
+        adds=False,
+    ),
+}  # fmt: skip
+ROWS = 7
+
+
+def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    made = [rand(ROWS, n, dtype=dtype).to(device).requires_grad_() for n in case.widths]
+    if case.fusion == "linear_cross_entropy":
+        made.append(torch.randint(0, 4, (ROWS,), device=device))
+    return made
+
+
+def weights_of(seq: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in seq.named_parameters() if p.dim() == 2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_three_micro_batches(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    case = CASES[name]
+    seq = fill(of.Sequential(*case.ops())).to(device, dtype)
+    plain, exact = (
+        [p.detach().to(as_dtype).requires_grad_() for p in seq.parameters()]
+        for as_dtype in (dtype, torch.float64)
+    )
+    weights = weights_of(seq)
+    grads: list[Tensor] = []
+    for step in range(3):
+        tensors = inputs(case, dtype, device)
+        with ExitStack() as on:
+            if case.fusion == "recompute_mlp":
+                on.enter_context(of.enable(case.fusion))
+            if case.fusion is not None:
+                assert seq.plan(*tensors).fused("backward") == {case.fusion: 1}
+            y = first(seq(*tensors))
+        dy = torch.randn_like(y)
+        told = [handed_over(y, w) for w in weights]
+        y.backward(dy)
+        assert told == [[step == 0 or not case.adds]] * len(weights)
+        if step == 0:
+            grads = [w.grad for w in weights]
+        assert all(w.grad is grad for w, grad in zip(weights, grads)), "the same memory"
+        for parameters in (plain, exact):
+            as_dtype = parameters[0].dtype
+            theirs = [t.detach().to(as_dtype) if t.is_floating_point() else t for t in tensors]
+            case.formula(*theirs, *parameters).backward(dy.to(as_dtype))
+    for ours, same, want in zip(seq.parameters(), plain, exact):
+        error = (ours.grad.double() - want.grad).abs().max()
+        allowed = 2 * (same.grad.double() - want.grad).abs().max()
+        floor = torch.finfo(dtype).eps * max(1.0, want.grad.abs().max().item())
+        assert error <= allowed + floor
+
+
+@pytest.mark.parametrize(("rows", "lies"), [(0, ""), (1, ""), (5, "transposed"), (5, "expanded")])
+@pytest.mark.parametrize("scale", [[], [lambda: of.ConstantScale(0.5)]], ids=["alone", "scaled"])
+def test_rows_of_any_number_and_layout(rows: int, lies: str, scale: list[Any]) -> None:
+    op = fill(of.BasicLinear(6, 4, **ADDS, **F64))
+    op.weight.grad = start = rand(4, 6)
+    before = start.clone()
+    x, dy = rand(rows, 6), rand(rows, 4)
+    if lies == "transposed":
+        x, dy = x.t().contiguous().t(), dy.t().contiguous().t()
+    elif lies == "expanded":
+        x, dy = x[:1].expand(rows, 6), dy[:1, :1].expand(rows, 4)
+    y = of.Sequential(op, *(make() for make in scale))(x)
+    told = handed_over(y, op.weight)
+    y.backward(dy)
+    assert told == [False]
+    assert op.weight.grad is start
+    close(start, before + (0.5 if scale else 1.0) * dy.t() @ x)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that is made meanwhile, but for views of those given."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.known = {t.untyped_storage().data_ptr() for t in known}
+        self.elements = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self.known:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_no_memory_for_the_gradient_after_the_first_micro_batch(
+    adds: bool, device: torch.device
+) -> None:
+    model = of.Sequential(
+        of.RMSNorm(256), of.Linear(256, 512, accumulate_into_grad=adds), of.SwiGLU(),
+        of.Linear(256, 256, accumulate_into_grad=adds), of.ConstantScale(2.0),
+        of.BasicLinear(256, 256, accumulate_into_grad=adds), of.ConstantScale(2.0),
+    ).to(device)  # fmt: skip
+    x, dy = torch.randn(3, 256, device=device), torch.randn(3, 256, device=device)
+    for _ in range(2):  # on a GPU, libraries allocate their workspaces too
+        model(x).backward(dy)
+    weights = weights_of(model)
+    y = model(x)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y.backward(dy)
+        made = (torch.cuda.max_memory_allocated() - before) // x.itemsize
+    else:
+        with Largest(*weights, *(w.grad for w in weights)) as largest:
+            y.backward(dy)
+        made = largest.elements
+    assert (made < 256 * 256) == adds
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fp32_grad_under_autocast(dtype: torch.dtype, device: torch.device) -> None:
+    """One GEMM on a GPU; on a CPU there is none that adds halves to fp32."""
+    op = fill(of.BasicLinear(6, 4, **ADDS)).to(device)
+    op.weight.grad = torch.full((4, 6), 256.0, device=device)
+    x, dy = rand(5, 6, dtype=dtype).to(device), rand(5, 4, dtype=dtype).to(device)
+    with torch.autocast(device.type, dtype):
+        y = of.Sequential(op)(x)
+    told = handed_over(y, op.weight)
+    y.backward(dy)
+    assert told == [device.type == "cpu"]
+    assert op.weight.grad.dtype == torch.float32
+    want = 256 + dy.double().t() @ x.double()
+    tolerance = 1e-6 if device.type == "cuda" else torch.finfo(dtype).eps
+    close(op.weight.grad.cpu(), want.cpu(), tolerance)
+
+
+@pytest.mark.gpu
+def test_in_another_stream_than_the_default_one_autograd_adds() -> None:
+    op = fill(of.BasicLinear(6, 4, **ADDS)).cuda()
+    x = torch.ones(5, 6, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for step in range(3):
+        with torch.cuda.stream(side):
+            y = of.Sequential(op)(x)
+        told = handed_over(y, op.weight)
+        y.sum().backward()
+        assert told == [True], step
+    assert torch.equal(op.weight.grad.cpu(), torch.full((4, 6), 15.0))
+
+
+# What follows is about the cases in which autograd must get the gradient, and does.
+
+
+def started() -> tuple[of.BasicLinear, Tensor, Tensor, Tensor]:
+    """An operation whose weight has a gradient; input, gradient of the output, that of the weight.
+
+    In float64.
+    """
+    op = fill(of.BasicLinear(6, 4, **ADDS, **F64))
+    op.weight.grad = torch.full((4, 6), 3.0, dtype=torch.float64)
+    x, dy = rand(5, 6, grad=True), rand(5, 4)
+    return op, x, dy, dy.t() @ x.detach()
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # of torch; for "transposed"
+@pytest.mark.parametrize("kind", ["transposed", "sparse", "subclass", "requires grad"])
+def test_a_grad_that_is_no_plain_contiguous_tensor(kind: str) -> None:
+    class Tagged(Tensor):
+        pass
+
+    op, x, dy, dw = started()
+    start = torch.full((4, 6), 3.0, dtype=torch.float64)
+    op.weight.grad = {
+        "transposed": lambda: torch.full((6, 4), 3.0, dtype=torch.float64).t(),
+        "sparse": start.to_sparse,
+        "subclass": lambda: start.as_subclass(Tagged),
+        "requires grad": start.requires_grad_,
+    }[kind]()
+    y = op(x)
+    told = handed_over(y, op.weight)
+    y.backward(dy)
+    assert told == [True]
+    close(op.weight.grad.to_dense().as_subclass(Tensor), 3 + dw)
+
+
+@pytest.mark.parametrize("kind", ["hook", "post accumulate"])
+def test_hooks_of_the_weight_see_the_gradient(kind: str) -> None:
+    op, x, dy, dw = started()
+    seen: list[Tensor] = []
+
+    def double(grad: Tensor) -> Tensor:
+        seen.append(grad)
+        return 2 * grad
+
+    def take(weight: Tensor) -> None:
+        assert weight.grad is not None
+        seen.append(weight.grad - 3)
+
+    if kind == "hook":
+        handle = op.weight.register_hook(double)
+    else:
+        handle = op.weight.register_post_accumulate_grad_hook(take)
+    y = op(x)
+    told = handed_over(y, op.weight)
+    y.backward(dy)
+    assert told == [True]
+    close(seen[0], dw)
+    close(op.weight.grad, 3 + (2 if kind == "hook" else 1) * dw)
+    handle.remove()
+    y = op(x)
+    told = handed_over(y, op.weight)
+    y.backward(dy)
+    assert (told, len(seen)) == ([False], 1), "once the hook is gone, the GEMM adds"
+
+
+@pytest.mark.parametrize("wanted", ["weight", "input", "both"])
+def test_gradients_that_autograd_captures(wanted: str) -> None:
+    op, x, dy, dw = started()
+    targets = {"weight": [op.weight], "input": [x], "both": [op.weight, x]}[wanted]
+    grads = torch.autograd.grad(op(x), targets, dy)
+    for target, grad in zip(targets, grads):
+        close(grad, dw if target is op.weight else dy @ op.weight.detach())
+    assert x.grad is None
+    assert torch.equal(op.weight.grad, torch.full_like(dw, 3.0))
+
+
+@pytest.mark.parametrize("wanted", ["weight", "input", "both"])
+def test_inputs_of_backward(wanted: str) -> None:
+    op, x, dy, dw = started()
+    targets = {"weight": [op.weight], "input": [x], "both": [op.weight, x]}[wanted]
+    y = op(x)
+    told = handed_over(y, op.weight)
+    y.backward(dy, inputs=targets)
+    assert told == [wanted == "input"]
+    close(op.weight.grad, 3 + dw * (wanted != "input"))
+    assert (x.grad is None) == (wanted == "weight")
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("retain", [False, True])
+def test_create_graph(retain: bool) -> None:
+    op, x, dy, dw = started()
+    start = op.weight.grad
+    y = op(x)
+    y.backward(dy.requires_grad_(), create_graph=True, retain_graph=retain)
+    assert start is not None
+    assert torch.equal(start, torch.full_like(dw, 3.0)), "autograd adds out of place"
+    close(op.weight.grad, 3 + dw)
+    with pytest.raises(DoubleBackwardError):
+        torch.autograd.grad(op.weight.grad.sum(), dy)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("graph", [False, True])
+def test_in_an_autograd_function_of_the_user(graph: bool) -> None:
+    op, x, dy, dw = started()
+    start = op.weight.grad
+    assert start is not None
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(func_ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            func_ctx.inner = ctx = of.OperationContext()
+            ctx.needs = GradNeeds(True, (True,), ())
+            return op.op_forward(
+                ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+            )
+
+        @staticmethod
+        def backward(func_ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+            ctx = func_ctx.inner
+            ctx.saved_tensors = ctx.to_save
+            dx, (dw,) = op.op_backward(ctx, dy)
+            return dx, dw
+
+    Own.apply(x, op.weight).backward(dy, create_graph=graph)
+    close(op.weight.grad, 3 + dw)
+    close(start, 3 + dw * (not graph))  # else autograd adds out of place
+
+
+def test_batched_gradients() -> None:
+    op, x, dy, dw = started()
+    dys = torch.stack([dy, 2 * dy])
+    (dx,) = torch.autograd.grad(op(x), x, dys, is_grads_batched=True)
+    close(dx, dys @ op.weight.detach())
+    assert torch.equal(op.weight.grad, torch.full_like(dw, 3.0))
+
+
+def test_a_second_backward_through_the_same_graph() -> None:
+    op, x, dy, dw = started()
+    y = op(x)
+    told = handed_over(y, op.weight)
+    y.backward(dy, retain_graph=True)
+    y.backward(dy)
+    assert told == [False, False]
+    close(op.weight.grad, 3 + 2 * dw)
+
+
+@pytest.mark.parametrize("kind", ["parametrised", "computed"])
+def test_a_weight_that_is_no_leaf(kind: str) -> None:
+    class Double(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return 2 * w
+
+    op, x, dy, dw = started()
+    source = op.weight
+    if kind == "parametrised":
+        parametrize.register_parametrization(op, "weight", Double())
+        op(x).backward(dy)
+    else:
+        functional_call(op, {"weight": 2 * source}, (x,)).backward(dy)
+    close(source.grad, 3 + 2 * dw)
+
+
+def test_a_weight_of_a_subclass() -> None:
+    class Tagged(nn.Parameter):
+        pass
+
+    op, x, dy, dw = started()
+    op.weight = Tagged(op.weight.detach())
+    op.weight.grad = torch.full((4, 6), 3.0, dtype=torch.float64)
+    y = op(x)
+    told = handed_over(y, op.weight)
+    y.backward(dy)
+    assert told == [True]
+    close(op.weight.grad, 3 + dw)
+
+
+def test_the_weight_that_functional_call_passed() -> None:
+    op, x, dy, dw = started()
+    w = leaf(op.weight)
+    w.grad = torch.full((4, 6), 7.0, dtype=torch.float64)
+    y = functional_call(op, {"weight": w}, (x,))
+    told = handed_over(y, w)
+    y.backward(dy)
+    assert told == [False]
+    close(w.grad, 7 + dw)
+    assert torch.equal(op.weight.grad, torch.full_like(dw, 3.0))
+
+
+@pytest.mark.parametrize("change", ["replaced", "cleared", "frozen"])
+def test_changes_between_forward_and_backward(change: str) -> None:
+    op, x, dy, dw = started()
+    y, used = op(x), op.weight
+    if change == "frozen":
+        used.requires_grad_(False)
+    else:
+        op.weight = nn.Parameter(torch.zeros_like(used)) if change == "replaced" else None
+        if change == "replaced":
+            op.weight.grad = torch.full_like(used, 7.0)
+    y.backward(dy)
+    plain = leaf(used)
+    plain.grad = torch.full_like(dw, 3.0)
+    z = F.linear(x.detach(), plain)
+    plain.requires_grad_(change != "frozen")
+    z.backward(dy)
+    close(used.grad, plain.grad)
+    if change == "replaced":
+        assert torch.equal(op.weight.grad, torch.full_like(dw, 7.0))
+
+
+def test_a_forward_that_left_no_weight() -> None:
+    """The weight set now may be another one, even if it takes part in the same backward."""
+    op, x, dy, dw = started()
+    used = op.weight
+    op.accumulate_into_grad = False
+    y = op(x)
+    op.accumulate_into_grad = True
+    op.weight = nn.Parameter(used.detach().clone())
+    op.weight.grad = torch.full_like(dw, 7.0)
+    (y + F.linear(x.detach(), op.weight)).backward(dy)
+    close(used.grad, 3 + dw)
+    close(op.weight.grad, 7 + dw)
+
+
+def test_outside_of_a_backward_pass() -> None:
+    op, x, dy, dw = started()
+    ctx = of.OperationContext()
+    ctx.grad_weight = op.weight
+    with torch.no_grad():
+        close(op.weight_grad(dy, x.detach(), ctx), dw)
+    assert torch.equal(op.weight.grad, torch.full_like(dw, 3.0))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    op, x, dy, dw = started()
+    for _ in range(2):
+        checkpoint(op, x, use_reentrant=reentrant).backward(dy)
+    close(op.weight.grad, 3 + 2 * dw)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of Dynamo
+def test_torch_compile() -> None:
+    op, x, dy, dw = started()
+    compiled = torch.compile(of.Sequential(op), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        compiled(x).backward(dy)
+    close(op.weight.grad, 3 + 2 * dw)
+
+
+def test_compiled_autograd() -> None:
+    op, x, dy, dw = started()
+    for _ in range(2):
+        y = op(x)
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            y.backward(dy)
+    close(op.weight.grad, 3 + 2 * dw)
+
+
+TIED: dict[str, Callable[[], tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]] = {}
+
+
+def tied(function: Any) -> Any:
+    TIED[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def linear(width: int = 6, classes: int = 6) -> of.BasicLinear:
+    return fill(of.BasicLinear(width, classes, **ADDS, **F64))
+
+
+@tied
+def twice_in_a_sequence() -> Any:
+    op = linear()
+    model = of.Sequential(op, of.SiLU(), op)
+    return model, lambda x, w: F.linear(F.silu(F.linear(x, w)), w)
+
+
+@tied
+def two_operations_in_a_sequence() -> Any:
+    op, other = linear(), linear()
+    other.weight = op.weight
+    model = of.Sequential(op, of.SiLU(), other)
+    return model, lambda x, w: F.linear(F.silu(F.linear(x, w)), w)
+
+
+@tied
+def two_sequences() -> Any:
+    op = linear()
+    model = nn.Sequential(of.Sequential(op, of.SiLU()), nn.Tanh(), of.Sequential(of.GELU(), op))
+    return model, lambda x, w: F.linear(
+        F.gelu(F.silu(F.linear(x, w)).tanh(), approximate="tanh"), w
+    )
+
+
+@tied
+def with_an_operation_that_does_not_add() -> Any:
+    op, other = linear(), of.BasicLinear(6, 6, **F64)
+    other.weight = op.weight
+    model = of.Sequential(other, of.SiLU(), op, of.SiLU(), other)
+    return model, lambda x, w: F.linear(F.silu(F.linear(F.silu(F.linear(x, w)), w)), w)
+
+
+@tied
+def with_plain_torch_on_both_sides() -> Any:
+    op = linear()
+
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, op.weight) * op.weight.sum()
+
+    model = nn.Sequential(Plain(), of.Sequential(op), Plain())
+    return model, lambda x, w: F.linear(
+        F.linear(F.linear(x, w) * w.sum(), w), w
+    ) * w.sum()  # fmt: skip
+
+
+@tied
+def recomputed_by_a_checkpoint() -> Any:
+    op = linear()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.op = op
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = of.Sequential(op, of.SiLU())(x)
+            y = checkpoint(of.Sequential(op, of.SiLU()), y, use_reentrant=True)
+            return op(y)
+
+    return Model(), lambda x, w: F.linear(F.silu(F.linear(F.silu(F.linear(x, w)), w)), w)
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_a_weight_used_several_times(kind: str) -> None:
+    model, formula = TIED[kind]()
+    (weight,) = model.parameters()
+    w = leaf(weight)
+    for _ in range(3):
+        x, dy = rand(5, 6), rand(5, 6)
+        model(x).backward(dy)
+        formula(x, w).backward(dy)
+        close(weight.grad, w.grad, 1e-10)
+
+
+@pytest.mark.parametrize("one_sequence", [False, True])
+@pytest.mark.parametrize("loss", [False, True])
+def test_tied_to_an_embedding(one_sequence: bool, loss: bool) -> None:
+    embedding, head = fill(of.Embedding(9, 6, **F64)), linear(6, 9)
+    head.weight = embedding.weight
+    tail: list[nn.Module] = [head, *([of.CrossEntropy()] if loss else [])]
+    if one_sequence:
+        model: Any = of.Sequential(embedding, of.RMSNorm(6, **F64), *tail)
+    else:
+        body, end = of.Sequential(embedding, of.RMSNorm(6, **F64)), of.Sequential(*tail)
+        model = lambda tokens, *targets: end(body(tokens), *targets)  # noqa: E731
+    w = leaf(embedding.weight)
+    for _ in range(3):
+        tokens, targets = torch.randint(0, 9, (5,)), torch.randint(0, 9, (5,))
+        logits = F.linear(norm(F.embedding(tokens, w)), w)
+        if loss:
+            model(tokens, targets).backward()
+            F.cross_entropy(logits, targets).backward()
+        else:
+            dy = rand(5, 9)
+            model(tokens).backward(dy)
+            logits.backward(dy)
+        close(embedding.weight.grad, w.grad)
+
+
+def test_two_losses_over_one_trunk() -> None:
+    trunk, heads = linear(), [linear(6, 3), linear(6, 2)]
+    run = of.Sequential(trunk, of.SiLU())
+    ends = [of.Sequential(head) for head in heads]
+    ws = [leaf(op.weight) for op in (trunk, *heads)]
+    for _ in range(2):
+        x = rand(5, 6)
+        h, g = run(x), F.silu(F.linear(x, ws[0]))
+        for n in range(2):
+            ends[n](h).sum().backward(retain_graph=n == 0)
+            F.linear(g, ws[1 + n]).sum().backward(retain_graph=n == 0)
+    for op, w in zip((trunk, *heads), ws):
+        close(op.weight.grad, w.grad)
+
+
+def test_a_training_loop() -> None:
+    """Gradients set to None, or to zeros, between steps; parameters as with autograd's sums."""
+    ours = fill(of.Sequential(of.Linear(6, 8, **ADDS, **F64), of.GELU(), of.Linear(8, 2, **F64)))
+    theirs = copy.deepcopy(ours)
+    theirs[0].accumulate_into_grad = False
+    assert [m[0].accumulate_into_grad for m in (ours, theirs)] == [True, False]
+    batches = [rand(5, 6) for _ in range(4)]
+    for model in (ours, theirs):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for to_none in (True, False, True):
+            optimizer.zero_grad(set_to_none=to_none)
+            for x in batches:
+                model(x).square().mean().backward()
+            optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        close(p, q, 1e-9)
+
+
+def test_without_the_flag_autograd_gets_the_gradient() -> None:
+    op = of.BasicLinear(6, 4, **F64)
+    op.weight.grad = torch.zeros_like(op.weight)
+    y = of.Sequential(op)(rand(5, 6))
+    told = handed_over(y, op.weight)
+    y.sum().backward()
+    assert told == [True]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **kw: of.BasicLinear(6, 4, **kw),
+        lambda **kw: of.Linear(6, 4, **kw),
+        lambda **kw: of.GroupedLinear(2, 6, 4, **kw),
+    ],
+    ids=["BasicLinear", "Linear", "GroupedLinear"],
+)
+def test_one_place_only(make: Callable[..., nn.Module]) -> None:
+    with pytest.raises(ArgumentError) as error:
+        make(accumulate_into_main_grad=True, accumulate_into_grad=True)
+    for part in (
+        "accumulated in one place",
+        "Linear",
+        "accumulate_into_main_grad=True, accumulate_into_grad=True",
+        "Leave one of them False",
+    ):
+        assert part in str(error.value)
+
+
+def grouped(**kwargs: Any) -> of.GroupedLinear:
+    return fill(of.GroupedLinear(3, 6, 4, **ADDS, **kwargs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
+def test_grouped_linear(single: bool, delay: bool, dtype: torch.dtype) -> None:
+    op = grouped(single_grouped_weight=single, delay_wgrad_compute=delay, dtype=dtype)
+    weights = [p for name, p in op.named_parameters() if name.startswith("weight")]
+    plain, exact = (
+        [w.detach().to(as_dtype).requires_grad_() for w in weights]
+        for as_dtype in (dtype, torch.float64)
+    )
+    sizes, grads = [2, 0, 5], []
+    for step in range(3):
+        x, dy = rand(7, 6, dtype=dtype), rand(7, 4, dtype=dtype)
+        y = of.Sequential(op)(x, torch.tensor(sizes))
+        told = [handed_over(y, w) for w in weights]
+        y.backward(dy)
+        if delay:
+            op.backward_dw()
+        assert told == [[step == 0 and not delay]] * len(weights)
+        grads = grads or [w.grad for w in weights]
+        assert all(w.grad is grad for w, grad in zip(weights, grads)), "the same memory"
+        for ws in (plain, exact):
+            of_dtype = ws[0].dtype
+            matrices = ws[0].unbind(0) if single else ws
+            rows = zip(x.to(of_dtype).split(sizes), matrices)
+            torch.cat([F.linear(r, w) for r, w in rows]).backward(dy.to(of_dtype))
+    for w, same, want in zip(weights, plain, exact):
+        error = (w.grad.double() - want.grad).abs().max()
+        allowed = 2 * (same.grad.double() - want.grad).abs().max()
+        assert error <= allowed + torch.finfo(dtype).eps * max(1.0, want.grad.abs().max().item())
+
+
+def test_grouped_linear_adds_for_all_groups_or_none() -> None:
+    op = grouped(bias=False, **F64)
+    weights = [op.weight0, op.weight1, op.weight2]
+    weights[0].grad = torch.full((4, 6), 3.0, dtype=torch.float64)
+    op.weight1.requires_grad_(False)
+    x, dy, sizes = rand(7, 6), rand(7, 4), torch.tensor([2, 1, 4])
+    parts = [d.t() @ a for a, d in zip(x.split([2, 1, 4]), dy.split([2, 1, 4]))]
+    for step in range(2):  # at first the last group has no gradient; the frozen one never has
+        y = of.Sequential(op)(x, sizes)
+        told = [handed_over(y, weights[n]) for n in (0, 2)]
+        y.backward(dy)
+        assert told == [[step == 0]] * 2
+    close(weights[0].grad, 3 + 2 * parts[0])
+    assert weights[1].grad is None
+    close(weights[2].grad, 2 * parts[2])
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_grouped_linear_whose_weights_were_replaced(delay: bool) -> None:
+    op = grouped(bias=False, delay_wgrad_compute=delay, **F64)
+    used = list(op.parameters())
+    x, sizes = torch.ones(9, 6, dtype=torch.float64), torch.tensor([2, 3, 4])
+    for w in used:
+        w.grad = torch.full_like(w, 7.0)
+    y = op(x, sizes)
+    for n in range(3):
+        setattr(op, f"weight{n}", nn.Parameter(torch.zeros(4, 6, dtype=torch.float64)))
+    y.sum().backward()
+    if delay:
+        op.backward_dw()
+    for w, rows in zip(used, (2.0, 3.0, 4.0)):
+        close(w.grad, torch.full_like(w, 7.0 + rows))
+    assert all(w.grad is None for w in op.parameters())
+
+
+def test_grouped_linear_after_a_forward_that_left_no_weights() -> None:
+    op = grouped(bias=False, **F64)
+    for w in op.parameters():
+        w.grad = torch.full_like(w, 7.0)
+    op.accumulate_into_grad = False
+    y = op(torch.ones(9, 6, dtype=torch.float64), torch.tensor([2, 3, 4]))
+    op.accumulate_into_grad = True
+    y.sum().backward()
+    for w, rows in zip(op.parameters(), (2.0, 3.0, 4.0)):
+        close(w.grad, torch.full_like(w, 7.0 + rows))
