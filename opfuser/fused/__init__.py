@@ -20,6 +20,7 @@ from . import (
     linear_cross_entropy,
     norm_linear,
     pointwise_chain,
+    pointwise_norm,
     recompute_mlp,
 )
 from .activation_linear import ActivationLinear
@@ -38,6 +39,7 @@ from .forward_qk_norm_rotary import ForwardQKNormRotary
 from .linear_cross_entropy import LinearCrossEntropy
 from .norm_linear import NormLinear
 from .pointwise_chain import PointwiseChain
+from .pointwise_norm import PointwiseNorm
 from .recompute_mlp import RecomputeMLP
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "LinearCrossEntropy",
     "NormLinear",
     "PointwiseChain",
+    "PointwiseNorm",
     "RecomputeMLP",
 ]
 
@@ -67,9 +70,13 @@ __all__ = [
 # - The head goes with the loss, whose logits are then never whole, not with the norm before it.
 # - An activation goes with the linear behind it (2H less to save) before it goes with the bias and
 #   other element-wise operations before it (2H less to move, and only until the GEMM reads it).
-# - A sum behind dropout goes into that chain (3A moved instead of 5A), any other on a GPU into the
-#   norm behind it (4A instead of 5A), as a GEMM that starts from the residual has to copy it first;
-#   on a CPU, where no kernel does both sum and norm, into the GEMM.
+# - A run of element-wise operations before a norm goes into the norm's kernel (4A moved for bias,
+#   dropout, sum and norm, instead of 5A as two kernels), any other into one of its own. Only then
+#   does the linear behind that norm join, for A less to save: the bias behind the linear may begin
+#   another run, and moves A less there in backward than as a part of the linear.
+# - A sum alone goes on a GPU into the norm behind it (4A instead of 5A), as a GEMM that starts from
+#   the residual has to copy it first; on a CPU, where no kernel does both sum and norm, into the
+#   GEMM.
 # - A residual gradient goes into the norm's kernel or the GEMM rather than a factor into the GEMM.
 FUSIONS: tuple[Fusion, ...] = (
     linear_cross_entropy.FUSION,
@@ -77,6 +84,7 @@ FUSIONS: tuple[Fusion, ...] = (
     recompute_mlp.FUSION_WHERE_ASKED,
     activation_linear.FUSION_WITH_SUM,
     activation_linear.FUSION,
+    pointwise_norm.FUSION,
     pointwise_chain.FUSION,
     norm_linear.FUSION,
     forward_qk_norm_rotary.FUSION,

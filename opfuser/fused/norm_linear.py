@@ -16,10 +16,13 @@ from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusedOperation, OperationContext
+from ._linear import insist
 from ._linear_part import LinearPart, refuse
-from ._norm_part import NormPart, sum_refusal
+from ._norm_part import NormPart, PointwiseNorm, sum_refusal
 
 __all__ = ["FUSION", "NormLinear"]
+
+Norm = RMSNorm | LayerNorm | PointwiseNorm
 
 
 class NormLinear(FusedOperation):
@@ -27,8 +30,10 @@ class NormLinear(FusedOperation):
 
     .. math:: s = z + x, \quad y = \mathrm{norm}(s)\, W^T + b
 
-    Sum, tap and bias may be absent. Saves s and the norm's statistics, one or two per row, but not
-    the norm's output: A elements less for A elements of s.
+    Sum, tap and bias may be absent. In place of sum, tap and norm there may be a PointwiseNorm,
+    which has any run of element-wise operations in place of the sum. Saves s and the norm's
+    statistics, one or two per row, and what such a run saves, but not the norm's output: A elements
+    less for A elements of s.
 
     In backward :math:`dn = dy\, W` comes first. Then the pass that makes the gradients of norm and
     residual out of dn and s also writes :math:`n = \mathrm{norm}(s)` again, at A elements of
@@ -37,14 +42,15 @@ class NormLinear(FusedOperation):
     Kernel: ATen's GEMMs, and the norm kernels of opfuser; no ATen norm backward returns the output.
 
     Args:
-        norm: the norm.
+        norm: the norm, or one with a run of element-wise operations and maybe the tap before it.
         linear: the linear operation.
         add: the sum with the extra input, which comes first, or None.
         make_extra: what publishes the sum, or None.
         bias: the bias after the linear operation, or None.
 
     Raises:
-        NotSupportedError: ``linear`` exchanges data between ranks.
+        NotSupportedError: ``linear`` exchanges data between ranks, or there is a sum or tap before
+            a PointwiseNorm.
         InputError: in forward, as in the operations that it replaces.
     """
 
@@ -53,14 +59,19 @@ class NormLinear(FusedOperation):
     def __init__(
         self,
         *,
-        norm: RMSNorm | LayerNorm,
+        norm: Norm,
         linear: BasicLinear,
         add: AddExtraInput | None = None,
         make_extra: MakeExtraOutput | None = None,
         bias: Bias | None = None,
     ) -> None:
-        first = NormPart(add, make_extra, norm)
-        second = LinearPart(linear, bias, type(self).__name__)
+        where = type(self).__name__
+        if isinstance(norm, PointwiseNorm):
+            insist(_run_refusal(add, make_extra), where)
+            first = norm.part
+        else:
+            first = NormPart(add, make_extra, norm)
+        second = LinearPart(linear, bias, where)
         super().__init__((*first.ops, *second.ops))
         self._parts = first, second
 
@@ -108,15 +119,28 @@ class NormLinear(FusedOperation):
         return grads.input, [*grads.parameters, *own], extra_inputs
 
 
+def _run_refusal(add: AddExtraInput | None, make_extra: MakeExtraOutput | None) -> Refusal | None:
+    """Why a PointwiseNorm does not go with what stands before it."""
+    if add is not None or make_extra is not None:
+        return Refusal("LAYOUT", "the run before the norm is not the first of the operations")
+    return None
+
+
 def _refuses(
     add: AddExtraInput | None,
     make_extra: MakeExtraOutput | None,
-    norm: RMSNorm | LayerNorm,
+    norm: Norm,
     linear: BasicLinear,
     bias: Bias | None,
     *,
     env: Env,
 ) -> Refusal | None:
+    if isinstance(norm, PointwiseNorm):
+        if not norm.planned:
+            return Refusal("LAYOUT", "PointwiseNorm was placed by hand, and runs on its own")
+        no = _run_refusal(add, make_extra)
+        if no is not None:
+            return no
     return sum_refusal(add, env) or refuse([linear], env)
 
 
@@ -126,7 +150,7 @@ FUSION = Fusion(
     pattern=(
         Optional(AddExtraInput),
         Optional(MakeExtraOutput),
-        (RMSNorm, LayerNorm),
+        (RMSNorm, LayerNorm, PointwiseNorm),
         BasicLinear,
         Optional(Bias),
     ),

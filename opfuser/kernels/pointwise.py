@@ -1,5 +1,7 @@
 """Runs of element-wise operations as chains: one kernel forward, one backward.
 
+In forward the norm of the result can be part of that kernel.
+
 Dimensions: R rows, which are all dimensions but the last, C columns.
 """
 
@@ -7,19 +9,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import pointwise_plain as plain
-from .launch import AVAILABLE, DTYPES, INTERPRETED, runs
+from .launch import AVAILABLE, DTYPES, INTERPRETED, Launch, runs
+from .norm_launch import MAX_CHAIN_ROW
 from .pointwise_launch import (
     MAX_OPERANDS,
     Gradients,
     Tiled,
     Wants,
     forward_launch,
+    forward_norm_launch,
     gradients,
     launch_backward,
     padded,
@@ -27,6 +31,7 @@ from .pointwise_launch import (
     size_of,
 )
 from .pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Scale, Stage
+from .rows import cdiv
 
 __all__ = [
     "ADD",
@@ -36,6 +41,7 @@ __all__ = [
     "KEEP",
     "MAX_OPERANDS",
     "Chain",
+    "Normed",
     "Scale",
     "Stage",
     "draw_seed",
@@ -67,6 +73,24 @@ def _dropout_chain(p: float) -> Chain:
     return Chain([Stage(DROPOUT, parameters=(p,))])
 
 
+class Normed(NamedTuple):
+    """The norm of a chain's result, and what else the kernel wrote.
+
+    Attributes:
+        y: the norm.
+        total: the chain's result, None unless it was wanted.
+        mean: of the rows of total; None for RMSNorm.
+        rstd: of the rows of total.
+        kept: as ``Chain.forward`` returns it.
+    """
+
+    y: Tensor
+    total: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+    kept: list[Tensor | None]
+
+
 class Chain:
     """A run of element-wise stages. It keeps what it launches.
 
@@ -85,6 +109,7 @@ class Chain:
         kinds = [(i, stage.kind) for i, stage in enumerate(self.stages)]
         self._holders = [(i, kind) for i, kind in kinds if kind != FUNCTION]
         self._forwards: dict[Any, Tiled] = {}
+        self._norms: dict[Any, tuple[Launch, int]] = {}
         self._backwards: dict[Any, Gradients] = {}
 
     def __reduce__(self) -> Any:
@@ -102,17 +127,10 @@ class Chain:
         Returns:
             The result, and for each KEEP what it kept, all contiguous.
         """
-        if not _on_kernels(x):
-            return plain.forward(self.stages, x, operands, dtypes)
         kept: list[Tensor | None] = [None] * len(self.stages)
-        pointers: list[Tensor | None] = []
-        for i, kind in self._holders:
-            operand = operands[i]
-            if kind == KEEP:
-                operand = kept[i] = torch.empty(x.shape, dtype=dtypes[i], device=x.device)
-            elif operand is None or not _fits(kind, operand):
-                return plain.forward(self.stages, x, operands, dtypes)
-            pointers.append(operand.contiguous())
+        pointers = self._pointers(x, operands, dtypes, kept)
+        if pointers is None:
+            return plain.forward(self.stages, x, operands, dtypes)
         y = torch.empty(x.shape, dtype=dtypes[-1], device=x.device)
         rows, cols = size_of(x, self._by_rows)
         key = cols, x.dtype
@@ -123,6 +141,80 @@ class Chain:
         tensors = (x.contiguous(), y, *padded(pointers))
         tiled.launch((blocks * slices, 1, 1), tensors, (rows, cols, slices))
         return y, kept
+
+    def forward_norm(
+        self,
+        x: Tensor,
+        operands: Sequence[Tensor | None],
+        dtypes: Sequence[torch.dtype],
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        zero_centered: bool,
+        *,
+        with_mean: bool,
+        want_total: bool,
+    ) -> Normed | None:
+        """Runs the stages and the norm of their result over its last dimension as one kernel.
+
+        Args:
+            operands, dtypes: as in ``forward``.
+            weight, bias, eps, zero_centered: as in ``norm.layer_norm_forward``.
+            with_mean: whether the norm is LayerNorm, else RMSNorm.
+            want_total: whether to write the result of the stages too, in the last of ``dtypes``.
+
+        Returns:
+            None where no kernel does both: where ``forward`` launches none either, and for rows
+            that registers do not hold. Else y and total in the dtype of the stages' result and the
+            shape of x, and for each row its statistics in fp32; all contiguous.
+        """
+        cols, dtype = x.shape[-1], dtypes[-1] if dtypes else x.dtype
+        row = cols * max(x.itemsize, dtype.itemsize)
+        if not 0 < row <= MAX_CHAIN_ROW or dtype not in DTYPES:
+            return None
+        kept: list[Tensor | None] = [None] * len(self.stages)
+        pointers = self._pointers(x, operands, dtypes, kept)
+        if pointers is None:
+            return None
+        key = cols, x.dtype, zero_centered
+        found = self._norms.get(key)
+        if found is None:
+            found = self._norms[key] = forward_norm_launch(
+                self.stages, cols, x.itemsize, zero_centered
+            )
+        launch, block_rows = found
+        y = torch.empty(x.shape, dtype=dtype, device=x.device)
+        total = torch.empty_like(y) if want_total else None
+        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(rstd) if with_mean else None
+        rows = rstd.numel()
+        parameters = weight.contiguous(), None if bias is None else bias.contiguous()
+        tensors = (x.contiguous(), *parameters, y, total, mean, rstd, *padded(pointers))
+        launch((cdiv(rows, block_rows), 1, 1), tensors, (rows, cols), (eps, 1 / cols))
+        return Normed(y, total, mean, rstd, kept)
+
+    def _pointers(
+        self,
+        x: Tensor,
+        operands: Sequence[Tensor | None],
+        dtypes: Sequence[torch.dtype],
+        kept: list[Tensor | None],
+    ) -> list[Tensor] | None:
+        """What the stages read and keep besides x, or None where no kernel runs them.
+
+        Memory for what is kept is put into ``kept`` too.
+        """
+        if not self.stages or not _on_kernels(x):
+            return None
+        pointers: list[Tensor] = []
+        for i, kind in self._holders:
+            operand = operands[i]
+            if kind == KEEP:
+                operand = kept[i] = torch.empty(x.shape, dtype=dtypes[i], device=x.device)
+            elif operand is None or not _fits(kind, operand):
+                return None
+            pointers.append(operand.contiguous())
+        return pointers
 
     def backward(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import pointwise_plain as plain
 from .launch import Launch, multiprocessors
+from .norm_launch import chain_forward_launch
 from .pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Stage, Wants
 from .rows import add_up, cdiv, tile
 
@@ -25,6 +26,7 @@ __all__ = [
     "Tiled",
     "Wants",
     "forward_launch",
+    "forward_norm_launch",
     "gradients",
     "launch_backward",
     "padded",
@@ -209,9 +211,20 @@ def gradients(
 
 def forward_launch(stages: Sequence[Stage], cols: int, itemsize: int) -> Tiled:
     """What runs the stages."""
+    return _forward(_device(stages, _sources(stages), {}, itemsize), cols, itemsize)
+
+
+def forward_norm_launch(
+    stages: Sequence[Stage], cols: int, itemsize: int, zero_centered: bool
+) -> tuple[Launch, int]:
+    """What runs the stages and the norm of their result, and the rows of a program."""
+    return _norm(_device(stages, _sources(stages), {}, itemsize), cols, zero_centered)
+
+
+def _sources(stages: Sequence[Stage]) -> dict[int, int]:
+    """For stages that have an operand in forward, which one it is."""
     holders = [i for i, stage in enumerate(stages) if stage.kind != FUNCTION]
-    sources = {i: n for n, i in enumerate(holders)}
-    return _forward(_device(stages, sources, {}, itemsize), cols, itemsize)
+    return {i: n for n, i in enumerate(holders)}
 
 
 def _device(
@@ -233,6 +246,11 @@ def _device(
 def _forward(stages: tuple[Any, ...], cols: int, itemsize: int) -> Tiled:
     elements = _BYTES // itemsize
     return _tiled("forward", {"STAGES": _loaded(stages)}, cols, elements, _PROGRAMS, 1)
+
+
+@functools.lru_cache(None)
+def _norm(stages: tuple[Any, ...], cols: int, zero_centered: bool) -> tuple[Launch, int]:
+    return chain_forward_launch(_loaded(stages), cols, zero_centered)
 
 
 @functools.lru_cache(None)

@@ -168,7 +168,6 @@ def test_kinds_of_activations_are_those_of_the_tables() -> None:
 def in_words(element: Any) -> str:
     """An element of a pattern as the tables write it."""
     if element.repeated is not None:
-        assert element.repeated.at_least == 2
         return f"{element.name} …"
     names = tuple(kind.__name__ for kind in element.types)
     kinds = {members: kind for kind, members in KINDS.items()}

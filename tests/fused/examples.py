@@ -46,6 +46,10 @@ EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
         4,
     ),
     "activation_linear": (lambda: [Bias(6), SiLU(), BasicLinear(6, 4), Bias(4)], 0),
+    "pointwise_norm": (
+        lambda: [Bias(6), Dropout(0.3), AddExtraInput(), MakeExtraOutput(), LayerNorm(6)],
+        6,
+    ),
     "pointwise_chain": (lambda: [Bias(6), SiLU(), Dropout(0.3), AddExtraInput()], 6),
     "norm_linear": (
         lambda: [AddExtraInput(), MakeExtraOutput(), LayerNorm(6), BasicLinear(6, 4), Bias(4)],
@@ -73,8 +77,12 @@ ONLY_ON = {
     "activation_linear_add": "cpu",
     "forward_linear_bias_add": "cpu",
     "pointwise_chain": "cuda",
+    "pointwise_norm": "cuda",
 }
 """Fusions that are for one type of device."""
+
+OF_CHAINS = {"pointwise_chain", "pointwise_norm"}
+"""Fusions that only kernels make sense of: not on a CPU, but in the interpreter; not in float64."""
 
 
 def filled(ops: list[nn.Module]) -> list[nn.Module]:
@@ -95,7 +103,8 @@ def extras(name: str, *rows: int) -> list[Tensor]:
 def built(fusion: Fusion, ops: Sequence[nn.Module]) -> FusedOperation:
     """The fused operation in place of ``ops``, one for each element of the fusion's pattern."""
     if isinstance(fusion.pattern[0], Repeated):
-        return fusion.build(tuple(ops))
+        n = len(ops) - len(fusion.pattern) + 1
+        return fusion.build(tuple(ops[:n]), *ops[n:])
     return fusion.build(*ops)
 
 

@@ -33,7 +33,16 @@ from opfuser.fusion import Fusion
 from opfuser.kernels.launch import INTERPRETED
 from opfuser.op import BasicOperation, FusedOperation
 from opfuser.testing import assert_not_fused, check_fusion
-from tests.fused.examples import EXAMPLES, ONLY_ON, asking, built, call, extras, filled
+from tests.fused.examples import (
+    EXAMPLES,
+    OF_CHAINS,
+    ONLY_ON,
+    asking,
+    built,
+    call,
+    extras,
+    filled,
+)
 from tests.fused.pairings import DTYPES, only, tensor
 
 forward_fusions = pytest.mark.parametrize(
@@ -51,7 +60,7 @@ def test_every_fusion_has_an_example_and_is_registered_in_order() -> None:
 
 
 def runs_on(fusion: Fusion, device: torch.device) -> bool:
-    kind = "cuda" if INTERPRETED and fusion.name == "pointwise_chain" else device.type
+    kind = "cuda" if INTERPRETED and fusion.name in OF_CHAINS else device.type
     return ONLY_ON.get(fusion.name, kind) == kind
 
 
@@ -61,7 +70,7 @@ def test_check_fusion(fusion: Fusion, device: torch.device) -> None:
     tensors = [t.to(device) for t in (torch.randn(3, 5, 6), *extras(fusion.name, 3, 5))]
     if runs_on(fusion, device):
         # There are no kernels for float64, and so no chain of them.
-        dtypes = DTYPES[fusion.name == "pointwise_chain" :]
+        dtypes = DTYPES[fusion.name in OF_CHAINS :]
         check_fusion(fusion.name, ops, *tensors, dtypes=dtypes, zero_rows=True)
     else:
         with opfuser.disable("*"), opfuser.enable(fusion.name):
@@ -127,10 +136,30 @@ PRECEDENCE: dict[str, tuple[str, list[nn.Module], Counter[str]]] = {
         [Dropout(0.1), Bias(6), SiLU(), BasicLinear(6, 6)],
         Counter(["activation_linear"]),
     ),
-    "a sum after dropout goes into that chain, not the norm": (
+    "dropout and sum go into the norm": (
         "meta",
+        [Dropout(0.1), AddExtraInput(), MakeExtraOutput(), RMSNorm(6), SwiGLU()],
+        Counter(["pointwise_norm"]),
+    ),
+    "dropout and sum go into the norm, and both with the linear operation": (
+        "meta",
+        [BasicLinear(6, 6), Bias(6), Dropout(0.1), AddExtraInput(), RMSNorm(6), BasicLinear(6, 6)],
+        Counter(["norm_linear"]),
+    ),
+    "the bias after that linear operation may begin another run": (
+        "meta",
+        [SiLU(), RMSNorm(6), BasicLinear(6, 6), Bias(6), SiLU(), Dropout(0.1)],
+        Counter(["norm_linear", "pointwise_chain"]),
+    ),
+    "a run that no norm follows is a chain": (
+        "meta",
+        [Bias(6), Dropout(0.1), AddExtraInput(), MakeExtraOutput(), Bias(6), SiLU()],
+        Counter({"pointwise_chain": 2}),
+    ),
+    "on a CPU only the norm goes with the linear operation": (
+        "cpu",
         [Dropout(0.1), AddExtraInput(), RMSNorm(6), BasicLinear(6, 6)],
-        Counter(["pointwise_chain", "norm_linear"]),
+        Counter(["norm_linear"]),
     ),
     "on a GPU a sum goes into the norm, not the GEMM": (
         "meta",
@@ -150,9 +179,17 @@ PRECEDENCE: dict[str, tuple[str, list[nn.Module], Counter[str]]] = {
     "a sum goes into the norm elsewhere": (
         "meta",
         [BasicLinear(6, 6), Bias(6), AddExtraInput(), MakeExtraOutput(), RMSNorm(6)],
-        Counter(
-            ["forward_linear_bias_activation", "forward_add_rms_norm", "backward_add_rms_norm"]
-        ),
+        Counter(["pointwise_norm"]),
+    ),
+    "also without a bias": (
+        "meta",
+        [BasicLinear(6, 6), AddExtraInput(), MakeExtraOutput(), RMSNorm(6)],
+        Counter(["forward_add_rms_norm", "backward_add_rms_norm"]),
+    ),
+    "a bias goes into the GEMM, not the norm": (
+        "meta",
+        [BasicLinear(6, 6), Bias(6), RMSNorm(6)],
+        Counter(["forward_linear_bias_activation"]),
     ),
     "factor and sum go into the GEMM": (
         "cpu",
@@ -265,7 +302,7 @@ def test_all_fusions_in_one_sequence() -> None:
                 want = gradients(seq, seq, rows)
             for a, b in zip((*got[0], *got[1]), (*want[0], *want[1])):
                 torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-    assert found == {f.name for f in FUSIONS} - {"pointwise_chain"}
+    assert found == {f.name for f in FUSIONS} - OF_CHAINS
 
 
 # The tracer of torch.compile makes an instance of Function, against torch's own advice.

@@ -302,7 +302,7 @@ def test_inputs_of_another_shape_or_dtype() -> None:
         seq(torch.ones(()), torch.ones(()))
     with pytest.raises(InputError, match="Input and extra input must have the same shape"):
         seq(torch.ones(2, 6), torch.ones(6))
-    with pytest.raises(InputError, match=r"must be fp16, bf16, fp32 or fp64 \(PointwiseChain\)"):
+    with pytest.raises(InputError, match=r"must be fp16, bf16, fp32 or fp64 \(Bias\)"):
         seq(torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6))
 
 

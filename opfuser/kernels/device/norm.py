@@ -3,6 +3,7 @@
 Dimensions: R rows, D columns, P programs that share the rows. x, residual, dy, residual_grad:
 (R, D), rows apart by their stride; y, total, dx: (R, D), contiguous; weight, bias: (D,); mean,
 rstd: (R,); partial: (1 or 2, P, D), sums for dw and, with a bias, for db. Pointers may be None.
+After a chain of element-wise stages x is contiguous, and operands are as in ``pointwise``.
 
 With ``share`` = 1/D, or 1 for L2 normalisation, and mean = 0 where mean_ptr is None:
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .pointwise import apply, common, place
 
 
 @triton.jit
@@ -54,6 +57,26 @@ def _load_bias(bias_ptr, cols, within):
 
 
 @triton.jit
+def _norm(
+    x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, row, cols, rows, columns, eps, share,
+    ZERO_CENTERED: tl.constexpr,
+):  # fmt: skip
+    """The norm of whole rows x, which are 0 outside; stores their statistics."""
+    within = cols < columns
+    scale = _load_scale(weight_ptr, cols, within, ZERO_CENTERED)
+    bias = _load_bias(bias_ptr, cols, within)
+    if mean_ptr is not None:
+        # Not a product after the sum: x - mean would become one operation with it, and its mean not
+        # be the rounded one that backward reads.
+        mean = tl.sum(x * share, 1, keep_dims=True)
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+        x = tl.where(within & (row < rows), x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * share + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    return tl.fma(x * rstd, scale, bias)
+
+
+@triton.jit
 def norm_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
     rows, columns, x_stride, residual_stride,
@@ -63,25 +86,51 @@ def norm_forward(
     """Whole rows in registers: (BLOCK_ROWS, BLOCK_COLS >= D) per program."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
-    within = cols < columns
-    inside = within & (row < rows)
+    inside = (cols < columns) & (row < rows)
     x = _load(x_ptr, row, x_stride, cols, inside)
     if residual_ptr is not None:
         x += _load(residual_ptr, row, residual_stride, cols, inside)
         total = x.to(total_ptr.dtype.element_ty)
         _store(total_ptr, row, columns, cols, inside, total)
         x = total.to(tl.float32)
-    scale = _load_scale(weight_ptr, cols, within, ZERO_CENTERED)
-    bias = _load_bias(bias_ptr, cols, within)
-    if mean_ptr is not None:
-        # Not a product after the sum: x - mean would become one operation with it, and its mean not
-        # be the rounded one that backward reads.
-        mean = tl.sum(x * share, 1, keep_dims=True)
-        tl.store(mean_ptr + row, mean, mask=row < rows)
-        x = tl.where(inside, x - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * share + eps)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    _store(y_ptr, row, columns, cols, inside, tl.fma(x * rstd, scale, bias))
+    y = _norm(
+        x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, row, cols, rows, columns, eps, share,
+        ZERO_CENTERED,
+    )  # fmt: skip
+    _store(y_ptr, row, columns, cols, inside, y)
+
+
+@triton.jit
+def chain_norm_forward(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, total_ptr, mean_ptr, rstd_ptr,
+    a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr,
+    rows, columns,
+    eps, share,
+    STAGES: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """``norm_forward`` of what a chain of element-wise stages makes of x, which is total."""
+    operands = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr)
+    first_row = tl.program_id(0) * BLOCK_ROWS
+    tile = place(first_row, 0, rows, columns, BLOCK_ROWS, BLOCK_COLS)
+    base, at, inside = tile
+    shared = common(operands, 0, columns, STAGES, BLOCK_COLS)
+    x = tl.load(x_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
+    x, _derivatives = apply(
+        x, operands, shared, first_row, 0, tile, STAGES, False, BLOCK_ROWS, BLOCK_COLS
+    )
+    # Rounded even if it is not stored: y is the same whether a gradient is needed or not.
+    total = x.to(y_ptr.dtype.element_ty)
+    if total_ptr is not None:
+        tl.store(total_ptr + base + at, total, mask=inside)
+    x = tl.where(inside, total.to(tl.float32), 0.0)  # stages may have made more of zeros
+    row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, BLOCK_COLS)[None, :]
+    y = _norm(
+        x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, row, cols, rows, columns, eps, share,
+        ZERO_CENTERED,
+    )  # fmt: skip
+    tl.store(y_ptr + base + at, y, mask=inside)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opfuser.kernels import norm
+from opfuser.kernels import norm, scalar
+from opfuser.kernels.pointwise import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Chain, Stage
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ELEMENTS = 2**27
@@ -60,6 +61,30 @@ def layer_backward(cols: int, dtype: torch.dtype, *, y: bool) -> object:
     )
 
 
+SILU = scalar.Swish()
+BIASED, ADDED, KEPT = Stage(BIAS), Stage(ADD), Stage(KEEP)
+DROPPED = Stage(DROPOUT, parameters=(0.1,))
+ACTIVATED = Stage(FUNCTION, f"@scalar:{SILU.name}", SILU.parameters, SILU, linear=False)
+RESIDUAL = [BIASED, DROPPED, ADDED]
+
+
+def chain_forward(
+    cols: int, dtype: torch.dtype, stages: list[Stage], *, layer: bool, total: bool = True
+) -> object:
+    made: dict[int, Callable[[], Tensor]] = {
+        BIAS: lambda: tensor(cols, dtype=dtype),
+        ADD: lambda: tensors(1, cols, dtype)[0],
+        DROPOUT: lambda: tensor(1, dtype=torch.int64),
+    }
+    operands = [made[stage.kind]() if stage.kind in made else None for stage in stages]
+    (x,) = tensors(1, cols, dtype)
+    weight, bias = tensor(cols, dtype=dtype), tensor(cols, dtype=dtype) if layer else None
+    dtypes = (dtype,) * len(stages)
+    return Chain(stages).forward_norm(
+        x, operands, dtypes, weight, bias, EPS, False, with_mean=layer, want_total=total
+    )
+
+
 def l2_forward(cols: int) -> object:
     return norm.l2_norm_forward(tensor(ELEMENTS // cols, cols, dtype=BF16), 1e-6)
 
@@ -89,6 +114,20 @@ for dtype in (BF16, FP32):
         again = 2 if cols > 8192 else 0
         add(f"add + layer {size}", partial(layer_forward, cols, dtype, add=True), 4, dtype)
         add(f"layer, y {size}", partial(layer_backward, cols, dtype, y=True), 5 + again, dtype)
+    for cols in (1024, 4096, 8192, 16384) if dtype == BF16 else (1024, 8192):
+        for kind in ("rms", "layer"):
+            call = partial(chain_forward, cols, dtype, RESIDUAL, layer=kind == "layer")
+            add(f"bias, dropout, add + {kind} {cols} {dtype}", call, 4, dtype)
+    for name, stages, passes in (
+        ("dropout", [DROPPED], 3),
+        ("silu", [ACTIVATED], 3),
+        ("bias, silu, dropout, add", [BIASED, ACTIVATED, DROPPED, ADDED], 4),
+        ("silu, add, silu, dropout, add", [ACTIVATED, ADDED, KEPT, ACTIVATED, DROPPED, ADDED], 6),
+    ):
+        call = partial(chain_forward, 4096, dtype, stages, layer=True)
+        add(f"{name} + layer {dtype}", call, passes, dtype)
+    call = partial(chain_forward, 4096, dtype, RESIDUAL, layer=False, total=False)
+    add(f"bias, dropout, add + rms, sum not wanted {dtype}", call, 3, dtype)
 for cols in (4096, 16384):
     add(f"rms {cols}", partial(rms_forward, cols, BF16, add=False), 2, BF16)
     add(f"layer {cols}", partial(layer_forward, cols, BF16, add=False), 2, BF16)

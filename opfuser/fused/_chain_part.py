@@ -1,0 +1,301 @@
+"""A run of element-wise operations as a part of a fused operation, which runs it as a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..basic.activation import (
+    GELU,
+    QGELU,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softplus,
+    SReLU,
+    Tanh,
+    _Activation,
+)
+from ..basic.add_extra_input import AddExtraInput
+from ..basic.bias import Bias
+from ..basic.constant_scale import ConstantScale
+from ..basic.dropout import Dropout
+from ..basic.pointwise import PointwiseOperation
+from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
+from ..errors import NotSupportedError, explain
+from ..fusion import Env, Refusal
+from ..kernels.launch import INTERPRETED
+from ..kernels.pointwise import (
+    ADD,
+    BIAS,
+    DROPOUT,
+    FUNCTION,
+    KEEP,
+    MAX_OPERANDS,
+    Chain,
+    Scale,
+    Stage,
+    draw_seed,
+)
+from ..op import BasicOperation, FusibleOperation, OperationContext
+from ..tracked import Clock
+
+__all__ = ["ChainCall", "ChainGrads", "ChainPart", "accepts", "active", "refuse"]
+
+_ACTIVATIONS = (GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid)
+_ACCEPTED = frozenset((*_ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
+_PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
+
+Contexts = list[OperationContext]
+Gradients = tuple[Tensor | None, ...]
+
+
+def accepts(op: FusibleOperation) -> bool:
+    """Whether an operation can be part of a chain."""
+    if not isinstance(op, PointwiseOperation):
+        return type(op) in _ACCEPTED
+    own = any(getattr(type(op), name) is not getattr(PointwiseOperation, name) for name in _PASSES)
+    return not own and type(op).device_function is not None and not op.parameter_slots()
+
+
+def active(ops: Sequence[FusibleOperation]) -> list[type[FusibleOperation]]:
+    """The classes of those operations that change anything."""
+    return [type(op) for op in ops if _stage(op) is not None]
+
+
+def refuse(ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
+    """Why no kernel can run these operations."""
+    if env.device.type not in ("cuda", "meta") and not INTERPRETED:
+        return Refusal(
+            "DEVICE", f"there is no kernel for {env.device.type}; the steps would be the same"
+        )
+    if env.compute_dtype == torch.float64:
+        return Refusal("DTYPE", "there is no kernel for fp64; the steps would be the same")
+    return _refusal(ops)
+
+
+def _refusal(ops: Sequence[FusibleOperation]) -> Refusal | None:
+    """Why no chain can be made of these operations."""
+    odd = [type(op).__name__ for op in ops if not accepts(op)]
+    if odd:
+        return Refusal("LAYOUT", f"{odd[0]} is not an element-wise operation with a kernel")
+    # A sum may also be kept.
+    tensors = sum(2 if isinstance(op, AddExtraInput) else _has_tensor(op) for op in ops)
+    if tensors > MAX_OPERANDS:
+        return Refusal("LAYOUT", f"kernels take {MAX_OPERANDS} tensors besides x and y, not more")
+    return None
+
+
+def _has_tensor(op: FusibleOperation) -> bool:
+    return isinstance(op, (Bias, Dropout))
+
+
+class ChainCall(NamedTuple):
+    """What a call runs: a chain, the operations of its stages by index, operands and dtypes."""
+
+    chain: Chain
+    owners: tuple[int, ...]
+    operands: list[Tensor | None]
+    dtypes: tuple[torch.dtype, ...]
+
+
+class ChainGrads(NamedTuple):
+    """Gradients of the operations of a ChainPart."""
+
+    input: Tensor | None
+    parameters: list[Gradients]
+    extra_inputs: list[Gradients]
+
+
+class ChainPart:
+    """A run of element-wise operations.
+
+    Saves the seeds of dropouts and what derivatives are made from: the input, and sums with extra
+    inputs. Methods take the contexts of these operations, in forward order.
+
+    Args:
+        ops: the operations, in forward order.
+        where: names the fused operation in errors.
+
+    Raises:
+        NotSupportedError: an operation is none of those, or there are too many that have a tensor.
+    """
+
+    def __init__(self, ops: Sequence[FusibleOperation], where: str) -> None:
+        no = _refusal(ops)
+        if no is not None:
+            raise NotSupportedError(explain(no.detail, where=where))
+        self.ops = cast("tuple[BasicOperation, ...]", tuple(ops))
+        self._layouts = _Layouts(self.ops)
+
+    def prepare(
+        self, ctxs: Contexts, x: Tensor, extra_inputs: Sequence[Sequence[Tensor | None]]
+    ) -> ChainCall:
+        """The chain of this call and its operands.
+
+        Raises:
+            InputError: as in forward of the operations.
+        """
+        ops, chain, owners = self._layouts.get(ctxs[0].requires_grad)
+        operands: list[Tensor | None] = []
+        dtypes = []
+        dtype = x.dtype
+        if dtype not in COMPUTE_DTYPES:
+            refuse_dtype(x, self.ops[0])
+        lower = autocast_dtype(x.device)
+        for stage, owner in zip(chain.stages, owners):
+            operand = None
+            if stage.kind == BIAS:
+                operand = _bias(cast("Bias", ops[owner]), x)
+            elif stage.kind == ADD:
+                operand = extra_inputs[owner][0]
+                assert operand is not None
+                if operand.shape != x.shape:
+                    ops[owner].reference(x, operand)  # raises
+                if operand.dtype != dtype:
+                    dtype = torch.promote_types(dtype, operand.dtype)
+            elif stage.kind == DROPOUT:
+                operand = draw_seed(x)
+            elif not stage.linear:
+                dtype = lower or dtype
+            operands.append(operand)
+            dtypes.append(dtype)
+        return ChainCall(chain, owners, operands, tuple(dtypes))
+
+    def save(
+        self, ctxs: Contexts, call: ChainCall, x: Tensor, kept: Sequence[Tensor | None]
+    ) -> None:
+        """Leaves to backward what it reads, if it will run.
+
+        Args:
+            ctxs: contexts.
+            call: what was run.
+            x: the input.
+            kept: what the chain kept.
+        """
+        ctx, (chain, owners, operands, dtypes) = ctxs[0], call
+        if not ctx.requires_grad:
+            return
+        sums = tuple(
+            None if operand is None or stage.kind != BIAS else operand.dtype
+            for stage, operand in zip(chain.stages, operands)
+        )
+        ctx.chain = _Done(chain, owners, dtypes, sums)
+        tensors = (a if b is None else b for a, b in zip(operands, kept))
+        reads = (t if r else None for t, r in zip(tensors, chain.reads))
+        ctx.save_for_backward(x if chain.reads_x else None, *reads)
+
+    def backward(self, ctxs: Contexts, dy: Tensor | None) -> ChainGrads:
+        """Gradients, all None where dy is: nobody needs one."""
+        needs = [ctx.needs for ctx in ctxs]
+        params: list[Gradients] = [(None,) * len(need.parameters) for need in needs]
+        extras: list[Gradients] = [(None,) * len(need.extra_inputs) for need in needs]
+        if dy is None:
+            return ChainGrads(None, params, extras)
+        x, *operands = ctxs[0].saved_tensors
+        chain, owners, dtypes, sums = ctxs[0].chain
+        wants: list[Any] = []
+        for stage, owner, dtype in zip(chain.stages, owners, sums):
+            if stage.kind == BIAS:
+                wants.append(any(needs[owner].parameters) and dtype)
+            else:
+                wants.append(stage.kind == ADD and needs[owner].extra_inputs[0])
+        wants.append(needs[0].input)
+        dx, grads = chain.backward(dy, x, operands, tuple(wants), dtypes)
+        for stage, owner, grad in zip(chain.stages, owners, grads):
+            if stage.kind == BIAS and params[owner]:
+                params[owner] = (grad,)
+            elif stage.kind == ADD:
+                extras[owner] = (grad,)
+        return ChainGrads(dx, params, extras)
+
+
+class _Done(NamedTuple):
+    """What forward did: its stages, whose they are, dtypes of results and of biases' gradients."""
+
+    chain: Chain
+    owners: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    sums: tuple[torch.dtype | None, ...]
+
+
+class _Layout(NamedTuple):
+    """Stages, and for each the index of its operation."""
+
+    ops: Sequence[BasicOperation]
+    chain: Chain
+    owners: tuple[int, ...]
+
+
+class _Layouts:
+    """The stages of operations, for calls with and without gradients."""
+
+    def __init__(self, ops: Sequence[BasicOperation]) -> None:
+        self._ops = ops
+        self._made_at = -1
+        self._by_need: dict[bool, _Layout] = {}
+
+    def __reduce__(self) -> Any:
+        return _Layouts, (self._ops,)
+
+    def get(self, saves: bool) -> _Layout:
+        """Those of now: probabilities, factors and flags may be changed between two calls."""
+        if torch.compiler.is_compiling():  # it would make another graph after every change
+            return _lay_out(self._ops, saves)
+        if self._made_at != Clock.now:
+            self._by_need = {}
+            self._made_at = Clock.now
+        layout = self._by_need.get(saves)
+        if layout is None:
+            layout = self._by_need[saves] = _lay_out(self._ops, saves)
+        return layout
+
+
+def _lay_out(ops: Sequence[BasicOperation], saves: bool) -> _Layout:
+    """The stages of operations; where backward needs a sum, it is kept."""
+    stages: list[Stage] = []
+    owners: list[int] = []
+    needed = False
+    for i in reversed(range(len(ops))):
+        stage = _stage(ops[i])
+        if stage is None:
+            continue
+        needed = needed or not stage.linear
+        if stage.kind == ADD and needed and saves:
+            stages.append(Stage(KEEP))
+            owners.append(i)
+            needed = False
+        stages.append(stage)
+        owners.append(i)
+    return _Layout(ops, Chain(stages[::-1]), tuple(reversed(owners)))
+
+
+def _stage(op: FusibleOperation) -> Stage | None:
+    """What an operation does, or None if it does nothing."""
+    if isinstance(op, Bias):
+        return Stage(BIAS)
+    if isinstance(op, AddExtraInput):
+        return Stage(ADD)
+    if isinstance(op, Dropout):
+        p = op.dropout_probability
+        return Stage(DROPOUT, parameters=(p,)) if op.training and p > 0 else None
+    if isinstance(op, ConstantScale):
+        factor = float(op.scale)
+        return Stage(FUNCTION, "@pointwise:scale", (factor,), Scale(factor))
+    if isinstance(op, PointwiseOperation):
+        return op.stage
+    assert isinstance(op, _Activation)
+    name, parameters = op.function.arguments
+    return Stage(FUNCTION, f"@scalar:{name}", parameters, op.function, linear=False)
+
+
+def _bias(op: Bias, x: Tensor) -> Tensor | None:
+    bias = op._parameters.get("bias")
+    if bias is None:
+        bias = op.bias  # parametrised, or cleared
+    if bias is not None and (not x.dim() or x.shape[-1] != op.local_size):
+        op._refuse_input(x)
+    return bias

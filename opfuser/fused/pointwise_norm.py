@@ -1,0 +1,69 @@
+"""A run of element-wise operations and the norm behind it, in both passes."""
+
+from __future__ import annotations
+
+from ..basic.add_extra_input import AddExtraInput
+from ..basic.bias import Bias
+from ..basic.constant_scale import ConstantScale
+from ..basic.layer_norm import LayerNorm
+from ..basic.make_extra_output import MakeExtraOutput
+from ..basic.rms_norm import RMSNorm
+from ..fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
+from ..op import FusibleOperation
+from ._chain_part import accepts, active, refuse
+from ._norm_part import PointwiseNorm
+
+__all__ = ["FUSION", "PointwiseNorm"]
+
+
+def _refuses(
+    before: tuple[FusibleOperation, ...],
+    make_extra: MakeExtraOutput | None,
+    norm: RMSNorm | LayerNorm,
+    *,
+    env: Env,
+) -> Refusal | None:
+    no = refuse(before, env)
+    if no is not None:
+        return no
+    if len(norm.normalized_shape) != 1:
+        return Refusal("LAYOUT", "the norm is over several dimensions, the kernel over one")
+    kinds = active(before)
+    if not kinds:
+        return Refusal("LAYOUT", "none of the operations before the norm changes anything")
+    if len(before) == 1 and kinds == [AddExtraInput]:
+        return Refusal("CONFLICT", "left to the fusions of a sum and a norm")
+    if kinds in _BY_GEMM:
+        return Refusal("CONFLICT", "left to the linear operation that may stand before it")
+    return None
+
+
+# What a GEMM does on the way. A bias alone: 2A moved forward instead of 3A. A factor, with a sum or
+# without: it is part of the gradient GEMMs too, 2A less in backward, and the norm's kernel would
+# save no more than that forward. But not a bias with a sum: in the GEMM or in the norm's kernel it
+# is 4A forward, and 6A where no GEMM can add it, as behind one that is reduced over ranks.
+_BY_GEMM = ([Bias], [ConstantScale], [ConstantScale, AddExtraInput])
+
+
+def _build(
+    before: tuple[FusibleOperation, ...],
+    make_extra: MakeExtraOutput | None,
+    norm: RMSNorm | LayerNorm,
+) -> PointwiseNorm:
+    fused = PointwiseNorm(before=before, norm=norm, make_extra=make_extra)
+    fused.planned = True
+    return fused
+
+
+FUSION = Fusion(
+    name="pointwise_norm",
+    stage="joint",
+    pattern=(
+        Repeated("pointwise operation", accepts),
+        Optional(MakeExtraOutput),
+        (RMSNorm, LayerNorm),
+    ),
+    refuses=_refuses,
+    build=_build,
+    requires=Requires(package="triton"),
+)
