@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import InputError, explain
-from ._main_grad import add_wgrad
+from ._wgrad import add_wgrad
 
 __all__ = [
     "RowGroups",

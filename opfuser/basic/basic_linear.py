@@ -22,7 +22,7 @@ from ._distributed import (
     refuse_reference,
     shard_linear,
 )
-from ._main_grad import accumulate_main_grad, add_wgrad, as_rows, grad_buffer, refuse_both
+from ._wgrad import accumulate_main_grad, add_wgrad, as_rows, grad_buffer, refuse_both
 
 __all__ = ["BasicLinear", "linear_dgrad", "linear_forward", "linear_wgrad"]
 

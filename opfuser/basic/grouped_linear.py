@@ -25,7 +25,7 @@ from ._grouped_gemm import (
     row_groups,
     scale_grad,
 )
-from ._main_grad import (
+from ._wgrad import (
     as_rows,
     fitting_grad,
     grad_buffer,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..basic._distributed import gather_first_dim
-from ..basic._main_grad import as_rows
+from ..basic._wgrad import as_rows
 from ..basic.basic_linear import BasicLinear, linear_dgrad
 from ..basic.bias import Bias
 from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..basic._main_grad import add_wgrad, as_rows
+from ..basic._wgrad import add_wgrad, as_rows
 from ..basic.basic_linear import linear_forward
 from ..basic.cross_entropy import CrossEntropy
 from ..kernels.cross_entropy import cross_entropy_forward, cross_entropy_gradient

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..basic._main_grad import main_grad_buffer, mark_added
+from ..basic._wgrad import main_grad_buffer, mark_added
 from ..basic.basic_linear import BasicLinear
 from ..basic.cross_entropy import CrossEntropy
 from ..fusion import Env, Fusion, Refusal

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..basic._main_grad import as_rows
+from ..basic._wgrad import as_rows
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
