@@ -200,7 +200,7 @@ def saved_bytes(leave_out: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             seen[storage.data_ptr()] = storage
-        return tensor
+        return tensor.detach()  # an output that its own node keeps would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield lambda: sum(storage.nbytes() for storage in seen.values())

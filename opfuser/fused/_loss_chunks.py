@@ -68,7 +68,9 @@ def split(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Split:
         if whole // _FEW <= whole // chunks + sum_bytes:
             chunks = _FEW
     size = -(-rows // chunks)
-    size = max(limits.rows, -(-size // _MULTIPLE) * _MULTIPLE)
+    size = -(-size // _MULTIPLE) * _MULTIPLE
+    if size < limits.rows:  # torch 2.11 does not trace the maximum where rows may vary
+        size = limits.rows
     narrow = dtype == torch.bfloat16 and rows <= _FEW * size
     return Split(size, dtype if narrow else wide)
 

@@ -41,6 +41,11 @@ class Case(NamedTuple):
     fusion: str | None = None
     adds: bool = True
 
+    def fusion_on(self, device: torch.device) -> str | None:
+        """On a GPU the norm that may follow adds the residual."""
+        on_gpu = device.type == "cuda" and self.fusion == "activation_linear_add"
+        return "activation_linear" if on_gpu else self.fusion
+
 
 def norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
@@ -125,7 +130,7 @@ def test_three_micro_batches(name: str, dtype: torch.dtype, device: torch.device
             if case.fusion == "recompute_mlp":
                 on.enter_context(of.enable(case.fusion))
             if case.fusion is not None:
-                assert seq.plan(*tensors).fused("backward") == {case.fusion: 1}
+                assert seq.plan(*tensors).fused("backward") == {case.fusion_on(device): 1}
             y = first(seq(*tensors))
         dy = torch.randn_like(y)
         told = [handed_over(y, w) for w in weights]
@@ -490,6 +495,8 @@ def test_torch_compile() -> None:
     close(op.weight.grad, 3 + 2 * dw)
 
 
+# What torch 2.11 imports for it is deprecated by torch itself.
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_compiled_autograd() -> None:
     op, x, dy, dw = started()
     for _ in range(2):
