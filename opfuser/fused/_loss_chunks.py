@@ -69,7 +69,7 @@ def split(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Split:
             chunks = _FEW
     size = -(-rows // chunks)
     size = -(-size // _MULTIPLE) * _MULTIPLE
-    if size < limits.rows:  # torch 2.11 does not trace the maximum where rows may vary
+    if size < limits.rows:  # noqa: PLR1730 - torch 2.11 traces no maximum where rows may vary
         size = limits.rows
     narrow = dtype == torch.bfloat16 and rows <= _FEW * size
     return Split(size, dtype if narrow else wide)

@@ -24,10 +24,10 @@ MAX_COLS = 2**16
 # Elements of each tensor that a thread holds. In forward, rows of 2048 to 8192 reach 0.97 to 0.98
 # with 16 and 0.90 to 0.97 with 8, as the sums over a row then take longer than its loads. LayerNorm
 # has two sums, one after the other: 0.89 to 0.94 with 32, 0.73 to 0.89 with 16, but for short rows
-# or where a residual is loaded too; two rows at a time, by 8 warps, take 36.2 instead of 36.9 us for
-# 8192 x 4096 and 135 instead of 140 us for 16384 x 8192. In backward, more than 16 do not fit. Rows
-# that would leave some of four warps idle share a program; a program has 16 warps at most, with 32
-# it waits longer.
+# or where a residual is loaded too; two rows at a time, by 8 warps, take 36.2 instead of 36.9 us
+# for 8192 x 4096 and 135 instead of 140 us for 16384 x 8192. In backward, more than 16 do not fit.
+# Rows that would leave some of four warps idle share a program; a program has 16 warps at most,
+# with 32 it waits longer.
 ELEMENTS, LAYER_ELEMENTS, LAYER_COLS = 16, 32, 2**11
 LAYER_PAIRS, PAIR_WARPS = (2**12, 2**13), 8
 MIN_WARPS, MAX_WARPS = 4, 16
