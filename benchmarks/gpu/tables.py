@@ -13,8 +13,6 @@ Row = dict[str, Any]
 ORDER = ("opfuser", "torch", "torch.compile", "Liger-Kernel", "quack", "Transformer Engine")
 TITLES = {
     "kernels": "Kernels",
-    "kernels_loss": "Losses",
-    "kernels_rotary": "Rotary embedding",
     "blocks": "Blocks",
     "model": "Models",
     "host": "Host time",
@@ -56,8 +54,9 @@ def cell(row: Row, part: str) -> str:
         return "failed" if "failure" in row else ""
     text = f"{time / 1e3:.2f} ms" if time >= 1e3 else f"{time:.1f} us"
     extras = []
-    if part.startswith("kernels") and row.get("share_of_copy"):
-        extras.append(f"{100 * row['share_of_copy']:.0f}%")
+    if part == "kernels" and row.get("share_of_copy"):
+        shares = [row["share_of_copy"], row.get("share_of_equal_copy")]
+        extras.append(" / ".join(f"{100 * share:.0f}" for share in shares if share) + "%")
     if row.get("over_floor") and row["contestant"] != "bare GEMMs":
         extras.append(f"{row['over_floor']:.2f} x GEMMs")
     if part in ("blocks", "model") and row.get("saved_bytes"):
@@ -70,8 +69,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     print("# Figures of one machine\n")
-    print("Medians; how they are measured stands in `../README.md`. Percentages are shares of a")
-    print("device-to-device copy.\n")
+    print("Medians; how they are measured stands in `../README.md`. Percentages are shares of what a")
+    print("large device-to-device copy moves per second, and of what a copy of as many bytes does.\n")
     print("\n".join(tables(args.folder)).rstrip())
 
 

@@ -68,9 +68,7 @@ def split(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Split:
         if whole // _FEW <= whole // chunks + sum_bytes:
             chunks = _FEW
     size = -(-rows // chunks)
-    size = -(-size // _MULTIPLE) * _MULTIPLE
-    if size < limits.rows:  # noqa: PLR1730 - torch 2.11 traces no maximum where rows may vary
-        size = limits.rows
+    size = max(limits.rows, -(-size // _MULTIPLE) * _MULTIPLE)
     narrow = dtype == torch.bfloat16 and rows <= _FEW * size
     return Split(size, dtype if narrow else wide)
 
