@@ -140,9 +140,12 @@ class LayerNorm(BasicOperation):
         return y, total
 
     def _arguments(self) -> tuple[Tensor, Tensor | None, float, bool]:
-        bias: Tensor | None = self.bias
+        parameters = self._parameters  # without the 0.5 us of nn.Module.__getattr__
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        weight = self.weight if weight is None else weight  # parametrised
+        bias = self.bias if bias is None else bias
         return (
-            as_vector(self.weight),
+            as_vector(weight),
             None if bias is None else as_vector(bias),
             self.eps,
             self.zero_centered_gamma,

@@ -105,10 +105,8 @@ class RMSNorm(BasicOperation):
             refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
         x = cast(input_, compute_dtype(input_, self))
         rows = as_rows(x, self._cols)
-        w = self._parameters.get("weight")  # without the 0.5 us of nn.Module.__getattr__
-        weight = as_vector(self.weight if w is None else w)
         y: Tensor
-        y, rstd = rms_norm_forward(rows, weight, self.eps, self.zero_centered_gamma)
+        y, rstd = rms_norm_forward(rows, *self._arguments())
         if rows is not x:
             y, rstd = y.view_as(x), per_row(rstd, x.shape[: -len(shape)])
         if ctx.requires_grad:
@@ -121,11 +119,7 @@ class RMSNorm(BasicOperation):
         """Output for the input ``x + residual``, and that input; all of the compute dtype."""
         rows = as_rows(x, self._cols)
         y, total, rstd = add_rms_norm_forward(
-            rows,
-            as_rows(residual, self._cols),
-            as_vector(self.weight),
-            self.eps,
-            self.zero_centered_gamma,
+            rows, as_rows(residual, self._cols), *self._arguments()
         )
         if rows is not x:
             y, total = y.view_as(x), total.view_as(x)
@@ -133,6 +127,11 @@ class RMSNorm(BasicOperation):
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(total, rstd))
         return y, total
+
+    def _arguments(self) -> tuple[Tensor, float, bool]:
+        weight = self._parameters.get("weight")  # without the 0.5 us of nn.Module.__getattr__
+        weight = self.weight if weight is None else weight
+        return as_vector(weight), self.eps, self.zero_centered_gamma
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
