@@ -69,8 +69,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     print("# Figures of one machine\n")
-    print("Medians; how they are measured stands in `../README.md`. Percentages are shares of what a")
-    print("large device-to-device copy moves per second, and of what a copy of as many bytes does.\n")
+    print("Medians; how they are measured stands in `../README.md`. Percentages are shares of what")
+    print("a large device-to-device copy moves per second, and a copy of as many bytes.\n")
     print("\n".join(tables(args.folder)).rstrip())
 
 

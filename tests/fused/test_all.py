@@ -315,7 +315,7 @@ def test_all_fusions_compile_into_one_graph(switch: str) -> None:
     filled(list(seq))
     with SWITCHED[switch]():
         compiled = torch.compile(seq, backend="aot_eager", fullgraph=True)
-        # The tracer of torch 2.11 fails where the rows before a fused loss vary: see docs/limits.md.
+        # The tracer of torch 2.11 fails where the rows before a fused loss vary (docs/limits.md).
         for rows in (3, 5) if torch.__version__ >= (2, 12) else (3,):
             got, want = gradients(compiled, seq, rows), gradients(seq, seq, rows)
             for a, b in zip((*got[0], *got[1]), (*want[0], *want[1])):
