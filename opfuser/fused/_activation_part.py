@@ -36,10 +36,18 @@ from ..kernels.scalar import cast
 from ..op import BasicOperation, OperationContext, compute_dtype
 from ._linear import insist
 
-__all__ = ["ACTIVATIONS", "Activation", "ActivationGrads", "ActivationPart", "bias_refusal"]
+__all__ = [
+    "ACTIVATIONS",
+    "PLAIN_ACTIVATIONS",
+    "Activation",
+    "ActivationGrads",
+    "ActivationPart",
+    "bias_refusal",
+]
 
+PLAIN_ACTIVATIONS = (GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid)
 ACTIVATIONS = (
-    *(GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid),
+    *PLAIN_ACTIVATIONS,
     *(GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU, ClampedSwiGLU),
 )
 

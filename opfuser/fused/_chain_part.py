@@ -8,17 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..basic.activation import (
-    GELU,
-    QGELU,
-    ReLU,
-    Sigmoid,
-    SiLU,
-    Softplus,
-    SReLU,
-    Tanh,
-    _Activation,
-)
+from ..basic.activation import _Activation
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.bias import Bias
 from ..basic.constant_scale import ConstantScale
@@ -42,11 +32,11 @@ from ..kernels.pointwise import (
 )
 from ..op import BasicOperation, FusibleOperation, OperationContext
 from ..tracked import Clock
+from ._activation_part import PLAIN_ACTIVATIONS
 
 __all__ = ["ChainCall", "ChainGrads", "ChainPart", "accepts", "active", "refuse"]
 
-_ACTIVATIONS = (GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid)
-_ACCEPTED = frozenset((*_ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
+_ACCEPTED = frozenset((*PLAIN_ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
 _PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
 
 Contexts = list[OperationContext]

@@ -6,22 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..basic.activation import (
-    GELU,
-    QGELU,
-    ReLU,
-    Sigmoid,
-    SiLU,
-    Softplus,
-    SReLU,
-    Tanh,
-    _Activation,
-)
+from ..basic.activation import _Activation
 from ..basic.bias import Bias, bias_grad
 from ..fusion import Fusion
 from ..kernels.activation import activation_backward, in_blocks, rows_per_block
 from ..kernels.launch import runs
 from ..op import FusedOperation, OperationContext
+from ._activation_part import PLAIN_ACTIVATIONS
 
 __all__ = ["FUSION", "BackwardActivationBias"]
 
@@ -87,6 +78,6 @@ class BackwardActivationBias(FusedOperation):
 FUSION = Fusion(
     name="backward_activation_bias",
     stage="backward",
-    pattern=(Bias, (GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid)),
+    pattern=(Bias, PLAIN_ACTIVATIONS),
     build=lambda bias, activation: BackwardActivationBias(bias=bias, activation=activation),
 )

@@ -20,7 +20,6 @@ from opfuser import (
     Dropout,
     Linear,
     MakeExtraOutput,
-    PointwiseOperation,
     ReLU,
     Sequential,
     SiLU,
@@ -32,27 +31,12 @@ from opfuser.errors import InputError, NotSupportedError
 from opfuser.fused.pointwise_chain import FUSION, PointwiseChain
 from opfuser.kernels import launch
 from opfuser.plan import Plan
+from tests.fused.chains import Cube, plan_on
 from tests.fused.pairings import tensor, with_subclass
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 pytestmark = pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter's kernels run anywhere")
 NAME = FUSION.name
-
-
-class Cube(PointwiseOperation):
-    device_function = "somewhere:cube"
-
-    def value(self, x: Tensor) -> Tensor:
-        return x**3
-
-
-def plan_on(
-    device: str, *ops: nn.Module, dtype: torch.dtype = torch.float32, grad: bool = True
-) -> Plan:
-    """A plan needs no data: one for tensors of meta tells what becomes of those of a GPU."""
-    seq = Sequential(*ops).to(device, dtype)
-    x = torch.empty(3, 6, device=device, dtype=dtype, requires_grad=grad)
-    return seq.plan(x, *[x] * seq.num_extra_inputs)
 
 
 def runs(*ops: nn.Module, grad: bool = True) -> list[tuple[int, ...]]:

@@ -21,7 +21,6 @@ from opfuser import (
     Dropout,
     LayerNorm,
     MakeExtraOutput,
-    PointwiseOperation,
     RMSNorm,
     Sequential,
     SiLU,
@@ -32,6 +31,7 @@ from opfuser.fused import NormLinear, PointwiseNorm
 from opfuser.fused.pointwise_norm import FUSION
 from opfuser.kernels import launch
 from opfuser.plan import Plan
+from tests.fused.chains import Cube, plan_on
 from tests.fused.joint import assert_same, elements, gradients, saved_by
 from tests.fused.pairings import tensor, what, with_subclass
 
@@ -40,22 +40,6 @@ pytestmark = pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter's ke
 NAME = FUSION.name
 NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
 each_norm = pytest.mark.parametrize("kind", NORMS)
-
-
-class Cube(PointwiseOperation):
-    device_function = "somewhere:cube"
-
-    def value(self, x: Tensor) -> Tensor:
-        return x**3
-
-
-def plan_on(
-    device: str, *ops: nn.Module, dtype: torch.dtype = torch.float32, grad: bool = True
-) -> Plan:
-    """A plan needs no data: one for tensors of meta tells what becomes of those of a GPU."""
-    seq = Sequential(*ops).to(device, dtype)
-    x = torch.empty(2, 3, 6, device=device, dtype=dtype, requires_grad=grad)
-    return seq.plan(x, *[x] * seq.num_extra_inputs)
 
 
 def steps(*ops: nn.Module, grad: bool = True) -> list[tuple[str, tuple[int, ...]]]:
