@@ -149,6 +149,35 @@ def test_the_gemm_adds_in_place_to_what_the_engine_made(
     torch.testing.assert_close(x.grad, *want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sibling_projections(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GEMM of one adds to the gradient that the other one sends to their common input."""
+    received: list[bool] = []
+
+    def spy(grad: torch.Tensor | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        received.append(grad is not None)
+        return add_dgrad(grad, *args, **kwargs)
+
+    monkeypatch.setattr("opfuser.fused.backward_linear_add.add_dgrad", spy)
+    gate = Sequential(MakeExtraOutput(), BasicLinear(6, 5, dtype=dtype))
+    up = Sequential(BasicLinear(6, 5, dtype=dtype))
+    x = torch.randn(4, 6, dtype=dtype, requires_grad=True)
+    dy = torch.randn(4, 5, dtype=dtype)
+    y, tapped = gate(x)
+    (y * up(tapped)).backward(dy)
+    assert received == [True]
+    grads = []
+    for wide in (dtype, torch.float64):
+        leaf = x.detach().to(wide).requires_grad_()
+        a, b = (leaf @ seq[-1].weight.detach().to(wide).t() for seq in (gate, up))
+        (a * b).backward(dy.to(wide))
+        grads.append(leaf.grad.double())
+    plain, exact = grads
+    floor = torch.finfo(dtype).eps * exact.abs().max()
+    error = (x.grad.double() - exact).abs().max()
+    assert error <= 2 * (plain - exact).abs().max() + floor
+
+
 @pytest.mark.parametrize(("at", "code"), [(0, None), (1, "SUBCLASS")])
 def test_a_subclass_is_not_matched(at: int, code: str | None) -> None:
     plan = plan_of(*with_subclass([MakeExtraOutput(), BasicLinear(6, 4)], at))
