@@ -50,10 +50,11 @@ _PROGRAMS = 64
 _MIN_WIDTH = 128
 _MAX_WIDTH = 4096
 
-# With sums over rows tiles are twice as large, of 128 columns, and there are at least 128 rows for
-# each partial sum, so that these are below 2% of the traffic.
+# With sums over rows tiles are twice as large, of 64 columns, and there are at least 128 rows for
+# each partial sum, so that these are below 2% of the traffic. The gradient of bias, SiLU, dropout
+# and sum of 16384 x 1024 takes 36.6 us, with tiles of 128 columns 39.9, of 256 columns 39.1.
 _SUM_BYTES = 4096
-_SUM_COLS = 128
+_SUM_COLS = 64
 _SUM_ROWS = 128
 _SUM_PROGRAMS = 8
 
