@@ -1,12 +1,19 @@
-"""Whether autograd gets a gradient, for the tests of gradients that a GEMM adds itself."""
+"""What the tests of gradients that a GEMM adds itself share."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["handed_over"]
+__all__ = ["ADDS", "handed_over", "norm"]
+
+ADDS: dict[str, Any] = {"accumulate_into_grad": True}
+
+
+def norm(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
 
 def handed_over(y: Tensor, weight: Tensor) -> list[bool]:

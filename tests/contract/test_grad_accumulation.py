@@ -20,11 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import opfuser as of
 from opfuser.errors import ArgumentError, DoubleBackwardError
 from opfuser.op import GradNeeds
-from tests.contract.gradients import handed_over
+from tests.contract.gradients import ADDS, handed_over, norm
 from tests.hazards.tensors import F64, close, fill, leaf, rand
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ADDS: dict[str, Any] = {"accumulate_into_grad": True}
 
 
 def first(out: Any) -> Tensor:
@@ -45,10 +44,6 @@ class Case(NamedTuple):
         """On a GPU the norm that may follow adds the residual."""
         on_gpu = device.type == "cuda" and self.fusion == "activation_linear_add"
         return "activation_linear" if on_gpu else self.fusion
-
-
-def norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
 
 def silu_gated(x: Tensor) -> Tensor:
@@ -506,133 +501,6 @@ def test_compiled_autograd() -> None:
     close(op.weight.grad, 3 + 2 * dw)
 
 
-TIED: dict[str, Callable[[], tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]] = {}
-
-
-def tied(function: Any) -> Any:
-    TIED[function.__name__.replace("_", " ")] = function
-    return function
-
-
-def linear(width: int = 6, classes: int = 6) -> of.BasicLinear:
-    return fill(of.BasicLinear(width, classes, **ADDS, **F64))
-
-
-@tied
-def twice_in_a_sequence() -> Any:
-    op = linear()
-    model = of.Sequential(op, of.SiLU(), op)
-    return model, lambda x, w: F.linear(F.silu(F.linear(x, w)), w)
-
-
-@tied
-def two_operations_in_a_sequence() -> Any:
-    op, other = linear(), linear()
-    other.weight = op.weight
-    model = of.Sequential(op, of.SiLU(), other)
-    return model, lambda x, w: F.linear(F.silu(F.linear(x, w)), w)
-
-
-@tied
-def two_sequences() -> Any:
-    op = linear()
-    model = nn.Sequential(of.Sequential(op, of.SiLU()), nn.Tanh(), of.Sequential(of.GELU(), op))
-    return model, lambda x, w: F.linear(
-        F.gelu(F.silu(F.linear(x, w)).tanh(), approximate="tanh"), w
-    )
-
-
-@tied
-def with_an_operation_that_does_not_add() -> Any:
-    op, other = linear(), of.BasicLinear(6, 6, **F64)
-    other.weight = op.weight
-    model = of.Sequential(other, of.SiLU(), op, of.SiLU(), other)
-    return model, lambda x, w: F.linear(F.silu(F.linear(F.silu(F.linear(x, w)), w)), w)
-
-
-@tied
-def with_plain_torch_on_both_sides() -> Any:
-    op = linear()
-
-    class Plain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, op.weight) * op.weight.sum()
-
-    model = nn.Sequential(Plain(), of.Sequential(op), Plain())
-    return model, lambda x, w: F.linear(
-        F.linear(F.linear(x, w) * w.sum(), w), w
-    ) * w.sum()  # fmt: skip
-
-
-@tied
-def recomputed_by_a_checkpoint() -> Any:
-    op = linear()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.op = op
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = of.Sequential(op, of.SiLU())(x)
-            y = checkpoint(of.Sequential(op, of.SiLU()), y, use_reentrant=True)
-            return op(y)
-
-    return Model(), lambda x, w: F.linear(F.silu(F.linear(F.silu(F.linear(x, w)), w)), w)
-
-
-@pytest.mark.parametrize("kind", TIED)
-def test_a_weight_used_several_times(kind: str) -> None:
-    model, formula = TIED[kind]()
-    (weight,) = model.parameters()
-    w = leaf(weight)
-    for _ in range(3):
-        x, dy = rand(5, 6), rand(5, 6)
-        model(x).backward(dy)
-        formula(x, w).backward(dy)
-        close(weight.grad, w.grad, 1e-10)
-
-
-@pytest.mark.parametrize("one_sequence", [False, True])
-@pytest.mark.parametrize("loss", [False, True])
-def test_tied_to_an_embedding(one_sequence: bool, loss: bool) -> None:
-    embedding, head = fill(of.Embedding(9, 6, **F64)), linear(6, 9)
-    head.weight = embedding.weight
-    tail: list[nn.Module] = [head, *([of.CrossEntropy()] if loss else [])]
-    if one_sequence:
-        model: Any = of.Sequential(embedding, of.RMSNorm(6, **F64), *tail)
-    else:
-        body, end = of.Sequential(embedding, of.RMSNorm(6, **F64)), of.Sequential(*tail)
-        model = lambda tokens, *targets: end(body(tokens), *targets)  # noqa: E731
-    w = leaf(embedding.weight)
-    for _ in range(3):
-        tokens, targets = torch.randint(0, 9, (5,)), torch.randint(0, 9, (5,))
-        logits = F.linear(norm(F.embedding(tokens, w)), w)
-        if loss:
-            model(tokens, targets).backward()
-            F.cross_entropy(logits, targets).backward()
-        else:
-            dy = rand(5, 9)
-            model(tokens).backward(dy)
-            logits.backward(dy)
-        close(embedding.weight.grad, w.grad)
-
-
-def test_two_losses_over_one_trunk() -> None:
-    trunk, heads = linear(), [linear(6, 3), linear(6, 2)]
-    run = of.Sequential(trunk, of.SiLU())
-    ends = [of.Sequential(head) for head in heads]
-    ws = [leaf(op.weight) for op in (trunk, *heads)]
-    for _ in range(2):
-        x = rand(5, 6)
-        h, g = run(x), F.silu(F.linear(x, ws[0]))
-        for n in range(2):
-            ends[n](h).sum().backward(retain_graph=n == 0)
-            F.linear(g, ws[1 + n]).sum().backward(retain_graph=n == 0)
-    for op, w in zip((trunk, *heads), ws):
-        close(op.weight.grad, w.grad)
-
-
 def test_a_training_loop() -> None:
     """Gradients set to None, or to zeros, between steps; parameters as with autograd's sums."""
     ours = fill(of.Sequential(of.Linear(6, 8, **ADDS, **F64), of.GELU(), of.Linear(8, 2, **F64)))
@@ -679,86 +547,3 @@ def test_one_place_only(make: Callable[..., nn.Module]) -> None:
         "Leave one of them False",
     ):
         assert part in str(error.value)
-
-
-def grouped(**kwargs: Any) -> of.GroupedLinear:
-    return fill(of.GroupedLinear(3, 6, 4, **ADDS, **kwargs))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
-def test_grouped_linear(single: bool, delay: bool, dtype: torch.dtype) -> None:
-    op = grouped(single_grouped_weight=single, delay_wgrad_compute=delay, dtype=dtype)
-    weights = [p for name, p in op.named_parameters() if name.startswith("weight")]
-    plain, exact = (
-        [w.detach().to(as_dtype).requires_grad_() for w in weights]
-        for as_dtype in (dtype, torch.float64)
-    )
-    sizes, grads = [2, 0, 5], []
-    for step in range(3):
-        x, dy = rand(7, 6, dtype=dtype), rand(7, 4, dtype=dtype)
-        y = of.Sequential(op)(x, torch.tensor(sizes))
-        told = [handed_over(y, w) for w in weights]
-        y.backward(dy)
-        if delay:
-            op.backward_dw()
-        assert told == [[step == 0 and not delay]] * len(weights)
-        grads = grads or [w.grad for w in weights]
-        assert all(w.grad is grad for w, grad in zip(weights, grads)), "the same memory"
-        for ws in (plain, exact):
-            of_dtype = ws[0].dtype
-            matrices = ws[0].unbind(0) if single else ws
-            rows = zip(x.to(of_dtype).split(sizes), matrices)
-            torch.cat([F.linear(r, w) for r, w in rows]).backward(dy.to(of_dtype))
-    for w, same, want in zip(weights, plain, exact):
-        error = (w.grad.double() - want.grad).abs().max()
-        allowed = 2 * (same.grad.double() - want.grad).abs().max()
-        assert error <= allowed + torch.finfo(dtype).eps * max(1.0, want.grad.abs().max().item())
-
-
-def test_grouped_linear_adds_for_all_groups_or_none() -> None:
-    op = grouped(bias=False, **F64)
-    weights = [op.weight0, op.weight1, op.weight2]
-    weights[0].grad = torch.full((4, 6), 3.0, dtype=torch.float64)
-    op.weight1.requires_grad_(False)
-    x, dy, sizes = rand(7, 6), rand(7, 4), torch.tensor([2, 1, 4])
-    parts = [d.t() @ a for a, d in zip(x.split([2, 1, 4]), dy.split([2, 1, 4]))]
-    for step in range(2):  # at first the last group has no gradient; the frozen one never has
-        y = of.Sequential(op)(x, sizes)
-        told = [handed_over(y, weights[n]) for n in (0, 2)]
-        y.backward(dy)
-        assert told == [[step == 0]] * 2
-    close(weights[0].grad, 3 + 2 * parts[0])
-    assert weights[1].grad is None
-    close(weights[2].grad, 2 * parts[2])
-
-
-@pytest.mark.parametrize("delay", [False, True])
-def test_grouped_linear_whose_weights_were_replaced(delay: bool) -> None:
-    op = grouped(bias=False, delay_wgrad_compute=delay, **F64)
-    used = list(op.parameters())
-    x, sizes = torch.ones(9, 6, dtype=torch.float64), torch.tensor([2, 3, 4])
-    for w in used:
-        w.grad = torch.full_like(w, 7.0)
-    y = op(x, sizes)
-    for n in range(3):
-        setattr(op, f"weight{n}", nn.Parameter(torch.zeros(4, 6, dtype=torch.float64)))
-    y.sum().backward()
-    if delay:
-        op.backward_dw()
-    for w, rows in zip(used, (2.0, 3.0, 4.0)):
-        close(w.grad, torch.full_like(w, 7.0 + rows))
-    assert all(w.grad is None for w in op.parameters())
-
-
-def test_grouped_linear_after_a_forward_that_left_no_weights() -> None:
-    op = grouped(bias=False, **F64)
-    for w in op.parameters():
-        w.grad = torch.full_like(w, 7.0)
-    op.accumulate_into_grad = False
-    y = op(torch.ones(9, 6, dtype=torch.float64), torch.tensor([2, 3, 4]))
-    op.accumulate_into_grad = True
-    y.sum().backward()
-    for w, rows in zip(op.parameters(), (2.0, 3.0, 4.0)):
-        close(w.grad, torch.full_like(w, 7.0 + rows))
