@@ -90,7 +90,7 @@ def test_plain_products_block_by_block(
 def test_plain_products_over_x_block_by_block(
     rows: tuple[int, ...], want_y: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_plain, "_BLOCK_OVER_X", 50)  # two rows of 24
+    monkeypatch.setattr(gated_plain, "_BLOCK", 50)  # two rows of 24
     over_x = 0
     for f in PRODUCTS.values():
         args = arguments(f)
