@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import opfuser
 from benchmarks import timing
 from benchmarks.gpu import peers
-from benchmarks.gpu.problem import Function, Inputs, Options, Problem
+from benchmarks.gpu.problem import STEP, Function, Inputs, Options, Problem
 from benchmarks.gpu.row_problems import EPS, drawing, parameter
 from benchmarks.gpu.torch_models import Rotary
 
@@ -28,7 +28,7 @@ def cross_entropy(options: Options, tokens: int, classes: int) -> Problem:
         "torch, not upcast": F.cross_entropy,
         **peers.cross_entropy(),
     }
-    traffic = {"step": 3 * tokens * classes * options.dtype.itemsize}
+    traffic = {STEP: 3 * tokens * classes * options.dtype.itemsize}
     return Problem(draw, functions, traffic, fresh=True)
 
 
@@ -61,7 +61,7 @@ def linear_cross_entropy(options: Options, tokens: int, dim: int, classes: int) 
         "torch, not upcast": lambda x, t: F.cross_entropy(F.linear(x, w), t),
         **peers.linear_cross_entropy(w),
     }
-    return Problem(draw, functions, {"step": None}, (w,), floor=floor)
+    return Problem(draw, functions, {STEP: None}, (w,), floor=floor)
 
 
 HEAD_DIM = 128

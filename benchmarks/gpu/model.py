@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu import peers
 from benchmarks.gpu.blocks import randomise
 from benchmarks.gpu.contest import solve
-from benchmarks.gpu.problem import Case, Function, Inputs, Options, Problem, Row
+from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Problem, Row
 from benchmarks.gpu.torch_models import DecoderLM, Parts, share
 from opfuser.models import DecoderConfig, decoder_lm
 
@@ -63,7 +63,7 @@ def training(
     return Problem(
         draw,
         functions,
-        {"step": None},
+        {STEP: None},
         parameters,
         tolerance=TOLERANCE.get(options.dtype),
         wall=1,

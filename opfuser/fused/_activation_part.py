@@ -42,6 +42,7 @@ __all__ = [
     "Activation",
     "ActivationGrads",
     "ActivationPart",
+    "bias_of",
     "bias_refusal",
 ]
 
@@ -60,6 +61,20 @@ def bias_refusal(bias: Bias | None, activation: Activation) -> Refusal | None:
     if bias is not None and isinstance(activation, _GatedActivation):
         return Refusal("LAYOUT", f"{type(activation).__name__} adds no bias; the GEMM before does")
     return None
+
+
+def bias_of(op: Bias, x: Tensor) -> Tensor | None:
+    """The bias that an operation adds to x; None where it was cleared.
+
+    Raises:
+        InputError: it is not as long as the rows of ``x``.
+    """
+    b = op._parameters.get("bias")  # without the 0.5 us of nn.Module.__getattr__
+    if b is None:
+        b = op.bias  # parametrised, or cleared
+    if b is not None and x.shape[-1:] != b.shape:
+        op._refuse_input(x)
+    return b
 
 
 class ActivationGrads(NamedTuple):
@@ -92,7 +107,7 @@ class ActivationPart:
 
     def forward(self, ctxs: Contexts, x: Tensor, *, save_input: bool = True) -> Tensor:
         """``f(x + b)``."""
-        ctx, b = ctxs[-1], self._operand(x)
+        ctx, b = ctxs[-1], None if self.bias is None else bias_of(self.bias, x)
         y: Tensor
         if b is None:
             y = self.activation.op_forward(
@@ -108,21 +123,6 @@ class ActivationPart:
         if ctx.requires_grad and not save_input:
             ctx.save_for_backward()
         return y
-
-    def _operand(self, x: Tensor) -> Tensor | None:
-        """The bias; None where it is absent or cleared.
-
-        Raises:
-            InputError: it is not as long as the rows of ``x``.
-        """
-        if self.bias is None:
-            return None
-        b = self.bias._parameters.get("bias")  # without the 0.5 us of nn.Module.__getattr__
-        if b is None:
-            b = self.bias.bias  # parametrised, or cleared
-        if b is not None and x.shape[-1:] != b.shape:
-            self.bias._refuse_input(x)
-        return b
 
     def backward(
         self, ctxs: Contexts, dy: Tensor, x: Tensor, *, ours: bool, want_y: bool

@@ -32,7 +32,7 @@ from ..kernels.pointwise import (
 )
 from ..op import BasicOperation, FusibleOperation, OperationContext
 from ..tracked import Clock
-from ._activation_part import PLAIN_ACTIVATIONS
+from ._activation_part import PLAIN_ACTIVATIONS, bias_of
 
 __all__ = ["ChainCall", "ChainGrads", "ChainPart", "accepts", "active", "refuse"]
 
@@ -139,7 +139,7 @@ class ChainPart:
         for stage, owner in zip(chain.stages, owners):
             operand = None
             if stage.kind == BIAS:
-                operand = _bias(cast("Bias", ops[owner]), x)
+                operand = bias_of(cast("Bias", ops[owner]), x)
             elif stage.kind == ADD:
                 operand = extra_inputs[owner][0]
                 assert operand is not None
@@ -280,12 +280,3 @@ def _stage(op: FusibleOperation) -> Stage | None:
     assert isinstance(op, _Activation)
     name, parameters = op.function.arguments
     return Stage(FUNCTION, f"@scalar:{name}", parameters, op.function, linear=False)
-
-
-def _bias(op: Bias, x: Tensor) -> Tensor | None:
-    bias = op._parameters.get("bias")
-    if bias is None:
-        bias = op.bias  # parametrised, or cleared
-    if bias is not None and (not x.dim() or x.shape[-1] != op.local_size):
-        op._refuse_input(x)
-    return bias

@@ -22,6 +22,7 @@ from torch import Tensor
 from . import cross_entropy_plain as plain
 from .launch import Launch, multiprocessors, runs
 from .operators import operator
+from .rows import cdiv
 
 __all__ = [
     "cross_entropy_backward",
@@ -115,7 +116,7 @@ def _backward_launch(
     launch = _launch(
         "backward_kernel", _BACKWARD, cols, vec, x.itemsize, label_smoothing != 0, even
     )
-    tiles = -(-cols // launch.constants["TILE"])
+    tiles = cdiv(cols, launch.constants["TILE"])
     launch(
         (rows * tiles, 1, 1),
         (x, targets.contiguous(), row_max, sum_exp, dloss, count, dx),
@@ -235,7 +236,7 @@ def scaled(
     in_place = in_place and x.dtype == dtype and not torch.compiler.is_compiling()
     if runs(x) and not torch.compiler.is_compiling():
         y = x if in_place else torch.empty_like(x, dtype=dtype)
-        programs = min(-(-x.numel() // _SCALE_BLOCK), 8 * multiprocessors(x))
+        programs = min(cdiv(x.numel(), _SCALE_BLOCK), 8 * multiprocessors(x))
         _scale_launch(in_place)((programs, 1, 1), (x, y, factor, count), (x.numel(),))
         return y
     if count is not None:

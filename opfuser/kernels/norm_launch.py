@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .launch import Launch, multiprocessors
-from .rows import add_up
+from .rows import add_up, cdiv
 
 __all__ = ["MAX_CHAIN_ROW", "MAX_COLS", "backward", "chain_forward_launch", "forward"]
 
@@ -156,7 +156,7 @@ def forward(
     bias = None if bias is None else bias.contiguous()
     launch, block_rows = _forward_launch(cols, zero_centered, with_mean, residual is None)
     launch(
-        (-(-rows // block_rows), 1, 1),
+        (cdiv(rows, block_rows), 1, 1),
         (x, residual, weight, bias, y, total, mean, rstd),
         (rows, cols, *strides),
         (eps, _share(weight, cols)),
@@ -218,13 +218,13 @@ def _in_registers(
     """Fills in dx and y where they are given; returns dw and db where they are wanted."""
     rows, cols, *_ = ints
     block_cols = cols if cols <= MAX_COLS_BACKWARD else BLOCK_COLS_OF_DW
-    blocks = -(-cols // block_cols)
+    blocks = cdiv(cols, block_cols)
     x, weight, bias = tensors[1:4]
     assert x is not None
     launch, block_rows = _backward_launch(block_cols, x.element_size(), zero_centered)
     warps = BACKWARD_WARPS if tensors[-1] is None else BACKWARD_WARPS_WITH_Y
     resident = multiprocessors(x) * max(1, warps // launch.num_warps)
-    programs = min(-(-rows // block_rows), max(1, resident // blocks))
+    programs = min(cdiv(rows, block_rows), max(1, resident // blocks))
     grads: list[Tensor] = []
     if want_dw and weight is not None:
         grads.append(weight.new_empty(cols))

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import rotary_plain
 from .launch import Launch, multiprocessors
 from .operators import operator
-from .rows import add_up, rows_of
+from .rows import add_up, cdiv, rows_of
 
 __all__ = ["qk_norm", "qk_norm_backward", "rotary"]
 
@@ -85,7 +85,7 @@ def _plan(
     if not norm:
         block_h = min(block_h, _power_of_2(heads))
     at_once = [min(block_h, _power_of_2(count)) for count in counted]
-    q_tiles, k_tiles = (-(-count // some) for count, some in zip(counted, at_once))
+    q_tiles, k_tiles = (cdiv(count, some) for count, some in zip(counted, at_once))
     room_v = num_warps * _PER_WARP
     block_v = min(room_v, _power_of_2(values * head_dim))
     constants = {
@@ -107,7 +107,7 @@ def _plan(
         "V_ROWS": room_v // block_v,
         "AHEAD": ahead,
     }
-    v_tiles = -(-values * head_dim // block_v) if norm else 0
+    v_tiles = cdiv(values * head_dim, block_v) if norm else 0
     return _Plan(Launch(function, constants, num_warps=num_warps), q_tiles, k_tiles, v_tiles)
 
 
@@ -215,7 +215,7 @@ def _qk_norm_backward_launch(
     shape = _Shape(active - kv_heads, kv_heads, kv_heads, head_dim, pairs, interleaved)
     plan = _norm_backward(shape, zero_centered)
     tiles = plan.q_tiles + plan.k_tiles + plan.v_tiles * want_dx
-    lines = plan.lines(x, -(-rows // _BACKWARD_ROWS), _BACKWARD_WARPS, tiles)
+    lines = plan.lines(x, cdiv(rows, _BACKWARD_ROWS), _BACKWARD_WARPS, tiles)
     counts = plan.q_tiles * lines, plan.k_tiles * lines
     results, dx, partial = [], None, None
     if want_dx:

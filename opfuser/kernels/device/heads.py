@@ -80,7 +80,7 @@ def scale(
     BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """What the entries of a head are multiplied by, laid out as ``_load`` does."""
+    """What the entries of a head are multiplied by, laid out as ``load`` does."""
     at, all_ = tl.zeros((1, 1), tl.int32), tl.full((1, 1), 1, tl.int1)
     if is_key:
         a, b, t = load(k_weight_ptr, at, all_, HEAD_DIM, PAIRS, INTERLEAVED, BLOCK_P, BLOCK_T)
