@@ -1,4 +1,5 @@
-# Every target runs in .venv, made on first use and refreshed when a requirement changes.
+# Every target runs in .venv, made on first use and refreshed when a requirement changes; those that
+# test other versions have one for each.
 # PYTHON chooses the interpreter of a new .venv; ARGS goes to the command: make test ARGS=tests/basic
 
 PYTHON ?= python3
@@ -8,11 +9,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help train test check lint format types imports docs bench
+# constraints-oldest.txt and constraints-newest.txt say which torch and triton these are.
+VERSIONS := oldest newest
+TEST_VERSIONS := $(VERSIONS:%=test-%)
+# Kernels, and what depends on torch most: its compiler, and numbers.
+OF_VERSIONS := tests/kernels tests/engine/test_compile.py tests/contract/test_numerics.py
+
+.PHONY: help train test test-versions $(TEST_VERSIONS) check lint format types imports docs bench
 
 help:
 	@echo "make train   train the example model      ARGS='...' for its options"
 	@echo "make test    run all tests                ARGS='...' for pytest's options"
+	@echo "make test-versions"
+	@echo "             run the tests of kernels and compilation with the oldest and the newest torch"
+	@echo "             and triton (make test-oldest, make test-newest): downloads gigabytes"
 	@echo "make check   lint, format, types, layers of imports"
 	@echo "make docs    build the site into site/"
 	@echo "make bench   run the benchmarks            ARGS='...' for those on a GPU"
@@ -22,6 +32,13 @@ train: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-versions: $(TEST_VERSIONS)
+
+$(TEST_VERSIONS): test-%: .venv-%/.ready
+	@.venv-$*/bin/python -c "import numpy, sys, torch, triton; print('Python', sys.version.split()[0], \
+	  *(f'{m.__name__} {m.__version__}' for m in (torch, triton, numpy)), sep=', ')"
+	.venv-$*/bin/python -m pytest $(OF_VERSIONS) $(ARGS)
 
 check: lint format types imports
 
@@ -46,14 +63,26 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.gpu.run $(ARGS)
 
+define environment
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+  echo "opfuser needs Python 3.10 or later. Name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+@$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -c 'import ensurepip, venv' || { \
+  echo "$(PYTHON) cannot create virtual environments, as it lacks venv or ensurepip." >&2; \
+  echo "Install them (on Debian and Ubuntu: apt-get install python3-venv)," >&2; \
+  echo "or name another interpreter: make PYTHON=python3.12 ..." >&2; exit 1; }
+$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+endef
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "opfuser needs Python 3.10 or later. Name one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -c 'import ensurepip, venv' || { \
-	  echo "$(PYTHON) cannot create virtual environments, as it lacks venv or ensurepip." >&2; \
-	  echo "Install them (on Debian and Ubuntu: apt-get install python3-venv)," >&2; \
-	  echo "or name another interpreter: make PYTHON=python3.12 ..." >&2; exit 1; }
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  -c constraints.txt -e '.[dev]'
+	$(call environment,$(VENV))
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# triton last, and by itself: torch asks for one that need not be it.
+$(VERSIONS:%=.venv-%/.ready): .venv-%/.ready: pyproject.toml constraints-%.txt
+	$(call environment,.venv-$*)
+	grep -v '^triton' constraints-$*.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python $(PIP_INSTALL) -c .venv-$*/constraints.txt -e '.[test]'
+	.venv-$*/bin/python $(PIP_INSTALL) --no-deps -r constraints-$*.txt
 	@touch $@

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from matplotlib.figure import Figure
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 
 
 class RunFolder:
@@ -103,6 +105,30 @@ class RunFolder:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(self.path / "loss.png", dpi=120)
+
+
+class Progress:
+    """How far training is, on stderr: a bar on a terminal, elsewhere a line for every 5 %."""
+
+    def __init__(self, label: str, step: int, steps: int) -> None:
+        self.label, self.step, self.steps = label, step, steps
+        self.bar = tqdm(total=steps, initial=step, desc=label, unit="step", disable=None)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def update(self, about: str) -> None:
+        """Notes one more step."""
+        before, self.step = self.step, self.step + 1
+        if not self.bar.disable:
+            self.bar.update()
+            self.bar.set_postfix_str(about, refresh=False)
+        elif 20 * self.step // self.steps > 20 * before // self.steps:
+            line = f"{self.label}: {self.step} of {self.steps} steps, {about}"
+            print(line, file=sys.stderr, flush=True)
 
 
 class Interrupt:

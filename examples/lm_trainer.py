@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from lm_data import Batch, Corpus, training_batch, validation_batches
-from lm_run import Interrupt, RunFolder, SavedBytes
+from lm_run import Interrupt, Progress, RunFolder, SavedBytes
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from opfuser.models import DecoderConfig
 
@@ -173,8 +172,7 @@ class Trainer:
     def train(self, label: str) -> bool:
         """Trains to the last step; False if Ctrl-C came first. A checkpoint is left either way."""
         c, began = self.config, time.perf_counter() - self.seconds
-        bar = tqdm(total=c.steps, initial=self.step, desc=label, unit="step")
-        with Interrupt() as interrupt, bar:
+        with Interrupt() as interrupt, Progress(label, self.step, c.steps) as progress:
             first = True
             while self.step < c.steps and not interrupt.requested:
                 started = time.perf_counter()
@@ -187,11 +185,9 @@ class Trainer:
                     self.folder.append(step=self.step, validation_loss=self.validation_loss)
                     self.seconds = time.perf_counter() - began
                     self.save()
-                bar.update()
-                bar.set_postfix_str(
+                progress.update(
                     f"loss {metrics['loss']:.3f}, {self.tokens_per_second:,.0f} tokens/s, "
-                    f"saved {self.saved.total / 2**20:.1f} MiB",
-                    refresh=False,
+                    f"saved {self.saved.total / 2**20:.1f} MiB"
                 )
             if self.step == c.steps and c.steps not in self.folder.curve("validation_loss"):
                 self.validation_loss = self.validate(4 * c.eval_batches)

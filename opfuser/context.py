@@ -11,8 +11,10 @@ from .errors import InputError, explain
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "Dtypes",
     "GradNeeds",
     "OperationContext",
+    "TensorFacts",
     "any_autocast",
     "autocast_dtype",
     "compute_dtype",
@@ -24,6 +26,40 @@ __all__ = [
 any_autocast = torch._C._is_any_autocast_enabled
 
 COMPUTE_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
+class TensorFacts(NamedTuple):
+    """All that planning asks of a tensor. A tensor has the same attributes, and serves as well."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of what an operation is called with, as far as its output's depends on them.
+
+    Attributes:
+        input: of the main input.
+        extra_inputs: of each extra input.
+        parameters: of each parameter, in registration order.
+        autocast: of the autocast region that is active for the device, or None.
+    """
+
+    input: torch.dtype
+    extra_inputs: tuple[torch.dtype, ...] = ()
+    parameters: tuple[torch.dtype, ...] = ()
+    autocast: torch.dtype | None = None
+
+    @property
+    def first_parameter(self) -> torch.dtype:
+        """That of the first parameter; the input's where there is none."""
+        return self.parameters[0] if self.parameters else self.input
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What :func:`compute_dtype` says: that of autocast if active, else the input's."""
+        return self.autocast or self.input
 
 
 class GradNeeds(NamedTuple):
@@ -45,12 +81,19 @@ class OperationContext:
         saved_tensors: in backward, what forward saved, in the same order.
         parameters: in backward, the operation's parameters as forward saw them, in registration
             order; empty unless the operation sets ``backward_reads_parameters = True``.
+        settings: the operation's ``settings`` as they were when its forward began, in both passes;
+            None for an operation that has none.
+        may_overwrite: whether an operation that was asked to, by its ``in_place``, may write over
+            its first extra input: it is the caller's, nothing is recorded for backward, and no
+            other tensor of the call shares its memory.
     """
 
     requires_grad: bool = True
     needs: GradNeeds = GradNeeds(True, (), ())
     saved_tensors: tuple[Any, ...] = ()
     to_save: tuple[Tensor | None, ...] | None = None
+    settings: Any = None
+    may_overwrite: bool = False
 
     # The engine's: where the tensors of this context lie among all saved ones, and what its
     # operation returned.
@@ -68,9 +111,11 @@ class OperationContext:
         self.to_save = tensors
 
 
-def new_context(needs: GradNeeds | None) -> OperationContext:
+def new_context(needs: GradNeeds | None, settings: Any = None) -> OperationContext:
     """A context for a call with these needs; None: its backward does not run."""
     ctx = OperationContext()
+    if settings is not None:
+        ctx.settings = settings
     if needs is None:
         ctx.requires_grad = False
     else:

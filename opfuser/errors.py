@@ -32,6 +32,10 @@ class ArgumentTypeError(OpfuserError, TypeError):
     """A constructor or call received an object of the wrong type."""
 
 
+class ReadOnlyAttributeError(OpfuserError, AttributeError):
+    """An attribute was set that only the constructor sets."""
+
+
 class InputError(OpfuserError, ValueError):
     """A tensor given to an operation has a shape, dtype or layout that it cannot take."""
 

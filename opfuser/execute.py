@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import DoubleBackwardError, explain
+from .errors import DoubleBackwardError, NotSupportedError, explain
 from .program import Program
 from .walk_backward import walk_backward, zeros
 from .walk_forward import Kwargs, Tape, walk_forward
@@ -35,13 +35,35 @@ def run(
         op.pre_fuser_forward(requires_grad=needed)
     if program.needs_backward:
         if torch.compiler.is_compiling():
+            if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():
+                # The tracer of torch 2.11 fails where a size that it held for variable turns out,
+                # behind another operation, to be that of a parameter. So it is fixed beforehand.
+                range(input_.shape[-1])
             tensors = _each_once([input_, *parameters, *extra_inputs])
             return _Run.apply(program, kwargs, *tensors)  # type: ignore[no-untyped-call]
         if torch._C._are_functorch_transforms_active():
             return _Run.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
         return _apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+    if torch._C._are_functorch_transforms_active():
+        input_ = _batched_like(input_, [*parameters, *extra_inputs, *_tensors_in(kwargs)])
     output, outputs = walk_forward(program, kwargs, input_, extra_inputs, None)
     return (output, *outputs) if outputs else output
+
+
+def _batched_like(x: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """``x``, with the batch dimensions that ``torch.vmap`` has given to any of ``others``.
+
+    Operations write to tensors that they make from their input, which vmap refuses where the
+    input is the same for all and what is written is not.
+    """
+    zero = x.new_zeros(())
+    for other in others:
+        zero = zero + other.new_zeros((), dtype=x.dtype, device=x.device)
+    return x + zero if others else x
+
+
+def _tensors_in(kwargs: Kwargs) -> list[Tensor]:
+    return [t for own in kwargs or () for t in own.values() if isinstance(t, Tensor)]
 
 
 def _each_once(tensors: list[Tensor]) -> list[Tensor]:
@@ -62,9 +84,13 @@ class _Run(torch.autograd.Function):
         tape = Tape()
         extra_inputs = tensors[program.num_parameters :]
         output, outputs = walk_forward(program, kwargs, input_, extra_inputs, tape)
+        marked = False
         if tape.saved or program.kept_parameters:
-            func_ctx.save_for_backward(*tape.saved, *[tensors[n] for n in program.kept_parameters])
-        func_ctx.forwarded = (program, tape.contexts)
+            kept = [tensors[n] for n in program.kept_parameters]
+            marked = _in_checkpoint()
+            mark = [torch.empty(0, program.layout())] if marked else ()
+            func_ctx.save_for_backward(*mark, *tape.saved, *kept)
+        func_ctx.forwarded = (program, tape.contexts, marked)
         if torch.compiler.is_compiling():
             # Traced by torch 2.11, an output that an in-place operation returned, or that shares
             # memory with another one, gets the gradient of something else.
@@ -86,22 +112,56 @@ class _Run(torch.autograd.Function):
         if torch.compiler.is_compiling():
             return (None, None, *walk_backward(func_ctx, grad_output, grad_outputs, keep=True))
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        if not torch.is_grad_enabled():
-            grads = walk_backward(func_ctx, grad_output, grad_outputs, keep)
-        else:
-            func_ctx.create_graph = True  # told to operations, for which grad mode is off
-            anchors = _what_gradients_depend_on(func_ctx, (grad_output, *grad_outputs))
-            with torch.no_grad():
+        try:
+            if not torch.is_grad_enabled():
                 grads = walk_backward(func_ctx, grad_output, grad_outputs, keep)
-            made = [g for g in grads if g is not None]
-            guarded = iter(_NotTwice.apply(len(made), *made, *anchors))  # type: ignore[no-untyped-call]
-            grads = [None if g is None else next(guarded) for g in grads]
-        _separate(grads, (grad_output, *grad_outputs))
+            else:
+                func_ctx.create_graph = True  # told to operations, for which grad mode is off
+                anchors = _what_gradients_depend_on(func_ctx, (grad_output, *grad_outputs))
+                with torch.no_grad():
+                    grads = walk_backward(func_ctx, grad_output, grad_outputs, keep)
+                made = [g for g in grads if g is not None]
+                guarded = iter(_NotTwice.apply(len(made), *made, *anchors))  # type: ignore[no-untyped-call]
+                grads = [None if g is None else next(guarded) for g in grads]
+            _separate(grads, (grad_output, *grad_outputs))
+        except RuntimeError as error:
+            if any(map(_is_batched, (grad_output, *grad_outputs))):
+                raise NotSupportedError(_NOT_BATCHED) from error
+            raise
         return (None, None, *grads)
+
+
+def _is_batched(grad: Tensor | None) -> bool:
+    """Whether ``grad`` stands for several: under torch.vmap, or of ``is_grads_batched``."""
+    functorch = torch._C._functorch
+    return grad is not None and (
+        functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
+    )
+
+
+_NOT_BATCHED = explain(
+    "A sequence is differentiated for one gradient of its output at a time",
+    received="several at once (is_grads_batched=True, vectorize=True or torch.vmap), for which an "
+    "operation has no backward",
+    remedy="Call torch.autograd.grad for each of them, with retain_graph=True",
+)
 
 
 # What _Run.apply comes down to outside of torch.func; its Python wrapper looks at every argument.
 _apply = super(torch.autograd.Function, _Run).apply
+
+
+def _in_checkpoint() -> bool:
+    """Whether saved tensors are dropped, and come from a second forward in backward.
+
+    That may follow another plan, where fusions were switched meanwhile, and save other tensors of
+    the same shapes. The checkpoint compares shapes: a tensor without elements, whose shape tells
+    plans apart, makes it raise.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 class _NotTwice(torch.autograd.Function):
@@ -161,6 +221,10 @@ def _separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> 
     """
     views = [n for n, grad in enumerate(grads) if grad is not None and grad._is_view()]
     if not views:
+        return
+    if any(map(_is_batched, received)):  # which have no address
+        for n in views:
+            grads[n] = grads[n].clone()  # type: ignore[union-attr]
         return
     memory = [t.untyped_storage().data_ptr() for t in (*received, *grads) if t is not None]
     if len(set(memory)) == len(memory):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parametrize
 
 from . import fused as _fused
-from .context import any_autocast, autocast_dtype
+from .context import Dtypes, TensorFacts, any_autocast, autocast_dtype
 from .errors import (
     ArgumentTypeError,
     ExtraInputCountError,
-    NotSupportedError,
     OpKwargsError,
     explain,
 )
@@ -28,11 +25,13 @@ from .op import (
     Engine,
     FusedOperation,
     FusibleOperation,
+    has_called_parts,
 )
+from .parametrized import one_value_each, read_through, refuse_impure, rehearse
 from .plan import Plan, PlanKey, expand, grad_needs, make_plan
 from .program import Program
 from .registry import registry
-from .tracked import Clock, has_hooks, running, signature, stamp
+from .tracked import Clock, running, signature, stamp
 from .wiring import WiredMember, Wiring, describe, public_wiring, route
 
 __all__ = ["OperationFuser"]
@@ -50,6 +49,14 @@ def units(modules: Iterable[FusibleOperation]) -> list[FusibleOperation]:
     for op in modules:
         out.extend(op.basic_ops if isinstance(op, FusedOperation) and op.is_compound() else [op])
     return out
+
+
+class Planned(NamedTuple):
+    """A plan, and what comes out of a run that follows it."""
+
+    plan: Plan
+    output: TensorFacts
+    extra_outputs: list[TensorFacts]
 
 
 class _FusionFunctions:
@@ -92,8 +99,7 @@ class OperationFuser:
         self._traced: dict[str, Program] = {}
         self._last: tuple[tuple[Any, ...], Program] | None = None
         self._used: Program | None = None
-        self._seen = -1
-        self._started = False
+        self._seen = self._started = -1
 
     @classmethod
     def alone(cls, op: FusibleOperation) -> OperationFuser:
@@ -102,21 +108,30 @@ class OperationFuser:
 
     def _refresh(self) -> None:
         """Looks at the operations again after any of them may have changed."""
-        if not self._started:
-            self._started = True
-            for op in self._basic_ops:
-                op.pre_first_fuser_forward()
         now = Clock.now
         slots = [op.parameter_slots() for op in self._basic_ops]
         self._num_parameters = tuple(map(len, slots))
         self._slots = [slot for row in slots for slot in row]
-        self._parametrized = any(name not in module._parameters for module, name in self._slots)
+        self._parametrized = False
+        for module, name in self._slots:
+            if name not in module._parameters:
+                self._parametrized = True  # or computed by a hook
+                if parametrize.is_parametrized(module, name):
+                    read_through(module, name)
         self._places = [(module._parameters, name) for module, name in self._slots]
         self._signature = tuple(
             map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values())
         )
         self._last = None
         self._seen = now  # last: another thread may be waiting for the rest
+
+    def _start(self) -> None:
+        """As :meth:`_refresh`, for a call: what is only planned for has not begun."""
+        if self._started < 0:
+            for op in self._basic_ops:
+                op.pre_first_fuser_forward()
+        self._refresh()
+        self._started = self._seen
 
     def _read_parameters(self) -> list[Tensor]:
         if self._parametrized:
@@ -138,17 +153,16 @@ class OperationFuser:
             self._check(input, extra_inputs)
         if torch.compiler.is_compiling():
             return self._call_traced(input, extra_inputs, basic_op_kwargs)
-        if self._seen != Clock.now:
-            self._refresh()
+        if self._started != Clock.now:
+            self._start()
         if self._parametrized:
-            # Forward and the engine must see one value, computed once.
-            with parametrize.cached():
+            with one_value_each():
                 return self._call(input, extra_inputs, basic_op_kwargs)
         return self._call(input, extra_inputs, basic_op_kwargs)
 
     def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         parameters = self._read_parameters()
-        program = self._program(input_, parameters, extra_inputs)
+        program = self._used = self._program(input_, parameters, extra_inputs)
         running.depth += 1
         try:
             return run(program, input_, parameters, extra_inputs, kwargs)
@@ -156,7 +170,10 @@ class OperationFuser:
             running.depth -= 1
 
     def _program(
-        self, input_: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
+        self,
+        input_: Tensor | TensorFacts,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor | TensorFacts],
     ) -> Program:
         grad = torch.is_grad_enabled()
         now = (
@@ -189,7 +206,6 @@ class OperationFuser:
         if program is None:
             program = self._make(key)
         self._last = (now, program)
-        self._used = program
         return program
 
     def _make(self, key: PlanKey) -> Program:
@@ -230,10 +246,10 @@ class OperationFuser:
         return run(self._traced[name], input_, parameters, extra_inputs, kwargs)
 
     def _prepare_tracing(self) -> bool:
-        self._refresh()
+        self._start()
         for module, name in self._slots:
             if parametrize.is_parametrized(module, name):
-                _refuse_impure(module, name)
+                refuse_impure(module, name)
         ops = [*self._given, *self._units, *self._basic_ops]
         self._stamped = list({id(op): op for op in ops}.values())
         stamp(self._stamped)
@@ -274,13 +290,52 @@ class OperationFuser:
     def plan(self, input_: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow."""
         self._check(input_, extra_inputs)
+        return self._program(input_, self._rehearsed_parameters(), extra_inputs).plan
+
+    def _rehearsed_parameters(self) -> list[Tensor]:
+        """As :meth:`_read_parameters`, without computing any that is parametrised."""
         if self._seen != Clock.now:
             self._refresh()
-        context: AbstractContextManager[Any] = (
-            parametrize.cached() if self._parametrized else nullcontext()
-        )
-        with context:
-            return self._program(input_, self._read_parameters(), extra_inputs).plan
+        return [
+            rehearse(module, name)
+            if name not in module._parameters and parametrize.is_parametrized(module, name)
+            else getattr(module, name)
+            for module, name in self._slots
+        ]
+
+    def planned(
+        self, input_: Tensor | TensorFacts, extra_inputs: Sequence[Tensor | TensorFacts]
+    ) -> Planned:
+        """The plan for tensors like these, and what comes out; nothing is computed."""
+        parameters = self._rehearsed_parameters()
+        plan = self._program(input_, parameters, extra_inputs).plan
+        dtypes = self._output_dtypes(input_, parameters, extra_inputs)
+
+        def facts(op: int, dtype: torch.dtype) -> TensorFacts:
+            needed = plan.needs[op] is not None if plan.needs else input_.requires_grad
+            return TensorFacts(dtype, input_.device, needed and dtype.is_floating_point)
+
+        extra_outputs = [facts(slot.op, dtypes[slot.op]) for slot in self.wiring.outputs]
+        return Planned(plan, facts(-1, dtypes[-1]), extra_outputs)
+
+    def _output_dtypes(
+        self,
+        input_: Tensor | TensorFacts,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor | TensorFacts],
+    ) -> list[torch.dtype]:
+        """The dtype of the input, and that which each operation declares for its output."""
+        lower = autocast_dtype(input_.device)
+        left = iter([p.dtype for p in parameters])
+        before = [input_.dtype]
+        for op, sources, count in zip(self._basic_ops, self.wiring.sources, self._num_parameters):
+            extras = tuple(
+                extra_inputs[source].dtype if isinstance(source, int) else before[source.op]
+                for source in sources
+            )
+            own = tuple(next(left) for _ in range(count))
+            before.append(op.output_dtype(Dtypes(before[-1], extras, own, lower)))
+        return before
 
     @property
     def last_plan(self) -> Plan | None:
@@ -306,27 +361,6 @@ class OperationFuser:
             [None if isinstance(source, int) else (source.op, source.slot) for source in row]
             for row in self.wiring.sources
         ]
-
-
-def _refuse_impure(module: nn.Module, name: str) -> None:
-    """Raises NotSupportedError for a parametrisation with random numbers or state of its own.
-
-    Traced code evaluates it once for the engine and once for the operation, and both must agree.
-    """
-    parametrizations = cast(nn.ModuleDict, module.parametrizations)
-    rehearsal = copy.deepcopy(parametrizations[name])
-    written = [buffer._version for buffer in rehearsal.buffers()]
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        once, again = rehearsal(), rehearsal()
-    if written != [b._version for b in rehearsal.buffers()] or not torch.equal(once, again):
-        raise NotSupportedError(
-            explain(
-                "A parametrisation that is compiled gives the same value whenever it is evaluated",
-                where=f"{name} of {type(module).__name__}",
-                received="one that draws random numbers, or writes to a buffer",
-                remedy="Leave the sequence out of torch.compile, or remove the parametrisation",
-            )
-        )
 
 
 def count_message(asked_by: Sequence[str], received: int) -> str:
@@ -360,7 +394,7 @@ def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
 def _run_parts(
     parts: Sequence[BasicOperation], x: Any, extra_inputs: Sequence[Tensor], kwargs: Kwargs
 ) -> Any:
-    """Calls operations as modules, one by one, so that their hooks fire."""
+    """Calls operations as modules, one by one: with their hooks, and their own forward."""
     asked = [
         describe(i, part) for i, part in enumerate(parts) for _ in range(part.num_extra_inputs)
     ]
@@ -379,8 +413,8 @@ def _run_parts(
 def _run_alone(
     op: FusibleOperation, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs
 ) -> Any:
-    if isinstance(op, FusedOperation) and op.is_compound() and any(map(has_hooks, op.basic_ops)):
-        return _run_parts(op.basic_ops, input_, extra_inputs, kwargs)
+    if has_called_parts(op):
+        return _run_parts(expand(op), input_, extra_inputs, kwargs)
     if kwargs is not None:
         for part, own in zip(expand(op), kwargs):
             check_keywords(part, own)

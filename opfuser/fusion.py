@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
@@ -20,7 +21,7 @@ FusionFunction = Callable[..., Sequence[FusibleOperation]]
 
 REFUSAL_CODES = frozenset(
     "DTYPE SHAPE LAYOUT DEVICE MISSING_PACKAGE COMMUNICATION IN_PLACE EXTRA_OUTPUT_USED SHARED_OP "
-    "HOOK GROUP_SPLIT CONFLICT DISABLED NO_RECIPE NO_GRAD AUTOCAST SUBCLASS ERROR".split()
+    "HOOK FORWARD GROUP_SPLIT CONFLICT DISABLED NO_RECIPE NO_GRAD AUTOCAST SUBCLASS ERROR".split()
 )
 
 
@@ -290,7 +291,8 @@ class Fusion:
             means its parts.
         build: called with the matched operations, one argument per pattern element (None for an
             absent optional one, a tuple for a repeated one); returns the FusedOperation.
-        refuses: called like ``build`` and with ``env=``; returns a :class:`Refusal`, or None.
+        refuses: called like ``build`` and with ``env=``, and with ``behind=``, the operations that
+            follow the match, if it takes that; returns a :class:`Refusal`, or None.
         requires: what the machine must have.
         enabled: whether the fusion is on when registered.
 
@@ -305,6 +307,7 @@ class Fusion:
     requires: Requires = ANYWHERE
     enabled: bool = True
     elements: tuple[_Element, ...] = field(init=False, repr=False, compare=False)
+    looks_behind: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -316,6 +319,8 @@ class Fusion:
                 )
             )
         object.__setattr__(self, "elements", _expand(self.pattern, self.name))
+        takes = () if self.refuses is None else inspect.signature(self.refuses).parameters
+        object.__setattr__(self, "looks_behind", "behind" in takes)
 
     def __call__(
         self, ops: Sequence[FusibleOperation], *, recipe: Any | None = None, env: Env | None = None
@@ -345,7 +350,8 @@ class Fusion:
             if isinstance(found, Match):
                 no = veto(found.start, found.stop) if veto is not None else None
                 if no is None and self.refuses is not None:
-                    no = self._checked(self.refuses(*found.parts, env=env))
+                    more = {"behind": ops[found.stop :]} if self.looks_behind else {}
+                    no = self._checked(self.refuses(*found.parts, env=env, **more))
                 if no is None:
                     out.append(self.build(*found.parts))
                     matches.append(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,8 @@ class Linear(FusedOperation):
         ArgumentError: arguments outside their domain; a bias set on a Linear made without one.
         InputError: x has the wrong last dimension or dtype, as in ``BasicLinear``.
     """
+
+    read_only: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features", "basic_ops"})
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -114,8 +116,17 @@ class Linear(FusedOperation):
             self.register_parameter("bias", None)
 
     @property
+    def accumulate_into_main_grad(self) -> bool:
+        """As the argument. Setting it takes effect at the next forward."""
+        return self._basic_linear().accumulate_into_main_grad
+
+    @accumulate_into_main_grad.setter
+    def accumulate_into_main_grad(self, value: bool) -> None:
+        self._basic_linear().accumulate_into_main_grad = value
+
+    @property
     def accumulate_into_grad(self) -> bool:
-        """As the argument. May be set between calls."""
+        """As the argument. Setting it takes effect at the next forward."""
         return self._basic_linear().accumulate_into_grad
 
     @accumulate_into_grad.setter

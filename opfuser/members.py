@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from .errors import ArgumentTypeError, explain
+from .context import TensorFacts
 from .execute import Kwargs
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Refusal
@@ -17,11 +17,58 @@ from .op import (
     FusedOperation,
     FusibleOperation,
     GradNeeds,
+    has_called_parts,
+    must_be_called,
 )
+from .plain_modules import assumed_output, is_known
 from .plan import FusionRecord, Plan, Step, expand
 from .registry import registry
 from .tracked import Tracked, has_hooks
 from .wiring import Routes, WiredMember, route
+
+Facts = Tensor | TensorFacts
+
+
+class PlannedMember(NamedTuple):
+    """What a member will do with tensors of some kind.
+
+    Attributes:
+        plans: in order; none for a plain module.
+        output, extra_outputs: what comes out.
+        assumed: what was taken for granted of modules that declare nothing.
+    """
+
+    plans: list[Plan]
+    output: TensorFacts
+    extra_outputs: list[TensorFacts]
+    assumed: tuple[str, ...] = ()
+
+
+class Nested(Tracked):
+    """Abstract. A Sequential, as far as one that holds it as a module looks into it."""
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """Number of extra inputs that the caller brings."""
+        raise NotImplementedError
+
+    @property
+    def num_extra_outputs(self) -> int:
+        """Number of extra outputs that the caller gets."""
+        raise NotImplementedError
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan that was used last, or None before the first call."""
+        raise NotImplementedError
+
+    def overrides_forward(self) -> bool:
+        """Whether calling it may be something else than running what it holds."""
+        raise NotImplementedError
+
+    def planned_members(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedMember:
+        """As :meth:`Member.planned`, for what it holds."""
+        raise NotImplementedError
 
 
 class Member(NamedTuple):
@@ -30,7 +77,7 @@ class Member(NamedTuple):
     run: OperationFuser | nn.Module
     ops: tuple[BasicOperation, ...]
     split: str
-    """Why it is not fused with its neighbours: "", "HOOK" or "GROUP_SPLIT"."""
+    """Why it is not fused with its neighbours: "", "HOOK", "FORWARD" or "GROUP_SPLIT"."""
 
     def __call__(self, x: Any, extras: Sequence[Tensor], kwargs: Kwargs) -> Any:
         run = self.run
@@ -46,17 +93,42 @@ class Member(NamedTuple):
         """The plans that were used last, in order; none for a plain module."""
         run = self.run
         if isinstance(run, FusibleOperation):
-            alone = [run._alone]
-            if alone == [None]:  # a compound whose parts were called one by one
-                alone = [part._alone for part in expand(run)]
+            units = expand(run) if has_called_parts(run) else [run]
+            last = [None if op._alone is None else op._alone.last_plan for op in units]
         else:
-            alone = [run if isinstance(run, _PLANNED) else None]
-        plans = [None if fuser is None else cast("Plan | None", fuser.last_plan) for fuser in alone]
-        return [plan for plan in plans if plan is not None]
+            last = [run.last_plan if isinstance(run, (OperationFuser, Nested)) else None]
+        return [plan for plan in last if plan is not None]
+
+    def planned(self, x: Facts, extras: Sequence[Facts]) -> PlannedMember:
+        """The plans of a call with tensors like these, and what comes out; nothing is computed."""
+        run = self.run
+        if isinstance(run, OperationFuser):
+            done = run.planned(x, extras)
+            return PlannedMember([done.plan], done.output, done.extra_outputs)
+        if isinstance(run, FusibleOperation) and self.split == "HOOK":
+            return _planned_alone(run, x, extras)
+        if isinstance(run, Nested) and self.split != "FORWARD":
+            return run.planned_members(x, extras)
+        output = assumed_output(run, x)
+        note = () if is_known(run) else (f"{type(run).__name__} returns {output.dtype}",)
+        given = [output] * sum(op.num_extra_outputs for op in self.ops)
+        return PlannedMember([], output, given, note)
 
 
-# Tracked stands for a nested Sequential, which is defined further up.
-_PLANNED = (OperationFuser, Tracked)
+def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> PlannedMember:
+    """Of an operation that is called as a module, or of its parts if one of these is."""
+    plans: list[Plan] = []
+    extra_outputs: list[TensorFacts] = []
+    left = list(extras)
+    for part in expand(op) if has_called_parts(op) else [op]:
+        if part._alone is None:
+            part._prepare_alone()
+        fuser = cast(OperationFuser, part._alone)
+        own, left = left[: fuser.num_extra_inputs], left[fuser.num_extra_inputs :]
+        plan, x, given = fuser.planned(x, own)
+        plans.append(plan)
+        extra_outputs += given
+    return PlannedMember(plans, cast(TensorFacts, x), extra_outputs)
 
 
 def stretches(
@@ -72,27 +144,32 @@ def stretches(
     """
     out: list[tuple[str, list[tuple[nn.Module, Hashable]]]] = []
     for module, scope in _open_compounds(modules):
-        split = "" if isinstance(module, FusibleOperation) else "GROUP_SPLIT"
-        if isinstance(module, Tracked) and has_hooks(module):
-            split = "HOOK"
+        split = _split(module)
         if split or not out or out[-1][0]:
             out.append((split, []))
         out[-1][1].append((module, scope))
     return out
 
 
+def _split(module: nn.Module) -> str:
+    """Why a module is called as it is; empty for an operation that may be part of a run."""
+    if isinstance(module, FusibleOperation):
+        return must_be_called(module)
+    if isinstance(module, Nested):
+        if module.overrides_forward():
+            return "FORWARD"
+        if has_hooks(module):
+            return "HOOK"
+    return "GROUP_SPLIT"
+
+
 def _open_compounds(
     modules: Iterable[tuple[nn.Module, Hashable]],
 ) -> Iterator[tuple[nn.Module, Hashable]]:
-    """Replaces compounds by their parts where one of these carries a hook of its own."""
+    """Replaces compounds by their parts where one of these has to be called as a module."""
     for module, scope in modules:
-        if (
-            isinstance(module, FusedOperation)
-            and module.is_compound()
-            and not has_hooks(module)
-            and any(map(has_hooks, module.basic_ops))
-        ):
-            yield from ((part, scope) for part in module.basic_ops)
+        if has_called_parts(module) and not must_be_called(module):
+            yield from ((part, scope) for part in cast(FusedOperation, module).basic_ops)
         else:
             yield module, scope
 
@@ -128,33 +205,47 @@ def _wire(split: str, run: list[tuple[nn.Module, Hashable]]) -> WiredMember:
             tuple(op for op, _ in pairs), tuple(scope for _, scope in pairs), fused=not split
         )
     name = type(module).__name__
-    if isinstance(module, Tracked):  # a nested Sequential takes and gives extra tensors of its own
+    if isinstance(module, Nested):  # takes and gives extra tensors of its own
         name = f"a nested {name}" + (" that carries hooks" if split == "HOOK" else "")
-        counts = cast("tuple[int, int]", (module.num_extra_inputs, module.num_extra_outputs))
+        counts = module.num_extra_inputs, module.num_extra_outputs
     else:
         counts = (0, 0)
     return WiredMember((), (), *counts, False, name)
 
 
-def join_plans(members: Sequence[Member], grad_enabled: bool) -> Plan:
-    """One plan over all members, with the fusions that their boundaries prevented."""
+def join_plans(
+    members: Sequence[tuple[Member, Sequence[Plan]]],
+    grad_enabled: bool,
+    assumed: tuple[str, ...] = (),
+) -> Plan | None:
+    """One plan over all members, with the fusions that their boundaries prevented.
+
+    None if no member has a plan.
+
+    Args:
+        members: each with its plans, of which a module that is called as it is may have none.
+        grad_enabled: whether such a module takes part in backward.
+        assumed: what the plans take for granted.
+    """
     forward: list[Step] = []
     backward: list[Step] = []
     needs: list[GradNeeds | None] = []
     ops: list[BasicOperation] = []
+    scanned: list[tuple[int, BasicOperation]] = []
     cuts: dict[int, Refusal] = {}
     records: dict[tuple[str, str], FusionRecord] = {}
     env: Env | None = None
-    for before, member in zip([None, *members], members):
-        plans = member.last_plans()
+    before: Member | None = None
+    for member, plans in members:
         cut = member if member.split or before is None else before
-        if before is not None and cut.split and plans:
-            what = "carries hooks" if cut.split == "HOOK" else "stands between"
-            cuts[len(ops)] = Refusal(cut.split, f"{type(cut.run).__name__} {what}")
+        if before is not None and cut.split:
+            cuts[len(scanned)] = Refusal(cut.split, f"{type(cut.run).__name__} {_WHY[cut.split]}")
+        before = member
         if not plans:
             step = Step(cast(nn.Module, member.run), ())
             forward.append(step)
             backward += [step] if grad_enabled else []
+            scanned += [(len(ops), op) for op in member.ops]
         for plan in plans:
             first = len(ops)
             forward += [_shift(step, first) for step in plan.forward]
@@ -162,13 +253,28 @@ def join_plans(members: Sequence[Member], grad_enabled: bool) -> Plan:
             needs += plan.needs
             for record in plan.history:
                 _merge(records, record, first)
+            scanned += enumerate(plan.basic_ops, first)
             ops += plan.basic_ops
             env = env or plan.env
     if env is None:
-        raise ArgumentTypeError(explain("This Sequential holds no operations, so it has no plan"))
-    _note_boundaries(records, ops, cuts, env)
-    history = tuple(records.values())
-    return Plan(tuple(ops), tuple(forward), tuple(backward), tuple(needs), history, env)
+        return None
+    _note_boundaries(records, scanned, cuts, env)
+    return Plan(
+        tuple(ops),
+        tuple(forward),
+        tuple(backward),
+        tuple(needs),
+        tuple(records.values()),
+        env,
+        assumed=assumed,
+    )
+
+
+_WHY = {
+    "HOOK": "carries hooks",
+    "FORWARD": "has a forward of its own",
+    "GROUP_SPLIT": "stands between",
+}
 
 
 def _shift(step: Step, first: int) -> Step:
@@ -203,11 +309,19 @@ def _merge(records: dict[tuple[str, str], FusionRecord], new: FusionRecord, firs
 
 def _note_boundaries(
     records: dict[tuple[str, str], FusionRecord],
-    ops: list[BasicOperation],
+    scanned: Sequence[tuple[int, BasicOperation]],
     cuts: dict[int, Refusal],
     env: Env,
 ) -> None:
-    """Adds a refusal wherever a pattern would fit if it were not for a hook or a plain module."""
+    """Adds a refusal wherever a pattern would fit if its operations made up one run.
+
+    Args:
+        records: by stage and name.
+        scanned: the operations, also of modules without a plan, with their place in the plan.
+        cuts: why a run ends, by the first of ``scanned`` that is not in it.
+        env: of the plan.
+    """
+    ops = [op for _, op in scanned]
     for handle in registry:
         rule = handle.function
         key = (handle.stage, handle.name)
@@ -218,7 +332,7 @@ def _note_boundaries(
         def note(start: int, stop: int, found: list[tuple[int, Refusal]] = found) -> Refusal:
             why = next((cuts[c] for c in range(start + 1, stop) if c in cuts), None)
             if why is not None:
-                found.append((start, why))
+                found.append((scanned[start][0], why))
             return Refusal("GROUP_SPLIT", "not built here")
 
         rule.scan(ops, env, note)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .context import GradNeeds, OperationContext, autocast_dtype, compute_dtype, new_context
+from .context import (
+    Dtypes,
+    GradNeeds,
+    OperationContext,
+    autocast_dtype,
+    compute_dtype,
+    new_context,
+)
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -16,12 +25,14 @@ from .errors import (
     ChannelError,
     ChannelIndexError,
     MissingImplementationError,
+    ReadOnlyAttributeError,
     explain,
 )
 from .tracked import Tracked, has_hooks, signature
 
 __all__ = [
     "BasicOperation",
+    "Dtypes",
     "FusedOperation",
     "FusibleOperation",
     "GradNeeds",
@@ -40,7 +51,31 @@ class Engine:
 
 
 class FusibleOperation(Tracked):
-    """An operation that can take part in fusion: a basic operation or a fused one."""
+    """An operation that can take part in fusion: a basic operation or a fused one.
+
+    Its attributes hold numbers as Python's int and float, whatever kind they are set to.
+
+    Class attributes:
+        read_only: names of attributes that cannot be set once they have a value: what was made from
+            them, such as the shape of a parameter, would not change with them.
+    """
+
+    read_only: ClassVar[frozenset[str]] = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Real) and not isinstance(value, (int, float)):
+            # Fractions and NumPy's scalars, which torch does not take.
+            value = int(value) if isinstance(value, Integral) else float(value)
+        if name in self.read_only and self.__dict__.get(name, value) != value:
+            raise ReadOnlyAttributeError(
+                explain(
+                    f"{name} is fixed when the operation is made",
+                    where=type(self).__name__,
+                    received=f"{name}={value!r} in place of {self.__dict__[name]!r}",
+                    remedy="Make a new operation",
+                )
+            )
+        super().__setattr__(name, value)
 
     @property
     def is_fused_op(self) -> bool:
@@ -129,8 +164,8 @@ class FusibleOperation(Tracked):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.pop("_alone", None)
-        state.pop("_stamp", None)
+        for derived in ("_alone", "_stamp", "_settings"):
+            state.pop(derived, None)
         return state
 
     def _load_from_state_dict(
@@ -156,8 +191,6 @@ class BasicOperation(FusibleOperation):
         forward_leaves_nothing: promise that forward neither saves tensors nor sets attributes on
             its context, so that one context can serve every call. Saves host time. Does not hold
             for subclasses.
-        optional_on_context: attributes of the context that backward can do without, so that a
-            fusion's forward need not set them.
         Saved: a ``NamedTuple`` naming what forward passes to ``ctx.save_for_backward``. It is the
             contract between every forward (fused or not) and every backward of this operation.
     """
@@ -166,7 +199,6 @@ class BasicOperation(FusibleOperation):
     num_extra_outputs: int = 0
     backward_reads_parameters: ClassVar[bool] = False
     forward_leaves_nothing: ClassVar[bool] = False
-    optional_on_context: ClassVar[frozenset[str]] = frozenset()
     Saved: ClassVar[type[tuple[Any, ...]] | None] = None
 
     _extra_input_channels: list[str | None]
@@ -190,6 +222,50 @@ class BasicOperation(FusibleOperation):
     @property
     def is_fused_op(self) -> bool:
         return False
+
+    def make_settings(self) -> Any:
+        """What both passes compute with besides tensors, as a non-empty named tuple or the like.
+
+        Made from the public attributes whenever one of them was set, so that whatever is derived
+        from an attribute changes with it. Forward freezes it into the context, from where backward
+        reads it: an attribute set in between does not reach the gradient.
+
+        Returns:
+            An immutable value, or None for an operation without any.
+
+        Raises:
+            ArgumentError: an attribute is outside its domain.
+        """
+        return None
+
+    @property
+    def settings(self) -> Any:
+        """The settings of now; see :meth:`make_settings`. Those of a call are in its context."""
+        if torch.compiler.is_compiling():
+            return self.make_settings()  # what is traced must not depend on what is kept
+        own = self.__dict__
+        settings = own.get("_settings")
+        if settings is None:
+            settings = own["_settings"] = self.make_settings()
+        return settings
+
+    def frozen_settings(self, ctx: OperationContext) -> Any:
+        """The settings of the call that ``ctx`` belongs to.
+
+        The engine has frozen them before any forward runs, also one that a fusion put in place of
+        this operation's; for a context made by hand this does it.
+        """
+        if ctx.settings is None:
+            ctx.settings = self.settings
+        return ctx.settings
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        """The dtype of the output, for plans of what comes behind it.
+
+        By default the input's; that of the first parameter where the input holds integers. Extra
+        outputs are taken to have the input's.
+        """
+        return dtypes.input if dtypes.input.is_floating_point else dtypes.first_parameter
 
     def op_forward(
         self,
@@ -433,7 +509,13 @@ class FusedOperation(FusibleOperation):
 
     Args:
         basic_ops: the basic operations it replaces, in forward order.
+
+    Class attributes:
+        saves_more: say that its forward saves more bytes than the operations that it replaces;
+            :func:`opfuser.testing.check_fusion` holds others to saving no more.
     """
+
+    saves_more: ClassVar[bool] = False
 
     basic_ops: Sequence[BasicOperation]
 
@@ -480,6 +562,34 @@ class FusedOperation(FusibleOperation):
     ) -> Any:
         """Run this operation alone."""
         return Engine.run_alone(self, input, extra_inputs, basic_op_kwargs)
+
+
+def is_built_in(op: nn.Module) -> bool:
+    """Whether an operation is the library's own, which keeps to more than the calling contract."""
+    return type(op).__module__.startswith(__package__ + ".")
+
+
+_FORWARDS = (BasicOperation.forward, FusedOperation.forward)
+
+
+def must_be_called(op: nn.Module) -> str:
+    """Why an operation has to be called as a module, or an empty string: "HOOK" or "FORWARD"."""
+    if not isinstance(op, FusibleOperation):
+        return ""
+    own = type(op)
+    if "forward" in op.__dict__ or own.forward not in _FORWARDS or own.__call__ is not _CALL:
+        return "FORWARD"
+    return "HOOK" if has_hooks(op) else ""
+
+
+_CALL = nn.Module.__call__
+
+
+def has_called_parts(op: nn.Module) -> bool:
+    """Whether ``op`` is a compound of which some part has to be called as a module."""
+    if not (isinstance(op, FusedOperation) and op.is_compound()):
+        return False
+    return any(map(must_be_called, op.basic_ops))
 
 
 def _flatten(ops: Iterable[FusibleOperation]) -> Iterator[BasicOperation]:

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["only_reference"]
+__all__ = ["only_memory", "only_reference"]
 
 
 def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int]:
@@ -37,4 +37,21 @@ def only_reference(holder: Sequence[Tensor | None], index: int = 0) -> bool:
     """
     if torch.compiler.is_compiling() or holder[index] is None:
         return False
-    return _counts(holder, index) == _ALONE
+    try:
+        return _counts(holder, index) == _ALONE
+    except NotImplementedError:  # of a batched gradient, which has no memory of its own
+        return False
+
+
+def only_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether ``tensor`` can be written to as it is, and no other one would change with it."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
+        return False
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    if torch._debug_has_internal_overlap(tensor) != 0:
+        return False
+    memory = tensor.untyped_storage().data_ptr()
+    return all(other.untyped_storage().data_ptr() != memory for other in others)

@@ -13,7 +13,7 @@ from torch import nn
 
 from .errors import PlanError, explain
 from .fusion import Env, Fusion, NearMiss, Refusal, Stage
-from .op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
+from .op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is_built_in
 from .registry import FusionHandle
 from .wiring import Wiring
 
@@ -35,17 +35,35 @@ class PlanKey(NamedTuple):
     grad_enabled: bool
 
 
-@dataclass(frozen=True)
-class Step:
+class _Compared:
+    """Equal to another of its class that says the same, with other operations perhaps."""
+
+    def _says(self) -> Hashable:
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._says() == other._says()
+
+    def __hash__(self) -> int:
+        return hash(self._says())
+
+
+@dataclass(frozen=True, eq=False)
+class Step(_Compared):
     """One operation of a pass and the basic operations that it covers, by index.
 
     ``fusion`` is the name of the fusion that put it there, if one did. A plain module inside a
-    Sequential is a step that covers none.
+    Sequential is a step that covers none. Of ``op`` the type is compared.
     """
 
     op: nn.Module
     indices: tuple[int, ...]
     fusion: str | None = None
+
+    def _says(self) -> Hashable:
+        return type(self.op), self.indices, self.fusion
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,7 @@ class FusionRecord:
         refusals: the index where the pattern (or most of it) was found, and why it was not fused.
         near_miss: the longest part of the pattern found, if it never fitted whole.
         detail: why the fusion was skipped, or what disabled it.
-        elapsed: seconds that the attempt took.
+        elapsed: seconds that the attempt took; not compared.
     """
 
     name: str
@@ -68,7 +86,7 @@ class FusionRecord:
     refusals: tuple[tuple[int, Refusal], ...] = ()
     near_miss: NearMiss | None = None
     detail: str = ""
-    elapsed: float = 0.0
+    elapsed: float = field(default=0.0, compare=False)
 
     def summary(self) -> str:
         head = f"[stage={self.stage}, fusion={self.name}]"
@@ -81,8 +99,11 @@ class FusionRecord:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(_Compared):
     """Which operation runs when, in both passes, and how that came about.
+
+    Plans are equal, and hash alike, if all of this is equal: of operations the types and names are
+    compared, not the objects or their parameters, and of records all but the time.
 
     Attributes:
         basic_ops: the basic operations, in forward order.
@@ -92,6 +113,8 @@ class Plan:
             does not run.
         history: one record per registered fusion, in the order in which they were tried.
         env: what the fusions were told about the call.
+        names: of the basic operations in the Sequential whose plan this is.
+        assumed: what was taken for granted of modules that declare nothing; not compared.
     """
 
     basic_ops: tuple[BasicOperation, ...]
@@ -101,6 +124,12 @@ class Plan:
     history: tuple[FusionRecord, ...]
     env: Env
     names: tuple[str, ...] = field(default=())
+    assumed: tuple[str, ...] = field(default=())
+
+    def _says(self) -> Hashable:
+        kinds = tuple(type(op) for op in self.basic_ops)
+        steps = self.forward, self.backward
+        return kinds, self.names, steps, self.needs, self.history, self.env
 
     def record(self, name: str) -> FusionRecord:
         """The record of the fusion of that name."""
@@ -142,6 +171,7 @@ class Plan:
                 ]
             widths = [max((len(label[c]) for label in labels), default=0) for c in (0, 1)]
             lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in labels]
+        lines += [f"assumed: {what}" for what in self.assumed]
         lines.append("fusions:")
         for record in self.history:
             lines.append(f"  {record.summary()}")
@@ -225,6 +255,7 @@ def make_plan(
     backward: list[FusibleOperation] = []
     if any(need is not None for need in needs):
         backward = stage("backward", _for_pass(joint, "fuser_backward"))
+        forward = maker.show_outputs(forward, backward)
     else:
         maker.skip([h for h in ordered if h.stage == "backward"], "no gradient is needed")
     plan = Plan(
@@ -318,6 +349,51 @@ class _Maker:
             return None
 
         return veto
+
+    def show_outputs(
+        self, forward: list[FusibleOperation], backward: list[FusibleOperation]
+    ) -> list[FusibleOperation]:
+        """Takes a forward fusion back where backward may have to know the shape of a result in it.
+
+        An operation with extra outputs gets zeros as the gradient of its output where those behind
+        it return none, as operations of users may. The library's own have one shape for both.
+        """
+        begins = set(self.tile(backward))
+        strangers = [n for n, op in enumerate(self.basic_ops) if not is_built_in(op)]
+        out: list[FusibleOperation] = []
+        for start, op in zip(self.tile(forward), forward):
+            parts = expand(op)
+            hidden = [
+                n
+                for n, publishes in enumerate(parts[:-1], start)
+                if publishes.num_extra_outputs and not is_built_in(publishes)
+                if n + 1 in begins and self.needs[n] is not None and strangers[-1] > n
+            ]
+            if not hidden or op in backward:
+                out.append(op)
+                continue
+            names = [type(self.basic_ops[n]).__name__ for n in (hidden[0], strangers[-1])]
+            self._take_back(
+                start,
+                op,
+                f"{names[0]} has an extra output, and {names[1]} behind it may return no gradient: "
+                "zeros have the shape of an output hidden here",
+            )
+            out += parts
+        return out
+
+    def _take_back(self, start: int, op: FusibleOperation, why: str) -> None:
+        no = (start, Refusal("EXTRA_OUTPUT_USED", why))
+        for n, record in enumerate(self.history):
+            if record.name != self.made_by.get(id(op)) or record.stage != "forward":
+                continue
+            matches = tuple(match for match in record.matches if match[0] != start)
+            self.history[n] = replace(
+                record,
+                status="matched" if matches else "refused",
+                matches=matches,
+                refusals=(*record.refusals, no),
+            )
 
     def tile(
         self, ops: Sequence[FusibleOperation], handle: FusionHandle | None = None

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from .op import BasicOperation, FusibleOperation, GradNeeds, OperationContext, new_context
+from .op import (
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    GradNeeds,
+    OperationContext,
+    is_built_in,
+    new_context,
+)
 from .plan import Plan, Step
 from .wiring import Slot, Wiring
 
@@ -21,14 +29,22 @@ class ForwardStep(NamedTuple):
     needs: GradNeeds | None
     context: OperationContext | None
     """The one for every call, if the operation leaves nothing on it."""
+    freezes: bool
+    """Whether the operation has settings."""
     general: GeneralForward | None
 
 
 class GeneralForward(NamedTuple):
     indices: tuple[int, ...]
     needs: tuple[GradNeeds | None, ...]
+    freezes: tuple[BasicOperation | None, ...]
+    """The operations that have settings."""
     sources: tuple[tuple[Slot | int | None, ...], ...] | None
     """None: none of the operations has extra inputs."""
+    asks: tuple[tuple[bool, ...], ...]
+    """Which extra inputs show by ``requires_grad`` that their gradients are wanted."""
+    overwrites: tuple[tuple[int, BasicOperation, int], ...]
+    """The operations that may be asked to write over an extra input of the caller's, and which."""
     outputs: tuple[tuple[tuple[Slot, str], ...], ...]
     """Slots of extra outputs, and why one may not be None: "public", "outside", or empty if it may.
     """
@@ -67,6 +83,9 @@ class GeneralBackward(NamedTuple):
     name: str
 
 
+_layouts: dict[Hashable, int] = {}
+
+
 class Program:
     """A plan laid out for execution."""
 
@@ -91,6 +110,8 @@ class Program:
                 reads.append(None)
         self.kept_parameters = tuple(kept)
         needs = _needs_of_steps(plan, wiring, num_parameters)
+        self._needs = tuple(needs)
+        self._layout: int | None = None
         self.forward = _lay_out_forward(plan, wiring, needs)
         constants = {step.first: step.context for step in self.forward}
         self.backward = _lay_out_backward(plan, wiring, self.spans, reads, constants)
@@ -103,6 +124,18 @@ class Program:
             for op, need in zip(plan.basic_ops, plan.needs)
             if not any(type(op).pre_fuser_forward is base.pre_fuser_forward for base in prepared)
         )
+
+    def layout(self) -> int:
+        """A number that tells apart programs which may save other tensors.
+
+        A forward fusion saves what the operations do that it replaces; a joint one what it likes.
+        """
+        if self._layout is None:
+            plan = self.plan
+            again = {id(step.op) for step in plan.backward if isinstance(step.op, FusedOperation)}
+            joint = [(type(s.op), s.indices) for s in plan.forward if id(s.op) in again]
+            self._layout = _layouts.setdefault((*joint, self._needs), len(_layouts))
+        return self._layout
 
 
 def _needs_of_steps(
@@ -122,6 +155,10 @@ def _constant_context(op: Any, needs: GradNeeds | None) -> OperationContext | No
     # A subclass may leave something after all.
     own = vars(type(op)).get("forward_leaves_nothing", False)
     return new_context(needs) if own else None
+
+
+def _has_settings(op: BasicOperation) -> bool:
+    return type(op).make_settings is not BasicOperation.make_settings
 
 
 def _is_plain(op: Any, extra_tensors: bool) -> bool:
@@ -153,6 +190,7 @@ def _lay_out_forward(
     ends = {
         step.indices[-1] for step in plan.backward if any(wiring.consumers[i] for i in step.indices)
     }
+    ops = plan.basic_ops
     out: list[ForwardStep] = []
     for number, step in enumerate(plan.forward):
         own = set(step.indices)
@@ -161,7 +199,12 @@ def _lay_out_forward(
         if _is_plain(step.op, extras):
             out.append(
                 ForwardStep(
-                    step.op, first, needs[first], _constant_context(step.op, needs[first]), None
+                    step.op,
+                    first,
+                    needs[first],
+                    _constant_context(step.op, needs[first]),
+                    _has_settings(ops[first]),
+                    None,
                 )
             )
             continue
@@ -178,10 +221,23 @@ def _lay_out_forward(
             for i in step.indices
         )  # fmt: skip
         sources = tuple(_outside(wiring.sources[i], own) for i in step.indices)
+        asks = tuple(
+            tuple(isinstance(source, Slot) and wanted for source, wanted in zip(row, need[2]))
+            if (need := plan.needs[i]) is not None and not is_built_in(step.op)
+            else (False,) * len(row)
+            for i, row in zip(step.indices, sources)
+        )
         general = GeneralForward(
             step.indices,
             tuple(needs[i] for i in step.indices),
+            tuple(ops[i] if _has_settings(ops[i]) else None for i in step.indices),
             sources if any(sources) else None,
+            asks,
+            tuple(
+                (n, ops[i], row[0])
+                for n, (i, row) in enumerate(zip(step.indices, sources))
+                if row and isinstance(row[0], int) and hasattr(ops[i], "in_place")
+            ),
             outputs,
             not any(outputs),
             step.indices[-1] in ends,
@@ -191,7 +247,7 @@ def _lay_out_forward(
             ),
             _name(step),
         )  # fmt: skip
-        out.append(ForwardStep(step.op, first, None, None, general))
+        out.append(ForwardStep(step.op, first, None, None, False, general))
     return tuple(out)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -146,6 +147,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.handles: dict[Stage, list[FusionHandle]] = {stage: [] for stage in STAGES}
+        self._switches: list[_Switches] = []
         self.switched: dict[str, tuple[bool, str]] = {}
         self.version = 0
         # The version as text, since torch.compile would trace a changing integer as a symbol.
@@ -153,8 +155,8 @@ class Registry:
         self._told: set[str] = set()
         self._state: Hashable = None
         for variable, on in (("OPFUSER_DISABLE", False), ("OPFUSER_ENABLE", True)):
-            for name in filter(None, os.environ.get(variable, "").split(",")):
-                self.switched[name.strip()] = (on, variable)
+            names = filter(None, os.environ.get(variable, "").split(","))
+            self._add_switches(None, {name.strip(): (on, variable) for name in names})
 
     def changed(self) -> None:
         """Notes that fusions may run differently from now on."""
@@ -174,6 +176,9 @@ class Registry:
         for name in set(self.switched) - known - self._told:
             self._told.add(name)
             logger.warning("%s names %r, but no fusion has that name", self.switched[name][1], name)
+
+    def __len__(self) -> int:  # Dynamo asks, of whatever can be iterated over
+        return sum(map(len, self.handles.values()))
 
     def __iter__(self) -> Iterator[FusionHandle]:
         for stage in STAGES:
@@ -221,7 +226,8 @@ class Registry:
             self.handles[handle.stage].remove(handle)
             self.changed()
 
-    def switch(self, names: Sequence[str], on: bool, by: str) -> dict[str, tuple[bool, str]]:
+    def switch(self, owner: object, names: Sequence[str], on: bool, by: str) -> None:
+        """Switches fusions by name until ``owner`` takes it back, or for good if it is gone."""
         known = {handle.name for handle in self} | {"*"}
         for name in names:
             if name not in known:
@@ -232,10 +238,37 @@ class Registry:
                         remedy=f"Choose among: {', '.join(sorted(known))}",
                     )
                 )
-        before = dict(self.switched)
-        self.switched = {**before, **dict.fromkeys(names, (on, by))}
+        self._add_switches(owner, dict.fromkeys(names, (on, by)))
         self.changed()
-        return before
+
+    def take_back(self, owner: object) -> None:
+        """Undoes what ``owner`` switched, and nothing else."""
+        self._switches = [s for s in self._switches if s.owner is None or s.owner() is not owner]
+        self._merge_switches()
+        self.changed()
+
+    def _add_switches(self, owner: object, names: dict[str, tuple[bool, str]]) -> None:
+        self._switches.append(_Switches(None if owner is None else weakref.ref(owner), names))
+        self._merge_switches()
+
+    def _merge_switches(self) -> None:
+        """The last word on each name counts. What nobody can take back any more becomes one."""
+        kept: list[_Switches] = []
+        for switches in self._switches:
+            for_good = switches.owner is None or switches.owner() is None
+            if for_good and kept and kept[-1].owner is None:
+                kept[-1].names.update(switches.names)
+            else:
+                kept.append(switches._replace(owner=None) if for_good else switches)
+        self._switches = kept
+        self.switched = {name: how for s in kept for name, how in s.names.items()}
+
+
+class _Switches(NamedTuple):
+    """What one call switched, and whose it is; None: nobody's, so that it is for good."""
+
+    owner: weakref.ref[object] | None
+    names: dict[str, tuple[bool, str]]
 
 
 def _default_name(function: FusionFunction, taken: set[str]) -> str:
@@ -256,14 +289,13 @@ class _Switch:
     """Takes effect when made; as a context manager, until the block ends."""
 
     def __init__(self, names: Sequence[str], on: bool, by: str) -> None:
-        self._before = registry.switch(names, on, by)
+        registry.switch(self, names, on, by)
 
     def __enter__(self) -> _Switch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        registry.switched = self._before
-        registry.changed()
+        registry.take_back(self)
 
 
 def disable(*names: str) -> _Switch:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,19 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from .basic import AddExtraInput, MakeExtraOutput
+from .context import TensorFacts
 from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
 from .execute import Kwargs
 from .fuser import OperationFuser, check_keywords, count_message
-from .members import Member, join_plans, make_members, stretches
+from .members import (
+    Facts,
+    Member,
+    Nested,
+    PlannedMember,
+    join_plans,
+    make_members,
+    stretches,
+)
 from .op import BasicOperation, FusedOperation, FusibleOperation
 from .plan import Plan, expand
-from .tracked import Clock, Tracked, has_hooks, stamp
+from .tracked import Clock, has_hooks, stamp
 from .wiring import PrivateChannel, Routes, Slot
 
 __all__ = ["Residual", "Sequential"]
 
 
-class Sequential(Tracked):
+class Sequential(Nested):
     """A sequence of operations and modules, run in order, with runs of operations fused.
 
     A drop-in for ``torch.nn.Sequential`` with the list interface of a Python list. Neighbouring
@@ -75,6 +82,12 @@ class Sequential(Tracked):
     def _next_key(self) -> str:
         return str(max((int(key) + 1 for key in self._modules if key.isdecimal()), default=0))
 
+    def _rearrange(self, items: Iterable[tuple[str, nn.Module | None]]) -> None:
+        """Replaces the modules. Names stay with their modules; 0, 1, 2, … are given anew."""
+        numbered = list(self._modules) == [str(n) for n in range(len(self._modules))]
+        self._modules = {str(n) if numbered else key: m for n, (key, m) in enumerate(items)}
+        self._touch()
+
     def _check_module(self, module: object) -> nn.Module:
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(
@@ -89,7 +102,7 @@ class Sequential(Tracked):
     def __getitem__(self, index: int | slice) -> Any:
         keys = self._keys(index)
         if isinstance(index, slice):
-            return Sequential(*(cast(nn.Module, self._modules[key]) for key in keys))
+            return Sequential({key: cast(nn.Module, self._modules[key]) for key in keys})
         return self._modules[keys[0]]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
@@ -105,13 +118,8 @@ class Sequential(Tracked):
         self._touch()
 
     def __delitem__(self, index: int | slice) -> None:
-        numbered = list(self._modules) == [str(n) for n in range(len(self._modules))]
-        for key in self._keys(index):
-            del self._modules[key]
-        if numbered:
-            # As in torch.nn.Sequential, so that names of parameters have no gaps.
-            self._modules = {str(n): m for n, m in enumerate(self._modules.values())}
-        self._touch()
+        removed = set(self._keys(index))
+        self._rearrange([item for item in self._modules.items() if item[0] not in removed])
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -131,17 +139,20 @@ class Sequential(Tracked):
         return self
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Add a module before the one at ``index``."""
+        """Add a module before the one at ``index``.
+
+        Members keep names that they were given, and the new one gets the next free number; if all
+        are named by their place, they are renamed by their new one, as in ``torch.nn.Sequential``.
+        """
         self._check_module(module)
         size = len(self._modules)
         if not -size <= index <= size:
             raise IndexError(
                 explain(f"Index {index} is out of range", received=f"a Sequential of {size}")
             )
-        modules = list(self._modules.values())
-        modules.insert(index, module)
-        keys = [*self._modules, self._next_key()]
-        self._modules = dict(zip(keys, modules))
+        items = list(self._modules.items())
+        items.insert(index, (self._next_key(), module))
+        self._rearrange(items)
         return self
 
     def pop(self, index: int | slice = -1) -> Any:
@@ -275,9 +286,7 @@ class Sequential(Tracked):
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
         """Runs the members in order and routes extra tensors between them."""
-        expects = self._routes.expects
-        if len(extra_inputs) != len(expects):
-            raise ExtraInputCountError(count_message(expects, len(extra_inputs)))
+        self._check_count(extra_inputs)
         kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)
         to_caller: list[Tensor] = []
         stored: dict[Slot, Tensor] = {}
@@ -296,6 +305,11 @@ class Sequential(Tracked):
                 if public:
                     to_caller.append(extra_output)
         return (x, *to_caller) if to_caller else x
+
+    def _check_count(self, extra_inputs: Sequence[Any]) -> None:
+        expects = self._routes.expects
+        if len(extra_inputs) != len(expects):
+            raise ExtraInputCountError(count_message(expects, len(extra_inputs)))
 
     def _resolve_op_kwargs(
         self, op_kwargs: Mapping[nn.Module | int, dict[str, Any]]
@@ -359,33 +373,71 @@ class Sequential(Tracked):
     def plan(self, input: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow, as data.
 
-        Where plain modules stand between runs of operations, what reaches each run is found by
-        passing tensors without data through the sequence; nothing is computed.
+        Nothing is run. What operations return follows from what they declare
+        (``output_dtype``). A plain module between runs is taken to return a tensor of its input's
+        dtype, or as autocast would make it; ``plan.assumed`` says so where the module is none of
+        torch's own. The plan after a call, :attr:`last_plan`, is that of what was really returned.
         """
+        for t in (input, *extra_inputs):
+            if not isinstance(t, Tensor):
+                raise ArgumentTypeError(
+                    explain("A plan is made for tensors", received=type(t).__name__)
+                )
         self._resolve()
-        if len(extra_inputs) != len(self._routes.expects):
-            raise ExtraInputCountError(count_message(self._routes.expects, len(extra_inputs)))
+        self._check_count(extra_inputs)
         if self._single is not None:
             return self._named(self._single.plan(input, *extra_inputs))
-        # Not imported with the package: it would bring all of torch's symbolic shapes along.
-        fake_tensor = importlib.import_module("torch._subclasses.fake_tensor")
-        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = [mode.from_tensor(t) for t in (input, *extra_inputs)]
-            # Plain modules may update their buffers, which must not be the real ones.
-            state = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-            state = {f"of.{name}": mode.from_tensor(t) for name, t in state.items()}
-            with _without_hooks(self):
-                torch.func.functional_call(_Walk(self), state, tuple(fakes))
-        return self._named(join_plans(self._members, torch.is_grad_enabled()))
+        (plan,) = self.planned_members(input, extra_inputs).plans or (None,)
+        return self._named(plan)
+
+    def _planned(self, x: Facts, extra_inputs: Sequence[Facts]) -> list[PlannedMember]:
+        """What each member will do, for tensors like these."""
+        stored: dict[Slot, TensorFacts] = {}
+        out: list[PlannedMember] = []
+        for member, path in zip(self._members, self._routes.members):
+            extras = [
+                extra_inputs[take] if isinstance(take, int) else stored[take] for take in path.takes
+            ]
+            out.append(member.planned(x, extras))
+            x = out[-1].output
+            for (key, _), extra_output in zip(path.gives, out[-1].extra_outputs):
+                if key is not None:
+                    stored[key] = extra_output
+        return out
+
+    def planned_members(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedMember:
+        self._resolve()
+        done = self._planned(x, extra_inputs)
+        assumed = tuple(what for member in done for what in member.assumed)
+        pairs = [(member, planned.plans) for member, planned in zip(self._members, done)]
+        plan = join_plans(pairs, torch.is_grad_enabled(), assumed)
+        return PlannedMember(
+            [] if plan is None else [plan],
+            done[-1].output if done else TensorFacts(x.dtype, x.device, x.requires_grad),
+            [
+                facts
+                for member, path in zip(done, self._routes.members)
+                for (_, public), facts in zip(path.gives, member.extra_outputs)
+                if public
+            ],
+            assumed,
+        )
+
+    def overrides_forward(self) -> bool:
+        return "forward" in self.__dict__ or type(self).forward is not Sequential.forward
 
     @property
     def last_plan(self) -> Plan | None:
         """The plan that was used last, or None before the first call."""
-        if self._structure is None or not any(member.last_plans() for member in self._members):
-            return None
-        return self._named(join_plans(self._members, torch.is_grad_enabled()))
+        pairs = [(member, member.last_plans()) for member in self._members]
+        plan = join_plans(pairs, torch.is_grad_enabled())
+        return None if plan is None else self._named(plan)
 
-    def _named(self, plan: Plan) -> Plan:
+    def _named(self, plan: Plan | None) -> Plan:
+        if plan is None:
+            raise ArgumentTypeError(
+                explain("This Sequential holds no operations, so it has no plan")
+            )
         paths = {id(module): path for path, module in self.named_modules()}
         for path, module in list(self.named_modules()):
             if isinstance(module, FusedOperation):
@@ -397,37 +449,10 @@ def _operations(seq: Sequential) -> list[BasicOperation]:
     return [op for m in seq.modules() if isinstance(m, FusibleOperation) for op in expand(m)]
 
 
-@contextmanager
-def _without_hooks(seq: Sequential) -> Iterator[None]:
-    """Sets aside the hooks of everything that ``seq`` holds."""
-    modules = list(seq.modules())
-    modules += [op for m in modules if isinstance(m, FusedOperation) for op in m.basic_ops]
-    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    kept = [(module.__dict__, name, module.__dict__[name]) for module in modules for name in names]
-    for own, name, hooks in kept:
-        own[name] = type(hooks)()
-    try:
-        yield
-    finally:
-        for own, name, hooks in kept:
-            own[name] = hooks
-
-
-class _Walk(nn.Module):
-    """The walk over the members of a Sequential, as a module."""
-
-    def __init__(self, of: Sequential) -> None:
-        super().__init__()
-        self.of = of
-
-    def forward(self, *args: Any) -> Any:
-        return self.of._walk(args[0], args[1:])
-
-
 def _flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.Module, Hashable]]:
     """The modules of a Sequential and of nested ones, each with the way to what holds it."""
     for position, module in enumerate(seq):
-        if type(module) is Sequential and not has_hooks(module):
+        if type(module) is Sequential and not (has_hooks(module) or module.overrides_forward()):
             yield from _flatten(module, (*path, position))
         else:
             yield module, path

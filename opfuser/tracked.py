@@ -34,7 +34,8 @@ class Tracked(nn.Module):
     Setting or deleting an attribute, moving, casting, switching the training flag and registering
     a hook all count. Values written straight into ``_parameters`` (as ``functional_call`` does)
     do not: parameters are read, and their dtypes compared, at every call. Nor does a number or flag
-    that is first changed during a forward pass: it is state, not structure.
+    changed during a forward pass, such as a counter of calls: no plan depends on it, until it is
+    set outside of one.
     """
 
     _stamp: str  # of a module that torch.compile has traced: what it was like when last changed
@@ -52,17 +53,22 @@ class Tracked(nn.Module):
         own = self.__dict__
         if name in own and isinstance(value, _VALUES):
             old = own[name]
-            if type(old) is type(value) and old == value:
+            if type(old) is type(value) and old == value and repr(old) == repr(value):  # 0.0, -0.0
                 return
             if running.depth and name != "training":
-                # A counter, say: state of the operation, which no fusion depends on.
                 own.setdefault("_state_names", set()).add(name)
+                super().__setattr__(name, value)  # type: ignore[arg-type]
+                own.pop("_settings", None)
+                return
         super().__setattr__(name, value)
-        if name not in own.get("_state_names", ()):
-            self._touch()
+        own.pop("_settings", None)
+        if "_state_names" in own:
+            own["_state_names"].discard(name)
+        self._touch()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
+        self.__dict__.pop("_settings", None)
         self._touch()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -122,7 +128,7 @@ _NOT_IN_SIGNATURE = frozenset(
     "_forward_hooks_always_called _forward_pre_hooks _forward_pre_hooks_with_kwargs "
     "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks "
     "_load_state_dict_post_hooks _modules basic_ops _owner _alone _routing_captured "
-    "_stamp _state_names".split()
+    "_stamp _state_names _settings".split()
 )
 
 

@@ -72,6 +72,7 @@ def _revive(
     ctx.kept = kept
     ctx.requires_grad = kept.requires_grad
     ctx.needs = kept.needs
+    ctx.settings = kept.settings
     if kept.output_like is not None:
         ctx.output_like = kept.output_like
     if kept.span is not None:
@@ -89,7 +90,9 @@ def walk_backward(
 ) -> list[Tensor | None]:
     """Runs the backward steps; returns the gradients of input, parameters and extra inputs."""
     saved: list[Tensor | None] = list(func_ctx.saved_tensors)
-    program, contexts = func_ctx.forwarded
+    program, contexts, marked = func_ctx.forwarded
+    if marked:
+        del saved[0]
     if saved and not keep and _CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None

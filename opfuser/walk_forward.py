@@ -16,6 +16,7 @@ from .errors import (
     explain,
 )
 from .op import OperationContext, new_context
+from .ownership import only_memory
 from .program import GeneralForward, Program
 from .wiring import Slot
 
@@ -68,15 +69,21 @@ def walk_forward(
     """Runs the forward steps and records on ``tape`` what their backward needs."""
     produced: dict[Slot, Tensor] = {}
     first = 0
+    traced = torch.compiler.is_compiling()
     try:
-        for op, first, needs, constant, general in program.forward:
+        for op, first, needs, constant, freezes, general in program.forward:
             if general is not None:
-                ctxs = [new_context(needs) for needs in general.needs]
+                ctxs = [
+                    new_context(need, None if basic is None else _settings(basic, traced))
+                    for need, basic in zip(general.needs, general.freezes)
+                ]
+                if tape is None and general.overwrites:
+                    _permit_overwriting(general, ctxs, x, extra_inputs, produced)
                 x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
                 if tape is not None:
                     tape.add_step(general, ctxs, x)
                 continue
-            ctx = constant or new_context(needs)
+            ctx = constant or new_context(needs, _settings(op, traced) if freezes else None)
             if kwargs is None:
                 x = op.op_forward(
                     ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
@@ -104,6 +111,11 @@ def walk_forward(
     return x, [produced[slot] for slot in program.outputs]
 
 
+def _settings(op: Any, traced: bool) -> Any:
+    """``op.settings``, without asking for each operation whether torch.compile traces."""
+    return op.make_settings() if traced else op.__dict__.get("_settings") or op.settings
+
+
 def _general_forward(
     op: Any,
     general: GeneralForward,
@@ -113,15 +125,18 @@ def _general_forward(
     kwargs: Kwargs,
     produced: dict[Slot, Tensor],
 ) -> Tensor:
-    sources = general.sources
+    given: list[Sequence[Tensor | None]] = [()] * len(ctxs)
+    if general.sources is not None:
+        given = [
+            [_fetch(*source, extra_inputs, produced) for source in zip(row, asks)]
+            for row, asks in zip(general.sources, general.asks)
+        ]
+    for slot in general.frees:
+        produced.pop(slot, None)  # before the call, so that the operation may be the only holder
     x, extra_outputs = op.fuser_forward(
         ctxs,
         x,
-        basic_op_extra_inputs=(
-            [()] * len(ctxs)
-            if sources is None
-            else [[_fetch(source, extra_inputs, produced) for source in row] for row in sources]
-        ),
+        basic_op_extra_inputs=given,
         prev_op_grad_output_quantizer=None,
         next_op_input_quantizer=None,
         basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
@@ -139,6 +154,20 @@ def _general_forward(
     for slot in general.frees:
         produced.pop(slot, None)
     return x
+
+
+def _permit_overwriting(
+    general: GeneralForward,
+    ctxs: list[OperationContext],
+    x: Tensor,
+    extra_inputs: Sequence[Tensor],
+    produced: dict[Slot, Tensor],
+) -> None:
+    """Tells operations with ``in_place`` whether their extra input may be written to."""
+    for n, op, at in general.overwrites:
+        if op.in_place:
+            others = [x, *produced.values(), *extra_inputs[:at], *extra_inputs[at + 1 :]]
+            ctxs[n].may_overwrite = only_memory(extra_inputs[at], others)
 
 
 def _place_extra_outputs(
@@ -162,11 +191,21 @@ def _place_extra_outputs(
 
 
 def _fetch(
-    source: Slot | int | None, extra_inputs: Sequence[Tensor], produced: dict[Slot, Tensor]
+    source: Slot | int | None,
+    asks: bool,
+    extra_inputs: Sequence[Tensor],
+    produced: dict[Slot, Tensor],
 ) -> Tensor | None:
     if source is None:
         return None
-    return extra_inputs[source] if isinstance(source, int) else produced[source]
+    if isinstance(source, int):
+        return extra_inputs[source]
+    y = produced[source]
+    if asks and not y.requires_grad and y.is_floating_point():
+        # Operations written for te.ops decide by it what they save. Another tensor object: this
+        # one may be the caller's.
+        y = y.detach().requires_grad_()
+    return y
 
 
 def _hidden_output(op: int, slot: int, reason: str, where: str) -> str:

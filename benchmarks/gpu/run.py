@@ -1,10 +1,10 @@
 """Benchmarks on a GPU: ``python benchmarks/gpu/run.py --out runs/gpu``, the repository on the path.
 
-Parts: ``kernels``, ``blocks``, ``model``, ``host``. Each writes ``<part>.json`` into the output
-folder, row by row, so that a run that is cut short keeps what it has. What fails is a row with the
-text of its error. torch.compile takes part only in the sizes that a case names, since it compiles
-for each of them: by default one or a few per case. ``--device cpu`` rehearses with tiny sizes: its
-figures mean nothing.
+Parts: ``kernels``, ``sums``, ``blocks``, ``model``, ``host``. Each writes ``<part>.json`` into the
+output folder, row by row, so that a run that is cut short keeps what it has. What fails is a row
+with the text of its error. torch.compile takes part only in the sizes that a case names, since it
+compiles for each of them: by default one or a few per case. ``--device cpu`` rehearses with tiny
+sizes: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from benchmarks.gpu import blocks, host, kernels, model
+from benchmarks.gpu import blocks, host, kernels, model, sums
 from benchmarks.gpu.contest import COMPILED, COPY
 from benchmarks.gpu.problem import OURS, REFERENCE, Options, Row
 from benchmarks.machine import machine
 
 PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "kernels": kernels.rows,
+    "sums": sums.rows,
     "blocks": blocks.rows,
     "model": model.rows,
     "host": host.rows,

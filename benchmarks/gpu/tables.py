@@ -13,6 +13,7 @@ Row = dict[str, Any]
 ORDER = ("opfuser", "torch", "torch.compile", "Liger-Kernel", "quack", "Transformer Engine")
 TITLES = {
     "kernels": "Kernels",
+    "sums": "Residual sums behind a GEMM",
     "blocks": "Blocks",
     "model": "Models",
     "host": "Host time",

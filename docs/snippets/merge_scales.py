@@ -13,14 +13,14 @@ class MergedScale(FusedOperation):
 
     def __init__(self, scales):
         super().__init__(scales)
-        self.factor = math.prod(scale.scale for scale in scales)
 
     def fuser_forward(self, basic_op_ctxs, input_, **unused):
-        return input_ * self.factor, [()] * len(self.basic_ops)
+        factor = basic_op_ctxs[0].factor = math.prod(scale.scale for scale in self.basic_ops)
+        return input_ * factor, [()] * len(self.basic_ops)
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         nothing = [()] * len(self.basic_ops)
-        return grad_output * self.factor, nothing, nothing
+        return grad_output * basic_op_ctxs[0].factor, nothing, nothing
 
 
 scales = Repeated("ConstantScale", lambda op: type(op) is ConstantScale, at_least=2)

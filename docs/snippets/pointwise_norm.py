@@ -4,7 +4,7 @@ import torch
 from opfuser import GELU, Dropout, LayerNorm, Linear, Residual, Sequential
 
 
-def mlp() -> Residual:
+def mlp() -> Sequential:
     return Residual(LayerNorm(64), Linear(64, 256), GELU(), Linear(256, 64), Dropout(0.1))
 
 

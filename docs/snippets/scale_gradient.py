@@ -14,7 +14,7 @@ class LayerScaleGradient(FusedOperation):
         super().__init__((layer_scale, constant_scale))
 
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
-        s = self.basic_ops[1].scale
+        s = basic_op_ctxs[1].settings.scale  # what forward multiplied by
         ctx = basic_op_ctxs[0]
         (x,) = ctx.saved_tensors  # LayerScale.Saved, whoever ran its forward
         (gamma,) = ctx.parameters

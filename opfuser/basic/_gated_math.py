@@ -10,10 +10,13 @@ from ..errors import ArgumentError, InputError, explain
 from ..kernels.gated import Glu
 from ..kernels.scalar import ClampedSwish, ScalarFunction, ShiftedClamp, SoftCap, SoftCappedSwish
 
-__all__ = ["check_glu_input", "clamped_swish", "make_glu", "situ"]
+__all__ = ["Functions", "check_glu_input", "clamped_swish", "make_glu", "situ"]
+
+Functions = tuple[ScalarFunction, ScalarFunction | None]
+"""Those applied to gates and to linear units; None is the identity."""
 
 
-def situ(beta1: float, beta2: float) -> tuple[ScalarFunction, ScalarFunction]:
+def situ(beta1: float, beta2: float) -> Functions:
     """The functions of SiTUGLU, applied to gates and to linear units."""
     for name, beta in (("beta1", beta1), ("beta2", beta2)):
         if not 0 < beta < math.inf:
@@ -23,22 +26,20 @@ def situ(beta1: float, beta2: float) -> tuple[ScalarFunction, ScalarFunction]:
     return SoftCappedSwish(beta1), SoftCap(beta2)
 
 
-def clamped_swish(
-    limit: float, alpha: float, offset: float
-) -> tuple[ScalarFunction, ScalarFunction]:
+def clamped_swish(limit: float, alpha: float, offset: float) -> Functions:
     """The functions of ClampedSwiGLU, applied to gates and to linear units."""
     if not limit > 0:
         raise ArgumentError(explain("limit must be positive", received=f"limit={limit}"))
     return ClampedSwish(alpha, limit), ShiftedClamp(limit, offset)
 
 
-def make_glu(gate: ScalarFunction, up: ScalarFunction | None, interleave: int | None) -> Glu:
+def make_glu(functions: Functions, interleave: int | None) -> Glu:
     """The gated product of those functions, in that layout."""
     if interleave is not None and interleave < 1:
         raise ArgumentError(
             explain("glu_interleave_size must be positive or None", received=str(interleave))
         )
-    return Glu(gate, up, interleave)
+    return Glu(*functions, interleave)
 
 
 def check_glu_input(glu: Glu, x: Tensor, where: str) -> None:

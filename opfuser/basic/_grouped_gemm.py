@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import InputError, explain
+from ..errors import InputError, NotSupportedError, explain
+from ..kernels.launch import transforms_active
 from ._wgrad import add_wgrad
 
 __all__ = [
@@ -73,7 +74,17 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
 
     Raises:
         InputError: sizes on the host are negative, or do not add up to the rows of ``x``.
+        NotSupportedError: under ``torch.vmap``.
     """
+    if not torch.compiler.is_compiling() and transforms_active():
+        raise NotSupportedError(
+            explain(
+                "Groups of rows are multiplied for one input at a time",
+                where=where,
+                received="inputs of torch.vmap",
+                remedy="Call it for one after the other",
+            )
+        )
     if split_sizes.is_cuda:
         return groups_on_device(split_sizes)
     if torch.compiler.is_compiling():
@@ -114,7 +125,12 @@ def has_grouped_gemm(x: Tensor, out_features: int) -> bool:
 
 
 def grouped_mm(
-    x: Tensor, weights: Tensor | Sequence[Tensor], groups: RowGroups, *, transpose: bool
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    groups: RowGroups,
+    *,
+    transpose: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``y[rows of g] = x[rows of g] @ weights[g]``, or ``@ weights[g]ᵀ`` if ``transpose``.
 
@@ -123,6 +139,7 @@ def grouped_mm(
         weights: G × (K, N), or G × (N, K) to ``transpose``; as one tensor they need no copy.
         groups: of the rows of ``x``.
         transpose: whether the weights are.
+        out: where to write the result, (T, N) of x's dtype.
 
     Returns:
         (T, N), of x's dtype.
@@ -130,12 +147,14 @@ def grouped_mm(
     if groups.ends is not None:
         stacked = weights if isinstance(weights, Tensor) else torch.stack(list(weights))
         stacked = stacked.transpose(1, 2) if transpose else stacked
-        return F.grouped_mm(x.contiguous(), stacked, offs=groups.ends)
+        product = F.grouped_mm(x.contiguous(), stacked, offs=groups.ends)
+        return product if out is None else out.copy_(product)
     if groups.bounds is None:
         y: Tensor = _mm_op(x, list(weights), groups.lengths, transpose)
-        return y
+        return y if out is None else out.copy_(y)
     matrices = [w.t() if transpose else w for w in weights]
-    out = x.new_empty(x.shape[0], matrices[0].shape[1])
+    if out is None:
+        out = x.new_empty(x.shape[0], matrices[0].shape[1])
     for (start, stop), matrix in zip(groups.bounds, matrices):
         if start < stop:
             torch.mm(x[start:stop], matrix, out=out[start:stop])

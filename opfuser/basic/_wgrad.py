@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, explain
+from ._backward_pass import Destination, backward_pass, destination, is_first_write
 
 __all__ = [
     "accumulate_main_grad",
@@ -39,8 +40,18 @@ def as_rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
-def main_grad_buffer(param: nn.Parameter, where: str) -> tuple[Tensor, bool]:
+def main_grad_buffer(
+    param: nn.Parameter, where: str, number: int | None = None
+) -> tuple[Tensor, bool]:
     """The buffer for the gradient of ``param``, in its shape, and whether to add to what it holds.
+
+    That is written over, with ``param.overwrite_main_grad``, by the first gradient of a backward
+    pass alone: those of other uses of ``param`` add to it. To be called right before writing.
+
+    Args:
+        param: the weight.
+        where: names the operation in errors.
+        number: the backward pass that the gradient belongs to; None is the one under way.
 
     Raises:
         ArgumentError: ``param.main_grad`` is missing or cannot be seen in the shape of ``param``.
@@ -61,7 +72,9 @@ def main_grad_buffer(param: nn.Parameter, where: str) -> tuple[Tensor, bool]:
     buffer = buffer.detach()
     if buffer.shape != param.shape:
         buffer = buffer.view(param.shape)
-    return buffer, not getattr(param, "overwrite_main_grad", False)
+    if not getattr(param, "overwrite_main_grad", False):
+        return buffer, True
+    return buffer, not is_first_write(param, buffer, backward_pass() if number is None else number)
 
 
 def mark_added(param: nn.Parameter) -> Tensor:
@@ -114,11 +127,7 @@ def grad_buffer(weight: Tensor, x: Tensor) -> Tensor | None:
     # gradient was made, but not where it gets none. In the default stream they are there too.
     if grad.is_cuda and torch._C._cuda_getCurrentRawStream(grad.get_device()):
         return None
-    try:
-        node = torch.autograd.graph.get_gradient_edge(weight).node
-        return grad if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError:  # torch.autograd.grad captures it; the weight was frozen since
-        return None
+    return grad if destination(weight) is Destination.ACCUMULATED else None
 
 
 def add_wgrad(out: Tensor, dy: Tensor, x: Tensor, *, add: bool, scale: float = 1.0) -> None:

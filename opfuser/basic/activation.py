@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..kernels import scalar
 from ..kernels.activation import activation_backward, activation_forward
 from ..kernels.launch import runs
-from ..op import BasicOperation, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "Sigmoid", "Softplus", "Tanh"]
 
@@ -29,7 +30,12 @@ class _Activation(BasicOperation):
     class Saved(NamedTuple):
         input: Tensor
 
-    def __init__(self, function: scalar.ScalarFunction, cache_quantized_input: bool) -> None:
+    class Settings(NamedTuple):
+        function: scalar.ScalarFunction
+        arguments: tuple[str, tuple[float, ...]]
+        """Of the operators of ``kernels.activation``."""
+
+    def __init__(self, cache_quantized_input: bool) -> None:
         super().__init__()
         if cache_quantized_input:
             raise NotSupportedError(
@@ -40,8 +46,17 @@ class _Activation(BasicOperation):
                     remedy="Leave cache_quantized_input out",
                 )
             )
-        self.function = function
-        self._arguments = function.arguments
+
+    def make_function(self) -> scalar.ScalarFunction:
+        """The function that is applied, with the attributes of now as its constants."""
+        raise NotImplementedError
+
+    def make_settings(self) -> _Activation.Settings:
+        function = self.make_function()
+        return self.Settings(function, function.arguments)
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -54,9 +69,10 @@ class _Activation(BasicOperation):
         x = scalar.cast(input_, compute_dtype(input_, self))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
+        function, arguments = ctx.settings or self.frozen_settings(ctx)
         if not runs(x):
-            return scalar.cast(self.function.value(x), x.dtype)  # autocast runs some in fp32
-        y: Tensor = activation_forward(x, *self._arguments, None)
+            return scalar.cast(function.value(x), x.dtype)  # autocast runs some in fp32
+        y: Tensor = activation_forward(x, *arguments, None)
         return y
 
     def op_backward(
@@ -67,13 +83,14 @@ class _Activation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
+        function, arguments = ctx.settings or self.frozen_settings(ctx)
         if not runs(x):
-            return self.function.backward(scalar.cast(grad_output, x.dtype), x), ()
-        (dx,) = activation_backward(grad_output, x, *self._arguments, None, True, False, False)
+            return function.backward(scalar.cast(grad_output, x.dtype), x), ()
+        (dx,) = activation_backward(grad_output, x, *arguments, None, True, False, False)
         return dx, ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        return self.function.reference(input_)
+        return self.make_function().reference(input_)
 
 
 class GELU(_Activation):
@@ -95,15 +112,19 @@ class GELU(_Activation):
     """
 
     def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input)
+        self.approximate = approximate
+        self.make_settings()
+
+    def make_function(self) -> scalar.ScalarFunction:
+        approximate = self.approximate
         if approximate not in ("tanh", "none"):
             raise ArgumentError(
                 explain(
                     "approximate must be 'tanh' or 'none'", where="GELU", received=repr(approximate)
                 )
             )
-        function = scalar.GeluTanh() if approximate == "tanh" else scalar.GeluErf()
-        super().__init__(function, cache_quantized_input)
-        self.approximate = approximate
+        return scalar.GeluTanh() if approximate == "tanh" else scalar.GeluErf()
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
@@ -124,7 +145,10 @@ class QGELU(_Activation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.Swish(1.702), cache_quantized_input)
+        super().__init__(cache_quantized_input)
+
+    def make_function(self) -> scalar.ScalarFunction:
+        return scalar.Swish(1.702)
 
 
 class ReLU(_Activation):
@@ -140,7 +164,10 @@ class ReLU(_Activation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.Relu(), cache_quantized_input)
+        super().__init__(cache_quantized_input)
+
+    def make_function(self) -> scalar.ScalarFunction:
+        return scalar.Relu()
 
 
 class SReLU(_Activation):
@@ -159,7 +186,10 @@ class SReLU(_Activation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.SquaredRelu(), cache_quantized_input)
+        super().__init__(cache_quantized_input)
+
+    def make_function(self) -> scalar.ScalarFunction:
+        return scalar.SquaredRelu()
 
 
 class SiLU(_Activation):
@@ -178,7 +208,10 @@ class SiLU(_Activation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.Swish(), cache_quantized_input)
+        super().__init__(cache_quantized_input)
+
+    def make_function(self) -> scalar.ScalarFunction:
+        return scalar.Swish()
 
 
 class Softplus(_Activation):
@@ -200,13 +233,17 @@ class Softplus(_Activation):
     def __init__(
         self, beta: float = 1.0, threshold: float = 20.0, *, cache_quantized_input: bool = False
     ) -> None:
-        if beta == 0:
-            raise ArgumentError(
-                explain("beta must not be zero", where="Softplus", received=f"beta={beta}")
-            )
-        super().__init__(scalar.Softplus(beta, threshold), cache_quantized_input)
+        super().__init__(cache_quantized_input)
         self.beta = beta
         self.threshold = threshold
+        self.make_settings()
+
+    def make_function(self) -> scalar.ScalarFunction:
+        if self.beta == 0:
+            raise ArgumentError(
+                explain("beta must not be zero", where="Softplus", received=f"beta={self.beta}")
+            )
+        return scalar.Softplus(self.beta, self.threshold)
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, threshold={self.threshold}"
@@ -225,7 +262,10 @@ class Tanh(_Activation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.Tanh(), cache_quantized_input)
+        super().__init__(cache_quantized_input)
+
+    def make_function(self) -> scalar.ScalarFunction:
+        return scalar.Tanh()
 
 
 class Sigmoid(_Activation):
@@ -241,4 +281,7 @@ class Sigmoid(_Activation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.Sigmoid(), cache_quantized_input)
+        super().__init__(cache_quantized_input)
+
+    def make_function(self) -> scalar.ScalarFunction:
+        return scalar.Sigmoid()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import InputError, OpKwargsError, explain
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, Dtypes, OperationContext
 
 __all__ = ["AddExtraInput"]
 
@@ -19,9 +20,10 @@ class AddExtraInput(BasicOperation):
     The output has the dtype to which torch promotes the two. Both gradients are that of the output.
 
     Args:
-        in_place: a permission to overwrite the extra input. The basic operation never takes it,
-            because the tensor may be the caller's, or saved by another operation. The result is
-            the same either way; fused kernels accumulate into buffers of their own.
+        in_place: write the sum over an extra input that the caller passes, and return that tensor.
+            Done where nothing is recorded for backward, no other tensor of the call shares its
+            memory, and it has the dtype of the sum; else, and for a channel, the sum is a tensor of
+            its own, as it always is by default.
 
     Raises:
         InputError: in forward, if the two shapes differ. Nothing is broadcast.
@@ -33,6 +35,9 @@ class AddExtraInput(BasicOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return torch.promote_types(dtypes.input, dtypes.extra_inputs[0])
 
     def fuser_forward(
         self,
@@ -50,7 +55,14 @@ class AddExtraInput(BasicOperation):
             )
         extra = basic_op_extra_inputs[0][0]
         assert extra is not None
+        if basic_op_ctxs[0].may_overwrite and self._fits(input_, extra):
+            return extra.add_(input_), [()]
         return self.reference(input_, extra), [()]
+
+    def _fits(self, input_: Tensor, extra: Tensor) -> bool:
+        """Whether the sum has the shape and dtype of the extra input."""
+        dtype = torch.promote_types(input_.dtype, extra.dtype)
+        return extra.dtype == dtype and extra.shape == input_.shape
 
     def fuser_backward(
         self,

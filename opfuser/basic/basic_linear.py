@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..kernels.scalar import cast
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, Dtypes, OperationContext
+from ._backward_pass import Destination, destination, note_forward
 from ._distributed import (
     all_reduce,
     gather_first_dim,
@@ -74,8 +75,12 @@ class BasicLinear(BasicOperation):
         sequence_parallel: slice also the side that tensor parallelism leaves whole.
         rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
             selects the random state for initialisation.
-        accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` (or write it
-            there, if ``weight.overwrite_main_grad``) and give autograd zeros.
+        accumulate_into_main_grad: add the weight's gradient to ``weight.main_grad`` and give
+            autograd zeros. With ``weight.overwrite_main_grad`` the first gradient of a backward
+            pass is written there; those of further uses of the weight in the same pass, recomputed
+            by a reentrant checkpoint or not, are added. Where autograd would accumulate nothing,
+            neither does this: ``torch.autograd.grad`` returns the gradient of the weight if it is
+            asked for it, and else it is not computed.
         userbuffers_options: not supported.
         accumulate_into_grad: where ``weight.grad`` is there in backward, have the GEMM add to it,
             and give autograd nothing: 8 bytes of traffic per fp32 element in place of 12, and no
@@ -95,9 +100,15 @@ class BasicLinear(BasicOperation):
             above.
     """
 
+    read_only: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features", "sharding"})
+
     class Saved(NamedTuple):
         input: Tensor | None
         weight: Tensor | None
+
+    class Settings(NamedTuple):
+        accumulate_into_main_grad: bool
+        accumulate_into_grad: bool
 
     weight: nn.Parameter
 
@@ -118,7 +129,6 @@ class BasicLinear(BasicOperation):
     ) -> None:
         super().__init__()
         where = type(self).__name__
-        refuse_both(accumulate_into_main_grad, accumulate_into_grad, where)
         if userbuffers_options is not None:
             raise NotSupportedError(
                 explain(
@@ -148,6 +158,7 @@ class BasicLinear(BasicOperation):
         self.out_features = out_features
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.accumulate_into_grad = accumulate_into_grad
+        self.make_settings()  # checks them
         self._rng_state_tracker_function = rng_state_tracker_function
         shape = self.sharding.local_out_features, self.sharding.local_in_features
         self.register_parameter(
@@ -193,6 +204,14 @@ class BasicLinear(BasicOperation):
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
 
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.autocast or dtypes.first_parameter
+
+    def make_settings(self) -> BasicLinear.Settings:
+        both = self.accumulate_into_main_grad, self.accumulate_into_grad
+        refuse_both(*both, type(self).__name__)
+        return self.Settings(*both)
+
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
         ctx: OperationContext,
@@ -209,7 +228,7 @@ class BasicLinear(BasicOperation):
         if not x.dim() or x.shape[-1] != sharding.local_in_features:
             self._refuse_input(x)
         dtype = autocast_dtype(x.device) or w.dtype
-        if ctx.requires_grad and (self.accumulate_into_main_grad or self.accumulate_into_grad):
+        if any(ctx.settings or self.frozen_settings(ctx)):
             self._keep_weight(ctx, w)
         if x.dtype != dtype:
             if x.dtype not in COMPUTE_DTYPES:
@@ -262,7 +281,10 @@ class BasicLinear(BasicOperation):
 
         Not a saved tensor: unpacking one may give another object, without the attribute.
         """
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        note_forward()
+        if ctx.requires_grad:
             ctx.grad_weight = weight
 
     def op_backward(
@@ -297,33 +319,39 @@ class BasicLinear(BasicOperation):
         Args:
             dy: gradient of the output, (..., out).
             x: input, (..., in).
-            ctx: this operation's context in backward. It knows which weight forward used, and so
-                whose ``main_grad`` or ``grad`` is meant. Without it ``main_grad`` is that of the
-                weight set now, and nothing is added to ``grad``.
+            ctx: this operation's context in backward. It knows what was set in forward, and which
+                weight it used, and so whose ``main_grad`` or ``grad`` is meant. Without it what is
+                set now counts, ``main_grad`` is that of the weight of now, and nothing is added to
+                ``grad``.
             scale: a factor s of the gradient.
 
         Returns:
-            ``s dyᵀ x``; zeros once that is in ``main_grad``; None once it is in ``grad``.
+            ``s dyᵀ x``; zeros once that is in ``main_grad``; None once it is in ``grad``, or where
+            it would be for ``main_grad`` and autograd does not want it.
 
         Raises:
             ArgumentError: ``main_grad`` is asked for and missing.
         """
-        if not (self.accumulate_into_main_grad or self.accumulate_into_grad):
+        into_main_grad, into_grad = self.settings if ctx is None else self.frozen_settings(ctx)
+        if not (into_main_grad or into_grad):
             return linear_wgrad(dy, x, scale)
-        weight = getattr(ctx, "grad_weight", None)
-        grad = None
-        if not self.accumulate_into_main_grad:
+        weight: nn.Parameter | None = getattr(ctx, "grad_weight", None)
+        factor = 1.0 if scale is None else scale
+        if into_grad:
             grad = None if weight is None else grad_buffer(weight, x)
             if grad is None:
                 return linear_wgrad(dy, x, scale)
-        dy, x = as_rows(cast(dy, x.dtype)), as_rows(x)
-        factor = 1.0 if scale is None else scale
-        if grad is not None:
-            add_wgrad(grad, dy, x, add=True, scale=factor)
+            add_wgrad(grad, as_rows(cast(dy, x.dtype)), as_rows(x), add=True, scale=factor)
             return None
-        if weight is None:  # no context, or a forward fusion of the user's filled it in
-            weight = self.weight
-        return accumulate_main_grad(weight, dy, x, type(self).__name__, factor)
+        # None: no context, or a forward fusion of the user's filled it in.
+        into = self.weight if weight is None else weight
+        goes = destination(into)
+        if goes is Destination.NOWHERE and weight is not None:
+            return None
+        if goes is not Destination.ACCUMULATED:  # or the weight of now is not that of forward
+            return linear_wgrad(dy, x, scale)
+        rows = as_rows(cast(dy, x.dtype))
+        return accumulate_main_grad(into, rows, as_rows(x), type(self).__name__, factor)
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         if self.sharding.mode is not None:

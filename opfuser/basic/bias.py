@@ -51,6 +51,9 @@ class Bias(BasicOperation):
     """
 
     forward_leaves_nothing: ClassVar[bool] = True
+    read_only: ClassVar[frozenset[str]] = frozenset(
+        {"size", "local_size", "tensor_parallel", "tensor_parallel_size"}
+    )
 
     bias: nn.Parameter | None
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..errors import ArgumentTypeError, explain
 from ..op import BasicOperation, OperationContext
+from ._numbers import real_number
 
 __all__ = ["ConstantScale"]
 
@@ -23,20 +22,17 @@ class ConstantScale(BasicOperation):
         ArgumentTypeError: if ``scale`` is none; a tensor would get no gradient.
     """
 
-    optional_on_context: ClassVar[frozenset[str]] = frozenset({"scale"})
+    class Settings(NamedTuple):
+        scale: float
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        if not isinstance(scale, Real):
-            raise ArgumentTypeError(
-                explain(
-                    "The scale must be a real Python number",
-                    where="ConstantScale",
-                    received="a tensor" if isinstance(scale, Tensor) else repr(scale),
-                    remedy="Multiply by anything else outside the sequence",
-                )
-            )
         self.scale: float = scale
+        (self.scale,) = self.make_settings()
+
+    def make_settings(self) -> ConstantScale.Settings:
+        remedy = "Multiply by anything else outside the sequence"
+        return self.Settings(real_number(self.scale, "The scale", "ConstantScale", remedy))
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -46,7 +42,7 @@ class ConstantScale(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        scale = ctx.scale = self.scale
+        (scale,) = ctx.settings or self.frozen_settings(ctx)
         return input_.mul(scale)  # a tenth of a microsecond less than the operator
 
     def op_backward(
@@ -54,8 +50,8 @@ class ConstantScale(BasicOperation):
     ) -> tuple[Tensor | None, tuple[()]]:
         if not ctx.needs.input:
             return None, ()
-        # A fusion's forward may have left no scale.
-        return grad_output.mul(getattr(ctx, "scale", self.scale)), ()
+        (scale,) = ctx.settings or self.frozen_settings(ctx)
+        return grad_output.mul(scale), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return self.scale * input_

@@ -17,7 +17,7 @@ from ..kernels.cross_entropy import (
     cross_entropy_mean,
 )
 from ..kernels.launch import runs
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, Dtypes, OperationContext
 
 __all__ = ["CrossEntropy"]
 
@@ -70,6 +70,11 @@ class CrossEntropy(BasicOperation):
         sum_exp: Tensor
         num_valid: Tensor | None
 
+    class Settings(NamedTuple):
+        rows: tuple[int, float, float]
+        """What kernels are told about rows: ignored target, label smoothing, z-loss."""
+        reduction: str
+
     def __init__(
         self,
         ignore_index: int = -100,
@@ -78,6 +83,14 @@ class CrossEntropy(BasicOperation):
         z_loss: float = 0.0,
     ) -> None:
         super().__init__()
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
+        self.z_loss = z_loss
+        self.make_settings()
+
+    def make_settings(self) -> CrossEntropy.Settings:
+        label_smoothing, reduction, z_loss = self.label_smoothing, self.reduction, self.z_loss
         if reduction not in ("mean", "sum", "none"):
             raise ArgumentError(
                 explain(
@@ -102,15 +115,10 @@ class CrossEntropy(BasicOperation):
                     received=f"z_loss={z_loss}",
                 )
             )
-        self.ignore_index = ignore_index
-        self.label_smoothing = label_smoothing
-        self.reduction = reduction
-        self.z_loss = z_loss
+        return self.Settings((self.ignore_index, label_smoothing, z_loss), reduction)
 
-    @property
-    def row_arguments(self) -> tuple[int, float, float]:
-        """What the kernels are told about rows: ignored target, label smoothing, z-loss."""
-        return self.ignore_index, self.label_smoothing, self.z_loss
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return torch.promote_types(dtypes.input, torch.float32)
 
     def fuser_forward(
         self,
@@ -124,14 +132,15 @@ class CrossEntropy(BasicOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         self.refuse_keywords(basic_op_kwargs[0])
         ctx, targets = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
+        rows, reduction = ctx.settings or self.frozen_settings(ctx)
         assert targets is not None
         self.check_inputs(input_.shape, input_.dtype, targets)
         logits, flat = _matrix(input_), targets.reshape(-1)
-        loss, row_max, sum_exp = cross_entropy_forward(logits, flat, *self.row_arguments)
+        loss, row_max, sum_exp = cross_entropy_forward(logits, flat, *rows)
         count = None
-        if self.reduction == "mean":
-            loss, count = cross_entropy_mean(loss, flat, self.ignore_index)
-        elif self.reduction == "sum":
+        if reduction == "mean":
+            loss, count = cross_entropy_mean(loss, flat, rows[0])
+        elif reduction == "sum":
             loss = loss.sum()
         else:
             loss = loss.view(targets.shape)
@@ -154,7 +163,8 @@ class CrossEntropy(BasicOperation):
         if not ctx.needs.input:
             return None, [()], [(None,)]
         input_, targets, row_max, sum_exp, count = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        dloss = grad_output.reshape(-1) if self.reduction == "none" else grad_output
+        rows, reduction = ctx.settings or self.frozen_settings(ctx)
+        dloss = grad_output.reshape(-1) if reduction == "none" else grad_output
         dx = cross_entropy_backward(
             _matrix(input_),
             targets.reshape(-1),
@@ -162,7 +172,7 @@ class CrossEntropy(BasicOperation):
             sum_exp,
             dloss,
             count,
-            *self.row_arguments,
+            *rows,
         )
         return dx.view(input_.shape), [()], [(None,)]
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ArgumentError, InputError, explain
-from ..op import BasicOperation, OperationContext, compute_dtype
+from ..kernels.launch import transforms_active
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 
 __all__ = ["DotProductAttention"]
 
@@ -150,6 +151,8 @@ def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
     if torch.compiler.is_compiling() or type(q) is not Tensor:
         sizes = q.shape[1], k.shape[1], q.shape[3]
         return _choose_for_tracer(q.device, q.dtype, *sizes, causal, scale, differentiable)
+    if transforms_active():  # of whose tensors torch cannot tell which kernel takes them
+        return "fallback"
     grouped = q.shape[1] != k.shape[1]
     with torch.set_grad_enabled(differentiable):  # some kernels have no backward on some GPUs
         q = q.detach().requires_grad_(differentiable)
@@ -222,6 +225,12 @@ class DotProductAttention(BasicOperation):
         seed: Tensor | None
         offset: Tensor | None
 
+    class Settings(NamedTuple):
+        num_heads: int
+        num_kv_heads: int
+        causal: bool
+        scale: float | None
+
     def __init__(
         self,
         num_heads: int,
@@ -230,7 +239,14 @@ class DotProductAttention(BasicOperation):
         scale: float | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.causal = causal
+        self.scale = scale
+        self.make_settings()
+
+    def make_settings(self) -> DotProductAttention.Settings:
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ArgumentError(
                 explain(
@@ -239,10 +255,10 @@ class DotProductAttention(BasicOperation):
                     received=f"num_heads={num_heads}, num_kv_heads={num_kv_heads}",
                 )
             )
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.causal = causal
-        self.scale = scale
+        return self.Settings(num_heads, num_kv_heads, self.causal, self.scale)
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -252,14 +268,15 @@ class DotProductAttention(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        self._check_input(input_)
+        settings = ctx.settings or self.frozen_settings(ctx)
+        _check_input(input_, settings)
         qkv = input_.to(compute_dtype(input_)).contiguous()
-        x = self._split(qkv)
-        scale = self._scale_of(x)
-        kernel = _choose(x, self.causal, scale, ctx.requires_grad)
+        x = _split(qkv, settings)
+        scale = _scale_of(x, settings)
+        kernel = _choose(x, settings.causal, scale, ctx.requires_grad)
         if not _KERNELS[kernel].grouped:
             x = _expand(x)
-        result = _KERNELS[kernel].forward(x, self.causal, scale)
+        result = _KERNELS[kernel].forward(x, settings.causal, scale)
         if ctx.requires_grad:
             ctx.kernel = kernel
             output = None if kernel == "fallback" else result.output
@@ -271,43 +288,28 @@ class DotProductAttention(BasicOperation):
     ) -> tuple[Tensor | None, tuple[()]]:
         if not ctx.needs.input:
             return None, ()
+        settings = ctx.settings or self.frozen_settings(ctx)
         qkv, *result = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        x = self._split(qkv)
+        x = _split(qkv, settings)
         dy = grad_output.to(qkv.dtype).contiguous()
-        dy = dy.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        dy = dy.unflatten(2, (settings.num_heads, -1)).transpose(1, 2)
         kernel = _KERNELS[ctx.kernel]
         if not kernel.grouped:
             x = _expand(x)
-        grads = kernel.backward(dy, x, _Result(*result), self.causal, self._scale_of(x))
+        scale = _scale_of(x, settings)
+        grads = kernel.backward(dy, x, _Result(*result), settings.causal, scale)
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads[:3])
         if not kernel.grouped:
-            dk, dv = (grad.unflatten(2, (self.num_kv_heads, -1)).sum(3) for grad in (dk, dv))
+            groups = settings.num_kv_heads, -1
+            dk, dv = (grad.unflatten(2, groups).sum(3) for grad in (dk, dv))
         return torch.cat([dq, dk, dv], 2).flatten(2), ()
 
-    def _split(self, qkv: Tensor) -> _Heads:
-        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        return _Heads(*qkv.unflatten(2, (sum(sizes), -1)).transpose(1, 2).split(sizes, dim=1))
-
-    def _scale_of(self, x: _Heads) -> float:
-        return x.q.shape[-1] ** -0.5 if self.scale is None else self.scale
-
-    def _check_input(self, input_: Tensor) -> None:
-        heads = self.num_heads + 2 * self.num_kv_heads
-        shape = input_.shape
-        if len(shape) != 3 or not shape[2] or shape[2] % heads or not input_.is_floating_point():
-            raise InputError(
-                explain(
-                    f"The input must be floating point, (batch, sequence, {heads} * head_dim)",
-                    where="DotProductAttention",
-                    received=f"{tuple(shape)} of {input_.dtype}",
-                )
-            )
-
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        self._check_input(input_)
-        x = self._split(input_)
+        settings = self.make_settings()
+        _check_input(input_, settings)
+        x = _split(input_, settings)
         q, k, v = _expand(x)
-        scores = q @ k.transpose(2, 3) * self._scale_of(x)
+        scores = q @ k.transpose(2, 3) * _scale_of(x, settings)
         if self.causal:
             hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(hidden, -math.inf)
@@ -315,3 +317,25 @@ class DotProductAttention(BasicOperation):
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.num_kv_heads}, causal={self.causal}, scale={self.scale}"
+
+
+def _split(qkv: Tensor, settings: DotProductAttention.Settings) -> _Heads:
+    sizes = [settings.num_heads, settings.num_kv_heads, settings.num_kv_heads]
+    return _Heads(*qkv.unflatten(2, (sum(sizes), -1)).transpose(1, 2).split(sizes, dim=1))
+
+
+def _scale_of(x: _Heads, settings: DotProductAttention.Settings) -> float:
+    return x.q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
+
+
+def _check_input(input_: Tensor, settings: DotProductAttention.Settings) -> None:
+    heads = settings.num_heads + 2 * settings.num_kv_heads
+    shape = input_.shape
+    if len(shape) != 3 or not shape[2] or shape[2] % heads or not input_.is_floating_point():
+        raise InputError(
+            explain(
+                f"The input must be floating point, (batch, sequence, {heads} * head_dim)",
+                where="DotProductAttention",
+                received=f"{tuple(shape)} of {input_.dtype}",
+            )
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..errors import ArgumentError, explain
 from ..kernels.pointwise import draw_seed, draws_seeds, dropout
 from ..kernels.pointwise_plain import survivors
 from ..op import BasicOperation, OperationContext
+from ._numbers import real_number
 
 __all__ = ["Dropout"]
 
@@ -36,20 +37,28 @@ class Dropout(BasicOperation):
 
     Raises:
         ArgumentError: if p is no probability.
+        ArgumentTypeError: if p is no real Python number.
     """
 
     class Saved(NamedTuple):
         mask: Tensor | None
 
-    optional_on_context: ClassVar[frozenset[str]] = frozenset({"dropout_probability"})
+    class Settings(NamedTuple):
+        probability: float
+        """That of zeroing an entry: 0 in evaluation."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
+        self.dropout_probability: float = real_number(p, "p", "Dropout")
+        self.make_settings()
+
+    def make_settings(self) -> Dropout.Settings:
+        p = real_number(self.dropout_probability, "p", "Dropout")
         if not 0.0 <= p <= 1.0:
             raise ArgumentError(
                 explain("p must be between 0 and 1", where="Dropout", received=f"p={p}")
             )
-        self.dropout_probability: float = p
+        return self.Settings(p if self.training else 0.0)
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -60,8 +69,8 @@ class Dropout(BasicOperation):
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
         output, mask = input_, None
-        if self.training and self.dropout_probability > 0:
-            p = ctx.dropout_probability = self.dropout_probability
+        (p,) = ctx.settings or self.frozen_settings(ctx)
+        if p > 0:
             if draws_seeds(input_):
                 mask = draw_seed(input_)
                 output = dropout(input_, mask, p)
@@ -78,17 +87,16 @@ class Dropout(BasicOperation):
         (mask,) = ctx.saved_tensors
         if mask is None or not ctx.needs.input:
             return grad_output, ()
-        # A fusion's forward may have left no probability.
-        p = getattr(ctx, "dropout_probability", self.dropout_probability)
+        (p,) = ctx.settings or self.frozen_settings(ctx)
         if mask.dtype == torch.int64:
             return dropout(grad_output, mask, p), ()
         scale = 1.0 / (1.0 - p) if p < 1 else 0.0
         return torch.ops.aten.native_dropout_backward(grad_output, mask, scale), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        p = self.dropout_probability
-        if not (self.training and p > 0 and draws_seeds(input_)):
-            return F.dropout(input_, p, self.training)
+        (p,) = self.make_settings()
+        if not (p > 0 and draws_seeds(input_)):
+            return F.dropout(input_, p)
         mask = survivors(input_, draw_seed(input_), p)
         return torch.where(mask, input_ / (1 - p), 0.0) if p < 1 else torch.zeros_like(input_)
 

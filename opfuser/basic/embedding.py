@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError, explain
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, Dtypes, OperationContext
 
 __all__ = ["Embedding"]
 
@@ -35,8 +35,14 @@ class Embedding(BasicOperation):
         InputError: in forward, if the input is not of an integer dtype above.
     """
 
+    read_only: ClassVar[frozenset[str]] = frozenset({"num_embeddings", "embedding_dim"})
+
     class Saved(NamedTuple):
         indices: Tensor
+
+    class Settings(NamedTuple):
+        padding_idx: int
+        """-1 for none."""
 
     weight: nn.Parameter
 
@@ -58,23 +64,29 @@ class Embedding(BasicOperation):
                     received=f"num_embeddings={num_embeddings}, embedding_dim={embedding_dim}",
                 )
             )
-        if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ArgumentError(
-                    explain(
-                        "padding_idx must be a row of the table",
-                        where="Embedding",
-                        received=f"padding_idx={padding_idx} of {num_embeddings} rows",
-                    )
-                )
-            padding_idx %= num_embeddings
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
+        (row,) = self.make_settings()
+        self.padding_idx = None if padding_idx is None else row
         self.weight = nn.Parameter(
             torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
         )
         self.reset_parameters()
+
+    def make_settings(self) -> Embedding.Settings:
+        padding_idx, rows = self.padding_idx, self.num_embeddings
+        if padding_idx is None:
+            return self.Settings(-1)
+        if not -rows <= padding_idx < rows:
+            raise ArgumentError(
+                explain(
+                    "padding_idx must be a row of the table",
+                    where="Embedding",
+                    received=f"padding_idx={padding_idx} of {rows} rows",
+                )
+            )
+        return self.Settings(padding_idx % rows)
 
     def reset_parameters(self) -> None:
         """Draws the weight from the standard normal distribution, then zeroes the padding row."""
@@ -82,6 +94,9 @@ class Embedding(BasicOperation):
         if self.padding_idx is not None:
             with torch.no_grad():
                 self.weight[self.padding_idx].zero_()
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.first_parameter
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -93,7 +108,7 @@ class Embedding(BasicOperation):
     ) -> Tensor:
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(input_))
-        return self.reference(input_)
+        return self._look_up(input_, *(ctx.settings or self.frozen_settings(ctx)))
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -102,13 +117,16 @@ class Embedding(BasicOperation):
             return None, (None,)
         assert ctx.saved_tensors is not None
         (indices,) = ctx.saved_tensors
-        padding = -1 if self.padding_idx is None else self.padding_idx
+        (padding,) = ctx.settings or self.frozen_settings(ctx)
         grad_weight = torch.ops.aten.embedding_dense_backward(
             grad_output, indices, self.num_embeddings, padding, False
         )
         return None, (grad_weight,)
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return self._look_up(input_, *self.make_settings())
+
+    def _look_up(self, input_: Tensor, padding: int) -> Tensor:
         if input_.dtype not in (torch.int64, torch.int32):
             raise InputError(
                 explain(
@@ -118,7 +136,6 @@ class Embedding(BasicOperation):
                     remedy="Convert them with .long()",
                 )
             )
-        padding = -1 if self.padding_idx is None else self.padding_idx
         return torch.embedding(self.weight, input_, padding)
 
     def extra_repr(self) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..errors import NotSupportedError, explain
 from ..kernels import scalar
-from ..kernels.gated import gated_backward, gated_forward
+from ..kernels.gated import Glu, GluArguments, gated_backward, gated_forward
 from ..kernels.launch import runs
-from ..op import BasicOperation, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from . import _gated_math as gated
 
 __all__ = [
@@ -32,20 +33,23 @@ class _GatedActivation(BasicOperation):
 
     Attributes:
         recompute_mlp: set it to ask the fusion of that name for the feed-forward block around it.
+        glu_interleave_size: columns per block of gates or linear units; None for the layout in
+            halves, the only one of those whose constructor does not take it.
     """
 
+    read_only: ClassVar[frozenset[str]] = frozenset({"glu_interleave_size"})
     recompute_mlp: bool = False
 
     class Saved(NamedTuple):
         input: Tensor
 
+    class Settings(NamedTuple):
+        function: Glu
+        arguments: GluArguments
+        """Of the operators of ``kernels.gated``."""
+
     def __init__(
-        self,
-        gate: scalar.ScalarFunction,
-        up: scalar.ScalarFunction | None = None,
-        *,
-        cache_quantized_input: bool = False,
-        glu_interleave_size: int | None = None,
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
         super().__init__()
         if cache_quantized_input:
@@ -57,13 +61,18 @@ class _GatedActivation(BasicOperation):
                     remedy="Leave cache_quantized_input out",
                 )
             )
-        self.function = gated.make_glu(gate, up, glu_interleave_size)
-        self._arguments = self.function.arguments
+        self.glu_interleave_size = glu_interleave_size
 
-    @property
-    def glu_interleave_size(self) -> int | None:
-        """Columns per block of gates or linear units; None for the layout in halves."""
-        return self.function.interleave
+    def make_functions(self) -> gated.Functions:
+        """Those of gates and linear units, with the attributes of now as their constants."""
+        raise NotImplementedError
+
+    def make_settings(self) -> _GatedActivation.Settings:
+        function = gated.make_glu(self.make_functions(), self.glu_interleave_size)
+        return self.Settings(function, function.arguments)
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -73,13 +82,16 @@ class _GatedActivation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        gated.check_glu_input(self.function, input_, type(self).__name__)
+        function, arguments = ctx.settings or self.frozen_settings(ctx)
+        gated.check_glu_input(function, input_, type(self).__name__)
         x = scalar.cast(input_, compute_dtype(input_, self))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
+        y: Tensor
         if not runs(x):
-            return self.function.value(x)
-        y: Tensor = gated_forward(x, *self._arguments, None)
+            y = function.value(x)
+            return y
+        y = gated_forward(x, *arguments, None)
         return y
 
     def op_backward(
@@ -90,12 +102,13 @@ class _GatedActivation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
+        function, arguments = ctx.settings or self.frozen_settings(ctx)
         if not runs(x):
-            return self.function.backward(scalar.cast(grad_output, x.dtype), x), ()
-        return gated_backward(grad_output, x, *self._arguments, None, True, False)[0], ()
+            return function.backward(scalar.cast(grad_output, x.dtype), x), ()
+        return gated_backward(grad_output, x, *arguments, None, True, False)[0], ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        return self.function.reference(input_)
+        return self.make_settings().function.reference(input_)
 
 
 class GLU(_GatedActivation):
@@ -116,7 +129,10 @@ class GLU(_GatedActivation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.Sigmoid(), cache_quantized_input=cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    def make_functions(self) -> gated.Functions:
+        return scalar.Sigmoid(), None
 
 
 class GEGLU(_GatedActivation):
@@ -128,7 +144,10 @@ class GEGLU(_GatedActivation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.GeluTanh(), cache_quantized_input=cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    def make_functions(self) -> gated.Functions:
+        return scalar.GeluTanh(), None
 
 
 class QGEGLU(_GatedActivation):
@@ -138,7 +157,10 @@ class QGEGLU(_GatedActivation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.Swish(1.702), cache_quantized_input=cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    def make_functions(self) -> gated.Functions:
+        return scalar.Swish(1.702), None
 
 
 class ReGLU(_GatedActivation):
@@ -150,7 +172,10 @@ class ReGLU(_GatedActivation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.Relu(), cache_quantized_input=cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    def make_functions(self) -> gated.Functions:
+        return scalar.Relu(), None
 
 
 class SReGLU(_GatedActivation):
@@ -160,7 +185,10 @@ class SReGLU(_GatedActivation):
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
-        super().__init__(scalar.SquaredRelu(), cache_quantized_input=cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
+
+    def make_functions(self) -> gated.Functions:
+        return scalar.SquaredRelu(), None
 
 
 class SwiGLU(_GatedActivation):
@@ -182,14 +210,18 @@ class SwiGLU(_GatedActivation):
         NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
+    read_only: ClassVar[frozenset[str]] = frozenset()
+
     def __init__(
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
         super().__init__(
-            scalar.Swish(),
-            cache_quantized_input=cache_quantized_input,
-            glu_interleave_size=glu_interleave_size,
+            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
         )
+        self.make_settings()
+
+    def make_functions(self) -> gated.Functions:
+        return scalar.Swish(), None
 
 
 class SiTUGLU(_GatedActivation):
@@ -212,6 +244,8 @@ class SiTUGLU(_GatedActivation):
         NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
+    read_only: ClassVar[frozenset[str]] = frozenset()
+
     def __init__(
         self,
         *,
@@ -221,12 +255,14 @@ class SiTUGLU(_GatedActivation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(
-            *gated.situ(beta1, beta2),
-            cache_quantized_input=cache_quantized_input,
-            glu_interleave_size=glu_interleave_size,
+            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
         )
         self.beta1 = beta1
         self.beta2 = beta2
+        self.make_settings()
+
+    def make_functions(self) -> gated.Functions:
+        return gated.situ(self.beta1, self.beta2)
 
 
 class ClampedSwiGLU(_GatedActivation):
@@ -251,6 +287,8 @@ class ClampedSwiGLU(_GatedActivation):
         NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
+    read_only: ClassVar[frozenset[str]] = frozenset()
+
     def __init__(
         self,
         *,
@@ -261,10 +299,12 @@ class ClampedSwiGLU(_GatedActivation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(
-            *gated.clamped_swish(limit, alpha, glu_linear_offset),
-            cache_quantized_input=cache_quantized_input,
-            glu_interleave_size=glu_interleave_size,
+            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
         )
         self.limit = limit
         self.alpha = alpha
         self.glu_linear_offset = glu_linear_offset
+        self.make_settings()
+
+    def make_functions(self) -> gated.Functions:
+        return gated.clamped_swish(self.limit, self.alpha, self.glu_linear_offset)

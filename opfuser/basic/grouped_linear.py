@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -13,49 +12,22 @@ from torch import Tensor, nn
 
 from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, NotSupportedError, OpKwargsError, explain
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation, Dtypes, OperationContext
+from ._backward_pass import backward_pass, note_forward
+from ._buffers import check_buffers, may_become_grad, overlap
 from ._grouped_gemm import (
     RowGroups,
-    add_grouped_wgrad,
     check_grouped_inputs,
     grouped_bias_grad,
     grouped_mm,
-    grouped_wgrad,
     has_grouped_gemm,
     row_groups,
     scale_grad,
 )
-from ._wgrad import (
-    as_rows,
-    fitting_grad,
-    grad_buffer,
-    main_grad_buffer,
-    mark_added,
-    refuse_both,
-)
+from ._grouped_wgrad import DelayedWgrads, GroupedLinearSettings, GroupedWgrad
+from ._wgrad import as_rows, refuse_both
 
 __all__ = ["GroupedLinear"]
-
-
-class _Wgrad(NamedTuple):
-    """All that the gradients of the weights are made of."""
-
-    dy: Tensor
-    x: Tensor
-    groups: RowGroups
-    needed: tuple[bool, ...]
-    weights: Sequence[nn.Parameter]
-
-
-class _DelayedWgrads:
-    """What waits for ``backward_dw``. Not copied or pickled along with its operation."""
-
-    def __init__(self) -> None:
-        self.pending: deque[_Wgrad] = deque()
-        self.hooks: list[Callable[[], None]] = []
-
-    def __reduce__(self) -> tuple[type[_DelayedWgrads], tuple[()]]:
-        return type(self), ()
 
 
 class GroupedLinear(BasicOperation):
@@ -91,15 +63,36 @@ class GroupedLinear(BasicOperation):
         accumulate_into_grad: see ``BasicLinear``; for the weights, all of them or none in a call.
             torch's grouped GEMM cannot add: where that runs, autograd does.
 
+    Keywords of forward (``op_kwargs`` of a sequence), for results in memory of the caller's, such
+    as that of a communication library:
+
+    - ``output``: forward writes the output to this tensor, and returns a tensor that shares its
+      memory.
+    - ``grad_input``: so does backward, every time it runs, with the gradient of the input, if that
+      needs one. Autograd gets a copy where the input is a leaf, whose ``grad`` would be this memory
+      otherwise. Further up autograd itself may pass a gradient on as it is: where a leaf's ``grad``
+      may come to lie in the buffer, through a view of the leaf, say, clone the input.
+
+    Each is a contiguous tensor of the shape, dtype and device of what is written, does not require
+    grad, and overlaps neither the other nor a tensor of the call. What autograd saved of an output
+    notices if the buffer is written to before it was used: torch raises an error.
+
     Raises:
         ArgumentError: sizes below one; a dtype that is not a float; a bias missing in some groups.
         InputError: x, the split sizes or the scales have the wrong shape or dtype.
-        OpKwargsError: a keyword is passed to forward.
-        NotSupportedError: the keyword is te.ops' ``output`` or ``grad_input``.
+            Or a buffer cannot take its result.
+        OpKwargsError: another keyword is passed to forward.
+        NotSupportedError: a buffer is passed while torch.compile traces.
     """
 
     num_extra_inputs: int = 1
     backward_reads_parameters: ClassVar[bool] = True
+    read_only: ClassVar[frozenset[str]] = frozenset(
+        "num_groups in_features out_features use_bias scale_bias single_grouped_weight "
+        "single_grouped_bias num_extra_inputs".split()
+    )
+
+    Settings = GroupedLinearSettings
 
     class Saved(NamedTuple):
         split_sizes: Tensor
@@ -137,7 +130,6 @@ class GroupedLinear(BasicOperation):
                     f"out_features={out_features}, dtype={dtype}",
                 )
             )
-        refuse_both(accumulate_into_main_grad, accumulate_into_grad, type(self).__name__)
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
@@ -146,9 +138,10 @@ class GroupedLinear(BasicOperation):
         self.single_grouped_bias = single_grouped_bias
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.accumulate_into_grad = accumulate_into_grad
-        self.delay_wgrad_compute = delay_wgrad_compute
+        self._delay_wgrad_compute = delay_wgrad_compute
+        self.make_settings()  # checks them
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._delayed = _DelayedWgrads()
+        self._delayed = DelayedWgrads()
         self._weight_names = _names("weight", num_groups, single_grouped_weight)
         self._bias_names = _names("bias", num_groups, single_grouped_bias)
         groups = (num_groups,) if single_grouped_weight else ()
@@ -161,11 +154,33 @@ class GroupedLinear(BasicOperation):
             self.register_parameter(name, nn.Parameter(value) if bias else None)
         self.reset_parameters()
 
+    def make_settings(self) -> GroupedLinearSettings:
+        both = self.accumulate_into_main_grad, self.accumulate_into_grad
+        refuse_both(*both, type(self).__name__)
+        return self.Settings(*both, self.delay_wgrad_compute)
+
+    @property
+    def delay_wgrad_compute(self) -> bool:
+        """As the argument. Setting it takes effect at the next forward."""
+        return self._delay_wgrad_compute
+
+    @delay_wgrad_compute.setter
+    def delay_wgrad_compute(self, value: bool) -> None:
+        self._delay_wgrad_compute = value
+        for name in self._weight_names:
+            self._tell_wrappers(getattr(self, name))
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        if param is not None and name.startswith("weight") and self.delay_wgrad_compute:
-            # Tells data-parallel wrappers that the gradient comes after the backward pass.
-            param.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        if name.startswith("weight"):
+            self._tell_wrappers(param)
+
+    def _tell_wrappers(self, weight: nn.Parameter | None) -> None:
+        """Tells data-parallel ones whether the gradient comes after the backward pass."""
+        if weight is not None and (
+            self.delay_wgrad_compute or hasattr(weight, "skip_backward_post_hook")
+        ):
+            weight.skip_backward_post_hook = self.delay_wgrad_compute  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
         """Weights uniform in ±1/√in_features, as ``torch.nn.Linear``; biases zero."""
@@ -207,6 +222,9 @@ class GroupedLinear(BasicOperation):
             )
         return present
 
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.autocast or dtypes.first_parameter
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -217,8 +235,7 @@ class GroupedLinear(BasicOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        if basic_op_kwargs[0]:
-            _refuse_keywords(basic_op_kwargs[0])
+        output, grad_input = _buffers(**basic_op_kwargs[0])
         ctx = basic_op_ctxs[0]
         split_sizes, *others = basic_op_extra_inputs[0]
         scales = others[0] if self.scale_bias else None
@@ -236,26 +253,33 @@ class GroupedLinear(BasicOperation):
         weights = self._current_weights()
         biases = self._current_biases()
         dtype = autocast_dtype(input_.device) or weights[0].dtype
+        shape = *input_.shape[:-1], self.out_features
+        if output is not None or grad_input is not None:
+            others = [input_, *basic_op_extra_inputs[0], *weights, *biases]
+            like = {"output": (shape, dtype), "grad_input": (input_.shape, input_.dtype)}
+            check_buffers((output, grad_input), like, input_.device, others, type(self).__name__)
         x = as_rows(input_).to(dtype)
         if split_sizes.is_cuda and not has_grouped_gemm(x, self.out_features):
             split_sizes = split_sizes.cpu()  # backward needs them there too: wait for the GPU once
         groups = row_groups(split_sizes, x, type(self).__name__)
-        y = grouped_mm(x, self._matrices(weights, dtype), groups, transpose=True)
+        out = None if output is None else as_rows(output)
+        y = grouped_mm(x, self._matrices(weights, dtype), groups, transpose=True, out=out)
         if biases:
             added = groups.spread(self._table(biases), x.shape[0])
             y += added if scales is None else added * scales.reshape(-1, 1)
+        keep = any(ctx.settings or self.frozen_settings(ctx)) and not torch.compiler.is_compiling()
+        if keep:
+            note_forward()
         if ctx.requires_grad:
             wants_weights = any(ctx.needs.parameters[: len(weights)])
             ctx.save_for_backward(split_sizes, scales, x if wants_weights else None)
-            keep = (
-                self.accumulate_into_main_grad
-                or self.accumulate_into_grad
-                or self.delay_wgrad_compute
-            )
-            if wants_weights and keep and not torch.compiler.is_compiling():
+            if wants_weights and keep:
                 # Not saved: unpacking a saved tensor may give another object, without main_grad.
                 ctx.grad_weights = weights
-        return y.view(*input_.shape[:-1], self.out_features), [()]
+            if grad_input is not None and ctx.needs.input:
+                ctx.grad_input = grad_input
+        # Autograd must not take the caller's tensor, nor a view of it, for one of its own.
+        return y.view(shape) if output is None else output.detach(), [()]
 
     def _matrices(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
         matrices = [w.to(dtype) for w in weights]
@@ -288,73 +312,52 @@ class GroupedLinear(BasicOperation):
         groups = row_groups(split_sizes, dy, type(self).__name__)
         dx = ds = None
         if needs.input:
-            dx = grouped_mm(dy, self._matrices(weights, dy.dtype), groups, transpose=False)
+            buffer = getattr(ctx, "grad_input", None)
+            if buffer is not None and overlap(buffer, dy):
+                dy = dy.clone()
+            dx = self._input_grad(dy, weights, groups, buffer)
             dx = dx.view(*grad_output.shape[:-1], self.in_features)
         grads: list[Tensor | None] = [None] * len(parameters)
         if x is not None:
+            settings = self.frozen_settings(ctx)
             owners = getattr(ctx, "grad_weights", ())  # none if a fusion of the user's filled it in
-            if not owners and (self.accumulate_into_main_grad or self.delay_wgrad_compute):
+            kept = bool(owners)
+            if not kept and (settings.accumulate_into_main_grad or settings.delay_wgrad_compute):
                 owners = self._current_weights()
-            work = _Wgrad(dy, x, groups, needs.parameters[:count], owners)
-            grads[:count] = self._weight_grads(work)
+            work = GroupedWgrad(
+                dy,
+                x,
+                groups,
+                needs.parameters[:count],
+                owners,
+                self.single_grouped_weight,
+                settings,
+                backward_pass(),
+            )
+            grads[:count] = work.grads(self._delayed, kept=kept)
         if any(needs.parameters[count:]):
-            db = grouped_bias_grad(dy, scales, groups)
+            db = grouped_bias_grad(dy, scales, groups).to(biases[0].dtype)
             grads[count:] = [db] if self.single_grouped_bias else db.unbind(0)
         if scales is not None and biases and needs.extra_inputs[1]:
             ds = scale_grad(dy, self._table(biases), scales, groups)
         return dx, [grads], [(None, ds) if self.scale_bias else (None,)]
 
-    def _weight_grads(self, work: _Wgrad) -> list[Tensor | None]:
-        """What autograd gets for the weights now."""
-        if self.delay_wgrad_compute:
-            self._delayed.pending.append(work)
-        elif self.accumulate_into_main_grad:
-            self._add_to_main_grads(work)
-        elif not (self.accumulate_into_grad and self._add_to_grads(work, grad_buffer)):
-            return self._compute(work)
-        if not self.accumulate_into_main_grad:
-            return [None] * len(work.needed)
-        return [
-            mark_added(weight) if needed else None
-            for weight, needed in zip(work.weights, work.needed)
-        ]
-
-    def _compute(self, work: _Wgrad) -> list[Tensor | None]:
-        dw = grouped_wgrad(work.dy, work.x, work.groups, stacked=self.single_grouped_weight)
-        grads = [dw] if isinstance(dw, Tensor) else dw
-        return [g if needed else None for g, needed in zip(grads, work.needed)]
-
-    def _add_to_main_grads(self, work: _Wgrad) -> None:
-        buffers = [
-            main_grad_buffer(weight, type(self).__name__) if needed else None
-            for weight, needed in zip(work.weights, work.needed)
-        ]
-        self._add(work, buffers)
-
-    def _add_to_grads(
-        self, work: _Wgrad, buffer: Callable[[Tensor, Tensor], Tensor | None]
-    ) -> bool:
-        """Adds to the ``grad`` of each weight, if ``buffer`` finds all of them; tells whether."""
-        if work.groups.bounds is None or not work.weights:
-            return False
-        buffers: list[tuple[Tensor, bool] | None] = []
-        for weight, needed in zip(work.weights, work.needed):
-            grad = buffer(weight, work.x) if needed else None
-            if needed and grad is None:
-                return False
-            buffers.append(None if grad is None else (grad, True))
-        self._add(work, buffers)
-        return True
-
-    def _add(self, work: _Wgrad, buffers: list[tuple[Tensor, bool] | None]) -> None:
-        if self.single_grouped_weight and buffers[0] is not None:
-            whole, add = buffers[0]
-            buffers = [(matrix, add) for matrix in whole]
-        add_grouped_wgrad(buffers, work.dy, work.x, work.groups)
+    def _input_grad(
+        self, dy: Tensor, weights: Sequence[Tensor], groups: RowGroups, buffer: Tensor | None
+    ) -> Tensor:
+        matrices = self._matrices(weights, dy.dtype)
+        if buffer is None:
+            return grouped_mm(dy, matrices, groups, transpose=False)
+        rows = as_rows(buffer)
+        if buffer.dtype == dy.dtype:
+            grouped_mm(dy, matrices, groups, transpose=False, out=rows)
+        else:
+            rows.copy_(grouped_mm(dy, matrices, groups, transpose=False))
+        return buffer.clone() if may_become_grad(buffer) else buffer.detach()
 
     def need_backward_dw(self) -> bool:
-        """Whether the gradients of the weights are left to :meth:`backward_dw`."""
-        return self.delay_wgrad_compute
+        """Whether gradients of the weights are left to :meth:`backward_dw`."""
+        return self.delay_wgrad_compute or bool(self._delayed.pending)
 
     @torch.no_grad()
     def backward_dw(self) -> None:
@@ -365,14 +368,7 @@ class GroupedLinear(BasicOperation):
         """
         if not self._delayed.pending:
             return
-        work = self._delayed.pending.popleft()
-        if self.accumulate_into_main_grad:
-            self._add_to_main_grads(work)
-        elif not (self.accumulate_into_grad and self._add_to_grads(work, fitting_grad)):
-            for weight, dw in zip(work.weights, self._compute(work)):
-                if dw is not None:
-                    cast_dw = dw.to(weight.dtype)
-                    weight.grad = cast_dw if weight.grad is None else weight.grad + cast_dw
+        self._delayed.take().accumulate()
         for hook in self._delayed.hooks:
             hook()
 
@@ -403,18 +399,26 @@ class GroupedLinear(BasicOperation):
         )
 
 
-def _refuse_keywords(keywords: dict[str, Any]) -> None:
-    buffers = sorted(keywords.keys() & {"output", "grad_input"})
-    if buffers:
-        raise NotSupportedError(
+def _buffers(
+    output: Tensor | None = None, grad_input: Tensor | None = None, **others: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """The buffers among the keywords of forward."""
+    if others:
+        raise OpKwargsError(
             explain(
-                "GroupedLinear allocates its results, and writes to no buffer of the caller",
-                received=", ".join(buffers),
+                "The forward of GroupedLinear takes the keywords output and grad_input",
+                received=", ".join(others),
             )
         )
-    raise OpKwargsError(
-        explain("The forward of GroupedLinear takes no keywords", received=", ".join(keywords))
-    )
+    if torch.compiler.is_compiling() and not (output is None and grad_input is None):
+        raise NotSupportedError(
+            explain(
+                "GroupedLinear does not write to buffers of the caller while torch.compile traces",
+                received="output or grad_input",
+                remedy="Leave it out of torch.compile, or copy the results",
+            )
+        )
+    return output, grad_input
 
 
 def _names(stem: str, count: int, single: bool) -> list[str]:

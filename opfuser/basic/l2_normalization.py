@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import InputError, NotSupportedError, explain
 from ..kernels.norm import l2_norm_backward, l2_norm_forward
 from ..kernels.scalar import cast, wide_dtype
-from ..op import BasicOperation, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from ._norms import as_rows, as_vector, check_eps, per_row
 
 __all__ = ["L2Normalization"]
@@ -43,6 +43,9 @@ class L2Normalization(BasicOperation):
         input: Tensor
         rnorm: Tensor
 
+    class Settings(NamedTuple):
+        eps: float
+
     def __init__(
         self,
         *,
@@ -60,8 +63,15 @@ class L2Normalization(BasicOperation):
                     remedy="Leave both out",
                 )
             )
-        check_eps(eps, "L2Normalization")
         self.eps = eps
+        self.make_settings()
+
+    def make_settings(self) -> L2Normalization.Settings:
+        check_eps(self.eps, "L2Normalization")
+        return self.Settings(self.eps)
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -82,7 +92,7 @@ class L2Normalization(BasicOperation):
         x = cast(input_, compute_dtype(input_, self))
         rows = as_rows(x, x.shape[-1])
         y: Tensor
-        y, rnorm = l2_norm_forward(rows, self.eps)
+        y, rnorm = l2_norm_forward(rows, *(ctx.settings or self.frozen_settings(ctx)))
         if rows is not x:
             y, rnorm = y.view_as(x), per_row(rnorm, x.shape[:-1])
         if ctx.requires_grad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from ..kernels.norm import add_layer_norm_forward, layer_norm_backward, layer_norm_forward
 from ..kernels.scalar import cast
-from ..op import BasicOperation, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from ._dtypes import check_parameter_dtype
 from ._norms import (
+    NormSettings,
     as_rows,
     as_vector,
     canonical_shape,
@@ -61,12 +62,15 @@ class LayerNorm(BasicOperation):
     """
 
     backward_reads_parameters = True
+    read_only: ClassVar[frozenset[str]] = frozenset({"normalized_shape"})
     bias: nn.Parameter | None
 
     class Saved(NamedTuple):
         input: Tensor
         mean: Tensor
         rstd: Tensor
+
+    Settings = NormSettings
 
     def __init__(
         self,
@@ -81,22 +85,29 @@ class LayerNorm(BasicOperation):
         super().__init__()
         where = type(self).__name__
         shape = canonical_shape(normalized_shape, where)
-        check_eps(eps, where)
         check_parameter_dtype(dtype, where)
         refuse_sm_margin(sm_margin, where)
         self.normalized_shape = shape
         self._cols = math.prod(shape)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
+        self.make_settings()
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
+
+    def make_settings(self) -> NormSettings:
+        check_eps(self.eps, type(self).__name__)
+        return NormSettings(self.eps, self.zero_centered_gamma)
 
     def reset_parameters(self) -> None:
         """Sets the scale to one and the bias to zero."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -112,7 +123,7 @@ class LayerNorm(BasicOperation):
         x = cast(input_, compute_dtype(input_, self))
         rows = as_rows(x, self._cols)
         y: Tensor
-        y, mean, rstd = layer_norm_forward(rows, *self._arguments())
+        y, mean, rstd = layer_norm_forward(rows, *self._arguments(ctx))
         if rows is not x:
             y, leading = y.view_as(x), x.shape[: -len(shape)]
             mean, rstd = per_row(mean, leading), per_row(rstd, leading)
@@ -126,7 +137,7 @@ class LayerNorm(BasicOperation):
         """Output for the input ``x + residual``, and that input; all of the compute dtype."""
         rows = as_rows(x, self._cols)
         y, total, mean, rstd = add_layer_norm_forward(
-            rows, as_rows(residual, self._cols), *self._arguments()
+            rows, as_rows(residual, self._cols), *self._arguments(ctx)
         )
         if rows is not x:
             y, total, leading = (
@@ -139,17 +150,13 @@ class LayerNorm(BasicOperation):
             ctx.save_for_backward(*self.Saved(total, mean, rstd))
         return y, total
 
-    def _arguments(self) -> tuple[Tensor, Tensor | None, float, bool]:
+    def _arguments(self, ctx: OperationContext) -> tuple[Tensor, Tensor | None, float, bool]:
         parameters = self._parameters  # without the 0.5 us of nn.Module.__getattr__
         weight, bias = parameters.get("weight"), parameters.get("bias")
         weight = self.weight if weight is None else weight  # parametrised
         bias = self.bias if bias is None else bias
-        return (
-            as_vector(weight),
-            None if bias is None else as_vector(bias),
-            self.eps,
-            self.zero_centered_gamma,
-        )
+        eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        return as_vector(weight), None if bias is None else as_vector(bias), eps, zero_centered
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -190,8 +197,7 @@ class LayerNorm(BasicOperation):
             as_vector(mean),
             as_vector(rstd),
             None if residual_grad is None else as_rows(residual_grad, cols),
-            self.eps,
-            self.zero_centered_gamma,
+            *(ctx.settings or self.frozen_settings(ctx)),
             needs_dx,
             any(needs),
             want_y,

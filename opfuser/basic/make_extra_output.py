@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..errors import OpKwargsError, explain
 from ..op import BasicOperation, OperationContext
+from ..ownership import only_reference
 
 __all__ = ["MakeExtraOutput"]
 
@@ -19,16 +21,21 @@ class MakeExtraOutput(BasicOperation):
     ``dx = dy + dextra``; a gradient that does not arrive counts as zero.
 
     Args:
-        in_place: a permission to add into the incoming gradient of the extra output. The basic
-            operation never takes it, because that tensor may be the caller's. The result is the
-            same either way; fused kernels accumulate into buffers of their own.
+        in_place: add into the incoming gradient of the extra output, where nobody else holds that
+            tensor or shares its memory. The result is the same either way.
     """
 
     num_extra_outputs: int = 1
 
+    class Settings(NamedTuple):
+        in_place: bool
+
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
+
+    def make_settings(self) -> MakeExtraOutput.Settings:
+        return self.Settings(self.in_place)
 
     def fuser_forward(
         self,
@@ -57,9 +64,13 @@ class MakeExtraOutput(BasicOperation):
         Sequence[Sequence[Tensor | None] | None],
         Sequence[Sequence[Tensor | None] | None],
     ]:
+        (in_place,) = self.frozen_settings(basic_op_ctxs[0])
+        ours = in_place and only_reference(basic_op_grad_extra_outputs[0])
         grad_extra = basic_op_grad_extra_outputs[0][0]
         if grad_output is None or grad_extra is None:
             return grad_extra if grad_output is None else grad_output, [()], [()]
+        if ours and grad_extra.dtype == torch.promote_types(grad_extra.dtype, grad_output.dtype):
+            return grad_extra.add_(grad_output), [()], [()]
         return grad_output + grad_extra, [()], [()]
 
     def reference(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError, MissingImplementationError, explain
+from ..errors import ArgumentError, MissingImplementationError, explain
 from ..kernels.launch import runs
 from ..kernels.pointwise import FUNCTION, Chain, Stage
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
-from ..op import BasicOperation, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ._numbers import real_number
 
 __all__ = ["PointwiseOperation"]
 
@@ -28,6 +28,13 @@ class PointwiseOperation(BasicOperation):
     Any shape; the output has the compute dtype (autocast's, else the input's). Both forms work in
     fp32, or in fp64 for fp64. Saved: the input.
 
+    Where autograd finds no way from the value back to x, as in a constant, a comparison, or after
+    ``x.detach()``, no gradient is guessed: to autograd a step, whose derivative is zero, looks like
+    a function that was computed elsewhere. :meth:`derivative` then has to be given.
+
+    Attributes may be set at any time. Backward runs the torch form on a shallow copy of the
+    operation as it was when forward began; what that writes to ``self`` is lost.
+
     Args:
         *constants: numbers that f depends on. They are compiled into kernels.
 
@@ -40,12 +47,18 @@ class PointwiseOperation(BasicOperation):
     Raises:
         ArgumentError: ``device_function`` is a string without a module or a name.
         ArgumentTypeError: a constant is no real Python number.
-        MissingImplementationError: in forward, if the subclass has no :meth:`value`.
+        MissingImplementationError: in forward, if the subclass has no :meth:`value`; in backward,
+            if it has no :meth:`derivative` and autograd finds none.
         InputError: in forward, if x is not fp16, bf16, fp32 or fp64.
     """
 
     class Saved(NamedTuple):
         input: Tensor
+
+    class Settings(NamedTuple):
+        form: _TorchForm
+        constants: tuple[float, ...]
+        stage: Stage | None
 
     device_function: ClassVar[Any] = None
 
@@ -60,17 +73,25 @@ class PointwiseOperation(BasicOperation):
                     received=repr(device),
                 )
             )
-        for constant in constants:
-            if not isinstance(constant, Real):
-                raise ArgumentTypeError(
-                    explain(
-                        "The constants of a pointwise operation are real Python numbers",
-                        where=type(self).__name__,
-                        received="a tensor" if isinstance(constant, Tensor) else repr(constant),
-                        remedy="Compute anything else outside of the operation",
-                    )
-                )
-        self.constants: tuple[float, ...] = tuple(map(float, constants))
+        self.constants: tuple[float, ...] = constants
+        self.constants = self.make_settings().constants
+
+    def make_settings(self) -> PointwiseOperation.Settings:
+        where, remedy = type(self).__name__, "Compute anything else outside of the operation"
+        constants = tuple(
+            [
+                float(real_number(constant, "A constant of a pointwise operation", where, remedy))
+                for constant in self.constants
+            ]
+        )
+        frozen = self
+        if not torch.compiler.is_compiling():  # which traces both passes at once
+            # What value() and derivative() read; parameters and buffers stay those of self.
+            frozen = object.__new__(type(self))
+            frozen.__dict__.update(self.__dict__)
+        form, device = _TorchForm(frozen), type(self).device_function
+        stage = None if device is None else Stage(FUNCTION, device, constants, form, linear=False)
+        return self.Settings(form, constants, stage)
 
     def value(self, x: Tensor) -> Tensor:
         """``f(x)`` in differentiable torch. May not write to x."""
@@ -84,22 +105,45 @@ class PointwiseOperation(BasicOperation):
 
     def derivative(self, x: Tensor) -> Tensor:
         """``f'(x)`` in torch. By default autograd finds it, at the cost of another forward."""
-        if torch.compiler.is_compiling():  # which traces no autograd.grad; in eager mode it is slow
-            pulled: Any = torch.func.vjp(self.value, x)
-            slope: Tensor = pulled[1](torch.ones_like(pulled[0]))[0]
-            return slope
+        if not torch.compiler.is_compiling():
+            return self._found_by_autograd(x)
+        # What is traced holds no autograd.grad, and a vjp of no use of x is zero without a word.
+        self._try_autograd(str(x.device), x.dtype)
+        pulled: Any = torch.func.vjp(self.value, x)
+        slope: Tensor = pulled[1](torch.ones_like(pulled[0]))[0]
+        return slope
+
+    def _found_by_autograd(self, x: Tensor) -> Tensor:
+        slope = None
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = self.value(leaf)
-        return torch.autograd.grad(y, leaf, torch.ones_like(y))[0]
+        try:
+            if y.requires_grad:
+                (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y), allow_unused=True)
+        except RuntimeError as error:
+            if "is not implemented" not in str(error):
+                raise
+            raise _no_derivative(self) from error
+        if slope is None:
+            raise _no_derivative(self)
+        return slope
+
+    def _try_autograd(self, device: str, dtype: torch.dtype) -> bool:
+        self._found_by_autograd(torch.ones(1, device=device, dtype=dtype))
+        return True
+
+    # What torch.compiler.assume_constant_result sets: while torch.compile traces, this runs.
+    _try_autograd._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
     def stage(self) -> Stage | None:
         """What kernels run; None without a device function."""
-        device = type(self).device_function
-        if device is None:
-            return None
-        return Stage(FUNCTION, device, self.constants, _TorchForm(self), linear=False)
+        stage: Stage | None = self.settings.stage
+        return stage
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -112,9 +156,10 @@ class PointwiseOperation(BasicOperation):
         x = cast(input_, compute_dtype(input_, self))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
+        _, constants, _ = ctx.settings or self.frozen_settings(ctx)
         if not self._has_kernel(x):
-            return _TorchForm(self).value(x)
-        y, _ = _chain(type(self).device_function, self.constants).forward(x, (None,), (x.dtype,))
+            return _TorchForm(self).value(x)  # so that value() may keep something on self
+        y, _ = _chain(type(self).device_function, constants).forward(x, (None,), (x.dtype,))
         return y
 
     def op_backward(
@@ -125,9 +170,10 @@ class PointwiseOperation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
+        form, constants, _ = ctx.settings or self.frozen_settings(ctx)
         if not self._has_kernel(x):
-            return _TorchForm(self).backward(grad_output, x), ()
-        chain = _chain(type(self).device_function, self.constants)
+            return form.backward(grad_output, x), ()
+        chain = _chain(type(self).device_function, constants)
         dx, _ = chain.backward(grad_output, x, (None,), (False, True), (x.dtype,))
         return dx, ()
 
@@ -141,6 +187,18 @@ class PointwiseOperation(BasicOperation):
 
     def extra_repr(self) -> str:
         return ", ".join(map(repr, self.constants))
+
+
+def _no_derivative(op: PointwiseOperation) -> MissingImplementationError:
+    return MissingImplementationError(
+        explain(
+            "A pointwise operation gives the derivative that autograd does not find",
+            where=type(op).__name__,
+            received="a value that autograd cannot follow back to x",
+            remedy="Implement derivative(x), for a constant or a step by torch.zeros_like(x); or "
+            "write value(x) in differentiable torch",
+        )
+    )
 
 
 @functools.lru_cache(None)

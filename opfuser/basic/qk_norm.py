@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, InputError, explain
 from ..kernels.rotary import qk_norm, qk_norm_backward
 from ..kernels.scalar import cast, wide_dtype
-from ..op import BasicOperation, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from ._dtypes import check_parameter_dtype
 from ._norms import check_eps
 
@@ -56,10 +56,17 @@ class QKNorm(BasicOperation):
     """
 
     backward_reads_parameters = True
+    read_only: ClassVar[frozenset[str]] = frozenset({"head_dim"})
 
     class Saved(NamedTuple):
         input: Tensor
         rstd: Tensor
+
+    class Settings(NamedTuple):
+        num_heads: int
+        num_kv_heads: int
+        eps: float
+        zero_centered_gamma: bool
 
     def __init__(
         self,
@@ -76,22 +83,24 @@ class QKNorm(BasicOperation):
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name in ("num_heads", "head_dim", "num_kv_heads"):
-            if getattr(self, name) < 1:
-                raise ArgumentError(
-                    explain(
-                        f"{name} must be positive",
-                        where="QKNorm",
-                        received=f"{name}={getattr(self, name)}",
-                    )
-                )
-        check_eps(eps, "QKNorm")
         check_parameter_dtype(dtype, "QKNorm")
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
+        self.make_settings()
         self.q_weight = nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype))
         self.k_weight = nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype))
         self.reset_parameters()
+
+    def make_settings(self) -> QKNorm.Settings:
+        sizes = ("num_heads", self.num_heads), ("head_dim", self.head_dim)
+        for name, size in (*sizes, ("num_kv_heads", self.num_kv_heads)):
+            if size < 1:
+                raise ArgumentError(
+                    explain(f"{name} must be positive", where="QKNorm", received=f"{name}={size}")
+                )
+        check_eps(self.eps, "QKNorm")
+        flag = self.zero_centered_gamma
+        return self.Settings(self.num_heads, self.num_kv_heads, self.eps, flag)
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -103,6 +112,9 @@ class QKNorm(BasicOperation):
         for weight in (self.q_weight, self.k_weight):
             nn.init.constant_(weight, 0.0 if self.zero_centered_gamma else 1.0)
 
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
+
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
         ctx: OperationContext,
@@ -111,7 +123,7 @@ class QKNorm(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        self.check_input(input_)
+        self.check_input(input_, ctx.settings or self.frozen_settings(ctx))
         x = cast(input_, compute_dtype(input_, self))
         return self.normalise(ctx, x, None, None, 0, False)
 
@@ -128,7 +140,8 @@ class QKNorm(BasicOperation):
 
         Saves what :meth:`op_backward` reads.
         """
-        how = (self.num_kv_heads, interleaved, self.eps, self.zero_centered_gamma)
+        _, kv_heads, eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        how = (kv_heads, interleaved, eps, zero_centered)
         y: Tensor
         y, rstd = qk_norm(x, self.q_weight, self.k_weight, cos, sin, period, *how)
         if ctx.requires_grad:
@@ -153,15 +166,16 @@ class QKNorm(BasicOperation):
         x, rstd = ctx.saved_tensors
         q_weight, k_weight = ctx.parameters
         need_dx, (need_dq, need_dk), _ = ctx.needs
-        how = (interleaved, self.zero_centered_gamma, need_dx, need_dq or need_dk)
+        *_, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        how = (interleaved, zero_centered, need_dx, need_dq or need_dk)
         grads = qk_norm_backward(grad_output, x, q_weight, k_weight, rstd, cos, sin, period, *how)
         dx = grads[0].view(grad_output.shape) if need_dx else None
         dq, dk = grads[-2:] if need_dq or need_dk else (None, None)
         return dx, (dq if need_dq else None, dk if need_dk else None)
 
-    def check_input(self, input_: Tensor) -> None:
+    def check_input(self, input_: Tensor, settings: QKNorm.Settings) -> None:
         """Raises InputError unless the last dimension of ``input_`` holds all heads."""
-        features = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        features = (settings.num_heads + 2 * settings.num_kv_heads) * self.head_dim
         if not input_.dim() or input_.shape[-1] != features:
             raise InputError(
                 explain(
@@ -173,7 +187,7 @@ class QKNorm(BasicOperation):
             )
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        self.check_input(input_)
+        self.check_input(input_, self.make_settings())
         wide = input_.to(wide_dtype(input_.dtype)).unflatten(-1, (-1, self.head_dim))
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         *qk, values = wide.split(sizes, dim=-2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,11 +27,19 @@ class Reshape(BasicOperation):
         InputError: in forward, if the input has no such shape.
     """
 
+    class Settings(NamedTuple):
+        shape: tuple[int, ...]
+
     def __init__(self, shape: Iterable[int] | int) -> None:
         super().__init__()
+        self.shape = shape
+        (self.shape,) = self.make_settings()
+
+    def make_settings(self) -> Reshape.Settings:
+        shape = self.shape
         sizes = shape if isinstance(shape, Iterable) else (shape,)
         try:
-            self.shape = tuple(index(size) for size in sizes)
+            shape = tuple([index(size) for size in sizes])
         except TypeError as error:
             raise ArgumentTypeError(
                 explain(
@@ -40,14 +48,15 @@ class Reshape(BasicOperation):
                     received=f"shape={shape!r}",
                 )
             ) from error
-        if min(self.shape, default=0) < -1 or self.shape.count(-1) > 1:
+        if min(shape, default=0) < -1 or shape.count(-1) > 1:
             raise ArgumentError(
                 explain(
                     "Sizes must be non-negative, except for at most one -1",
                     where="Reshape",
-                    received=f"shape={self.shape}",
+                    received=f"shape={shape}",
                 )
             )
+        return self.Settings(shape)
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -59,7 +68,7 @@ class Reshape(BasicOperation):
     ) -> Tensor:
         if ctx.requires_grad:
             ctx.input_shape = input_.shape
-        return self.reference(input_)
+        return self._reshape(input_, *(ctx.settings or self.frozen_settings(ctx)))
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -67,13 +76,16 @@ class Reshape(BasicOperation):
         return (grad_output.reshape(ctx.input_shape) if ctx.needs.input else None), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return self._reshape(input_, *self.make_settings())
+
+    def _reshape(self, input_: Tensor, shape: tuple[int, ...]) -> Tensor:
         try:
-            return input_.reshape(self.shape)
+            return input_.reshape(shape)
         except RuntimeError as error:
             raise InputError(
                 explain(
                     "The input must have as many elements as the shape asks for",
                     where="Reshape",
-                    received=f"input {tuple(input_.shape)} for shape={self.shape}",
+                    received=f"input {tuple(input_.shape)} for shape={shape}",
                 )
             ) from error

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.norm import add_rms_norm_forward, rms_norm_backward, rms_norm_forward
 from ..kernels.scalar import cast, wide_dtype
-from ..op import BasicOperation, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from ._dtypes import check_parameter_dtype
 from ._norms import (
+    NormSettings,
     as_rows,
     as_vector,
     canonical_shape,
@@ -60,10 +61,13 @@ class RMSNorm(BasicOperation):
     """
 
     backward_reads_parameters = True
+    read_only: ClassVar[frozenset[str]] = frozenset({"normalized_shape"})
 
     class Saved(NamedTuple):
         input: Tensor
         rstd: Tensor
+
+    Settings = NormSettings
 
     def __init__(
         self,
@@ -78,19 +82,26 @@ class RMSNorm(BasicOperation):
         super().__init__()
         where = type(self).__name__
         shape = canonical_shape(normalized_shape, where)
-        check_eps(eps, where)
         check_parameter_dtype(dtype, where)
         refuse_sm_margin(sm_margin, where)
         self.normalized_shape = shape
         self._cols = math.prod(shape)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
+        self.make_settings()
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
+
+    def make_settings(self) -> NormSettings:
+        check_eps(self.eps, type(self).__name__)
+        return NormSettings(self.eps, self.zero_centered_gamma)
 
     def reset_parameters(self) -> None:
         """Sets the scale to one."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -106,7 +117,7 @@ class RMSNorm(BasicOperation):
         x = cast(input_, compute_dtype(input_, self))
         rows = as_rows(x, self._cols)
         y: Tensor
-        y, rstd = rms_norm_forward(rows, *self._arguments())
+        y, rstd = rms_norm_forward(rows, *self._arguments(ctx))
         if rows is not x:
             y, rstd = y.view_as(x), per_row(rstd, x.shape[: -len(shape)])
         if ctx.requires_grad:
@@ -119,7 +130,7 @@ class RMSNorm(BasicOperation):
         """Output for the input ``x + residual``, and that input; all of the compute dtype."""
         rows = as_rows(x, self._cols)
         y, total, rstd = add_rms_norm_forward(
-            rows, as_rows(residual, self._cols), *self._arguments()
+            rows, as_rows(residual, self._cols), *self._arguments(ctx)
         )
         if rows is not x:
             y, total = y.view_as(x), total.view_as(x)
@@ -128,10 +139,11 @@ class RMSNorm(BasicOperation):
             ctx.save_for_backward(*self.Saved(total, rstd))
         return y, total
 
-    def _arguments(self) -> tuple[Tensor, float, bool]:
+    def _arguments(self, ctx: OperationContext) -> tuple[Tensor, float, bool]:
         weight = self._parameters.get("weight")  # without the 0.5 us of nn.Module.__getattr__
         weight = self.weight if weight is None else weight
-        return as_vector(weight), self.eps, self.zero_centered_gamma
+        eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        return as_vector(weight), eps, zero_centered
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -156,6 +168,7 @@ class RMSNorm(BasicOperation):
         """
         assert ctx.saved_tensors is not None
         assert ctx.parameters is not None
+        _, zero_centered = ctx.settings or self.frozen_settings(ctx)
         x, rstd = ctx.saved_tensors
         weight = ctx.parameters[0]
         assert x is not None
@@ -170,7 +183,7 @@ class RMSNorm(BasicOperation):
             as_vector(weight),
             as_vector(rstd),
             None if residual_grad is None else as_rows(residual_grad, cols),
-            self.zero_centered_gamma,
+            zero_centered,
             needs_dx,
             needs_dw,
             want_y,

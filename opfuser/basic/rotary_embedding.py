@@ -14,6 +14,10 @@ from ..op import BasicOperation, OperationContext
 
 __all__ = ["RotaryEmbedding"]
 
+# Kept of each kind, for different devices, dtypes and attributes: a base that changes at every step
+# must not pile tables up.
+_MAX_TABLES = 8
+
 
 class RotaryEmbedding(BasicOperation):
     r"""Rotates pairs of entries of queries and keys by angles that grow with the position.
@@ -57,6 +61,15 @@ class RotaryEmbedding(BasicOperation):
     class Saved(NamedTuple):
         positions: Tensor | None
 
+    class Settings(NamedTuple):
+        num_heads: int
+        num_kv_heads: int
+        head_dim: int
+        base: float
+        rotary_dim: int
+        interleaved: bool
+        max_positions: int | None
+
     def __init__(
         self,
         num_heads: int,
@@ -76,17 +89,15 @@ class RotaryEmbedding(BasicOperation):
         self.interleaved = interleaved
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.max_positions = max_positions
-        # One table per device and dtype: it grows with the longest sequence, nothing else.
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
-        self._kept_frequencies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._check_arguments()
+        self._kept = _Kept()
+        self.make_settings()
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """Query heads, key heads (and as many value heads), entries per head."""
         return self.num_heads, self.num_kv_heads, self.head_dim
 
-    def _check_arguments(self) -> None:
+    def make_settings(self) -> RotaryEmbedding.Settings:
         sizes = {
             "num_heads": self.num_heads,
             "head_dim": self.head_dim,
@@ -112,6 +123,15 @@ class RotaryEmbedding(BasicOperation):
                     received=f"rotary_dim={self.rotary_dim}, head_dim={self.head_dim}",
                 )
             )
+        return self.Settings(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.base,
+            self.rotary_dim,
+            self.interleaved,
+            self.max_positions,
+        )
 
     def op_forward(  # type: ignore[override]  # takes one keyword of its own
         self,
@@ -122,25 +142,31 @@ class RotaryEmbedding(BasicOperation):
         next_op_input_quantizer: Any | None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        self.check_input(input_, positions)
+        settings = ctx.settings or self.frozen_settings(ctx)
+        self.check_input(input_, positions, settings)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(positions))
-        return self._turn(input_, positions, back=False)
+        return self._turn(input_, positions, settings, back=False)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[()]]:
         if not ctx.needs.input:
             return None, ()
-        return self._turn(grad_output, ctx.saved_tensors[0], back=True), ()
+        settings = ctx.settings or self.frozen_settings(ctx)
+        return self._turn(grad_output, ctx.saved_tensors[0], settings, back=True), ()
 
-    def _turn(self, x: Tensor, positions: Tensor | None, *, back: bool) -> Tensor:
-        cos, sin, period = self.angles(x, positions)
-        how = (self.num_kv_heads, self.head_dim, self.interleaved, back)
+    def _turn(
+        self, x: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings, *, back: bool
+    ) -> Tensor:
+        cos, sin, period = self.angles(x, positions, settings)
+        how = (settings.num_kv_heads, settings.head_dim, settings.interleaved, back)
         y: Tensor = rotary(x, cos, sin, period, *how)
         return y
 
-    def angles(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    def angles(
+        self, x: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings
+    ) -> tuple[Tensor, Tensor, int]:
         """Cosine and sine of the angles of some positions, and after how many they repeat.
 
         They are (that many or more, rotary_dim / 2), in fp32, or fp64 for an fp64 x. The tokens of
@@ -151,29 +177,40 @@ class RotaryEmbedding(BasicOperation):
         # A tensor made while tracing, or a subclass such as a fake tensor, must not outlive it.
         lasting = not torch.compiler.is_compiling() and type(x) is Tensor
         if positions is not None:
-            frequencies = self._frequencies(device, dtype, lasting)
+            frequencies = self._frequencies(device, dtype, settings, lasting)
             return *_turns(positions.to(device).reshape(-1), frequencies), positions.numel()
-        table = self._tables.get((device, dtype)) if lasting else None
+        key = device, dtype, settings.base, settings.rotary_dim
+        table = self._kept.tables.get(key) if lasting else None
         if table is None or table[0].shape[0] < length:
-            count = self.max_positions or length
-            frequencies = self._frequencies(device, dtype, lasting)
+            count = settings.max_positions or length
+            frequencies = self._frequencies(device, dtype, settings, lasting)
             table = _turns(torch.arange(count, device=device), frequencies)
             if lasting and type(table[0]) is Tensor:
-                self._tables[device, dtype] = table
+                _keep(self._kept.tables, key, table)
         return *table, length
 
-    def _frequencies(self, device: torch.device, dtype: torch.dtype, lasting: bool) -> Tensor:
+    def _frequencies(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        settings: RotaryEmbedding.Settings,
+        lasting: bool,
+    ) -> Tensor:
         """Angle between neighbouring positions, for each pair."""
-        kept = self._kept_frequencies.get((device, dtype)) if lasting else None
+        base, size = settings.base, settings.rotary_dim
+        key = device, dtype, base, size
+        kept = self._kept.frequencies.get(key) if lasting else None
         if kept is None:
-            exponents = torch.arange(0, self.rotary_dim, 2, device=device, dtype=dtype)
-            kept = 1.0 / (self.base ** (exponents / self.rotary_dim))
+            exponents = torch.arange(0, size, 2, device=device, dtype=dtype)
+            kept = 1.0 / (base ** (exponents / size))
             if lasting and type(kept) is Tensor:
-                self._kept_frequencies[device, dtype] = kept
+                _keep(self._kept.frequencies, key, kept)
         return kept
 
-    def check_input(self, input_: Tensor, positions: Tensor | None) -> None:
-        features = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+    def check_input(
+        self, input_: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings
+    ) -> None:
+        features = (settings.num_heads + 2 * settings.num_kv_heads) * settings.head_dim
         invariant = ""
         received = f"input {tuple(input_.shape)} of {input_.dtype}"
         if input_.dim() != 3 or input_.shape[2] != features or not input_.is_floating_point():
@@ -185,18 +222,19 @@ class RotaryEmbedding(BasicOperation):
             ):
                 invariant = "positions must be integer, (sequence,) or (batch, sequence)"
                 received += f", positions {tuple(positions.shape)} of {positions.dtype}"
-        elif self.max_positions is not None and input_.shape[1] > self.max_positions:
+        elif settings.max_positions is not None and input_.shape[1] > settings.max_positions:
             invariant = "The sequence must not be longer than max_positions"
-            received += f", max_positions={self.max_positions}"
+            received += f", max_positions={settings.max_positions}"
         if invariant:
             raise InputError(explain(invariant, where="RotaryEmbedding", received=received))
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         positions = kwargs.get("positions")
-        self.check_input(input_, positions)
+        settings = self.make_settings()
+        self.check_input(input_, positions, settings)
         if positions is None:
             positions = torch.arange(input_.shape[1], device=input_.device)
-        frequencies = self._frequencies(input_.device, wide_dtype(input_.dtype), False)
+        frequencies = self._frequencies(input_.device, wide_dtype(input_.dtype), settings, False)
         cos, sin = (
             table.to(input_.dtype).unflatten(0, positions.shape).unsqueeze(-2)
             for table in _turns(positions.reshape(-1), frequencies)
@@ -212,7 +250,7 @@ class RotaryEmbedding(BasicOperation):
         return torch.cat([torch.cat([turned, qk[..., size:]], -1), v], 2).flatten(2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_tables": {}, "_kept_frequencies": {}}
+        return {**super().__getstate__(), "_kept": _Kept()}
 
     def extra_repr(self) -> str:
         return (
@@ -220,6 +258,26 @@ class RotaryEmbedding(BasicOperation):
             f"num_kv_heads={self.num_kv_heads}, base={self.base}, "
             f"interleaved={self.interleaved}, rotary_dim={self.rotary_dim}"
         )
+
+
+class _Kept:
+    """Angles by device, dtype, base and rotary_dim; an object that no plan depends on.
+
+    Attributes:
+        tables: cosine and sine, for as many positions as the longest sequence had.
+        frequencies: angles between neighbouring positions.
+    """
+
+    def __init__(self) -> None:
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        self.frequencies: dict[Any, Tensor] = {}
+
+
+def _keep(tables: dict[Any, Any], key: Any, table: Any) -> None:
+    """Keeps it, and forgets the one that was first made if there are too many."""
+    if key not in tables and len(tables) >= _MAX_TABLES:
+        tables.pop(next(iter(tables)), None)
+    tables[key] = table
 
 
 def _turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:

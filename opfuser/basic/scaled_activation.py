@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from ..errors import InputError, NotSupportedError, OpKwargsError, explain
+from ..errors import InputError, OpKwargsError, explain
 from ..kernels import scalar
 from ..kernels.gated import Glu, GluArguments, gated_backward, gated_forward
-from ..kernels.launch import runs
-from ..op import BasicOperation, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from . import _gated_math as gated
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
@@ -20,7 +20,8 @@ __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"
 class _ScaledActivation(BasicOperation):
     """``y = f(x) * scales[..., None]``: f element-wise, or a gated product.
 
-    Input and scales are saved; the backward evaluates f again.
+    Input and scales are saved, never the output: the backward evaluates f again, whatever
+    ``activation_recompute_in_mlp`` says.
     """
 
     num_extra_inputs: int = 1
@@ -29,24 +30,27 @@ class _ScaledActivation(BasicOperation):
         input: Tensor
         scales: Tensor
 
-    def __init__(
-        self, function: scalar.ScalarFunction | Glu, activation_recompute_in_mlp: bool
-    ) -> None:
+    class Settings(NamedTuple):
+        function: scalar.ScalarFunction | Glu
+        arguments: GluArguments
+        """Of the operators of ``kernels.gated``."""
+
+    def __init__(self, activation_recompute_in_mlp: bool) -> None:
         super().__init__()
-        if activation_recompute_in_mlp:
-            raise NotSupportedError(
-                explain(
-                    "There is no choice of recomputing: the output is never saved, and always "
-                    "computed again in backward",
-                    where=type(self).__name__,
-                    received="activation_recompute_in_mlp=True",
-                    remedy="Leave activation_recompute_in_mlp out",
-                )
-            )
-        self.function = function
-        self._arguments: GluArguments = (
-            function.arguments if isinstance(function, Glu) else (*function.arguments, "", (), 0)
-        )
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
+
+    def make_function(self) -> scalar.ScalarFunction | Glu:
+        """The function f, with the attributes of now as its constants."""
+        raise NotImplementedError
+
+    def make_settings(self) -> _ScaledActivation.Settings:
+        function = self.make_function()
+        if isinstance(function, Glu):
+            return self.Settings(function, function.arguments)
+        return self.Settings(function, (*function.arguments, "", (), 0))
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
 
     def fuser_forward(
         self,
@@ -65,15 +69,14 @@ class _ScaledActivation(BasicOperation):
             )
         scales = basic_op_extra_inputs[0][0]
         assert scales is not None
-        self._check(input_, scales)
+        ctx = basic_op_ctxs[0]
+        function, arguments = ctx.settings or self.frozen_settings(ctx)
+        self._check(function, input_, scales)
         dtype = compute_dtype(input_, self)
         x, scales = scalar.cast(input_, dtype), scalar.cast(scales, dtype)
-        ctx = basic_op_ctxs[0]
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, scales))
-        if runs(x):
-            return gated_forward(x, *self._arguments, scales), [()]
-        return self.function.value(x).mul_(scales.unsqueeze(-1)), [()]
+        return gated_forward(x, *arguments, scales), [()]
 
     def fuser_backward(
         self,
@@ -87,35 +90,29 @@ class _ScaledActivation(BasicOperation):
         Sequence[Sequence[Tensor | None] | None],
     ]:
         ctx = basic_op_ctxs[0]
+        _, arguments = ctx.settings or self.frozen_settings(ctx)
         assert ctx.saved_tensors is not None
         x, scales = ctx.saved_tensors
         assert x is not None
         assert scales is not None
         needs_dx, needs_dscales = ctx.needs.input, ctx.needs.extra_inputs[0]
         dx = dscales = None
-        if runs(x):
-            if needs_dx or needs_dscales:
-                grads = gated_backward(
-                    grad_output, x, *self._arguments, scales, needs_dx, False, needs_dscales
-                )
-                dx, dscales = grads[0] if needs_dx else None, grads[-1] if needs_dscales else None
-            return dx, [()], [(dscales,)]
-        dy = scalar.cast(grad_output, x.dtype)
-        if needs_dscales:
-            h = scalar.cast(self.function.value(x), scalar.wide_dtype(x.dtype))
-            dscales = h.mul_(dy).sum(-1)
-        if needs_dx:
-            dx = self.function.backward(dy * scales.unsqueeze(-1), x)
+        if needs_dx or needs_dscales:
+            grads = gated_backward(
+                grad_output, x, *arguments, scales, needs_dx, False, needs_dscales
+            )
+            dx = grads[0] if needs_dx else None
+            dscales = scalar.cast(grads[-1], scales.dtype) if needs_dscales else None
         return dx, [()], [(dscales,)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (scales,) = extra_inputs
-        return self.function.reference(input_) * scales.to(input_.dtype).unsqueeze(-1)
+        return self.make_function().reference(input_) * scales.to(input_.dtype).unsqueeze(-1)
 
-    def _check(self, input_: Tensor, scales: Tensor) -> None:
+    def _check(self, function: scalar.ScalarFunction | Glu, input_: Tensor, scales: Tensor) -> None:
         where = type(self).__name__
-        if isinstance(self.function, Glu):
-            gated.check_glu_input(self.function, input_, where)
+        if isinstance(function, Glu):
+            gated.check_glu_input(function, input_, where)
         if not input_.dim() or scales.shape != input_.shape[:-1]:
             raise InputError(
                 explain(
@@ -136,23 +133,26 @@ class ScaledSwiGLU(_ScaledActivation):
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: not supported.
+        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
+            recomputed in the backward of a fused MLP in place of saving it; here that is done for
+            either value.
 
     Raises:
         ArgumentError: if ``glu_interleave_size`` is not positive.
         InputError: in forward, if the last dimension does not divide into gates and linear units,
             the scales are not one per row, or the input is not fp16, bf16, fp32 or fp64.
-        NotSupportedError: if ``activation_recompute_in_mlp`` is set.
         OpKwargsError: in forward, if it is given keywords.
     """
 
     def __init__(
         self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False
     ) -> None:
-        super().__init__(
-            gated.make_glu(scalar.Swish(), None, glu_interleave_size), activation_recompute_in_mlp
-        )
+        super().__init__(activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
+        self.make_settings()
+
+    def make_function(self) -> Glu:
+        return gated.make_glu((scalar.Swish(), None), self.glu_interleave_size)
 
 
 class ScaledSiTUGLU(_ScaledActivation):
@@ -163,7 +163,9 @@ class ScaledSiTUGLU(_ScaledActivation):
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: not supported.
+        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
+            recomputed in the backward of a fused MLP in place of saving it; here that is done for
+            either value.
         beta1: cap of the gate's linear factor, finite and positive.
         beta2: cap of the linear units, finite and positive.
 
@@ -179,13 +181,14 @@ class ScaledSiTUGLU(_ScaledActivation):
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
-        super().__init__(
-            gated.make_glu(*gated.situ(beta1, beta2), glu_interleave_size),
-            activation_recompute_in_mlp,
-        )
+        super().__init__(activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
         self.beta1 = beta1
         self.beta2 = beta2
+        self.make_settings()
+
+    def make_function(self) -> Glu:
+        return gated.make_glu(gated.situ(self.beta1, self.beta2), self.glu_interleave_size)
 
 
 class ScaledClampedQGeGLU(_ScaledActivation):
@@ -196,7 +199,9 @@ class ScaledClampedQGeGLU(_ScaledActivation):
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.
-        activation_recompute_in_mlp: not supported.
+        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
+            recomputed in the backward of a fused MLP in place of saving it; here that is done for
+            either value.
         limit: bound of the gates from above, and of the linear units on both sides.
         alpha: factor inside the sigmoid.
         glu_linear_offset: added to the clamped linear units.
@@ -214,14 +219,16 @@ class ScaledClampedQGeGLU(_ScaledActivation):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
     ) -> None:
-        functions = gated.clamped_swish(limit, alpha, glu_linear_offset)
-        super().__init__(
-            gated.make_glu(*functions, glu_interleave_size), activation_recompute_in_mlp
-        )
+        super().__init__(activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
         self.limit = limit
         self.alpha = alpha
         self.glu_linear_offset = glu_linear_offset
+        self.make_settings()
+
+    def make_function(self) -> Glu:
+        functions = gated.clamped_swish(self.limit, self.alpha, self.glu_linear_offset)
+        return gated.make_glu(functions, self.glu_interleave_size)
 
 
 class ScaledSReLU(_ScaledActivation):
@@ -231,8 +238,13 @@ class ScaledSReLU(_ScaledActivation):
     Dtypes and errors as in :class:`ScaledSwiGLU`.
 
     Args:
-        activation_recompute_in_mlp: not supported.
+        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
+            recomputed in the backward of a fused MLP in place of saving it; here that is done for
+            either value.
     """
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__(scalar.SquaredRelu(), activation_recompute_in_mlp)
+        super().__init__(activation_recompute_in_mlp)
+
+    def make_function(self) -> scalar.ScalarFunction:
+        return scalar.SquaredRelu()

@@ -74,9 +74,7 @@ __all__ = [
 #   dropout, sum and norm, instead of 5A as two kernels), any other into one of its own. Only then
 #   does the linear behind that norm join, for A less to save: the bias behind the linear may begin
 #   another run, and moves A less there in backward than as a part of the linear.
-# - A sum alone goes on a GPU into the norm behind it (4A instead of 5A), as a GEMM that starts from
-#   the residual has to copy it first; on a CPU, where no kernel does both sum and norm, into the
-#   GEMM.
+# - A sum alone goes into a norm or a GEMM, as _residual_sum says.
 # - A residual gradient goes into the norm's kernel or the GEMM rather than a factor into the GEMM.
 FUSIONS: tuple[Fusion, ...] = (
     linear_cross_entropy.FUSION,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from ..basic.gated_activation import (
 )
 from ..fusion import Refusal
 from ..kernels.activation import activation_backward, activation_forward
-from ..kernels.gated import gated_backward, gated_backward_
+from ..kernels.gated import GluArguments, gated_backward, gated_backward_
 from ..kernels.scalar import cast
 from ..op import BasicOperation, OperationContext, compute_dtype
 from ._linear import insist
@@ -116,7 +116,8 @@ class ActivationPart:
         else:
             assert isinstance(self.activation, _Activation)
             x = cast(x, compute_dtype(x, self.activation))
-            y = activation_forward(x, *self.activation._arguments, b)
+            _, arguments = self.activation.frozen_settings(ctx)
+            y = activation_forward(x, *arguments, b)
             if ctx.requires_grad:
                 ctxs[0].save_for_backward(b)
                 ctx.save_for_backward(x)
@@ -138,15 +139,16 @@ class ActivationPart:
         """
         needs = ctxs[0].needs
         want_dx, want_db = needs.input, self.bias is not None and any(needs.parameters)
-        f = self.activation
-        if isinstance(f, _Activation):
+        arguments: Any = self.activation.frozen_settings(ctxs[-1]).arguments
+        if isinstance(self.activation, _Activation):
             saved = () if self.bias is None else ctxs[0].saved_tensors
             options = saved[0] if saved else None, want_dx, want_db, want_y
-            results = activation_backward(dy, x, *f._arguments, *options)
+            results = activation_backward(dy, x, *arguments, *options)
         elif ours and want_dx:
-            results = gated_backward_(dy, x, *f._arguments, None, want_y)
+            product: GluArguments = arguments
+            results = gated_backward_(dy, x, *product, None, want_y)
         else:
-            results = gated_backward(dy, x, *f._arguments, None, want_dx, want_y)
+            results = gated_backward(dy, x, *arguments, None, want_dx, want_y)
         own: list[tuple[Tensor | None, ...]] = [()]
         if self.bias is not None:
             db = results[int(want_dx)] if want_db else None  # torch 2.11 traces no flag as an index

@@ -31,8 +31,8 @@ from ..kernels.pointwise import (
     draw_seed,
 )
 from ..op import BasicOperation, FusibleOperation, OperationContext
-from ..tracked import Clock
 from ._activation_part import PLAIN_ACTIVATIONS, bias_of
+from ._residual_sum import ordered_in_place
 
 __all__ = ["ChainCall", "ChainGrads", "ChainPart", "accepts", "active", "refuse"]
 
@@ -53,7 +53,7 @@ def accepts(op: FusibleOperation) -> bool:
 
 def active(ops: Sequence[FusibleOperation]) -> list[type[FusibleOperation]]:
     """The classes of those operations that change anything."""
-    return [type(op) for op in ops if _stage(op) is not None]
+    return [type(op) for op in ops if _stage(op, _settings_of(op)) is not None]
 
 
 def refuse(ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
@@ -64,7 +64,7 @@ def refuse(ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
         )
     if env.compute_dtype == torch.float64:
         return Refusal("DTYPE", "there is no kernel for fp64; the steps would be the same")
-    return _refusal(ops)
+    return ordered_in_place(ops, env) or _refusal(ops)
 
 
 def _refusal(ops: Sequence[FusibleOperation]) -> Refusal | None:
@@ -129,7 +129,8 @@ class ChainPart:
         Raises:
             InputError: as in forward of the operations.
         """
-        ops, chain, owners = self._layouts.get(ctxs[0].requires_grad)
+        chain, owners, _ = self._layouts.get(ctxs)
+        ops = self.ops
         operands: list[Tensor | None] = []
         dtypes = []
         dtype = x.dtype
@@ -213,11 +214,11 @@ class _Done(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Stages, and for each the index of its operation."""
+    """Stages, for each the index of its operation, and the settings that they were made from."""
 
-    ops: Sequence[BasicOperation]
     chain: Chain
     owners: tuple[int, ...]
+    settings: list[Any]
 
 
 class _Layouts:
@@ -225,32 +226,35 @@ class _Layouts:
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         self._ops = ops
-        self._made_at = -1
+        self._with_settings = [(i, op) for i, op in enumerate(ops) if _settings_of(op) is not None]
         self._by_need: dict[bool, _Layout] = {}
 
     def __reduce__(self) -> Any:
         return _Layouts, (self._ops,)
 
-    def get(self, saves: bool) -> _Layout:
-        """Those of now: probabilities, factors and flags may be changed between two calls."""
+    def get(self, ctxs: Contexts) -> _Layout:
+        """Those of a call: probabilities, factors and flags may be changed between two calls."""
+        saves = ctxs[0].requires_grad
+        settings = [
+            ctxs[i].settings or op.frozen_settings(ctxs[i]) for i, op in self._with_settings
+        ]
         if torch.compiler.is_compiling():  # it would make another graph after every change
-            return _lay_out(self._ops, saves)
-        if self._made_at != Clock.now:
-            self._by_need = {}
-            self._made_at = Clock.now
+            return _lay_out(self._ops, ctxs, settings, saves)
         layout = self._by_need.get(saves)
-        if layout is None:
-            layout = self._by_need[saves] = _lay_out(self._ops, saves)
+        if layout is None or layout.settings != settings:
+            layout = self._by_need[saves] = _lay_out(self._ops, ctxs, settings, saves)
         return layout
 
 
-def _lay_out(ops: Sequence[BasicOperation], saves: bool) -> _Layout:
+def _lay_out(
+    ops: Sequence[BasicOperation], ctxs: Contexts, settings: list[Any], saves: bool
+) -> _Layout:
     """The stages of operations; where backward needs a sum, it is kept."""
     stages: list[Stage] = []
     owners: list[int] = []
     needed = False
     for i in reversed(range(len(ops))):
-        stage = _stage(ops[i])
+        stage = _stage(ops[i], ctxs[i].settings)
         if stage is None:
             continue
         needed = needed or not stage.linear
@@ -260,23 +264,28 @@ def _lay_out(ops: Sequence[BasicOperation], saves: bool) -> _Layout:
             needed = False
         stages.append(stage)
         owners.append(i)
-    return _Layout(ops, Chain(stages[::-1]), tuple(reversed(owners)))
+    return _Layout(Chain(stages[::-1]), tuple(reversed(owners)), settings)
 
 
-def _stage(op: FusibleOperation) -> Stage | None:
-    """What an operation does, or None if it does nothing."""
+def _settings_of(op: FusibleOperation) -> Any:
+    return op.settings if isinstance(op, BasicOperation) else None
+
+
+def _stage(op: FusibleOperation, settings: Any) -> Stage | None:
+    """What an operation with those settings does, or None if it does nothing."""
     if isinstance(op, Bias):
         return Stage(BIAS)
     if isinstance(op, AddExtraInput):
         return Stage(ADD)
     if isinstance(op, Dropout):
-        p = op.dropout_probability
-        return Stage(DROPOUT, parameters=(p,)) if op.training and p > 0 else None
+        (p,) = settings
+        return Stage(DROPOUT, parameters=(p,)) if p > 0 else None
     if isinstance(op, ConstantScale):
-        factor = float(op.scale)
+        factor = float(settings.scale)
         return Stage(FUNCTION, "@pointwise:scale", (factor,), Scale(factor))
     if isinstance(op, PointwiseOperation):
-        return op.stage
+        stage: Stage | None = settings.stage
+        return stage
     assert isinstance(op, _Activation)
-    name, parameters = op.function.arguments
-    return Stage(FUNCTION, f"@scalar:{name}", parameters, op.function, linear=False)
+    function, (name, parameters) = settings
+    return Stage(FUNCTION, f"@scalar:{name}", parameters, function, linear=False)

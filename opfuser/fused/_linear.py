@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..basic._distributed import gather_first_dim
 from ..basic._wgrad import as_rows
@@ -89,7 +89,7 @@ def linear_operands(
     if not x.dim() or x.shape[-1] != sharding.local_in_features:
         linear._refuse_input(x)
     dtype = autocast_dtype(x.device) or w.dtype
-    if ctx.requires_grad and (linear.accumulate_into_main_grad or linear.accumulate_into_grad):
+    if any(linear.frozen_settings(ctx)):
         linear._keep_weight(ctx, w)
     if x.dtype != dtype:
         if x.dtype not in COMPUTE_DTYPES:
@@ -124,14 +124,39 @@ def bias_operand(bias: Bias | None, x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 def add_linear(
-    extra: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, alpha: float = 1.0
+    extra: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    in_place: bool = False,
 ) -> Tensor:
-    """``extra + alpha x Wᵀ + b`` for operands of one dtype, extra of the shape of the output."""
-    rows = as_rows(extra)
+    """``extra + alpha x Wᵀ + b`` for operands of one dtype, extra of the shape of the output.
+
+    Args:
+        extra: what is added.
+        x: input, (..., in).
+        weight: (out, in).
+        bias: (out,), or None.
+        alpha: a factor, where there is no bias.
+        in_place: ``extra`` may be written to. Else the GEMM starts from a copy of it.
+    """
+    in_place = in_place and extra.is_contiguous()
+    if bias is not None and not extra.is_cpu:
+        # The GEMM's epilogue adds the bias for nothing: on an H200 395 us for (8192, 4096) times
+        # (4096, 4096) in bf16 and a sum, where a GEMM that starts from extra + b takes 464.
+        y = nn.functional.linear(x, weight, bias)
+        return extra.add_(y) if in_place else y.add_(extra)
+    if in_place:
+        # On that H200 352 us, where the GEMM alone takes 348, and 384 if extra has to be copied.
+        rows = as_rows(extra)
+        (rows if bias is None else rows.add_(bias)).addmm_(as_rows(x), weight.t(), alpha=alpha)
+        return extra
     if bias is None:
-        y = torch.addmm(rows, as_rows(x), weight.t(), alpha=alpha)
+        y = torch.addmm(as_rows(extra), as_rows(x), weight.t(), alpha=alpha)
     else:
-        y = (rows + bias).addmm_(as_rows(x), weight.t(), alpha=alpha)
+        y = (as_rows(extra) + bias).addmm_(as_rows(x), weight.t(), alpha=alpha)
     return y if extra.dim() == 2 else y.view(extra.shape)
 
 

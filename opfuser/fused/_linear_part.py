@@ -12,6 +12,7 @@ from ..basic.bias import Bias, bias_grad
 from ..fusion import Env, Refusal
 from ..kernels.scalar import cast
 from ..op import OperationContext
+from ..ownership import only_reference
 from ._linear import (
     add_linear,
     backward_refusal,
@@ -69,9 +70,17 @@ class LinearPart:
         self._keep_bias = keep_bias and bias is not None
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, z: Tensor | None = None, *, save_input: bool = False
+        self,
+        ctxs: Contexts,
+        x: Tensor,
+        extra_inputs: Sequence[Tensor | None] = (),
+        *,
+        save_input: bool = False,
     ) -> Tensor:
-        """``x Wᵀ + b``, and z added to it where there is a sum."""
+        """``x Wᵀ + b``, and the one extra input added to it where there is a sum.
+
+        That is written to where nobody but ``extra_inputs`` refers to it.
+        """
         ctx = ctxs[0]
         x, w = linear_operands(self.linear, ctx, x, save=False)
         b = bias_operand(self.bias, x, w)
@@ -79,10 +88,13 @@ class LinearPart:
             ctx.save_for_backward(x if save_input else None, w)
             if self._keep_bias:
                 ctxs[1].save_for_backward(b)
-        if z is None or self.add is None:
+        if self.add is None:
             return nn.functional.linear(x, w, b)
+        ours = only_reference(extra_inputs)
+        (z,) = extra_inputs
+        assert z is not None
         if z.dtype == w.dtype and z.shape == (*x.shape[:-1], w.shape[0]):
-            return add_linear(z, x, w, b)
+            return add_linear(z, x, w, b, in_place=ours)
         return self.add.reference(nn.functional.linear(x, w, b), z)
 
     def again(self, ctxs: Contexts, x: Tensor) -> Tensor:

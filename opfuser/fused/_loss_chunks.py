@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..basic._wgrad import add_wgrad, as_rows
 from ..basic.basic_linear import linear_forward
-from ..basic.cross_entropy import CrossEntropy
 from ..kernels.cross_entropy import cross_entropy_forward, cross_entropy_gradient
 
 __all__ = ["Gradients", "Work", "split", "walk"]
@@ -80,6 +79,7 @@ class Work(NamedTuple):
         x, w: operands of the forward GEMM, of one dtype: (..., in), (out, in).
         targets: (rows,).
         divisor: divides the gradients, if given.
+        of_rows: ignored target, label smoothing and z-loss.
         wants_dx: whether the gradient of x is wanted.
         dw_dtype: of the gradient of w; None: it is not wanted.
     """
@@ -88,14 +88,13 @@ class Work(NamedTuple):
     w: Tensor
     targets: Tensor
     divisor: Tensor | None
-    loss: CrossEntropy
+    of_rows: tuple[int, float, float]
     wants_dx: bool
     dw_dtype: torch.dtype | None
 
     def gradient(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Losses of some rows, and the gradient of their logits, which may take their place."""
-        of_rows = self.loss.row_arguments
-        return cross_entropy_gradient(logits, self.targets[part], self.divisor, *of_rows)
+        return cross_entropy_gradient(logits, self.targets[part], self.divisor, *self.of_rows)
 
 
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
@@ -122,8 +121,7 @@ def _walked(work: Work) -> Gradients:
         part = slice(start, start + size)
         logits = torch.mm(rows[part], w.t(), out=buffer[: rows[part].shape[0]])
         if dx is None and dw is None:
-            of_rows = work.loss.row_arguments
-            losses.append(cross_entropy_forward(logits, targets[part], *of_rows)[0])
+            losses.append(cross_entropy_forward(logits, targets[part], *work.of_rows)[0])
             continue
         row_losses, dlogits = work.gradient(logits, part)
         losses.append(row_losses)

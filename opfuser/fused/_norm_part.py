@@ -12,26 +12,17 @@ from ..basic.add_extra_input import AddExtraInput
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
-from ..fusion import Env, Refusal
 from ..kernels.norm import layer_norm_forward, rms_norm_forward
 from ..kernels.pointwise import Normed
 from ..op import FusedOperation, FusibleOperation, OperationContext, autocast_dtype
 from ._add_norm import ForwardAddNorm
 from ._chain_part import ChainCall, ChainPart
 
-__all__ = ["NormGrads", "NormPart", "PointwiseNorm", "sum_refusal"]
+__all__ = ["NormGrads", "NormPart", "PointwiseNorm"]
 
 Contexts = list[OperationContext]
 Extras = Sequence[Sequence[Tensor | None]]
 Gradients = tuple[Tensor | None, ...]
-
-
-def sum_refusal(add: AddExtraInput | None, env: Env) -> Refusal | None:
-    """Why the sum is better left to the operation before it."""
-    if add is not None and env.device.type == "cpu":
-        # Sum and norm take as many passes together as apart, which a sum inside the GEMM does not.
-        return Refusal("DEVICE", "on a CPU the GEMM before it adds the residual, not the norm")
-    return None
 
 
 class NormGrads(NamedTuple):
@@ -90,7 +81,7 @@ class NormPart:
         ctx, first = ctxs[-1], ctxs[: len(chain.ops)]
         call = chain.prepare(first, x, extra_inputs)
         total: Tensor | None
-        done = self._in_one_kernel(call, x, ctx.requires_grad or self._tap is not None)
+        done = self._in_one_kernel(ctx, call, x)
         if done is not None:
             y, total, mean, rstd, kept = done
             if ctx.requires_grad:
@@ -106,7 +97,7 @@ class NormPart:
             extra_outputs[self._tap] = (total,)
         return y, extra_outputs
 
-    def _in_one_kernel(self, call: ChainCall, x: Tensor, want_total: bool) -> Normed | None:
+    def _in_one_kernel(self, ctx: OperationContext, call: ChainCall, x: Tensor) -> Normed | None:
         """None where the norm casts its input, or its rows are not those of the chain."""
         norm = self.norm
         if x.shape[-1:] != norm.normalized_shape:
@@ -120,10 +111,9 @@ class NormPart:
             call.dtypes,
             norm.weight,
             norm.bias if with_mean else None,
-            norm.eps,
-            norm.zero_centered_gamma,
+            *norm.frozen_settings(ctx),
             with_mean=with_mean,
-            want_total=want_total,
+            want_total=ctx.requires_grad or self._tap is not None,
         )
 
     def again(self, ctxs: Contexts) -> Tensor:
@@ -131,11 +121,11 @@ class NormPart:
         ctx, norm = ctxs[-1], self.norm
         x: Tensor = ctx.saved_tensors[0]
         weight, bias = _parameters(ctx)
-        rows, centred = as_rows(x, norm._cols), norm.zero_centered_gamma
+        rows, settings = as_rows(x, norm._cols), norm.frozen_settings(ctx)
         if isinstance(norm, RMSNorm):
-            y: Tensor = rms_norm_forward(rows, weight, norm.eps, centred)[0]
+            y: Tensor = rms_norm_forward(rows, weight, *settings)[0]
         else:
-            y = layer_norm_forward(rows, weight, bias, norm.eps, centred)[0]
+            y = layer_norm_forward(rows, weight, bias, *settings)[0]
         return y if rows is x else y.view_as(x)
 
     def wants_grad(self, ctxs: Contexts) -> bool:

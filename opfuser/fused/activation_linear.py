@@ -10,11 +10,12 @@ from torch import Tensor
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
-from ..fusion import Env, Fusion, Optional, Refusal, Requires
-from ..op import FusedOperation, OperationContext
+from ..fusion import Env, Fusion, Optional, Refusal
+from ..op import FusedOperation, FusibleOperation, OperationContext
 from ..ownership import only_reference
 from ._activation_part import ACTIVATIONS, Activation, ActivationPart, bias_refusal
 from ._linear_part import LinearPart, refuse
+from ._residual_sum import refused_by_gemm
 
 __all__ = ["FUSION", "FUSION_WITH_SUM", "ActivationLinear"]
 
@@ -25,7 +26,7 @@ class ActivationLinear(FusedOperation):
     .. math:: y = f(x + b)\, W^T + c + z
 
     Biases and sum may be absent; before a gated activation there is no bias. z is the extra input,
-    of the shape of y; it is read, never written, whatever ``in_place`` says. Saves x, and not
+    of the shape of y; it is written to where nobody else refers to it. Saves x, and not
     :math:`h = f(x + b)`: H elements less for H elements of h.
 
     In backward :math:`dh = dy\, W` comes first. Then the pass that makes dx and db out of dh and x
@@ -79,8 +80,8 @@ class ActivationLinear(FusedOperation):
         activation, linear = self._parts
         n = len(activation.ops)
         h = activation.forward(basic_op_ctxs[:n], input_)
-        z = next(iter(basic_op_extra_inputs[-1]), None)
-        return linear.forward(basic_op_ctxs[n:], h, z), [()] * len(basic_op_ctxs)
+        y = linear.forward(basic_op_ctxs[n:], h, basic_op_extra_inputs[-1])
+        return y, [()] * len(basic_op_ctxs)
 
     def fuser_backward(
         self,
@@ -137,13 +138,22 @@ FUSION = Fusion(
     build=_build,
 )
 
-# Where a norm follows, a GPU adds in the kernel of the norm: 4A of traffic for both. On a CPU there
-# is no such kernel, and a GEMM that starts from z does without a pass for the sum.
+
+def _refuses_sum(
+    bias: Bias | None,
+    activation: Activation,
+    linear: BasicLinear,
+    *rest: Any,
+    env: Env,
+    behind: Sequence[FusibleOperation],
+) -> Refusal | None:
+    return _refuses(bias, activation, linear, env=env) or refused_by_gemm(env, behind)
+
+
 FUSION_WITH_SUM = Fusion(
     name="activation_linear_add",
     stage="joint",
     pattern=(*FUSION.pattern, AddExtraInput),
-    refuses=_refuses,
+    refuses=_refuses_sum,
     build=_build,
-    requires=Requires(device="cpu"),
 )

@@ -38,7 +38,6 @@ class BackwardActivationBias(FusedOperation):
     def __init__(self, *, bias: Bias, activation: _Activation) -> None:
         super().__init__((bias, activation))
         self._parts = bias, activation
-        self._arguments = activation.function.arguments
 
     def fuser_backward(
         self,
@@ -52,6 +51,7 @@ class BackwardActivationBias(FusedOperation):
         Sequence[Sequence[Tensor | None] | None],
     ]:
         _, activation = self._parts
+        function, arguments = activation.frozen_settings(basic_op_ctxs[1])
         needs = basic_op_ctxs[0].needs
         needs_db = bool(needs.parameters) and needs.parameters[0]
         (x,) = basic_op_ctxs[1].saved_tensors
@@ -61,12 +61,12 @@ class BackwardActivationBias(FusedOperation):
         db: Tensor | None = None
         if runs(x):
             grads = activation_backward(
-                grad_output, x, *self._arguments, None, needs.input, needs_db, False
+                grad_output, x, *arguments, None, needs.input, needs_db, False
             )
             dx = grads[0] if needs.input else None
             db = grads[-1] if needs_db else None
         elif needs_db and (rows := rows_per_block(x)):
-            dx, db = in_blocks(activation.function, grad_output, x, rows)
+            dx, db = in_blocks(function, grad_output, x, rows)
         else:
             dx, _ = activation.op_backward(basic_op_ctxs[1], grad_output)
             assert dx is not None

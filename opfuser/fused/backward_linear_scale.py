@@ -54,8 +54,7 @@ class BackwardLinearScale(FusedOperation):
         ctx = basic_op_ctxs[0]
         x, w = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs.input, ctx.needs.parameters[0]
-        # A forward that the user wrote may have left no scale.
-        s = getattr(basic_op_ctxs[1], "scale", scale.scale)
+        (s,) = scale.frozen_settings(basic_op_ctxs[1])
         dy = cast(grad_output, w.dtype if needs_dx else x.dtype)  # once for two GEMMs
         dx = linear_dgrad(dy, w, s) if needs_dx else None
         dw = linear.weight_grad(dy, x, ctx, s) if needs_dw else None

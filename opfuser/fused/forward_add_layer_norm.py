@@ -7,6 +7,7 @@ from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..fusion import Fusion, Optional
 from ._add_norm import ForwardAddNorm
+from ._residual_sum import ordered_in_place
 
 __all__ = ["FUSION", "ForwardAddLayerNorm"]
 
@@ -44,6 +45,7 @@ FUSION = Fusion(
     name="forward_add_layer_norm",
     stage="forward",
     pattern=(AddExtraInput, Optional(MakeExtraOutput), LayerNorm),
+    refuses=lambda *ops, env: ordered_in_place(ops, env),
     build=lambda add, make_extra, layernorm: ForwardAddLayerNorm(
         add=add, make_extra=make_extra, layernorm=layernorm
     ),

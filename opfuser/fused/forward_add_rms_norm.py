@@ -7,6 +7,7 @@ from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..fusion import Fusion, Optional
 from ._add_norm import ForwardAddNorm
+from ._residual_sum import ordered_in_place
 
 __all__ = ["FUSION", "ForwardAddRMSNorm"]
 
@@ -42,6 +43,7 @@ FUSION = Fusion(
     name="forward_add_rms_norm",
     stage="forward",
     pattern=(AddExtraInput, Optional(MakeExtraOutput), RMSNorm),
+    refuses=lambda *ops, env: ordered_in_place(ops, env),
     build=lambda add, make_extra, rmsnorm: ForwardAddRMSNorm(
         add=add, make_extra=make_extra, rmsnorm=rmsnorm
     ),

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
-from ..fusion import Env, Fusion, Optional, Refusal, Requires
-from ..op import FusedOperation, OperationContext
+from ..fusion import Env, Fusion, Optional, Refusal
+from ..op import FusedOperation, FusibleOperation, OperationContext
+from ..ownership import only_reference
 from ._linear import add_linear, bias_operand, forward_refusal, insist, linear_operands
+from ._residual_sum import refused_by_gemm
 
 __all__ = ["FUSION", "ForwardLinearBiasAdd"]
 
@@ -20,14 +22,16 @@ __all__ = ["FUSION", "ForwardLinearBiasAdd"]
 class ForwardLinearBiasAdd(FusedOperation):
     r"""Forward of BasicLinear, Bias and AddExtraInput: :math:`y = z + x W^T + b`.
 
-    z is the extra input, of the shape of y. It is read, never written, whatever ``in_place`` says:
-    it may be the caller's, or saved. Where its dtype is not that of the GEMM, as with a residual
+    z is the extra input, of the shape of y. It is written to where nobody else refers to it, or
+    ``in_place`` of the sum orders that. Where its dtype is not that of the GEMM, as with a residual
     in fp32 under autocast, the sum is a pass of its own and has the dtype of torch's promotion.
 
     Saves what BasicLinear saves. For A elements of output 2A less traffic than GEMM with bias and
-    sum apart; without bias as much, as the GEMM starts from a copy of z, in one rounding less.
+    sum apart where z is written to; else as much without bias, as the GEMM starts from a copy of z,
+    in one rounding less. On a GPU a bias is added with the product and the sum made after it, also
+    as much; there a norm that follows takes the sum instead.
 
-    Kernel: ATen's ``addmm``, which accumulates onto z + b.
+    Kernel: ATen's ``addmm``, which accumulates onto z.
 
     Args:
         linear: the linear operation.
@@ -57,29 +61,33 @@ class ForwardLinearBiasAdd(FusedOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         linear, bias, add = self._parts
+        ours = basic_op_ctxs[-1].may_overwrite or only_reference(basic_op_extra_inputs[-1])
         (z,) = basic_op_extra_inputs[-1]
         assert z is not None
         x, w = linear_operands(linear, basic_op_ctxs[0], input_)
         b = bias_operand(bias, x, w)
         if z.dtype == w.dtype and z.shape == (*x.shape[:-1], w.shape[0]):
-            y = add_linear(z, x, w, b)
+            y = add_linear(z, x, w, b, in_place=ours)
         else:
             y = add.reference(nn.functional.linear(x, w, b), z)
         return y, [()] * len(basic_op_ctxs)
 
 
 def _refuses(
-    linear: BasicLinear, bias: Bias | None, add: AddExtraInput, *, env: Env
+    linear: BasicLinear,
+    bias: Bias | None,
+    add: AddExtraInput,
+    *,
+    env: Env,
+    behind: Sequence[FusibleOperation],
 ) -> Refusal | None:
-    return forward_refusal(linear)
+    return forward_refusal(linear) or refused_by_gemm(env, behind)
 
 
-# On a GPU the copy of z costs what the sum would, and a norm behind takes the sum for less.
 FUSION = Fusion(
     name="forward_linear_bias_add",
     stage="forward",
     pattern=(BasicLinear, Optional(Bias), AddExtraInput),
     refuses=_refuses,
     build=lambda linear, bias, add: ForwardLinearBiasAdd(linear=linear, bias=bias, add=add),
-    requires=Requires(device="cpu"),
 )

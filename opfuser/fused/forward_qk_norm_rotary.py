@@ -51,14 +51,17 @@ class ForwardQKNormRotary(FusedOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         qk_norm, rotary = self._parts
         ctx, rotary_ctx = basic_op_ctxs
+        settings, how = qk_norm.frozen_settings(ctx), rotary.frozen_settings(rotary_ctx)
+        if settings[:2] != how[:2]:  # set during a call
+            insist(_refuses(qk_norm, rotary), type(self).__name__)
         positions = basic_op_kwargs[1].get("positions")
-        qk_norm.check_input(input_)
+        qk_norm.check_input(input_, settings)
         x = cast(input_, compute_dtype(input_, qk_norm))
-        rotary.check_input(x, positions)
+        rotary.check_input(x, positions, how)
         if rotary_ctx.requires_grad:
             rotary_ctx.save_for_backward(*rotary.Saved(positions))
-        angles = rotary.angles(x, positions)
-        return qk_norm.normalise(ctx, x, *angles, rotary.interleaved), [(), ()]
+        angles = rotary.angles(x, positions, how)
+        return qk_norm.normalise(ctx, x, *angles, how.interleaved), [(), ()]
 
 
 def _refuses(qk_norm: QKNorm, rotary: RotaryEmbedding, *, env: Env | None = None) -> Refusal | None:

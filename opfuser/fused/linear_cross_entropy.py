@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..basic._backward_pass import Destination, destination
 from ..basic._wgrad import main_grad_buffer, mark_added
 from ..basic.basic_linear import BasicLinear
 from ..basic.cross_entropy import CrossEntropy
@@ -78,17 +79,19 @@ class LinearCrossEntropy(FusedOperation):
         ctx, targets = basic_op_ctxs[0], basic_op_extra_inputs[1][0]
         assert targets is not None
         loss.refuse_keywords(basic_op_kwargs[1])
+        of_rows, reduction = loss.frozen_settings(basic_op_ctxs[1])
+        insist(_reduction_refusal(reduction), type(self).__name__)  # it may be set during a call
         x, w = linear_operands(linear, ctx, input_)
         loss.check_inputs(torch.Size((*x.shape[:-1], w.shape[0])), x.dtype, targets)
         flat = targets.reshape(-1)
-        count = (flat != loss.ignore_index).sum() if loss.reduction == "mean" else None
+        count = (flat != of_rows[0]).sum() if reduction == "mean" else None
         wants_dx = ctx.requires_grad and ctx.needs.input
         wants_dw = ctx.requires_grad and ctx.needs.parameters[0]
         later = x.dtype == torch.float16  # when gradients are divided by the count
-        dtype = _weight_grad_dtype(linear, w)
+        dtype = _weight_grad_dtype(linear, ctx, w)
         divisor = None if later else count
         losses, dx, dw = walk(
-            Work(x, w, flat, divisor, loss, wants_dx, dtype if wants_dw else None)
+            Work(x, w, flat, divisor, of_rows, wants_dx, dtype if wants_dw else None)
         )
         if ctx.requires_grad:
             if dw is not None and not later:
@@ -123,11 +126,13 @@ class LinearCrossEntropy(FusedOperation):
     def _hand_over(self, ctx: OperationContext, dw: Tensor) -> Tensor:
         """The weight's gradient for autograd: ``dw``, or zeros once it is in ``main_grad``."""
         linear, _ = self._parts
-        if not linear.accumulate_into_main_grad:
+        if not linear.frozen_settings(ctx).accumulate_into_main_grad:
             return dw
         weight = getattr(ctx, "grad_weight", None)
         if weight is None:  # while torch.compile traces
             weight = linear.weight
+        if destination(weight) is not Destination.ACCUMULATED:
+            return dw
         buffer, add = main_grad_buffer(weight, type(linear).__name__)
         if add:
             buffer.add_(dw)
@@ -136,20 +141,24 @@ class LinearCrossEntropy(FusedOperation):
         return mark_added(weight)
 
 
-def _weight_grad_dtype(linear: BasicLinear, w: Tensor) -> torch.dtype:
+def _weight_grad_dtype(linear: BasicLinear, ctx: OperationContext, w: Tensor) -> torch.dtype:
     weight = linear._parameters.get("weight")
     dtype = w.dtype if weight is None else weight.dtype  # None: it is parametrised
-    if linear.accumulate_into_main_grad:
+    if linear.frozen_settings(ctx).accumulate_into_main_grad:
         return torch.promote_types(dtype, torch.float32)
     return dtype
 
 
-def _unfit(linear: BasicLinear, loss: CrossEntropy) -> Refusal | None:
-    if loss.reduction == "none":
+def _reduction_refusal(reduction: str) -> Refusal | None:
+    if reduction == "none":
         return Refusal(
             "SHAPE", 'with reduction="none" each row has a gradient that arrives in backward'
         )
-    return forward_refusal(linear) or backward_refusal(linear)
+    return None
+
+
+def _unfit(linear: BasicLinear, loss: CrossEntropy) -> Refusal | None:
+    return _reduction_refusal(loss.reduction) or forward_refusal(linear) or backward_refusal(linear)
 
 
 def _refuses(linear: BasicLinear, loss: CrossEntropy, *, env: Env) -> Refusal | None:

@@ -18,7 +18,8 @@ from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusedOperation, OperationContext
 from ._linear import insist
 from ._linear_part import LinearPart, refuse
-from ._norm_part import NormPart, PointwiseNorm, sum_refusal
+from ._norm_part import NormPart, PointwiseNorm
+from ._residual_sum import refused_by_norm
 
 __all__ = ["FUSION", "NormLinear"]
 
@@ -141,7 +142,7 @@ def _refuses(
         no = _run_refusal(add, make_extra)
         if no is not None:
             return no
-    return sum_refusal(add, env) or refuse([linear], env)
+    return refused_by_norm(add, env) or refuse([linear], env)
 
 
 FUSION = Fusion(

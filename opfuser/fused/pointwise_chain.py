@@ -27,8 +27,9 @@ class PointwiseChain(FusedOperation):
     Backward makes the values that it needs again, and the masks of dropout from their seeds; it
     sums the gradients of biases, in fp32, while it walks down the rows. Saved are the seeds, the
     input if a function of it has a derivative that varies, and for the same reason each sum of an
-    AddExtraInput, made in the kernel: never more than the operations save apart. With n operations
-    on A elements that is 2A + A per extra input of traffic forward instead of 2nA and as much.
+    AddExtraInput, made in the kernel: never more than the operations save apart, but under autocast
+    in the dtype of the input, where an activation apart saves its cast. With n operations on A
+    elements that is 2A + A per extra input of traffic forward instead of 2nA and as much.
 
     Kernel: opfuser's own. ATen has kernels for each of the operations and for none of their pairs.
 

@@ -19,7 +19,8 @@ from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusedOperation, OperationContext
 from ._activation_part import ACTIVATIONS, Activation, ActivationPart, bias_refusal
 from ._linear_part import LinearPart, refuse
-from ._norm_part import NormPart, sum_refusal
+from ._norm_part import NormPart
+from ._residual_sum import refused_by_norm
 
 __all__ = ["FUSION", "FUSION_WHERE_ASKED", "RecomputeMLP"]
 
@@ -138,7 +139,7 @@ class RecomputeMLP(FusedOperation):
 
 def _refuses(add: AddExtraInput | None, *parts: Any, env: Env) -> Refusal | None:
     linears = [part for part in parts if isinstance(part, BasicLinear)]
-    return sum_refusal(add, env) or refuse(linears, env)
+    return refused_by_norm(add, env) or refuse(linears, env)
 
 
 def _refuses_unless_asked(*parts: Any, env: Env) -> Refusal | None:

@@ -165,22 +165,18 @@ def gated_backward_(
 ) -> list[Tensor]:
     """As :func:`gated_backward` with dx, for a caller who owns x and is done with it.
 
-    dx is written over a contiguous x by a kernel, and on a CPU where that is simple.
+    dx is written over a contiguous x, except where torch.compile traces.
     """
-    ours = runs(dy) and runs(x) and x.is_contiguous()
-    if ours and not torch.compiler.is_compiling():
-        arguments = gate, tuple(gate_parameters), up, tuple(up_parameters), interleave
+    if torch.compiler.is_compiling() or not x.is_contiguous():
+        results: list[Tensor] = gated_backward(
+            dy, x, gate, gate_parameters, up, up_parameters, interleave, scales, True, want_y,
+            want_dscales,
+        )  # fmt: skip
+        return results
+    arguments = gate, tuple(gate_parameters), up, tuple(up_parameters), interleave
+    if runs(dy) and runs(x):
         return _backward_into(x, dy, x, arguments, scales, want_y, want_dscales)
-    if scales is None:
-        product = gate, gate_parameters, up, up_parameters, interleave
-        over_x = gated_backward_over_x_plain(dy, x, product, want_y)
-        if over_x is not None:
-            return over_x
-    results: list[Tensor] = gated_backward(
-        dy, x, gate, gate_parameters, up, up_parameters, interleave, scales, True, want_y,
-        want_dscales,
-    )  # fmt: skip
-    return results
+    return gated_backward_over_x_plain(dy, x, arguments, scales, want_y, want_dscales)
 
 
 _PRODUCT = "str gate, float[] gate_parameters, str up, float[] up_parameters, int interleave"

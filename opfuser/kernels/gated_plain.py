@@ -1,4 +1,8 @@
-"""Gated products of scalar functions in plain torch. Dimensions as in ``opfuser.kernels.gated``."""
+"""Gated products of scalar functions in plain torch. Dimensions as in ``opfuser.kernels.gated``.
+
+What is in half precision is converted to fp32, computed there and rounded once. That is done in
+blocks of rows: what one step leaves for the next stays in the cache, and takes no new memory.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .activation import Parameters
-from .scalar import ScalarFunction, cast, reuse, scalar_function, wide_dtype
+from .rows import at_once, row_blocks
+from .scalar import ScalarFunction, cast, scalar_function, wide_dtype
 
 __all__ = [
     "Glu",
@@ -19,14 +24,6 @@ __all__ = [
 ]
 
 GluArguments = tuple[str, Parameters, str, Parameters, int]
-
-# Elements of the product in a block of rows on a CPU, in forward and in the backward that writes
-# over x. What one pass leaves for the next stays in the cache, and new memory for the gradient
-# would cost page faults. With two threads, SwiGLU of 1024 x 1792 takes 0.59 instead of 0.97 ms in
-# forward in fp32, 0.77 instead of 1.03 ms in bf16; with one, 3.9 instead of 5.1 ms in backward in
-# fp32, 3.4 instead of 3.6 ms in bf16, with the product made again 4.6 instead of 6.7 and 3.8
-# instead of 4.7 ms.
-_BLOCK = 2**19
 
 
 @dataclass(frozen=True)
@@ -49,77 +46,20 @@ class Glu:
 
     def value(self, x: Tensor) -> Tensor:
         """The product, of shape ``(…, F)``."""
-        if x.is_cpu and x.numel() > 2 * _BLOCK and self._goes_in_blocks(x):
-            return self._value_in_blocks(x)
-        a, b = self._split(x)
-        y = self.gate.value(a).mul_(b if self.up is None else self.up.value(b))
-        return y if self.interleave is None else y.flatten(-2)
+        return _forward(self, x, None)
 
-    def _goes_in_blocks(self, x: Tensor) -> bool:
-        return self.interleave is None and x.is_contiguous() and not torch.compiler.is_compiling()
-
-    def _value_in_blocks(self, x: Tensor) -> Tensor:
-        cols = x.shape[-1] // 2
-        y = x.new_empty((*x.shape[:-1], cols))
-        rows = max(1, _BLOCK // cols)
-        for part, y_part in zip(x.view(-1, 2 * cols).split(rows), y.view(-1, cols).split(rows)):
-            a, b = part.chunk(2, -1)
-            self.gate.value(a, y_part).mul_(b if self.up is None else self.up.value(b))
-        return y
-
-    def backward(self, dy: Tensor, x: Tensor, y_out: Tensor | None = None) -> Tensor:
-        """The gradient of ``x``, both parts written in place by their last pass.
-
-        The product goes to ``y_out``, which is not for while torch.compile traces.
-        """
-        a, b = self._split(x)
-        if self.interleave is not None:
-            dy = dy.unflatten(-1, (-1, self.interleave))
-            y_out = None if y_out is None else y_out.unflatten(-1, (-1, self.interleave))
-        dx = reuse(torch.empty_like(x))
-        da_out, db_out = (None, None) if dx is None else self._split(dx)
-        u = b if self.up is None else self.up.value(b)
-        da, db = self.gate.product_backward(dy, a, u, da_out, db_out, y_out)
-        if self.up is not None:
-            db = self.up.backward(db, b, reuse(db))
-        if dx is not None:
-            return dx
-        if self.interleave is None:
-            return torch.cat((da, db), -1)
-        return torch.stack((da, db), -2).flatten(-3)
-
-    def backward_over_x(self, dy: Tensor, x: Tensor, y_out: Tensor | None) -> None:
-        """Writes the gradient over ``x``, block by block of rows; the product goes to ``y_out``.
-
-        Only where :attr:`works_over_x` says so.
-        """
-        cols = dy.shape[-1]
-        rows = max(1, _BLOCK // max(1, cols))
-        x, dy = x.view(-1, 2 * cols), dy.reshape(-1, cols)
-        scratch = x.new_empty((2, min(rows, len(dy)), cols))
-        for start in range(0, len(dy), rows):
-            block = slice(start, start + rows)
-            a, b = self._split(x[block])
-            f, da = scratch[:, : len(a)]
-            self.gate.value(a, f)
-            if y_out is not None:
-                torch.mul(f, b, out=y_out.view(-1, cols)[block])
-            torch.mul(dy[block], b, out=da)
-            torch.mul(dy[block], f, out=b)
-            self.gate.backward(da, a, a)
-
-    @property
-    def works_over_x(self) -> bool:
-        """Whether there is :meth:`backward_over_x` for this product."""
-        return self.up is None and self.interleave is None and self.gate.backward_over_x
+    def backward(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of ``x``."""
+        return _backward(self, dy, x, None, True, False, False)[0]
 
     def reference(self, x: Tensor) -> Tensor:
         """The product in plain differentiable torch."""
-        a, b = self._split(x)
+        a, b = self.split(x)
         y = self.gate.reference(a) * (b if self.up is None else self.up.reference(b))
         return y if self.interleave is None else y.flatten(-2)
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of a and b: ``(…, F)``, or ``(…, F / interleave, interleave)``."""
         if self.interleave is None:
             a, b = x.chunk(2, -1)
             return a, b
@@ -127,9 +67,164 @@ class Glu:
         return blocks.select(-2, 0), blocks.select(-2, 1)
 
 
+_Function = Glu | ScalarFunction
+
+
+def _operands(
+    f: _Function, x: Tensor
+) -> tuple[ScalarFunction, ScalarFunction | None, Tensor, Tensor | None]:
+    """The two functions and what they are applied to, ``(…, F)``; no b where all are gates."""
+    if isinstance(f, ScalarFunction):
+        return f, None, x, None
+    a, b = f.split(x)
+    return f.gate, f.up, *((a, b) if f.interleave is None else (a.flatten(-2), b.flatten(-2)))
+
+
+def _value(f: _Function, x: Tensor, s: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """``gate(a) up(b) s`` of x in fp32 or fp64, in memory of its own unless ``out`` is given."""
+    gate, up, a, b = _operands(f, x)
+    direct = out is not None and out.dtype == x.dtype
+    y = gate.value(a, out=out if direct else None)
+    if b is not None:
+        y.mul_(b if up is None else up.value(b))
+    if s is not None:
+        y.mul_(s)
+    return y if direct or out is None else out.copy_(y)
+
+
+def _gradients(
+    f: _Function, g: Tensor, x: Tensor, want_h: bool, dx: Tensor | None = None
+) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients of a and b from g, that of ``h = gate(a) up(b)``; and h. All in fp32 or fp64.
+
+    The last steps write to the halves of ``dx``, which may be x.
+    """
+    gate, up, a, b = _operands(f, x)
+    v, backward = gate.vjp(a)
+    if b is None:
+        return [backward(g, out=dx)], v
+    assert isinstance(f, Glu)
+    da_out, db_out = (None, None) if dx is None else f.split(dx)
+    u, up_backward = (b, None) if up is None else up.vjp(b)
+    h = v * u if want_h else None
+    da = backward(g * u, out=da_out)
+    if up_backward is None:
+        return [da, torch.mul(v, g, out=db_out)], h
+    return [da, up_backward(v.mul_(g), out=db_out)], h
+
+
+def _forward(f: _Function, x: Tensor, scales: Tensor | None) -> Tensor:
+    """``y = h s``, contiguous, in the dtype of x."""
+    wide = wide_dtype(x.dtype)
+    x, s = x.contiguous(), None if scales is None else cast(scales, wide).unsqueeze(-1)
+    if at_once(x):
+        return cast(_value(f, cast(x, wide), s), x.dtype)
+    *leading, cols = x.shape
+    y = x.new_empty(*leading, cols // 2 if isinstance(f, Glu) else cols)
+    for x_rows, s_rows, y_rows in row_blocks(x, s, y):
+        _value(f, cast(x_rows, wide), s_rows, y_rows)
+    return y
+
+
+def _backward(
+    f: _Function,
+    dy: Tensor,
+    x: Tensor,
+    scales: Tensor | None,
+    want_dx: bool,
+    want_dscales: bool,
+    want_y: bool,
+    *,
+    over_x: bool = False,
+) -> list[Tensor]:
+    """Those wanted of dx, dscales and y, in this order; dx may take the memory of x."""
+    wide = wide_dtype(x.dtype)
+    x, s = x.contiguous(), None if scales is None else cast(scales, wide).unsqueeze(-1)
+    want_dscales = want_dscales and s is not None
+    if torch.compiler.is_compiling():
+        return _backward_traced(f, dy, x, s, want_dx, want_dscales, want_y)
+    dx = dscales = y = None
+    if want_dx:
+        dx = x if over_x else torch.empty_like(x)
+    if want_dscales:
+        dscales = x.new_empty((*dy.shape[:-1], 1), dtype=wide)
+    if want_y:
+        y = x.new_empty(dy.shape)
+    for rows in row_blocks(x, dy, s, dx, dscales, y):
+        _backward_rows(f, *rows)
+    results = (dx, None if dscales is None else dscales.squeeze(-1), y)
+    return [t for t in results if t is not None]
+
+
+def _backward_rows(
+    f: _Function,
+    x: Tensor,
+    dy: Tensor,
+    s: Tensor | None,
+    dx: Tensor | None,
+    dscales: Tensor | None,
+    y: Tensor | None,
+) -> None:
+    """Writes the results for a block of rows, those that are not None."""
+    wide = wide_dtype(x.dtype)
+    z, dy = cast(x, wide), cast(dy, wide)
+    g = dy if s is None else dy * s
+    h: Tensor | None
+    want_h = dscales is not None or y is not None
+    if dx is None:
+        h = _value(f, z, None)
+    elif isinstance(f, Glu) and f.interleave is not None:
+        grads, h = _gradients(f, g, z, want_h)
+        for part, grad in zip(f.split(dx), grads):
+            part.copy_(grad.view(part.shape))
+    else:
+        into = dx if dx.dtype == wide else z  # over the copy in fp32
+        _, h = _gradients(f, g, z, want_h, into)
+        if into is not dx:
+            dx.copy_(into)
+    if dscales is not None:
+        assert h is not None
+        torch.sum(h * dy, -1, keepdim=True, out=dscales)
+    if y is not None:
+        assert h is not None
+        y.copy_(h if s is None else h.mul_(s))
+
+
+def _backward_traced(
+    f: _Function,
+    dy: Tensor,
+    x: Tensor,
+    s: Tensor | None,
+    want_dx: bool,
+    want_dscales: bool,
+    want_y: bool,
+) -> list[Tensor]:
+    """The same without ``out``: torch.compile fuses it as it likes."""
+    wide = wide_dtype(x.dtype)
+    z, dy = cast(x, wide), cast(dy, wide)
+    results = []
+    if want_dx:
+        grads, h = _gradients(f, dy if s is None else dy * s, z, want_dscales or want_y)
+        if isinstance(f, Glu) and f.interleave is not None:
+            parts = [t.unflatten(-1, (-1, f.interleave)) for t in grads]
+            dx = torch.stack(parts, -2).flatten(-3)
+        else:
+            dx = torch.cat(grads, -1)
+        results.append(cast(dx, x.dtype).contiguous())
+    else:
+        h = _value(f, z, None)
+    if want_dscales:
+        assert h is not None
+        results.append((h * dy).sum(-1))
+    if want_y:
+        assert h is not None
+        results.append(cast(h if s is None else h * s, x.dtype))
+    return results
+
+
 def _function(
     gate: str, gate_parameters: Parameters, up: str, up_parameters: Parameters, interleave: int
-) -> Glu | ScalarFunction:
+) -> _Function:
     function = scalar_function(gate, gate_parameters)
     if not up:
         return function
@@ -147,9 +242,7 @@ def gated_forward_plain(
     scales: Tensor | None,
 ) -> Tensor:
     """``y = gate(a) up(b) s``, contiguous, in the dtype of x; no scales count as one."""
-    f = _function(gate, gate_parameters, up, up_parameters, interleave)
-    y = f.value(x.contiguous())
-    return y if scales is None else y.mul_(cast(scales, x.dtype).unsqueeze(-1))
+    return _forward(_function(gate, gate_parameters, up, up_parameters, interleave), x, scales)
 
 
 def gated_backward_plain(
@@ -170,35 +263,17 @@ def gated_backward_plain(
     dx and y have the dtype of x; dscales is in fp32 or wider, and so is its sum.
     """
     f = _function(gate, gate_parameters, up, up_parameters, interleave)
-    x, dy = x.contiguous(), cast(dy, x.dtype)
-    s = None if scales is None else cast(scales, x.dtype).unsqueeze(-1)
-    want_dscales = want_dscales and s is not None
-    dx = y = None
-    together = want_dx and isinstance(f, Glu) and not torch.compiler.is_compiling()
-    if want_y or want_dscales:
-        y = x.new_empty(dy.shape) if together else f.value(x)
-    if want_dx:
-        ds = dy if s is None else dy * s
-        dx = f.backward(ds, x, y if together else None).contiguous()
-    results = [] if dx is None else [dx]
-    if want_dscales:
-        assert y is not None
-        results.append((dy * cast(y, wide_dtype(x.dtype))).sum(-1))
-    if want_y:
-        assert y is not None
-        results.append(y if s is None else y.mul_(s))
-    return results
+    return _backward(f, dy, x, scales, want_dx, want_dscales, want_y)
 
 
 def gated_backward_over_x_plain(
-    dy: Tensor, x: Tensor, arguments: GluArguments, want_y: bool
-) -> list[Tensor] | None:
-    """dx, which takes the memory of x, and y if wanted; None if that is not simple."""
-    if torch.compiler.is_compiling() or not (x.is_cpu and x.is_contiguous() and x.numel()):
-        return None
+    dy: Tensor,
+    x: Tensor,
+    arguments: GluArguments,
+    scales: Tensor | None,
+    want_y: bool,
+    want_dscales: bool,
+) -> list[Tensor]:
+    """As :func:`gated_backward_plain` with dx, which takes the memory of x, contiguous."""
     f = _function(*arguments)
-    if not (isinstance(f, Glu) and f.works_over_x):
-        return None
-    y = x.new_empty(dy.shape) if want_y else None
-    f.backward_over_x(cast(dy, x.dtype), x, y)
-    return [x] if y is None else [x, y]
+    return _backward(f, dy, x, scales, True, want_dscales, want_y, over_x=True)

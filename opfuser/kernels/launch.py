@@ -18,7 +18,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "Launch", "Recorded", "multiprocessors", "recorded", "runs"]
+__all__ = [
+    "INTERPRETED",
+    "Launch",
+    "Recorded",
+    "multiprocessors",
+    "recorded",
+    "runs",
+    "transforms_active",
+]
+
+# Whether a transform of torch.func, such as vmap, is under way; not part of torch's public names.
+transforms_active = torch._C._are_functorch_transforms_active
 
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -67,8 +78,12 @@ class Recorded(NamedTuple):
 
 
 def runs(x: Tensor) -> bool:
-    """Whether there are kernels for ``x``: on a GPU, in fp16, bf16 or fp32, and with Triton."""
-    return (x.is_cuda or _State.everywhere) and AVAILABLE and x.dtype in DTYPES
+    """Whether there are kernels for ``x``: on a GPU, in fp16, bf16 or fp32, and with Triton.
+
+    Under ``torch.vmap`` there are none: what it hands over has no memory of its own.
+    """
+    has_kernels = (x.is_cuda or _State.everywhere) and AVAILABLE and x.dtype in DTYPES
+    return has_kernels and not transforms_active()
 
 
 @contextmanager
@@ -217,14 +232,24 @@ class Launch:
     ) -> None:
         """Compiles if need be. Keeps the binary for aligned tensors, which nearly all are."""
         function = self.function
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if INTERPRETED:
-            function[grid](*args, *self._values, **options)
+            function[grid](*args, *self._values, **self.options)
             return
         with torch.cuda.device(args[0].device):
-            kernel = function[grid](*args, *self._values, **options)
+            kernel = function[grid](*args, *self._values, **self.options)
         if key is not None and hasattr(kernel, "packed_metadata"):
             self._compiled[_general(key)] = _entry(kernel)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told besides the arguments."""
+        # Products and sums become one operation, as was the default up to triton 3.9; that of 3.10
+        # is announced to be another one, and 3.9 warns where it is left open.
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,
+        }
 
     def __repr__(self) -> str:
         constants = ", ".join(f"{name}={value}" for name, value in self.constants.items())

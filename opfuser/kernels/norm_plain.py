@@ -181,10 +181,10 @@ def _layer_gradients(
     """
     backward, shape = torch.ops.aten.native_layer_norm_backward.default, (x.shape[1],)
     in_wide = x.is_cpu and x.dtype != rstd.dtype and any(needs[1:])
-    block = len(x)
+    block = x.shape[0]  # a tracer would take len(x) to be fixed
     if in_wide and not torch.compiler.is_compiling():
         block = max(1, _BLOCK * torch.get_num_threads() // x.shape[1])
-    if block >= len(x):
+    if block >= x.shape[0]:
         dtype = rstd.dtype if in_wide else x.dtype
         dy, x = cast(dy, dtype), cast(x, dtype)
         results: tuple[Tensor | None, ...]
@@ -192,7 +192,7 @@ def _layer_gradients(
         return results
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     sums = []
-    for start in range(0, len(x), block):
+    for start in range(0, x.shape[0], block):
         rows = slice(start, start + block)
         wide = dy[rows].to(rstd.dtype), x[rows].to(rstd.dtype)
         part, dw, db = backward(*wide, shape, mean[rows], rstd[rows], scale, scale, needs)

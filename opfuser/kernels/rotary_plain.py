@@ -6,9 +6,12 @@ queries and keys; D entries per head, P pairs that turn. Arithmetic is in fp32, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from .launch import transforms_active
 from .scalar import cast, wide_dtype
 
 __all__ = ["qk_norm", "qk_norm_backward", "rotary"]
@@ -31,7 +34,7 @@ def rotary(
     back: bool,
 ) -> Tensor:
     """Queries and keys turned by the angles, or back by them; and the values."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     if not y.numel():
         return y
     xs, ys = _heads(x, period, head_dim), _heads(y, period, head_dim)
@@ -59,12 +62,12 @@ def qk_norm(
     """Queries and keys normalised (and turned), with the values; ``1 / sqrt(mean(x²) + eps)``."""
     head_dim = q_weight.shape[0]
     active, dtype = x.shape[-1] // head_dim - kv_heads, wide_dtype(x.dtype)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rstd = torch.empty((*x.shape[:-1], active), dtype=dtype, device=x.device)
+    y = x.new_empty(x.shape)
+    rstd = x.new_empty((*x.shape[:-1], active), dtype=dtype)
     if not y.numel():
         return y, rstd
     if cos is None or sin is None:
-        period = x.shape[:-1].numel()
+        period = _count(x)
     else:
         cos, sin = _angles(cos, sin, period, False)
     xs, ys = _heads(x, period, head_dim), _heads(y, period, head_dim)
@@ -108,7 +111,7 @@ def qk_norm_backward(
     sums = torch.zeros((active, head_dim), dtype=rstd.dtype, device=x.device)
     if x.numel():
         if cos is None or sin is None:
-            period = x.shape[:-1].numel()
+            period = _count(x)
         else:
             cos, sin = _angles(cos, sin, period, True)
         dys, xs = _heads(dy, period, head_dim), _heads(x, period, head_dim)
@@ -138,6 +141,11 @@ def qk_norm_backward(
     return results
 
 
+def _count(x: Tensor) -> int:
+    # Not by numel() of a torch.Size: a tracer would take it to be fixed.
+    return math.prod(x.shape[:-1])
+
+
 def _heads(packed: Tensor, period: int, head_dim: int) -> Tensor:
     return packed.reshape(-1, period, packed.shape[-1] // head_dim, head_dim)
 
@@ -164,7 +172,7 @@ def _angles(cos: Tensor, sin: Tensor, period: int, back: bool) -> tuple[Tensor, 
 def _turn(dst: Tensor, src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """Writes heads with their pairs turned to ``dst``; ``src`` is in the dtype of the angles."""
     if dst.dtype != src.dtype:
-        wide = torch.empty(src.shape, dtype=src.dtype, device=src.device)
+        wide = src.new_empty(src.shape)
         _turn(wide, src, cos, sin, interleaved)
         dst.copy_(wide)
         return
@@ -180,7 +188,7 @@ def _turn(dst: Tensor, src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool)
         return
     a, b = _pairs(src, size, interleaved)
     a_out, b_out = _pairs(dst, size, interleaved)
-    if torch.compiler.is_compiling():  # it breaks the graph at an ``out`` that is not contiguous
+    if _functional():
         a_out.copy_(a * cos - b * sin)
         b_out.copy_(b * cos + a * sin)
     else:
@@ -194,9 +202,14 @@ def _pairs(heads: Tensor, size: int, interleaved: bool) -> tuple[Tensor, Tensor]
     return heads[..., : size // 2], heads[..., size // 2 : size]
 
 
+def _functional() -> bool:
+    """Whether nothing takes an ``out``: vmap cannot, torch.compile breaks its graph at some."""
+    return torch.compiler.is_compiling() or transforms_active()
+
+
 def _holds_complex(t: Tensor) -> bool:
     """Whether neighbours, taken in pairs, can be seen as complex numbers."""
-    if torch.compiler.is_compiling() or t.storage_offset() % 2 or t.stride(-1) != 1:
+    if _functional() or t.storage_offset() % 2 or t.stride(-1) != 1:
         return False
     return all(stride % 2 == 0 for stride in t.stride()[:-1])
 

@@ -1,16 +1,20 @@
-"""What launchers of several families share: rows, tiles of them, and sums of partial sums."""
+"""What several families of kernels share: rows, tiles and blocks of them, sums of partial sums."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .launch import Launch
+from .scalar import BLOCK
 
-__all__ = ["add_up", "cdiv", "empty_rows", "rows_of", "tile"]
+__all__ = ["add_up", "at_once", "cdiv", "empty_rows", "row_blocks", "rows_of", "tile"]
 
 # Tiles of partial sums, and their warps: many programs, few steps. On an H200, 264 rows of 4096
 # columns take 3.4 us, with tiles of 32 columns 3.6. Of few columns there are few programs: 4224
@@ -38,6 +42,26 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
 def empty_rows(x: Tensor) -> Tensor:
     """Memory for a contiguous result in the shape and dtype of x."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def at_once(x: Tensor) -> bool:
+    """Whether plain torch works on all rows of ``x`` at a time."""
+    # While torch.compile traces, its size is not to be asked: the graph would hold for it alone.
+    return torch.compiler.is_compiling() or not x.is_cpu or x.numel() <= 2 * BLOCK
+
+
+def row_blocks(x: Tensor, *others: Tensor | None) -> Iterator[Sequence[Any]]:
+    """Blocks of rows of ``x`` and of tensors with as many rows, and None of None.
+
+    On a CPU what one step leaves for the next then stays in the cache, and takes no new memory.
+    """
+    count = math.prod(x.shape[:-1])  # a tracer would take numel() of a torch.Size to be fixed
+    tensors = [None if t is None else t.reshape(count, t.shape[-1]) for t in (x, *others)]
+    if at_once(x):
+        yield tensors
+        return
+    rows = max(1, 2 * BLOCK * torch.get_num_threads() // x.shape[-1])
+    yield from zip(*[itertools.repeat(None) if t is None else t.split(rows) for t in tensors])
 
 
 def tile(cols: int, elements: int) -> tuple[int, int]:

@@ -2,73 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import explain
-
-Wrt = Literal["all", "input", "parameters", "last parameter", "extra inputs"]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way of calling: memory layouts, the gradients that arrive, the gradients asked for.
-
-    Attributes:
-        name: for messages; empty for the plain call.
-        strided: the input has gaps between its elements, other tensors are transposed.
-        expanded: the input is part of a wider tensor, incoming gradients repeat one row.
-        outputs: which outputs a gradient arrives for.
-        wrt: which tensors require grad.
-        zero_rows: leave no row of the tensors.
-    """
-
-    name: str = ""
-    strided: bool = False
-    expanded: bool = False
-    outputs: Literal["all", "main", "extra"] = "all"
-    wrt: Wrt = "all"
-    zero_rows: bool = False
-
-
-def variants(
-    *, parameters: int, extra_inputs: bool, extra_outputs: bool, zero_rows: bool
-) -> list[Variant]:
-    """The ways of calling that make a difference for something with these tensors.
-
-    Args:
-        parameters: their number.
-    """
-    out = [
-        Variant(),
-        Variant("strided tensors", strided=True),
-        Variant("row-strided input, expanded gradient", expanded=True),
-    ]
-    if extra_outputs:
-        out.append(Variant("no gradient of the extra outputs", outputs="main"))
-        out.append(Variant("no gradient of the main output", outputs="extra"))
-    if parameters or extra_inputs:
-        out.append(Variant("only the input requires grad", wrt="input"))
-    if parameters:
-        out.append(Variant("only parameters require grad", wrt="parameters"))
-    if parameters > 1:
-        out.append(Variant("only the last parameter requires grad", wrt="last parameter"))
-    if extra_inputs:
-        out.append(Variant("only extra inputs require grad", wrt="extra inputs"))
-    if zero_rows:
-        out.append(Variant("zero rows", zero_rows=True))
-    return out
+from .changes import changed
+from .variants import Variant, incoming, lay_out
 
 
 class Subject(NamedTuple):
-    """Something to call: ``function(input, *extra_inputs)``, and the parameters that it reads."""
+    """Something to call: ``function(input, *extra_inputs)``, and what it reads."""
 
     function: Callable[..., Any]
     parameters: Mapping[str, Tensor]
+    module: nn.Module
+    """Where the parameters are, and the modes."""
 
 
 @dataclass
@@ -78,6 +31,19 @@ class Outcome:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     grad_outputs: dict[str, Tensor] = field(default_factory=dict)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+# What a call may raise that is tried out.
+ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    Warning,
+)
 
 
 def fail(invariant: str, where: str, received: str = "", remedy: str = "") -> None:
@@ -119,71 +85,45 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
     return dict(zip(["output", *extra_names("output", len(results) - 1)], results))
 
 
-def _wide(t: Tensor) -> Tensor:
-    """The values of ``t`` as part of a wider tensor, which holds NaN elsewhere."""
-    buffer = t.new_full((*t.shape[:-1], t.shape[-1] + 3), _filler(t))
-    view = buffer[..., 1 : 1 + t.shape[-1]]
-    view.copy_(t)
-    return view
-
-
-def _gapped(t: Tensor) -> Tensor:
-    buffer = t.new_full((*t.shape, 2), _filler(t))
-    view = buffer[..., 0]
-    view.copy_(t)
-    return view
-
-
-def _filler(t: Tensor) -> float:
-    return float("nan") if t.is_floating_point() else 0
-
-
-def _transposed(t: Tensor) -> Tensor:
-    return t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else _gapped(t)
-
-
-def lay_out(name: str, t: Tensor, variant: Variant) -> Tensor:
-    """A copy of ``t`` in the memory layout of the variant."""
-    t = t.detach().clone()
-    if not t.dim():
-        return t
-    if variant.strided:
-        return _gapped(t) if name == "input" else _transposed(t)
-    if variant.expanded and name == "input":
-        return _wide(t)
-    return t
-
-
-def without_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without rows, as far as they have one per row of the input."""
-    rows = tensors["input"].shape[:1]
-    return {name: t[:0] if t.shape[:1] == rows else t for name, t in tensors.items()}
-
-
-def incoming(name: str, like: Tensor, variant: Variant) -> Tensor:
-    """A random gradient for the output of this name, the same in every call."""
-    # A generator per name, on the CPU: the same numbers whatever else ran, and on every device.
-    generator = torch.Generator().manual_seed(sum(name.encode()))
-    grad = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-    grad = grad.to(like.device, like.dtype)
-    if variant.strided and grad.dim():
-        return _transposed(grad)
-    if variant.expanded and grad.numel():
-        if grad.dim() > 1:
-            return grad[:1].expand(grad.shape)
-        return grad.reshape(-1)[0].expand(grad.shape)
-    return grad
-
-
-def _asked_for(subject: Subject, inputs: Mapping[str, Tensor], variant: Variant) -> set[str]:
+def ask_for_gradients(
+    inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor], variant: Variant
+) -> dict[str, Tensor]:
+    """Makes those tensors require grad that the variant wants gradients of; returns them."""
     names = {
         "input": ["input"],
         "extra inputs": [name for name in inputs if name != "input"],
-        "parameters": list(subject.parameters),
-        "last parameter": list(subject.parameters)[-1:],
-        "all": [*inputs, *subject.parameters],
+        "parameters": list(parameters),
+        "last parameter": list(parameters)[-1:],
+        "all": [*inputs, *parameters],
     }
-    return set(names[variant.wrt])
+    asked = set(names[variant.wrt])
+    wrt: dict[str, Tensor] = {}
+    for name, t in (*inputs.items(), *parameters.items()):
+        if t.is_floating_point():
+            t.requires_grad_(name in asked)
+            if t.requires_grad:
+                wrt[name] = t
+    return wrt
+
+
+@contextmanager
+def _in_mode(module: nn.Module, variant: Variant) -> Iterator[None]:
+    """Inside, the module is in the mode of the variant, and gradients are on or off as it says."""
+    switches: dict[str, AbstractContextManager[Any]] = {
+        "on": nullcontext(),
+        "no_grad": torch.no_grad(),
+        "inference_mode": torch.inference_mode(),
+    }
+    modes = [(inner, inner.training) for inner in module.modules()]
+    if variant.evaluates:
+        module.eval()
+    try:
+        with switches[variant.grad]:
+            yield
+    finally:
+        if variant.evaluates:
+            for inner, training in modes:
+                inner.training = training
 
 
 def call(
@@ -202,22 +142,19 @@ def call(
             backward gives the same gradients; the text names the call in messages.
     """
     tensors = {name: lay_out(name, t, variant) for name, t in inputs.items()}
-    asked = _asked_for(subject, inputs, variant)
-    wrt: dict[str, Tensor] = {}
-    for name, t in (*tensors.items(), *subject.parameters.items()):
-        if t.is_floating_point():
-            t.requires_grad_(name in asked)
-            if t.requires_grad:
-                wrt[name] = t
+    wrt = ask_for_gradients(tensors, subject.parameters, variant)
     watched = Untouched({**tensors, **subject.parameters})
     cuda = {t.device for t in tensors.values() if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(cuda)):
-        torch.manual_seed(0)
+    with torch.random.fork_rng(devices=list(cuda)), _in_mode(subject.module, variant):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds
+        for device in cuda:
+            torch.cuda.default_generators[device.index or 0].manual_seed(0)
         result = named_outputs(subject.function(*tensors.values()))
     out = Outcome(outputs=result)
     for name, y in result.items():
         chosen = variant.outputs == "all" or (variant.outputs == "main") == (name == "output")
-        if not (chosen and isinstance(y, Tensor) and y.requires_grad):
+        differentiable = isinstance(y, Tensor) and y.requires_grad and variant.grad == "on"
+        if not (chosen and differentiable):
             continue
         if grad_outputs is None:
             out.grad_outputs[name] = incoming(name, y.detach(), variant)
@@ -226,9 +163,10 @@ def call(
     if where is not None:
         watched.check(where)
     if wrt and out.grad_outputs:
-        grads = _backward(out, wrt)
-        if where is not None:
-            _check_again(out, wrt, grads, where)
+        with changed(subject.module, replaces=variant.replaces, sets=variant.sets):
+            grads = _backward(out, wrt)
+            if where is not None:
+                _check_again(out, wrt, grads, where)
         out.grads = dict(zip(wrt, grads))
     else:
         out.grads = dict.fromkeys(wrt)

@@ -17,8 +17,11 @@ from ..plan import Plan
 from ..registry import disable, enable, registry
 from ..sequential import Sequential
 from ..wiring import Slot
-from .calls import Outcome, Untouched, fail
+from .calls import Outcome, Untouched, ask_for_gradients, fail
 from .compare import Comparison, Tolerance, cast, parameters_of
+from .variants import Variant
+
+PLAIN = Variant()
 
 
 @contextmanager
@@ -31,18 +34,38 @@ def only(names: Iterable[str]) -> Iterator[None]:
         yield
 
 
-class _Filled(NamedTuple):
-    """The contexts that one forward filled in, one per basic operation."""
+class Filled(NamedTuple):
+    """What one forward left: per basic operation its context, and what went in and came out.
+
+    A fused step has the input of its first operation and the output of its last one.
+    """
 
     plan: Plan
     contexts: list[OperationContext]
+    inputs: dict[int, Tensor]
+    outputs: dict[int, Tensor]
+    extra_inputs: dict[int, list[Tensor | None]]
+    extra_outputs: dict[int, list[Tensor | None]]
 
 
-def _fill(
-    seq: Sequential, inputs: Mapping[str, Tensor], fusions: Iterable[str], where: str
-) -> _Filled:
-    given = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in inputs.items()}
-    watched = Untouched({**given, **parameters_of(seq)})
+def fill(
+    seq: Sequential,
+    inputs: Mapping[str, Tensor],
+    fusions: Iterable[str],
+    where: str,
+    parameters: Mapping[str, Tensor] | None = None,
+    variant: Variant = PLAIN,
+) -> Filled:
+    """Runs the forward of a plan with contexts of our own.
+
+    Args:
+        parameters: those that require grad where the variant wants gradients of all.
+        variant: which tensors require grad.
+    """
+    parameters = parameters_of(seq) if parameters is None else parameters
+    given = {n: t.detach().clone() for n, t in inputs.items()}
+    ask_for_gradients(given, parameters, variant)
+    watched = Untouched({**given, **parameters})
     x, *extras = given.values()
     with only(fusions):
         plan = seq.plan(x, *extras)
@@ -51,30 +74,36 @@ def _fill(
     assert isinstance(fuser, OperationFuser)
     contexts: list[OperationContext] = []
     produced: dict[Slot, Tensor | None] = {}
+    out = Filled(plan, contexts, {}, {}, {}, {})
     with torch.no_grad():
         for step in plan.forward:
-            ctxs = [_context(plan.needs[i]) for i in step.indices]
+            ctxs = [_context(plan.needs[i], plan.basic_ops[i]) for i in step.indices]
             sources = [fuser.wiring.sources[i] for i in step.indices]
+            taken = [
+                [extras[s] if isinstance(s, int) else produced.get(s) for s in row]
+                for row in sources
+            ]
+            out.inputs[step.indices[0]] = x
             x, extra_outputs = typing.cast(FusibleOperation, step.op).fuser_forward(
                 ctxs,
                 x,
-                basic_op_extra_inputs=[
-                    [extras[s] if isinstance(s, int) else produced.get(s) for s in row]
-                    for row in sources
-                ],
+                basic_op_extra_inputs=taken,
                 prev_op_grad_output_quantizer=None,
                 next_op_input_quantizer=None,
                 basic_op_kwargs=[{} for _ in ctxs],
             )
-            for i, ys in zip(step.indices, extra_outputs):
+            for i, row, ys in zip(step.indices, taken, extra_outputs):
                 produced.update({Slot(i, s): y for s, y in enumerate(ys)})
+                out.extra_inputs[i], out.extra_outputs[i] = row, list(ys)
             contexts += ctxs
+            out.outputs[step.indices[-1]] = x
     watched.check(where)
-    return _Filled(plan, contexts)
+    return out
 
 
-def _context(needs: GradNeeds | None) -> OperationContext:
+def _context(needs: GradNeeds | None, op: BasicOperation) -> OperationContext:
     ctx = OperationContext()
+    ctx.settings = op.settings
     ctx.requires_grad = needs is not None
     ctx.needs = needs or ctx.needs
     return ctx
@@ -88,11 +117,11 @@ def check_saved_by(
     where: str,
 ) -> None:
     """Holds what a forward fusion saves for each operation to what the operation saves itself."""
-    fused = _fill(seq, inputs, [fusion], where)
-    plain = _fill(seq, inputs, [], where)
+    fused = fill(seq, inputs, [fusion], where)
+    plain = fill(seq, inputs, [], where)
     with torch.autocast(inputs["input"].device.type, enabled=False):
         exact_seq = copy.deepcopy(seq).to(torch.float64)
-        exact = _fill(exact_seq, cast(inputs, torch.float64), [], where)
+        exact = fill(exact_seq, cast(inputs, torch.float64), [], where)
     for step in fused.plan.forward:
         for i in step.indices if step.fusion == fusion else ():
             op = fused.plan.basic_ops[i]
@@ -111,7 +140,7 @@ def _compare_contexts(
     for name, a, b in zip(names, own, plain):
         if a is None and b is not None:
             fail(f"Expected {name} to be a tensor", where, "None")
-    missing = set(vars(ctxs[1])) - set(vars(ctxs[0])) - op.optional_on_context
+    missing = set(vars(ctxs[1])) - set(vars(ctxs[0]))
     if missing:
         fail(f"The context must have the attributes {sorted(missing)}", where)
     both = [name for name, a, b in zip(names, own, plain) if a is not None and b is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,10 +16,13 @@ from ..fusion import Fusion, FusionFunction, Stage
 from ..plan import Plan
 from ..registry import FusionHandle, registry
 from ..sequential import Sequential
-from .calls import Subject, named_inputs, variants
+from .calls import Subject, named_inputs
 from .compare import Reference, Tolerance, cast, parameters_of
 from .contexts import check_saved_by, only
 from .plans import record_text
+from .saving import check_saving
+from .state import Again
+from .variants import Variant, leading_dims, modes, variants, wanting
 
 __all__ = ["check_fusion"]
 
@@ -31,7 +34,7 @@ def check_fusion(
     *extra_inputs: Tensor,
     stage: Stage | None = None,
     dtypes: Iterable[torch.dtype] | None = None,
-    zero_rows: bool = False,
+    zero_rows: bool = True,
     factor: float = 2.0,
     floor: float | None = None,
 ) -> None:
@@ -43,9 +46,24 @@ def check_fusion(
       is an unfused run in float64; an error may be ``factor`` times that of an unfused run in the
       same dtype, plus a floor.
     - A forward fusion saves what the unfused operations save: their backward reads it.
-    - Nothing of the caller's is written to; outputs have the same shapes, dtypes and devices.
+    - Nothing of the caller's is written to; outputs have the same shapes, dtypes and devices, and
+      the gradients that ``fuser_backward`` returns have those of their tensors.
+    - A fused forward saves nothing without ``ctx.requires_grad``, and no more bytes than the
+      unfused operations, parameters left out, whichever gradients are asked for; unless its class
+      says ``saves_more = True``, or under autocast. What a joint fusion saves, some gradient in
+      ``ctx.needs`` reads.
 
     Each pairing is called as :func:`check_op` calls an operation. The operations are copied first.
+    In the first dtype, with this fusion alone:
+
+    - A single row; ``no_grad``; eval and inference mode; parameters replaced between forward and
+      backward.
+    - A second call after changes gives what the unfused operations give after them: parameters
+      and buffers changed in place; parameters replaced; all numbers among the public attributes of
+      the operations, set between the calls and by an operation during forward; each flag. Values
+      with which the unfused operations do not run are left out.
+    - An input of another dtype, and another dtype altogether. There a call may fail, but not be
+      wrong.
 
     Args:
         fusion: a registered name or handle, a ``Fusion``, or a fusion function.
@@ -62,12 +80,14 @@ def check_fusion(
         UnknownFusionError: no fusion of that name is registered.
     """
     with _registered(fusion, stage) as handle:
-        for dtype in (None,) if dtypes is None else tuple(dtypes):
+        for n, dtype in enumerate((None,) if dtypes is None else tuple(dtypes)):
             seq = Sequential(*copy.deepcopy(list(ops)))
             inputs = named_inputs(input.detach(), [t.detach() for t in extra_inputs])
             if dtype is not None:
                 seq, inputs = seq.to(dtype), cast(inputs, dtype)
-            _check(handle, seq, inputs, zero_rows, Tolerance(factor, floor))
+            rows = zero_rows and leading_dims(input) > 0
+            tolerance = Tolerance(factor, floor)
+            _check(handle, seq, inputs, rows, tolerance, once=n == 0)
 
 
 @contextmanager
@@ -140,12 +160,14 @@ def _check(
     inputs: dict[str, Tensor],
     zero_rows: bool,
     tolerance: Tolerance,
+    *,
+    once: bool,
 ) -> None:
     dtype = str(inputs["input"].dtype).removeprefix("torch.")
     where = f"fusion {handle.name!r}, input {dtype} {list(inputs['input'].shape)}"
-    wanting = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs.values()]
+    wanting_grad = [t.clone().requires_grad_(t.is_floating_point()) for t in inputs.values()]
     with only([handle.name]):
-        _check_matches(handle, seq.plan(*wanting))
+        _check_matches(handle, seq.plan(*wanting_grad))
     _check_is_one_run(seq)
     if handle.stage == "forward":
         check_saved_by(handle.name, seq, inputs, tolerance, where)
@@ -153,15 +175,48 @@ def _check(
     exact = _subject(copy.deepcopy(seq).to(torch.float64), frozenset())
     reference = Reference(plain, exact, inputs, tolerance, "unfused")
     parameters = parameters_of(seq)
-    for pairing in _pairings(handle, seq, wanting)[1:]:
+    extra_inputs = any(t.is_floating_point() for t in list(inputs.values())[1:])
+    ways = variants(
+        parameters=len(parameters),
+        extra_inputs=extra_inputs,
+        extra_outputs=bool(seq.num_extra_outputs),
+        zero_rows=zero_rows,
+    )
+    pairings = _pairings(handle, seq, wanting_grad)[1:]
+    for pairing in pairings:
         ours = _subject(seq, pairing.fusions)._replace(parameters=parameters)
-        for variant in variants(
-            parameters=len(parameters),
-            extra_inputs=any(t.is_floating_point() for t in list(inputs.values())[1:]),
-            extra_outputs=bool(seq.num_extra_outputs),
-            zero_rows=zero_rows,
-        ):
+        more = modes(len(parameters)) if once and pairing is pairings[0] else []
+        for variant in ways + more:
             reference.check(ours, variant, f"{where}, {pairing.name}")
+    asking = wanting(parameters=len(parameters), extra_inputs=extra_inputs)
+    check_saving(handle, seq, inputs, parameters, asking if once else asking[:1], where)
+    if once:
+        _check_again(handle, seq, inputs, tolerance, where, pairings[0])
+
+
+def _check_again(
+    handle: FusionHandle,
+    seq: Sequential,
+    inputs: dict[str, Tensor],
+    tolerance: Tolerance,
+    where: str,
+    pairing: _Pairing,
+) -> None:
+    """Calls ``seq`` after changes; it does not come back as it was."""
+
+    def check(changed: Sequential, inputs: Mapping[str, Tensor], where: str) -> None:
+        check_saving(handle, changed, inputs, parameters_of(changed), [Variant()], where)
+
+    again = Again(
+        seq,
+        copy.deepcopy(seq),
+        lambda one: _subject(one, pairing.fusions),
+        lambda one: _subject(one, frozenset()),
+        inputs,
+        tolerance.floor,
+    )
+    again.check(f"{where}, {pairing.name}")
+    again.check_dtypes(f"{where}, {pairing.name}", check)
 
 
 def _subject(seq: Sequential, fusions: frozenset[str]) -> Subject:
@@ -169,7 +224,7 @@ def _subject(seq: Sequential, fusions: frozenset[str]) -> Subject:
         with only(fusions):
             return seq(*tensors)
 
-    return Subject(function, parameters_of(seq))
+    return Subject(function, parameters_of(seq), seq)
 
 
 def _check_matches(handle: FusionHandle, plan: Plan) -> None:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from ..errors import ArgumentTypeError, explain
 from ..op import BasicOperation, autocast_dtype
 from ..registry import disable, fusions
-from .calls import Subject, named_inputs, variants
+from .calls import Subject, named_inputs
+from .changes import SETTINGS, attributes
 from .compare import Reference, Tolerance, cast, parameters_of
 from .protocol import check_protocol
+from .variants import Variant, leading_dims, modes, variants
 
 __all__ = ["check_op"]
 
@@ -25,7 +27,7 @@ def check_op(
     *extra_inputs: Tensor,
     kwargs: Mapping[str, Any] | None = None,
     dtypes: Iterable[torch.dtype] | None = None,
-    zero_rows: bool = False,
+    zero_rows: bool = True,
     factor: float = 2.0,
     floor: float | None = None,
 ) -> None:
@@ -33,10 +35,16 @@ def check_op(
 
     An error may be ``factor`` times the error that ``reference`` makes when plain torch runs it in
     the same dtype, plus a floor. The truth is ``reference`` in float64. Called are: contiguous,
-    strided and expanded tensors; with gradients arriving for some outputs only; with gradients
-    asked for of some tensors only; each with a second backward over the same graph. Checked as
-    well: inputs, parameters and incoming gradients are not written to; shapes, dtypes, devices;
-    what forward saves is what ``Saved`` declares, and is nothing without ``ctx.requires_grad``.
+    strided and expanded tensors; no rows; with gradients arriving for some outputs only; with
+    gradients asked for of some tensors only; each with a second backward over the same graph.
+    Checked as well: inputs, parameters and incoming gradients are not written to; shapes, dtypes,
+    devices, also those of the gradients that backward returns; what forward saves is what
+    ``Saved`` declares, and is nothing without ``ctx.requires_grad``.
+
+    In the first dtype also: a single row, if ``reference`` takes one; under ``no_grad``; in eval
+    mode, with gradients and in inference mode; and changes between forward and backward, to all
+    parameters, which are replaced, and to each public attribute (a number, flag, string or None,
+    unless setting it is refused): the gradients are those of what forward used.
 
     The operation is copied first. Random numbers are drawn from the same seed in every call. Inside
     ``torch.autocast`` the operation runs under it, and plain torch runs in its dtype throughout.
@@ -48,8 +56,10 @@ def check_op(
         kwargs: keyword arguments of its forward and its reference.
         dtypes: cast parameters and floating-point inputs to each of these in turn; None leaves
             them as they are.
-        zero_rows: also call it without rows. Every tensor loses its first dimension's entries if
-            it has as many as the input.
+        zero_rows: also call it without rows, unless the input is a single vector. Every tensor
+            loses its first dimension's entries if it has as many as the input. False where an
+            extra input is no tensor of rows (the split sizes of ``GroupedLinear``), or the result
+            is not defined (a mean).
         factor: multiple of plain torch's error that is allowed.
         floor: allowed besides, relative to the largest magnitude of the tensor (at least 1/16);
             None is one unit in the last place of the coarsest dtype that comes out.
@@ -67,14 +77,17 @@ def check_op(
             )
         )
     kwargs = dict(kwargs or {})
-    for dtype in (None,) if dtypes is None else tuple(dtypes):
+    has_rows = leading_dims(input) > 0
+    for n, dtype in enumerate((None,) if dtypes is None else tuple(dtypes)):
         ours = copy.deepcopy(op)
         inputs = {name: t.detach() for name, t in named_inputs(input, extra_inputs).items()}
         if dtype is not None:
             ours, inputs = ours.to(dtype), cast(inputs, dtype)
         names = [handle.name for handle in fusions()]
         with disable(*names):
-            _check(ours, inputs, kwargs, zero_rows, Tolerance(factor, floor))
+            _check(
+                ours, inputs, kwargs, zero_rows and has_rows, Tolerance(factor, floor), once=n == 0
+            )
 
 
 def _check(
@@ -83,6 +96,8 @@ def _check(
     kwargs: dict[str, Any],
     zero_rows: bool,
     tolerance: Tolerance,
+    *,
+    once: bool,
 ) -> None:
     where = _describe(op, inputs)
     check_protocol(op, inputs, kwargs, where)
@@ -91,20 +106,27 @@ def _check(
     if lower is not None:
         plain = plain.to(lower)
     reference = Reference(
-        Subject(lambda *ts: plain.reference(*ts, **kwargs), parameters_of(plain)),
-        Subject(lambda *ts: exact.reference(*ts, **kwargs), parameters_of(exact)),
+        Subject(lambda *ts: plain.reference(*ts, **kwargs), parameters_of(plain), plain),
+        Subject(lambda *ts: exact.reference(*ts, **kwargs), parameters_of(exact), exact),
         inputs,
         tolerance,
         "plain torch",
         lower=lower,
     )
-    ours = Subject(lambda *ts: op(*ts, **kwargs), parameters_of(op))
-    for variant in variants(
+    ours = Subject(lambda *ts: op(*ts, **kwargs), parameters_of(op), op)
+    ways = variants(
         parameters=len(ours.parameters),
         extra_inputs=any(t.is_floating_point() for t in list(inputs.values())[1:]),
         extra_outputs=bool(op.num_extra_outputs),
         zero_rows=zero_rows,
-    ):
+    )
+    if once:
+        ways += modes(len(ours.parameters))
+        ways += [
+            Variant(f"{name} changed between forward and backward", sets=name)
+            for name in attributes(op, SETTINGS)
+        ]
+    for variant in ways:
         reference.check(ours, variant, where)
 
 

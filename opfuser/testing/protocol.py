@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..op import BasicOperation, GradNeeds, OperationContext
+from ..op import BasicOperation, Dtypes, GradNeeds, OperationContext, autocast_dtype
 from .calls import Untouched, fail, named_outputs
 from .compare import check_kind
 
@@ -26,6 +26,7 @@ def check_protocol(
     autocast = torch.is_autocast_enabled(given["input"].device.type)
     for name, output in y.items():
         check_kind(f"{where}: {name}", output, expected[name], any_dtype=autocast)
+    _check_declared_dtypes(op, given, y, where)
     saved = () if ctx.to_save is None else ctx.to_save
     check_saved(op, saved, where)
     idle, _ = _forward(op, given, kwargs, where, requires_grad=False)
@@ -65,8 +66,30 @@ def check_protocol(
     names = [name for _, name in slots]
     owners = [*inputs.items(), *((f"parameter {n}", p) for n, p in zip(names, parameters))]
     made = (dx, *of_extras, *of_params)
+    dtypes = mixed_dtypes([owner for _, owner in owners])
     for (name, owner), grad in zip(owners, made):
-        _check_grad(name, owner, grad, where)
+        check_grad(name, owner, grad, where, dtypes)
+
+
+def _check_declared_dtypes(
+    op: BasicOperation, inputs: dict[str, Tensor], outputs: dict[str, Any], where: str
+) -> None:
+    input_, *extras = inputs.values()
+    dtypes = Dtypes(
+        input_.dtype,
+        tuple(t.dtype for t in extras),
+        tuple(getattr(module, name).dtype for module, name in op.parameter_slots()),
+        autocast_dtype(input_.device),
+    )
+    for name, output in outputs.items():
+        declared = op.output_dtype(dtypes) if name == "output" else dtypes.input
+        if output.dtype != declared:
+            fail(
+                f"Plans take the {name} to be {declared}",
+                where,
+                str(output.dtype),
+                "Override output_dtype" if name == "output" else "Return it in the input's dtype",
+            )
 
 
 def _forward(
@@ -139,7 +162,14 @@ def check_saved(op: BasicOperation, saved: Sequence[Any], where: str) -> None:
             )
 
 
-def _check_grad(name: str, owner: Tensor, grad: Any, where: str) -> None:
+def check_grad(
+    name: str, owner: Tensor, grad: Any, where: str, dtypes: Collection[torch.dtype] = ()
+) -> None:
+    """Holds a gradient that a backward returned to the shape, device and dtype of its owner.
+
+    Args:
+        dtypes: what it may have instead of the owner's dtype.
+    """
     where = f"{where}: gradient of {name}"
     if grad is None:
         return  # zero; the comparison with the reference decides
@@ -149,6 +179,21 @@ def _check_grad(name: str, owner: Tensor, grad: Any, where: str) -> None:
         fail(f"Expected shape {tuple(owner.shape)}", where, f"shape {tuple(grad.shape)}")
     if grad.device != owner.device:
         fail(f"Expected device {owner.device}", where, f"device {grad.device}")
+    if owner.is_floating_point() and grad.dtype not in (owner.dtype, *dtypes):
+        # Autograd casts it without a word, after it was computed and stored.
+        fail(f"Expected {owner.dtype}", where, str(grad.dtype), "Cast it before it is returned")
+
+
+def mixed_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    """The dtypes in which one may compute with these tensors, if there are several.
+
+    A gradient is then left to autograd in the dtype in which it was computed.
+    """
+    tensors = list(tensors)
+    dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+    lower = {autocast_dtype(t.device) for t in tensors}
+    dtypes |= {dtype for dtype in lower if dtype is not None}
+    return dtypes if len(dtypes) > 1 else set()
 
 
 def _kind(value: Any) -> str:

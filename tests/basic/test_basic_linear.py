@@ -22,9 +22,15 @@ from opfuser import (
     OperationContext,
     Sequential,
 )
-from opfuser.errors import ArgumentError, InputError, NotSupportedError
+from opfuser.errors import (
+    ArgumentError,
+    InputError,
+    NotSupportedError,
+    ReadOnlyAttributeError,
+)
 from opfuser.op import GradNeeds
 from opfuser.testing import check_op
+from tests.contract.gradients import handed_over
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 2e-4}
@@ -391,6 +397,58 @@ def test_main_grad_of_the_weight_that_forward_read(kind: str, new: str | None) -
     assert torch.equal(old.main_grad, torch.full((2, 3), 5.0))
     assert old.grad_added_to_main_grad is True
     assert not hasattr(op.weight, "grad_added_to_main_grad")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", AROUND)
+def test_backward_uses_main_grad_if_forward_was_to(kind: str, late: bool) -> None:
+    op = with_main_grad()
+    op.accumulate_into_main_grad = not late
+    y = run_around(kind, op)
+    op.accumulate_into_main_grad = late
+    y.sum().backward()
+    assert op.weight.grad is not None
+    added, given = op.weight.main_grad - 1, op.weight.grad
+    four = torch.full((2, 3), 4.0)
+    torch.testing.assert_close((added, given), (0 * four, four) if late else (four, 0 * four))
+    run_around(kind, op).sum().backward()  # what was set counts in the next call
+    torch.testing.assert_close(op.weight.main_grad, 1 + four)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", AROUND)
+def test_backward_adds_to_grad_if_forward_was_to(kind: str, late: bool) -> None:
+    op = BasicLinear(3, 2, accumulate_into_grad=not late)
+    op.weight.grad = torch.ones(2, 3)
+    for now in (late, not late):
+        y = run_around(kind, op)
+        told = handed_over(y, op.weight)
+        op.accumulate_into_grad = late
+        y.sum().backward()
+        assert told == [now]
+    assert torch.equal(op.weight.grad, torch.full((2, 3), 9.0))
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_gradients_in_two_places_are_an_error_of_the_next_call(kind: str) -> None:
+    op = with_main_grad()
+    run_around(kind, op)
+    op.accumulate_into_grad = True
+    with pytest.raises(ArgumentError, match=r"accumulated in one place \(BasicLinear\)"):
+        run_around(kind, op)
+    op.accumulate_into_main_grad = False
+    run_around(kind, op).sum().backward()
+    assert torch.equal(op.weight.main_grad, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("name", ["in_features", "out_features", "sharding"])
+def test_what_the_weight_was_made_from_is_fixed(name: str) -> None:
+    op = BasicLinear(3, 2)
+    value = op.sharding._replace(ranks=2) if name == "sharding" else 4
+    with pytest.raises(ReadOnlyAttributeError, match=rf"{name} is fixed.*\(BasicLinear\)"):
+        setattr(op, name, value)
+    setattr(op, name, getattr(op, name))
+    assert op(torch.ones(1, 3)).shape == (1, 2)
 
 
 def test_main_grad_under_checkpointing() -> None:

@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from opfuser import Bias, OperationContext, Sequential
-from opfuser.errors import ArgumentError, InputError
+from opfuser.errors import ArgumentError, InputError, ReadOnlyAttributeError
 from opfuser.op import GradNeeds
 from opfuser.testing import check_op
 
@@ -189,6 +189,15 @@ def test_repr() -> None:
 def test_wrong_last_dimension_is_an_error_even_if_it_broadcasts(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match=r"must be the size of the bias \(Bias\(3\)\)"):
         Bias(3)(torch.randn(shape))
+
+
+@pytest.mark.parametrize("name", ["size", "local_size", "tensor_parallel", "tensor_parallel_size"])
+def test_what_the_bias_was_made_from_is_fixed(name: str) -> None:
+    op = Bias(3)
+    value = getattr(op, name)
+    with pytest.raises(ReadOnlyAttributeError, match=rf"{name} is fixed.*\(Bias\)"):
+        setattr(op, name, not value if isinstance(value, bool) else value + 1)
+    setattr(op, name, value)
 
 
 def test_a_negative_size_is_an_error() -> None:

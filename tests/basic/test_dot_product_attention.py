@@ -241,9 +241,10 @@ def test_tracers_get_the_kernel_of_eager_calls(
 ) -> None:
     op = DotProductAttention(*heads)
     x = packed(op, 2, 70, head_dim, device="cuda", dtype=dtype)
-    want = module._choose(op._split(x), True, 0.5, True)
+    want = module._choose(module._split(x, op.settings), True, 0.5, True)
     with FakeTensorMode() as mode:
-        assert module._choose(op._split(mode.from_tensor(x)), True, 0.5, True) == want
+        traced = module._split(mode.from_tensor(x), op.settings)
+        assert module._choose(traced, True, 0.5, True) == want
 
 
 # The tracer of torch.compile makes an instance of Function, against torch's own advice.

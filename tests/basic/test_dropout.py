@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from opfuser import Dropout, Identity, OperationContext, Sequential
-from opfuser.errors import ArgumentError, OpKwargsError
+from opfuser.errors import ArgumentError, ArgumentTypeError, OpKwargsError
 from opfuser.kernels.pointwise import draws_seeds
 from opfuser.kernels.pointwise_plain import survivors
 from opfuser.op import GradNeeds
@@ -97,6 +100,23 @@ def test_p_of_one_gives_zeros(device: torch.device) -> None:
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
 def test_refuses_what_is_no_probability(p: float) -> None:
     with pytest.raises(ArgumentError, match=r"p must be between 0 and 1 \(Dropout\).*p="):
+        Dropout(p)
+
+
+@pytest.mark.parametrize("p", [Fraction(1, 4), np.float32(0.25)], ids=repr)
+def test_other_real_numbers_are_floats(p: Any, device: torch.device) -> None:
+    op = Dropout(p)
+    assert type(op.dropout_probability) is float
+    assert repr(op) == "Dropout(p=0.25)"
+    x = torch.ones(6, 5, device=device)
+    for ours, theirs in zip(run(op, x, x), run(Dropout(0.25), x, x)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("p", "received"), [(torch.tensor(0.5), "a tensor"), ("a", "'a'")])
+def test_refuses_what_is_no_number(p: Any, received: str) -> None:
+    text = rf"^p must be a real Python number \(Dropout\)\. Received: {received}\.$"
+    with pytest.raises(ArgumentTypeError, match=text):
         Dropout(p)
 
 

@@ -22,7 +22,9 @@ from opfuser import (
     SwiGLU,
 )
 from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
+from opfuser.kernels.scalar import BLOCK
 from opfuser.testing import check_op
+from tests.kernels.activations import assert_rounded_once
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SWIGLU_FAMILY = [SwiGLU, SiTUGLU, ClampedSwiGLU]
@@ -52,6 +54,10 @@ CASES: dict[str, tuple[Any, Any]] = {
     ),
 }
 OPS = [pytest.param(op, id=name) for name, (op, _) in CASES.items()]
+INTERLEAVED = [
+    pytest.param(cls(glu_interleave_size=1), id=f"{cls.__name__} in blocks")
+    for cls in SWIGLU_FAMILY
+]
 
 
 @pytest.fixture
@@ -66,6 +72,21 @@ def nan_filled() -> Iterator[None]:
 @pytest.mark.parametrize("op", OPS)
 def test_values_and_gradients(op: Any, shape: tuple[int, ...], device: torch.device) -> None:
     check_op(op, 2 * torch.randn(shape, device=device), dtypes=DTYPES, zero_rows=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", [*OPS, *INTERLEAVED])
+def test_half_precision_is_rounded_once(op: Any, dtype: torch.dtype) -> None:
+    # The last is worked on in blocks of rows, the last of them smaller.
+    for rows, cols in ((7, 10), (0, 6), (2 * BLOCK // 1006 + 1, 1006)):
+        x = (2 * torch.randn(rows, cols + 3)).to(dtype)[:, :cols].requires_grad_()
+        exact_x = x.detach().double().requires_grad_()
+        y, exact_y = op(x), op.reference(exact_x)
+        dy = torch.randn(cols // 2, rows).to(dtype).t()
+        (dx,) = torch.autograd.grad(y, x, dy)
+        (exact_dx,) = torch.autograd.grad(exact_y, exact_x, dy.double())
+        assert_rounded_once(y.detach(), exact_y.detach(), f"y, {rows} rows")
+        assert_rounded_once(dx, exact_dx, f"dx, {rows} rows")
 
 
 @pytest.mark.parametrize(("op", "formula"), CASES.values(), ids=CASES)

@@ -18,10 +18,11 @@ from opfuser.errors import (
     ArgumentError,
     ExtraInputCountError,
     InputError,
-    NotSupportedError,
     OpKwargsError,
+    ReadOnlyAttributeError,
 )
 from opfuser.testing import check_op
+from tests.contract.gradients import handed_over
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -260,7 +261,9 @@ def test_check_op(scaled: bool, single: bool, device: torch.device) -> None:
     )
     scales = [torch.rand(9, device=device)] if scaled else []
     sizes = torch.tensor([4, 0, 5], device=device)
-    check_op(op, torch.randn(9, 5, device=device), sizes, *scales, dtypes=DTYPES)
+    x = torch.randn(9, 5, device=device)
+    # The split sizes are values, which would no longer add up to the number of rows.
+    check_op(op, x, sizes, *scales, dtypes=DTYPES, zero_rows=False)
 
 
 def test_autocast_decides_the_dtype_of_compute_but_not_of_gradients() -> None:
@@ -536,6 +539,96 @@ def test_delayed_weight_gradients(single: bool) -> None:
     assert calls == [True, True]
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("delay", [False, True])
+def test_backward_uses_main_grad_if_forward_was_to(delay: bool, late: bool) -> None:
+    op = grouped(bias=False, accumulate_into_main_grad=not late, delay_wgrad_compute=delay)
+    weights = [with_main_grad(w) for w in op.parameters()]
+    x, sizes = torch.ones(9, 5), torch.tensor([2, 3, 4])
+    y = op(x, sizes)
+    op.accumulate_into_main_grad = late
+    y.sum().backward()
+    op.accumulate_into_main_grad = not late
+    if delay:
+        op.accumulate_into_main_grad = late  # before backward_dw, which is no forward either
+        op.backward_dw()
+    for w, n in zip(weights, (2.0, 3.0, 4.0)):
+        want = torch.full((4, 5), n)
+        assert torch.equal(w.grad if late else w.main_grad, want)  # type: ignore[arg-type]
+        assert not (w.main_grad if late else w.grad).any()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_backward_adds_to_grad_if_forward_was_to(delay: bool) -> None:
+    op = grouped(bias=False, accumulate_into_grad=True, delay_wgrad_compute=delay)
+    weights = list(op.parameters())
+    starts = [torch.ones(4, 5) for _ in weights]
+    for w, start in zip(weights, starts):
+        w.grad = start
+    y = op(torch.ones(9, 5), torch.tensor([2, 3, 4]))
+    op.accumulate_into_grad = False
+    told = [handed_over(y, w) for w in weights]
+    y.sum().backward()
+    op.backward_dw()
+    assert told == [[False]] * 3
+    for w, start, n in zip(weights, starts, (2.0, 3.0, 4.0)):
+        assert w.grad is start, "the same memory"
+        assert torch.equal(start, torch.full((4, 5), 1 + n))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_backward_delays_gradients_if_forward_was_to(late: bool) -> None:
+    op = grouped(bias=False, delay_wgrad_compute=not late)
+    y = op(torch.ones(9, 5), torch.tensor([2, 3, 4]))
+    op.delay_wgrad_compute = late
+    y.sum().backward()
+    assert (op.weight0.grad is None) is not late
+    assert op.need_backward_dw()  # set, or something waits
+    op.backward_dw()
+    assert op.need_backward_dw() is late
+    torch.testing.assert_close(op.weight0.grad, torch.full((4, 5), 2.0))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
+def test_wrappers_are_told_when_delay_is_set_later(single: bool) -> None:
+    op = grouped(single_grouped_weight=single)
+    weights = [p for name, p in op.named_parameters() if name.startswith("weight")]
+    assert not any(hasattr(w, "skip_backward_post_hook") for w in weights)
+    for value in (True, False):
+        op.delay_wgrad_compute = value
+        assert op.delay_wgrad_compute is value
+        assert all(w.skip_backward_post_hook is value for w in weights)  # type: ignore[attr-defined]
+    if not single:
+        op.weight0 = None
+        op.delay_wgrad_compute = True
+        op.weight0 = nn.Parameter(torch.zeros(4, 5))
+        assert op.weight0.skip_backward_post_hook is True  # type: ignore[attr-defined]
+
+
+def test_gradients_in_two_places_are_an_error_of_the_next_call() -> None:
+    op = grouped(accumulate_into_main_grad=True)
+    x, sizes = torch.ones(9, 5), torch.tensor([2, 3, 4])
+    op(x, sizes)
+    op.accumulate_into_grad = True
+    with pytest.raises(ArgumentError, match=r"accumulated in one place \(GroupedLinear\)"):
+        op(x, sizes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_groups", "in_features", "out_features", "use_bias", "scale_bias",
+        "single_grouped_weight", "single_grouped_bias", "num_extra_inputs",
+    ],
+)  # fmt: skip
+def test_what_the_parameters_were_made_from_is_fixed(name: str) -> None:
+    op = grouped(scale_bias=True)
+    value = getattr(op, name)
+    with pytest.raises(ReadOnlyAttributeError, match=rf"{name} is fixed.*\(GroupedLinear\)"):
+        setattr(op, name, not value if isinstance(value, bool) else value + 1)
+    setattr(op, name, value)
+
+
 def test_a_waiting_gradient_does_not_change_the_plan_and_is_not_copied() -> None:
     op = grouped(delay_wgrad_compute=True)
     x, sizes = torch.randn(9, 5), torch.tensor([4, 0, 5])
@@ -653,10 +746,23 @@ def test_arguments_are_checked() -> None:
         GroupedLinear(2, 5, 4, dtype=torch.int32)
 
 
-def test_keywords_are_refused() -> None:
+def test_other_keywords_are_refused() -> None:
     model = Sequential(grouped())
     x, sizes = torch.randn(9, 5), torch.tensor([2, 3, 4])
-    with pytest.raises(NotSupportedError, match=r"writes to no buffer of the caller.*output"):
-        model(x, sizes, op_kwargs={0: {"output": torch.empty(9, 4)}})
-    with pytest.raises(OpKwargsError, match=r"takes no keywords.*m_splits"):
-        model(x, sizes, op_kwargs={0: {"m_splits": [2, 3, 4]}})
+    with pytest.raises(OpKwargsError, match=r"keywords output and grad_input.*m_splits, n"):
+        model(x, sizes, op_kwargs={0: {"m_splits": [2, 3, 4], "n": 1}})
+
+
+@pytest.mark.parametrize("which", ["input", "gradient"])
+def test_what_a_delayed_gradient_is_made_of_must_stay(which: str) -> None:
+    op = grouped(delay_wgrad_compute=True)
+    x, dy, sizes = torch.randn(9, 5), torch.randn(9, 4), torch.tensor([2, 3, 4])
+    for late in (False, True):
+        op(x, sizes).backward(dy)
+        if late:
+            (x if which == "input" else dy).zero_()
+            with pytest.raises(InputError, match=r"until backward_dw \(GroupedLinear\).*in place"):
+                op.backward_dw()
+        else:
+            op.backward_dw()
+    assert not op._delayed.pending

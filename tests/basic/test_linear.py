@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from opfuser import BasicLinear, Bias, Linear, OperationFuser, Sequential
-from opfuser.errors import ArgumentError, InputError
+from opfuser.errors import ArgumentError, InputError, ReadOnlyAttributeError
+from tests.contract.gradients import handed_over
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -322,6 +323,45 @@ def test_gradients_go_to_main_grad() -> None:
     assert op.weight.grad_added_to_main_grad is True
     assert op.bias is not None
     torch.testing.assert_close(op.bias.grad, torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize("flag", ["accumulate_into_main_grad", "accumulate_into_grad"])
+def test_flags_are_those_of_the_linear_part(flag: str) -> None:
+    op = Linear(3, 2)
+    part = op.basic_ops[0]
+    x, ones = torch.ones(4, 3), torch.ones(2, 3)
+    for n, value in enumerate([True, False, True]):
+        setattr(op, flag, value)
+        assert getattr(op, flag) is getattr(part, flag) is value
+        op.weight.main_grad, op.weight.grad = n * ones, n * ones  # type: ignore[attr-defined]
+        y = op(x)
+        told = handed_over(y, op.weight)
+        setattr(op, flag, not value)  # backward uses what forward did
+        y.sum().backward()
+        into_main_grad = value and flag == "accumulate_into_main_grad"
+        wants = (n + 4, n) if into_main_grad else (n, n + 4)
+        torch.testing.assert_close(
+            (op.weight.main_grad, op.weight.grad), (wants[0] * ones, wants[1] * ones)
+        )
+        assert told == [not value or into_main_grad]
+    assert flag not in vars(op)
+
+
+def test_gradients_in_two_places_are_an_error_of_the_next_call() -> None:
+    op = Linear(3, 2, accumulate_into_grad=True)
+    op(torch.ones(4, 3))
+    op.accumulate_into_main_grad = True
+    with pytest.raises(ArgumentError, match="accumulated in one place"):
+        op(torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("name", ["in_features", "out_features", "basic_ops"])
+def test_what_the_parts_were_made_from_is_fixed(name: str) -> None:
+    op = Linear(3, 2)
+    with pytest.raises(ReadOnlyAttributeError, match=rf"{name} is fixed.*\(Linear\)"):
+        setattr(op, name, () if name == "basic_ops" else 4)
+    setattr(op, name, getattr(op, name))
+    assert op(torch.ones(1, 3)).shape == (1, 2)
 
 
 def test_repr() -> None:

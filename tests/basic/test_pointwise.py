@@ -4,8 +4,12 @@ import copy
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -109,6 +113,94 @@ def test_compiled_whole(op: PointwiseOperation) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def leaves_autograd(x: Tensor) -> Tensor:
+    return torch.from_numpy(np.tanh(x.detach().cpu().numpy()))
+
+
+# To autograd the first three, whose derivative is zero, look like the others, whose is not.
+NOT_FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "a constant": lambda x: torch.full_like(x, 2.0),
+    "a comparison": lambda x: (x > 0).to(x.dtype),
+    "heaviside": lambda x: torch.heaviside(x, torch.full_like(x, 0.5)),
+    "detached": lambda x: x.detach() * 2,
+    "without grad": torch.no_grad()(lambda x: x * x),
+    "elsewhere": leaves_autograd,
+    "other leaves": lambda x: torch.ones_like(x).requires_grad_() * 2,
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_no_derivative_is_guessed(name: str) -> None:
+    kind = type("Mine", (PointwiseOperation,), {"value": lambda _, x: NOT_FOLLOWED[name](x)})
+    linear = Linear(3, 3)
+    y = Sequential(linear, kind())(torch.ones(2, 3))
+    with pytest.raises(
+        MissingImplementationError,
+        match=r"^A pointwise operation gives the derivative that autograd does not find "
+        r"\(Mine\)\. Received: a value that autograd cannot follow back to x\. Implement "
+        r"derivative\(x\), for a constant or a step by torch\.zeros_like\(x\); or write value\(x\) "
+        r"in differentiable torch\.$",
+    ):
+        y.sum().backward()
+    with torch.no_grad():
+        Sequential(linear, kind())(torch.ones(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["a comparison", "heaviside", "detached"])
+def test_no_derivative_is_guessed_by_the_compiler(name: str) -> None:
+    torch.compiler.reset()
+    kind = type("Mine", (PointwiseOperation,), {"value": lambda _, x: NOT_FOLLOWED[name](x)})
+    compiled = torch.compile(Sequential(kind()), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"derivative that autograd does not find \(Mine\)"):
+        compiled(torch.randn(5, 7, requires_grad=True))
+
+
+def test_another_error_of_autograd_stays() -> None:
+    class Spoilt(PointwiseOperation):
+        def value(self, x: Tensor) -> Tensor:
+            y = x.exp()
+            return y * y.add_(1)
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Sequential(Spoilt())(x).sum().backward()
+
+
+class Step(PointwiseOperation):
+    def value(self, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+    def derivative(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+class Sign(PointwiseOperation):
+    """Of which autograd knows that the derivative is zero."""
+
+    def value(self, x: Tensor) -> Tensor:
+        return torch.sign(x)
+
+
+@pytest.mark.parametrize("kind", [Step, Sign])
+def test_steps(kind: type[PointwiseOperation]) -> None:
+    check_op(kind(), torch.randn(5, 7), dtypes=DTYPES, zero_rows=True)
+    x = torch.randn(5, 7, requires_grad=True)
+    Sequential(kind(), Linear(7, 3))(x).sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("kind", [Step, Sign])
+def test_compiled_steps(kind: type[PointwiseOperation]) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(Sequential(kind()), backend="aot_eager", fullgraph=True)
+    x = torch.randn(5, 7, requires_grad=True)
+    y = compiled(x)
+    assert torch.equal(y, kind().value(x))
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.zeros_like(x))
+
+
 def test_copies_and_representation() -> None:
     op = Swish(1.3)
     for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
@@ -117,11 +209,18 @@ def test_copies_and_representation() -> None:
     assert op.state_dict() == {}
 
 
+@pytest.mark.parametrize("number", [Fraction(1, 2), np.float32(0.5)], ids=repr)
+def test_constants_become_floats(number: Any) -> None:
+    op = Swish(number, 2, True)
+    assert list(map(type, op.constants)) == [float] * 3
+    assert repr(op) == "Swish(0.5, 2.0, 1.0)"
+    check_op(op, torch.randn(5, 7))
+
+
 def test_constants_are_numbers() -> None:
-    assert Swish(2).constants == (2.0,)
     with pytest.raises(
         ArgumentTypeError,
-        match=r"^The constants of a pointwise operation are real Python numbers \(Swish\)\. "
+        match=r"^A constant of a pointwise operation must be a real Python number \(Swish\)\. "
         r"Received: a tensor\. Compute anything else outside of the operation\.$",
     ):
         Swish(torch.ones(()))

@@ -174,24 +174,24 @@ def test_one_table_per_dtype_however_many_lengths() -> None:
         torch.testing.assert_close(op(x).double(), exact(op, x), rtol=1e-5, atol=1e-5)
         op(x.bfloat16())
         op(x.double())
-    assert len(op._tables) == 2
-    assert {table.shape[0] for pair in op._tables.values() for table in pair} == {8}
+    assert len(op._kept.tables) == 2
+    assert {table.shape[0] for pair in op._kept.tables.values() for table in pair} == {8}
 
 
 def test_frequencies_are_computed_once_however_often_positions_are_given() -> None:
     op = make("partial")
     x = torch.randn(1, 3, features(op))
     first = op(x, positions=torch.arange(3))
-    (kept,) = op._kept_frequencies.values()
+    (kept,) = op._kept.frequencies.values()
     assert kept.shape == (op.rotary_dim // 2,)
     torch.testing.assert_close(op(x, positions=torch.arange(3)), first, rtol=0, atol=0)
-    assert op._kept_frequencies[torch.device("cpu"), torch.float32] is kept
+    assert next(iter(op._kept.frequencies.values())) is kept
 
 
 def test_max_positions_fixes_the_table_and_the_length() -> None:
     op = make("half-split", max_positions=10)
     op(torch.randn(1, 3, features(op)))
-    assert {table.shape[0] for pair in op._tables.values() for table in pair} == {10}
+    assert {table.shape[0] for pair in op._kept.tables.values() for table in pair} == {10}
     with pytest.raises(InputError, match=r"longer than max_positions .*11.*max_positions=10"):
         op(torch.randn(1, 11, features(op)))
 
@@ -202,11 +202,11 @@ def test_tables_are_no_state() -> None:
     expected = op(x)
     assert not op.state_dict()
     for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
-        assert not twin._tables
-        assert not twin._kept_frequencies
+        assert not twin._kept.tables
+        assert not twin._kept.frequencies
         torch.testing.assert_close(twin(x), expected, rtol=0, atol=0)
         assert repr(twin) == repr(op)
-    assert op._tables
+    assert op._kept.tables
 
 
 def test_a_table_made_in_inference_mode_serves_training() -> None:
@@ -228,8 +228,8 @@ def test_fake_tensors_leave_no_table_behind() -> None:
         y.sum().backward()
         assert x.grad is not None
         assert x.grad.shape == x.shape
-    assert not op._tables
-    assert not op._kept_frequencies
+    assert not op._kept.tables
+    assert not op._kept.frequencies
     x = torch.randn(2, 5, features(op))
     torch.testing.assert_close(op(x).double(), exact(op, x), rtol=1e-5, atol=1e-5)
 

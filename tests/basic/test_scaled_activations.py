@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from opfuser import (
     ClampedSwiGLU,
@@ -19,9 +20,11 @@ from opfuser import (
     SReLU,
     SwiGLU,
 )
-from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
+from opfuser.errors import ArgumentError, InputError, OpKwargsError
+from opfuser.kernels.scalar import BLOCK
 from opfuser.op import GradNeeds
 from opfuser.testing import check_op
+from tests.kernels.activations import assert_rounded_once
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 GATED = [ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU]
@@ -45,6 +48,23 @@ OPS = [
 def test_values_and_gradients(op: Any, shape: tuple[int, ...], device: torch.device) -> None:
     x, scales = torch.randn(shape, device=device), torch.randn(shape[:-1], device=device)
     check_op(op, 2 * x, scales, dtypes=DTYPES, zero_rows=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", OPS)
+def test_half_precision_is_rounded_once(op: Any, dtype: torch.dtype) -> None:
+    # The last is worked on in blocks of rows, the last of them smaller.
+    for rows, cols in ((7, 12), (0, 8), (2 * BLOCK // 1004 + 1, 1004)):
+        x = (2 * torch.randn(rows, cols + 3)).to(dtype)[:, :cols].requires_grad_()
+        scales = torch.randn(2 * rows).to(dtype)[::2].requires_grad_()
+        exact = [t.detach().double().requires_grad_() for t in (x, scales)]
+        y, exact_y = op(x, scales), op.reference(*exact)
+        dy = torch.randn(y.shape[-1], rows).to(dtype).t()
+        grads = torch.autograd.grad(y, (x, scales), dy)
+        exact_dx, exact_dscales = torch.autograd.grad(exact_y, exact, dy.double())
+        assert_rounded_once(y.detach(), exact_y.detach(), f"y, {rows} rows")
+        assert_rounded_once(grads[0], exact_dx, f"dx, {rows} rows")
+        assert_rounded_once(grads[1], exact_dscales, f"dscales, {rows} rows")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -170,11 +190,23 @@ def test_parameters_of_the_functions_are_checked() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_recomputation_is_no_option(cls: Any) -> None:
-    cls(activation_recompute_in_mlp=False)
-    text = rf"no choice of recomputing.*\({cls.__name__}\).*activation_recompute_in_mlp=True"
-    with pytest.raises(NotSupportedError, match=text):
-        cls(activation_recompute_in_mlp=True)
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_output_is_recomputed_and_not_saved(cls: Any, asked: bool) -> None:
+    op = cls(activation_recompute_in_mlp=asked)
+    assert op.activation_recompute_in_mlp is asked
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x, scales = torch.randn(3, 8, requires_grad=True), torch.rand(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = Sequential(op)(x, scales)
+    assert [t.data_ptr() for t in saved] == [x.data_ptr(), scales.data_ptr()]
+    y.sum().backward()
+    expected = torch.autograd.grad(op.reference(x, scales).sum(), (x, scales))
+    torch.testing.assert_close((x.grad, scales.grad), expected)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -155,6 +157,25 @@ def test_constant_scale(
     dy = torch.randn_like(y)
     (dx,) = torch.autograd.grad(y, x, dy)
     torch.testing.assert_close(dx, dy * scale, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scale", [Fraction(1, 2), np.float32(0.5), np.float64(0.5)], ids=repr)
+def test_constant_scale_of_other_real_numbers_is_a_float(scale: Any) -> None:
+    op = ConstantScale(scale)
+    assert type(op.scale) is float
+    assert op.scale == 0.5
+    x = leaf((3, 4))
+    y = Sequential(Identity(), op)(x)
+    torch.testing.assert_close(y, x * 0.5, rtol=0, atol=0)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.unique().tolist() == [0.5]
+
+
+@pytest.mark.parametrize(("scale", "kind"), [(True, float), (np.int64(1), int)], ids=repr)
+def test_constant_scale_of_other_integers_is_a_number(scale: Any, kind: type) -> None:
+    assert type(ConstantScale(scale).scale) is kind
+    assert ConstantScale(scale).scale == 1
 
 
 def test_constant_scale_refuses_a_tensor() -> None:

@@ -182,11 +182,6 @@ def test_every_operation_can_be_called_as_its_base_class_says() -> None:
             for name, text in CONSTRUCTORS.items()
             if "cache_quantized_input" in text
         ],
-        *[
-            (name, {"activation_recompute_in_mlp": True})
-            for name, text in CONSTRUCTORS.items()
-            if "activation_recompute_in_mlp" in text
-        ],
     ],
 )
 def test_argument_that_is_accepted_but_not_supported(name: str, kwargs: dict[str, Any]) -> None:

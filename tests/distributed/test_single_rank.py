@@ -28,6 +28,12 @@ def test_check_op(op: BasicOperation) -> None:
     check_op(op, torch.randn(3, 2), zero_rows=True)
 
 
+@pytest.mark.parametrize("op", [AllReduce(), AllGather(), ReduceScatter()], ids=repr)
+def test_the_group_is_fixed(op: BasicOperation) -> None:
+    with pytest.raises(AttributeError, match="process_group"):
+        op.process_group = None
+
+
 def test_all_reduce_has_no_other_backward() -> None:
     AllReduce(None, True)
     with pytest.raises(NotSupportedError, match=r"reduce_in_backward must be True.*False"):

@@ -5,6 +5,7 @@ After a change, ``python docs/snippets/NAME.py > docs/snippets/NAME.txt 2>&1`` r
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -13,6 +14,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+import opfuser
 
 ROOT = Path(__file__).parents[2]
 SNIPPETS = ROOT / "docs" / "snippets"
@@ -46,6 +49,19 @@ def test_snippet_runs_and_prints_what_is_shown(snippet: Path, outputs: Path) -> 
     shown = snippet.with_suffix(".txt")
     if shown in OUTPUTS:
         assert comparable(printed) == comparable(shown.read_text("utf-8"))
+
+
+def test_annotations_are_types() -> None:
+    """Also of names that are functions, such as Residual, which nothing would notice at runtime."""
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            for field in ("returns", "annotation"):
+                for part in ast.walk(getattr(node, field, None) or ast.Pass()):
+                    named = getattr(opfuser, part.id, None) if isinstance(part, ast.Name) else None
+                    if named is not None and not isinstance(named, type):
+                        wrong.append(f"{path.name}: {ast.unparse(part)}")
+    assert wrong == []
 
 
 def sections(source: str) -> list[str]:

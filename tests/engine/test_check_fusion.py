@@ -21,6 +21,11 @@ from opfuser.testing import check_fusion
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
+def needed(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What the gradients of a linear operation read, as BasicLinear saves it."""
+    return x if ctx.needs.parameters[0] else None, w if ctx.needs.input else None
+
+
 class LinearScale(FusedOperation):
     """``y = s x Wᵀ``, both passes; with steps that are open to being spoilt."""
 
@@ -32,7 +37,7 @@ class LinearScale(FusedOperation):
 
     def save(self, ctxs: Any, x: Tensor, w: Tensor) -> None:
         if ctxs[0].requires_grad:
-            ctxs[0].save_for_backward(x, w)
+            ctxs[0].save_for_backward(*needed(ctxs[0], x, w))
 
     def fuser_forward(self, ctxs: Any, x: Tensor, **kwargs: Any) -> Any:
         linear, scale = self.basic_ops
@@ -61,7 +66,7 @@ class Joint(LinearScale):
 
     def save(self, ctxs: Any, x: Tensor, w: Tensor) -> None:
         if ctxs[1].requires_grad:
-            ctxs[1].save_for_backward(w, x)
+            ctxs[1].save_for_backward(*needed(ctxs[0], x, w)[::-1])
 
     def fuser_backward(self, ctxs: Any, dy: Tensor, **kwargs: Any) -> Any:
         ctxs[0].saved_tensors = ctxs[1].saved_tensors[::-1]

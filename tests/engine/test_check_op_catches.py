@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import opfuser
 from opfuser.testing import check_op
 from opfuser.testing.calls import Outcome
 from opfuser.testing.compare import Comparison, Tolerance
@@ -22,6 +23,16 @@ def backward_of(change: Callable[[Tensor, Tensor, Tensor, Tensor], Any]) -> Call
     def op_backward(self: Scaled, ctx: Any, grad_output: Tensor) -> Any:
         dx, (dw,) = Scaled.op_backward(self, ctx, grad_output)
         return change(dx, dw, ctx.saved_tensors[0], grad_output)
+
+    return op_backward
+
+
+def backward_of_op(change: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with the operation as first argument."""
+
+    def op_backward(self: Scaled, ctx: Any, grad_output: Tensor) -> Any:
+        dx, (dw,) = Scaled.op_backward(self, ctx, grad_output)
+        return change(self, dx, dw, ctx.saved_tensors[0], grad_output)
 
     return op_backward
 
@@ -181,6 +192,42 @@ CAUGHT: dict[str, tuple[dict[str, Callable[..., Any]], str]] = {
         {"compute": lambda op, x: x.view(len(x), 3) * x.max(0).values * 0 + x * x * op.w},
         r"The call failed .*zero rows\)\. Received: max\(\)",
     ),
+    "wrong for one row": (
+        {"compute": lambda op, x: x * x * op.w * (1.1 if x.numel() == x.shape[-1] else 1)},
+        r"The output is wrong.*\[5, 3\], one row",
+    ),
+    "wrong without gradients": (
+        {
+            "op_forward": lambda op, ctx, input_, **kwargs: (
+                Scaled.op_forward(op, ctx, input_) * (1 if ctx.requires_grad else 1.1)
+            )
+        },
+        r"The output is wrong.*\[5, 3\], under no_grad",
+    ),
+    "wrong in eval mode": (
+        {"compute": lambda op, x: x * x * op.w * (1 if op.training else 1.1)},
+        r"The output is wrong.*\[5, 3\], in eval mode",
+    ),
+    "wrong in inference": (
+        {"compute": lambda op, x: x * x * op.w * (1.1 if torch.is_inference_mode_enabled() else 1)},
+        "The output is wrong.*in eval and inference mode",
+    ),
+    "an input gradient of another dtype": (
+        {"op_backward": backward_of(lambda dx, dw, x, g: (dx.double(), (dw,)))},
+        r"Expected torch\.float32 .*gradient of input\)\. Received: torch\.float64.*Cast it",
+    ),
+    "a parameter gradient of another dtype": (
+        {"op_backward": backward_of(lambda dx, dw, x, g: (dx, (dw.double(),)))},
+        r"Expected torch\.float32 .*gradient of parameter w\)\. Received: torch\.float64",
+    ),
+    "a parameter read in backward": (
+        {
+            "op_backward": backward_of_op(
+                lambda op, dx, dw, x, g: (None if dx is None else 2 * g * x * op.w, (dw,))
+            )
+        },
+        "The gradient of input is wrong.*parameters replaced between forward and backward",
+    ),
     "skips work that is needed": (
         {
             "op_backward": lambda op, ctx, g: (
@@ -199,6 +246,27 @@ def test_what_is_wrong_is_caught(case: str) -> None:
     with pytest.raises(AssertionError, match=f"(?s){text}") as error:
         check_op(spoilt(**methods), torch.randn(5, 3), zero_rows=True)
     assert "Scaled(), input float32 [5, 3]" in str(error.value)
+
+
+def test_rows_are_left_out_unless_told_not_to() -> None:
+    methods, text = CAUGHT["wrong without rows"]
+    with pytest.raises(AssertionError, match=text):
+        check_op(spoilt(**methods), torch.randn(5, 3))
+    check_op(spoilt(**methods), torch.randn(5, 3), zero_rows=False)
+    check_op(Scaled(), torch.randn(3))  # a vector is one row
+
+
+def test_a_single_row_that_the_reference_does_not_take_is_left_out() -> None:
+    class Pairs(Scaled):
+        """Takes an even number of rows."""
+
+        def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+            return super().reference(input_.unflatten(0, (-1, 2))).flatten(0, 1)
+
+        def compute(self, x: Tensor) -> Tensor:
+            return super().compute(x.unflatten(0, (-1, 2))).flatten(0, 1)
+
+    check_op(Pairs(), torch.randn(4, 3), zero_rows=False)
 
 
 MIXED: dict[str, tuple[dict[str, Callable[..., Any]], str]] = {
@@ -314,3 +382,24 @@ def test_an_output_without_history_is_caught() -> None:
             "here", Outcome({"output": y}), Outcome({"output": y}), Outcome({"output": exact}),
             Tolerance(), "plain torch",
         ).check()  # fmt: skip
+
+
+def test_an_output_of_another_dtype_than_declared_is_caught() -> None:
+    class Doubles(opfuser.BasicOperation):
+        def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+            return input_.double()
+
+        def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, tuple[()]]:
+            return grad_output.float(), ()
+
+        def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+            return input_.double() * 1
+
+    with pytest.raises(AssertionError) as error:
+        check_op(Doubles(), torch.randn(5, 3))
+    assert str(error.value) == (
+        "Plans take the output to be torch.float32 (Doubles(), input float32 [5, 3]). "
+        "Received: torch.float64. Override output_dtype."
+    )
+    Doubles.output_dtype = lambda self, dtypes: torch.float64
+    check_op(Doubles(), torch.randn(5, 3))

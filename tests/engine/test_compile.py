@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch._dynamo.testing
 from torch import Tensor, nn
 
 import opfuser
+from opfuser.kernels.launch import recorded
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.op import FusedOperation
 from tests.engine.toys import Mixed, Power, RowSum, Square, Times, grads
@@ -73,6 +75,74 @@ def test_batches_of_other_sizes_do_not_recompile() -> None:
         compiled(f32(rows, 3), f32(rows, 3))
         counts.append(counter.frame_count)
     assert counts == counts[:1] * 4
+
+
+def residual_blocks(width: int) -> list[nn.Module]:
+    return [
+        opfuser.Residual(
+            opfuser.LayerNorm(width),
+            opfuser.Linear(width, 2 * width),
+            opfuser.GELU(),
+            opfuser.Linear(2 * width, width),
+        )
+        for _ in range(2)
+    ]
+
+
+OF_WIDTH: dict[str, Callable[[int], list[nn.Module]]] = {
+    "blocks": residual_blocks,
+    "linear behind another operation": lambda n: [opfuser.GELU(), opfuser.Linear(n, 4)],
+    "norm behind another operation": lambda n: [opfuser.GELU(), opfuser.RMSNorm(n)],
+}
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("case", OF_WIDTH)
+def test_a_second_sequence_of_other_sizes(case: str, kernels: bool) -> None:
+    """Sizes that were fixed become variable for the tracer when it meets other ones.
+
+    That of torch 2.11 failed then; later ones did not. Launches are noted, so that what a GPU is
+    traced with is traced here.
+    """
+    for width, rows in (4, 5), (8, 7), (12, 9):
+        model, x = opfuser.Sequential(*OF_WIDTH[case](width)), f32(rows, width)
+        with recorded() if kernels else nullcontext():
+            ours = compile_(model)(x)
+            got = [ours, *grads(ours, [x, *model.parameters()])]
+        expected = model(x)
+        want = [expected, *grads(expected, [x, *model.parameters()])]
+        if kernels:
+            assert [t.shape for t in got] == [t.shape for t in want]
+        else:
+            torch.testing.assert_close(got, want)
+
+
+WITH_KERNELS: dict[str, Callable[[], nn.Module]] = {
+    "LayerNorm": lambda: opfuser.LayerNorm(6),
+    "RMSNorm": lambda: opfuser.RMSNorm(6),
+    "L2Normalization": opfuser.L2Normalization,
+    "GELU": opfuser.GELU,
+    "SwiGLU": opfuser.SwiGLU,
+    "QKNorm": lambda: opfuser.QKNorm(1, 2),
+    "RotaryEmbedding": lambda: opfuser.RotaryEmbedding(1, 2),
+    "Dropout": lambda: opfuser.Dropout(0.1),
+    "Bias, GELU, Linear": lambda: opfuser.Sequential(
+        opfuser.Bias(6), opfuser.GELU(), opfuser.Linear(6, 2)
+    ),
+    "SwiGLU, Linear": lambda: opfuser.Sequential(opfuser.SwiGLU(), opfuser.Linear(3, 2)),
+}
+
+
+@pytest.mark.parametrize("op", WITH_KERNELS)
+def test_kernels_for_any_number_of_rows_compile_once(op: str) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    model = opfuser.Sequential(WITH_KERNELS[op]())
+    compiled, counts = torch.compile(model, fullgraph=True, backend=counter, dynamic=True), []
+    for rows in (4, 7, 11):
+        with recorded():  # their results are never written, and not of interest
+            compiled(f32(3, rows, 6)).sum().backward()
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 3
 
 
 def test_one_tensor_in_several_places() -> None:

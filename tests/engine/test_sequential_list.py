@@ -156,6 +156,95 @@ def test_named_sequentials_can_be_edited() -> None:
     check(seq, [scales[3], *scales[1:3]])
 
 
+def named(*names: str) -> opfuser.Sequential:
+    return opfuser.Sequential({name: Times() for name in names})
+
+
+def keys(seq: opfuser.Sequential) -> list[str]:
+    assert [key.partition(".")[0] for key in seq.state_dict()] == list(seq._modules)
+    return list(seq._modules)
+
+
+@pytest.mark.parametrize(
+    ("names", "index", "expected"),
+    [
+        ("a b", 0, "0 a b"),
+        ("a b", 1, "a 0 b"),
+        ("a b", 2, "a b 0"),
+        ("a b", -1, "a 0 b"),
+        ("a 3 b", 1, "a 4 3 b"),
+        ("1 2", 0, "3 1 2"),
+        ("1 0", 1, "1 2 0"),
+        ("0 1", 0, "0 1 2"),
+        ("0 1", 1, "0 1 2"),
+        ("", 0, "0"),
+    ],
+)
+def test_names_stay_with_their_members_on_insertion(names: str, index: int, expected: str) -> None:
+    seq = named(*names.split())
+    before, new = dict(seq.named_children()), Times()
+    seq.insert(index, new)
+    assert keys(seq) == expected.split()
+    assert new in list(seq)
+    if names != "0 1":
+        assert all(seq.get_submodule(name) is member for name, member in before.items())
+
+
+# The tracer of torch.compile makes an instance of Function, against torch's own advice.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_insertion_is_noted() -> None:
+    """Also by what holds the sequence, and by code that was traced."""
+    torch.compiler.reset()
+    seq = named("a", "b")
+    outer = opfuser.Sequential(seq, Square())
+    compiled = torch.compile(outer, backend="eager", fullgraph=True)
+    x = randn(2, 3)
+    for call in (outer, compiled):
+        call(x)
+    seq.insert(1, opfuser.ConstantScale(3.0))
+    assert [
+        type(op).__name__ for op in seq.plan(x).basic_ops
+    ] == "Times ConstantScale Times".split()
+    for call in (outer, compiled):
+        same(call(x), (3 * seq.a.w * seq.b.w * x).square())
+
+
+@pytest.mark.parametrize("index", [0, -1, slice(0, 2), slice(None, None, 2)], ids=str)
+@pytest.mark.parametrize("names", ["a b c", "a 0 1", "2 1 0"])
+def test_names_stay_with_their_members_on_deletion(names: str, index: int | slice) -> None:
+    seq, left = named(*names.split()), names.split()
+    before = dict(seq.named_children())
+    del seq[index], left[index]
+    assert keys(seq) == left
+    assert all(seq.get_submodule(name) is before[name] for name in left)
+
+
+@pytest.mark.parametrize("index", SLICES, ids=str)
+@pytest.mark.parametrize("names", ["a b c d", "0 1 2 3", "a 0 b 1"])
+def test_slices_keep_names(names: str, index: slice) -> None:
+    """As those of torch.nn.Sequential."""
+    seq = named(*names.split())
+    theirs = nn.Sequential(OrderedDict(seq.named_children()))
+    assert keys(seq[index]) == list(theirs[index]._modules) == names.split()[index]
+    assert keys(seq.pop(index)) == names.split()[index]
+
+
+def test_other_edits_keep_names() -> None:
+    seq, new = named("a", "1", "b"), Times()
+    seq[1] = new
+    assert keys(seq) == ["a", "1", "b"]
+    assert seq[1] is seq.get_submodule("1") is new
+    seq.append(Times())
+    seq.extend([Times()])
+    seq += named("b")
+    assert keys(seq) == ["a", "1", "b", "2", "3", "4"]
+    seq *= 2
+    assert keys(seq)[:7] == ["a", "1", "b", "2", "3", "4", "5"]
+    part = seq[1:3]
+    part.append(Times())
+    assert keys(part) == ["1", "b", "2"]
+
+
 def test_keys_have_no_gaps() -> None:
     seq = opfuser.Sequential(*(Times() for _ in range(4)))
     del seq[1]

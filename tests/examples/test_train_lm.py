@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from torch import nn
 
 import opfuser
 from examples.lm_data import is_held_out, load_corpus, source_files, training_batch
-from examples.lm_run import SavedBytes
+from examples.lm_run import Progress, SavedBytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
@@ -76,6 +77,11 @@ def test_script_writes_everything_and_compares_with_its_twin(tmp_path: Path) -> 
         assert ours[step] == pytest.approx(loss, rel=1e-4)
     assert "largest relative difference over the first 12 steps" in done.stdout
     assert "--- sample\ndef " in done.stdout
+    progress = done.stderr.splitlines()
+    assert "\r" not in done.stderr
+    for label in ("opfuser", "torch.nn"):
+        steps = [line.split(",")[0] for line in progress if line.startswith(label)]
+        assert steps == [f"{label}: {step} of 12 steps" for step in range(1, 13)]
     last = done.stdout.strip().splitlines()[-1]
     assert re.fullmatch(
         r"results: [\d,]+ parameters, 12 steps, [\d,]+ tokens/s, loss [\d.]+ train "
@@ -233,3 +239,34 @@ def test_saved_bytes_counts_storages_once_without_parameters() -> None:
     # The input, and the output of ReLU, which ReLU and the second linear both keep.
     assert saved.total == (3 * 4 + 3 * 8) * 4
     y.sum().backward()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("begun", "lines"), [(0, 20), (401, 12), (999, 1), (1000, 0)])
+def test_progress_is_a_line_for_every_5_percent(
+    monkeypatch: pytest.MonkeyPatch, begun: int, lines: int
+) -> None:
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with Progress("model", begun, 1000) as progress:
+        for step in range(begun, 1000):
+            progress.update(f"loss {step + 1}")
+    written = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    expected = range(1000 - 50 * (lines - 1), 1001, 50)
+    assert written.splitlines() == [
+        f"model: {step} of 1000 steps, loss {step}" for step in expected if lines
+    ]
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with Progress("model", 0, 1000) as progress:
+        for _ in range(1000):
+            progress.update("loss 1")
+    written = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "100%" in written
+    assert written.count("\n") == 1
+    assert written.count("\r") > 1

@@ -74,8 +74,6 @@ EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
 """What each fusion covers, for inputs of width 6, and the width of the term that it adds or 0."""
 
 ONLY_ON = {
-    "activation_linear_add": "cpu",
-    "forward_linear_bias_add": "cpu",
     "pointwise_chain": "cuda",
     "pointwise_norm": "cuda",
 }
@@ -127,7 +125,7 @@ def call(
         y, _ = op.fuser_forward(
             ctxs,
             torch.ones(1, 3, 6) if x is None else x,
-            basic_op_extra_inputs=[more if isinstance(o, AddExtraInput) else [] for o in ops],
+            basic_op_extra_inputs=[list(more) if isinstance(o, AddExtraInput) else [] for o in ops],
             prev_op_grad_output_quantizer=None,
             next_op_input_quantizer=None,
             basic_op_kwargs=[{} for _ in ops],

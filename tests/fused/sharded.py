@@ -21,7 +21,8 @@ SHARDINGS = {
 
 def sharded(linear: BasicLinear, name: str) -> BasicLinear:
     mode, sequence_parallel = SHARDINGS[name]
-    linear.sharding = linear.sharding._replace(mode=mode, sequence_parallel=sequence_parallel)
+    sharding = linear.sharding._replace(mode=mode, sequence_parallel=sequence_parallel)
+    vars(linear)["sharding"] = sharding  # read-only
     return linear
 
 

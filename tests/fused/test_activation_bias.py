@@ -62,7 +62,7 @@ def test_layouts(dtype: torch.dtype, layout: str) -> None:
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Blocks of so few rows that the tensors here count as large; notes each use of them."""
     uses: list[int] = []
-    monkeypatch.setattr(kernels, "_BLOCK", 6 * request.param)
+    monkeypatch.setattr(kernels, "BLOCK", 6 * request.param)
     monkeypatch.setattr(kernels, "_MIN_BLOCKS", 1e-3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: uses.append(1) or 1)
     return uses

@@ -111,15 +111,6 @@ def test_a_sum_of_two_dtypes(autocast: bool, extra: torch.dtype) -> None:
         check_fusion(WITH_SUM, [*FORMS["biases"](), AddExtraInput()], *tensors)
 
 
-def test_a_sum_is_taken_on_a_cpu_only() -> None:
-    seq = Sequential(*FORMS["gated"](), AddExtraInput())
-    inputs = torch.randn(7, 8, requires_grad=True), torch.randn(7, 3)
-    assert seq.plan(*inputs).fused("backward") == {WITH_SUM: 1}
-    plan = seq.to("meta").plan(*(t.to("meta") for t in inputs))
-    assert plan.fused("backward") == {NAME: 1}
-    assert plan.record(WITH_SUM).status == "skipped"
-
-
 def test_a_residual_is_not_written_to() -> None:
     seq = Sequential(*FORMS["biases"](), AddExtraInput(in_place=True))
     x, z = torch.randn(7, 8, requires_grad=True), torch.randn(7, 3)

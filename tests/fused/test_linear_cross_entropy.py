@@ -159,11 +159,13 @@ def test_main_grad(overwrite: bool, dtype: torch.dtype, chunks: int) -> None:
     for fused in (True, False):
         weight.main_grad = start.clone()
         weight.grad_added_to_main_grad = False
-        *_, placeholder = gradients(seq, x, targets, 0.5, fused=fused)
+        weight.grad = None
+        with nullcontext() if fused else opfuser.disable(NAME):
+            (0.5 * seq(x, targets)).backward()
         assert weight.grad_added_to_main_grad
-        assert placeholder is not None
-        assert placeholder.dtype == dtype
-        assert not placeholder.any()
+        assert weight.grad is not None
+        assert weight.grad.dtype == dtype
+        assert not weight.grad.any()
         sums.append(weight.main_grad - (0 if overwrite else start))
     seq[0].accumulate_into_main_grad = False
     truth = truth_of(seq, x, targets, 0.5)[2]
@@ -171,6 +173,21 @@ def test_main_grad(overwrite: bool, dtype: torch.dtype, chunks: int) -> None:
     # The sum with what was there is rounded in fp32.
     floor = 8e-7 + 2 * torch.finfo(dtype).eps * magnitude(truth)
     assert error(sums[0], truth) <= 2 * error(sums[1], truth) + floor
+
+
+def test_torch_autograd_grad_leaves_main_grad_alone(chunks: int) -> None:
+    x, targets = torch.randn(33, D).double().requires_grad_(), some_targets(33)
+    seq = head(torch.float64)
+    plain = check(seq, x, targets)
+    seq[0].accumulate_into_main_grad = True
+    seq[0].weight.main_grad = start = torch.randn(V, D)
+    before = start.clone()
+    with_weight = gradients(seq, x, targets)
+    (dx,) = torch.autograd.grad(seq(x, targets), x)
+    assert torch.equal(start, before)
+    assert not hasattr(seq[0].weight, "grad_added_to_main_grad")
+    for got, want in zip([*with_weight, dx], [*plain, plain[1]]):
+        torch.testing.assert_close(got, want)
 
 
 def test_main_grad_is_asked_for_and_missing() -> None:

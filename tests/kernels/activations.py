@@ -120,6 +120,26 @@ def assert_close(
         assert error(g, e) <= allowed, f"{what}: result {n} is off by {error(g, e)} > {allowed}"
 
 
+def assert_rounded_once(got: Tensor, exact: Tensor, what: str = "") -> None:
+    """Each element is within half a unit in its last place, and errors of arithmetic in fp32.
+
+    These are 16 of fp32's roundings, relative to the largest element: sums may cancel.
+    """
+    info = torch.finfo(got.dtype)
+    assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}"
+    if not exact.numel():
+        return
+    _, exponent = torch.frexp(exact.abs().clamp_min(info.tiny))
+    half_unit = torch.ldexp(torch.full_like(exact, info.eps / 4), exponent)
+    allowed = half_unit + 16 * 2**-24 * exact.abs().max()
+    beyond = (got.double() - exact).abs() / allowed
+    worst = beyond.argmax()
+    assert beyond.max() <= 1, (
+        f"{what}: {(beyond > 1).double().mean():.1%} are rounded more than once, as"
+        f" {exact.flatten()[worst]} to {got.flatten()[worst]}"
+    )
+
+
 def expected_activation(
     f: ScalarFunction, x: Tensor, dy: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> list[Tensor]:

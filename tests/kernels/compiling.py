@@ -88,7 +88,7 @@ def compiled(noted: Recorded, capability: int) -> Report:
     kernel = triton.compile(
         ASTSource(launch.function, types, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": launch.num_warps, "num_stages": launch.num_stages},
+        options=launch.options,
     )
     ptx = kernel.asm["ptx"]
     log = assembled(ptx, capability)
@@ -105,7 +105,8 @@ def compiled(noted: Recorded, capability: int) -> Report:
 def assembled(ptx: str, capability: int) -> str:
     """What the assembler says of ``ptx``; kept beside Triton's own cache."""
     cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")) / "reports"
-    log = cache / f"{hashlib.sha256(ptx.encode()).hexdigest()}-{capability}.txt"
+    key = hashlib.sha256(f"{triton.__version__} {ptx}".encode()).hexdigest()  # has its assembler
+    log = cache / f"{key}-{capability}.txt"
     if not log.exists():
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "kernel.ptx"

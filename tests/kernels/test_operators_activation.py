@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from opfuser.kernels import gated_plain
+from opfuser.kernels import rows as rows_module
+from opfuser.kernels import scalar as scalar_module
 from opfuser.kernels.activation import activation_backward, activation_forward
 from opfuser.kernels.gated import Glu, gated_backward, gated_backward_, gated_forward
 from opfuser.kernels.launch import INTERPRETED, recorded
@@ -19,9 +20,12 @@ from tests.kernels.activations import (
     LAYOUTS,
     PRODUCTS,
     arguments,
+    assert_rounded_once,
     check_activation,
     check_gated,
     columns,
+    expected_activation,
+    expected_gated,
     tensor,
 )
 
@@ -29,6 +33,7 @@ if INTERPRETED:
     pytest.skip("the interpreter's process runs kernels instead", allow_module_level=True)
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+HALF = [torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
 GLU = Glu(Swish(), None, 2).arguments
 SWISH = Swish().arguments
@@ -76,13 +81,14 @@ def test_plain_products_block_by_block(
 ) -> None:
     x = tensor(*rows, columns(f, 24), dtype=dtype, device=CPU)
     want = gated_forward(x, *arguments(f), None)
-    monkeypatch.setattr(gated_plain, "_BLOCK", 50)  # two rows of 24
+    monkeypatch.setattr(rows_module, "BLOCK", 50)  # two rows of 24 and 24
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     at_once: list[int] = []
     split = Tensor.split
     monkeypatch.setattr(Tensor, "split", lambda x, rows: at_once.append(rows) or split(x, rows))
     got = gated_forward(x, *arguments(f), None)
     torch.testing.assert_close(got, want)
-    assert at_once == ([2, 2] if isinstance(f, Glu) and f.interleave is None else [])
+    assert at_once == ([2, 2] if isinstance(f, Glu) else [4, 4])
 
 
 @pytest.mark.parametrize("want_y", [False, True])
@@ -90,8 +96,8 @@ def test_plain_products_block_by_block(
 def test_plain_products_over_x_block_by_block(
     rows: tuple[int, ...], want_y: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_plain, "_BLOCK", 50)  # two rows of 24
-    over_x = 0
+    monkeypatch.setattr(rows_module, "BLOCK", 50)  # two rows of 24 and 24
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for f in PRODUCTS.values():
         args = arguments(f)
         x = tensor(*rows, columns(f, 24), dtype=torch.bfloat16, device=CPU)
@@ -100,8 +106,70 @@ def test_plain_products_over_x_block_by_block(
         got = gated_backward_(dy, x, *args, None, want_y)
         for g, w in zip(got, want, strict=True):
             torch.testing.assert_close(g, w)
-        over_x += got[0] is x
-    assert over_x == (0 if 0 in rows else 4)
+        assert got[0] is x
+
+
+@pytest.fixture(params=["at once", "block by block", "as traced"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "as traced":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    if request.param == "block by block":
+        monkeypatch.setattr(rows_module, "BLOCK", 50)  # two rows of 24 and 24
+        monkeypatch.setattr(scalar_module, "BLOCK", 50)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("f", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_in_half_precision_are_rounded_once(
+    f: Glu | ScalarFunction, dtype: torch.dtype
+) -> None:
+    for rows, layout in (
+        ((5,), "rows apart"),
+        ((3, 3), "transposed"),
+        ((0,), "contiguous"),
+        ((), ""),
+    ):
+        x = tensor(*rows, columns(f, 24), dtype=dtype, device=CPU, layout=layout)
+        dy = tensor(*rows, 24, dtype=dtype, device=CPU, layout=layout)
+        for scales in (None, tensor(*rows, dtype=dtype, device=CPU)):
+            y, dx, *dscales, again = expected_gated(f, x, dy, scales, torch.float64)
+            what = f"{rows}, {layout}, scales {scales is not None}"
+            assert_rounded_once(gated_forward(x, *arguments(f), scales), y, f"y, {what}")
+            given = *arguments(f), scales
+            for got in (
+                gated_backward(dy, x, *given, True, True),
+                gated_backward_(dy, x.clone(), *given, True),
+            ):
+                assert_rounded_once(got[0], dx, f"dx, {what}")
+                assert_rounded_once(got[-1], again, f"y of backward, {what}")
+                if dscales:
+                    sizes = (f.reference(x.double()) * dy.double()).abs().sum(-1)
+                    assert ((got[1] - dscales[0]).abs() <= 2**-20 * sizes).all(), what
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_activations_in_half_precision_are_rounded_once(
+    f: ScalarFunction, dtype: torch.dtype
+) -> None:
+    for shape, layout in (
+        ((9, 24), "rows apart"),
+        ((3, 3, 24), "transposed"),
+        ((0, 24), ""),
+        ((25,), ""),
+    ):
+        x, dy = (tensor(*shape, dtype=dtype, device=CPU, layout=layout) for _ in range(2))
+        for bias in (None, tensor(shape[-1], dtype=dtype, device=CPU)):
+            y, dx, _, again = expected_activation(f, x, dy, bias, torch.float64)
+            what = f"{shape}, {layout}, bias {bias is not None}"
+            got = activation_forward(x, *f.arguments, bias)
+            assert_rounded_once(got, y, f"y, {what}")
+            got, _, got_again = activation_backward(dy, x, *f.arguments, bias, True, True, True)
+            assert_rounded_once(got, dx, f"dx, {what}")
+            assert_rounded_once(got_again, again, f"y of backward, {what}")
 
 
 def test_a_bias_of_another_dtype() -> None:

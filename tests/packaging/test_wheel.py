@@ -14,6 +14,7 @@ from zipfile import ZipFile
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import opfuser
 
@@ -72,6 +73,24 @@ def test_requirements_at_run_time(metadata: Message) -> None:
     assert marker is not None
     assert marker.evaluate({"platform_system": "Linux"})
     assert not marker.evaluate({"platform_system": "Darwin"})
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_both_ends_of_a_range_are_tested(metadata: Message, name: str) -> None:
+    """By ``make test-versions``."""
+    required = map(Requirement, metadata.get_all("Requires-Dist", []))
+    (allowed,) = [r.specifier for r in required if r.name == name]
+    bounds = {part.operator: Version(part.version) for part in allowed}
+    assert set(bounds) == {">=", "<"}
+    oldest, newest = _pinned("oldest", name), _pinned("newest", name)
+    assert oldest.release[:2] == bounds[">="].release
+    assert (newest.major, newest.minor + 1) == bounds["<"].release
+
+
+def _pinned(end: str, name: str) -> Version:
+    lines = (ROOT / f"constraints-{end}.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return max(Version(next(iter(p.specifier)).version) for p in pins if p.name == name)
 
 
 def test_constraints_pin_what_the_checks_install(metadata: Message) -> None:

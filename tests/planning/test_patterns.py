@@ -10,7 +10,7 @@ import opfuser
 from opfuser.errors import FusionError
 from opfuser.fusion import Fusion, Optional, Refusal, Repeated
 from opfuser.op import FusedOperation
-from tests.planning.toys import A, B, Compound, Fused, env, ops, pattern, rule
+from tests.planning.toys import A, B, Compound, Fused, env, ops, pattern, plan, rule
 
 MATCHES = {
     "exact": ("A B", "AB", [(0, 2)]),
@@ -225,3 +225,16 @@ def test_a_fusion_is_a_fusion_function() -> None:
         assert list(fused.basic_ops) == run[:2]
         assert last is run[2]
     assert len(run) == 3
+
+
+def test_refuses_may_look_at_what_is_behind() -> None:
+    seen: list[str] = []
+
+    def refuses(a: A, *, env: Any, behind: Any) -> Refusal | None:
+        seen.append("".join(type(op).__name__ for op in behind))
+        return Refusal("CONFLICT", "left to B") if seen[-1].startswith("B") else None
+
+    made = plan("ABAA", Fusion("rule", "forward", (A,), Fused, refuses=refuses))
+    assert seen == ["BAA", "A", ""]
+    assert made.record("rule").matches == ((2,), (3,))
+    assert made.record("rule").refusals == ((0, Refusal("CONFLICT", "left to B")),)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser
@@ -27,8 +29,10 @@ from tests.planning.toys import (
 )
 
 
-class _NothingComputed(TorchDispatchMode):
+class NothingComputed(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.promote_types.default:  # of dtypes, no tensor takes part
+            return func(*args)
         raise AssertionError(f"{func} ran while a plan was made")
 
 
@@ -38,14 +42,9 @@ def test_make_plan_is_pure() -> None:
     before = [(dict(op.__dict__), dict(op._parameters)) for op in run]
     arguments = (run, env(3), (NEEDED,) * 3, list(registry))
     switched = dict(registry.switched)
-    with _NothingComputed(), opfuser.enable(*(handle.name for handle in registry)):
+    with NothingComputed(), opfuser.enable(*(handle.name for handle in registry)):
         one, two = make_plan(*arguments), make_plan(*arguments)
-    assert [(s.indices, s.fusion, type(s.op)) for s in one.forward + one.backward] == [
-        (s.indices, s.fusion, type(s.op)) for s in two.forward + two.backward
-    ]
-    assert [r.summary().split(" time")[0] for r in one.history] == [
-        r.summary().split(" time")[0] for r in two.history
-    ]
+    assert one == two
     assert [(dict(op.__dict__), dict(op._parameters)) for op in run] == before
     assert registry.switched == switched
 
@@ -135,6 +134,90 @@ def test_a_fused_operation_that_the_user_placed_stays() -> None:
     assert made.forward[0].op is mine
     assert made.forward[0].fusion is None
     assert made.fused("forward") == {"rule": 1}
+
+
+# ---------------------------------------------------------------------- equality
+
+
+@pytest.fixture
+def built_in() -> Iterator[None]:
+    with opfuser.enable(*(handle.name for handle in registry)):
+        yield
+
+
+def model(factor: float = 2.0, *more: nn.Module) -> opfuser.Sequential:
+    return opfuser.Sequential(
+        opfuser.Residual(opfuser.Linear(4, 4), opfuser.ConstantScale(factor)), nn.Tanh(),
+        opfuser.LayerNorm(4), *more,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("built_in")
+def test_plans_of_equal_models_are_equal() -> None:
+    """Whatever their weights, and however long planning took."""
+    x = torch.randn(3, 4, requires_grad=True)
+    one, two = model().plan(x), model(3.0).plan(x)
+    assert one == two
+    assert one is not two
+    assert hash(one) == hash(two)
+    assert {one: "found"}[two] == "found"
+    assert one.forward == two.forward
+    assert [r.elapsed for r in one.history] != [r.elapsed for r in two.history]
+    called = model()
+    called(x)
+    assert called.last_plan == one
+    assert one != str(one)
+
+
+def other_plans() -> dict[str, opfuser.Plan]:
+    x = torch.randn(3, 4, requires_grad=True)
+    named = opfuser.Sequential(dict(zip("abc", model())))
+    frozen = model().requires_grad_(False)
+    with torch.no_grad():
+        without_grad = model().plan(x)
+    with opfuser.disable("backward_linear_add"):
+        switched = model().plan(x)
+    sigmoid = model()
+    sigmoid[1] = nn.Sigmoid()
+    rms = model()
+    rms[2] = opfuser.RMSNorm(4)
+    return {
+        "names": named.plan(x),
+        "one more": model(2.0, opfuser.Identity()).plan(x),
+        "another operation": rms.plan(x),
+        "another plain module": sigmoid.plan(x),
+        "frozen": frozen.plan(x),
+        "input without grad": model().plan(x.detach()),
+        "without grad": without_grad,
+        "dtype": model().double().plan(x.detach().double().requires_grad_()),
+        "a fusion switched off": switched,
+    }
+
+
+@pytest.mark.usefixtures("built_in")
+def test_plans_that_say_something_else_differ() -> None:
+    plans = {**other_plans(), "plain": model().plan(torch.randn(3, 4, requires_grad=True))}
+    same = [(a, b) for a in plans for b in plans if a < b and plans[a] == plans[b]]
+    assert same == []
+
+
+def test_steps_and_records_are_part_of_a_plan() -> None:
+    one, two = plan("ABC", rule("A B")), plan("ABC", rule("A B"))
+    assert one == two
+    step, record = one.forward[0], one.history[0]
+    assert step == replace(step, op=two.forward[0].op)
+    for other in (
+        replace(step, op=one.forward[1].op), replace(step, indices=(0,)),
+        replace(step, fusion="another"),
+    ):  # fmt: skip
+        assert step != other
+        assert one != replace(two, forward=(other, *two.forward[1:]))
+        assert one != replace(two, backward=(other, *two.backward[1:]))
+    assert record == replace(record, elapsed=1.0)
+    assert one == replace(two, history=(replace(record, elapsed=1.0),))
+    assert one != replace(two, history=(replace(record, detail="another"),))
+    assert one != replace(two, needs=(None, *two.needs[1:]))
+    assert one != replace(two, env=replace(two.env, dtype=torch.float64))
 
 
 # ---------------------------------------------------------------------- records

@@ -276,3 +276,71 @@ def test_a_name_in_the_environment_that_nobody_has_is_reported_once(
         opfuser.Sequential(opfuser.Identity())(torch.ones(2))
     texts = [r.getMessage() for r in caplog.records if "liner_bias" in r.getMessage()]
     assert texts == ["OPFUSER_DISABLE names 'liner_bias', but no fusion has that name"]
+
+
+def off() -> list[str]:
+    return [info.name for info in opfuser.fusions() if info.name in "xyz" and not info.enabled]
+
+
+@pytest.fixture
+def three() -> Any:
+    with (
+        REGISTER["forward"](rule("A B", name="x")),
+        REGISTER["forward"](rule("A B", name="y")),
+        REGISTER["forward"](rule("A B", name="z")),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("three")
+def test_switches_that_end_out_of_order_undo_their_own_change() -> None:
+    a = opfuser.disable("x")
+    b = opfuser.disable("y")
+    c = opfuser.enable("x")
+    assert off() == ["y"]
+    a.__exit__()
+    assert off() == ["y"]
+    c.__exit__()
+    assert off() == ["y"]
+    b.__exit__()
+    b.__exit__()
+    assert off() == []
+
+
+@pytest.mark.usefixtures("three")
+def test_what_is_switched_for_good_inside_a_block_stays() -> None:
+    with opfuser.disable("x"):
+        opfuser.disable("y")
+        with opfuser.disable("z"):
+            opfuser.enable("z")
+        assert off() == ["x", "y"]
+    assert off() == ["y"]
+    opfuser.enable("y")
+    assert off() == []
+
+
+@pytest.mark.usefixtures("three")
+def test_a_block_that_begins_before_another_one_and_ends_inside_it() -> None:
+    first = opfuser.disable("x", "y")
+    with opfuser.enable("y"):
+        first.__exit__()
+        assert off() == []
+        with opfuser.disable("y"):
+            assert off() == ["y"]
+        assert off() == []
+    assert off() == []
+
+
+@pytest.mark.usefixtures("three")
+def test_switching_again_and_again_piles_nothing_up() -> None:
+    held = opfuser.disable("z")
+    for _ in range(10):
+        opfuser.disable("x", "y")
+        opfuser.enable("y")
+        with opfuser.disable("y"):
+            pass
+    assert off() == ["x", "z"]
+    assert len(registry._switches) <= 4
+    held.__exit__()
+    opfuser.enable("x")
+    assert off() == []

@@ -183,7 +183,7 @@ def backward_kernel(
     at = tile * TILE
     inside = vectors < whole - at
     x = tl.load(
-        x_ptr + aligned + at + entries, mask=inside & (ignored == 0), other=float("-inf"),
+        x_ptr + aligned + at + entries, mask=tl.where(ignored, False, inside), other=float("-inf"),
         eviction_policy="evict_first",
     )  # fmt: skip
     is_target = entries == (target - head - at).to(tl.int32)
@@ -191,8 +191,8 @@ def backward_kernel(
     tl.store(dx_ptr + to_aligned + at + entries, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     if not EVEN:
         columns, inside = _ends(head, whole, cols, VEC)
-        inside = inside & (tile == 0)
-        readable = inside & (ignored == 0)
+        inside = tl.where(tile == 0, inside, False)
+        readable = tl.where(ignored, False, inside)
         x = tl.load(x_ptr + start + columns, mask=readable, other=float("-inf"))
         dx = _gradient(x, columns == target, top, p_scale, scale, smoothing, cols, SMOOTH)
         tl.store(dx_ptr + to + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -227,7 +227,7 @@ def gradient_kernel(
         if not EVEN:
             end_columns, there = _ends(head, whole, cols, VEC)
             ends = tl.load(
-                x_ptr + start + end_columns, mask=there & (ignored == 0),
+                x_ptr + start + end_columns, mask=tl.where(ignored, False, there),
                 other=float("-inf"),
             )  # fmt: skip
         # Every thread has read the target's entry and the ends before any of them writes.
@@ -235,7 +235,7 @@ def gradient_kernel(
         for at in tl.range(0, whole, TILE, num_stages=AHEAD):
             inside = vectors < whole - at
             x = tl.load(
-                x_ptr + aligned + at + entries, mask=inside & (ignored == 0),
+                x_ptr + aligned + at + entries, mask=tl.where(ignored, False, inside),
                 other=float("-inf"), eviction_policy="evict_first",
             )  # fmt: skip
             is_target = entries == (target - head - at).to(tl.int32)

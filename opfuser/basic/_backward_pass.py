@@ -1,0 +1,116 @@
+"""What autograd tells of the backward pass under way: which one it is, where a gradient goes."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import sys
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["Destination", "backward_pass", "destination", "is_first_write", "note_forward"]
+
+# In the thread-local state that autograd hands on to a backward pass, and so to those that start
+# within it, on whatever threads they run: the number of the outermost one.
+_OUTERMOST = "opfuser: outermost backward pass"
+
+# For each parameter the backward pass, and the address of the buffer, in which its gradient was
+# written last.
+_written: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def note_forward() -> None:
+    """Told by a forward, so that a backward pass is known as a part of the one that it ran in.
+
+    A checkpoint that is reentrant computes the forward again within a backward pass, and then
+    starts another one, of which autograd does not tell where it belongs.
+    """
+    number = torch._C._current_graph_task_id()
+    if number != -1 and not torch._C._is_key_in_tls(_OUTERMOST):
+        stash(_OUTERMOST, number)  # until autograd's present node is done
+
+
+def stash(key: str, value: object) -> None:
+    """Puts ``value`` under ``key`` into the thread-local state of ATen."""
+    if _takes_a_reference():
+        _add_reference(value)
+    torch._C._stash_obj_in_tls(key, value)
+
+
+_add_reference = ctypes.pythonapi.Py_IncRef
+_add_reference.argtypes = [ctypes.py_object]
+_add_reference.restype = None
+
+
+@functools.cache
+def _takes_a_reference() -> bool:
+    """Whether torch takes over a reference of the caller, as 2.11 does, in place of adding one."""
+    probe = object()
+    _add_reference(probe)
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("opfuser: probe", probe)
+    return sys.getrefcount(probe) == before
+
+
+def backward_pass() -> int | None:
+    """The number of the backward pass under way, which differs from those of all others.
+
+    None outside of one, and while torch.compile traces.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    number = torch._C._current_graph_task_id()
+    if number == -1:
+        return None
+    outermost: int = (
+        torch._C._get_obj_in_tls(_OUTERMOST) if torch._C._is_key_in_tls(_OUTERMOST) else number
+    )
+    return outermost
+
+
+def is_first_write(param: Tensor, buffer: Tensor, number: int | None) -> bool:
+    """Whether backward pass ``number`` has written nothing to ``buffer`` yet; notes that it does.
+
+    Args:
+        param: whose gradient it is.
+        buffer: where it goes.
+        number: None is a pass of its own.
+    """
+    if number is None:
+        return True
+    write = number, buffer.data_ptr()
+    if _written.get(param) == write:
+        return False
+    _written[param] = write
+    return True
+
+
+class Destination(enum.Enum):
+    """Where the gradient of a weight goes in a backward pass."""
+
+    ACCUMULATED = enum.auto()
+    """To the weight, or to what it was computed from."""
+    RETURNED = enum.auto()
+    """To the caller of ``torch.autograd.grad``."""
+    NOWHERE = enum.auto()
+
+
+def destination(weight: Tensor) -> Destination:
+    """Where the gradient of ``weight`` goes in the backward pass under way.
+
+    Where autograd cannot be asked, it is taken to be accumulated: outside of a backward pass, in
+    compiled autograd, while torch.compile traces.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_autograd_node() is None:
+        return Destination.ACCUMULATED
+    if not weight.requires_grad:  # frozen since
+        return Destination.NOWHERE
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        runs = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad captures what would be accumulated
+        return Destination.RETURNED
+    return Destination.ACCUMULATED if runs else Destination.NOWHERE

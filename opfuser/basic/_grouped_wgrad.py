@@ -1,0 +1,152 @@
+"""Gradients of the weights of groups: computed, added to where they accumulate, or delayed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ..errors import InputError, explain
+from ._backward_pass import Destination, destination
+from ._grouped_gemm import RowGroups, add_grouped_wgrad, grouped_wgrad
+from ._wgrad import fitting_grad, grad_buffer, main_grad_buffer, mark_added
+
+__all__ = ["DelayedWgrads", "GroupedLinearSettings", "GroupedWgrad"]
+
+_WHERE = "GroupedLinear"
+
+
+class GroupedLinearSettings(NamedTuple):
+    accumulate_into_main_grad: bool
+    accumulate_into_grad: bool
+    delay_wgrad_compute: bool
+
+
+class GroupedWgrad(NamedTuple):
+    """All that the gradients of the weights are made of, and where they go.
+
+    Attributes:
+        dy: gradient of the output, (rows, out).
+        x: input, (rows, in), of dy's dtype.
+        groups: of the rows.
+        needed: for each weight whether its gradient is.
+        weights: those that forward used; empty if they are not known and not asked for.
+        stacked: whether the weights are one tensor.
+        settings: those of forward.
+        number: the backward pass; None outside of one.
+    """
+
+    dy: Tensor
+    x: Tensor
+    groups: RowGroups
+    needed: tuple[bool, ...]
+    weights: Sequence[nn.Parameter]
+    stacked: bool
+    settings: GroupedLinearSettings
+    number: int | None
+
+    def grads(self, delayed: DelayedWgrads, *, kept: bool) -> list[Tensor | None]:
+        """What autograd gets for the weights now.
+
+        Args:
+            delayed: where it waits, if it is to.
+            kept: whether ``weights`` are those of forward for certain.
+        """
+        settings = self.settings
+        if not (settings.accumulate_into_main_grad or settings.delay_wgrad_compute):
+            added = settings.accumulate_into_grad and self._add_to_grads(grad_buffer)
+            return [None] * len(self.needed) if added else self._compute()
+        goes = [destination(w) if n else None for w, n in zip(self.weights, self.needed)]
+        if Destination.RETURNED in goes or (Destination.NOWHERE in goes and not kept):
+            return self._compute()
+        needed = tuple(to is Destination.ACCUMULATED for to in goes)
+        if any(needed):
+            work = self._replace(needed=needed)
+            if settings.delay_wgrad_compute:
+                delayed.add(work)
+            else:
+                work._add_to_main_grads()
+        marks = settings.accumulate_into_main_grad
+        return [mark_added(w) if n and marks else None for w, n in zip(self.weights, needed)]
+
+    def accumulate(self) -> None:
+        """Adds the gradients to ``grad`` or ``main_grad`` of the weights, after backward."""
+        if self.settings.accumulate_into_main_grad:
+            self._add_to_main_grads()
+        elif not (self.settings.accumulate_into_grad and self._add_to_grads(fitting_grad)):
+            for weight, dw in zip(self.weights, self._compute()):
+                if dw is not None:
+                    cast_dw = dw.to(weight.dtype)
+                    weight.grad = cast_dw if weight.grad is None else weight.grad + cast_dw
+
+    def _compute(self) -> list[Tensor | None]:
+        dw = grouped_wgrad(self.dy, self.x, self.groups, stacked=self.stacked)
+        grads = [dw] if isinstance(dw, Tensor) else dw
+        return [g if needed else None for g, needed in zip(grads, self.needed)]
+
+    def _add_to_main_grads(self) -> None:
+        self._add(
+            [
+                main_grad_buffer(weight, _WHERE, self.number) if needed else None
+                for weight, needed in zip(self.weights, self.needed)
+            ]
+        )
+
+    def _add_to_grads(self, buffer: Callable[[Tensor, Tensor], Tensor | None]) -> bool:
+        """Adds to the ``grad`` of each weight, if ``buffer`` finds all of them; tells whether."""
+        if self.groups.bounds is None or not self.weights:
+            return False
+        buffers: list[tuple[Tensor, bool] | None] = []
+        for weight, needed in zip(self.weights, self.needed):
+            grad = buffer(weight, self.x) if needed else None
+            if needed and grad is None:
+                return False
+            buffers.append(None if grad is None else (grad, True))
+        self._add(buffers)
+        return True
+
+    def _add(self, buffers: list[tuple[Tensor, bool] | None]) -> None:
+        if self.stacked and buffers[0] is not None:
+            whole, add = buffers[0]
+            buffers = [(matrix, add) for matrix in whole]
+        add_grouped_wgrad(buffers, self.dy, self.x, self.groups)
+
+
+class DelayedWgrads:
+    """What waits for ``backward_dw``. Not copied or pickled along with its operation."""
+
+    def __init__(self) -> None:
+        self.pending: deque[tuple[GroupedWgrad, list[int]]] = deque()
+        self.hooks: list[Callable[[], None]] = []
+
+    def add(self, work: GroupedWgrad) -> None:
+        """Has ``work`` wait."""
+        self.pending.append((work, _versions(work)))
+
+    def take(self) -> GroupedWgrad:
+        """The work that waits longest.
+
+        Raises:
+            InputError: what it is made of was written to since.
+        """
+        work, versions = self.pending.popleft()
+        if _versions(work) != versions:
+            raise InputError(
+                explain(
+                    "Input and gradient of the output must stay as they are until backward_dw",
+                    where=_WHERE,
+                    received="one that was modified in place since the backward pass",
+                    remedy="Call backward_dw before a buffer that they lie in is written to again",
+                )
+            )
+        return work
+
+    def __reduce__(self) -> tuple[type[DelayedWgrads], tuple[()]]:
+        return type(self), ()
+
+
+def _versions(work: GroupedWgrad) -> list[int]:
+    # torch counts changes, of whatever shares the memory, but for tensors of inference mode.
+    return [0 if t.is_inference() else t._version for t in (work.dy, work.x)]

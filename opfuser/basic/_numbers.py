@@ -1,0 +1,33 @@
+"""Numbers that operations are made with."""
+
+from __future__ import annotations
+
+from numbers import Real
+
+from torch import Tensor
+
+from ..errors import ArgumentTypeError, explain
+
+__all__ = ["real_number"]
+
+
+def real_number(value: object, name: str, where: str, remedy: str = "") -> float:
+    """``value`` as torch takes it: an int or a float as it is, any other real number as a float.
+
+    Others are fractions, NumPy's scalars, and bool.
+
+    Raises:
+        ArgumentTypeError: it is none; the text says so about ``name`` of the operation ``where``.
+    """
+    if type(value) is int or type(value) is float:
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    raise ArgumentTypeError(
+        explain(
+            f"{name} must be a real Python number",
+            where=where,
+            received="a tensor" if isinstance(value, Tensor) else repr(value),
+            remedy=remedy,
+        )
+    )

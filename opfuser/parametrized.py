@@ -1,0 +1,98 @@
+"""Parametrised parameters, which are computed whenever they are read.
+
+The engine and the operations must see one value of them in a call, or gradients go nowhere.
+``torch.nn.utils.parametrize.cached`` would see to that, but for all threads and modules at once:
+a thread that evaluates without gradients would leave its values to one that trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from .errors import NotSupportedError, explain
+
+__all__ = ["one_value_each", "read_through", "refuse_impure", "rehearse"]
+
+
+class _Known(threading.local):
+    """Values computed in the call under way in this thread; None outside of calls."""
+
+    values: dict[tuple[int, str], Tensor] | None = None
+
+
+_known = _Known()
+
+
+@contextmanager
+def one_value_each() -> Iterator[None]:
+    """Within it, this thread computes the parameters of :func:`read_through` once."""
+    outer = _known.values
+    if outer is None:
+        _known.values = {}
+    try:
+        yield
+    finally:
+        _known.values = outer
+
+
+def read_through(module: nn.Module, name: str) -> None:
+    """Has :func:`one_value_each` hold for a parametrised parameter."""
+    cls = type(module)  # torch makes one for each parametrised module, with a property in it
+    computes = vars(cls)[name]
+    if computes.fget.__module__ == __name__:
+        return
+
+    def value(self: nn.Module) -> Tensor:
+        if torch.compiler.is_compiling():
+            return cast(Tensor, computes.fget(self))
+        values = _known.values
+        if values is None:
+            return cast(Tensor, computes.fget(self))
+        found = values.get((id(self), name))
+        if found is None:
+            found = values[id(self), name] = computes.fget(self)
+        return found
+
+    setattr(cls, name, property(value, computes.fset))
+
+
+def rehearse(module: nn.Module, name: str) -> Tensor:
+    """The value of a parametrised parameter, computed by a copy of the parametrisation.
+
+    Neither its state nor torch's random numbers change.
+    """
+    parametrization = _copy(module, name)
+    devices = {t.device for t in parametrization.parameters() if t.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        return cast(Tensor, parametrization())
+
+
+def refuse_impure(module: nn.Module, name: str) -> None:
+    """Raises NotSupportedError for a parametrisation with random numbers or state of its own.
+
+    Traced code evaluates it once for the engine and once for the operation, and both must agree.
+    """
+    rehearsal = _copy(module, name)
+    written = [buffer._version for buffer in rehearsal.buffers()]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        once, again = rehearsal(), rehearsal()
+    if written != [b._version for b in rehearsal.buffers()] or not torch.equal(once, again):
+        raise NotSupportedError(
+            explain(
+                "A parametrisation that is compiled gives the same value whenever it is evaluated",
+                where=f"{name} of {type(module).__name__}",
+                received="one that draws random numbers, or writes to a buffer",
+                remedy="Leave the sequence out of torch.compile, or remove the parametrisation",
+            )
+        )
+
+
+def _copy(module: nn.Module, name: str) -> nn.Module:
+    return copy.deepcopy(cast(nn.ModuleDict, module.parametrizations)[name])

@@ -1,0 +1,70 @@
+"""What plans take a plain ``torch.nn.Module`` to return, which declares nothing and is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .context import TensorFacts, autocast_dtype
+
+__all__ = ["assumed_output", "is_known"]
+
+# What autocast runs in its own dtype.
+_LOWERED = (
+    nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
+    nn.Conv1d, nn.Conv2d, nn.Conv3d,
+    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+# What autocast runs in fp32 on a GPU; on a CPU they keep the dtype of their input.
+_RAISED = (
+    nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Softmax, nn.LogSoftmax,
+    nn.Softmin, nn.Softplus,
+)  # fmt: skip
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether ``module`` is one of torch's own, whose output follows from its type."""
+    if type(module) is nn.Sequential:
+        return all(map(is_known, module))
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def assumed_output(module: nn.Module, x: TensorFacts | Tensor) -> TensorFacts:
+    """The output of ``module`` for an input like ``x``, as far as plans depend on it.
+
+    It requires grad if the input or a parameter does, and lies where the parameters lie. Floating
+    point stays in its dtype, but for what autocast does; integers become the dtype of the
+    parameters, as in an embedding.
+    """
+    if type(module) is nn.Sequential:
+        out = TensorFacts(x.dtype, x.device, x.requires_grad)
+        for inner in module:
+            out = assumed_output(inner, out)
+        return out
+    parameters = list(_floating(module))
+    device = parameters[0].device if parameters else x.device
+    requires_grad = x.requires_grad or any(p.requires_grad for p in parameters)
+    return TensorFacts(
+        _dtype(module, x, parameters), device, torch.is_grad_enabled() and requires_grad
+    )
+
+
+def _floating(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (p for p in module.parameters() if p.is_floating_point())
+
+
+def _dtype(
+    module: nn.Module, x: TensorFacts | Tensor, parameters: list[nn.Parameter]
+) -> torch.dtype:
+    if not x.dtype.is_floating_point:
+        return parameters[0].dtype if parameters else x.dtype
+    lower = autocast_dtype(x.device)
+    if lower is None or x.dtype == torch.float64:  # which autocast leaves alone
+        return x.dtype
+    if isinstance(module, _RAISED):
+        return torch.float32 if x.device.type == "cuda" else x.dtype
+    # A module that is not known has matrices for its GEMMs, which autocast runs in its dtype.
+    multiplies = not is_known(module) and any(p.dim() > 1 for p in parameters)
+    return lower if multiplies or isinstance(module, _LOWERED) else x.dtype

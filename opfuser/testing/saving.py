@@ -1,0 +1,225 @@
+"""What a fusion saves and for what, and the gradients that its backward returns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..op import FusibleOperation, OperationContext
+from ..plan import Plan, Step
+from ..registry import FusionHandle
+from ..sequential import Sequential
+from .calls import ERRORS, fail
+from .contexts import Filled, fill
+from .protocol import check_grad, mixed_dtypes
+from .variants import Variant, incoming
+
+
+def check_saving(
+    handle: FusionHandle,
+    seq: Sequential,
+    inputs: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    asking: Iterable[Variant],
+    where: str,
+) -> None:
+    """Holds what a fusion saves to what is needed, and the gradients that it returns to dtypes.
+
+    Args:
+        parameters: those of ``seq`` that require grad, by name.
+        asking: ways of asking for gradients.
+    """
+    if handle.stage != "backward":
+        _check_saves_nothing(handle.name, seq, inputs, parameters, f"{where}, under no_grad")
+    for variant in asking:
+        place = f"{where}, {variant.name}" if variant.name else where
+        fused = fill(seq, inputs, [handle.name], place, parameters, variant)
+        if handle.stage != "backward" and not _may_save_more(handle.name, fused):
+            plain = fill(seq, inputs, [], place, parameters, variant)
+            _check_bytes(fused, plain, parameters, place)
+        if handle.stage != "forward":
+            for step in fused.plan.backward:
+                owes = any(fused.plan.needs[i] is not None for i in step.indices)
+                if step.fusion == handle.name and owes:
+                    backward = _Backward(step, fused)
+                    backward.check(place)
+                    if handle.stage == "joint":
+                        backward.check_what_is_saved(place)
+    for p in parameters.values():
+        p.requires_grad_(True)
+
+
+def _check_saves_nothing(
+    fusion: str,
+    seq: Sequential,
+    inputs: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    where: str,
+) -> None:
+    with torch.no_grad():
+        filled = fill(seq, inputs, [fusion], where, parameters)
+    for step in filled.plan.forward:
+        for i in step.indices if step.fusion == fusion else ():
+            kept = sum(t is not None for t in filled.contexts[i].to_save or ())
+            if kept:
+                fail(
+                    "Nothing may be saved without ctx.requires_grad",
+                    f"{where}: saved for {_name(filled.plan, i)}",
+                    f"{kept} tensors",
+                    "Call ctx.save_for_backward only if ctx.requires_grad",
+                )
+
+
+def _may_save_more(fusion: str, filled: Filled) -> bool:
+    """Whether the fusion says so; or autocast is on: what is saved may be in a wider dtype then."""
+    steps = [step for step in filled.plan.forward if step.fusion == fusion]
+    said = any(getattr(step.op, "saves_more", False) for step in steps)
+    return said or filled.plan.env.autocast_dtype is not None
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values, also those in tuples and the like."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+def _bytes(filled: Filled, parameters: Mapping[str, Tensor]) -> int:
+    """Bytes that the contexts keep alive besides parameters; each storage counts once."""
+    own = {p.untyped_storage().data_ptr() for p in parameters.values()}
+    kept = _tensors(vars(ctx) for ctx in filled.contexts)
+    storages = {s.data_ptr(): s.nbytes() for t in kept if (s := t.untyped_storage())}
+    return sum(size for place, size in storages.items() if place not in own)
+
+
+def _check_bytes(
+    fused: Filled, plain: Filled, parameters: Mapping[str, Tensor], where: str
+) -> None:
+    ours, theirs = _bytes(fused, parameters), _bytes(plain, parameters)
+    if ours > theirs:
+        fail(
+            f"A fusion may save {theirs} bytes, as the unfused operations do",
+            where,
+            f"{ours} bytes",
+            "Save only what a gradient in ctx.needs reads, or set saves_more = True in the class",
+        )
+
+
+class _Raw(NamedTuple):
+    """The gradients that a fuser_backward returned."""
+
+    input: Any
+    parameters: list[tuple[Any, ...]]
+    extra_inputs: list[tuple[Any, ...]]
+
+    def tensors(self) -> list[Tensor | None]:
+        return [self.input, *(g for row in (*self.parameters, *self.extra_inputs) for g in row)]
+
+
+class _Backward:
+    """The backward of one fused step, called with contexts of our own."""
+
+    def __init__(self, step: Step, filled: Filled) -> None:
+        self._step, self._plan, self._filled = step, filled.plan, filled
+        self._ops = [filled.plan.basic_ops[i] for i in step.indices]
+        last = filled.outputs[step.indices[-1]]
+        self._grad_output = incoming("output", last, Variant())
+        self._grad_extras = [
+            [
+                None if y is None else incoming(f"extra output {n}", y, Variant())
+                for n, y in enumerate(filled.extra_outputs[i])
+            ]
+            for i in step.indices
+        ]
+
+    def _call(self, saved: Sequence[Sequence[Any]]) -> _Raw:
+        ctxs = []
+        for i, op, tensors in zip(self._step.indices, self._ops, saved):
+            ctx: OperationContext = copy.copy(self._filled.contexts[i])
+            ctx.to_save, ctx.saved_tensors = None, tuple(tensors)
+            if op.backward_reads_parameters:
+                ctx.parameters = tuple(getattr(m, name) for m, name in op.parameter_slots())
+            ctxs.append(ctx)
+        with torch.no_grad():
+            dx, params, extras = cast(FusibleOperation, self._step.op).fuser_backward(
+                ctxs,
+                self._grad_output.clone(),
+                basic_op_grad_extra_outputs=[list(row) for row in self._grad_extras],
+            )
+        return _Raw(dx, [tuple(g or ()) for g in params], [tuple(g or ()) for g in extras])
+
+    def _saved(self) -> list[list[Any]]:
+        return [list(self._filled.contexts[i].to_save or ()) for i in self._step.indices]
+
+    def check(self, where: str) -> None:
+        """Holds each gradient to the shape, device and dtype of what it is the gradient of."""
+        filled, raw = self._filled, self._call(self._saved())
+        owners = [("the input", filled.inputs[self._step.indices[0]], raw.input)]
+        for i, op, dparams, dextras in zip(
+            self._step.indices, self._ops, raw.parameters, raw.extra_inputs
+        ):
+            name = _name(self._plan, i)
+            for (module, parameter), grad in zip(op.parameter_slots(), dparams):
+                owners.append((f"{parameter} of {name}", getattr(module, parameter), grad))
+            for n, (t, grad) in enumerate(zip(filled.extra_inputs[i], dextras)):
+                if t is not None:
+                    owners.append((f"extra input {n} of {name}", t, grad))
+        dtypes = mixed_dtypes(owner for _, owner, _ in owners)
+        for name, owner, grad in owners:
+            check_grad(name, owner, grad, where, dtypes)
+
+    def check_what_is_saved(self, where: str) -> None:
+        """Sees that other values of each saved tensor give other gradients."""
+        expected = self._needed(self._call(self._saved()))
+        for i, row in zip(self._step.indices, self._saved()):
+            for n, t in enumerate(row):
+                if t is None or not t.is_floating_point() or not t.numel():
+                    continue
+                if not any(self._reads(i, n, other, expected) for other in _others(t)):
+                    fail(
+                        "A fusion saves what a gradient in ctx.needs reads, and nothing else",
+                        f"{where}: saved for {_name(self._plan, i)}",
+                        f"tensor {n}, {t.dtype}, shape {tuple(t.shape)}, which none reads",
+                        "Ask ctx.needs before saving; keep dtypes and shapes on the context",
+                    )
+
+    def _reads(self, i: int, n: int, other: Tensor, expected: Sequence[Tensor | None]) -> bool:
+        saved = self._saved()
+        saved[self._step.indices.index(i)][n] = other
+        try:
+            made = self._needed(self._call(saved))
+        except ERRORS:
+            return True
+        return any(
+            (a is None) != (b is None)
+            or (a is not None and b is not None and not torch.equal(a, b))
+            for a, b in zip(made, expected)
+        )
+
+    def _needed(self, raw: _Raw) -> list[Tensor | None]:
+        """The gradients that somebody reads."""
+        needs = [self._filled.contexts[i].needs for i in self._step.indices]
+        out = [raw.input if needs[0].input else None]
+        for need, dparams, dextras in zip(needs, raw.parameters, raw.extra_inputs):
+            out += [g for g, needed in zip(dparams, need.parameters) if needed]
+            out += [g for g, needed in zip(dextras, need.extra_inputs) if needed]
+        return out
+
+
+def _others(t: Tensor) -> Iterator[Tensor]:
+    """Other values of a tensor, of which a function of it notices one."""
+    yield torch.full_like(t, torch.nan)
+    yield torch.full_like(t, 100.0)
+    yield torch.full_like(t, -100.0)
+
+
+def _name(plan: Plan, i: int) -> str:
+    return f"op {i} ({type(plan.basic_ops[i]).__name__})"

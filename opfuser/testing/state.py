@@ -1,0 +1,194 @@
+"""Calling a sequence again after its parameters, attributes or dtype have changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..basic.identity import Identity
+from ..op import OperationContext
+from ..sequential import Sequential
+from .calls import ERRORS, Outcome, Subject, call
+from .changes import NUMBERS, assign, attributes, change_parameters, other, replace_parameters
+from .compare import Comparison, cast, failed, loosely
+from .variants import Variant
+
+Run = Callable[[Sequential], Subject]
+
+
+class Again:
+    """A sequence that has been called, and one like it that is never fused.
+
+    Both are changed in one way after another, and called after each: the results must agree. They
+    do as far as rounding goes; a value from before the change shows in the first digits.
+
+    Args:
+        seq: the sequence; it is changed for good.
+        twin: a copy of it.
+        fused, unfused: how to call either.
+        inputs: what to call them with, by name.
+        floor: what the caller allows.
+    """
+
+    def __init__(
+        self,
+        seq: Sequential,
+        twin: Sequential,
+        fused: Run,
+        unfused: Run,
+        inputs: Mapping[str, Tensor],
+        floor: float | None,
+    ) -> None:
+        self._seqs = seq, twin
+        self._fused, self._unfused = fused, unfused
+        self._inputs, self._floor = inputs, floor
+
+    def check(self, where: str) -> None:
+        """Changes everything, and calls."""
+        for change, name in (
+            (change_parameters, "parameters changed in place between two calls"),
+            (replace_parameters, "parameters replaced between two calls"),
+        ):
+            for seq in self._seqs:
+                change(seq)
+            self._compare(f"{where}, {name}")
+        self._check_numbers(where)
+        self._check_flags(where)
+
+    def _check_numbers(self, where: str) -> None:
+        """All numbers at once, set between two calls and then again during forward."""
+        seq, twin = self._seqs
+        before = attributes(twin, NUMBERS)
+        accepted = self._accepted(before)
+        if not accepted:
+            return
+        for path, value in accepted.items():
+            assign(seq, path, value)
+        self._compare(f"{where}, between two calls {_listed(accepted)}")
+        back = {path: before[path] for path in accepted}
+        ours, theirs = (
+            run(Sequential(_Assigns(list(seq), back), *seq))
+            for run, seq in zip((self._fused, self._unfused), self._seqs)
+        )
+        name = f"{where}, during forward {_listed(back)}"
+        self._check_one(ours, call(theirs, self._inputs, Variant()), name)
+
+    def _check_flags(self, where: str) -> None:
+        """One flag at a time: many a fusion matches no more."""
+        seq, twin = self._seqs
+        for path, value in attributes(twin, (bool,)).items():
+            expected = self._expected() if assign(twin, path, not value) else None
+            if expected is not None:
+                assign(seq, path, not value)
+                name = f"{where}, between two calls {path} = {not value}"
+                self._check_one(self._fused(seq), expected, name)
+                assign(seq, path, value)
+            assign(twin, path, value)
+
+    def check_dtypes(
+        self, where: str, check: Callable[[Sequential, Mapping[str, Tensor], str], None]
+    ) -> None:
+        """The caller has not asked for these dtypes: a fusion may fail there, but not be wrong.
+
+        Args:
+            check: what else to check of the sequence in another dtype, given inputs and text.
+        """
+        given = self._inputs["input"]
+        if torch.is_autocast_enabled(given.device.type):
+            return
+        dtype = torch.bfloat16 if given.dtype == torch.float32 else torch.float32
+        self._inputs = cast(self._inputs, dtype)
+        self._compare(f"{where}, input in {dtype} and parameters not", may_fail=True)
+        for seq in self._seqs:
+            seq.to(dtype)
+        where = f"{where}, all in {dtype} between two calls"
+        if self._compare(where, may_fail=True):
+            check(self._seqs[0], self._inputs, where)
+
+    def _accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Gives attributes of the twin other values, with which it still runs; returns those."""
+        twin = self._seqs[1]
+        out = {path: other(v) for path, v in values.items() if assign(twin, path, other(v))}
+        if self._expected() is not None:
+            return out
+        for path in out:
+            assign(twin, path, values[path])
+        for path, value in list(out.items()):
+            assign(twin, path, value)
+            if self._expected() is None:
+                assign(twin, path, values[path])
+                del out[path]
+        return out
+
+    def _expected(self) -> Outcome | None:
+        """What the twin gives; None if it fails, or gives no numbers."""
+        twin, inputs = self._seqs[1], self._inputs
+        try:
+            if _may_assert(inputs):
+                on_cpu = {name: t.cpu() for name, t in inputs.items()}
+                call(self._unfused(copy.deepcopy(twin).cpu()), on_cpu, Variant())
+            outcome = call(self._unfused(twin), inputs, Variant())
+        except ERRORS:
+            return None
+        made = (*outcome.outputs.values(), *outcome.grads.values())
+        numbers = all(bool(t.isfinite().all()) for t in made if t is not None)
+        return outcome if numbers else None
+
+    def _compare(self, where: str, *, may_fail: bool = False) -> bool:
+        expected = self._expected()
+        if expected is None:
+            return False
+        return self._check_one(self._fused(self._seqs[0]), expected, where, may_fail=may_fail)
+
+    def _check_one(
+        self, subject: Subject, expected: Outcome, where: str, *, may_fail: bool = False
+    ) -> bool:
+        """Whether the call succeeded; it may fail if ``may_fail``, but not be wrong."""
+        try:
+            ours = call(subject, self._inputs, Variant())
+        except ERRORS as error:
+            if may_fail:
+                return False
+            raise AssertionError(failed(where, error)) from error
+        own = self._seqs[1].parameters()
+        tolerance = loosely(self._floor, [*self._inputs.values(), *own])
+        autocast = torch.is_autocast_enabled(self._inputs["input"].device.type)
+        Comparison(where, ours, expected, expected, tolerance, "unfused", autocast).check()
+        return True
+
+
+def _may_assert(inputs: Mapping[str, Tensor]) -> bool:
+    """Whether a value may be refused by a device-side assertion, after which no kernel runs more.
+
+    As that of an index is on a GPU, where a CPU raises an exception.
+    """
+    return any(t.is_cuda and not t.is_floating_point() for t in inputs.values())
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{path} = {value}" for path, value in values.items())
+
+
+class _Assigns(Identity):
+    """Sets attributes of the operations after it while their forward is under way.
+
+    No other plan is made then, so that a fused operation has to read them at every call.
+
+    Args:
+        ops: those operations.
+        values: by path, of which the first part is the index of one of them.
+    """
+
+    def __init__(self, ops: Sequence[nn.Module], values: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._ops, self._values = list(ops), dict(values)
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
+        for path, value in self._values.items():
+            first, _, rest = path.partition(".")
+            assign(self._ops[int(first)], rest, value)
+        return super().op_forward(ctx, input_, **kwargs)

@@ -1,0 +1,277 @@
+"""Attributes set after construction count or cannot be set; backward uses what forward used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+from opfuser import ConstantScale, CrossEntropy, RotaryEmbedding, Sequential, basic
+from opfuser.basic import BasicLinear, Dropout, Embedding, QKNorm, SiLU
+from opfuser.errors import InputError, NotSupportedError, OpfuserError, ReadOnlyAttributeError
+from opfuser.op import BasicOperation
+from tests.basic.attributes import (
+    CASES,
+    Change,
+    ReadOnly,
+    attributes_of,
+    make,
+    public,
+    results,
+    same,
+)
+from tests.basic.attributes_in_sequences import (
+    CHANGES,
+    SEQUENCES,
+    Run,
+    Sets,
+    check_counts,
+    check_is_frozen,
+)
+
+SETTABLE = attributes_of(Change)
+READ_ONLY = attributes_of(ReadOnly)
+CHECKED = [(name, a) for name, a in SETTABLE if CASES[name].attributes[a].bad is not None]
+ALONE = pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a sequence"])
+CALLED = pytest.mark.parametrize("called", [True, False], ids=["called before", "new"])
+
+
+def gather(op: BasicOperation, alone: bool) -> nn.Module:
+    return op if alone else Sequential(op)
+
+
+def test_every_operation_is_in_the_table() -> None:
+    assert set(CASES) == set(basic.__all__)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_attribute_is_in_the_table(name: str) -> None:
+    assert public(make(name)) == set(CASES[name].attributes)
+
+
+@ALONE
+@pytest.mark.parametrize(("name", "attribute"), SETTABLE)
+def test_backward_uses_what_forward_used(name: str, attribute: str, alone: bool) -> None:
+    case, op = CASES[name], make(name)
+    change: Any = case.attributes[attribute]
+    module, inputs = gather(op, alone), case.inputs()
+    wanted = results(module, inputs)
+    found = results(module, inputs, lambda: setattr(op, attribute, change.value))
+    assert same(found, wanted)
+    if change.inputs is None:
+        assert same(results(module, inputs), wanted) == change.neutral
+
+
+@CALLED
+@ALONE
+@pytest.mark.parametrize(("name", "attribute"), SETTABLE)
+def test_a_value_set_later_counts(name: str, attribute: str, alone: bool, called: bool) -> None:
+    case, op = CASES[name], make(name)
+    change: Any = case.attributes[attribute]
+    other = make(name, **{change.argument or attribute: change.value})
+    other.load_state_dict(op.state_dict())
+    module = gather(op, alone)
+    if called:
+        results(module, case.inputs())
+    setattr(op, attribute, change.value)
+    inputs = (change.inputs or case.inputs)()
+    assert same(results(module, inputs), results(gather(other, alone), inputs))
+
+
+@CALLED
+@pytest.mark.parametrize(("name", "attribute"), READ_ONLY)
+def test_a_value_that_cannot_be_set(name: str, attribute: str, called: bool) -> None:
+    case, op = CASES[name], make(name)
+    if called:
+        results(op, case.inputs())
+    before = getattr(op, attribute)
+    with pytest.raises(ReadOnlyAttributeError, match=f"^{attribute} is fixed when"):
+        setattr(op, attribute, case.attributes[attribute].value)
+    assert getattr(op, attribute) == before
+    setattr(op, attribute, before)  # as code does that copies attributes
+
+
+def test_the_text_about_a_value_that_cannot_be_set() -> None:
+    with pytest.raises(AttributeError) as error:
+        Embedding(7, 4).num_embeddings = 9
+    assert str(error.value) == (
+        "num_embeddings is fixed when the operation is made (Embedding). "
+        "Received: num_embeddings=9 in place of 7. Make a new operation."
+    )
+
+
+@CALLED
+@ALONE
+@pytest.mark.parametrize(("name", "attribute"), CHECKED)
+def test_a_bad_value_set_later(name: str, attribute: str, alone: bool, called: bool) -> None:
+    case, op = CASES[name], make(name)
+    change: Any = case.attributes[attribute]
+    with pytest.raises(OpfuserError) as constructed:
+        make(name, **{change.argument or attribute: change.bad})
+    module, inputs = gather(op, alone), case.inputs()
+    if called:
+        results(module, inputs)
+    setattr(op, attribute, change.bad)
+    with pytest.raises(constructed.type) as called_with:
+        module(*inputs)
+    assert str(called_with.value) == str(constructed.value)
+
+
+@pytest.mark.parametrize("name", [name for name, run in SEQUENCES.items() if run.fusions])
+def test_the_sequences_are_fused(name: str) -> None:
+    run = SEQUENCES[name]
+    inputs = [t.requires_grad_(t.is_floating_point()) for t in run.inputs()]
+    with run.switched():
+        plan = run.make().plan(*inputs)
+    assert {*plan.fused("forward"), *plan.fused("backward")} >= set(run.fusions)
+
+
+@pytest.mark.parametrize(("name", "n", "attribute", "how"), CHANGES)
+def test_backward_of_a_fusion(name: str, n: int, attribute: str, how: Change) -> None:
+    check_is_frozen(name, n, attribute, how)
+
+
+@CALLED
+@pytest.mark.parametrize(("name", "n", "attribute", "how"), CHANGES)
+def test_a_value_set_later_in_a_fusion(
+    name: str, n: int, attribute: str, how: Change, called: bool
+) -> None:
+    check_counts(name, n, attribute, how, called)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "attribute", "how"), [c for c in CHANGES if c[-1].bad is not None]
+)
+def test_a_bad_value_in_a_fusion(name: str, n: int, attribute: str, how: Change) -> None:
+    run = SEQUENCES[name]
+    seq, inputs = run.make(), run.inputs()
+    with pytest.raises(OpfuserError) as constructed:
+        run.make(n, **{how.argument or attribute: how.bad})
+    with run.switched():
+        results(seq, inputs)
+        setattr([m for m in seq.modules() if isinstance(m, BasicOperation)][n], attribute, how.bad)
+        with pytest.raises(constructed.type) as called:
+            results(seq, inputs)
+    assert str(called.value) == str(constructed.value)
+
+
+def test_a_factor_that_a_neighbour_sets() -> None:
+    scale, factors = ConstantScale(2.0), [3.0, 5.0, 5.0, 7.0, 3.0]
+    seq, x = Sequential(Sets(scale, "scale", *factors), scale, SiLU()), torch.randn(3, 8)
+    for factor in factors:
+        wanted = results(Sequential(ConstantScale(factor), SiLU()), [x])
+        assert same(results(seq, [x]), wanted)
+    scale.scale = 4.0
+    wanted = results(Sequential(ConstantScale(4.0), SiLU()), [x])
+    assert same(results(Sequential(scale, SiLU()), [x]), wanted)
+
+
+def test_a_probability_that_a_neighbour_sets() -> None:
+    dropout, values = Dropout(0.5), [0.9, 0.0, 0.3, 0.3, 0.5]
+    seq, x = Sequential(Sets(dropout, "dropout_probability", *values), dropout), torch.ones(9, 9)
+    for p in values:
+        assert same(results(seq, [x]), results(Dropout(p), [x]))
+    dropout.dropout_probability = 0.7
+    assert same(results(Sequential(dropout), [x]), results(Dropout(0.7), [x]))
+
+
+def test_what_a_fusion_does_not_compute_set_by_a_neighbour() -> None:
+    """The plan was made before: it is not the wrong loss, or the wrong heads, that come out."""
+    x, targets = torch.randn(5, 8, requires_grad=True), torch.tensor([0, 1, 2, 5, 3])
+    linear, loss = BasicLinear(8, 7), CrossEntropy()
+    seq = Sequential(Sets(loss, "reduction", "sum", "none"), linear, loss)
+    assert same([seq(x, targets)], [Sequential(linear, CrossEntropy(reduction="sum"))(x, targets)])
+    with pytest.raises(NotSupportedError, match='reduction="none"'):
+        seq(x, targets)
+    norm, rotary = QKNorm(2, 4, num_kv_heads=1), RotaryEmbedding(2, 4, num_kv_heads=1)
+    sets = Sets(rotary, "num_kv_heads", 1, 2)
+    heads = Sequential(sets, Sets(rotary, "num_heads", 2, 0 + 2), norm, rotary)
+    heads(torch.randn(2, 5, 16, requires_grad=True))
+    with pytest.raises(NotSupportedError, match="QKNorm has heads"):
+        heads(torch.randn(2, 5, 16, requires_grad=True))
+
+
+def test_a_sequence_longer_than_max_positions_set_later() -> None:
+    op = make("RotaryEmbedding")
+    x = torch.randn(2, 5, 16)
+    op(x)
+    op.max_positions = 4
+    with pytest.raises(InputError, match=r"longer than max_positions.*max_positions=4"):
+        op(x)
+
+
+def test_angles_of_many_bases_are_not_all_kept() -> None:
+    op, x = make("RotaryEmbedding"), torch.randn(2, 5, 16)
+    for base in range(2, 40):
+        op.base = base
+        assert same([op(x)], [make("RotaryEmbedding", base=base)(x)])
+        op(x, positions=torch.arange(5))
+    assert len(op._kept.tables) <= 8
+    assert len(op._kept.frequencies) <= 8
+
+
+def test_a_pointwise_operation_may_keep_something_on_itself() -> None:
+    class Counts(basic.PointwiseOperation):
+        calls = 0
+
+        def value(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x.sin()
+
+        def derivative(self, x: Tensor) -> Tensor:
+            return x.cos()
+
+    op, x = Counts(), torch.randn(3, 8)
+    for n in range(1, 4):
+        y, grad = results(op, [x])
+        assert op.calls == n
+        torch.testing.assert_close((y, grad), (x.sin(), torch.cos(x.sin()) * x.cos()))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_compiled(name: str) -> None:
+    run: Run = SEQUENCES[name]
+    changes = list(run.attributes())
+    if any(part == "Dropout" for part, _ in run.ops):
+        changes = [c for c in changes if c[1] != "dropout_probability"]
+    seq, inputs = run.make(), run.inputs()
+    ops = [m for m in seq.modules() if isinstance(m, BasicOperation)]
+    for op in ops:
+        if isinstance(op, Dropout):
+            op.eval()  # traced, it draws other numbers
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(seq, fullgraph=True, backend="aot_eager")
+    with run.switched():
+        first = results(seq, inputs)
+        assert same(results(compiled, inputs), first)
+        for n, attribute, how in changes:
+            setattr(ops[n], attribute, how.value)
+        wanted = results(seq, inputs)
+        assert not changes or not same(wanted, first)
+        assert same(results(compiled, inputs), wanted)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_was_compiled_does_not_depend_on_calls_that_are_not() -> None:
+    run = SEQUENCES["norm and linear"]
+    seq, inputs = run.make(), run.inputs()
+    seq.append(ConstantScale(2.0))
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(seq, fullgraph=True, backend=counter)
+    counts = []
+    results(seq, inputs)
+    for switch in (seq.train, seq.eval, seq.train, seq.eval):
+        switch()  # changes the flag of every operation
+        for module in (compiled, seq, compiled):
+            results(module, inputs)
+        counts.append(counter.frame_count)
+    torch._dynamo.reset()
+    assert counts == [1, 2, 2, 2]
