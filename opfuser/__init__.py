@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from . import basic
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
+from .engine.plan import FusionRecord, Plan, Step
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .linear import Linear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from .plan import FusionRecord, Plan, Step
 from .registry import (
     FusionHandle,
     disable,

@@ -11,28 +11,28 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from . import fused as _fused
+from .change_tracking import Clock, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, any_autocast, autocast_dtype
+from .engine.autograd import Kwargs, execute
+from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
+from .engine.plan import Plan, PlanKey, expand, grad_needs, make_plan
+from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
+from .engine.schedule import Schedule
 from .errors import (
     ArgumentTypeError,
     ExtraInputCountError,
     OpKwargsError,
     explain,
 )
-from .execute import Kwargs, run
 from .fusion import Env, FusionFunction, Stage
 from .op import (
     BasicOperation,
-    Engine,
     FusedOperation,
     FusibleOperation,
+    StandaloneCalls,
     has_called_parts,
 )
-from .parametrized import one_value_each, read_through, refuse_impure, rehearse
-from .plan import Plan, PlanKey, expand, grad_needs, make_plan
-from .program import Program
 from .registry import registry
-from .tracked import Clock, running, signature, stamp
-from .wiring import WiredMember, Wiring, describe, public_wiring, route
 
 __all__ = ["OperationFuser"]
 
@@ -52,7 +52,7 @@ def units(modules: Iterable[FusibleOperation]) -> list[FusibleOperation]:
 
 
 class Planned(NamedTuple):
-    """A plan, and what comes out of a run that follows it."""
+    """A plan, and what comes out of a call that follows it."""
 
     plan: Plan
     output: TensorFacts
@@ -83,28 +83,28 @@ class OperationFuser:
     backward_fusion_functions = _FusionFunctions("backward")
     forward_backward_fusion_functions = _FusionFunctions("joint")
 
-    def __init__(self, ops: Sequence[FusibleOperation], *, wiring: Wiring | None = None) -> None:
+    def __init__(self, ops: Sequence[FusibleOperation], *, routing: Routing | None = None) -> None:
         self._given = list(ops)
         self._units = units(ops)
         self._basic_ops: list[BasicOperation] = [b for unit in self._units for b in expand(unit)]
-        if wiring is None:
-            member = WiredMember(tuple(self._basic_ops), (0,) * len(self._basic_ops))
-            wiring = route([member]).members[0].wiring
-            assert wiring is not None
+        if routing is None:
+            group = RoutedGroup(tuple(self._basic_ops), (0,) * len(self._basic_ops))
+            routing = route([group]).groups[0].routing
+            assert routing is not None
             for op in self._basic_ops:
                 op.__dict__["_routing_captured"] = True
-        self.wiring = wiring
-        self.num_extra_inputs = len(wiring.inputs)
-        self._programs: dict[PlanKey, Program] = {}
-        self._traced: dict[str, Program] = {}
-        self._last: tuple[tuple[Any, ...], Program] | None = None
-        self._used: Program | None = None
+        self.routing = routing
+        self.num_extra_inputs = len(routing.inputs)
+        self._schedules: dict[PlanKey, Schedule] = {}
+        self._traced: dict[str, Schedule] = {}
+        self._last: tuple[tuple[Any, ...], Schedule] | None = None
+        self._used: Schedule | None = None
         self._seen = self._started = -1
 
     @classmethod
     def alone(cls, op: FusibleOperation) -> OperationFuser:
         """The fuser of one operation called on its own: no channel applies, none is captured."""
-        return cls([op], wiring=public_wiring(expand(op)))
+        return cls([op], routing=public_routing(expand(op)))
 
     def _refresh(self) -> None:
         """Looks at the operations again after any of them may have changed."""
@@ -145,7 +145,7 @@ class OperationFuser:
                 explain("Inputs and extra inputs of operations are tensors", received=got)
             )
         if len(extra_inputs) != self.num_extra_inputs:
-            asked = [describe(slot.op, self._basic_ops[slot.op]) for slot in self.wiring.inputs]
+            asked = [describe(slot.op, self._basic_ops[slot.op]) for slot in self.routing.inputs]
             raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
 
     def __call__(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None) -> Any:
@@ -162,19 +162,19 @@ class OperationFuser:
 
     def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         parameters = self._read_parameters()
-        program = self._used = self._program(input_, parameters, extra_inputs)
-        running.depth += 1
+        schedule = self._used = self._schedule(input_, parameters, extra_inputs)
+        active_calls.depth += 1
         try:
-            return run(program, input_, parameters, extra_inputs, kwargs)
+            return execute(schedule, input_, parameters, extra_inputs, kwargs)
         finally:
-            running.depth -= 1
+            active_calls.depth -= 1
 
-    def _program(
+    def _schedule(
         self,
         input_: Tensor | TensorFacts,
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
-    ) -> Program:
+    ) -> Schedule:
         grad = torch.is_grad_enabled()
         now = (
             registry.version,
@@ -202,16 +202,16 @@ class OperationFuser:
             autocast,
             grad,
         )
-        program = self._programs.get(key)
-        if program is None:
-            program = self._make(key)
-        self._last = (now, program)
-        return program
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            schedule = self._make(key)
+        self._last = (now, schedule)
+        return schedule
 
-    def _make(self, key: PlanKey) -> Program:
+    def _make(self, key: PlanKey) -> Schedule:
         flags = iter(requires_grad for _, requires_grad in key.parameters)
         own = [tuple(next(flags) for _ in range(n)) for n in self._num_parameters]
-        needs = grad_needs(own, self.wiring, key.input[2], [flag for _, flag in key.extra_inputs])
+        needs = grad_needs(own, self.routing, key.input[2], [flag for _, flag in key.extra_inputs])
         env = Env(
             key.input[1],
             key.input[0],
@@ -221,11 +221,11 @@ class OperationFuser:
         )
         registry.tell_unknown()
         plan = make_plan(self._units, env, needs, registry)
-        program = Program(plan, self.wiring, self._num_parameters)
-        if len(self._programs) >= _MAX_PLANS:
-            del self._programs[next(iter(self._programs))]
-        self._programs[key] = program
-        return program
+        schedule = Schedule(plan, self.routing, self._num_parameters)
+        if len(self._schedules) >= _MAX_PLANS:
+            del self._schedules[next(iter(self._schedules))]
+        self._schedules[key] = schedule
+        return schedule
 
     # While torch.compile traces, planning runs as ordinary Python and leaves its result behind
     # under a name; the traced code only looks it up.
@@ -243,7 +243,7 @@ class OperationFuser:
             tuple(p.shape for p in parameters),
             tuple((t.dtype, grad and t.requires_grad) for t in extra_inputs),
         )
-        return run(self._traced[name], input_, parameters, extra_inputs, kwargs)
+        return execute(self._traced[name], input_, parameters, extra_inputs, kwargs)
 
     def _prepare_tracing(self) -> bool:
         self._start()
@@ -276,11 +276,11 @@ class OperationFuser:
             autocast,
             grad,
         )
-        program = self._programs.get(key) or self._make(key)
-        self._used = program
+        schedule = self._schedules.get(key) or self._make(key)
+        self._used = schedule
         # Under a name of its own, so that code traced before need not be traced again.
-        name = f"program {id(program)}"
-        self._traced[name] = program
+        name = f"schedule {id(schedule)}"
+        self._traced[name] = schedule
         return name
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
@@ -290,14 +290,14 @@ class OperationFuser:
     def plan(self, input_: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow."""
         self._check(input_, extra_inputs)
-        return self._program(input_, self._rehearsed_parameters(), extra_inputs).plan
+        return self._schedule(input_, self._fake_parameters(), extra_inputs).plan
 
-    def _rehearsed_parameters(self) -> list[Tensor]:
+    def _fake_parameters(self) -> list[Tensor]:
         """As :meth:`_read_parameters`, without computing any that is parametrised."""
         if self._seen != Clock.now:
             self._refresh()
         return [
-            rehearse(module, name)
+            fake_value(module, name)
             if name not in module._parameters and parametrize.is_parametrized(module, name)
             else getattr(module, name)
             for module, name in self._slots
@@ -307,15 +307,15 @@ class OperationFuser:
         self, input_: Tensor | TensorFacts, extra_inputs: Sequence[Tensor | TensorFacts]
     ) -> Planned:
         """The plan for tensors like these, and what comes out; nothing is computed."""
-        parameters = self._rehearsed_parameters()
-        plan = self._program(input_, parameters, extra_inputs).plan
+        parameters = self._fake_parameters()
+        plan = self._schedule(input_, parameters, extra_inputs).plan
         dtypes = self._output_dtypes(input_, parameters, extra_inputs)
 
         def facts(op: int, dtype: torch.dtype) -> TensorFacts:
             needed = plan.needs[op] is not None if plan.needs else input_.requires_grad
             return TensorFacts(dtype, input_.device, needed and dtype.is_floating_point)
 
-        extra_outputs = [facts(slot.op, dtypes[slot.op]) for slot in self.wiring.outputs]
+        extra_outputs = [facts(slot.op, dtypes[slot.op]) for slot in self.routing.outputs]
         return Planned(plan, facts(-1, dtypes[-1]), extra_outputs)
 
     def _output_dtypes(
@@ -328,7 +328,7 @@ class OperationFuser:
         lower = autocast_dtype(input_.device)
         left = iter([p.dtype for p in parameters])
         before = [input_.dtype]
-        for op, sources, count in zip(self._basic_ops, self.wiring.sources, self._num_parameters):
+        for op, sources, count in zip(self._basic_ops, self.routing.sources, self._num_parameters):
             extras = tuple(
                 extra_inputs[source].dtype if isinstance(source, int) else before[source.op]
                 for source in sources
@@ -359,7 +359,7 @@ class OperationFuser:
     def _basic_op_extra_input_sources(self) -> list[list[tuple[int, int] | None]]:
         return [
             [None if isinstance(source, int) else (source.op, source.slot) for source in row]
-            for row in self.wiring.sources
+            for row in self.routing.sources
         ]
 
 
@@ -423,5 +423,5 @@ def _run_alone(
     return op._alone(input_, *extra_inputs, basic_op_kwargs=kwargs)
 
 
-Engine.make_fuser = OperationFuser.alone
-Engine.run_alone = staticmethod(_run_alone)
+StandaloneCalls.make_fuser = OperationFuser.alone
+StandaloneCalls.run_alone = staticmethod(_run_alone)

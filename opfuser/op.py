@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .change_tracking import Tracked, has_hooks, signature
 from .context import (
     Dtypes,
     GradNeeds,
@@ -28,7 +29,6 @@ from .errors import (
     ReadOnlyAttributeError,
     explain,
 )
-from .tracked import Tracked, has_hooks, signature
 
 __all__ = [
     "BasicOperation",
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-class Engine:
+class StandaloneCalls:
     """Where ``fuser.py`` leaves what runs one operation outside a Sequential."""
 
     make_fuser: Callable[..., Any]
@@ -156,7 +156,7 @@ class FusibleOperation(Tracked):
 
     def _prepare_alone(self) -> bool:
         if self._alone is None:
-            self.__dict__["_alone"] = Engine.make_fuser(self)
+            self.__dict__["_alone"] = StandaloneCalls.make_fuser(self)
         return True
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
@@ -365,7 +365,7 @@ class BasicOperation(FusibleOperation):
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this operation alone. Channels do not apply: every extra input is an argument."""
-        return Engine.run_alone(self, input, extra_inputs, [kwargs] if kwargs else None)
+        return StandaloneCalls.run_alone(self, input, extra_inputs, [kwargs] if kwargs else None)
 
     # ------------------------------------------------------------------ parameters
 
@@ -561,7 +561,7 @@ class FusedOperation(FusibleOperation):
         basic_op_kwargs: list[dict[str, Any]] | None = None,
     ) -> Any:
         """Run this operation alone."""
-        return Engine.run_alone(self, input, extra_inputs, basic_op_kwargs)
+        return StandaloneCalls.run_alone(self, input, extra_inputs, basic_op_kwargs)
 
 
 def is_built_in(op: nn.Module) -> bool:

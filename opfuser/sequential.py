@@ -10,28 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from .basic import AddExtraInput, MakeExtraOutput
+from .change_tracking import Clock, has_hooks, stamp
 from .context import TensorFacts
+from .engine.autograd import Kwargs
+from .engine.plan import Plan, expand
+from .engine.routing import PrivateChannel, Routes, Slot
 from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
-from .execute import Kwargs
 from .fuser import OperationFuser, check_keywords, count_message
-from .members import (
+from .groups import (
     Facts,
-    Member,
-    Nested,
-    PlannedMember,
+    Group,
+    NestedSequential,
+    PlannedGroup,
     join_plans,
-    make_members,
+    make_groups,
     stretches,
 )
 from .op import BasicOperation, FusedOperation, FusibleOperation
-from .plan import Plan, expand
-from .tracked import Clock, has_hooks, stamp
-from .wiring import PrivateChannel, Routes, Slot
 
 __all__ = ["Residual", "Sequential"]
 
 
-class Sequential(Nested):
+class Sequential(NestedSequential):
     """A sequence of operations and modules, run in order, with runs of operations fused.
 
     A drop-in for ``torch.nn.Sequential`` with the list interface of a Python list. Neighbouring
@@ -181,7 +181,7 @@ class Sequential(Nested):
 
     # ------------------------------------------------------------------ structure
 
-    _members: list[Member]
+    _groups: list[Group]
     _routes: Routes
     _structure: list[tuple[str, list[tuple[int, Hashable]]]] | None
     _single: OperationFuser | None
@@ -192,7 +192,7 @@ class Sequential(Nested):
     def _forget(self) -> None:
         """Drops everything derived from the modules."""
         self.__dict__.update(
-            _members=[],
+            _groups=[],
             _routes=Routes((), ()),
             _structure=None,
             _single=None,
@@ -202,7 +202,7 @@ class Sequential(Nested):
 
     def __getstate__(self) -> dict[str, Any]:
         derived = (
-            "_members", "_routes", "_structure", "_single", "_hooked", "_seen", "_stamped", "_stamp"
+            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_stamped", "_stamp"
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
@@ -214,12 +214,12 @@ class Sequential(Nested):
         """Groups the modules and routes extra tensors, if anything has changed."""
         now = Clock.now
         found = stretches(_flatten(self))
-        structure = [(split, [(id(m), scope) for m, scope in run]) for split, run in found]
+        structure = [(split, [(id(m), scope) for m, scope in part]) for split, part in found]
         if structure != self._structure:
-            members, routes = make_members(found)
-            only = members[0].run if len(members) == 1 else None
+            groups, routes = make_groups(found)
+            only = groups[0].callee if len(groups) == 1 else None
             self.__dict__.update(
-                _members=members,
+                _groups=groups,
                 _routes=routes,
                 _structure=structure,
                 _single=only if isinstance(only, OperationFuser) else None,
@@ -254,13 +254,13 @@ class Sequential(Nested):
     def num_extra_outputs(self) -> int:
         """Number of extra outputs that the caller gets."""
         self._resolve()
-        return sum(to_caller for path in self._routes.members for _, to_caller in path.gives)
+        return sum(to_caller for path in self._routes.groups for _, to_caller in path.gives)
 
     @property
     def _module_groups(self) -> list[OperationFuser | nn.Module] | None:
         if self._structure is None:
             return None
-        return [member.run for member in self._members]
+        return [group.callee for group in self._groups]
 
     # ------------------------------------------------------------------ calls
 
@@ -285,16 +285,16 @@ class Sequential(Nested):
         extra_inputs: Sequence[Tensor],
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
-        """Runs the members in order and routes extra tensors between them."""
+        """Runs the groups in order and routes extra tensors between them."""
         self._check_count(extra_inputs)
         kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)
         to_caller: list[Tensor] = []
         stored: dict[Slot, Tensor] = {}
-        for n, (member, path) in enumerate(zip(self._members, self._routes.members)):
+        for n, (group, path) in enumerate(zip(self._groups, self._routes.groups)):
             extras = [
                 extra_inputs[take] if isinstance(take, int) else stored[take] for take in path.takes
             ]
-            y = member(x, extras, None if kwargs is None else kwargs[n])
+            y = group(x, extras, None if kwargs is None else kwargs[n])
             if not path.gives:
                 x = y
                 continue
@@ -332,11 +332,11 @@ class Sequential(Nested):
             given[op] = dict(kwargs)
         out: list[Kwargs] = []
         reached: set[BasicOperation] = set()
-        for member in self._members:
-            here: list[Any] = [given.get(op, {}) for op in member.ops]
-            inside: Sequence[BasicOperation] = member.ops
-            if isinstance(member.run, Sequential):
-                inside = _operations(member.run)
+        for group in self._groups:
+            here: list[Any] = [given.get(op, {}) for op in group.ops]
+            inside: Sequence[BasicOperation] = group.ops
+            if isinstance(group.callee, Sequential):
+                inside = _operations(group.callee)
                 here = [{op: given[op] for op in inside if op in given}]
             reached.update(inside)
             out.append(here if any(here) else None)
@@ -387,37 +387,37 @@ class Sequential(Nested):
         self._check_count(extra_inputs)
         if self._single is not None:
             return self._named(self._single.plan(input, *extra_inputs))
-        (plan,) = self.planned_members(input, extra_inputs).plans or (None,)
+        (plan,) = self.planned_groups(input, extra_inputs).plans or (None,)
         return self._named(plan)
 
-    def _planned(self, x: Facts, extra_inputs: Sequence[Facts]) -> list[PlannedMember]:
-        """What each member will do, for tensors like these."""
+    def _planned(self, x: Facts, extra_inputs: Sequence[Facts]) -> list[PlannedGroup]:
+        """What each group will do, for tensors like these."""
         stored: dict[Slot, TensorFacts] = {}
-        out: list[PlannedMember] = []
-        for member, path in zip(self._members, self._routes.members):
+        out: list[PlannedGroup] = []
+        for group, path in zip(self._groups, self._routes.groups):
             extras = [
                 extra_inputs[take] if isinstance(take, int) else stored[take] for take in path.takes
             ]
-            out.append(member.planned(x, extras))
+            out.append(group.planned(x, extras))
             x = out[-1].output
             for (key, _), extra_output in zip(path.gives, out[-1].extra_outputs):
                 if key is not None:
                     stored[key] = extra_output
         return out
 
-    def planned_members(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedMember:
+    def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedGroup:
         self._resolve()
         done = self._planned(x, extra_inputs)
-        assumed = tuple(what for member in done for what in member.assumed)
-        pairs = [(member, planned.plans) for member, planned in zip(self._members, done)]
+        assumed = tuple(what for group in done for what in group.assumed)
+        pairs = [(group, planned.plans) for group, planned in zip(self._groups, done)]
         plan = join_plans(pairs, torch.is_grad_enabled(), assumed)
-        return PlannedMember(
+        return PlannedGroup(
             [] if plan is None else [plan],
             done[-1].output if done else TensorFacts(x.dtype, x.device, x.requires_grad),
             [
                 facts
-                for member, path in zip(done, self._routes.members)
-                for (_, public), facts in zip(path.gives, member.extra_outputs)
+                for group, path in zip(done, self._routes.groups)
+                for (_, public), facts in zip(path.gives, group.extra_outputs)
                 if public
             ],
             assumed,
@@ -429,7 +429,7 @@ class Sequential(Nested):
     @property
     def last_plan(self) -> Plan | None:
         """The plan that was used last, or None before the first call."""
-        pairs = [(member, member.last_plans()) for member in self._members]
+        pairs = [(group, group.last_plans()) for group in self._groups]
         plan = join_plans(pairs, torch.is_grad_enabled())
         return None if plan is None else self._named(plan)
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..buffer_reuse import only_reference
 from ..errors import OpKwargsError, explain
 from ..op import BasicOperation, OperationContext
-from ..ownership import only_reference
 
 __all__ = ["MakeExtraOutput"]
 

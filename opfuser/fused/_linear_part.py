@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear, linear_dgrad
 from ..basic.bias import Bias, bias_grad
+from ..buffer_reuse import only_reference
 from ..fusion import Env, Refusal
 from ..kernels.scalar import cast
 from ..op import OperationContext
-from ..ownership import only_reference
 from ._linear import (
     add_linear,
     backward_refusal,

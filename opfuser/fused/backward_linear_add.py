@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ..basic.basic_linear import BasicLinear
 from ..basic.make_extra_output import MakeExtraOutput
+from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, OperationContext
-from ..ownership import only_reference
 from ._linear import add_dgrad, backward_refusal, insist
 
 __all__ = ["FUSION", "BackwardLinearAdd"]

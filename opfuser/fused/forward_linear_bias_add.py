@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
+from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusedOperation, FusibleOperation, OperationContext
-from ..ownership import only_reference
 from ._linear import add_linear, bias_operand, forward_refusal, insist, linear_operands
 from ._residual_sum import refused_by_gemm
 

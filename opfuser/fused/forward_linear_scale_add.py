@@ -10,9 +10,9 @@ from torch import Tensor
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear, linear_forward
 from ..basic.constant_scale import ConstantScale
+from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, OperationContext
-from ..ownership import only_reference
 from ._linear import add_linear, forward_refusal, insist, linear_operands
 
 __all__ = ["FUSION", "ForwardLinearScaleAdd"]

@@ -12,10 +12,10 @@ from ..basic._backward_pass import Destination, destination
 from ..basic._wgrad import main_grad_buffer, mark_added
 from ..basic.basic_linear import BasicLinear
 from ..basic.cross_entropy import CrossEntropy
+from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Refusal
 from ..kernels.cross_entropy import scaled
 from ..op import FusedOperation, OperationContext
-from ..ownership import only_reference
 from ._linear import backward_refusal, forward_refusal, insist, linear_operands
 from ._loss_chunks import Work, walk
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..engine.plan import Plan
+from ..engine.routing import Slot
 from ..fuser import OperationFuser
 from ..op import BasicOperation, FusibleOperation, GradNeeds, OperationContext
-from ..plan import Plan
 from ..registry import disable, enable, registry
 from ..sequential import Sequential
-from ..wiring import Slot
 from .calls import Outcome, Untouched, ask_for_gradients, fail
 from .compare import Comparison, Tolerance, cast, parameters_of
 from .variants import Variant
@@ -78,7 +78,7 @@ def fill(
     with torch.no_grad():
         for step in plan.forward:
             ctxs = [_context(plan.needs[i], plan.basic_ops[i]) for i in step.indices]
-            sources = [fuser.wiring.sources[i] for i in step.indices]
+            sources = [fuser.routing.sources[i] for i in step.indices]
             taken = [
                 [extras[s] if isinstance(s, int) else produced.get(s) for s in row]
                 for row in sources

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..engine.plan import Plan
 from ..errors import ArgumentError, UnknownFusionError, explain
 from ..fuser import OperationFuser
 from ..fusion import Fusion, FusionFunction, Stage
-from ..plan import Plan
 from ..registry import FusionHandle, registry
 from ..sequential import Sequential
 from .calls import Subject, named_inputs

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
+from ..engine.plan import FusionRecord, Plan
 from ..errors import ArgumentError, explain
 from ..fuser import OperationFuser
 from ..fusion import Stage
 from ..op import FusibleOperation
-from ..plan import FusionRecord, Plan
 from ..registry import registry
 from ..sequential import Sequential
 

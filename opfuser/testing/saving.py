@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..engine.plan import Plan, Step
 from ..op import FusibleOperation, OperationContext
-from ..plan import Plan, Step
 from ..registry import FusionHandle
 from ..sequential import Sequential
 from .calls import ERRORS, fail

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from opfuser import PointwiseOperation, Sequential
-from opfuser.plan import Plan
+from opfuser.engine.plan import Plan
 
 
 class Cube(PointwiseOperation):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
+from opfuser.engine.plan import Plan, expand
 from opfuser.op import BasicOperation
-from opfuser.plan import Plan, expand
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

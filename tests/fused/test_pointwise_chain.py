@@ -27,10 +27,10 @@ from opfuser import (
     SwiGLU,
     Tanh,
 )
+from opfuser.engine.plan import Plan
 from opfuser.errors import InputError, NotSupportedError
 from opfuser.fused.pointwise_chain import FUSION, PointwiseChain
 from opfuser.kernels import launch
-from opfuser.plan import Plan
 from tests.fused.chains import Cube, plan_on
 from tests.fused.pairings import tensor, with_subclass
 

@@ -26,11 +26,11 @@ from opfuser import (
     SiLU,
     SwiGLU,
 )
+from opfuser.engine.plan import Plan
 from opfuser.errors import InputError, NotSupportedError
 from opfuser.fused import NormLinear, PointwiseNorm
 from opfuser.fused.pointwise_norm import FUSION
 from opfuser.kernels import launch
-from opfuser.plan import Plan
 from tests.fused.chains import Cube, plan_on
 from tests.fused.joint import assert_same, elements, gradients, saved_by
 from tests.fused.pairings import tensor, what, with_subclass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser as of
-from opfuser.plan import Plan
+from opfuser.engine.plan import Plan
 from opfuser.testing import assert_fused
 from tests.engine.toys import F64, grads, randn, same
 

@@ -99,7 +99,7 @@ def test_old_plans_are_dropped(plans: list[Any]) -> None:
         seq(x)
     (group,) = seq._module_groups
     assert len(plans) == 200
-    assert len(group._programs) < 100
+    assert len(group._schedules) < 100
 
 
 def test_one_operation_called_alone_plans_once(plans: list[Any]) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import opfuser
-from opfuser import plan as plan_module
+from opfuser.engine import plan as plan_module
+from opfuser.engine.plan import Plan
 from opfuser.fusion import Fusion, Refusal, Requires
-from opfuser.plan import Plan
 from opfuser.registry import FusionHandle, registry
 from tests.planning.toys import BUILD, NEEDED, env, make_plan, ops, rule
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser
+from opfuser.engine.plan import make_plan
 from opfuser.fusion import Refusal, Requires
-from opfuser.plan import make_plan
 from opfuser.registry import registry
 from tests.planning.toys import (
     NEEDED,

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import opfuser
+from opfuser.engine.plan import Plan
 from opfuser.errors import FusionError, UnknownFusionError
 from opfuser.fusion import Refusal, Requires
-from opfuser.plan import Plan
 from opfuser.registry import FusionHandle, Registry, registry
 from tests.planning.toys import NEEDED, A, B, Fused, env, make_plan, ops, rule
 

@@ -163,11 +163,11 @@ def test_an_operation_declares_the_dtype_of_its_output() -> None:
     seq[2].register_forward_hook(lambda *unused: None)
     x = torch.randn(2)
     planned = seq.plan(x)
-    (fuser,) = seq[2]._alone._programs
+    (fuser,) = seq[2]._alone._schedules
     assert fuser.input[0] == torch.float64
     seq(x)
     assert planned == seq.last_plan
-    assert len(seq[2]._alone._programs) == 1
+    assert len(seq[2]._alone._schedules) == 1
 
 
 def test_planning_starts_no_operation() -> None:

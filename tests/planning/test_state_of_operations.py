@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import opfuser
-from opfuser.plan import Plan
+from opfuser.engine.plan import Plan
 
 
 class Remembers(opfuser.BasicOperation):

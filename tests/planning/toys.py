@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from opfuser.engine.plan import Plan, make_plan
 from opfuser.fusion import Env, Fusion, Optional, Refusal, Repeated, Stage
 from opfuser.op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
-from opfuser.plan import Plan, make_plan
 from opfuser.registry import FusionHandle
 
 CPU = torch.device("cpu")

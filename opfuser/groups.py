@@ -1,4 +1,4 @@
-"""The members of a Sequential: runs of operations, and what must be called as a module."""
+"""The groups of a Sequential: operations that are fused together, and what is called as it is."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from .change_tracking import Tracked, has_hooks
 from .context import TensorFacts
-from .execute import Kwargs
+from .engine.autograd import Kwargs
+from .engine.plain_modules import assumed_output, is_known
+from .engine.plan import FusionRecord, Plan, Step, expand
+from .engine.routing import RoutedGroup, Routes, route
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Refusal
 from .op import (
@@ -20,17 +24,13 @@ from .op import (
     has_called_parts,
     must_be_called,
 )
-from .plain_modules import assumed_output, is_known
-from .plan import FusionRecord, Plan, Step, expand
 from .registry import registry
-from .tracked import Tracked, has_hooks
-from .wiring import Routes, WiredMember, route
 
 Facts = Tensor | TensorFacts
 
 
-class PlannedMember(NamedTuple):
-    """What a member will do with tensors of some kind.
+class PlannedGroup(NamedTuple):
+    """What a group will do with tensors of some kind.
 
     Attributes:
         plans: in order; none for a plain module.
@@ -44,7 +44,7 @@ class PlannedMember(NamedTuple):
     assumed: tuple[str, ...] = ()
 
 
-class Nested(Tracked):
+class NestedSequential(Tracked):
     """Abstract. A Sequential, as far as one that holds it as a module looks into it."""
 
     @property
@@ -63,59 +63,61 @@ class Nested(Tracked):
         raise NotImplementedError
 
     def overrides_forward(self) -> bool:
-        """Whether calling it may be something else than running what it holds."""
+        """Whether calling it may be something else than active_calls what it holds."""
         raise NotImplementedError
 
-    def planned_members(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedMember:
-        """As :meth:`Member.planned`, for what it holds."""
+    def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedGroup:
+        """As :meth:`Group.planned`, for what it holds."""
         raise NotImplementedError
 
 
-class Member(NamedTuple):
-    """One stretch of a Sequential: a run of operations, or one module that is called as it is."""
+class Group(NamedTuple):
+    """Consecutive operations that are fused together, or one module that is called as it is."""
 
-    run: OperationFuser | nn.Module
+    callee: OperationFuser | nn.Module
     ops: tuple[BasicOperation, ...]
     split: str
     """Why it is not fused with its neighbours: "", "HOOK", "FORWARD" or "GROUP_SPLIT"."""
 
     def __call__(self, x: Any, extras: Sequence[Tensor], kwargs: Kwargs) -> Any:
-        run = self.run
+        callee = self.callee
         if kwargs is None:
-            return run(x, *extras)
-        if isinstance(run, BasicOperation):
-            return run(x, *extras, **kwargs[0])
+            return callee(x, *extras)
+        if isinstance(callee, BasicOperation):
+            return callee(x, *extras, **kwargs[0])
         if not self.ops:  # a nested Sequential
-            return cast(nn.Module, run)(x, *extras, op_kwargs=kwargs[0])
-        return run(x, *extras, basic_op_kwargs=kwargs)
+            return cast(nn.Module, callee)(x, *extras, op_kwargs=kwargs[0])
+        return callee(x, *extras, basic_op_kwargs=kwargs)
 
     def last_plans(self) -> list[Plan]:
         """The plans that were used last, in order; none for a plain module."""
-        run = self.run
-        if isinstance(run, FusibleOperation):
-            units = expand(run) if has_called_parts(run) else [run]
+        callee = self.callee
+        if isinstance(callee, FusibleOperation):
+            units = expand(callee) if has_called_parts(callee) else [callee]
             last = [None if op._alone is None else op._alone.last_plan for op in units]
         else:
-            last = [run.last_plan if isinstance(run, (OperationFuser, Nested)) else None]
+            last = [
+                callee.last_plan if isinstance(callee, (OperationFuser, NestedSequential)) else None
+            ]
         return [plan for plan in last if plan is not None]
 
-    def planned(self, x: Facts, extras: Sequence[Facts]) -> PlannedMember:
+    def planned(self, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
         """The plans of a call with tensors like these, and what comes out; nothing is computed."""
-        run = self.run
-        if isinstance(run, OperationFuser):
-            done = run.planned(x, extras)
-            return PlannedMember([done.plan], done.output, done.extra_outputs)
-        if isinstance(run, FusibleOperation) and self.split == "HOOK":
-            return _planned_alone(run, x, extras)
-        if isinstance(run, Nested) and self.split != "FORWARD":
-            return run.planned_members(x, extras)
-        output = assumed_output(run, x)
-        note = () if is_known(run) else (f"{type(run).__name__} returns {output.dtype}",)
+        callee = self.callee
+        if isinstance(callee, OperationFuser):
+            done = callee.planned(x, extras)
+            return PlannedGroup([done.plan], done.output, done.extra_outputs)
+        if isinstance(callee, FusibleOperation) and self.split == "HOOK":
+            return _planned_alone(callee, x, extras)
+        if isinstance(callee, NestedSequential) and self.split != "FORWARD":
+            return callee.planned_groups(x, extras)
+        output = assumed_output(callee, x)
+        note = () if is_known(callee) else (f"{type(callee).__name__} returns {output.dtype}",)
         given = [output] * sum(op.num_extra_outputs for op in self.ops)
-        return PlannedMember([], output, given, note)
+        return PlannedGroup([], output, given, note)
 
 
-def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> PlannedMember:
+def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
     """Of an operation that is called as a module, or of its parts if one of these is."""
     plans: list[Plan] = []
     extra_outputs: list[TensorFacts] = []
@@ -128,7 +130,7 @@ def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> P
         plan, x, given = fuser.planned(x, own)
         plans.append(plan)
         extra_outputs += given
-    return PlannedMember(plans, cast(TensorFacts, x), extra_outputs)
+    return PlannedGroup(plans, cast(TensorFacts, x), extra_outputs)
 
 
 def stretches(
@@ -155,7 +157,7 @@ def _split(module: nn.Module) -> str:
     """Why a module is called as it is; empty for an operation that may be part of a run."""
     if isinstance(module, FusibleOperation):
         return must_be_called(module)
-    if isinstance(module, Nested):
+    if isinstance(module, NestedSequential):
         if module.overrides_forward():
             return "FORWARD"
         if has_hooks(module):
@@ -174,56 +176,58 @@ def _open_compounds(
             yield module, scope
 
 
-def make_members(
+def make_groups(
     found: Iterable[tuple[str, list[tuple[nn.Module, Hashable]]]],
-) -> tuple[list[Member], Routes]:
-    """Routes extra tensors between stretches, and makes a fuser for each run of operations.
+) -> tuple[list[Group], Routes]:
+    """Routes extra tensors between stretches, and makes a fuser for each group of operations.
 
     Raises:
         ChannelError: a channel has no producer, no earlier producer, or several.
     """
     found = list(found)
-    wired = [_wire(split, run) for split, run in found]
-    routes = route(wired)
-    members = []
-    for (split, run), wire, path in zip(found, wired, routes.members):
-        for op in wire.ops:
+    routed_groups = [_as_routed(split, modules) for split, modules in found]
+    routes = route(routed_groups)
+    groups = []
+    for (split, modules), routed, path in zip(found, routed_groups, routes.groups):
+        for op in routed.ops:
             op.__dict__["_routing_captured"] = True
-        target: OperationFuser | nn.Module = run[0][0]
+        target: OperationFuser | nn.Module = modules[0][0]
         if not split:
-            units = [cast(FusibleOperation, module) for module, _ in run]
-            target = OperationFuser(units, wiring=path.wiring)
-        members.append(Member(target, wire.ops, split))
-    return members, routes
+            units = [cast(FusibleOperation, module) for module, _ in modules]
+            target = OperationFuser(units, routing=path.routing)
+        groups.append(Group(target, routed.ops, split))
+    return groups, routes
 
 
-def _wire(split: str, run: list[tuple[nn.Module, Hashable]]) -> WiredMember:
-    module = run[0][0]
+def _as_routed(split: str, modules: list[tuple[nn.Module, Hashable]]) -> RoutedGroup:
+    module = modules[0][0]
     if isinstance(module, FusibleOperation):
-        pairs = [(op, scope) for unit, scope in run for op in expand(cast(FusibleOperation, unit))]
-        return WiredMember(
+        pairs = [
+            (op, scope) for unit, scope in modules for op in expand(cast(FusibleOperation, unit))
+        ]
+        return RoutedGroup(
             tuple(op for op, _ in pairs), tuple(scope for _, scope in pairs), fused=not split
         )
     name = type(module).__name__
-    if isinstance(module, Nested):  # takes and gives extra tensors of its own
+    if isinstance(module, NestedSequential):  # takes and gives extra tensors of its own
         name = f"a nested {name}" + (" that carries hooks" if split == "HOOK" else "")
         counts = module.num_extra_inputs, module.num_extra_outputs
     else:
         counts = (0, 0)
-    return WiredMember((), (), *counts, False, name)
+    return RoutedGroup((), (), *counts, False, name)
 
 
 def join_plans(
-    members: Sequence[tuple[Member, Sequence[Plan]]],
+    groups: Sequence[tuple[Group, Sequence[Plan]]],
     grad_enabled: bool,
     assumed: tuple[str, ...] = (),
 ) -> Plan | None:
-    """One plan over all members, with the fusions that their boundaries prevented.
+    """One plan over all groups, with the fusions that their boundaries prevented.
 
-    None if no member has a plan.
+    None if no group has a plan.
 
     Args:
-        members: each with its plans, of which a module that is called as it is may have none.
+        groups: each with its plans, of which a module that is called as it is may have none.
         grad_enabled: whether such a module takes part in backward.
         assumed: what the plans take for granted.
     """
@@ -235,17 +239,19 @@ def join_plans(
     cuts: dict[int, Refusal] = {}
     records: dict[tuple[str, str], FusionRecord] = {}
     env: Env | None = None
-    before: Member | None = None
-    for member, plans in members:
-        cut = member if member.split or before is None else before
+    before: Group | None = None
+    for group, plans in groups:
+        cut = group if group.split or before is None else before
         if before is not None and cut.split:
-            cuts[len(scanned)] = Refusal(cut.split, f"{type(cut.run).__name__} {_WHY[cut.split]}")
-        before = member
+            cuts[len(scanned)] = Refusal(
+                cut.split, f"{type(cut.callee).__name__} {_WHY[cut.split]}"
+            )
+        before = group
         if not plans:
-            step = Step(cast(nn.Module, member.run), ())
+            step = Step(cast(nn.Module, group.callee), ())
             forward.append(step)
             backward += [step] if grad_enabled else []
-            scanned += [(len(ops), op) for op in member.ops]
+            scanned += [(len(ops), op) for op in group.ops]
         for plan in plans:
             first = len(ops)
             forward += [_shift(step, first) for step in plan.forward]

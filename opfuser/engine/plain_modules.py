@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .context import TensorFacts, autocast_dtype
+from ..context import TensorFacts, autocast_dtype
 
 __all__ = ["assumed_output", "is_known"]
 

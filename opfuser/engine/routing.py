@@ -1,7 +1,7 @@
 """Extra inputs, extra outputs and channels, resolved once into slots.
 
-A Sequential consists of members: runs of operations that are fused together, single operations
-that run on their own, and plain modules. Whatever a member cannot route inside itself crosses
+A Sequential consists of groups: operations that are fused together, single operations
+that run on their own, and plain modules. Whatever a group cannot route inside itself crosses
 its boundary as one more input or output.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from .errors import ChannelError, explain
-from .op import BasicOperation
+from ..errors import ChannelError, explain
+from ..op import BasicOperation
 
 
 class Slot(NamedTuple):
@@ -21,15 +21,15 @@ class Slot(NamedTuple):
     slot: int
 
 
-class Wiring(NamedTuple):
-    """How extra tensors flow through one run of basic operations.
+class Routing(NamedTuple):
+    """How extra tensors flow through one group of operations.
 
     Attributes:
-        sources: for each operation and extra input, the slot of the operation in this run that
-            produces it, or the position of the argument of the run that holds it.
-        inputs: the slots that arguments of the run go to, in argument order.
-        outputs: the slots that the run returns, in order.
-        consumers: for each operation and extra output, the operations in this run that read it.
+        sources: for each operation and extra input, the slot of the operation in this group that
+            produces it, or the position of the argument of the group that holds it.
+        inputs: the slots that arguments of the group go to, in argument order.
+        outputs: the slots that the group returns, in order.
+        consumers: for each operation and extra output, the operations in this group that read it.
     """
 
     sources: tuple[tuple[Slot | int, ...], ...]
@@ -43,13 +43,13 @@ class Wiring(NamedTuple):
         return not self.inputs and not any(self.sources) and not any(self.consumers)
 
 
-class WiredMember(NamedTuple):
-    """One member of a Sequential, as wiring sees it.
+class RoutedGroup(NamedTuple):
+    """One group of a Sequential, as routing sees it.
 
     Attributes:
-        ops: its basic operations; empty for a module that wiring cannot look into.
+        ops: its basic operations; empty for a module that routing cannot look into.
         scopes: for each operation, what makes its private channels differ from others of that name.
-        inputs, outputs: number of extra tensors of a module that wiring cannot look into.
+        inputs, outputs: number of extra tensors of a module that routing cannot look into.
         fused: whether channels may stay inside.
         name: for messages.
     """
@@ -63,25 +63,25 @@ class WiredMember(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a Sequential feeds one member.
+    """How a Sequential feeds one group.
 
     Attributes:
-        wiring: inside the member, if it is a run of operations.
-        takes: for each extra input of the member, the position of the caller's argument, or the
-            key under which an earlier member stored it.
+        routing: inside the group, if its operations are fused together.
+        takes: for each extra input of the group, the position of the caller's argument, or the
+            key under which an earlier group stored it.
         gives: for each extra output, the key to store it under (None: nobody reads it), and
             whether the caller gets it.
     """
 
-    wiring: Wiring | None
+    routing: Routing | None
     takes: tuple[int | Slot, ...]
     gives: tuple[tuple[Slot | None, bool], ...]
 
 
 class Routes(NamedTuple):
-    """How a Sequential feeds all its members."""
+    """How a Sequential feeds all its groups."""
 
-    members: tuple[Route, ...]
+    groups: tuple[Route, ...]
     expects: tuple[str, ...]
     """For each extra input that the caller brings, who asks for it."""
 
@@ -92,11 +92,11 @@ class PrivateChannel(str):
     __slots__ = ()
 
 
-def public_wiring(ops: Sequence[BasicOperation]) -> Wiring:
-    """The wiring of operations called on their own: every extra tensor is the caller's."""
+def public_routing(ops: Sequence[BasicOperation]) -> Routing:
+    """The routing of operations called on their own: every extra tensor is the caller's."""
     inputs = tuple(Slot(i, s) for i, op in enumerate(ops) for s in range(op.num_extra_inputs))
     position = {slot: n for n, slot in enumerate(inputs)}
-    return Wiring(
+    return Routing(
         tuple(
             tuple(position[Slot(i, s)] for s in range(op.num_extra_inputs))
             for i, op in enumerate(ops)
@@ -117,7 +117,7 @@ def _key(channel: str, scope: Hashable) -> Hashable:
 
 
 class _Producers:
-    """Every named extra output, by channel; positions count basic operations over all members."""
+    """Every named extra output, by channel; positions count basic operations over all groups."""
 
     def __init__(
         self, ops: Sequence[BasicOperation], scopes: Sequence[Hashable], closed: Sequence[str]
@@ -167,15 +167,15 @@ class _Producers:
         return slot
 
 
-def route(members: Sequence[WiredMember]) -> Routes:
+def route(groups: Sequence[RoutedGroup]) -> Routes:
     """Resolves all channels and extra tensors of a Sequential.
 
     Raises:
         ChannelError: a channel has no producer, no earlier producer, or several.
     """
-    ops = [op for member in members for op in member.ops]
-    scopes = [scope for member in members for scope in member.scopes]
-    closed = [member.name for member in members if not member.ops]
+    ops = [op for group in groups for op in group.ops]
+    scopes = [scope for group in groups for scope in group.scopes]
+    closed = [group.name for group in groups if not group.ops]
     producers = _Producers(ops, scopes, closed)
     readers: dict[Slot, list[int]] = {slot: [] for slot in producers.slots.values()}
     feeds: dict[Slot, Slot] = {}
@@ -188,20 +188,20 @@ def route(members: Sequence[WiredMember]) -> Routes:
     expects: list[str] = []
     routes: list[Route] = []
     first = 0
-    for member in members:
-        routes.append(_route_member(member, first, feeds, readers, expects))
-        first += len(member.ops)
+    for group in groups:
+        routes.append(_route_group(group, first, feeds, readers, expects))
+        first += len(group.ops)
     return Routes(tuple(routes), tuple(expects))
 
 
-def _route_member(
-    member: WiredMember,
+def _route_group(
+    group: RoutedGroup,
     first: int,
     feeds: dict[Slot, Slot],
     readers: dict[Slot, list[int]],
     expects: list[str],
 ) -> Route:
-    stop = first + len(member.ops)
+    stop = first + len(group.ops)
     takes: list[int | Slot] = []
     sources: list[list[Slot | int]] = []
     inputs: list[Slot] = []
@@ -210,39 +210,39 @@ def _route_member(
         expects.append(asked_by)
         return len(expects) - 1
 
-    for i, op in enumerate(member.ops):
+    for i, op in enumerate(group.ops):
         sources.append([])
         for s in range(op.num_extra_inputs):
             feed = feeds.get(Slot(first + i, s))
-            if feed is not None and member.fused and first <= feed.op < stop:
+            if feed is not None and group.fused and first <= feed.op < stop:
                 sources[i].append(Slot(feed.op - first, feed.slot))
                 continue
             sources[i].append(len(inputs))
             inputs.append(Slot(i, s))
             takes.append(outside(describe(first + i, op)) if feed is None else feed)
-    takes += [outside(member.name) for _ in range(member.inputs)]
+    takes += [outside(group.name) for _ in range(group.inputs)]
 
     outputs: list[Slot] = []
     gives: list[tuple[Slot | None, bool]] = []
     consumers: list[list[tuple[int, ...]]] = []
-    for i, op in enumerate(member.ops):
+    for i, op in enumerate(group.ops):
         consumers.append([])
         for s in range(op.num_extra_outputs):
             here = Slot(first + i, s)
             reading = readers.get(here, [])
-            within = [r - first for r in reading if member.fused and first <= r < stop]
+            within = [r - first for r in reading if group.fused and first <= r < stop]
             consumers[i].append(tuple(within))
             to_caller = op._extra_output_to_caller[s]
             crossing = len(within) < len(reading)
-            if to_caller or crossing or not member.fused:
+            if to_caller or crossing or not group.fused:
                 outputs.append(Slot(i, s))
                 gives.append((here if crossing else None, to_caller))
-    gives += [(None, True)] * member.outputs
+    gives += [(None, True)] * group.outputs
 
-    wiring = Wiring(
+    routing = Routing(
         tuple(tuple(row) for row in sources),
         tuple(inputs),
         tuple(outputs),
         tuple(tuple(row) for row in consumers),
     )
-    return Route(wiring if member.ops else None, tuple(takes), tuple(gives))
+    return Route(routing if group.ops else None, tuple(takes), tuple(gives))

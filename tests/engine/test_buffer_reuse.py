@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuser.ownership import only_reference
+from opfuser.buffer_reuse import only_reference
 
 
 def test_a_tensor_that_only_the_list_holds() -> None:

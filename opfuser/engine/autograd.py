@@ -1,6 +1,6 @@
-"""Executing a plan: the autograd.Function of a whole run of operations.
+"""Executing a plan: the autograd.Function of a whole group of operations.
 
-Everything that does not change from call to call was laid out in a ``Program`` when the plan was
+Everything that does not change from call to call was laid out in a ``Schedule`` when the plan was
 made; the walks only follow it. They are written so that ``torch.compile`` can trace them: no
 attribute is read off a tensor, and a context of forward is not changed in backward.
 """
@@ -13,40 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import DoubleBackwardError, NotSupportedError, explain
-from .program import Program
-from .walk_backward import walk_backward, zeros
-from .walk_forward import Kwargs, Tape, walk_forward
+from ..errors import DoubleBackwardError, NotSupportedError, explain
+from .backward_pass import execute_backward, zeros
+from .forward_pass import Kwargs, Tape, execute_forward
+from .schedule import Schedule
 
-__all__ = ["Kwargs", "run"]
+__all__ = ["Kwargs", "execute"]
 
 _OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 
-def run(
-    program: Program,
+def execute(
+    schedule: Schedule,
     input_: Tensor,
     parameters: Sequence[Tensor],
     extra_inputs: Sequence[Tensor],
     kwargs: Kwargs,
 ) -> Any:
-    """Runs a program; returns the output, or a tuple of it and the extra outputs."""
-    for op, needed in program.prepared_ops:
+    """Runs a schedule; returns the output, or a tuple of it and the extra outputs."""
+    for op, needed in schedule.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
-    if program.needs_backward:
+    if schedule.needs_backward:
         if torch.compiler.is_compiling():
             if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():
                 # The tracer of torch 2.11 fails where a size that it held for variable turns out,
                 # behind another operation, to be that of a parameter. So it is fixed beforehand.
                 range(input_.shape[-1])
             tensors = _each_once([input_, *parameters, *extra_inputs])
-            return _Run.apply(program, kwargs, *tensors)  # type: ignore[no-untyped-call]
+            return _SequenceFunction.apply(schedule, kwargs, *tensors)  # type: ignore[no-untyped-call]
         if torch._C._are_functorch_transforms_active():
-            return _Run.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-        return _apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+            return _SequenceFunction.apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+        return _apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
     if torch._C._are_functorch_transforms_active():
         input_ = _batched_like(input_, [*parameters, *extra_inputs, *_tensors_in(kwargs)])
-    output, outputs = walk_forward(program, kwargs, input_, extra_inputs, None)
+    output, outputs = execute_forward(schedule, kwargs, input_, extra_inputs, None)
     return (output, *outputs) if outputs else output
 
 
@@ -74,23 +74,23 @@ def _each_once(tensors: list[Tensor]) -> list[Tensor]:
     return out
 
 
-class _Run(torch.autograd.Function):
-    """Differentiates a whole run of operations at once, so that the passes may fuse differently."""
+class _SequenceFunction(torch.autograd.Function):
+    """Differentiates a group of operations at once, so that the passes may fuse differently."""
 
     @staticmethod
     def forward(
-        func_ctx: Any, program: Program, kwargs: Kwargs, input_: Tensor, *tensors: Tensor
+        func_ctx: Any, schedule: Schedule, kwargs: Kwargs, input_: Tensor, *tensors: Tensor
     ) -> Any:
         tape = Tape()
-        extra_inputs = tensors[program.num_parameters :]
-        output, outputs = walk_forward(program, kwargs, input_, extra_inputs, tape)
+        extra_inputs = tensors[schedule.num_parameters :]
+        output, outputs = execute_forward(schedule, kwargs, input_, extra_inputs, tape)
         marked = False
-        if tape.saved or program.kept_parameters:
-            kept = [tensors[n] for n in program.kept_parameters]
+        if tape.saved or schedule.kept_parameters:
+            kept = [tensors[n] for n in schedule.kept_parameters]
             marked = _in_checkpoint()
-            mark = [torch.empty(0, program.layout())] if marked else ()
+            mark = [torch.empty(0, schedule.layout())] if marked else ()
             func_ctx.save_for_backward(*mark, *tape.saved, *kept)
-        func_ctx.forwarded = (program, tape.contexts, marked)
+        func_ctx.forwarded = (schedule, tape.contexts, marked)
         if torch.compiler.is_compiling():
             # Traced by torch 2.11, an output that an in-place operation returned, or that shares
             # memory with another one, gets the gradient of something else.
@@ -103,23 +103,23 @@ class _Run(torch.autograd.Function):
             return output
         func_ctx.set_materialize_grads(False)
         func_ctx.output_like = (output.shape, output.dtype, output.device)
-        return _distinct_outputs(func_ctx, program, output, outputs)
+        return _distinct_outputs(func_ctx, schedule, output, outputs)
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
         if grad_output is None:
             grad_output = zeros(func_ctx.output_like)
         if torch.compiler.is_compiling():
-            return (None, None, *walk_backward(func_ctx, grad_output, grad_outputs, keep=True))
+            return (None, None, *execute_backward(func_ctx, grad_output, grad_outputs, keep=True))
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         try:
             if not torch.is_grad_enabled():
-                grads = walk_backward(func_ctx, grad_output, grad_outputs, keep)
+                grads = execute_backward(func_ctx, grad_output, grad_outputs, keep)
             else:
                 func_ctx.create_graph = True  # told to operations, for which grad mode is off
                 anchors = _what_gradients_depend_on(func_ctx, (grad_output, *grad_outputs))
                 with torch.no_grad():
-                    grads = walk_backward(func_ctx, grad_output, grad_outputs, keep)
+                    grads = execute_backward(func_ctx, grad_output, grad_outputs, keep)
                 made = [g for g in grads if g is not None]
                 guarded = iter(_NotTwice.apply(len(made), *made, *anchors))  # type: ignore[no-untyped-call]
                 grads = [None if g is None else next(guarded) for g in grads]
@@ -147,8 +147,9 @@ _NOT_BATCHED = explain(
 )
 
 
-# What _Run.apply comes down to outside of torch.func; its Python wrapper looks at every argument.
-_apply = super(torch.autograd.Function, _Run).apply
+# What _SequenceFunction.apply comes down to outside of torch.func; its Python wrapper looks at
+# every argument.
+_apply = super(torch.autograd.Function, _SequenceFunction).apply
 
 
 def _in_checkpoint() -> bool:
@@ -202,14 +203,14 @@ def _what_gradients_depend_on(func_ctx: Any, received: Sequence[Tensor | None]) 
 
 
 def _distinct_outputs(
-    func_ctx: Any, program: Program, output: Tensor, outputs: list[Tensor]
+    func_ctx: Any, schedule: Schedule, output: Tensor, outputs: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """Gives every output a tensor of its own: autograd attaches one history to each."""
     results = [output]
     for y in outputs:
         results.append(y.view_as(y) if any(y is earlier for earlier in results) else y)
-    if program.without_grad:
-        func_ctx.mark_non_differentiable(*[results[1 + n] for n in program.without_grad])
+    if schedule.without_grad:
+        func_ctx.mark_non_differentiable(*[results[1 + n] for n in schedule.without_grad])
     return tuple(results)
 
 

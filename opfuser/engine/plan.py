@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .errors import PlanError, explain
-from .fusion import Env, Fusion, NearMiss, Refusal, Stage
-from .op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is_built_in
-from .registry import FusionHandle
-from .wiring import Wiring
+from ..errors import PlanError, explain
+from ..fusion import Env, Fusion, NearMiss, Refusal, Stage
+from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is_built_in
+from ..registry import FusionHandle
+from .routing import Routing
 
 __all__ = ["FusionRecord", "Plan", "PlanKey", "Step", "make_plan"]
 
@@ -203,7 +203,7 @@ def expand(op: FusibleOperation) -> list[BasicOperation]:
 
 def grad_needs(
     parameters: Sequence[tuple[bool, ...]],
-    wiring: Wiring,
+    routing: Routing,
     input_requires_grad: bool,
     extras_require_grad: Sequence[bool],
 ) -> tuple[GradNeeds | None, ...]:
@@ -215,7 +215,7 @@ def grad_needs(
     """
     out: list[GradNeeds | None] = []
     needed = input_requires_grad
-    for own, sources in zip(parameters, wiring.sources):
+    for own, sources in zip(parameters, routing.sources):
         extras = tuple(
             extras_require_grad[source] if isinstance(source, int) else out[source.op] is not None
             for source in sources

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from .op import (
+from ..op import (
     BasicOperation,
     FusedOperation,
     FusibleOperation,
@@ -16,9 +16,9 @@ from .op import (
     new_context,
 )
 from .plan import Plan, Step
-from .wiring import Slot, Wiring
+from .routing import Routing, Slot
 
-__all__ = ["Program"]
+__all__ = ["Schedule"]
 
 
 class ForwardStep(NamedTuple):
@@ -86,13 +86,13 @@ class GeneralBackward(NamedTuple):
 _layouts: dict[Hashable, int] = {}
 
 
-class Program:
+class Schedule:
     """A plan laid out for execution."""
 
-    def __init__(self, plan: Plan, wiring: Wiring, num_parameters: Sequence[int]) -> None:
+    def __init__(self, plan: Plan, routing: Routing, num_parameters: Sequence[int]) -> None:
         self.plan = plan
-        self.outputs = wiring.outputs
-        self.num_extra_inputs = len(wiring.inputs)
+        self.outputs = routing.outputs
+        self.num_extra_inputs = len(routing.inputs)
         ends = [0]
         for count in num_parameters:
             ends.append(ends[-1] + count)
@@ -109,14 +109,14 @@ class Program:
             else:
                 reads.append(None)
         self.kept_parameters = tuple(kept)
-        needs = _needs_of_steps(plan, wiring, num_parameters)
+        needs = _needs_of_steps(plan, routing, num_parameters)
         self._needs = tuple(needs)
         self._layout: int | None = None
-        self.forward = _lay_out_forward(plan, wiring, needs)
+        self.forward = _lay_out_forward(plan, routing, needs)
         constants = {step.first: step.context for step in self.forward}
-        self.backward = _lay_out_backward(plan, wiring, self.spans, reads, constants)
+        self.backward = _lay_out_backward(plan, routing, self.spans, reads, constants)
         self.without_grad = tuple(
-            n for n, slot in enumerate(wiring.outputs) if plan.needs[slot.op] is None
+            n for n, slot in enumerate(routing.outputs) if plan.needs[slot.op] is None
         )
         prepared = (BasicOperation, FusibleOperation)
         self.prepared_ops = tuple(
@@ -126,7 +126,7 @@ class Program:
         )
 
     def layout(self) -> int:
-        """A number that tells apart programs which may save other tensors.
+        """A number that tells apart schedules which may save other tensors.
 
         A forward fusion saves what the operations do that it replaces; a joint one what it likes.
         """
@@ -139,14 +139,14 @@ class Program:
 
 
 def _needs_of_steps(
-    plan: Plan, wiring: Wiring, num_parameters: Sequence[int]
+    plan: Plan, routing: Routing, num_parameters: Sequence[int]
 ) -> list[GradNeeds | None]:
     """The plan's needs; an operation that owes nothing, but shares a backward step, saves too."""
     needs = list(plan.needs)
     for step in plan.backward:
         if any(plan.needs[i] is not None for i in step.indices):
             for i in step.indices:
-                nothing = (False,) * num_parameters[i], (False,) * len(wiring.sources[i])
+                nothing = (False,) * num_parameters[i], (False,) * len(routing.sources[i])
                 needs[i] = needs[i] or GradNeeds(False, *nothing)
     return needs
 
@@ -179,22 +179,24 @@ def _name(step: Step) -> str:
 
 
 def _lay_out_forward(
-    plan: Plan, wiring: Wiring, needs: Sequence[GradNeeds | None]
+    plan: Plan, routing: Routing, needs: Sequence[GradNeeds | None]
 ) -> tuple[ForwardStep, ...]:
     last_reader: dict[Slot, int] = {}
     for number, step in enumerate(plan.forward):
         for i in step.indices:
-            for s in range(len(wiring.consumers[i])):
+            for s in range(len(routing.consumers[i])):
                 last_reader[Slot(i, s)] = number
-            last_reader.update({x: number for x in wiring.sources[i] if isinstance(x, Slot)})
+            last_reader.update({x: number for x in routing.sources[i] if isinstance(x, Slot)})
     ends = {
-        step.indices[-1] for step in plan.backward if any(wiring.consumers[i] for i in step.indices)
+        step.indices[-1]
+        for step in plan.backward
+        if any(routing.consumers[i] for i in step.indices)
     }
     ops = plan.basic_ops
     out: list[ForwardStep] = []
     for number, step in enumerate(plan.forward):
         own = set(step.indices)
-        extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
+        extras = any(routing.sources[i] or routing.consumers[i] for i in step.indices)
         first = step.indices[0]
         if _is_plain(step.op, extras):
             out.append(
@@ -212,15 +214,15 @@ def _lay_out_forward(
             tuple(
                 (
                     Slot(i, s),
-                    "public" if Slot(i, s) in wiring.outputs
+                    "public" if Slot(i, s) in routing.outputs
                     else "outside" if any(reader not in own for reader in readers)
                     else "",
                 )
-                for s, readers in enumerate(wiring.consumers[i])
+                for s, readers in enumerate(routing.consumers[i])
             )
             for i in step.indices
         )  # fmt: skip
-        sources = tuple(_outside(wiring.sources[i], own) for i in step.indices)
+        sources = tuple(_outside(routing.sources[i], own) for i in step.indices)
         asks = tuple(
             tuple(isinstance(source, Slot) and wanted for source, wanted in zip(row, need[2]))
             if (need := plan.needs[i]) is not None and not is_built_in(step.op)
@@ -243,7 +245,7 @@ def _lay_out_forward(
             step.indices[-1] in ends,
             tuple(
                 slot for slot, last in last_reader.items()
-                if last == number and slot not in wiring.outputs
+                if last == number and slot not in routing.outputs
             ),
             _name(step),
         )  # fmt: skip
@@ -253,7 +255,7 @@ def _lay_out_forward(
 
 def _lay_out_backward(
     plan: Plan,
-    wiring: Wiring,
+    routing: Routing,
     spans: Sequence[tuple[int, int]],
     reads: Sequence[tuple[int, int] | None],
     constants: dict[int, OperationContext | None],
@@ -262,7 +264,7 @@ def _lay_out_backward(
     for step in reversed(plan.backward):
         if all(plan.needs[i] is None for i in step.indices):
             break
-        extras = any(wiring.sources[i] or wiring.consumers[i] for i in step.indices)
+        extras = any(routing.sources[i] or routing.consumers[i] for i in step.indices)
         if _is_plain(step.op, extras):
             first = step.indices[0]
             out.append(
@@ -274,9 +276,11 @@ def _lay_out_backward(
             step.indices,
             tuple(spans[i] for i in step.indices),
             tuple(reads[i] for i in step.indices),
-            tuple(_outside(wiring.sources[i], own) for i in step.indices),
-            any(wiring.sources[i] for i in step.indices),
-            tuple(tuple(Slot(i, s) for s in range(len(wiring.consumers[i]))) for i in step.indices),
+            tuple(_outside(routing.sources[i], own) for i in step.indices),
+            any(routing.sources[i] for i in step.indices),
+            tuple(
+                tuple(Slot(i, s) for s in range(len(routing.consumers[i]))) for i in step.indices
+            ),
             _name(step),
         )
         out.append(BackwardStep(step.op, step.indices[0], (0, 0), None, None, general))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Clock", "Tracked", "has_hooks", "running", "signature", "stamp"]
+__all__ = ["Clock", "Tracked", "active_calls", "has_hooks", "signature", "stamp"]
 
 
 class Clock:
@@ -19,13 +19,13 @@ class Clock:
     now = 0
 
 
-class _Running(threading.local):
+class _ActiveCalls(threading.local):
     """Forward passes under way on this thread: what another thread sets meanwhile is no state."""
 
     depth = 0
 
 
-running = _Running()
+active_calls = _ActiveCalls()
 
 
 class Tracked(nn.Module):
@@ -55,7 +55,7 @@ class Tracked(nn.Module):
             old = own[name]
             if type(old) is type(value) and old == value and repr(old) == repr(value):  # 0.0, -0.0
                 return
-            if running.depth and name != "training":
+            if active_calls.depth and name != "training":
                 own.setdefault("_state_names", set()).add(name)
                 super().__setattr__(name, value)  # type: ignore[arg-type]
                 own.pop("_settings", None)

@@ -16,9 +16,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from .errors import NotSupportedError, explain
+from ..errors import NotSupportedError, explain
 
-__all__ = ["one_value_each", "read_through", "refuse_impure", "rehearse"]
+__all__ = ["fake_value", "one_value_each", "read_through", "refuse_impure"]
 
 
 class _Known(threading.local):
@@ -63,7 +63,7 @@ def read_through(module: nn.Module, name: str) -> None:
     setattr(cls, name, property(value, computes.fset))
 
 
-def rehearse(module: nn.Module, name: str) -> Tensor:
+def fake_value(module: nn.Module, name: str) -> Tensor:
     """The value of a parametrised parameter, computed by a copy of the parametrisation.
 
     Neither its state nor torch's random numbers change.

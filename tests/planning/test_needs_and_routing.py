@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import opfuser
+from opfuser.engine.plan import GradNeeds, grad_needs
+from opfuser.engine.routing import PrivateChannel, RoutedGroup, Routing, Slot, public_routing, route
 from opfuser.errors import ChannelCapturedError, ChannelError, ChannelIndexError
 from opfuser.fuser import OperationFuser
 from opfuser.op import BasicOperation
-from opfuser.plan import GradNeeds, grad_needs
-from opfuser.wiring import PrivateChannel, Slot, WiredMember, Wiring, public_wiring, route
 
 
 class Extra(BasicOperation):
@@ -30,11 +30,11 @@ class Extra(BasicOperation):
             self.set_extra_output_channel(n, name, output_to_caller=name == channel)
 
 
-def run(*ops: Extra, scopes: Sequence[Any] | None = None, fused: bool = True) -> WiredMember:
-    return WiredMember(ops, tuple(scopes or (0,) * len(ops)), fused=fused)
+def run(*ops: Extra, scopes: Sequence[Any] | None = None, fused: bool = True) -> RoutedGroup:
+    return RoutedGroup(ops, tuple(scopes or (0,) * len(ops)), fused=fused)
 
 
-PLAIN = WiredMember((), (), name="ReLU")
+PLAIN = RoutedGroup((), (), name="ReLU")
 
 
 # ---------------------------------------------------------------------- gradients
@@ -48,8 +48,8 @@ def needs(
     given: Sequence[bool] = (),
 ) -> list[Any]:
     sources = tuple(tuple(Slot(*s) if isinstance(s, tuple) else s for s in row) for row in extras)
-    wiring = Wiring(sources, (), (), tuple(() for _ in own))
-    return list(grad_needs([tuple(o) for o in own], wiring, x, list(given)))
+    routing = Routing(sources, (), (), tuple(() for _ in own))
+    return list(grad_needs([tuple(o) for o in own], routing, x, list(given)))
 
 
 def test_nothing_is_owed_before_the_first_that_requires_grad() -> None:
@@ -86,13 +86,13 @@ def test_a_channel_owes_what_its_producer_owes() -> None:
     )
 
 
-# ---------------------------------------------------------------------- wiring
+# ---------------------------------------------------------------------- routing
 
 
 def test_channels_stay_inside_a_run() -> None:
     a, b, c = Extra((), ("r!",)), Extra((None,), (None,)), Extra(("r",))
-    (path,) = route([run(a, b, c)]).members
-    assert path.wiring == Wiring(
+    (path,) = route([run(a, b, c)]).groups
+    assert path.routing == Routing(
         sources=((), (0,), (Slot(0, 0),)),
         inputs=(Slot(1, 0),),
         outputs=(Slot(1, 0),),
@@ -103,37 +103,37 @@ def test_channels_stay_inside_a_run() -> None:
 
 
 def test_a_channel_that_the_caller_gets_too() -> None:
-    (path,) = route([run(Extra((), ("r",)), Extra(("r",)))]).members
-    assert path.wiring is not None
-    assert path.wiring.outputs == (Slot(0, 0),)
+    (path,) = route([run(Extra((), ("r",)), Extra(("r",)))]).groups
+    assert path.routing is not None
+    assert path.routing.outputs == (Slot(0, 0),)
     assert path.gives == ((None, True),)
 
 
 def test_one_producer_and_several_consumers() -> None:
-    (path,) = route([run(Extra((), ("r!",)), Extra(("r", "r")), Extra(("r",)))]).members
-    assert path.wiring is not None
-    assert path.wiring.sources == ((), (Slot(0, 0), Slot(0, 0)), (Slot(0, 0),))
-    assert path.wiring.consumers[0] == ((1, 1, 2),)
+    (path,) = route([run(Extra((), ("r!",)), Extra(("r", "r")), Extra(("r",)))]).groups
+    assert path.routing is not None
+    assert path.routing.sources == ((), (Slot(0, 0), Slot(0, 0)), (Slot(0, 0),))
+    assert path.routing.consumers[0] == ((1, 1, 2),)
 
 
 def test_channels_cross_a_plain_module() -> None:
     routes = route([run(Extra((), ("r!", None))), PLAIN, run(Extra(("r", None)))])
-    before, plain, after = routes.members
+    before, plain, after = routes.groups
     assert before.gives == ((Slot(0, 0), False), (None, True))
-    assert plain.wiring is None
+    assert plain.routing is None
     assert plain.takes == plain.gives == ()
-    assert after.wiring is not None
-    assert after.wiring.sources == ((0, 1),)
+    assert after.routing is not None
+    assert after.routing.sources == ((0, 1),)
     assert after.takes == (Slot(0, 0), 0)
     assert routes.expects == ("op 1 (Extra)",)
 
 
 def test_a_channel_read_inside_and_outside_its_run() -> None:
     routes = route([run(Extra((), ("r!",)), Extra(("r",))), run(Extra(("r",)))])
-    first, second = routes.members
-    assert first.wiring is not None
-    assert first.wiring.sources == ((), (Slot(0, 0),))
-    assert first.wiring.outputs == (Slot(0, 0),)
+    first, second = routes.groups
+    assert first.routing is not None
+    assert first.routing.sources == ((), (Slot(0, 0),))
+    assert first.routing.outputs == (Slot(0, 0),)
     assert first.gives == ((Slot(0, 0), False),)
     assert second.takes == (Slot(0, 0),)
 
@@ -141,25 +141,25 @@ def test_a_channel_read_inside_and_outside_its_run() -> None:
 def test_a_member_called_as_a_module_shows_all_its_extra_tensors() -> None:
     """An operation with hooks: even a channel to itself would have to leave it."""
     routes = route([run(Extra((), ("r!",)), fused=False), run(Extra(("r",)), fused=False)])
-    one, two = routes.members
+    one, two = routes.groups
     assert one.gives == ((Slot(0, 0), False),)
     assert two.takes == (Slot(0, 0),)
 
 
 def test_extra_inputs_count_in_operation_order_over_members() -> None:
-    nested = WiredMember((), (), 1, 2, False, "Nested")
+    nested = RoutedGroup((), (), 1, 2, False, "NestedSequential")
     routes = route([run(Extra((None, None))), nested, PLAIN, run(Extra((None,)))])
-    assert [path.takes for path in routes.members] == [(0, 1), (2,), (), (3,)]
-    assert routes.members[1].gives == ((None, True), (None, True))
-    assert routes.expects == ("op 0 (Extra)", "op 0 (Extra)", "Nested", "op 1 (Extra)")
+    assert [path.takes for path in routes.groups] == [(0, 1), (2,), (), (3,)]
+    assert routes.groups[1].gives == ((None, True), (None, True))
+    assert routes.expects == ("op 0 (Extra)", "op 0 (Extra)", "NestedSequential", "op 1 (Extra)")
 
 
-def test_public_wiring_knows_no_channels() -> None:
-    assert public_wiring([Extra((), ("r!",)), Extra(("r", None))]) == Wiring(
+def test_public_routing_knows_no_channels() -> None:
+    assert public_routing([Extra((), ("r!",)), Extra(("r", None))]) == Routing(
         ((), (0, 1)), (Slot(1, 0), Slot(1, 1)), (Slot(0, 0),), (((),), ())
     )
-    assert public_wiring([Extra()]).trivial
-    assert not public_wiring([Extra(("r",))]).trivial
+    assert public_routing([Extra()]).trivial
+    assert not public_routing([Extra(("r",))]).trivial
 
 
 def test_private_channels_are_seen_in_their_scope_only() -> None:
@@ -169,9 +169,9 @@ def test_private_channels_are_seen_in_their_scope_only() -> None:
         op.set_extra_output_channel(0, private, output_to_caller=False)
     for op in ops[2:]:
         op.set_extra_input_channel(0, private)
-    (path,) = route([run(*ops, scopes="abab")]).members
-    assert path.wiring is not None
-    assert path.wiring.sources[2:] == ((Slot(0, 0),), (Slot(1, 0),))
+    (path,) = route([run(*ops, scopes="abab")]).groups
+    assert path.routing is not None
+    assert path.routing.sources[2:] == ((Slot(0, 0),), (Slot(1, 0),))
     with pytest.raises(ChannelError, match="multiple producers"):
         route([run(*ops, scopes="aaab")])
     with pytest.raises(ChannelError, match="no producer"):
@@ -248,7 +248,7 @@ def test_unbinding_makes_an_extra_tensor_the_callers_again() -> None:
     op = Extra(("r",), ("s!",))
     assert op.set_extra_input_channel(0, None) is op
     assert op.set_extra_output_channel(0, None, output_to_caller=False) is op
-    (path,) = route([run(op)]).members
+    (path,) = route([run(op)]).groups
     assert path.takes == (0,)
     assert path.gives == ((None, True),)
 

@@ -1,4 +1,4 @@
-"""The backward walk over the steps of a program."""
+"""The backward walk over the steps of a schedule."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .errors import ExtraInputGradientCountError, ParameterGradientCountError, explain
-from .op import OperationContext
-from .program import GeneralBackward, Program
-from .wiring import Slot
+from ..errors import ExtraInputGradientCountError, ParameterGradientCountError, explain
+from ..op import OperationContext
+from .routing import Slot
+from .schedule import GeneralBackward, Schedule
 
-__all__ = ["walk_backward", "zeros"]
+__all__ = ["execute_backward", "zeros"]
 
 # Frees what a node saved while its backward still runs; without it the memory of a whole sequence
 # would be held until the last of its gradients is made.
@@ -85,33 +85,33 @@ def _revive(
     return ctx
 
 
-def walk_backward(
+def execute_backward(
     func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
 ) -> list[Tensor | None]:
     """Runs the backward steps; returns the gradients of input, parameters and extra inputs."""
     saved: list[Tensor | None] = list(func_ctx.saved_tensors)
-    program, contexts, marked = func_ctx.forwarded
+    schedule, contexts, marked = func_ctx.forwarded
     if marked:
         del saved[0]
     if saved and not keep and _CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
-    base = len(saved) - len(program.kept_parameters)
+    base = len(saved) - len(schedule.kept_parameters)
     grads_of: dict[Slot, Tensor] = {}
-    for slot, grad in zip(program.outputs, grad_outputs):
+    for slot, grad in zip(schedule.outputs, grad_outputs):
         if grad is not None:
             grads_of[slot] = grad
-    param_grads: list[Tensor | None] = [None] * program.num_parameters
-    extra_grads: list[Tensor | None] = [None] * program.num_extra_inputs
+    param_grads: list[Tensor | None] = [None] * schedule.num_parameters
+    extra_grads: list[Tensor | None] = [None] * schedule.num_extra_inputs
 
-    for op, index, (start, stop), reads, constant, general in program.backward:
+    for op, index, (start, stop), reads, constant, general in schedule.backward:
         if general is not None:
             ctxs = [
                 _revive(contexts[i], saved, r and (base + r[0], base + r[1]))
                 for i, r in zip(general.indices, general.reads)
             ]
             dx = _general_backward(
-                program, op, general, ctxs, dx, grads_of, param_grads, extra_grads
+                schedule, op, general, ctxs, dx, grads_of, param_grads, extra_grads
             )
             ctxs = []
             continue
@@ -125,16 +125,16 @@ def walk_backward(
         if type(grads) is tuple and len(grads) == stop - start:
             param_grads[start:stop] = grads
         else:
-            _place_parameter_grads(program, index, grads, param_grads)
-    if not program.input_needs_grad:
+            _place_parameter_grads(schedule, index, grads, param_grads)
+    if not schedule.input_needs_grad:
         dx = None
     return [dx, *param_grads, *extra_grads]
 
 
 def _place_parameter_grads(
-    program: Program, index: int, grads: Any, param_grads: list[Tensor | None]
+    schedule: Schedule, index: int, grads: Any, param_grads: list[Tensor | None]
 ) -> None:
-    start, stop = program.spans[index]
+    start, stop = schedule.spans[index]
     if grads is None:
         return
     grads = tuple(grads)
@@ -142,7 +142,7 @@ def _place_parameter_grads(
         raise ParameterGradientCountError(
             explain(
                 f"Expected op {index} to generate {stop - start} param grads, but got {len(grads)}",
-                where=f"op {index} ({type(program.plan.basic_ops[index]).__name__})",
+                where=f"op {index} ({type(schedule.plan.basic_ops[index]).__name__})",
                 remedy="Return one gradient or None per parameter, in registration order",
             )
         )
@@ -151,7 +151,7 @@ def _place_parameter_grads(
 
 
 def _general_backward(
-    program: Program,
+    schedule: Schedule,
     op: Any,
     general: GeneralBackward,
     ctxs: list[OperationContext],
@@ -184,7 +184,7 @@ def _general_backward(
             if grads:
                 param_grads[start:stop] = grads
         else:
-            _place_parameter_grads(program, i, grads, param_grads)
+            _place_parameter_grads(schedule, i, grads, param_grads)
     if general.takes or any(extras):
         _place_extra_grads(general, extras, grads_of, extra_grads)
     return dx

@@ -1,4 +1,4 @@
-"""The forward walk over the steps of a program."""
+"""The forward walk over the steps of a schedule."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import (
+from ..buffer_reuse import only_memory
+from ..errors import (
     ArgumentTypeError,
     ExtraOutputCountError,
     HiddenOutputError,
     InputError,
     explain,
 )
-from .op import OperationContext, new_context
-from .ownership import only_memory
-from .program import GeneralForward, Program
-from .wiring import Slot
+from ..op import OperationContext, new_context
+from .routing import Slot
+from .schedule import GeneralForward, Schedule
 
-__all__ = ["Kwargs", "Tape", "walk_forward"]
+__all__ = ["Kwargs", "Tape", "execute_forward"]
 
 Kwargs = Sequence[dict[str, Any]] | None
 
@@ -63,15 +63,15 @@ class Tape:
                 ctx.to_save = None
 
 
-def walk_forward(
-    program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
+def execute_forward(
+    schedule: Schedule, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs the forward steps and records on ``tape`` what their backward needs."""
     produced: dict[Slot, Tensor] = {}
     first = 0
     traced = torch.compiler.is_compiling()
     try:
-        for op, first, needs, constant, freezes, general in program.forward:
+        for op, first, needs, constant, freezes, general in schedule.forward:
             if general is not None:
                 ctxs = [
                     new_context(need, None if basic is None else _settings(basic, traced))
@@ -96,7 +96,7 @@ def walk_forward(
                 else:
                     tape.contexts.append(constant)
     except InputError as error:
-        if len(program.plan.basic_ops) == 1 or torch.compiler.is_compiling():
+        if len(schedule.plan.basic_ops) == 1 or torch.compiler.is_compiling():
             raise
         place = f"op {first} ({type(op).__name__})" if general is None else general.name
         raise InputError(f"{error} It came to {place} of the sequence.") from error
@@ -108,7 +108,7 @@ def walk_forward(
                 received=type(x).__name__,
             )
         )
-    return x, [produced[slot] for slot in program.outputs]
+    return x, [produced[slot] for slot in schedule.outputs]
 
 
 def _settings(op: Any, traced: bool) -> Any:

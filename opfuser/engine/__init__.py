@@ -1,0 +1,1 @@
+"""What makes plans and executes them."""
