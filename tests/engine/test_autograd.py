@@ -228,7 +228,9 @@ def test_anomaly_mode_names_the_function() -> None:
     x = randn(2, 3, grad=True)
     with (
         torch.autograd.detect_anomaly(),
-        pytest.raises(RuntimeError, match="Function '_SequenceFunctionBackward' returned nan values"),
+        pytest.raises(
+            RuntimeError, match="Function '_SequenceFunctionBackward' returned nan values"
+        ),
     ):
         opfuser.Sequential(Bad())(x).sum().backward()
 
