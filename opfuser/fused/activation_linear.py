@@ -1,26 +1,24 @@
-"""Activation and linear in both passes; the activation's output is made again instead of saved."""
+"""Activation and linear in both passes; the activation's output is recomputed instead of saved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
-from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Optional, Refusal
-from ..op import FusedOperation, FusibleOperation, OperationContext
-from ._activation_part import ACTIVATIONS, Activation, ActivationPart, bias_refusal
-from ._linear_part import LinearPart, refuse
+from ..op import FusibleOperation
 from ._residual_sum import refused_by_gemm
+from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
+from .parts.linear import LinearPart, refuse
+from .parts.pipeline import Pipeline
 
 __all__ = ["FUSION", "FUSION_WITH_SUM", "ActivationLinear"]
 
 
-class ActivationLinear(FusedOperation):
+class ActivationLinear(Pipeline):
     r"""Bias, a plain or gated activation, BasicLinear, Bias and AddExtraInput.
 
     .. math:: y = f(x + b)\, W^T + c + z
@@ -29,8 +27,8 @@ class ActivationLinear(FusedOperation):
     of the shape of y; it is written to where nobody else refers to it. Saves x, and not
     :math:`h = f(x + b)`: H elements less for H elements of h.
 
-    In backward :math:`dh = dy\, W` comes first. Then the pass that makes dx and db out of dh and x
-    also writes h again, at H elements of traffic in place of the H that reading a saved one takes,
+    In backward :math:`dh = dy\, W` comes first. Then the pass that computes dx and db from dh and x
+    also recomputes h, at H elements of traffic in place of the H that reading a saved one takes,
     and :math:`dW = dy^T h` comes last. The gradient of a gated x takes the memory of x, where
     nobody else refers to it.
 
@@ -50,8 +48,6 @@ class ActivationLinear(FusedOperation):
         InputError: in forward, as in the operations that it replaces.
     """
 
-    _parts: tuple[ActivationPart, LinearPart]
-
     def __init__(
         self,
         *,
@@ -62,54 +58,12 @@ class ActivationLinear(FusedOperation):
         add: AddExtraInput | None = None,
     ) -> None:
         where = type(self).__name__
-        first = ActivationPart(bias, activation, where)
-        second = LinearPart(linear, linear_bias, where, add=add)
-        super().__init__((*first.ops, *second.ops))
-        self._parts = first, second
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        activation, linear = self._parts
-        n = len(activation.ops)
-        h = activation.forward(basic_op_ctxs[:n], input_)
-        y = linear.forward(basic_op_ctxs[n:], h, basic_op_extra_inputs[-1])
-        return y, [()] * len(basic_op_ctxs)
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
-        activation, linear = self._parts
-        n = len(activation.ops)
-        first, second = basic_op_ctxs[:n], basic_op_ctxs[n:]
-        ours = only_reference(first[-1].saved_tensors)
-        grads = activation.backward(
-            first,
-            linear.input_grad(second, grad_output),
-            first[-1].saved_tensors[0],
-            ours=ours,
-            want_y=linear.wants_input(second),
+        super().__init__(
+            [
+                ActivationPart(bias, activation, where),
+                LinearPart(linear, linear_bias, where, add=add),
+            ]
         )
-        own = linear.parameter_grads(second, grad_output, grads.output)
-        extra_inputs: list[tuple[Tensor, ...]] = [()] * len(basic_op_ctxs)
-        if linear.add is not None:
-            extra_inputs[-1] = (grad_output,)
-        return grads.input, [*grads.parameters, *own], extra_inputs
 
 
 def _refuses(

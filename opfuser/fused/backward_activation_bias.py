@@ -12,7 +12,7 @@ from ..fusion import Fusion
 from ..kernels.activation import activation_backward, in_blocks, rows_per_block
 from ..kernels.launch import runs
 from ..op import FusedOperation, OperationContext
-from ._activation_part import PLAIN_ACTIVATIONS
+from .parts.activation import PLAIN_ACTIVATIONS
 
 __all__ = ["FUSION", "BackwardActivationBias"]
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.bias import Bias
 from ..basic.constant_scale import ConstantScale
 from ..fusion import Env, Fusion, Refusal, Repeated, Requires
-from ..op import FusedOperation, FusibleOperation, OperationContext
-from ._chain_part import ChainPart, accepts, active, refuse
+from ..op import FusibleOperation
+from .parts.chain import ChainPart, accepts, active, refuse
+from .parts.pipeline import Pipeline
 
 __all__ = ["FUSION", "PointwiseChain"]
 
 
-class PointwiseChain(FusedOperation):
+class PointwiseChain(Pipeline):
     r"""Forward and backward of a run of element-wise operations, each as one kernel.
 
     They are Bias, activations, ConstantScale, Dropout, AddExtraInput, and operations of users that
@@ -42,37 +40,7 @@ class PointwiseChain(FusedOperation):
     """
 
     def __init__(self, ops: Sequence[FusibleOperation]) -> None:
-        part = ChainPart(ops, type(self).__name__)
-        super().__init__(part.ops)
-        self._part = part
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        call = self._part.prepare(basic_op_ctxs, input_, basic_op_extra_inputs)
-        y, kept = call.chain.forward(input_, call.operands, call.dtypes)
-        self._part.save(basic_op_ctxs, call, input_, kept)
-        return y, [()] * len(basic_op_ctxs)
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
-        return self._part.backward(basic_op_ctxs, grad_output)
+        super().__init__([ChainPart(ops, type(self).__name__)])
 
 
 def _refuses(ops: tuple[FusibleOperation, ...], *, env: Env) -> Refusal | None:

@@ -1,6 +1,8 @@
-"""A run of element-wise operations and the norm behind it, in both passes."""
+"""A chain of element-wise operations and the norm behind it, in both passes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.bias import Bias
@@ -10,10 +12,54 @@ from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from ..op import FusibleOperation
-from ._chain_part import accepts, active, refuse
-from ._norm_part import PointwiseNorm
+from .parts.chain import accepts, active, refuse
+from .parts.chain_norm import ChainNormPart
+from .parts.pipeline import Pipeline
 
 __all__ = ["FUSION", "PointwiseNorm"]
+
+
+class PointwiseNorm(Pipeline):
+    r"""A chain of element-wise operations, MakeExtraOutput, and RMSNorm or LayerNorm.
+
+    .. math:: s = f(x), \quad y = \mathrm{norm}(s)
+
+    f is what :class:`PointwiseChain` takes, such as bias, dropout and the sum with a residual; its
+    output s may be published. Forward is one kernel: it moves 3A for A elements, A more per extra
+    input of the chain, and A less where s is neither published nor saved. Backward is two, that of
+    the norm, which adds the gradient of the published s, and that of the chain.
+
+    Saves s and the norm's statistics, one or two per row, and what PointwiseChain saves.
+
+    Where the norm is over several dimensions, casts under autocast, or has rows of more than
+    32 KiB, the chain and the norm are kernels of their own, as they are without one on a CPU.
+
+    Kernel: opfuser's own. ATen has none that does anything before a norm.
+
+    Args:
+        before: the operations of the chain, in forward order.
+        norm: the norm.
+        make_extra: what publishes s, or None.
+
+    Raises:
+        NotSupportedError: an operation of the chain is not element-wise, or there are too many that
+            have a tensor.
+        InputError: in forward, as in the operations that it replaces.
+
+    Attributes:
+        planned: whether a plan put it there, and not the user by hand.
+    """
+
+    planned: bool = False
+
+    def __init__(
+        self,
+        *,
+        before: Sequence[FusibleOperation],
+        norm: RMSNorm | LayerNorm,
+        make_extra: MakeExtraOutput | None = None,
+    ) -> None:
+        super().__init__([ChainNormPart(before, make_extra, norm, type(self).__name__)])
 
 
 def _refuses(

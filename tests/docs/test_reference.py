@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import opfuser
 from opfuser import basic
 from opfuser.fused import FUSIONS
-from opfuser.fused._activation_part import ACTIVATIONS
 from opfuser.fused.backward_activation_bias import FUSION as WITH_PLAIN_ACTIVATION
+from opfuser.fused.parts.activation import ACTIVATIONS
 from opfuser.fusion import REFUSAL_CODES
 
 DOCS = Path(__file__).parents[2] / "docs"

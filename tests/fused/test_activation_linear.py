@@ -13,8 +13,8 @@ from opfuser import AddExtraInput, BasicLinear, Bias, MakeExtraOutput, Sequentia
 from opfuser.basic import activation as plain
 from opfuser.basic import gated_activation as gated
 from opfuser.errors import InputError, NotSupportedError
-from opfuser.fused import _activation_part
 from opfuser.fused.activation_linear import ActivationLinear
+from opfuser.fused.parts import activation as activation_part
 from opfuser.kernels.gated import gated_backward
 from opfuser.testing import check_fusion
 from tests.fused.examples import filled
@@ -225,7 +225,7 @@ def test_the_gradient_takes_the_place_of_an_intermediate_result(
         written.append(x)
         return gated_backward(dy, x, *arguments[:-1], True, arguments[-1])
 
-    monkeypatch.setattr(_activation_part, "gated_backward_", gated_backward_)
+    monkeypatch.setattr(activation_part, "gated_backward_", gated_backward_)
     seq = Sequential(BasicLinear(8, 8), *FORMS["gated"]())
     y = seq(torch.randn(*rows, 8))
     y.sum().backward(retain_graph=True)

@@ -26,8 +26,7 @@ from opfuser import (
     Sigmoid,
     SiLU,
 )
-from opfuser.fused import norm_linear, pointwise_norm
-from opfuser.fused._norm_part import PointwiseNorm
+from opfuser.fused import PointwiseNorm, norm_linear, pointwise_norm
 from opfuser.fused.norm_linear import NormLinear
 from opfuser.fusion import Optional
 from opfuser.kernels import norm_launch, scalar

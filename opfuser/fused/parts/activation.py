@@ -1,12 +1,12 @@
-"""An activation as a part of a joint fusion that makes its output again in backward."""
+"""An activation as a part of a joint fusion."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from ..basic.activation import (
+from ...basic.activation import (
     GELU,
     QGELU,
     ReLU,
@@ -17,8 +17,8 @@ from ..basic.activation import (
     Tanh,
     _Activation,
 )
-from ..basic.bias import Bias
-from ..basic.gated_activation import (
+from ...basic.bias import Bias
+from ...basic.gated_activation import (
     GEGLU,
     GLU,
     QGEGLU,
@@ -29,18 +29,19 @@ from ..basic.gated_activation import (
     SwiGLU,
     _GatedActivation,
 )
-from ..fusion import Refusal
-from ..kernels.activation import activation_backward, activation_forward
-from ..kernels.gated import GluArguments, gated_backward, gated_backward_
-from ..kernels.scalar import cast
-from ..op import BasicOperation, OperationContext, compute_dtype
-from ._linear import insist
+from ...buffer_reuse import only_reference
+from ...fusion import Refusal
+from ...kernels.activation import activation_backward, activation_forward
+from ...kernels.gated import GluArguments, gated_backward, gated_backward_, gated_forward
+from ...kernels.scalar import cast
+from ...op import compute_dtype
+from .._linear import insist
+from .part import Contexts, Extras, Gradients, Part, PartGrads
 
 __all__ = [
     "ACTIVATIONS",
     "PLAIN_ACTIVATIONS",
     "Activation",
-    "ActivationGrads",
     "ActivationPart",
     "bias_of",
     "bias_refusal",
@@ -53,7 +54,6 @@ ACTIVATIONS = (
 )
 
 Activation = _Activation | _GatedActivation
-Contexts = list[OperationContext]
 
 
 def bias_refusal(bias: Bias | None, activation: Activation) -> Refusal | None:
@@ -77,19 +77,11 @@ def bias_of(op: Bias, x: Tensor) -> Tensor | None:
     return b
 
 
-class ActivationGrads(NamedTuple):
-    """Gradients of the operations of an ActivationPart, and its output again if it was wanted."""
-
-    input: Tensor | None
-    parameters: list[tuple[Tensor | None, ...]]
-    output: Tensor | None
-
-
-class ActivationPart:
+class ActivationPart(Part):
     """A plain or gated activation, and the bias before a plain one, where there is one.
 
-    Saves its input, which does not contain the bias, and the bias; not its output. Methods take
-    the contexts of these operations, in forward order.
+    Saves its input, which does not contain the bias, unless another part recomputes that; and the
+    bias.
 
     Args:
         bias: the bias, or None.
@@ -102,10 +94,12 @@ class ActivationPart:
 
     def __init__(self, bias: Bias | None, activation: Activation, where: str) -> None:
         insist(bias_refusal(bias, activation), where)
-        self.ops: tuple[BasicOperation, ...] = (activation,) if bias is None else (bias, activation)
+        self.ops = (activation,) if bias is None else (bias, activation)
         self.bias, self.activation = bias, activation
 
-    def forward(self, ctxs: Contexts, x: Tensor, *, save_input: bool = True) -> Tensor:
+    def forward(
+        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
+    ) -> tuple[Tensor, Extras]:
         """``f(x + b)``."""
         ctx, b = ctxs[-1], None if self.bias is None else bias_of(self.bias, x)
         y: Tensor
@@ -123,35 +117,50 @@ class ActivationPart:
                 ctx.save_for_backward(x)
         if ctx.requires_grad and not save_input:
             ctx.save_for_backward()
+        return y, [()] * len(self.ops)
+
+    def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
+        x = ctxs[-1].saved_tensors[0] if x is None else x
+        arguments: Any = self.activation.frozen_settings(ctxs[-1]).arguments
+        y: Tensor
+        if isinstance(self.activation, _Activation):
+            y = activation_forward(x, *arguments, self._saved_bias(ctxs))
+        else:
+            y = gated_forward(x, *arguments, None)
         return y
 
-    def backward(
-        self, ctxs: Contexts, dy: Tensor, x: Tensor, *, ours: bool, want_y: bool
-    ) -> ActivationGrads:
-        """One pass for all gradients and, if wanted, for the output again.
+    def _saved_bias(self, ctxs: Contexts) -> Tensor | None:
+        saved = () if self.bias is None else ctxs[0].saved_tensors
+        return saved[0] if saved else None
 
-        Args:
-            ctxs: contexts.
-            dy: gradient of the output.
-            x: input of forward.
-            ours: whether x may be written to.
-            want_y: whether to make the output again.
-        """
+    def backward(
+        self,
+        ctxs: Contexts,
+        dy: Tensor,
+        x: Tensor | None,
+        grad_extra_outputs: Extras,
+        *,
+        want_output: bool,
+    ) -> PartGrads:
+        """One pass for all gradients and for the output; dx of a gated x may take its memory."""
+        ours = x is not None or only_reference(ctxs[-1].saved_tensors)
+        x = ctxs[-1].saved_tensors[0] if x is None else x
+        if dy.dim() != x.dim():
+            dy = dy.view(*x.shape[:-1], dy.shape[-1])
         needs = ctxs[0].needs
         want_dx, want_db = needs.input, self.bias is not None and any(needs.parameters)
         arguments: Any = self.activation.frozen_settings(ctxs[-1]).arguments
         if isinstance(self.activation, _Activation):
-            saved = () if self.bias is None else ctxs[0].saved_tensors
-            options = saved[0] if saved else None, want_dx, want_db, want_y
+            options = self._saved_bias(ctxs), want_dx, want_db, want_output
             results = activation_backward(dy, x, *arguments, *options)
         elif ours and want_dx:
             product: GluArguments = arguments
-            results = gated_backward_(dy, x, *product, None, want_y)
+            results = gated_backward_(dy, x, *product, None, want_output)
         else:
-            results = gated_backward(dy, x, *arguments, None, want_dx, want_y)
-        own: list[tuple[Tensor | None, ...]] = [()]
+            results = gated_backward(dy, x, *arguments, None, want_dx, want_output)
+        own: list[Gradients] = [()]
         if self.bias is not None:
             db = results[int(want_dx)] if want_db else None  # torch 2.11 traces no flag as an index
             own = [(db,) if want_db else (None,) * len(needs.parameters), ()]
-        dx, y = results[0] if want_dx else None, results[-1] if want_y else None
-        return ActivationGrads(dx, own, y)
+        dx, y = results[0] if want_dx else None, results[-1] if want_output else None
+        return PartGrads(dx, own, [()] * len(self.ops), y)

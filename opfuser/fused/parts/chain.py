@@ -1,24 +1,24 @@
-"""A run of element-wise operations as a part of a fused operation, which runs it as a chain."""
+"""A chain of element-wise operations as a part of a fused operation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..basic.activation import _Activation
-from ..basic.add_extra_input import AddExtraInput
-from ..basic.bias import Bias
-from ..basic.constant_scale import ConstantScale
-from ..basic.dropout import Dropout
-from ..basic.pointwise import PointwiseOperation
-from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
-from ..errors import NotSupportedError, explain
-from ..fusion import Env, Refusal
-from ..kernels.launch import INTERPRETED
-from ..kernels.pointwise import (
+from ...basic.activation import _Activation
+from ...basic.add_extra_input import AddExtraInput
+from ...basic.bias import Bias
+from ...basic.constant_scale import ConstantScale
+from ...basic.dropout import Dropout
+from ...basic.pointwise import PointwiseOperation
+from ...context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
+from ...errors import NotSupportedError, explain
+from ...fusion import Env, Refusal
+from ...kernels.launch import INTERPRETED
+from ...kernels.pointwise import (
     ADD,
     BIAS,
     DROPOUT,
@@ -30,17 +30,15 @@ from ..kernels.pointwise import (
     Stage,
     draw_seed,
 )
-from ..op import BasicOperation, FusibleOperation, OperationContext
-from ._activation_part import PLAIN_ACTIVATIONS, bias_of
-from ._residual_sum import ordered_in_place
+from ...op import BasicOperation, FusibleOperation
+from .._residual_sum import ordered_in_place
+from .activation import PLAIN_ACTIVATIONS, bias_of
+from .part import Contexts, Extras, Gradients, Part, PartGrads, no_gradients
 
-__all__ = ["ChainCall", "ChainGrads", "ChainPart", "accepts", "active", "refuse"]
+__all__ = ["ChainCall", "ChainPart", "accepts", "active", "refuse"]
 
 _ACCEPTED = frozenset((*PLAIN_ACTIVATIONS, Bias, ConstantScale, Dropout, AddExtraInput))
 _PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
-
-Contexts = list[OperationContext]
-Gradients = tuple[Tensor | None, ...]
 
 
 def accepts(op: FusibleOperation) -> bool:
@@ -92,19 +90,11 @@ class ChainCall(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
 
-class ChainGrads(NamedTuple):
-    """Gradients of the operations of a ChainPart."""
-
-    input: Tensor | None
-    parameters: list[Gradients]
-    extra_inputs: list[Gradients]
-
-
-class ChainPart:
-    """A run of element-wise operations.
+class ChainPart(Part):
+    """Element-wise operations, computed in one kernel for each pass.
 
     Saves the seeds of dropouts and what derivatives are made from: the input, and sums with extra
-    inputs. Methods take the contexts of these operations, in forward order.
+    inputs.
 
     Args:
         ops: the operations, in forward order.
@@ -114,6 +104,9 @@ class ChainPart:
         NotSupportedError: an operation is none of those, or there are too many that have a tensor.
     """
 
+    keeps_input: ClassVar[bool] = True
+    recomputes: ClassVar[bool] = False
+
     def __init__(self, ops: Sequence[FusibleOperation], where: str) -> None:
         no = _refusal(ops)
         if no is not None:
@@ -121,9 +114,15 @@ class ChainPart:
         self.ops = cast("tuple[BasicOperation, ...]", tuple(ops))
         self._layouts = _Layouts(self.ops)
 
-    def prepare(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: Sequence[Sequence[Tensor | None]]
-    ) -> ChainCall:
+    def forward(
+        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
+    ) -> tuple[Tensor, Extras]:
+        call = self.prepare(ctxs, x, extra_inputs)
+        y, kept = call.chain.forward(x, call.operands, call.dtypes)
+        self.save(ctxs, call, x, kept)
+        return y, [()] * len(ctxs)
+
+    def prepare(self, ctxs: Contexts, x: Tensor, extra_inputs: Extras) -> ChainCall:
         """The chain of this call and its operands.
 
         Raises:
@@ -179,13 +178,24 @@ class ChainPart:
         reads = (t if r else None for t, r in zip(tensors, chain.reads))
         ctx.save_for_backward(x if chain.reads_x else None, *reads)
 
-    def backward(self, ctxs: Contexts, dy: Tensor | None) -> ChainGrads:
-        """Gradients, all None where dy is: nobody needs one."""
+    def backward(
+        self,
+        ctxs: Contexts,
+        dy: Tensor,
+        x: Tensor | None,
+        grad_extra_outputs: Extras,
+        *,
+        want_output: bool,
+    ) -> PartGrads:
+        return self.gradients(ctxs, dy)
+
+    def gradients(self, ctxs: Contexts, dy: Tensor | None) -> PartGrads:
+        """As :meth:`backward`; all None where dy is, as nobody needs one."""
+        if dy is None:
+            return no_gradients(ctxs)
         needs = [ctx.needs for ctx in ctxs]
         params: list[Gradients] = [(None,) * len(need.parameters) for need in needs]
         extras: list[Gradients] = [(None,) * len(need.extra_inputs) for need in needs]
-        if dy is None:
-            return ChainGrads(None, params, extras)
         x, *operands = ctxs[0].saved_tensors
         chain, owners, dtypes, sums = ctxs[0].chain
         wants: list[Any] = []
@@ -201,7 +211,7 @@ class ChainPart:
                 params[owner] = (grad,)
             elif stage.kind == ADD:
                 extras[owner] = (grad,)
-        return ChainGrads(dx, params, extras)
+        return PartGrads(dx, params, extras)
 
 
 class _Done(NamedTuple):

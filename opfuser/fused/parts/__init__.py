@@ -1,0 +1,1 @@
+"""What joint fusions consist of: parts, and the pipeline that runs them."""

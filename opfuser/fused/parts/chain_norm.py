@@ -1,0 +1,112 @@
+"""Element-wise operations and the norm behind them as a part of a joint fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from ...basic.layer_norm import LayerNorm
+from ...basic.make_extra_output import MakeExtraOutput
+from ...basic.rms_norm import RMSNorm
+from ...kernels.pointwise import Normed
+from ...op import FusibleOperation, OperationContext, autocast_dtype
+from .chain import ChainCall, ChainPart
+from .norm import NormPart
+from .part import Contexts, Extras, Part, PartGrads
+
+__all__ = ["ChainNormPart"]
+
+
+class ChainNormPart(Part):
+    """A chain of element-wise operations, the tap of its output, where there is one, and a norm.
+
+    Forward is one kernel where the chain's rows are those of the norm. Saves what chain and norm
+    save, and not the norm's output.
+
+    Args:
+        before: the element-wise operations, in forward order.
+        make_extra: the tap, or None.
+        norm: the norm.
+        where: names the fused operation in errors.
+
+    Raises:
+        NotSupportedError: as :class:`ChainPart`.
+    """
+
+    keeps_input: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        before: Sequence[FusibleOperation],
+        make_extra: MakeExtraOutput | None,
+        norm: RMSNorm | LayerNorm,
+        where: str,
+    ) -> None:
+        self._chain = ChainPart(before, where)
+        self._norm = NormPart(None, make_extra, norm)
+        self._count = len(self._chain.ops)
+        self.ops = (*self._chain.ops, *self._norm.ops)
+
+    def forward(
+        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
+    ) -> tuple[Tensor, Extras]:
+        first, ctx, norm = ctxs[: self._count], ctxs[-1], self._norm.norm
+        call = self._chain.prepare(first, x, extra_inputs)
+        total: Tensor | None
+        done = self._in_one_kernel(ctx, call, x)
+        if done is not None:
+            y, total, mean, rstd, kept = done
+            if ctx.requires_grad:
+                ctx.save_for_backward(*(t for t in (total, mean, rstd) if t is not None))
+        else:
+            total, kept = call.chain.forward(x, call.operands, call.dtypes)
+            y = norm.op_forward(
+                ctx, total, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+            )
+        self._chain.save(first, call, x, kept)
+        return y, [*[()] * self._count, *self._norm.extra_outputs(total)]
+
+    def _in_one_kernel(self, ctx: OperationContext, call: ChainCall, x: Tensor) -> Normed | None:
+        """None where the norm casts its input, or its rows are not those of the chain."""
+        norm = self._norm.norm
+        if x.shape[-1:] != norm.normalized_shape:
+            return None
+        if autocast_dtype(x.device) not in (None, *call.dtypes[-1:]):
+            return None
+        with_mean = isinstance(norm, LayerNorm)
+        return call.chain.forward_norm(
+            x,
+            call.operands,
+            call.dtypes,
+            norm.weight,
+            norm.bias if with_mean else None,
+            *norm.frozen_settings(ctx),
+            with_mean=with_mean,
+            want_total=ctx.requires_grad or self._norm.tap is not None,
+        )
+
+    def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
+        return self._norm.recompute(ctxs[self._count :], None)
+
+    def backward(
+        self,
+        ctxs: Contexts,
+        dy: Tensor,
+        x: Tensor | None,
+        grad_extra_outputs: Extras,
+        *,
+        want_output: bool,
+    ) -> PartGrads:
+        n = self._count
+        norm = self._norm.backward(
+            ctxs[n:], dy, None, grad_extra_outputs[n:], want_output=want_output
+        )
+        chain = self._chain.gradients(ctxs[:n], norm.input)
+        return PartGrads(
+            chain.input,
+            [*chain.parameters, *norm.parameters],
+            [*chain.extra_inputs, *norm.extra_inputs],
+            norm.output,
+        )

@@ -1,0 +1,132 @@
+"""A linear operation as a part of a joint fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ...basic._wgrad import as_rows
+from ...basic.add_extra_input import AddExtraInput
+from ...basic.basic_linear import BasicLinear, linear_dgrad
+from ...basic.bias import Bias, bias_grad
+from ...buffer_reuse import only_reference
+from ...fusion import Env, Refusal
+from ...kernels.scalar import cast
+from .._linear import (
+    add_linear,
+    backward_refusal,
+    bias_operand,
+    forward_refusal,
+    insist,
+    linear_operands,
+)
+from .part import Contexts, Extras, Gradients, Part, PartGrads
+
+__all__ = ["LinearPart", "refuse"]
+
+
+def refuse(linears: Sequence[BasicLinear], env: Env) -> Refusal | None:
+    """Why nothing is saved in any case, or a linear operation is more than its GEMMs."""
+    if not any(env.needs_backward):
+        return Refusal("NO_GRAD", "no gradient is needed, so that nothing is saved")
+    for linear in linears:
+        no = forward_refusal(linear) or backward_refusal(linear)
+        if no is not None:
+            return no
+    return None
+
+
+class LinearPart(Part):
+    """A linear operation, and after it its bias and the sum with a residual, where they are.
+
+    Saves the weight, and its input unless another part recomputes that.
+
+    Args:
+        linear: the linear operation.
+        bias: the bias, or None.
+        where: names the fused operation in errors.
+        add: the sum with an extra input, which comes last in the fused operation, or None.
+        recomputed: whether the output will be recomputed.
+
+    Raises:
+        NotSupportedError: ``linear`` exchanges data between ranks.
+    """
+
+    parameters_apart: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        linear: BasicLinear,
+        bias: Bias | None,
+        where: str,
+        *,
+        add: AddExtraInput | None = None,
+        recomputed: bool = False,
+    ) -> None:
+        insist(forward_refusal(linear) or backward_refusal(linear), where)
+        self.ops = tuple(op for op in (linear, bias, add) if op is not None)
+        self.linear, self.bias, self.add = linear, bias, add
+        self._recomputed = recomputed
+
+    def forward(
+        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
+    ) -> tuple[Tensor, Extras]:
+        """``x Wᵀ + b``, and the extra input added to it where there is a sum.
+
+        That is written to where nobody but ``extra_inputs`` refers to it.
+        """
+        ctx = ctxs[0]
+        x, w = linear_operands(self.linear, ctx, x, save=False)
+        b = bias_operand(self.bias, x, w)
+        if ctx.requires_grad:
+            reads_input = save_input and (self._recomputed or ctx.needs.parameters[0])
+            ctx.save_for_backward(x if reads_input else None, w)
+            if self._recomputed and self.bias is not None:
+                ctxs[1].save_for_backward(b)
+        nothing = [()] * len(self.ops)
+        if self.add is None:
+            return nn.functional.linear(x, w, b), nothing
+        ours = only_reference(extra_inputs[-1])
+        (z,) = extra_inputs[-1]
+        assert z is not None
+        if z.dtype == w.dtype and z.shape == (*x.shape[:-1], w.shape[0]):
+            return add_linear(z, x, w, b, in_place=ours), nothing
+        return self.add.reference(nn.functional.linear(x, w, b), z), nothing
+
+    def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
+        saved, w = ctxs[0].saved_tensors
+        b = None if self.bias is None else ctxs[1].saved_tensors[0]
+        return nn.functional.linear(saved if x is None else cast(x, w.dtype), w, b)
+
+    def backward(
+        self,
+        ctxs: Contexts,
+        dy: Tensor,
+        x: Tensor | None,
+        grad_extra_outputs: Extras,
+        *,
+        want_output: bool,
+    ) -> PartGrads:
+        dx = None
+        if ctxs[0].needs.input:
+            # As rows, which the part before may take as they are.
+            dx = linear_dgrad(as_rows(dy), ctxs[0].saved_tensors[1])
+        extra_inputs: list[Gradients] = [()] * len(self.ops)
+        if self.add is not None:
+            extra_inputs[-1] = (dy,)
+        return PartGrads(dx, [], extra_inputs)
+
+    def wants_input(self, ctxs: Contexts) -> bool:
+        return ctxs[0].needs.parameters[0]
+
+    def parameter_grads(self, ctxs: Contexts, dy: Tensor, x: Tensor | None) -> list[Gradients]:
+        ctx, dw = ctxs[0], None
+        if ctx.needs.parameters[0]:
+            saved, w = ctx.saved_tensors
+            dw = self.linear.weight_grad(dy, cast(saved if x is None else x, w.dtype), ctx)
+        own: list[Gradients] = [(dw,)]
+        if self.bias is not None:
+            own.append(tuple(bias_grad(dy) if need else None for need in ctxs[1].needs.parameters))
+        return own if self.add is None else [*own, ()]

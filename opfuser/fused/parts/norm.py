@@ -1,0 +1,103 @@
+"""A norm as a part of a joint fusion."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from ...basic._norms import as_rows, as_vector
+from ...basic.add_extra_input import AddExtraInput
+from ...basic.layer_norm import LayerNorm
+from ...basic.make_extra_output import MakeExtraOutput
+from ...basic.rms_norm import RMSNorm
+from ...kernels.norm import layer_norm_forward, rms_norm_forward
+from ...op import OperationContext, compute_dtype
+from .part import Contexts, Extras, Gradients, Part, PartGrads
+
+__all__ = ["NormPart"]
+
+
+class NormPart(Part):
+    """A norm, and before it the sum with a residual and the tap of that sum, where they are.
+
+    Saves what the norm saves, the sum among it, but not the norm's output, which backward
+    recomputes in the pass of the gradients.
+    """
+
+    keeps_input: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        add: AddExtraInput | None,
+        make_extra: MakeExtraOutput | None,
+        norm: RMSNorm | LayerNorm,
+    ) -> None:
+        self.ops = tuple(op for op in (add, make_extra, norm) if op is not None)
+        self.add, self.norm = add, norm
+        self.tap = None if make_extra is None else len(self.ops) - 2
+
+    def forward(
+        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
+    ) -> tuple[Tensor, Extras]:
+        y: Tensor | None = None
+        if self.add is not None:
+            (z,) = extra_inputs[0]
+            assert z is not None
+            if self._adds_in_kernel(x, z):
+                y, x = self.norm.forward_of_sum(ctxs[-1], x, z)
+            else:
+                x = self.add.reference(x, z)
+        if y is None:
+            y = self.norm.op_forward(
+                ctxs[-1], x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+            )
+        return y, self.extra_outputs(x)
+
+    def _adds_in_kernel(self, x: Tensor, z: Tensor) -> bool:
+        shape = self.norm.normalized_shape
+        fits = x.shape == z.shape and x.shape[-len(shape) :] == shape
+        return fits and x.dtype == z.dtype == compute_dtype(x, self.norm)
+
+    def extra_outputs(self, x: Tensor | None) -> Extras:
+        """For each operation its extra outputs, where ``x`` is the input of the norm."""
+        outputs: list[tuple[Tensor | None, ...]] = [()] * len(self.ops)
+        if self.tap is not None:
+            outputs[self.tap] = (x,)
+        return outputs
+
+    def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
+        ctx, norm = ctxs[-1], self.norm
+        saved: Tensor = ctx.saved_tensors[0]
+        weight, bias = _parameters(ctx)
+        rows, settings = as_rows(saved, norm._cols), norm.frozen_settings(ctx)
+        if isinstance(norm, RMSNorm):
+            y: Tensor = rms_norm_forward(rows, weight, *settings)[0]
+        else:
+            y = layer_norm_forward(rows, weight, bias, *settings)[0]
+        return y if rows is saved else y.view_as(saved)
+
+    def backward(
+        self,
+        ctxs: Contexts,
+        dy: Tensor,
+        x: Tensor | None,
+        grad_extra_outputs: Extras,
+        *,
+        want_output: bool,
+    ) -> PartGrads:
+        g = None if self.tap is None else grad_extra_outputs[self.tap][0]
+        dx, own, y = self.norm.gradients(ctxs[-1], dy, g, want_output)
+        saved = ctxs[-1].saved_tensors[0]
+        if dx is not None and dx.shape != saved.shape:
+            dx = dx.view_as(saved)
+        before: list[Gradients] = [()] * (len(self.ops) - 1)
+        extra_inputs: list[Gradients] = [() if self.add is None else (dx,), *before]
+        return PartGrads(dx, [*before, own], extra_inputs, y)
+
+
+def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a norm as forward saw them, in one dimension."""
+    parameters = ctx.parameters
+    bias = as_vector(parameters[1]) if len(parameters) > 1 else None
+    return as_vector(parameters[0]), bias

@@ -1,0 +1,116 @@
+"""The interface of the parts of a joint fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from ...op import BasicOperation, OperationContext
+
+__all__ = ["Contexts", "Extras", "Gradients", "Part", "PartGrads", "no_gradients"]
+
+Contexts = list[OperationContext]
+Extras = Sequence[Sequence[Tensor | None]]
+Gradients = tuple[Tensor | None, ...]
+
+
+class PartGrads(NamedTuple):
+    """Gradients of the operations of a part.
+
+    Attributes:
+        input: of the part's input; its dimensions but the last may be flattened to one.
+        parameters: for each operation those of its parameters.
+        extra_inputs: for each operation those of its extra inputs.
+        output: the output of the part, recomputed, if that was wanted.
+    """
+
+    input: Tensor | None
+    parameters: Sequence[Gradients]
+    extra_inputs: Sequence[Gradients]
+    output: Tensor | None = None
+
+
+class Part:
+    """Abstract. Consecutive basic operations that are computed together in both passes.
+
+    Methods take the contexts of these operations, in forward order, and what a part saves lies in
+    them. A method that is given no input takes the one that forward saved.
+
+    Attributes:
+        ops: the operations, in forward order.
+
+    Class attributes:
+        keeps_input: whether forward saves the input whatever it is told, so that nothing need
+            recompute it.
+        parameters_apart: whether the gradients of parameters are computed by
+            :meth:`parameter_grads`, which alone reads the input, and not by :meth:`backward`.
+        recomputes: whether the output can be recomputed in backward.
+    """
+
+    keeps_input: ClassVar[bool] = False
+    parameters_apart: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = True
+
+    ops: tuple[BasicOperation, ...]
+
+    def forward(
+        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
+    ) -> tuple[Tensor, Extras]:
+        """The output, and for each operation its extra outputs.
+
+        Args:
+            ctxs: contexts.
+            x: the input.
+            extra_inputs: for each operation its extra inputs.
+            save_input: whether to save the input; if not, backward is given it.
+        """
+        raise NotImplementedError
+
+    def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
+        """In backward, what forward returned for the input ``x``."""
+        raise NotImplementedError
+
+    def backward(
+        self,
+        ctxs: Contexts,
+        dy: Tensor,
+        x: Tensor | None,
+        grad_extra_outputs: Extras,
+        *,
+        want_output: bool,
+    ) -> PartGrads:
+        """Gradients, and the output again if that is wanted and comes at less than its own pass.
+
+        Args:
+            ctxs: contexts.
+            dy: gradient of the output; its dimensions but the last may be flattened to one.
+            x: the input, recomputed and the part's to overwrite; None where forward saved it.
+            grad_extra_outputs: for each operation the gradients of its extra outputs.
+            want_output: whether to recompute the output.
+        """
+        raise NotImplementedError
+
+    def wants_input(self, ctxs: Contexts) -> bool:
+        """Whether :meth:`parameter_grads` reads the input."""
+        raise NotImplementedError
+
+    def parameter_grads(self, ctxs: Contexts, dy: Tensor, x: Tensor | None) -> list[Gradients]:
+        """For each operation the gradients of its parameters, where these are made apart."""
+        raise NotImplementedError
+
+    def owes_gradients(self, ctxs: Contexts) -> bool:
+        """Whether anything reads what backward of this part computes."""
+        needs = ctxs[-1].needs  # whose input comes from the operations before
+        return needs.input or True in needs.parameters or True in needs.extra_inputs
+
+
+def no_gradients(ctxs: Contexts) -> PartGrads:
+    """The gradients of a part that owes none."""
+    needs = [ctx.needs for ctx in ctxs]
+    return PartGrads(
+        None,
+        [(None,) * len(need.parameters) for need in needs],
+        [(None,) * len(need.extra_inputs) for need in needs],
+    )
