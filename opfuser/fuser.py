@@ -12,10 +12,12 @@ from torch.nn.utils import parametrize
 
 from . import fused as _fused
 from .change_tracking import Clock, active_calls, signature, stamp
-from .context import Dtypes, TensorFacts, any_autocast, autocast_dtype
+from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine.autograd import Kwargs, execute
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
-from .engine.plan import Plan, PlanKey, expand, grad_needs, make_plan
+from .engine.plan import Plan, expand
+from .engine.plan_key import CallFacts, PlanKey
+from .engine.planning import grad_needs, make_plan
 from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
 from .engine.schedule import Schedule
 from .errors import (
@@ -97,7 +99,7 @@ class OperationFuser:
         self.num_extra_inputs = len(routing.inputs)
         self._schedules: dict[PlanKey, Schedule] = {}
         self._traced: dict[str, Schedule] = {}
-        self._last: tuple[tuple[Any, ...], Schedule] | None = None
+        self._last: tuple[int, CallFacts, Schedule] | None = None
         self._used: Schedule | None = None
         self._seen = self._started = -1
 
@@ -175,57 +177,40 @@ class OperationFuser:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
     ) -> Schedule:
-        grad = torch.is_grad_enabled()
-        now = (
-            registry.version,
-            grad,
-            input_.dtype,
-            input_.device,
-            grad and input_.requires_grad,
-            autocast_dtype(input_.device) if any_autocast() else None,
-            [p.dtype for p in parameters],
-            [p.shape for p in parameters],
-            [p.requires_grad for p in parameters] if grad else None,
-            [(t.dtype, grad and t.requires_grad) for t in extra_inputs] if extra_inputs else (),
-        )
+        facts, version = CallFacts.of(input_, parameters, extra_inputs), registry.version
         last = self._last
-        if last is not None and last[0] == now:
-            return last[1]
-        _, _, dtype, device, requires_grad, autocast, dtypes, shapes, require_grads, extras = now
-        key = PlanKey(
-            registry.state(),
-            self._signature,
-            tuple(zip(dtypes, require_grads or [False] * len(dtypes))),
-            tuple(shapes),
-            (dtype, device, requires_grad),
-            tuple(extras),
-            autocast,
-            grad,
-        )
-        schedule = self._schedules.get(key)
-        if schedule is None:
-            schedule = self._make(key)
-        self._last = (now, schedule)
+        if last is not None and last[1] == facts and last[0] == version:
+            return last[2]
+        schedule = self._find(facts)
+        self._last = version, facts, schedule
         return schedule
 
-    def _make(self, key: PlanKey) -> Schedule:
-        flags = iter(requires_grad for _, requires_grad in key.parameters)
+    def _find(self, facts: CallFacts) -> Schedule:
+        """The schedule of a call, made if there is none yet."""
+        key = PlanKey(registry.state(), self._signature, facts.hashable())
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            schedule = self._make(facts)
+            if len(self._schedules) >= _MAX_PLANS:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = schedule
+        return schedule
+
+    def _make(self, facts: CallFacts) -> Schedule:
+        flags = iter(facts.parameters_require_grad or [False] * len(facts.parameter_dtypes))
         own = [tuple(next(flags) for _ in range(n)) for n in self._num_parameters]
-        needs = grad_needs(own, self.routing, key.input[2], [flag for _, flag in key.extra_inputs])
+        extras = [flag for _, flag in facts.extra_inputs]
+        needs = grad_needs(own, self.routing, facts.requires_grad, extras)
         env = Env(
-            key.input[1],
-            key.input[0],
-            key.autocast_dtype,
-            key.grad_enabled,
+            facts.device,
+            facts.dtype,
+            facts.autocast_dtype,
+            facts.grad_enabled,
             tuple(need is not None for need in needs),
         )
         registry.tell_unknown()
         plan = make_plan(self._units, env, needs, registry)
-        schedule = Schedule(plan, self.routing, self._num_parameters)
-        if len(self._schedules) >= _MAX_PLANS:
-            del self._schedules[next(iter(self._schedules))]
-        self._schedules[key] = schedule
-        return schedule
+        return Schedule(plan, self.routing, self._num_parameters)
 
     # While torch.compile traces, planning runs as ordinary Python and leaves its result behind
     # under a name; the traced code only looks it up.
@@ -233,16 +218,8 @@ class OperationFuser:
     def _call_traced(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         self._prepare_tracing()
         parameters = [getattr(module, name) for module, name in self._slots]
-        grad = torch.is_grad_enabled()
-        name = self._plan_for_tracing(
-            (registry.stamp, *[op._stamp for op in self._stamped]),
-            grad,
-            (input_.dtype, input_.device, grad and input_.requires_grad),
-            autocast_dtype(input_.device),
-            tuple((p.dtype, grad and p.requires_grad) for p in parameters),
-            tuple(p.shape for p in parameters),
-            tuple((t.dtype, grad and t.requires_grad) for t in extra_inputs),
-        )
+        stamps = (registry.stamp, *[op._stamp for op in self._stamped])
+        name = self._plan_for_tracing(stamps, CallFacts.of(input_, parameters, extra_inputs))
         return execute(self._traced[name], input_, parameters, extra_inputs, kwargs)
 
     def _prepare_tracing(self) -> bool:
@@ -255,29 +232,9 @@ class OperationFuser:
         stamp(self._stamped)
         return True
 
-    def _plan_for_tracing(
-        self,
-        stamps: tuple[str, ...],
-        grad: bool,
-        input_: tuple[torch.dtype, torch.device, bool],
-        autocast: torch.dtype | None,
-        parameters: tuple[tuple[torch.dtype, bool], ...],
-        shapes: tuple[torch.Size, ...],
-        extras: tuple[tuple[torch.dtype, bool], ...],
-    ) -> str:
+    def _plan_for_tracing(self, stamps: tuple[str, ...], facts: CallFacts) -> str:
         """Being given all of this as constants, the traced code holds for these alone."""
-        key = PlanKey(
-            registry.state(),
-            self._signature,
-            parameters,
-            shapes,
-            input_,
-            extras,
-            autocast,
-            grad,
-        )
-        schedule = self._schedules.get(key) or self._make(key)
-        self._used = schedule
+        schedule = self._used = self._find(facts)
         # Under a name of its own, so that code traced before need not be traced again.
         name = f"schedule {id(schedule)}"
         self._traced[name] = schedule

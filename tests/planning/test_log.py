@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.engine import plan as plan_module
+from opfuser.engine import planning as plan_module
 from opfuser.engine.plan import Plan
 from opfuser.fusion import Fusion, Refusal, Requires
 from opfuser.registry import FusionHandle, registry

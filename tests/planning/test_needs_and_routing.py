@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.engine.plan import GradNeeds, grad_needs
+from opfuser.engine.planning import GradNeeds, grad_needs
 from opfuser.engine.routing import PrivateChannel, RoutedGroup, Routing, Slot, public_routing, route
 from opfuser.errors import ChannelCapturedError, ChannelError, ChannelIndexError
 from opfuser.fuser import OperationFuser

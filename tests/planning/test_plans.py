@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser
-from opfuser.engine.plan import make_plan
+from opfuser.engine.planning import make_plan
 from opfuser.fusion import Refusal, Requires
 from opfuser.registry import registry
 from tests.planning.toys import (

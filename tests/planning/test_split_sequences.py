@@ -164,7 +164,7 @@ def test_an_operation_declares_the_dtype_of_its_output() -> None:
     x = torch.randn(2)
     planned = seq.plan(x)
     (fuser,) = seq[2]._alone._schedules
-    assert fuser.input[0] == torch.float64
+    assert fuser.call.dtype == torch.float64
     seq(x)
     assert planned == seq.last_plan
     assert len(seq[2]._alone._schedules) == 1

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from opfuser.engine.plan import Plan, make_plan
+from opfuser.engine.plan import Plan
+from opfuser.engine.planning import make_plan
 from opfuser.fusion import Env, Fusion, Optional, Refusal, Repeated, Stage
 from opfuser.op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from opfuser.registry import FusionHandle

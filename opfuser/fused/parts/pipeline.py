@@ -132,6 +132,7 @@ class Pipeline(FusedOperation):
             dy = grads.input
             parameters.append(grads.parameters if own is None else own)
             extra_inputs.append(grads.extra_inputs)
+            del grads  # and with it the recomputed output
         if dy is not None and dy.dim() != grad_output.dim():
             dy = dy.view(*grad_output.shape[:-1], dy.shape[-1])
         return dy, _joined(parameters), _joined(extra_inputs)

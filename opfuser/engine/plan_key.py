@@ -1,0 +1,71 @@
+"""What a plan depends on: everything that a fusion may read, complete and hashable."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..context import TensorFacts, any_autocast, autocast_dtype
+
+__all__ = ["CallFacts", "PlanKey"]
+
+
+class CallFacts(NamedTuple):
+    """What a plan may depend on of one call: modes, and tensors without their values.
+
+    Attributes:
+        dtype, device, requires_grad: of the input. Without grad mode nothing requires grad.
+        autocast_dtype: dtype of the active autocast region, or None.
+        parameter_dtypes, parameter_shapes: of all parameters, in order.
+        parameters_require_grad: likewise; None without grad mode.
+        extra_inputs: dtype of each, and whether it requires grad.
+    """
+
+    grad_enabled: bool
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    autocast_dtype: torch.dtype | None
+    parameter_dtypes: Sequence[torch.dtype]
+    parameter_shapes: Sequence[torch.Size]
+    parameters_require_grad: Sequence[bool] | None
+    extra_inputs: Sequence[tuple[torch.dtype, bool]]
+
+    @classmethod
+    def of(
+        cls,
+        input_: Tensor | TensorFacts,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor | TensorFacts],
+    ) -> CallFacts:
+        """The facts of a call with these tensors in the modes of now; in lists, which cost less."""
+        grad = torch.is_grad_enabled()
+        return cls._make(
+            (
+                grad,
+                input_.dtype,
+                input_.device,
+                grad and input_.requires_grad,
+                autocast_dtype(input_.device) if any_autocast() else None,
+                [p.dtype for p in parameters],
+                [p.shape for p in parameters],
+                [p.requires_grad for p in parameters] if grad else None,
+                [(t.dtype, grad and t.requires_grad) for t in extra_inputs] if extra_inputs else (),
+            )
+        )
+
+    def hashable(self) -> CallFacts:
+        """The same in tuples."""
+        fields = [tuple(field) if isinstance(field, list) else field for field in self]
+        return CallFacts._make(fields)
+
+
+class PlanKey(NamedTuple):
+    """Everything that a plan may depend on. A fusion may read nothing that is not in here."""
+
+    fusions: Hashable
+    operations: tuple[Hashable, ...]
+    call: CallFacts

@@ -1,0 +1,271 @@
+"""Deciding what to fuse: pure, no tensor is computed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import PlanError, explain
+from ..fusion import Env, Fusion, NearMiss, Refusal, Stage
+from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is_built_in
+from ..registry import FusionHandle
+from .plan import FusionRecord, Plan, Step, expand
+from .routing import Routing
+
+__all__ = ["grad_needs", "make_plan"]
+
+logger = logging.getLogger("opfuser")
+
+
+def grad_needs(
+    parameters: Sequence[tuple[bool, ...]],
+    routing: Routing,
+    input_requires_grad: bool,
+    extras_require_grad: Sequence[bool],
+) -> tuple[GradNeeds | None, ...]:
+    """Which gradients each basic operation owes; None from the start up to the first that owes any.
+
+    Args:
+        parameters: for each operation, whether each of its parameters requires grad.
+        extras_require_grad: for each extra input of the run.
+    """
+    out: list[GradNeeds | None] = []
+    needed = input_requires_grad
+    for own, sources in zip(parameters, routing.sources):
+        extras = tuple(
+            extras_require_grad[source] if isinstance(source, int) else out[source.op] is not None
+            for source in sources
+        )
+        before = needed
+        needed = needed or any(own) or any(extras)
+        out.append(GradNeeds(before, own, extras) if needed else None)
+    return tuple(out)
+
+
+def make_plan(
+    ops: Sequence[FusibleOperation],
+    env: Env,
+    needs: tuple[GradNeeds | None, ...],
+    handles: Iterable[FusionHandle],
+) -> Plan:
+    """Applies the registered fusions, joint ones first, then each pass on the joint result.
+
+    Args:
+        ops: basic operations, and fused ones that the user placed for their own kernels.
+
+    Raises:
+        PlanError: a fusion returned operations that do not tile the basic operations.
+    """
+    basic_ops = tuple(basic for op in ops for basic in expand(op))
+    maker = _Maker(basic_ops, env, needs)
+    ordered = list(handles)
+
+    def stage(name: Stage, start: list[FusibleOperation]) -> list[FusibleOperation]:
+        for handle in ordered:
+            if handle.stage == name:
+                start = maker.attempt(handle, start)
+        return start
+
+    joint = stage("joint", list(ops))
+    forward = stage("forward", _for_pass(joint, "fuser_forward"))
+    backward: list[FusibleOperation] = []
+    if any(need is not None for need in needs):
+        backward = stage("backward", _for_pass(joint, "fuser_backward"))
+        forward = maker.show_outputs(forward, backward)
+    else:
+        maker.skip([h for h in ordered if h.stage == "backward"], "no gradient is needed")
+    plan = Plan(
+        basic_ops,
+        maker.steps(forward),
+        maker.steps(backward),
+        needs,
+        tuple(maker.history),
+        env,
+    )
+    _log(plan)
+    return plan
+
+
+def _for_pass(ops: Iterable[FusibleOperation], method: str) -> list[FusibleOperation]:
+    """Operations for one pass: one without a kernel for it is replaced by its parts."""
+    out: list[FusibleOperation] = []
+    for op in ops:
+        own = getattr(type(op), method) is not getattr(FusibleOperation, method)
+        out.extend([op] if own else expand(op))
+    return out
+
+
+class _Maker:
+    """Runs fusion functions one after another, checks each result and keeps the record."""
+
+    def __init__(
+        self, basic_ops: tuple[BasicOperation, ...], env: Env, needs: tuple[GradNeeds | None, ...]
+    ) -> None:
+        self.basic_ops = basic_ops
+        self.env = env
+        self.needs = needs
+        self.history: list[FusionRecord] = []
+        self.made_by: dict[int, str] = {}
+
+    def skip(self, handles: Iterable[FusionHandle], why: str) -> None:
+        for handle in handles:
+            off = handle.disabled_by()
+            status = "disabled" if off else "skipped"
+            self.history.append(FusionRecord(handle.name, handle.stage, status, detail=off or why))
+
+    def attempt(self, handle: FusionHandle, ops: list[FusibleOperation]) -> list[FusibleOperation]:
+        missing = handle.requires.missing(self.env)
+        if handle.disabled_by() or missing is not None:
+            self.skip([handle], missing.detail if missing is not None else "")
+            return ops
+        began = time.perf_counter()
+        starts = self.tile(ops, handle)
+        refusals: tuple[tuple[int, Refusal], ...] = ()
+        near: NearMiss | None = None
+        if isinstance(handle.function, Fusion):
+            scan = handle.function.scan(ops, self.env, self._veto(handle.stage, starts))
+            new: list[FusibleOperation] = scan.ops
+            refusals = tuple((starts[at], no) for at, no in scan.refusals)
+            if scan.near_miss is not None:
+                near = scan.near_miss._replace(start=starts[scan.near_miss.start])
+        else:
+            answer = handle.call(ops, self.env)
+            if not isinstance(answer, Iterable):
+                self._broken([], handle, f"returned {type(answer).__name__}, which is no list")
+            new = list(answer)
+        new_starts = self.tile(new, handle)
+        before = {id(op) for op in ops}
+        made = [
+            (at, op)
+            for at, op in zip(new_starts, new)
+            if isinstance(op, FusedOperation) and id(op) not in before
+        ]
+        matches = tuple(tuple(range(at, at + len(op.basic_ops))) for at, op in made)
+        self.made_by.update({id(op): handle.name for _, op in made})
+        status = "matched" if matches else "refused" if refusals else "unmatched"
+        self.history.append(
+            FusionRecord(
+                handle.name, handle.stage, status, matches, refusals, near,
+                elapsed=time.perf_counter() - began,
+            )
+        )  # fmt: skip
+        return new
+
+    def _veto(self, stage: Stage, starts: list[int]) -> Callable[[int, int], Refusal | None]:
+        ends = [*starts, len(self.basic_ops)]
+
+        def veto(start: int, stop: int) -> Refusal | None:
+            owed = [need is not None for need in self.needs[ends[start] : ends[stop]]]
+            if stage == "backward" and not all(owed):
+                return Refusal("NO_GRAD", "no gradient is needed at or before its first operation")
+            if stage == "joint" and any(owed) and not all(owed):
+                return Refusal(
+                    "NO_GRAD", "the first operation that needs a gradient lies inside it"
+                )
+            return None
+
+        return veto
+
+    def show_outputs(
+        self, forward: list[FusibleOperation], backward: list[FusibleOperation]
+    ) -> list[FusibleOperation]:
+        """Takes a forward fusion back where backward may have to know the shape of a result in it.
+
+        An operation with extra outputs gets zeros as the gradient of its output where those behind
+        it return none, as operations of users may. The library's own have one shape for both.
+        """
+        begins = set(self.tile(backward))
+        strangers = [n for n, op in enumerate(self.basic_ops) if not is_built_in(op)]
+        out: list[FusibleOperation] = []
+        for start, op in zip(self.tile(forward), forward):
+            parts = expand(op)
+            hidden = [
+                n
+                for n, publishes in enumerate(parts[:-1], start)
+                if publishes.num_extra_outputs and not is_built_in(publishes)
+                if n + 1 in begins and self.needs[n] is not None and strangers[-1] > n
+            ]
+            if not hidden or op in backward:
+                out.append(op)
+                continue
+            names = [type(self.basic_ops[n]).__name__ for n in (hidden[0], strangers[-1])]
+            self._take_back(
+                start,
+                op,
+                f"{names[0]} has an extra output, and {names[1]} behind it may return no gradient: "
+                "zeros have the shape of an output hidden here",
+            )
+            out += parts
+        return out
+
+    def _take_back(self, start: int, op: FusibleOperation, why: str) -> None:
+        no = (start, Refusal("EXTRA_OUTPUT_USED", why))
+        for n, record in enumerate(self.history):
+            if record.name != self.made_by.get(id(op)) or record.stage != "forward":
+                continue
+            matches = tuple(match for match in record.matches if match[0] != start)
+            self.history[n] = replace(
+                record,
+                status="matched" if matches else "refused",
+                matches=matches,
+                refusals=(*record.refusals, no),
+            )
+
+    def tile(
+        self, ops: Sequence[FusibleOperation], handle: FusionHandle | None = None
+    ) -> list[int]:
+        """The index of the first basic operation of each of ``ops``, which must tile them all."""
+        starts: list[int] = []
+        at = 0
+        for op in ops:
+            if not isinstance(op, FusibleOperation):
+                self._broken(ops, handle, f"returned {type(op).__name__}, which is no operation")
+            starts.append(at)
+            for basic in expand(op):
+                if at >= len(self.basic_ops) or basic is not self.basic_ops[at]:
+                    self._broken(ops, handle, f"{type(op).__name__} does not fit at operation {at}")
+                at += 1
+        if at != len(self.basic_ops):
+            self._broken(ops, handle, f"nothing covers operation {at}")
+        return starts
+
+    def _broken(self, ops: Sequence[Any], handle: FusionHandle | None, what: str) -> None:
+        raise PlanError(
+            explain(
+                "A fusion must return operations that tile the basic operations exactly, in order",
+                where=f"fusion {handle.name!r}, stage {handle.stage}: {what}" if handle else what,
+                received=f"{_names(ops)} for basic operations {_names(self.basic_ops)}",
+                remedy="Replace each run by one FusedOperation whose basic_ops are that run, and "
+                "return every other operation as it is",
+            )
+        )
+
+    def steps(self, ops: Sequence[FusibleOperation]) -> tuple[Step, ...]:
+        starts = self.tile(ops) if ops else []
+        return tuple(
+            Step(op, tuple(range(at, at + len(expand(op)))), self.made_by.get(id(op)))
+            for at, op in zip(starts, ops)
+        )
+
+
+def _names(ops: Iterable[Any]) -> str:
+    return "[" + ", ".join(type(op).__name__ for op in ops) + "]"
+
+
+_logged: set[str] = set()
+
+
+def _log(plan: Plan) -> None:
+    """One INFO line per fusion, once per distinct plan, however many sequences share it."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    stable = [replace(record, elapsed=0.0).summary() for record in plan.history]
+    text = "\n".join([*(type(op).__name__ for op in plan.basic_ops), *stable])
+    if text in _logged:
+        return
+    _logged.add(text)
+    for record in plan.history:
+        logger.info("%s", record.summary())
