@@ -219,7 +219,8 @@ class OperationFuser:
         self._prepare_tracing()
         parameters = [getattr(module, name) for module, name in self._slots]
         stamps = (registry.stamp, *[op._stamp for op in self._stamped])
-        name = self._plan_for_tracing(stamps, CallFacts.of(input_, parameters, extra_inputs))
+        facts = CallFacts.of(input_, parameters, extra_inputs)
+        name = self._plan_for_tracing(stamps, tuple(facts))  # Dynamo takes no NamedTuple
         return execute(self._traced[name], input_, parameters, extra_inputs, kwargs)
 
     def _prepare_tracing(self) -> bool:
@@ -232,9 +233,9 @@ class OperationFuser:
         stamp(self._stamped)
         return True
 
-    def _plan_for_tracing(self, stamps: tuple[str, ...], facts: CallFacts) -> str:
+    def _plan_for_tracing(self, stamps: tuple[str, ...], facts: tuple[Any, ...]) -> str:
         """Being given all of this as constants, the traced code holds for these alone."""
-        schedule = self._used = self._find(facts)
+        schedule = self._used = self._find(CallFacts._make(facts))
         # Under a name of its own, so that code traced before need not be traced again.
         name = f"schedule {id(schedule)}"
         self._traced[name] = schedule
