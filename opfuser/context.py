@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,7 +12,12 @@ from .errors import InputError, explain
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "BackwardResult",
+    "Contexts",
     "Dtypes",
+    "ExtraTensors",
+    "ForwardArguments",
+    "ForwardResult",
     "GradNeeds",
     "OperationContext",
     "TensorFacts",
@@ -109,6 +115,28 @@ class OperationContext:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep ``tensors`` for backward. Called in forward, at most once per operation."""
         self.to_save = tensors
+
+
+# Types of te.ops' fuser_forward and fuser_backward. Lists have one entry per basic operation.
+Contexts: TypeAlias = list[OperationContext]
+ExtraTensors: TypeAlias = Sequence[Sequence[Tensor | None]]
+ForwardResult: TypeAlias = tuple[Tensor, ExtraTensors]
+"""Output, extra outputs."""
+BackwardResult: TypeAlias = tuple[
+    Tensor | None,
+    Sequence[Sequence[Tensor | None] | None],
+    Sequence[Sequence[Tensor | None] | None],
+]
+"""Gradients of the input, of parameters, of extra inputs."""
+
+
+class ForwardArguments(TypedDict):
+    """The keywords of ``fuser_forward``, which are always given."""
+
+    basic_op_extra_inputs: ExtraTensors
+    prev_op_grad_output_quantizer: Any | None
+    next_op_input_quantizer: Any | None
+    basic_op_kwargs: list[dict[str, Any]]
 
 
 def new_context(needs: GradNeeds | None, settings: Any = None) -> OperationContext:

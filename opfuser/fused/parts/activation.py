@@ -30,13 +30,14 @@ from ...basic.gated_activation import (
     _GatedActivation,
 )
 from ...buffer_reuse import only_reference
+from ...context import Contexts, ExtraTensors
 from ...fusion import Refusal
 from ...kernels.activation import activation_backward, activation_forward
 from ...kernels.gated import GluArguments, gated_backward, gated_backward_, gated_forward
 from ...kernels.scalar import cast
 from ...op import compute_dtype
 from .._linear import insist
-from .part import Contexts, Extras, Gradients, Part, PartGrads
+from .part import Gradients, Part, PartGrads
 
 __all__ = [
     "ACTIVATIONS",
@@ -98,8 +99,8 @@ class ActivationPart(Part):
         self.bias, self.activation = bias, activation
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
-    ) -> tuple[Tensor, Extras]:
+        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
+    ) -> tuple[Tensor, ExtraTensors]:
         """``f(x + b)``."""
         ctx, b = ctxs[-1], None if self.bias is None else bias_of(self.bias, x)
         y: Tensor
@@ -138,7 +139,7 @@ class ActivationPart(Part):
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: Extras,
+        grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
     ) -> PartGrads:

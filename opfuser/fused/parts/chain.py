@@ -14,7 +14,7 @@ from ...basic.bias import Bias
 from ...basic.constant_scale import ConstantScale
 from ...basic.dropout import Dropout
 from ...basic.pointwise import PointwiseOperation
-from ...context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
+from ...context import COMPUTE_DTYPES, Contexts, ExtraTensors, autocast_dtype, refuse_dtype
 from ...errors import NotSupportedError, explain
 from ...fusion import Env, Refusal
 from ...kernels.launch import INTERPRETED
@@ -33,7 +33,7 @@ from ...kernels.pointwise import (
 from ...op import BasicOperation, FusibleOperation
 from .._residual_sum import ordered_in_place
 from .activation import PLAIN_ACTIVATIONS, bias_of
-from .part import Contexts, Extras, Gradients, Part, PartGrads, no_gradients
+from .part import Gradients, Part, PartGrads, no_gradients
 
 __all__ = ["ChainCall", "ChainPart", "accepts", "active", "refuse"]
 
@@ -115,14 +115,14 @@ class ChainPart(Part):
         self._layouts = _Layouts(self.ops)
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
-    ) -> tuple[Tensor, Extras]:
+        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
+    ) -> tuple[Tensor, ExtraTensors]:
         call = self.prepare(ctxs, x, extra_inputs)
         y, kept = call.chain.forward(x, call.operands, call.dtypes)
         self.save(ctxs, call, x, kept)
         return y, [()] * len(ctxs)
 
-    def prepare(self, ctxs: Contexts, x: Tensor, extra_inputs: Extras) -> ChainCall:
+    def prepare(self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors) -> ChainCall:
         """The chain of this call and its operands.
 
         Raises:
@@ -183,7 +183,7 @@ class ChainPart(Part):
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: Extras,
+        grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
     ) -> PartGrads:

@@ -10,11 +10,12 @@ from torch import Tensor
 from ...basic.layer_norm import LayerNorm
 from ...basic.make_extra_output import MakeExtraOutput
 from ...basic.rms_norm import RMSNorm
+from ...context import Contexts, ExtraTensors
 from ...kernels.pointwise import Normed
 from ...op import FusibleOperation, OperationContext, autocast_dtype
 from .chain import ChainCall, ChainPart
 from .norm import NormPart
-from .part import Contexts, Extras, Part, PartGrads
+from .part import Part, PartGrads
 
 __all__ = ["ChainNormPart"]
 
@@ -50,8 +51,8 @@ class ChainNormPart(Part):
         self.ops = (*self._chain.ops, *self._norm.ops)
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
-    ) -> tuple[Tensor, Extras]:
+        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
+    ) -> tuple[Tensor, ExtraTensors]:
         first, ctx, norm = ctxs[: self._count], ctxs[-1], self._norm.norm
         call = self._chain.prepare(first, x, extra_inputs)
         total: Tensor | None
@@ -95,7 +96,7 @@ class ChainNormPart(Part):
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: Extras,
+        grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
     ) -> PartGrads:

@@ -12,6 +12,7 @@ from ...basic.add_extra_input import AddExtraInput
 from ...basic.basic_linear import BasicLinear, linear_dgrad
 from ...basic.bias import Bias, bias_grad
 from ...buffer_reuse import only_reference
+from ...context import Contexts, ExtraTensors
 from ...fusion import Env, Refusal
 from ...kernels.scalar import cast
 from .._linear import (
@@ -22,7 +23,7 @@ from .._linear import (
     insist,
     linear_operands,
 )
-from .part import Contexts, Extras, Gradients, Part, PartGrads
+from .part import Gradients, Part, PartGrads
 
 __all__ = ["LinearPart", "refuse"]
 
@@ -71,8 +72,8 @@ class LinearPart(Part):
         self._recomputed = recomputed
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
-    ) -> tuple[Tensor, Extras]:
+        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
+    ) -> tuple[Tensor, ExtraTensors]:
         """``x Wᵀ + b``, and the extra input added to it where there is a sum.
 
         That is written to where nobody but ``extra_inputs`` refers to it.
@@ -105,7 +106,7 @@ class LinearPart(Part):
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: Extras,
+        grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
     ) -> PartGrads:

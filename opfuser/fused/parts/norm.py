@@ -11,9 +11,10 @@ from ...basic.add_extra_input import AddExtraInput
 from ...basic.layer_norm import LayerNorm
 from ...basic.make_extra_output import MakeExtraOutput
 from ...basic.rms_norm import RMSNorm
+from ...context import Contexts, ExtraTensors
 from ...kernels.norm import layer_norm_forward, rms_norm_forward
 from ...op import OperationContext, compute_dtype
-from .part import Contexts, Extras, Gradients, Part, PartGrads
+from .part import Gradients, Part, PartGrads
 
 __all__ = ["NormPart"]
 
@@ -38,8 +39,8 @@ class NormPart(Part):
         self.tap = None if make_extra is None else len(self.ops) - 2
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
-    ) -> tuple[Tensor, Extras]:
+        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
+    ) -> tuple[Tensor, ExtraTensors]:
         y: Tensor | None = None
         if self.add is not None:
             (z,) = extra_inputs[0]
@@ -59,7 +60,7 @@ class NormPart(Part):
         fits = x.shape == z.shape and x.shape[-len(shape) :] == shape
         return fits and x.dtype == z.dtype == compute_dtype(x, self.norm)
 
-    def extra_outputs(self, x: Tensor | None) -> Extras:
+    def extra_outputs(self, x: Tensor | None) -> ExtraTensors:
         """For each operation its extra outputs, where ``x`` is the input of the norm."""
         outputs: list[tuple[Tensor | None, ...]] = [()] * len(self.ops)
         if self.tap is not None:
@@ -82,7 +83,7 @@ class NormPart(Part):
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: Extras,
+        grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
     ) -> PartGrads:

@@ -7,12 +7,11 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ...op import BasicOperation, OperationContext
+from ...context import Contexts, ExtraTensors
+from ...op import BasicOperation
 
-__all__ = ["Contexts", "Extras", "Gradients", "Part", "PartGrads", "no_gradients"]
+__all__ = ["Gradients", "Part", "PartGrads", "no_gradients"]
 
-Contexts = list[OperationContext]
-Extras = Sequence[Sequence[Tensor | None]]
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -56,8 +55,8 @@ class Part:
     ops: tuple[BasicOperation, ...]
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: Extras, *, save_input: bool
-    ) -> tuple[Tensor, Extras]:
+        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
+    ) -> tuple[Tensor, ExtraTensors]:
         """The output, and for each operation its extra outputs.
 
         Args:
@@ -77,7 +76,7 @@ class Part:
         ctxs: Contexts,
         dy: Tensor,
         x: Tensor | None,
-        grad_extra_outputs: Extras,
+        grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
     ) -> PartGrads:

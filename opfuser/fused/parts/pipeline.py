@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...context import Contexts
 from ...op import FusedOperation, OperationContext
-from .part import Contexts, Gradients, Part, no_gradients
+from .part import Gradients, Part, no_gradients
 
 __all__ = ["Edge", "Pipeline"]
 
