@@ -1,8 +1,10 @@
 """Kernels as operators of torch, so that what torch.compile traces can hold them.
 
-In eager mode a call goes to the launcher or to the CPU path directly: torch's dispatcher would
-cost some microseconds. Operators are functional: they write to nothing that they are given, and
-return nothing that they were given.
+In eager mode a call goes to the launcher or to plain torch directly: torch's dispatcher would cost
+some microseconds. Operators are functional: they write to nothing that they are given, and return
+nothing that they were given. What works in place is :func:`kernel_or_plain` alone.
+
+These two functions are the only ones that decide between a kernel and plain torch.
 """
 
 from __future__ import annotations
@@ -15,19 +17,44 @@ from torch import Tensor
 
 from .launch import runs
 
-__all__ = ["operator"]
+__all__ = ["kernel_or_plain", "operator"]
 
 _LIBRARY = torch.library.Library("opfuser", "DEF")
+
+_Function = Callable[..., Any]
+
+
+def kernel_or_plain(
+    *, launch: _Function, plain: _Function, accepts: Callable[..., bool] | None = None
+) -> _Function:
+    """The function that calls ``launch`` where a kernel takes its arguments, and else ``plain``.
+
+    Args:
+        launch: runs the kernel.
+        plain: the same in plain torch, for every device and dtype.
+        accepts: from the arguments, whether the kernel takes them, as far as that is not decided by
+            the first one's device and dtype; None is always.
+    """
+
+    def call(x: Tensor, *args: Any) -> Any:
+        if runs(x) and (accepts is None or accepts(x, *args)):
+            return launch(x, *args)
+        return plain(x, *args)
+
+    return call
 
 
 def operator(
     schema: str,
     *,
-    launch: Callable[..., Any],
-    plain: Callable[..., Any],
-    results: Callable[..., Any] | None = None,
+    launch: _Function,
+    plain: _Function,
+    accepts: Callable[..., bool] | None = None,
+    results: _Function | None = None,
     wanted: Callable[..., Sequence[bool]] | None = None,
-) -> Callable[..., Any]:
+    flatten: Callable[..., tuple[Any, ...]] | None = None,
+    unflatten: Callable[..., tuple[Any, ...]] | None = None,
+) -> _Function:
     """Registers ``opfuser::…`` and returns the function that eager and traced code calls.
 
     Args:
@@ -35,37 +62,44 @@ def operator(
             The first argument is a tensor and decides where the call goes.
         launch: runs the kernel; contiguous results.
         plain: the same in plain torch, for every device and dtype, also without data: results of
-            the same shapes, dtypes and strides. The path of a CPU, and what torch.compile fuses
-            there.
+            the same shapes and dtypes. The path of a CPU, and what torch.compile fuses there.
+        accepts: as in :func:`kernel_or_plain`.
         results: the NamedTuple that ``launch``, ``plain`` and the returned function return, where
             that is more than one tensor.
         wanted: from the arguments, which fields of ``results`` are tensors and not None. Then the
             schema ends in ``-> Tensor[]``, as operators cannot return None.
+        flatten: makes the schema's arguments out of those of ``launch``, ``plain`` and the returned
+            function, where some of these are named values.
+        unflatten: the inverse.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
+    eager = kernel_or_plain(launch=launch, plain=plain, accepts=accepts)
 
-    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
-        if wanted is None:
-            return function
-        return lambda *args: [tensor for tensor in function(*args) if tensor is not None]
+    def registered(function: _Function) -> _Function:
+        def implementation(*args: Any) -> Any:
+            out = function(*args) if unflatten is None else function(*unflatten(*args))
+            # What it returns is as contiguous as a kernel's results, whichever of them has run.
+            if isinstance(out, Tensor):
+                return out.contiguous()
+            tensors = [tensor.contiguous() for tensor in out if tensor is not None]
+            return tensors if wanted is not None else tuple(tensors)
 
-    def implementation(x: Tensor, *args: Any) -> Any:
-        return launch(x, *args) if runs(x) else plain(x, *args)
+        return implementation
 
-    _LIBRARY.impl(name, registered(implementation), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, registered(eager), "CompositeExplicitAutograd")
     _LIBRARY.impl(name, registered(plain), "Meta")
     packet = getattr(torch.ops.opfuser, name).default
 
-    def traced(x: Tensor, *args: Any) -> Any:
-        made = packet(x, *args)
+    def traced(*args: Any) -> Any:
+        made = packet(*args) if flatten is None else packet(*flatten(*args))
         if results is None:
             return made
         if wanted is None:
             return results(*made)
         fields: list[Tensor | None] = []
         position = 0
-        for want in wanted(x, *args):
+        for want in wanted(*args):
             fields.append(made[position] if want else None)
             position += 1 if want else 0  # torch 2.11 traces no flag as a number
         return results(*fields)
@@ -73,7 +107,12 @@ def operator(
     def call(x: Tensor, *args: Any) -> Any:
         if not runs(x):
             return plain(x, *args)
-        return traced(x, *args) if torch.compiler.is_compiling() else launch(x, *args)
+        # Traced, it is the operator that asks: the graph is to hold for every size.
+        if torch.compiler.is_compiling():
+            return traced(x, *args)
+        if accepts is None or accepts(x, *args):
+            return launch(x, *args)
+        return plain(x, *args)
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = plain.__doc__
