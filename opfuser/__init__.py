@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from . import basic
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
+from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
+from .basic.gated_activation import *  # noqa: F403
+from .basic.scaled_activation import *  # noqa: F403
 from .engine.plan import FusionRecord, Plan, Step
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires

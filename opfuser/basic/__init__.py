@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
+from . import activation, gated_activation, scaled_activation
+from .activation import *  # noqa: F403 - each family of activations lists its own
 from .add_extra_input import AddExtraInput
 from .all_gather import AllGather
 from .all_reduce import AllReduce
@@ -13,16 +14,7 @@ from .cross_entropy import CrossEntropy
 from .dot_product_attention import DotProductAttention
 from .dropout import Dropout
 from .embedding import Embedding
-from .gated_activation import (
-    GEGLU,
-    GLU,
-    QGEGLU,
-    ClampedSwiGLU,
-    ReGLU,
-    SiTUGLU,
-    SReGLU,
-    SwiGLU,
-)
+from .gated_activation import *  # noqa: F403
 from .grouped_linear import GroupedLinear
 from .identity import Identity
 from .l2_normalization import L2Normalization
@@ -35,20 +27,14 @@ from .reduce_scatter import ReduceScatter
 from .reshape import Reshape
 from .rms_norm import RMSNorm
 from .rotary_embedding import RotaryEmbedding
-from .scaled_activation import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
+from .scaled_activation import *  # noqa: F403
 
 __all__ = [
-    "GEGLU",
-    "GELU",
-    "GLU",
-    "QGEGLU",
-    "QGELU",
     "AddExtraInput",
     "AllGather",
     "AllReduce",
     "BasicLinear",
     "Bias",
-    "ClampedSwiGLU",
     "ConstantScale",
     "CrossEntropy",
     "DotProductAttention",
@@ -63,21 +49,10 @@ __all__ = [
     "QKNorm",
     "Quantize",
     "RMSNorm",
-    "ReGLU",
-    "ReLU",
     "ReduceScatter",
     "Reshape",
     "RotaryEmbedding",
-    "SReGLU",
-    "SReLU",
-    "ScaledClampedQGeGLU",
-    "ScaledSReLU",
-    "ScaledSiTUGLU",
-    "ScaledSwiGLU",
-    "SiLU",
-    "SiTUGLU",
-    "Sigmoid",
-    "Softplus",
-    "SwiGLU",
-    "Tanh",
 ]
+__all__ += activation.__all__
+__all__ += gated_activation.__all__
+__all__ += scaled_activation.__all__

@@ -7,8 +7,9 @@ import math
 from torch import Tensor
 
 from ..errors import ArgumentError, InputError, explain
+from ..kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
 from ..kernels.gated import Glu
-from ..kernels.scalar import ClampedSwish, ScalarFunction, ShiftedClamp, SoftCap, SoftCappedSwish
+from ..kernels.scalar import ScalarFunction
 
 __all__ = ["Functions", "check_glu_input", "clamped_swish", "make_glu", "situ"]
 

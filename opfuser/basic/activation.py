@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..errors import ArgumentError, NotSupportedError, explain
-from ..kernels import scalar
+from ..kernels import functions
 from ..kernels.activation import activation_backward, activation_forward
-from ..kernels.launch import runs
+from ..kernels.scalar import FunctionSpec, ScalarFunction, cast, grad_input, reuse, rounded_once
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "Sigmoid", "Softplus", "Tanh"]
+
+_aten = torch.ops.aten
 
 
 class _Activation(BasicOperation):
@@ -31,9 +35,7 @@ class _Activation(BasicOperation):
         input: Tensor
 
     class Settings(NamedTuple):
-        function: scalar.ScalarFunction
-        arguments: tuple[str, tuple[float, ...]]
-        """Of the operators of ``kernels.activation``."""
+        function: FunctionSpec
 
     def __init__(self, cache_quantized_input: bool) -> None:
         super().__init__()
@@ -47,13 +49,12 @@ class _Activation(BasicOperation):
                 )
             )
 
-    def make_function(self) -> scalar.ScalarFunction:
+    def make_function(self) -> ScalarFunction:
         """The function that is applied, with the attributes of now as its constants."""
         raise NotImplementedError
 
     def make_settings(self) -> _Activation.Settings:
-        function = self.make_function()
-        return self.Settings(function, function.arguments)
+        return self.Settings(self.make_function().spec)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute
@@ -66,13 +67,11 @@ class _Activation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        x = scalar.cast(input_, compute_dtype(input_, self))
+        x = cast(input_, compute_dtype(input_, self))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        function, arguments = ctx.settings or self.frozen_settings(ctx)
-        if not runs(x):
-            return scalar.cast(function.value(x), x.dtype)  # autocast runs some in fp32
-        y: Tensor = activation_forward(x, *arguments, None)
+        (function,) = ctx.settings or self.frozen_settings(ctx)
+        y: Tensor = activation_forward(x, function, None)
         return y
 
     def op_backward(
@@ -83,11 +82,8 @@ class _Activation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        function, arguments = ctx.settings or self.frozen_settings(ctx)
-        if not runs(x):
-            return function.backward(scalar.cast(grad_output, x.dtype), x), ()
-        (dx,) = activation_backward(grad_output, x, *arguments, None, True, False, False)
-        return dx, ()
+        (function,) = ctx.settings or self.frozen_settings(ctx)
+        return activation_backward(grad_output, x, function, None, True, False, False).dx, ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return self.make_function().reference(input_)
@@ -116,7 +112,7 @@ class GELU(_Activation):
         self.approximate = approximate
         self.make_settings()
 
-    def make_function(self) -> scalar.ScalarFunction:
+    def make_function(self) -> ScalarFunction:
         approximate = self.approximate
         if approximate not in ("tanh", "none"):
             raise ArgumentError(
@@ -124,7 +120,7 @@ class GELU(_Activation):
                     "approximate must be 'tanh' or 'none'", where="GELU", received=repr(approximate)
                 )
             )
-        return scalar.GeluTanh() if approximate == "tanh" else scalar.GeluErf()
+        return functions.GeluTanh() if approximate == "tanh" else functions.GeluErf()
 
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
@@ -147,8 +143,8 @@ class QGELU(_Activation):
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input)
 
-    def make_function(self) -> scalar.ScalarFunction:
-        return scalar.Swish(1.702)
+    def make_function(self) -> ScalarFunction:
+        return functions.Swish(1.702)
 
 
 class ReLU(_Activation):
@@ -166,8 +162,8 @@ class ReLU(_Activation):
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input)
 
-    def make_function(self) -> scalar.ScalarFunction:
-        return scalar.Relu()
+    def make_function(self) -> ScalarFunction:
+        return functions.Relu()
 
 
 class SReLU(_Activation):
@@ -188,8 +184,8 @@ class SReLU(_Activation):
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input)
 
-    def make_function(self) -> scalar.ScalarFunction:
-        return scalar.SquaredRelu()
+    def make_function(self) -> ScalarFunction:
+        return functions.SquaredRelu()
 
 
 class SiLU(_Activation):
@@ -210,8 +206,31 @@ class SiLU(_Activation):
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input)
 
-    def make_function(self) -> scalar.ScalarFunction:
-        return scalar.Swish()
+    def make_function(self) -> ScalarFunction:
+        return functions.Swish()
+
+
+@dataclass(frozen=True)
+class _SoftplusFunction(ScalarFunction):
+    """``log(1 + e^(βx)) / β``, and x where ``βx > threshold``."""
+
+    name = "softplus"
+
+    beta: float = 1.0
+    threshold: float = 20.0
+
+    def value(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return F.softplus(x, self.beta, self.threshold)
+        y: Tensor = _aten.softplus.out(x, self.beta, self.threshold, out=out)
+        return y
+
+    def backward(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return grad_input(_aten.softplus_backward, dy, x, self.beta, self.threshold, out=out)
+
+    def reference(self, x: Tensor) -> Tensor:
+        z = self.beta * x
+        return torch.where(z > self.threshold, x, torch.logaddexp(z, z.new_zeros(())) / self.beta)
 
 
 class Softplus(_Activation):
@@ -238,15 +257,32 @@ class Softplus(_Activation):
         self.threshold = threshold
         self.make_settings()
 
-    def make_function(self) -> scalar.ScalarFunction:
+    def make_function(self) -> ScalarFunction:
         if self.beta == 0:
             raise ArgumentError(
                 explain("beta must not be zero", where="Softplus", received=f"beta={self.beta}")
             )
-        return scalar.Softplus(self.beta, self.threshold)
+        return _SoftplusFunction(self.beta, self.threshold)
 
     def extra_repr(self) -> str:
         return f"beta={self.beta}, threshold={self.threshold}"
+
+
+class _TanhFunction(ScalarFunction):
+    """``tanh(x)``."""
+
+    name = "tanh"
+
+    def value(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return torch.tanh(x, out=out)
+
+    @rounded_once
+    def backward(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        t = torch.tanh(x)
+        return grad_input(_aten.tanh_backward, dy, t, out=reuse(t) if out is None else out)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
 
 
 class Tanh(_Activation):
@@ -264,8 +300,8 @@ class Tanh(_Activation):
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input)
 
-    def make_function(self) -> scalar.ScalarFunction:
-        return scalar.Tanh()
+    def make_function(self) -> ScalarFunction:
+        return _TanhFunction()
 
 
 class Sigmoid(_Activation):
@@ -283,5 +319,9 @@ class Sigmoid(_Activation):
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__(cache_quantized_input)
 
-    def make_function(self) -> scalar.ScalarFunction:
-        return scalar.Sigmoid()
+    def make_function(self) -> ScalarFunction:
+        return functions.Sigmoid()
+
+
+ACTIVATIONS = tuple(_Activation.__subclasses__())
+"""The operations of this module: what fusions of activations take, but no subclass of a user."""

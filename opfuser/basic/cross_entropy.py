@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from ..errors import ArgumentError, InputError, OpKwargsError, explain
 from ..kernels.cross_entropy import (
+    Terms,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_mean,
 )
-from ..kernels.launch import runs
 from ..op import BasicOperation, Dtypes, OperationContext
 
 __all__ = ["CrossEntropy"]
@@ -41,8 +41,8 @@ class CrossEntropy(BasicOperation):
     waits for the device.
 
     Kernels: on a GPU opfuser's own, which read the logits once forward, and once more backward to
-    write their gradient: 6 bytes per logit in halves. ATen's log_softmax and nll_loss want an fp32
-    copy of such logits, and move 26.
+    write their gradient: 6 bytes per logit in fp16 or bf16. ATen's log_softmax and nll_loss want an
+    fp32 copy of such logits, and move 26.
 
     Sources: the formulas are those of ``torch.nn.functional.cross_entropy``; label smoothing:
     Szegedy et al., "Rethinking the Inception Architecture", 2016; z-loss: Chowdhery et al., "PaLM",
@@ -71,8 +71,7 @@ class CrossEntropy(BasicOperation):
         num_valid: Tensor | None
 
     class Settings(NamedTuple):
-        rows: tuple[int, float, float]
-        """What kernels are told about rows: ignored target, label smoothing, z-loss."""
+        terms: Terms
         reduction: str
 
     def __init__(
@@ -115,7 +114,7 @@ class CrossEntropy(BasicOperation):
                     received=f"z_loss={z_loss}",
                 )
             )
-        return self.Settings((self.ignore_index, label_smoothing, z_loss), reduction)
+        return self.Settings(Terms(self.ignore_index, label_smoothing, z_loss), reduction)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return torch.promote_types(dtypes.input, torch.float32)
@@ -132,14 +131,14 @@ class CrossEntropy(BasicOperation):
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         self.refuse_keywords(basic_op_kwargs[0])
         ctx, targets = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
-        rows, reduction = ctx.settings or self.frozen_settings(ctx)
+        terms, reduction = ctx.settings or self.frozen_settings(ctx)
         assert targets is not None
         self.check_inputs(input_.shape, input_.dtype, targets)
         logits, flat = _matrix(input_), targets.reshape(-1)
-        loss, row_max, sum_exp = cross_entropy_forward(logits, flat, *rows)
+        loss, row_max, sum_exp = cross_entropy_forward(logits, flat, terms)
         count = None
         if reduction == "mean":
-            loss, count = cross_entropy_mean(loss, flat, rows[0])
+            loss, count = cross_entropy_mean(loss, flat, terms.ignore_index)
         elif reduction == "sum":
             loss = loss.sum()
         else:
@@ -163,7 +162,7 @@ class CrossEntropy(BasicOperation):
         if not ctx.needs.input:
             return None, [()], [(None,)]
         input_, targets, row_max, sum_exp, count = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        rows, reduction = ctx.settings or self.frozen_settings(ctx)
+        terms, reduction = ctx.settings or self.frozen_settings(ctx)
         dloss = grad_output.reshape(-1) if reduction == "none" else grad_output
         dx = cross_entropy_backward(
             _matrix(input_),
@@ -172,7 +171,7 @@ class CrossEntropy(BasicOperation):
             sum_exp,
             dloss,
             count,
-            *rows,
+            terms,
         )
         return dx.view(input_.shape), [()], [(None,)]
 
@@ -228,6 +227,5 @@ class CrossEntropy(BasicOperation):
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """Logits as (rows, classes), contiguous along a row where a kernel reads them."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows.contiguous() if rows.stride(1) != 1 and runs(rows) else rows
+    """Logits as (rows, classes)."""
+    return x.reshape(-1, x.shape[-1])

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import NotSupportedError, explain
-from ..kernels import scalar
-from ..kernels.gated import Glu, GluArguments, gated_backward, gated_forward
-from ..kernels.launch import runs
+from ..kernels import functions
+from ..kernels.gated import ProductSpec, gated_backward, gated_forward, product_spec
+from ..kernels.scalar import cast
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from . import _gated_math as gated
 
@@ -44,9 +44,7 @@ class _GatedActivation(BasicOperation):
         input: Tensor
 
     class Settings(NamedTuple):
-        function: Glu
-        arguments: GluArguments
-        """Of the operators of ``kernels.gated``."""
+        product: ProductSpec
 
     def __init__(
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
@@ -68,8 +66,8 @@ class _GatedActivation(BasicOperation):
         raise NotImplementedError
 
     def make_settings(self) -> _GatedActivation.Settings:
-        function = gated.make_glu(self.make_functions(), self.glu_interleave_size)
-        return self.Settings(function, function.arguments)
+        product = gated.make_glu(self.make_functions(), self.glu_interleave_size)
+        return self.Settings(product_spec(product))
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute
@@ -82,16 +80,12 @@ class _GatedActivation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        function, arguments = ctx.settings or self.frozen_settings(ctx)
-        gated.check_glu_input(function, input_, type(self).__name__)
-        x = scalar.cast(input_, compute_dtype(input_, self))
+        (product,) = ctx.settings or self.frozen_settings(ctx)
+        gated.check_glu_input(product.function, input_, type(self).__name__)
+        x = cast(input_, compute_dtype(input_, self))
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        y: Tensor
-        if not runs(x):
-            y = function.value(x)
-            return y
-        y = gated_forward(x, *arguments, None)
+        y: Tensor = gated_forward(x, product, None)
         return y
 
     def op_backward(
@@ -102,13 +96,11 @@ class _GatedActivation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        function, arguments = ctx.settings or self.frozen_settings(ctx)
-        if not runs(x):
-            return function.backward(scalar.cast(grad_output, x.dtype), x), ()
-        return gated_backward(grad_output, x, *arguments, None, True, False)[0], ()
+        (product,) = ctx.settings or self.frozen_settings(ctx)
+        return gated_backward(grad_output, x, product, None, True, False).dx, ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        return self.make_settings().function.reference(input_)
+        return self.make_settings().product.function.reference(input_)
 
 
 class GLU(_GatedActivation):
@@ -132,7 +124,7 @@ class GLU(_GatedActivation):
         super().__init__(cache_quantized_input=cache_quantized_input)
 
     def make_functions(self) -> gated.Functions:
-        return scalar.Sigmoid(), None
+        return functions.Sigmoid(), None
 
 
 class GEGLU(_GatedActivation):
@@ -147,7 +139,7 @@ class GEGLU(_GatedActivation):
         super().__init__(cache_quantized_input=cache_quantized_input)
 
     def make_functions(self) -> gated.Functions:
-        return scalar.GeluTanh(), None
+        return functions.GeluTanh(), None
 
 
 class QGEGLU(_GatedActivation):
@@ -160,7 +152,7 @@ class QGEGLU(_GatedActivation):
         super().__init__(cache_quantized_input=cache_quantized_input)
 
     def make_functions(self) -> gated.Functions:
-        return scalar.Swish(1.702), None
+        return functions.Swish(1.702), None
 
 
 class ReGLU(_GatedActivation):
@@ -175,7 +167,7 @@ class ReGLU(_GatedActivation):
         super().__init__(cache_quantized_input=cache_quantized_input)
 
     def make_functions(self) -> gated.Functions:
-        return scalar.Relu(), None
+        return functions.Relu(), None
 
 
 class SReGLU(_GatedActivation):
@@ -188,7 +180,7 @@ class SReGLU(_GatedActivation):
         super().__init__(cache_quantized_input=cache_quantized_input)
 
     def make_functions(self) -> gated.Functions:
-        return scalar.SquaredRelu(), None
+        return functions.SquaredRelu(), None
 
 
 class SwiGLU(_GatedActivation):
@@ -221,7 +213,7 @@ class SwiGLU(_GatedActivation):
         self.make_settings()
 
     def make_functions(self) -> gated.Functions:
-        return scalar.Swish(), None
+        return functions.Swish(), None
 
 
 class SiTUGLU(_GatedActivation):
@@ -308,3 +300,7 @@ class ClampedSwiGLU(_GatedActivation):
 
     def make_functions(self) -> gated.Functions:
         return gated.clamped_swish(self.limit, self.alpha, self.glu_linear_offset)
+
+
+GATED_ACTIVATIONS = tuple(_GatedActivation.__subclasses__())
+"""The operations of this module: what fusions of activations take, but no subclass of a user."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, MissingImplementationError, explain
-from ..kernels.launch import runs
-from ..kernels.pointwise import FUNCTION, Chain, Stage
+from ..kernels.pointwise import FUNCTION, Chain, Link, has_kernels
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from ._numbers import real_number
@@ -58,7 +57,7 @@ class PointwiseOperation(BasicOperation):
     class Settings(NamedTuple):
         form: _TorchForm
         constants: tuple[float, ...]
-        stage: Stage | None
+        link: Link | None
 
     device_function: ClassVar[Any] = None
 
@@ -90,8 +89,8 @@ class PointwiseOperation(BasicOperation):
             frozen = object.__new__(type(self))
             frozen.__dict__.update(self.__dict__)
         form, device = _TorchForm(frozen), type(self).device_function
-        stage = None if device is None else Stage(FUNCTION, device, constants, form, linear=False)
-        return self.Settings(form, constants, stage)
+        link = None if device is None else Link(FUNCTION, device, constants, form, linear=False)
+        return self.Settings(form, constants, link)
 
     def value(self, x: Tensor) -> Tensor:
         """``f(x)`` in differentiable torch. May not write to x."""
@@ -136,12 +135,6 @@ class PointwiseOperation(BasicOperation):
     # What torch.compiler.assume_constant_result sets: while torch.compile traces, this runs.
     _try_autograd._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    @property
-    def stage(self) -> Stage | None:
-        """What kernels run; None without a device function."""
-        stage: Stage | None = self.settings.stage
-        return stage
-
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute
 
@@ -159,8 +152,7 @@ class PointwiseOperation(BasicOperation):
         _, constants, _ = ctx.settings or self.frozen_settings(ctx)
         if not self._has_kernel(x):
             return _TorchForm(self).value(x)  # so that value() may keep something on self
-        y, _ = _chain(type(self).device_function, constants).forward(x, (None,), (x.dtype,))
-        return y
+        return _chain(type(self).device_function, constants).forward(x, (None,), (x.dtype,)).y
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -174,13 +166,10 @@ class PointwiseOperation(BasicOperation):
         if not self._has_kernel(x):
             return form.backward(grad_output, x), ()
         chain = _chain(type(self).device_function, constants)
-        dx, _ = chain.backward(grad_output, x, (None,), (False, True), (x.dtype,))
-        return dx, ()
+        return chain.backward(grad_output, x, (None,), (False, True), (x.dtype,)).dx, ()
 
     def _has_kernel(self, x: Tensor) -> bool:
-        # What torch.compile traces, it fuses itself.
-        has_device_function = type(self).device_function is not None
-        return has_device_function and runs(x) and not torch.compiler.is_compiling()
+        return type(self).device_function is not None and has_kernels(x)
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return self.value(input_)
@@ -204,7 +193,7 @@ def _no_derivative(op: PointwiseOperation) -> MissingImplementationError:
 @functools.lru_cache(None)
 def _chain(device: Any, constants: tuple[float, ...]) -> Chain:
     """The kernels of one such operation."""
-    return Chain([Stage(FUNCTION, device, constants, None, linear=False)])
+    return Chain([Link(FUNCTION, device, constants, None, linear=False)])
 
 
 class _TorchForm(ScalarFunction):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError, explain
-from ..kernels.rotary import qk_norm, qk_norm_backward
+from ..kernels.rotary import Rotation, qk_norm, qk_norm_backward
 from ..kernels.scalar import cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from ._dtypes import check_parameter_dtype
@@ -125,25 +125,17 @@ class QKNorm(BasicOperation):
     ) -> Tensor:
         self.check_input(input_, ctx.settings or self.frozen_settings(ctx))
         x = cast(input_, compute_dtype(input_, self))
-        return self.normalise(ctx, x, None, None, 0, False)
+        return self.normalise(ctx, x, None)
 
-    def normalise(
-        self,
-        ctx: OperationContext,
-        x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        period: int,
-        interleaved: bool,
-    ) -> Tensor:
+    def normalise(self, ctx: OperationContext, x: Tensor, rotation: Rotation | None) -> Tensor:
         """The output for an x in the compute dtype, turned by a RotaryEmbedding's angles if given.
 
         Saves what :meth:`op_backward` reads.
         """
         _, kv_heads, eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
-        how = (kv_heads, interleaved, eps, zero_centered)
+        weights = self.q_weight, self.k_weight
         y: Tensor
-        y, rstd = qk_norm(x, self.q_weight, self.k_weight, cos, sin, period, *how)
+        y, rstd = qk_norm(x, *weights, rotation, kv_heads, eps, zero_centered)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rstd))
         return y
@@ -151,26 +143,21 @@ class QKNorm(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
-        return self.gradients(ctx, grad_output, None, None, 0, False)
+        return self.gradients(ctx, grad_output, None)
 
     def gradients(
-        self,
-        ctx: OperationContext,
-        grad_output: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        period: int,
-        interleaved: bool,
+        self, ctx: OperationContext, grad_output: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]:
         """What :meth:`op_backward` returns, for a gradient of turned queries and keys."""
         x, rstd = ctx.saved_tensors
-        q_weight, k_weight = ctx.parameters
         need_dx, (need_dq, need_dk), _ = ctx.needs
         *_, zero_centered = ctx.settings or self.frozen_settings(ctx)
-        how = (interleaved, zero_centered, need_dx, need_dq or need_dk)
-        grads = qk_norm_backward(grad_output, x, q_weight, k_weight, rstd, cos, sin, period, *how)
-        dx = grads[0].view(grad_output.shape) if need_dx else None
-        dq, dk = grads[-2:] if need_dq or need_dk else (None, None)
+        wants = need_dx, need_dq or need_dk
+        dx, dq, dk = qk_norm_backward(
+            grad_output, x, *ctx.parameters, rstd, rotation, zero_centered, *wants
+        )
+        if dx is not None:
+            dx = dx.view(grad_output.shape)
         return dx, (dq if need_dq else None, dk if need_dk else None)
 
     def check_input(self, input_: Tensor, settings: QKNorm.Settings) -> None:

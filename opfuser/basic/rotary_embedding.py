@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, InputError, explain
-from ..kernels.rotary import rotary
+from ..kernels.rotary import Rotation, rotary
 from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, OperationContext
 
@@ -159,26 +159,25 @@ class RotaryEmbedding(BasicOperation):
     def _turn(
         self, x: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings, *, back: bool
     ) -> Tensor:
-        cos, sin, period = self.angles(x, positions, settings)
-        how = (settings.num_kv_heads, settings.head_dim, settings.interleaved, back)
-        y: Tensor = rotary(x, cos, sin, period, *how)
+        rotation = self.rotation(x, positions, settings)
+        y: Tensor = rotary(x, rotation, settings.num_kv_heads, settings.head_dim, back)
         return y
 
-    def angles(
+    def rotation(
         self, x: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings
-    ) -> tuple[Tensor, Tensor, int]:
-        """Cosine and sine of the angles of some positions, and after how many they repeat.
+    ) -> Rotation:
+        """The rotation of tokens x (batch, sequence, features), counted through.
 
-        They are (that many or more, rotary_dim / 2), in fp32, or fp64 for an fp64 x. The tokens of
-        x (batch, sequence, features), counted through, turn by them over and over.
+        Its tables hold as many positions as there are tokens before these repeat, or more.
         """
-        length, device = x.shape[1], x.device
+        length, device, interleaved = x.shape[1], x.device, settings.interleaved
         dtype = wide_dtype(x.dtype)
         # A tensor made while tracing, or a subclass such as a fake tensor, must not outlive it.
         lasting = not torch.compiler.is_compiling() and type(x) is Tensor
         if positions is not None:
             frequencies = self._frequencies(device, dtype, settings, lasting)
-            return *_turns(positions.to(device).reshape(-1), frequencies), positions.numel()
+            tables = _turns(positions.to(device).reshape(-1), frequencies)
+            return Rotation(*tables, positions.numel(), interleaved)
         key = device, dtype, settings.base, settings.rotary_dim
         table = self._kept.tables.get(key) if lasting else None
         if table is None or table[0].shape[0] < length:
@@ -187,7 +186,7 @@ class RotaryEmbedding(BasicOperation):
             table = _turns(torch.arange(count, device=device), frequencies)
             if lasting and type(table[0]) is Tensor:
                 _keep(self._kept.tables, key, table)
-        return *table, length
+        return Rotation(*table, length, interleaved)
 
     def _frequencies(
         self,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, OpKwargsError, explain
-from ..kernels import scalar
-from ..kernels.gated import Glu, GluArguments, gated_backward, gated_forward
+from ..kernels import functions
+from ..kernels.gated import Glu, ProductSpec, gated_backward, gated_forward, product_spec
+from ..kernels.scalar import ScalarFunction, cast
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from . import _gated_math as gated
 
@@ -31,23 +32,18 @@ class _ScaledActivation(BasicOperation):
         scales: Tensor
 
     class Settings(NamedTuple):
-        function: scalar.ScalarFunction | Glu
-        arguments: GluArguments
-        """Of the operators of ``kernels.gated``."""
+        product: ProductSpec
 
     def __init__(self, activation_recompute_in_mlp: bool) -> None:
         super().__init__()
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
-    def make_function(self) -> scalar.ScalarFunction | Glu:
+    def make_function(self) -> ScalarFunction | Glu:
         """The function f, with the attributes of now as its constants."""
         raise NotImplementedError
 
     def make_settings(self) -> _ScaledActivation.Settings:
-        function = self.make_function()
-        if isinstance(function, Glu):
-            return self.Settings(function, function.arguments)
-        return self.Settings(function, (*function.arguments, "", (), 0))
+        return self.Settings(product_spec(self.make_function()))
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute
@@ -70,13 +66,13 @@ class _ScaledActivation(BasicOperation):
         scales = basic_op_extra_inputs[0][0]
         assert scales is not None
         ctx = basic_op_ctxs[0]
-        function, arguments = ctx.settings or self.frozen_settings(ctx)
-        self._check(function, input_, scales)
+        (product,) = ctx.settings or self.frozen_settings(ctx)
+        self._check(product.function, input_, scales)
         dtype = compute_dtype(input_, self)
-        x, scales = scalar.cast(input_, dtype), scalar.cast(scales, dtype)
+        x, scales = cast(input_, dtype), cast(scales, dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, scales))
-        return gated_forward(x, *arguments, scales), [()]
+        return gated_forward(x, product, scales), [()]
 
     def fuser_backward(
         self,
@@ -90,7 +86,7 @@ class _ScaledActivation(BasicOperation):
         Sequence[Sequence[Tensor | None] | None],
     ]:
         ctx = basic_op_ctxs[0]
-        _, arguments = ctx.settings or self.frozen_settings(ctx)
+        (product,) = ctx.settings or self.frozen_settings(ctx)
         assert ctx.saved_tensors is not None
         x, scales = ctx.saved_tensors
         assert x is not None
@@ -98,18 +94,17 @@ class _ScaledActivation(BasicOperation):
         needs_dx, needs_dscales = ctx.needs.input, ctx.needs.extra_inputs[0]
         dx = dscales = None
         if needs_dx or needs_dscales:
-            grads = gated_backward(
-                grad_output, x, *arguments, scales, needs_dx, False, needs_dscales
-            )
-            dx = grads[0] if needs_dx else None
-            dscales = scalar.cast(grads[-1], scales.dtype) if needs_dscales else None
+            grads = gated_backward(grad_output, x, product, scales, needs_dx, False, needs_dscales)
+            dx, dscales = grads.dx, grads.dscales
+            if dscales is not None:
+                dscales = cast(dscales, scales.dtype)
         return dx, [()], [(dscales,)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (scales,) = extra_inputs
         return self.make_function().reference(input_) * scales.to(input_.dtype).unsqueeze(-1)
 
-    def _check(self, function: scalar.ScalarFunction | Glu, input_: Tensor, scales: Tensor) -> None:
+    def _check(self, function: ScalarFunction | Glu, input_: Tensor, scales: Tensor) -> None:
         where = type(self).__name__
         if isinstance(function, Glu):
             gated.check_glu_input(function, input_, where)
@@ -152,7 +147,7 @@ class ScaledSwiGLU(_ScaledActivation):
         self.make_settings()
 
     def make_function(self) -> Glu:
-        return gated.make_glu((scalar.Swish(), None), self.glu_interleave_size)
+        return gated.make_glu((functions.Swish(), None), self.glu_interleave_size)
 
 
 class ScaledSiTUGLU(_ScaledActivation):
@@ -246,5 +241,5 @@ class ScaledSReLU(_ScaledActivation):
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__(activation_recompute_in_mlp)
 
-    def make_function(self) -> scalar.ScalarFunction:
-        return scalar.SquaredRelu()
+    def make_function(self) -> ScalarFunction:
+        return functions.SquaredRelu()

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from ..basic._wgrad import add_wgrad, as_rows
 from ..basic.basic_linear import linear_forward
-from ..kernels.cross_entropy import cross_entropy_forward, cross_entropy_gradient
+from ..kernels.cross_entropy import (
+    LossGradient,
+    Terms,
+    cross_entropy_forward,
+    cross_entropy_gradient,
+)
 
 __all__ = ["Gradients", "Work", "split", "walk"]
 
@@ -79,7 +84,7 @@ class Work(NamedTuple):
         x, w: operands of the forward GEMM, of one dtype: (..., in), (out, in).
         targets: (rows,).
         divisor: divides the gradients, if given.
-        of_rows: ignored target, label smoothing and z-loss.
+        terms: of the loss of a row.
         wants_dx: whether the gradient of x is wanted.
         dw_dtype: of the gradient of w; None: it is not wanted.
     """
@@ -88,13 +93,16 @@ class Work(NamedTuple):
     w: Tensor
     targets: Tensor
     divisor: Tensor | None
-    of_rows: tuple[int, float, float]
+    terms: Terms
     wants_dx: bool
     dw_dtype: torch.dtype | None
 
-    def gradient(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def gradient(self, logits: Tensor, part: slice) -> LossGradient:
         """Losses of some rows, and the gradient of their logits, which may take their place."""
-        return cross_entropy_gradient(logits, self.targets[part], self.divisor, *self.of_rows)
+        gradient: LossGradient = cross_entropy_gradient(
+            logits, self.targets[part], self.divisor, self.terms
+        )
+        return gradient
 
 
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
@@ -121,7 +129,7 @@ def _walked(work: Work) -> Gradients:
         part = slice(start, start + size)
         logits = torch.mm(rows[part], w.t(), out=buffer[: rows[part].shape[0]])
         if dx is None and dw is None:
-            losses.append(cross_entropy_forward(logits, targets[part], *work.of_rows)[0])
+            losses.append(cross_entropy_forward(logits, targets[part], work.terms).loss)
             continue
         row_losses, dlogits = work.gradient(logits, part)
         losses.append(row_losses)

@@ -1,4 +1,4 @@
-"""Gradients of an activation and of the bias before it, in one walk over the rows."""
+"""Gradients of an activation and of the bias before it, in one kernel."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..basic.activation import _Activation
-from ..basic.bias import Bias, bias_grad
+from ..basic.bias import Bias
 from ..fusion import Fusion
-from ..kernels.activation import activation_backward, in_blocks, rows_per_block
-from ..kernels.launch import runs
+from ..kernels.activation import activation_backward
 from ..op import FusedOperation, OperationContext
 from .parts.activation import PLAIN_ACTIVATIONS
 
@@ -21,7 +20,7 @@ class BackwardActivationBias(FusedOperation):
     r"""Backward of Bias and an activation: :math:`dx = dy\, f'(x + b)`, :math:`db = \sum dx`.
 
     The sum is over all dimensions but the last. Reads what the activation saved, its input.
-    Summed while it is made, dx of A elements is not read again: 3A of traffic instead of 4A.
+    Summed while it is computed, dx of A elements is not read again: 3A of traffic instead of 4A.
 
     Kernel: opfuser's ``activation_backward``, which sums in fp32 in the same launch; ATen has the
     backward of each activation and ``sum``, but nothing that does both. On a CPU they are ATen's,
@@ -51,28 +50,14 @@ class BackwardActivationBias(FusedOperation):
         Sequence[Sequence[Tensor | None] | None],
     ]:
         _, activation = self._parts
-        function, arguments = activation.frozen_settings(basic_op_ctxs[1])
+        (function,) = activation.frozen_settings(basic_op_ctxs[1])
         needs = basic_op_ctxs[0].needs
         needs_db = bool(needs.parameters) and needs.parameters[0]
         (x,) = basic_op_ctxs[1].saved_tensors
         if x.shape != grad_output.shape:  # saved as rows by a forward fusion
             x = x.view(grad_output.shape)
-        dx: Tensor | None
-        db: Tensor | None = None
-        if runs(x):
-            grads = activation_backward(
-                grad_output, x, *arguments, None, needs.input, needs_db, False
-            )
-            dx = grads[0] if needs.input else None
-            db = grads[-1] if needs_db else None
-        elif needs_db and (rows := rows_per_block(x)):
-            dx, db = in_blocks(function, grad_output, x, rows)
-        else:
-            dx, _ = activation.op_backward(basic_op_ctxs[1], grad_output)
-            assert dx is not None
-            if needs_db:
-                db = bias_grad(dx)
-        return dx if needs.input else None, [(db,) if needs.parameters else (), ()], [(), ()]
+        grads = activation_backward(grad_output, x, function, None, needs.input, needs_db, False)
+        return grads.dx, [(grads.db,) if needs.parameters else (), ()], [(), ()]
 
 
 FUSION = Fusion(

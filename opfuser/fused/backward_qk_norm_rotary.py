@@ -51,9 +51,9 @@ class BackwardQKNormRotary(FusedOperation):
         qk_norm, rotary = self._parts
         ctx, rotary_ctx = basic_op_ctxs
         (positions,) = rotary_ctx.saved_tensors
-        how = rotary.frozen_settings(rotary_ctx)
-        angles = rotary.angles(grad_output, positions, how)
-        dx, grads = qk_norm.gradients(ctx, grad_output, *angles, how.interleaved)
+        settings = rotary.frozen_settings(rotary_ctx)
+        rotation = rotary.rotation(grad_output, positions, settings)
+        dx, grads = qk_norm.gradients(ctx, grad_output, rotation)
         return dx, [grads, ()], [(), ()]
 
 

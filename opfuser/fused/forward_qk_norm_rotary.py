@@ -60,8 +60,8 @@ class ForwardQKNormRotary(FusedOperation):
         rotary.check_input(x, positions, how)
         if rotary_ctx.requires_grad:
             rotary_ctx.save_for_backward(*rotary.Saved(positions))
-        angles = rotary.angles(x, positions, how)
-        return qk_norm.normalise(ctx, x, *angles, how.interleaved), [(), ()]
+        rotation = rotary.rotation(x, positions, how)
+        return qk_norm.normalise(ctx, x, rotation), [(), ()]
 
 
 def _refuses(qk_norm: QKNorm, rotary: RotaryEmbedding, *, env: Env | None = None) -> Refusal | None:

@@ -79,20 +79,19 @@ class LinearCrossEntropy(FusedOperation):
         ctx, targets = basic_op_ctxs[0], basic_op_extra_inputs[1][0]
         assert targets is not None
         loss.refuse_keywords(basic_op_kwargs[1])
-        of_rows, reduction = loss.frozen_settings(basic_op_ctxs[1])
+        terms, reduction = loss.frozen_settings(basic_op_ctxs[1])
         insist(_reduction_refusal(reduction), type(self).__name__)  # it may be set during a call
         x, w = linear_operands(linear, ctx, input_)
         loss.check_inputs(torch.Size((*x.shape[:-1], w.shape[0])), x.dtype, targets)
         flat = targets.reshape(-1)
-        count = (flat != of_rows[0]).sum() if reduction == "mean" else None
+        count = (flat != terms.ignore_index).sum() if reduction == "mean" else None
         wants_dx = ctx.requires_grad and ctx.needs.input
         wants_dw = ctx.requires_grad and ctx.needs.parameters[0]
         later = x.dtype == torch.float16  # when gradients are divided by the count
         dtype = _weight_grad_dtype(linear, ctx, w)
         divisor = None if later else count
-        losses, dx, dw = walk(
-            Work(x, w, flat, divisor, of_rows, wants_dx, dtype if wants_dw else None)
-        )
+        work = Work(x, w, flat, divisor, terms, wants_dx, dtype if wants_dw else None)
+        losses, dx, dw = walk(work)
         if ctx.requires_grad:
             if dw is not None and not later:
                 dw = dw.to(dtype)

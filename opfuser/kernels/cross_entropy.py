@@ -6,25 +6,30 @@ The loss of a row x with target t, label smoothing ε, z-loss ζ and V classes i
 statistics of a row are its largest entry m and ``Σ exp(x - m)``, from which those of ranks that
 hold parts of the classes can be merged.
 
-ATen's kernels, log_softmax and nll_loss with their backwards, want an fp32 copy of logits in
-halves, and move 26 bytes per logit in all; these move 2 forward and 4 backward, and where the
+ATen's kernels, log_softmax and nll_loss with their backwards, want an fp32 copy of fp16 or bf16
+logits, and move 26 bytes per logit in all; these move 2 forward and 4 backward, and where the
 gradient takes the place of the logits 6 for both.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import cross_entropy_plain as plain
-from .launch import Launch, multiprocessors, runs
-from .operators import operator
-from .rows import cdiv
+from .cross_entropy_plain import LossGradient, MeanLoss, RowLosses, Terms
+from .launch import Launch, multiprocessors
+from .operators import kernel_or_plain, operator
+from .tiling import cdiv
 
 __all__ = [
+    "LossGradient",
+    "MeanLoss",
+    "RowLosses",
+    "Terms",
     "cross_entropy_backward",
     "cross_entropy_forward",
     "cross_entropy_gradient",
@@ -33,44 +38,51 @@ __all__ = [
 ]
 
 
-class _Tile(NamedTuple):
-    """How a program walks along a row: bytes at a time, of which a thread accesses 16 at once."""
+@dataclass(frozen=True)
+class _RowRule:
+    """How a program goes along a row.
 
-    bytes: int
+    Attributes:
+        tile_bytes: logits at a time, of which a thread accesses 16 bytes at once.
+        warps: of a program, at most.
+        resident_warps: of all programs on a multiprocessor, where a program takes several rows.
+        ahead: how many tiles are under way; 1 fetches none before it is needed.
+    """
+
+    tile_bytes: int
     warps: int
+    resident_warps: int | None = None
+    ahead: int | None = None
 
 
-# Measured on an H200, for rows of 8192, 50257 and 128256 halves, as share of a copy: 0.90 to 0.99
-# forward and 0.92 to 0.94 backward. With 16 warps and four times the bytes it is 0.56 to 0.94.
-_FORWARD = _BACKWARD = _Tile(4096, 4)
-# 4 such programs on a multiprocessor: 528 rows of 128256 halves are more than the L2 cache holds,
-# and yet they are no slower than 132, as each is at another place of its row. Three tiles are
-# fetched ahead: 0.93 of a copy that reads twice, 0.80 without.
-_GRADIENT = _Tile(8192, 8)
-_GRADIENT_WARPS = 32  # on a multiprocessor
-_AHEAD = 3
+# Measured on an H200, for rows of 8192, 50257 and 128256 bf16 logits, as share of a copy: 0.90 to
+# 0.99 forward and 0.92 to 0.94 backward. With 16 warps and four times the bytes it is 0.56 to 0.94.
+_FORWARD = _BACKWARD = _RowRule(tile_bytes=4096, warps=4)
+_GRADIENT = _RowRule(
+    tile_bytes=8192,
+    warps=8,
+    # 4 programs on a multiprocessor: 528 rows of 128256 bf16 logits are more than the L2 cache
+    # holds, and yet they are no slower than 132, as each is at another place of its row.
+    resident_warps=32,
+    ahead=3,  # 0.93 of a copy that reads twice, 0.80 with 1
+)
 
 
 @functools.lru_cache
 def _launch(
-    function: str, tile: _Tile, cols: int, vec: int, itemsize: int, smooth: bool, even: bool
+    function: str, rule: _RowRule, cols: int, vec: int, itemsize: int, smooth: bool, even: bool
 ) -> Launch:
     """Tiles are no longer than the row needs, and give each thread one access at least."""
-    entries = min(tile.bytes // itemsize, max(32 * vec, 1 << (cols - 1).bit_length()))
+    entries = min(rule.tile_bytes // itemsize, max(32 * vec, 1 << (cols - 1).bit_length()))
     constants = {"SMOOTH": smooth, "EVEN": even, "TILE": entries, "VEC": vec}
-    if function == "gradient_kernel":
-        constants["AHEAD"] = _AHEAD
-    return Launch(
-        f"cross_entropy:{function}",
-        constants,
-        num_warps=max(1, min(tile.warps, entries * itemsize // 512)),
-    )
+    if rule.ahead is not None:
+        constants["AHEAD"] = rule.ahead
+    num_warps = max(1, min(rule.warps, entries * itemsize // 512))
+    return Launch(f"cross_entropy:{function}", constants, num_warps=num_warps)
 
 
-def _row_stride(x: Tensor) -> int:
-    if x.shape[1] > 1 and x.stride(1) != 1:
-        raise ValueError(f"Logits must be contiguous along a row. Received strides {x.stride()}.")
-    return x.stride(0)
+def _contiguous_rows(x: Tensor) -> Tensor:
+    return x if x.shape[1] == 1 or x.stride(1) == 1 else x.contiguous()
 
 
 def _even(cols: int, vec: int, *strides: int) -> bool:
@@ -78,149 +90,162 @@ def _even(cols: int, vec: int, *strides: int) -> bool:
     return not any(n % vec for n in (cols, *strides))
 
 
-def _forward_launch(
-    x: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
     rows, cols = x.shape
-    stride, vec = _row_stride(x), 16 // x.itemsize
+    x = _contiguous_rows(x)
+    stride, vec = x.stride(0), 16 // x.itemsize
     loss = torch.empty(rows, dtype=torch.float32, device=x.device)
     row_max, sum_exp = torch.empty_like(loss), torch.empty_like(loss)
     even = _even(cols, vec, stride)
-    launch = _launch("forward_kernel", _FORWARD, cols, vec, x.itemsize, label_smoothing != 0, even)
+    ignore_index, smoothing, z_loss = terms
+    launch = _launch("forward_kernel", _FORWARD, cols, vec, x.itemsize, smoothing != 0, even)
     launch(
         (rows, 1, 1),
         (x, targets.contiguous(), loss, row_max, sum_exp),
         (stride, cols, ignore_index),
-        (label_smoothing, z_loss),
+        (smoothing, z_loss),
     )
-    return loss, row_max, sum_exp
+    return RowLosses(loss, row_max, sum_exp)
 
 
-def _backward_launch(
+def _launch_backward(
     x: Tensor,
     targets: Tensor,
     row_max: Tensor,
     sum_exp: Tensor,
     dloss: Tensor,
     count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    terms: Terms,
 ) -> Tensor:
     rows, cols = x.shape
-    stride, vec = _row_stride(x), 16 // x.itemsize
+    x = _contiguous_rows(x)
+    stride, vec = x.stride(0), 16 // x.itemsize
     if (stride - cols) % vec:
         vec = 1  # rows of the two matrices lie differently between 16-byte boundaries
     dx = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
     even = _even(cols, vec, stride)
-    launch = _launch(
-        "backward_kernel", _BACKWARD, cols, vec, x.itemsize, label_smoothing != 0, even
-    )
+    ignore_index, smoothing, z_loss = terms
+    launch = _launch("backward_kernel", _BACKWARD, cols, vec, x.itemsize, smoothing != 0, even)
     tiles = cdiv(cols, launch.constants["TILE"])
     launch(
         (rows * tiles, 1, 1),
         (x, targets.contiguous(), row_max, sum_exp, dloss, count, dx),
         (stride, cols, dloss.stride(0) if dloss.dim() else 0, cols, tiles, ignore_index),
-        (label_smoothing, z_loss),
+        (smoothing, z_loss),
     )
     return dx
 
 
-def _gradient_launch(
-    x: Tensor,
-    targets: Tensor,
-    count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> Tensor:
+def _launch_gradient(
+    x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms
+) -> LossGradient:
     rows, cols = x.shape
-    stride, vec = _row_stride(x), 16 // x.itemsize
+    if cols > 1 and x.stride(1) != 1:
+        raise ValueError(f"Logits must be contiguous along a row. Received strides {x.stride()}.")
+    stride, vec = x.stride(0), 16 // x.itemsize
     loss = torch.empty(rows, dtype=torch.float32, device=x.device)
-    launch = _launch(
-        "gradient_kernel",
-        _GRADIENT,
-        cols,
-        vec,
-        x.itemsize,
-        label_smoothing != 0,
-        _even(cols, vec, stride),
-    )
-    programs = multiprocessors(x) * (_GRADIENT_WARPS // launch.num_warps)
+    even = _even(cols, vec, stride)
+    ignore_index, smoothing, z_loss = terms
+    launch = _launch("gradient_kernel", _GRADIENT, cols, vec, x.itemsize, smoothing != 0, even)
+    assert _GRADIENT.resident_warps is not None
+    programs = multiprocessors(x) * (_GRADIENT.resident_warps // launch.num_warps)
     launch(
         (min(rows, programs), 1, 1),
         (x, targets.contiguous(), count, loss, x),
         (stride, rows, cols, ignore_index),
-        (label_smoothing, z_loss),
+        (smoothing, z_loss),
     )
-    return loss
+    return LossGradient(loss, x)
 
 
-def _mean_launch(loss: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def _launch_mean(loss: Tensor, targets: Tensor, ignore_index: int) -> MeanLoss:
     mean = torch.empty((), dtype=torch.float32, device=loss.device)
     count = torch.empty((), dtype=torch.int64, device=loss.device)
-    _MEAN(
-        (1, 1, 1),
-        (loss, targets.contiguous(), mean, count),
-        (loss.shape[0], ignore_index),
-    )
-    return mean, count
+    tensors = (loss, targets.contiguous(), mean, count)
+    _MEAN((1, 1, 1), tensors, (loss.shape[0], ignore_index))
+    return MeanLoss(mean, count)
 
 
 _MEAN = Launch("cross_entropy:mean_kernel", {"BLOCK": 4096}, num_warps=16)
 
-
-_ROW = "int ignore_index, float label_smoothing, float z_loss"
+_TERMS = "int ignore_index, float label_smoothing, float z_loss"
 
 cross_entropy_forward = operator(
-    f"cross_entropy_forward(Tensor x, Tensor targets, {_ROW}) -> (Tensor, Tensor, Tensor)",
-    launch=_forward_launch,
+    f"cross_entropy_forward(Tensor x, Tensor targets, {_TERMS}) -> (Tensor, Tensor, Tensor)",
+    launch=_launch_forward,
     plain=plain.forward,
+    results=RowLosses,
+    flatten=lambda x, targets, terms: (x, targets, *terms),
+    unflatten=lambda x, targets, *terms: (x, targets, Terms(*terms)),
 )
 cross_entropy_backward = operator(
     "cross_entropy_backward(Tensor x, Tensor targets, Tensor row_max, Tensor sum_exp, "
-    f"Tensor dloss, Tensor? count, {_ROW}) -> Tensor",
-    launch=_backward_launch,
+    f"Tensor dloss, Tensor? count, {_TERMS}) -> Tensor",
+    launch=_launch_backward,
     plain=plain.backward,
+    flatten=lambda *args: (*args[:-1], *args[-1]),
+    unflatten=lambda *args: (*args[:-3], Terms(*args[-3:])),
 )
 cross_entropy_mean = operator(
     "cross_entropy_mean(Tensor loss, Tensor targets, int ignore_index) -> (Tensor, Tensor)",
-    launch=_mean_launch,
+    launch=_launch_mean,
     plain=plain.mean,
+    results=MeanLoss,
 )
+_gradient_over_x = kernel_or_plain(launch=_launch_gradient, plain=plain.gradient)
 
 
 def cross_entropy_gradient(
-    x: Tensor,
-    targets: Tensor,
-    count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> tuple[Tensor, Tensor]:
-    """Losses (rows,), and their gradient for 1, or 1 / count, written over the logits.
+    x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms
+) -> LossGradient:
+    """Losses, and their gradient for 1, or 1 / count, written over the logits.
 
     Args:
         x: logits (rows, classes), the caller's own: while torch.compile traces, the gradient is a
             tensor of its own.
+        targets: (rows,).
+        count: () of int64.
+        terms: of the loss.
     """
+    both: LossGradient
     if torch.compiler.is_compiling():
-        row = ignore_index, label_smoothing, z_loss
-        loss, row_max, sum_exp = cross_entropy_forward(x, targets, *row)
+        loss, row_max, sum_exp = cross_entropy_forward(x, targets, terms)
         one = loss.new_ones(())
-        return loss, cross_entropy_backward(x, targets, row_max, sum_exp, one, count, *row)
-    if runs(x):
-        return _gradient_launch(x, targets, count, ignore_index, label_smoothing, z_loss), x
-    return plain.gradient(x, targets, count, ignore_index, label_smoothing, z_loss), x
+        dx = cross_entropy_backward(x, targets, row_max, sum_exp, one, count, terms)
+        both = LossGradient(loss, dx)
+    else:
+        both = _gradient_over_x(x, targets, count, terms)
+    return both
 
 
-_SCALE_BLOCK = 4096
+@dataclass(frozen=True)
+class _ScaleRule:
+    """Elements of a program at a time, its warps, and programs per multiprocessor."""
+
+    block: int
+    warps: int
+    programs: int
+
+
+_SCALE = _ScaleRule(block=4096, warps=8, programs=8)
 
 
 @functools.lru_cache
-def _scale_launch(in_place: bool) -> Launch:
-    constants = {"IN_PLACE": in_place, "BLOCK": _SCALE_BLOCK}
-    return Launch("cross_entropy:scale_kernel", constants, num_warps=8)
+def _scale_kernel(in_place: bool) -> Launch:
+    constants = {"IN_PLACE": in_place, "BLOCK": _SCALE.block}
+    return Launch("cross_entropy:scale_kernel", constants, num_warps=_SCALE.warps)
+
+
+def _launch_scale(
+    x: Tensor, factor: Tensor, count: Tensor | None, dtype: torch.dtype, in_place: bool
+) -> Tensor:
+    y = x if in_place else torch.empty_like(x, dtype=dtype)
+    programs = min(cdiv(x.numel(), _SCALE.block), _SCALE.programs * multiprocessors(x))
+    _scale_kernel(in_place)((programs, 1, 1), (x, y, factor, count), (x.numel(),))
+    return y
+
+
+_scaled = kernel_or_plain(launch=_launch_scale, plain=plain.scaled)
 
 
 def scaled(
@@ -231,19 +256,10 @@ def scaled(
     Args:
         x: contiguous.
         factor, count: (), on the device of x. Nothing waits for a GPU.
+        dtype: of the result.
         in_place: whether ``x`` may be written to and returned.
     """
-    in_place = in_place and x.dtype == dtype and not torch.compiler.is_compiling()
-    if runs(x) and not torch.compiler.is_compiling():
-        y = x if in_place else torch.empty_like(x, dtype=dtype)
-        programs = min(cdiv(x.numel(), _SCALE_BLOCK), 8 * multiprocessors(x))
-        _scale_launch(in_place)((programs, 1, 1), (x, y, factor, count), (x.numel(),))
-        return y
-    if count is not None:
-        factor = factor / count.clamp_min(1)  # where no row counts, x is 0
-    if x.is_cpu and not torch.compiler.is_compiling():
-        number = factor.item()
-        if in_place:
-            return x if number == 1 else x.mul_(number)
-        return torch.mul(x, number).to(dtype)
-    return (x.to(torch.promote_types(x.dtype, torch.float32)) * factor).to(dtype)
+    if torch.compiler.is_compiling():
+        return plain.scaled(x, factor, count, dtype, False)
+    y: Tensor = _scaled(x, factor, count, dtype, in_place and x.dtype == dtype)
+    return y

@@ -7,7 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "forward", "gradient", "mean"]
+__all__ = [
+    "LossGradient",
+    "MeanLoss",
+    "RowLosses",
+    "Terms",
+    "backward",
+    "forward",
+    "gradient",
+    "mean",
+    "scaled",
+]
 
 # Logits worked on at a time: on a CPU per thread, a quarter of its L2 cache in fp32; on a GPU
 # 256 MiB.
@@ -31,6 +41,42 @@ def _classes(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     targets = targets.unsqueeze(1)
     valid = targets != ignore_index
     return valid, torch.where(valid, targets, 0).long()
+
+
+class Terms(NamedTuple):
+    """What the loss of a row consists of.
+
+    Attributes:
+        ignore_index: the target of rows that do not count.
+        label_smoothing: ε.
+        z_loss: ζ.
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+
+class RowLosses(NamedTuple):
+    """Of each row (rows,), in fp32 or wider: the loss, the largest logit m and ``Σ exp(x - m)``."""
+
+    loss: Tensor
+    row_max: Tensor
+    sum_exp: Tensor
+
+
+class MeanLoss(NamedTuple):
+    """Mean () of the losses of rows that count, nan without any; and their number () of int64."""
+
+    mean: Tensor
+    num_valid: Tensor
+
+
+class LossGradient(NamedTuple):
+    """Losses (rows,), and the gradient of the logits."""
+
+    loss: Tensor
+    dx: Tensor
 
 
 class _Rows(NamedTuple):
@@ -62,7 +108,7 @@ def _rows(x: Tensor) -> _Rows:
     return _Rows(exp.div_(sum_exp), row_max, sum_exp)
 
 
-def _rows_again(x: Tensor, row_max: Tensor, sum_exp: Tensor) -> _Rows:
+def _softmax_rows(x: Tensor, row_max: Tensor, sum_exp: Tensor) -> _Rows:
     """The same where the statistics are known."""
     if _by_softmax(x):
         p = torch.softmax(x, 1, dtype=row_max.dtype)
@@ -71,8 +117,9 @@ def _rows_again(x: Tensor, row_max: Tensor, sum_exp: Tensor) -> _Rows:
     return _Rows(p, row_max, sum_exp)
 
 
-def _losses(x: Tensor, rows: _Rows, index: Tensor, smoothing: float, z_loss: float) -> Tensor:
+def _losses(x: Tensor, rows: _Rows, index: Tensor, terms: Terms) -> Tensor:
     """Of every row, (rows, 1)."""
+    _, smoothing, z_loss = terms
     row_max, log_sum = rows.row_max, rows.sum_exp.log()
     loss = row_max - x.gather(1, index)
     if smoothing:
@@ -85,9 +132,10 @@ def _losses(x: Tensor, rows: _Rows, index: Tensor, smoothing: float, z_loss: flo
 
 
 def _gradient(
-    rows: _Rows, index: Tensor, scale: Tensor, smoothing: float, z_loss: float, out: Tensor | None
+    rows: _Rows, index: Tensor, scale: Tensor, terms: Terms, out: Tensor | None
 ) -> Tensor:
     """The gradient of logits, written to ``out``, or over their softmax."""
+    _, smoothing, z_loss = terms
     dx, row_max, sum_exp = rows
     p_scale = scale
     if z_loss:
@@ -98,22 +146,20 @@ def _gradient(
     return dx.scatter_add_(1, index, (smoothing - 1) * scale)
 
 
-def forward(
-    x: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, largest logits and sums of exponentials, each (rows,), of logits (rows, classes)."""
-    valid, index = _classes(targets, ignore_index)
+def forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
+    """Losses and statistics of logits (rows, classes)."""
+    valid, index = _classes(targets, terms.ignore_index)
     parts = []
     for block in _blocks(x):
         part = x[block]
         rows = _rows(part)
-        loss = _losses(part, rows, index[block], label_smoothing, z_loss)
+        loss = _losses(part, rows, index[block], terms)
         parts.append((loss, rows.row_max, rows.sum_exp))
     if not parts:
         none = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
-        return none, torch.empty_like(none), torch.empty_like(none)
+        return RowLosses(none, torch.empty_like(none), torch.empty_like(none))
     loss, row_max, sum_exp = (torch.cat(part).squeeze(1) for part in zip(*parts))
-    return torch.where(valid.squeeze(1), loss, 0.0), row_max, sum_exp
+    return RowLosses(torch.where(valid.squeeze(1), loss, 0.0), row_max, sum_exp)
 
 
 def backward(
@@ -123,9 +169,7 @@ def backward(
     sum_exp: Tensor,
     dloss: Tensor,
     count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    terms: Terms,
 ) -> Tensor:
     """Gradient of the logits, contiguous.
 
@@ -133,37 +177,28 @@ def backward(
         dloss: gradient of the losses (rows,), or one for all of them ().
         count: what divides it, () of int64.
     """
-    valid, index = _classes(targets, ignore_index)
+    valid, index = _classes(targets, terms.ignore_index)
     scale = dloss if count is None else dloss / count
     scale = torch.where(valid, scale.unsqueeze(1) if scale.dim() else scale, 0.0)
     row_max, sum_exp = row_max.unsqueeze(1), sum_exp.unsqueeze(1)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     for block in _blocks(x):
-        rows = _rows_again(x[block], row_max[block], sum_exp[block])
-        _write(dx[block], rows, index[block], scale[block], label_smoothing, z_loss)
+        rows = _softmax_rows(x[block], row_max[block], sum_exp[block])
+        _write(dx[block], rows, index[block], scale[block], terms)
     return dx
 
 
-def _write(
-    out: Tensor, rows: _Rows, index: Tensor, scale: Tensor, smoothing: float, z_loss: float
-) -> None:
+def _write(out: Tensor, rows: _Rows, index: Tensor, scale: Tensor, terms: Terms) -> None:
     """The gradient to ``out``; in the dtype of the arithmetic until it is complete."""
     if out.dtype == scale.dtype and not torch.compiler.is_compiling():
-        _gradient(rows, index, scale, smoothing, z_loss, out)
+        _gradient(rows, index, scale, terms, out)
     else:
-        out.copy_(_gradient(rows, index, scale, smoothing, z_loss, None))
+        out.copy_(_gradient(rows, index, scale, terms, None))
 
 
-def gradient(
-    x: Tensor,
-    targets: Tensor,
-    count: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> Tensor:
-    """Losses (rows,); their gradient for 1, or 1 / count, is written over the logits."""
-    valid, index = _classes(targets, ignore_index)
+def gradient(x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms) -> LossGradient:
+    """Losses, and their gradient for 1, or 1 / count, written over the logits."""
+    valid, index = _classes(targets, terms.ignore_index)
     wide = torch.promote_types(x.dtype, torch.float32)
     losses = x.new_empty((x.shape[0], 1), dtype=wide)
     scale = valid.to(wide)
@@ -172,12 +207,26 @@ def gradient(
     for block in _blocks(x):
         part = x[block]
         rows = _rows(part)
-        losses[block] = _losses(part, rows, index[block], label_smoothing, z_loss)
-        _write(part, rows, index[block], scale[block], label_smoothing, z_loss)
-    return torch.where(valid, losses, 0.0).squeeze(1)
+        losses[block] = _losses(part, rows, index[block], terms)
+        _write(part, rows, index[block], scale[block], terms)
+    return LossGradient(torch.where(valid, losses, 0.0).squeeze(1), x)
 
 
-def mean(loss: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Mean () of the losses of rows that count, nan without any, and their number, () of int64."""
+def mean(loss: Tensor, targets: Tensor, ignore_index: int) -> MeanLoss:
+    """Mean of the losses."""
     count = (targets != ignore_index).sum()
-    return loss.sum() / count, count
+    return MeanLoss(loss.sum() / count, count)
+
+
+def scaled(
+    x: Tensor, factor: Tensor, count: Tensor | None, dtype: torch.dtype, in_place: bool
+) -> Tensor:
+    """``x factor / count`` in ``dtype``, which is that of x if it may be written to."""
+    if count is not None:
+        factor = factor / count.clamp_min(1)  # where no row counts, x is 0
+    if x.is_cpu and not torch.compiler.is_compiling():
+        number = factor.item()
+        if in_place:
+            return x if number == 1 else x.mul_(number)
+        return torch.mul(x, number).to(dtype)
+    return (x.to(torch.promote_types(x.dtype, torch.float32)) * factor).to(dtype)

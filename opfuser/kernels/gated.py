@@ -1,61 +1,65 @@
 """Gated products of scalar functions, over the two parts of the last dimension.
 
 Dimensions: R rows, F columns of output; ``x (…, 2F)`` packs gates and linear units, ``y (…, F)``,
-scales, one per row, ``(…)``. A product is given by what ``Glu.arguments`` holds: names and
-parameters of its functions, and the columns per block, 0 for the layout in halves. An empty name
-for the function of linear units says that there are none: x is ``(…, F)``, all gates.
+scales, one per row, ``(…)``. A product is given as ``product_spec`` makes it. Where that is of a
+scalar function there are no linear units: x is ``(…, F)``, all gates.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .activation import Parameters
 from .gated_plain import (
+    GatedGrads,
     Glu,
-    GluArguments,
-    gated_backward_over_x_plain,
-    gated_backward_plain,
-    gated_forward_plain,
+    ProductSpec,
+    backward_over_x_plain,
+    backward_plain,
+    forward_plain,
+    product_spec,
+    spec_of_arguments,
 )
-from .launch import DTYPES, Launch, runs
-from .operators import operator
-from .rows import cdiv, empty_rows, rows_of, tile
+from .launch import DTYPES
+from .operators import kernel_or_plain, operator
+from .tiling import TiledLaunch, TileRule, cdiv, empty_contiguous, rows_of
 
-__all__ = ["Glu", "GluArguments", "gated_backward", "gated_backward_", "gated_forward"]
+__all__ = [
+    "GatedGrads",
+    "Glu",
+    "ProductSpec",
+    "gated_backward",
+    "gated_backward_",
+    "gated_forward",
+    "product_spec",
+]
 
 # Blocks of fewer columns than 16 bytes hold.
 _NARROW = (1, 2, 4)
 
-# Bytes of one operand per program: 16 for each thread of 4 warps, as in kernels.activation. Forward
-# has two operands to load and backward three, so that more bytes are in flight than in a copy.
-_BYTES = 2048
-_WARPS = 4
-
-
-class _Plan(NamedTuple):
-    launch: Launch
-    block_rows: int
-    block_cols: int
+_RULE = TileRule(
+    # One access of 16 bytes by each thread, as in kernels.activation. Forward has two operands to
+    # load and backward three, so that more bytes are in flight than in a copy.
+    tile_bytes=2048,
+    warps=4,
+)
 
 
 @functools.lru_cache(None)
-def _plan(
+def _tiled_launch(
     kernel: str,
     gate: str,
-    gate_parameters: Parameters,
+    gate_parameters: tuple[float, ...],
     up: str,
-    up_parameters: Parameters,
+    up_parameters: tuple[float, ...],
     interleave: int,
     itemsize: int,
     cols: int,
-) -> _Plan:
-    block_rows, block_cols = tile(cols, _BYTES // itemsize)
+) -> TiledLaunch:
     constants = {
         "GATE": f"@scalar:{gate}",
         "GATE_P": gate_parameters,
@@ -63,75 +67,62 @@ def _plan(
         "UP_P": up_parameters,
         "INTERLEAVE": interleave,
         "NARROW": bool(up) and interleave in _NARROW,
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_COLS": block_cols,
     }
-    launch = Launch(f"gated:{kernel}", constants, num_warps=_WARPS)
-    return _Plan(launch, block_rows, block_cols)
+    return _RULE.launch(f"gated:{kernel}", constants, cols, itemsize)
 
 
-def _forward_launch(
-    x: Tensor,
-    gate: str,
-    gate_parameters: Parameters,
-    up: str,
-    up_parameters: Parameters,
-    interleave: int,
-    scales: Tensor | None,
-) -> Tensor:
+def _launch_forward(x: Tensor, spec: ProductSpec, scales: Tensor | None) -> Tensor:
     *leading, cols = x.shape
-    cols = cols // 2 if up else cols
+    cols = cols // 2 if spec.up else cols
     y = x.new_empty(*leading, cols)
     rows = math.prod(leading)
-    plan = _plan(
-        "forward", gate, tuple(gate_parameters), up, tuple(up_parameters), interleave,
-        x.element_size(), cols,
-    )  # fmt: skip
+    tiled = _tiled_launch("forward", *spec[1:], x.element_size(), cols)
     x, stride = rows_of(x)
-    grid = cdiv(rows, plan.block_rows) * cdiv(cols, plan.block_cols)
-    plan.launch((grid, 1, 1), (x, _scales(scales, x), y), (rows, cols, stride))
+    tensors = (x, _readable(scales, x), y)
+    tiled.launch((tiled.tiles(rows, cols), 1, 1), tensors, (rows, cols, stride))
     return y
 
 
-def _scales(scales: Tensor | None, x: Tensor) -> Tensor | None:
-    """The scales, adjacent, in a dtype that kernels read."""
+def _readable(scales: Tensor | None, x: Tensor) -> Tensor | None:
+    """The scales, contiguous, in a dtype that kernels read."""
     if scales is None:
         return None
     return (scales if scales.dtype in DTYPES else scales.to(x.dtype)).contiguous()
 
 
-def _backward_launch(
+def _launch_backward(
     dy: Tensor,
     x: Tensor,
-    gate: str,
-    gate_parameters: Parameters,
-    up: str,
-    up_parameters: Parameters,
-    interleave: int,
+    spec: ProductSpec,
     scales: Tensor | None,
     want_dx: bool,
     want_y: bool,
     want_dscales: bool = True,
-) -> list[Tensor]:
-    if x.dtype not in DTYPES:
-        return gated_backward_plain(
-            dy, x, gate, gate_parameters, up, up_parameters, interleave, scales, want_dx, want_y,
-            want_dscales,
-        )  # fmt: skip
-    dx = empty_rows(x) if want_dx else None
-    arguments = gate, tuple(gate_parameters), up, tuple(up_parameters), interleave
-    return _backward_into(dx, dy, x, arguments, scales, want_y, want_dscales)
+) -> GatedGrads:
+    dx = empty_contiguous(x) if want_dx else None
+    return _launch_backward_into(dx, dy, x, spec, scales, want_y, want_dscales)
 
 
-def _backward_into(
-    dx: Tensor | None,
+def _launch_backward_over_x(
     dy: Tensor,
     x: Tensor,
-    arguments: GluArguments,
+    spec: ProductSpec,
     scales: Tensor | None,
     want_y: bool,
     want_dscales: bool,
-) -> list[Tensor]:
+) -> GatedGrads:
+    return _launch_backward_into(x, dy, x, spec, scales, want_y, want_dscales)
+
+
+def _launch_backward_into(
+    dx: Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    spec: ProductSpec,
+    scales: Tensor | None,
+    want_y: bool,
+    want_dscales: bool,
+) -> GatedGrads:
     """Gradients and y; dx, contiguous, may be x."""
     *leading, cols = dy.shape
     y = x.new_empty(*leading, cols) if want_y else None
@@ -139,56 +130,65 @@ def _backward_into(
     if want_dscales and scales is not None:
         dscales = x.new_empty(scales.shape, dtype=torch.float32)
     rows = math.prod(leading)
-    plan = _plan("backward", *arguments, x.element_size(), cols)
-    grid = cdiv(rows, plan.block_rows)
-    if dscales is None:
-        grid *= cdiv(cols, plan.block_cols)
+    tiled = _tiled_launch("backward", *spec[1:], x.element_size(), cols)
+    # A program takes whole rows if there are row sums to make.
+    grid = tiled.tiles(rows, cols) if dscales is None else cdiv(rows, tiled.block_rows)
     x, x_stride = rows_of(x)
     dy, dy_stride = rows_of(dy)
     dx_stride = 0 if dx is None else dx.shape[-1]
-    tensors = (dy, x, _scales(scales, x), dx, dscales, y)
-    plan.launch((grid, 1, 1), tensors, (rows, cols, dy_stride, x_stride, dx_stride))
-    return [t for t in (dx, dscales, y) if t is not None]
+    tensors = (dy, x, _readable(scales, x), dx, dscales, y)
+    tiled.launch((grid, 1, 1), tensors, (rows, cols, dy_stride, x_stride, dx_stride))
+    return GatedGrads(dx, dscales, y)
+
+
+def _takes(dy: Tensor, x: Tensor, *_: Any) -> bool:
+    return x.dtype in DTYPES
+
+
+_over_x = kernel_or_plain(
+    launch=_launch_backward_over_x, plain=backward_over_x_plain, accepts=_takes
+)
 
 
 def gated_backward_(
     dy: Tensor,
     x: Tensor,
-    gate: str,
-    gate_parameters: Parameters,
-    up: str,
-    up_parameters: Parameters,
-    interleave: int,
+    spec: ProductSpec,
     scales: Tensor | None,
     want_y: bool,
     want_dscales: bool = True,
-) -> list[Tensor]:
+) -> GatedGrads:
     """As :func:`gated_backward` with dx, for a caller who owns x and is done with it.
 
     dx is written over a contiguous x, except where torch.compile traces.
     """
+    grads: GatedGrads
     if torch.compiler.is_compiling() or not x.is_contiguous():
-        results: list[Tensor] = gated_backward(
-            dy, x, gate, gate_parameters, up, up_parameters, interleave, scales, True, want_y,
-            want_dscales,
-        )  # fmt: skip
-        return results
-    arguments = gate, tuple(gate_parameters), up, tuple(up_parameters), interleave
-    if runs(dy) and runs(x):
-        return _backward_into(x, dy, x, arguments, scales, want_y, want_dscales)
-    return gated_backward_over_x_plain(dy, x, arguments, scales, want_y, want_dscales)
+        grads = gated_backward(dy, x, spec, scales, True, want_y, want_dscales)
+    else:
+        grads = _over_x(dy, x, spec, scales, want_y, want_dscales)
+    return grads
 
 
 _PRODUCT = "str gate, float[] gate_parameters, str up, float[] up_parameters, int interleave"
 
 gated_forward = operator(
     f"gated_forward(Tensor x, {_PRODUCT}, Tensor? scales) -> Tensor",
-    launch=_forward_launch,
-    plain=gated_forward_plain,
+    launch=_launch_forward,
+    plain=forward_plain,
+    flatten=lambda x, spec, scales: (x, *spec[1:], scales),
+    unflatten=lambda x, *rest: (x, spec_of_arguments(*rest[:5]), rest[5]),
 )
 gated_backward = operator(
     f"gated_backward(Tensor dy, Tensor x, {_PRODUCT}, Tensor? scales, bool want_dx, bool want_y,"
     " bool want_dscales=True) -> Tensor[]",
-    launch=_backward_launch,
-    plain=gated_backward_plain,
-)
+    launch=_launch_backward,
+    plain=backward_plain,
+    accepts=_takes,
+    results=GatedGrads,
+    wanted=lambda dy, x, spec, scales, want_dx, want_y, want_dscales=True: (
+        want_dx, want_dscales and scales is not None, want_y,
+    ),
+    flatten=lambda dy, x, spec, *rest: (dy, x, *spec[1:], *rest),
+    unflatten=lambda dy, x, *rest: (dy, x, spec_of_arguments(*rest[:5]), *rest[5:]),
+)  # fmt: skip

@@ -1,29 +1,30 @@
 """Gated products of scalar functions in plain torch. Dimensions as in ``opfuser.kernels.gated``.
 
-What is in half precision is converted to fp32, computed there and rounded once. That is done in
-blocks of rows: what one step leaves for the next stays in the cache, and takes no new memory.
+fp16 and bf16 are converted to fp32, computed there and rounded once, in blocks of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .activation import Parameters
-from .rows import at_once, row_blocks
+from .cpu_blocks import at_once, row_blocks
 from .scalar import ScalarFunction, cast, scalar_function, wide_dtype
 
 __all__ = [
+    "GatedGrads",
     "Glu",
-    "GluArguments",
-    "gated_backward_over_x_plain",
-    "gated_backward_plain",
-    "gated_forward_plain",
+    "ProductSpec",
+    "backward_over_x_plain",
+    "backward_plain",
+    "forward_plain",
+    "product_spec",
+    "spec_of_arguments",
 ]
-
-GluArguments = tuple[str, Parameters, str, Parameters, int]
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,6 @@ class Glu:
     gate: ScalarFunction
     up: ScalarFunction | None = None
     interleave: int | None = None
-
-    @property
-    def arguments(self) -> GluArguments:
-        """What operators take. Worth keeping: it is built at every call."""
-        up = ("identity", ()) if self.up is None else self.up.arguments
-        return *self.gate.arguments, *up, self.interleave or 0
-
-    def value(self, x: Tensor) -> Tensor:
-        """The product, of shape ``(…, F)``."""
-        return _forward(self, x, None)
-
-    def backward(self, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of ``x``."""
-        return _backward(self, dy, x, None, True, False, False)[0]
 
     def reference(self, x: Tensor) -> Tensor:
         """The product in plain differentiable torch."""
@@ -68,6 +55,65 @@ class Glu:
 
 
 _Function = Glu | ScalarFunction
+
+
+class ProductSpec(NamedTuple):
+    """A product as launchers and plain torch take it: the latter call it, the others name it.
+
+    Attributes:
+        function: the product; of a scalar function alone, without linear units.
+        gate: name of the gates' function, as in ``FunctionSpec``.
+        gate_parameters: its constants.
+        up: name of the linear units' function, empty if there are none.
+        up_parameters: its constants.
+        interleave: columns per block, 0 for the two halves of the last dimension.
+    """
+
+    function: _Function
+    gate: str
+    gate_parameters: tuple[float, ...]
+    up: str
+    up_parameters: tuple[float, ...]
+    interleave: int
+
+
+def product_spec(function: _Function) -> ProductSpec:
+    """How operators take it. Worth keeping: it takes some microseconds."""
+    if isinstance(function, ScalarFunction):
+        return ProductSpec(function, function.name, function.parameters, "", (), 0)
+    gate, up = function.gate, function.up
+    name, parameters = ("identity", ()) if up is None else (up.name, up.parameters)
+    interleave = function.interleave or 0
+    return ProductSpec(function, gate.name, gate.parameters, name, parameters, interleave)
+
+
+def spec_of_arguments(
+    gate: str,
+    gate_parameters: Sequence[float],
+    up: str,
+    up_parameters: Sequence[float],
+    interleave: int,
+) -> ProductSpec:
+    """The product that an operator's arguments describe."""
+    function = scalar_function(gate, gate_parameters)
+    if not up:
+        return product_spec(function)
+    units = None if up == "identity" else scalar_function(up, up_parameters)
+    return product_spec(Glu(function, units, interleave or None))
+
+
+class GatedGrads(NamedTuple):
+    """What backward returns, None where it was not wanted.
+
+    Attributes:
+        dx: gradient of x, in its dtype.
+        dscales: that of the scales, if there are any, in fp32 or wider, and so is its sum.
+        y: the output, in the dtype of x.
+    """
+
+    dx: Tensor | None
+    dscales: Tensor | None
+    y: Tensor | None
 
 
 def _operands(
@@ -136,8 +182,8 @@ def _backward(
     want_y: bool,
     *,
     over_x: bool = False,
-) -> list[Tensor]:
-    """Those wanted of dx, dscales and y, in this order; dx may take the memory of x."""
+) -> GatedGrads:
+    """Gradients and y, as far as they are wanted; dx may take the memory of x."""
     wide = wide_dtype(x.dtype)
     x, s = x.contiguous(), None if scales is None else cast(scales, wide).unsqueeze(-1)
     want_dscales = want_dscales and s is not None
@@ -152,8 +198,7 @@ def _backward(
         y = x.new_empty(dy.shape)
     for rows in row_blocks(x, dy, s, dx, dscales, y):
         _backward_rows(f, *rows)
-    results = (dx, None if dscales is None else dscales.squeeze(-1), y)
-    return [t for t in results if t is not None]
+    return GatedGrads(dx, None if dscales is None else dscales.squeeze(-1), y)
 
 
 def _backward_rows(
@@ -198,11 +243,11 @@ def _backward_traced(
     want_dx: bool,
     want_dscales: bool,
     want_y: bool,
-) -> list[Tensor]:
+) -> GatedGrads:
     """The same without ``out``: torch.compile fuses it as it likes."""
     wide = wide_dtype(x.dtype)
     z, dy = cast(x, wide), cast(dy, wide)
-    results = []
+    dx = dscales = y = None
     if want_dx:
         grads, h = _gradients(f, dy if s is None else dy * s, z, want_dscales or want_y)
         if isinstance(f, Glu) and f.interleave is not None:
@@ -210,70 +255,43 @@ def _backward_traced(
             dx = torch.stack(parts, -2).flatten(-3)
         else:
             dx = torch.cat(grads, -1)
-        results.append(cast(dx, x.dtype).contiguous())
+        dx = cast(dx, x.dtype).contiguous()
     else:
         h = _value(f, z, None)
     if want_dscales:
         assert h is not None
-        results.append((h * dy).sum(-1))
+        dscales = (h * dy).sum(-1)
     if want_y:
         assert h is not None
-        results.append(cast(h if s is None else h * s, x.dtype))
-    return results
+        y = cast(h if s is None else h * s, x.dtype)
+    return GatedGrads(dx, dscales, y)
 
 
-def _function(
-    gate: str, gate_parameters: Parameters, up: str, up_parameters: Parameters, interleave: int
-) -> _Function:
-    function = scalar_function(gate, gate_parameters)
-    if not up:
-        return function
-    units = None if up == "identity" else scalar_function(up, up_parameters)
-    return Glu(function, units, interleave or None)
-
-
-def gated_forward_plain(
-    x: Tensor,
-    gate: str,
-    gate_parameters: Parameters,
-    up: str,
-    up_parameters: Parameters,
-    interleave: int,
-    scales: Tensor | None,
-) -> Tensor:
+def forward_plain(x: Tensor, spec: ProductSpec, scales: Tensor | None) -> Tensor:
     """``y = gate(a) up(b) s``, contiguous, in the dtype of x; no scales count as one."""
-    return _forward(_function(gate, gate_parameters, up, up_parameters, interleave), x, scales)
+    return _forward(spec.function, x, scales)
 
 
-def gated_backward_plain(
+def backward_plain(
     dy: Tensor,
     x: Tensor,
-    gate: str,
-    gate_parameters: Parameters,
-    up: str,
-    up_parameters: Parameters,
-    interleave: int,
+    spec: ProductSpec,
     scales: Tensor | None,
     want_dx: bool,
     want_y: bool,
     want_dscales: bool = True,
-) -> list[Tensor]:
-    """Those wanted of dx, dscales (only where there are scales) and y, in this order.
-
-    dx and y have the dtype of x; dscales is in fp32 or wider, and so is its sum.
-    """
-    f = _function(gate, gate_parameters, up, up_parameters, interleave)
-    return _backward(f, dy, x, scales, want_dx, want_dscales, want_y)
+) -> GatedGrads:
+    """Gradients of x and of the scales, and the output, as far as they are wanted."""
+    return _backward(spec.function, dy, x, scales, want_dx, want_dscales, want_y)
 
 
-def gated_backward_over_x_plain(
+def backward_over_x_plain(
     dy: Tensor,
     x: Tensor,
-    arguments: GluArguments,
+    spec: ProductSpec,
     scales: Tensor | None,
     want_y: bool,
     want_dscales: bool,
-) -> list[Tensor]:
-    """As :func:`gated_backward_plain` with dx, which takes the memory of x, contiguous."""
-    f = _function(*arguments)
-    return _backward(f, dy, x, scales, True, want_dscales, want_y, over_x=True)
+) -> GatedGrads:
+    """As :func:`backward_plain` with dx, which takes the memory of x, contiguous."""
+    return _backward(spec.function, dy, x, scales, True, want_dscales, want_y, over_x=True)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .column_sums import sum_columns
 from .launch import Launch, multiprocessors
-from .rows import add_up, cdiv
+from .tiling import cdiv
 
 __all__ = ["MAX_CHAIN_ROW", "MAX_COLS", "backward", "chain_forward_launch", "forward"]
 
@@ -235,5 +236,5 @@ def _in_registers(
         partial = x.new_empty(len(grads), programs, cols, dtype=torch.float32)
     launch((programs, blocks, 1), (*tensors, partial), ints, (_share(weight, cols),))
     if partial is not None:
-        add_up(partial, grads, (programs,) * len(grads))
+        sum_columns(partial, grads, (programs,) * len(grads))
     return grads

@@ -19,19 +19,27 @@ from .launch import AVAILABLE, DTYPES, INTERPRETED, Launch, runs
 from .norm_launch import MAX_CHAIN_ROW
 from .pointwise_launch import (
     MAX_OPERANDS,
-    Gradients,
-    Tiled,
+    BackwardLaunch,
     Wants,
-    forward_launch,
-    forward_norm_launch,
-    gradients,
+    choose_backward,
+    choose_forward,
+    choose_forward_norm,
     launch_backward,
     padded,
     reads_of,
     size_of,
 )
-from .pointwise_plain import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Scale, Stage
-from .rows import cdiv
+from .pointwise_plain import (
+    ADD,
+    BIAS,
+    DROPOUT,
+    FUNCTION,
+    KEEP,
+    ChainGrads,
+    ChainResult,
+    Link,
+)
+from .tiling import TiledLaunch, cdiv
 
 __all__ = [
     "ADD",
@@ -41,17 +49,25 @@ __all__ = [
     "KEEP",
     "MAX_OPERANDS",
     "Chain",
+    "ChainGrads",
+    "ChainResult",
+    "Link",
     "Normed",
-    "Scale",
-    "Stage",
     "draw_seed",
     "draws_seeds",
     "dropout",
+    "has_kernels",
 ]
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether chains on ``x`` are kernels, if their operands have dtypes that these read."""
+    # What torch.compile traces, it fuses itself, with what stands around the chain.
+    return runs(x) and not torch.compiler.is_compiling()
+
+
 def draws_seeds(x: Tensor) -> bool:
-    """Whether dropout of x, in any dtype, makes its mask out of a seed instead of storing it."""
+    """Whether dropout of x, in any dtype, computes its mask from a seed instead of storing it."""
     return runs(x) or (AVAILABLE and (x.is_cuda or INTERPRETED))
 
 
@@ -62,15 +78,14 @@ def draw_seed(x: Tensor) -> Tensor:
 
 def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     """``x / (1 - p)`` where the seed keeps it, else 0; contiguous. Its own gradient, for x = dy."""
-    if not _on_kernels(x):
+    if not has_kernels(x):
         return plain.dropout(x, seed, p)
-    y, _ = _dropout_chain(p).forward(x, (seed,), (x.dtype,))
-    return y
+    return _dropout_chain(p).forward(x, (seed,), (x.dtype,)).y
 
 
 @functools.lru_cache(None)
 def _dropout_chain(p: float) -> Chain:
-    return Chain([Stage(DROPOUT, parameters=(p,))])
+    return Chain([Link(DROPOUT, parameters=(p,))])
 
 
 class Normed(NamedTuple):
@@ -92,55 +107,52 @@ class Normed(NamedTuple):
 
 
 class Chain:
-    """A run of element-wise stages. It keeps what it launches.
+    """A run of element-wise operations. It keeps what it launches.
 
     Args:
-        stages: in the order of forward.
+        links: in the order of forward.
 
     Attributes:
-        reads: for each stage, whether backward needs its operand; that of a KEEP is what it kept.
+        reads: for each link, whether backward needs its operand; that of a KEEP is what it kept.
         reads_x: whether backward needs the input.
     """
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages = tuple(stages)
-        self.reads, self.reads_x = reads_of(self.stages)
-        self._by_rows = any(stage.kind in (BIAS, DROPOUT) for stage in stages)
-        kinds = [(i, stage.kind) for i, stage in enumerate(self.stages)]
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = tuple(links)
+        self.reads, self.reads_x = reads_of(self.links)
+        self._by_rows = any(link.kind in (BIAS, DROPOUT) for link in links)
+        kinds = [(i, link.kind) for i, link in enumerate(self.links)]
         self._holders = [(i, kind) for i, kind in kinds if kind != FUNCTION]
-        self._forwards: dict[Any, Tiled] = {}
+        self._forwards: dict[Any, TiledLaunch] = {}
         self._norms: dict[Any, tuple[Launch, int]] = {}
-        self._backwards: dict[Any, Gradients] = {}
+        self._backwards: dict[Any, BackwardLaunch] = {}
 
     def __reduce__(self) -> Any:
-        return Chain, (self.stages,)
+        return Chain, (self.links,)
 
     def forward(
         self, x: Tensor, operands: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Runs the stages.
+    ) -> ChainResult:
+        """The result of the links, and what they kept.
 
         Args:
-            operands: for each stage its bias, its seed or what it adds, else None.
-            dtypes: of the results of the stages.
-
-        Returns:
-            The result, and for each KEEP what it kept, all contiguous.
+            operands: for each link its bias, its seed or what it adds, else None.
+            dtypes: of the results of the links.
         """
-        kept: list[Tensor | None] = [None] * len(self.stages)
+        kept: list[Tensor | None] = [None] * len(self.links)
         pointers = self._pointers(x, operands, dtypes, kept)
         if pointers is None:
-            return plain.forward(self.stages, x, operands, dtypes)
+            return plain.forward(self.links, x, operands, dtypes)
         y = torch.empty(x.shape, dtype=dtypes[-1], device=x.device)
         rows, cols = size_of(x, self._by_rows)
         key = cols, x.dtype
         tiled = self._forwards.get(key)
         if tiled is None:
-            tiled = self._forwards[key] = forward_launch(self.stages, cols, x.itemsize)
-        blocks, slices = tiled.covers(x, rows, cols)
+            tiled = self._forwards[key] = choose_forward(self.links, cols, x.itemsize)
+        blocks, slices = tiled.slices(x, rows, cols)
         tensors = (x.contiguous(), y, *padded(pointers))
         tiled.launch((blocks * slices, 1, 1), tensors, (rows, cols, slices))
-        return y, kept
+        return ChainResult(y, kept)
 
     def forward_norm(
         self,
@@ -155,32 +167,32 @@ class Chain:
         with_mean: bool,
         want_total: bool,
     ) -> Normed | None:
-        """Runs the stages and the norm of their result over its last dimension as one kernel.
+        """The norm, over the last dimension, of the result of the links, by one kernel.
 
         Args:
             operands, dtypes: as in ``forward``.
             weight, bias, eps, zero_centered: as in ``norm.layer_norm_forward``.
             with_mean: whether the norm is LayerNorm, else RMSNorm.
-            want_total: whether to write the result of the stages too, in the last of ``dtypes``.
+            want_total: whether to write the result of the links too, in the last of ``dtypes``.
 
         Returns:
             None where no kernel does both: where ``forward`` launches none either, and for rows
-            that registers do not hold. Else y and total in the dtype of the stages' result and the
+            that registers do not hold. Else y and total in the dtype of the links' result and the
             shape of x, and for each row its statistics in fp32; all contiguous.
         """
         cols, dtype = x.shape[-1], dtypes[-1] if dtypes else x.dtype
         row = cols * max(x.itemsize, dtype.itemsize)
         if not 0 < row <= MAX_CHAIN_ROW or dtype not in DTYPES:
             return None
-        kept: list[Tensor | None] = [None] * len(self.stages)
+        kept: list[Tensor | None] = [None] * len(self.links)
         pointers = self._pointers(x, operands, dtypes, kept)
         if pointers is None:
             return None
         key = cols, x.dtype, zero_centered
         found = self._norms.get(key)
         if found is None:
-            found = self._norms[key] = forward_norm_launch(
-                self.stages, cols, x.itemsize, zero_centered
+            found = self._norms[key] = choose_forward_norm(
+                self.links, cols, x.itemsize, zero_centered
             )
         launch, block_rows = found
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -200,11 +212,11 @@ class Chain:
         dtypes: Sequence[torch.dtype],
         kept: list[Tensor | None],
     ) -> list[Tensor] | None:
-        """What the stages read and keep besides x, or None where no kernel runs them.
+        """What the links read and keep besides x, or None where no kernel runs them.
 
         Memory for what is kept is put into ``kept`` too.
         """
-        if not self.stages or not _on_kernels(x):
+        if not self.links or not has_kernels(x):
             return None
         pointers: list[Tensor] = []
         for i, kind in self._holders:
@@ -223,37 +235,33 @@ class Chain:
         operands: Sequence[Tensor | None],
         wants: Wants,
         dtypes: tuple[torch.dtype, ...],
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gradients.
+    ) -> ChainGrads:
+        """Gradients of the input and of the operands, as far as they are wanted.
 
         Args:
             x: the input, where ``reads_x``.
             operands: those that ``reads`` names.
-            wants: for each stage the dtype in which the gradient of its bias is wanted, or whether
+            wants: for each link the dtype in which the gradient of its bias is wanted, or whether
                 that of what it adds is; at the end whether that of the input is.
             dtypes: as in forward.
-
-        Returns:
-            The gradient of the input, and of each stage's operand. That of a bias has memory of its
-            own and is summed in fp32 or wider; others may be one tensor, or ``dy``.
         """
-        if not _on_kernels(dy) or (x is not None and x.dtype not in DTYPES):
-            return plain.backward(self.stages, dy, x, operands, wants, dtypes)
+        if not has_kernels(dy) or (x is not None and x.dtype not in DTYPES):
+            return plain.backward(self.links, dy, x, operands, wants, dtypes)
         rows, cols = size_of(dy, self._by_rows)
         key = wants, cols, dy.dtype, dtypes
         how = self._backwards.get(key)
         if how is None:
-            how = self._backwards[key] = gradients(self.stages, *key)
+            how = self._backwards[key] = choose_backward(self.links, *key)
         pointers: list[Tensor | None] = []
         for i in how.reads:
             operand = operands[i]
-            if operand is None or not _fits(self.stages[i].kind, operand):
-                return plain.backward(self.stages, dy, x, operands, wants, dtypes)
+            if operand is None or not _fits(self.links[i].kind, operand):
+                return plain.backward(self.links, dy, x, operands, wants, dtypes)
             pointers.append(operand.contiguous())
-        made = [torch.empty(dy.shape, dtype=dtype, device=dy.device) for dtype in how.makes]
-        grads = [None if m is None else dy if m < 0 else made[m] for m in how.made]
+        written = [torch.empty(dy.shape, dtype=dtype, device=dy.device) for dtype in how.written]
+        grads = [None if n is None else dy if n < 0 else written[n] for n in how.which]
         if how.tiled is not None:
-            pointers += made
+            pointers += written
             x = x.contiguous() if how.reads_x and x is not None else None
             sums = [(i, _bias_grad(wants[i], dy)) for i in how.sums]
             launch_backward(
@@ -261,12 +269,7 @@ class Chain:
             )
             for i, db in sums:
                 grads[i] = db
-        return grads.pop(), grads
-
-
-def _on_kernels(x: Tensor) -> bool:
-    # What torch.compile traces, it fuses itself, with what stands around the chain.
-    return runs(x) and not torch.compiler.is_compiling()
+        return ChainGrads(grads.pop(), grads)
 
 
 def _fits(kind: int, operand: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Chains of element-wise stages in plain torch, and the random numbers of dropout.
+"""Chains of element-wise operations in plain torch, and the random numbers of dropout.
 
 Dimensions: R rows, which are all dimensions but the last, and C columns.
 """
@@ -19,8 +19,9 @@ __all__ = [
     "DROPOUT",
     "FUNCTION",
     "KEEP",
-    "Scale",
-    "Stage",
+    "ChainGrads",
+    "ChainResult",
+    "Link",
     "Wants",
     "backward",
     "forward",
@@ -36,7 +37,7 @@ _WORD = 2**32 - 1
 Wants = tuple[torch.dtype | bool, ...]
 
 
-class Stage(NamedTuple):
+class Link(NamedTuple):
     """One element-wise operation of a chain.
 
     Attributes:
@@ -56,19 +57,29 @@ class Stage(NamedTuple):
     linear: bool = True
 
 
-class Scale(ScalarFunction):
-    """``s x``."""
+class ChainResult(NamedTuple):
+    """What forward returns.
 
-    name = "scale"
+    Attributes:
+        y: the result of the last link, contiguous.
+        kept: for each KEEP what it kept, contiguous, for any other link None.
+    """
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    y: Tensor
+    kept: list[Tensor | None]
 
-    def value(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mul(x, self.factor, out=out)
 
-    def backward(self, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mul(dy, self.factor, out=out)
+class ChainGrads(NamedTuple):
+    """What backward returns, None where it was not wanted.
+
+    Attributes:
+        dx: the gradient of the input.
+        operands: for each link that of its operand. That of a bias has memory of its own and is
+            summed in fp32 or wider; others may be one tensor, or the gradient of the output.
+    """
+
+    dx: Tensor | None
+    operands: list[Tensor | None]
 
 
 def threshold(p: float) -> int:
@@ -105,7 +116,7 @@ def survivors(like: Tensor, seed: Tensor, p: float) -> Tensor:
 
 
 def _high(a: Tensor, b: int) -> Tensor:
-    """Upper half of the product of two words of 32 bits, in 63."""
+    """The upper 32 bits of the product of two such words, in 63 bits."""
     return (a * (b >> 16) + (a * (b & 0xFFFF) >> 16)) >> 16
 
 
@@ -114,64 +125,64 @@ def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return torch.where(survivors(x, seed, p), x.contiguous() * rescale(p), 0.0)
 
 
-def _value(stage: Stage, z: Tensor, operand: Tensor | None, dtype: torch.dtype) -> Tensor:
-    kind = stage.kind
+def _value(link: Link, z: Tensor, operand: Tensor | None, dtype: torch.dtype) -> Tensor:
+    kind = link.kind
     if kind == FUNCTION:
-        assert stage.function is not None
-        return cast(stage.function.value(cast(z, dtype)), dtype)
+        assert link.function is not None
+        return cast(link.function.value(cast(z, dtype)), dtype)
     if kind == DROPOUT:
         assert operand is not None
-        return dropout(z, operand, stage.parameters[0])
+        return dropout(z, operand, link.parameters[0])
     if kind == KEEP or operand is None:  # a bias that was cleared
         return z
     return z + (cast(operand, dtype) if kind == BIAS else operand)
 
 
 def forward(
-    stages: Sequence[Stage],
+    links: Sequence[Link],
     x: Tensor,
     operands: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype],
-) -> tuple[Tensor, list[Tensor | None]]:
+) -> ChainResult:
     """As ``Chain.forward``."""
     kept: list[Tensor | None] = []
-    for stage, operand, dtype in zip(stages, operands, dtypes):
-        x = _value(stage, x, operand, dtype)
-        kept.append(x if stage.kind == KEEP else None)
-    return x.contiguous(), kept
+    for link, operand, dtype in zip(links, operands, dtypes):
+        x = _value(link, x, operand, dtype)
+        kept.append(x if link.kind == KEEP else None)
+    return ChainResult(x.contiguous(), kept)
 
 
 def backward(
-    stages: Sequence[Stage],
+    links: Sequence[Link],
     dy: Tensor,
     x: Tensor | None,
     operands: Sequence[Tensor | None],
     wants: Wants,
     dtypes: Sequence[torch.dtype],
-) -> tuple[Tensor | None, list[Tensor | None]]:
+) -> ChainGrads:
     """As ``Chain.backward``."""
     inputs: list[Tensor | None] = []
     z = x
-    for stage, operand, dtype in zip(stages, operands, dtypes):
+    for link, operand, dtype in zip(links, operands, dtypes):
         inputs.append(z)
-        if stage.kind == KEEP:
+        if link.kind == KEEP:
             z = operand
         elif z is not None:
-            z = _value(stage, z, operand, dtype)
+            z = _value(link, z, operand, dtype)
     g = dy
-    grads: list[Tensor | None] = [None] * len(stages)
-    for i in reversed(range(len(stages))):
-        stage, operand, z = stages[i], operands[i], inputs[i]
+    grads: list[Tensor | None] = [None] * len(links)
+    for i in reversed(range(len(links))):
+        link, operand, z = links[i], operands[i], inputs[i]
         if wants[i]:
-            grads[i] = _sum(g, wants[i]) if stage.kind == BIAS else g
-        if stage.kind == FUNCTION:
-            assert stage.function is not None
+            grads[i] = _sum(g, wants[i]) if link.kind == BIAS else g
+        if link.kind == FUNCTION:
+            assert link.function is not None
             value = g if z is None else cast(z, dtypes[i])
-            g = stage.function.backward(cast(g, dtypes[i]), value)
-        elif stage.kind == DROPOUT:
+            g = link.function.backward(cast(g, dtypes[i]), value)
+        elif link.kind == DROPOUT:
             assert operand is not None
-            g = dropout(g, operand, stage.parameters[0])
-    return g if wants[-1] else None, grads
+            g = dropout(g, operand, link.parameters[0])
+    return ChainGrads(g if wants[-1] else None, grads)
 
 
 def _sum(g: Tensor, dtype: Any) -> Tensor:

@@ -1,42 +1,62 @@
 """Rotary embedding of packed queries and keys, their norm per head, and both in one pass.
 
 Dimensions: R rows (tokens), H heads of a row: the queries, the keys, the values. Queries and keys
-are active, values are copied. D entries per head, P pairs of them that turn.
-
-The row of a token lies in ``(*leading, H D)``. ``cos`` and ``sin`` are ``(period or more, P)``, in
-fp32 (fp64 for fp64): row r turns by the angles in row ``r % period``.
+are active, values are copied. D entries per head, P pairs of them that turn. The row of a token
+lies in ``(*leading, H D)``.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import rotary_plain
+from . import rotary_plain as plain
+from .column_sums import sum_columns
 from .launch import Launch, multiprocessors
 from .operators import operator
-from .rows import add_up, cdiv, rows_of
+from .rotary_plain import NormedHeads, QKNormGrads, Rotation
+from .tiling import cdiv, rows_of
 
-__all__ = ["qk_norm", "qk_norm_backward", "rotary"]
+__all__ = ["NormedHeads", "QKNormGrads", "Rotation", "qk_norm", "qk_norm_backward", "rotary"]
 
-# The knobs. A thread has 16 elements of a tile: with 2 bytes each two accesses of 16 bytes.
-_PER_WARP = 512
-# Warps of all programs, per multiprocessor. A program goes on to further rows, to load its weights
-# once for several. There are some times as many as fit at once (36 and 20, by registers), for tiles
-# of values are done sooner than others. Backward of Qwen3 8B takes 79.7 us on an H200, 0.94 of a
-# copy; with 20, 40 and 80 it takes 86, 82 and 88.
-_FORWARD_WARPS = 128
-_BACKWARD_WARPS = 32
-# Backward of heads wider than 128 takes 8 warps per program: few programs, which fetch their tiles
-# ahead. 0.89 of a copy for heads of 256, else 0.82; heads of 128 lose up to 12 %.
-_WIDE_AHEAD = 3
-# Rows of a program at least: each leaves a row of sums for the weights behind.
-_BACKWARD_ROWS = 4
-# A thread of a wider head would have too many elements.
-_WIDEST_HEAD = 4096
+
+@dataclass(frozen=True)
+class _Rule:
+    """How heads are cut into tiles, and programs take them. Figures are those of an H200.
+
+    Attributes:
+        elements_per_warp: of a tile.
+        forward_warps: of all programs on a multiprocessor, in forward with norm.
+        backward_warps: the same in backward.
+        min_backward_rows: that a program takes at least.
+        wide_head: entries of a head from which backward fetches its tiles ahead.
+        wide_ahead: how many tiles are under way then.
+        widest_head: entries of a head that a kernel takes.
+    """
+
+    # 16 per thread: with 2 bytes each two accesses of 16 bytes.
+    elements_per_warp: int = 512
+    # A program goes on to further rows, to load its weights once for several. There are some times
+    # as many as fit at once (36 and 20, by registers), for tiles of values are done sooner than
+    # others.
+    forward_warps: int = 128
+    # Backward of Qwen3 8B takes 79.7 us, 0.94 of a copy; with 20, 40 and 80 it takes 86, 82 and 88.
+    backward_warps: int = 32
+    # Each leaves a row of sums for the weights behind.
+    min_backward_rows: int = 4
+    # Wider heads take 8 warps per program: few programs, which fetch their tiles ahead. 0.89 of a
+    # copy for heads of 256, else 0.82; heads of 128 lose up to 12 %.
+    wide_head: int = 129
+    wide_ahead: int = 3
+    # A thread of a wider head would have too many elements.
+    widest_head: int = 4096
+
+
+_RULE = _Rule()
 
 
 class _Shape(NamedTuple):
@@ -50,7 +70,8 @@ class _Shape(NamedTuple):
     interleaved: bool
 
 
-class _Plan(NamedTuple):
+@dataclass(frozen=True)
+class _HeadsLaunch:
     """A launch and how it covers a row: tiles of queries, of keys, of values."""
 
     launch: Launch
@@ -58,16 +79,16 @@ class _Plan(NamedTuple):
     k_tiles: int
     v_tiles: int
 
-    def lines(self, x: Tensor, most: int, warps: int, tiles: int) -> int:
+    def row_programs(self, x: Tensor, most: int, warps: int, tiles: int) -> int:
         """Programs along the rows, for so many warps per multiprocessor."""
         programs = warps // self.launch.num_warps * multiprocessors(x)
         return min(most, max(1, programs // tiles))
 
 
-def _plan(
+def _launch(
     function: str, shape: _Shape, flags: dict[str, bool], *, norm: bool, ahead: int = 1
-) -> _Plan:
-    """The rule: more threads than a weight or a row of a table has elements.
+) -> _HeadsLaunch:
+    """A launch with more threads than a weight or a row of a table has elements.
 
     Then Triton has each thread load those that it needs, and else passes them on through shared
     memory. Where a row has fewer heads of a kind than fit, a tile takes those of several rows: with
@@ -80,13 +101,13 @@ def _plan(
     num_warps = min(8, max(2, _power_of_2(max(block_p, block_t) // 32 + 1)))
     heads = queries + keys + values
     counted = (queries, keys) if norm else (heads, 0)
-    room = max(1, num_warps * _PER_WARP // (2 * block_p + block_t * (tail > 0)))
+    room = max(1, num_warps * _RULE.elements_per_warp // (2 * block_p + block_t * (tail > 0)))
     block_h = 1 << (room.bit_length() - 1)
     if not norm:
         block_h = min(block_h, _power_of_2(heads))
     at_once = [min(block_h, _power_of_2(count)) for count in counted]
     q_tiles, k_tiles = (cdiv(count, some) for count, some in zip(counted, at_once))
-    room_v = num_warps * _PER_WARP
+    room_v = num_warps * _RULE.elements_per_warp
     block_v = min(room_v, _power_of_2(values * head_dim))
     constants = {
         "QUERIES": counted[0],
@@ -108,7 +129,7 @@ def _plan(
         "AHEAD": ahead,
     }
     v_tiles = cdiv(values * head_dim, block_v) if norm else 0
-    return _Plan(Launch(function, constants, num_warps=num_warps), q_tiles, k_tiles, v_tiles)
+    return _HeadsLaunch(Launch(function, constants, num_warps=num_warps), q_tiles, k_tiles, v_tiles)
 
 
 def _power_of_2(n: int) -> int:
@@ -116,141 +137,155 @@ def _power_of_2(n: int) -> int:
 
 
 @functools.cache
-def _turn(shape: _Shape, back: bool) -> _Plan:
-    return _plan("rotary:forward", shape, {"BACK": back, "ZERO_CENTERED": False}, norm=False)
+def _turn_launch(shape: _Shape, back: bool) -> _HeadsLaunch:
+    return _launch("rotary:forward", shape, {"BACK": back, "ZERO_CENTERED": False}, norm=False)
 
 
 @functools.cache
-def _norm(shape: _Shape, zero_centered: bool) -> _Plan:
+def _norm_launch(shape: _Shape, zero_centered: bool) -> _HeadsLaunch:
     flags = {"BACK": False, "ZERO_CENTERED": zero_centered}
-    return _plan("rotary:forward", shape, flags, norm=True)
+    return _launch("rotary:forward", shape, flags, norm=True)
 
 
 @functools.cache
-def _norm_backward(shape: _Shape, zero_centered: bool) -> _Plan:
-    ahead = _WIDE_AHEAD if shape.head_dim > 128 else 1
+def _norm_backward_launch(shape: _Shape, zero_centered: bool) -> _HeadsLaunch:
+    ahead = _RULE.wide_ahead if shape.head_dim >= _RULE.wide_head else 1
     flags = {"ZERO_CENTERED": zero_centered}
-    return _plan("rotary:norm_backward", shape, flags, norm=True, ahead=ahead)
+    return _launch("rotary:norm_backward", shape, flags, norm=True, ahead=ahead)
 
 
 def _count(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _rotary_launch(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    period: int,
-    kv_heads: int,
-    head_dim: int,
-    interleaved: bool,
-    back: bool,
+def _launch_rotary(
+    x: Tensor, rotation: Rotation, kv_heads: int, head_dim: int, back: bool
 ) -> Tensor:
-    if head_dim > _WIDEST_HEAD:
-        return rotary_plain.rotary(x, cos, sin, period, kv_heads, head_dim, interleaved, back)
+    cos, sin, period, interleaved = rotation
     queries = x.shape[-1] // head_dim - 2 * kv_heads
     shape = _Shape(queries, kv_heads, kv_heads, head_dim, cos.shape[1], interleaved)
-    plan, rows = _turn(shape, back), _count(x)
+    heads, rows = _turn_launch(shape, back), _count(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, stride = rows_of(x)
     tensors = (x, y, cos, sin, None, None, None)
-    plan.launch((rows, plan.q_tiles, 1), tensors, (rows, stride, period), (0.0,))
+    heads.launch((rows, heads.q_tiles, 1), tensors, (rows, stride, period), (0.0,))
     return y
 
 
-def _qk_norm_launch(
+def _launch_qk_norm(
     x: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    period: int,
+    rotation: Rotation | None,
     kv_heads: int,
-    interleaved: bool,
     eps: float,
     zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
+) -> NormedHeads:
     head_dim = q_weight.shape[0]
-    if head_dim > _WIDEST_HEAD:
-        return rotary_plain.qk_norm(
-            x, q_weight, k_weight, cos, sin, period, kv_heads, interleaved, eps, zero_centered
-        )
-    pairs = head_dim // 2 if cos is None else cos.shape[1]
     queries = x.shape[-1] // head_dim - 2 * kv_heads
-    plan = _norm(_Shape(queries, kv_heads, kv_heads, head_dim, pairs, interleaved), zero_centered)
-    rows, tiles = _count(x), plan.q_tiles + plan.k_tiles + plan.v_tiles
+    shape, tables, period = _shape(queries, kv_heads, head_dim, rotation)
+    heads = _norm_launch(shape, zero_centered)
+    rows, tiles = _count(x), heads.q_tiles + heads.k_tiles + heads.v_tiles
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = torch.empty((*x.shape[:-1], queries + kv_heads), dtype=torch.float32, device=x.device)
-    lines = plan.lines(x, rows, _FORWARD_WARPS, tiles)
+    programs = heads.row_programs(x, rows, _RULE.forward_warps, tiles)
     x, stride = rows_of(x)
-    tensors = (x, y, cos, sin, q_weight.contiguous(), k_weight.contiguous(), rstd)
-    plan.launch((lines, tiles, 1), tensors, (rows, stride, period), (eps,))
-    return y, rstd
+    tensors = (x, y, *tables, q_weight.contiguous(), k_weight.contiguous(), rstd)
+    heads.launch((programs, tiles, 1), tensors, (rows, stride, period), (eps,))
+    return NormedHeads(y, rstd)
 
 
-def _qk_norm_backward_launch(
+def _launch_qk_norm_backward(
     dy: Tensor,
     x: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
     rstd: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    period: int,
-    interleaved: bool,
+    rotation: Rotation | None,
     zero_centered: bool,
     want_dx: bool,
     want_dw: bool,
-) -> list[Tensor]:
-    head_dim, rows = q_weight.shape[0], _count(x)
-    if head_dim > _WIDEST_HEAD or not rows:
-        return rotary_plain.qk_norm_backward(
-            dy, x, q_weight, k_weight, rstd, cos, sin, period, interleaved, zero_centered, want_dx,
-            want_dw,
-        )  # fmt: skip
-    pairs = head_dim // 2 if cos is None else cos.shape[1]
-    active = rstd.shape[-1]
+) -> QKNormGrads:
+    head_dim, rows, active = q_weight.shape[0], _count(x), rstd.shape[-1]
     kv_heads = x.shape[-1] // head_dim - active
-    shape = _Shape(active - kv_heads, kv_heads, kv_heads, head_dim, pairs, interleaved)
-    plan = _norm_backward(shape, zero_centered)
-    tiles = plan.q_tiles + plan.k_tiles + plan.v_tiles * want_dx
-    lines = plan.lines(x, cdiv(rows, _BACKWARD_ROWS), _BACKWARD_WARPS, tiles)
-    counts = plan.q_tiles * lines, plan.k_tiles * lines
-    results, dx, partial = [], None, None
+    shape, tables, period = _shape(active - kv_heads, kv_heads, head_dim, rotation)
+    heads = _norm_backward_launch(shape, zero_centered)
+    tiles = heads.q_tiles + heads.k_tiles + heads.v_tiles * want_dx
+    most = cdiv(rows, _RULE.min_backward_rows)
+    programs = heads.row_programs(x, most, _RULE.backward_warps, tiles)
+    counts = heads.q_tiles * programs, heads.k_tiles * programs
+    dx = dq = dk = partial = None
     if want_dx:
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        results.append(dx)
     if want_dw:
         partial = torch.empty((sum(counts), head_dim), dtype=torch.float32, device=x.device)
     dy, dy_stride = rows_of(dy)
     x, x_stride = rows_of(x)
     weights = q_weight.contiguous(), k_weight.contiguous()
-    tensors = (dy, x, dx, cos, sin, *weights, rstd.contiguous(), partial)
-    plan.launch((lines, tiles, 1), tensors, (rows, dy_stride, x_stride, period))
+    tensors = (dy, x, dx, *tables, *weights, rstd.contiguous(), partial)
+    heads.launch((programs, tiles, 1), tensors, (rows, dy_stride, x_stride, period))
     if partial is not None:
-        dws = [torch.empty(w.shape, dtype=w.dtype, device=x.device) for w in weights]
-        add_up(partial, dws, counts)
-        results += dws
-    return results
+        dq, dk = (torch.empty(w.shape, dtype=w.dtype, device=x.device) for w in weights)
+        sum_columns(partial, (dq, dk), counts)
+    return QKNormGrads(dx, dq, dk)
+
+
+def _shape(
+    queries: int, kv_heads: int, head_dim: int, rotation: Rotation | None
+) -> tuple[_Shape, tuple[Tensor | None, Tensor | None], int]:
+    """The shape, the tables, and after how many rows these repeat."""
+    if rotation is None:
+        shape = _Shape(queries, kv_heads, kv_heads, head_dim, head_dim // 2, False)
+        return shape, (None, None), 0
+    cos, sin, period, interleaved = rotation
+    shape = _Shape(queries, kv_heads, kv_heads, head_dim, cos.shape[1], interleaved)
+    return shape, (cos, sin), period
+
+
+def _flat(rotation: Rotation | None) -> tuple[Any, ...]:
+    return (None, None, 0, False) if rotation is None else rotation
+
+
+def _rotation(cos: Tensor | None, sin: Tensor | None, *rest: Any) -> Rotation | None:
+    return None if cos is None or sin is None else Rotation(cos, sin, *rest)
 
 
 rotary = operator(
-    "rotary(Tensor x, Tensor cos, Tensor sin, SymInt period, int kv_heads, int head_dim,"
-    " bool interleaved, bool back) -> Tensor",
-    launch=_rotary_launch,
-    plain=rotary_plain.rotary,
-)
+    "rotary(Tensor x, Tensor cos, Tensor sin, SymInt period, bool interleaved, int kv_heads,"
+    " int head_dim, bool back) -> Tensor",
+    launch=_launch_rotary,
+    plain=plain.rotary,
+    accepts=lambda x, rotation, kv_heads, head_dim, back: head_dim <= _RULE.widest_head,
+    flatten=lambda x, rotation, *rest: (x, *rotation, *rest),
+    unflatten=lambda x, cos, sin, period, interleaved, *rest: (
+        x, Rotation(cos, sin, period, interleaved), *rest,
+    ),
+)  # fmt: skip
 qk_norm = operator(
     "qk_norm(Tensor x, Tensor q_weight, Tensor k_weight, Tensor? cos, Tensor? sin, SymInt period,"
-    " int kv_heads, bool interleaved, float eps, bool zero_centered) -> (Tensor, Tensor)",
-    launch=_qk_norm_launch,
-    plain=rotary_plain.qk_norm,
-)
+    " bool interleaved, int kv_heads, float eps, bool zero_centered) -> (Tensor, Tensor)",
+    launch=_launch_qk_norm,
+    plain=plain.qk_norm,
+    accepts=lambda x, q_weight, *_: q_weight.shape[0] <= _RULE.widest_head,
+    results=NormedHeads,
+    flatten=lambda x, q, k, rotation, *rest: (x, q, k, *_flat(rotation), *rest),
+    unflatten=lambda x, q, k, cos, sin, period, interleaved, *rest: (
+        x, q, k, _rotation(cos, sin, period, interleaved), *rest,
+    ),
+)  # fmt: skip
 qk_norm_backward = operator(
     "qk_norm_backward(Tensor dy, Tensor x, Tensor q_weight, Tensor k_weight, Tensor rstd,"
     " Tensor? cos, Tensor? sin, SymInt period, bool interleaved, bool zero_centered, bool want_dx,"
     " bool want_dw) -> Tensor[]",
-    launch=_qk_norm_backward_launch,
-    plain=rotary_plain.qk_norm_backward,
-)
+    launch=_launch_qk_norm_backward,
+    plain=plain.qk_norm_backward,
+    accepts=lambda dy, x, q_weight, *_: q_weight.shape[0] <= _RULE.widest_head and _count(x) > 0,
+    results=QKNormGrads,
+    wanted=lambda *args: (args[-2], args[-1], args[-1]),
+    flatten=lambda dy, x, q, k, rstd, rotation, *rest: (
+        dy, x, q, k, rstd, *_flat(rotation), *rest,
+    ),
+    unflatten=lambda dy, x, q, k, rstd, cos, sin, period, interleaved, *rest: (
+        dy, x, q, k, rstd, _rotation(cos, sin, period, interleaved), *rest,
+    ),
+)  # fmt: skip

@@ -1,12 +1,14 @@
 """Rotary embedding and norm of queries and keys in plain torch: the path of a CPU.
 
-Dimensions: N runs of T = period tokens, H heads: queries, keys, values; A active ones, which are
-queries and keys; D entries per head, P pairs that turn. Arithmetic is in fp32, in fp64 for fp64.
+Dimensions: N sequences of T = period tokens, H heads: queries, keys, values; A active ones, which
+are queries and keys; D entries per head, P pairs that turn. Arithmetic is in fp32, in fp64 for
+fp64.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from .launch import transforms_active
 from .scalar import cast, wide_dtype
 
-__all__ = ["qk_norm", "qk_norm_backward", "rotary"]
+__all__ = ["NormedHeads", "QKNormGrads", "Rotation", "qk_norm", "qk_norm_backward", "rotary"]
 
 # Elements per thread that a core's cache holds along with the intermediate results. One thread
 # takes 46 instead of 163 ms for 4096 tokens of 24 heads of 128 in bf16; with fewer than a few
@@ -23,23 +25,46 @@ _BLOCK = 2**17
 _MIN_BLOCKS = 4
 
 
-def rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    period: int,
-    kv_heads: int,
-    head_dim: int,
-    interleaved: bool,
-    back: bool,
-) -> Tensor:
+class Rotation(NamedTuple):
+    """By which angles tokens turn, and what a pair is.
+
+    Attributes:
+        cos, sin: (period or more, P), in fp32 (fp64 for fp64).
+        period: row r turns by the angles in row ``r % period``.
+        interleaved: whether a pair consists of neighbours; else of an entry of each half of the
+            part that turns.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    period: int
+    interleaved: bool
+
+
+class NormedHeads(NamedTuple):
+    """Normalised queries and keys with the values, and ``1 / sqrt(mean(x²) + eps)`` (…, A)."""
+
+    y: Tensor
+    rstd: Tensor
+
+
+class QKNormGrads(NamedTuple):
+    """Gradients of the input and of both weights, None where they were not wanted."""
+
+    dx: Tensor | None
+    dq_weight: Tensor | None
+    dk_weight: Tensor | None
+
+
+def rotary(x: Tensor, rotation: Rotation, kv_heads: int, head_dim: int, back: bool) -> Tensor:
     """Queries and keys turned by the angles, or back by them; and the values."""
+    period, interleaved = rotation.period, rotation.interleaved
     y = x.new_empty(x.shape)
     if not y.numel():
         return y
     xs, ys = _heads(x, period, head_dim), _heads(y, period, head_dim)
     active = xs.shape[2] - kv_heads
-    cos, sin = _angles(cos, sin, period, back)
+    cos, sin = _angles(rotation, back)
     for block in _blocks(xs):
         ys[:, block, active:].copy_(xs[:, block, active:])
         qk = cast(xs[:, block, :active], cos.dtype)
@@ -51,25 +76,20 @@ def qk_norm(
     x: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    period: int,
+    rotation: Rotation | None,
     kv_heads: int,
-    interleaved: bool,
     eps: float,
     zero_centered: bool,
-) -> tuple[Tensor, Tensor]:
-    """Queries and keys normalised (and turned), with the values; ``1 / sqrt(mean(x²) + eps)``."""
+) -> NormedHeads:
+    """Queries and keys normalised, and turned if there is a rotation."""
     head_dim = q_weight.shape[0]
     active, dtype = x.shape[-1] // head_dim - kv_heads, wide_dtype(x.dtype)
     y = x.new_empty(x.shape)
     rstd = x.new_empty((*x.shape[:-1], active), dtype=dtype)
     if not y.numel():
-        return y, rstd
-    if cos is None or sin is None:
-        period = _count(x)
-    else:
-        cos, sin = _angles(cos, sin, period, False)
+        return NormedHeads(y, rstd)
+    period = _count(x) if rotation is None else rotation.period
+    angles = None if rotation is None else _angles(rotation, False)
     xs, ys = _heads(x, period, head_dim), _heads(y, period, head_dim)
     rstds = rstd.view(-1, period, active, 1)
     scales = _scales(q_weight, k_weight, active - kv_heads, kv_heads, dtype, zero_centered)
@@ -79,11 +99,12 @@ def qk_norm(
         norm = torch.linalg.vector_norm(qk, dim=-1, keepdim=True)
         rstds[:, block].copy_(norm.square_().mul_(1 / head_dim).add_(eps).rsqrt_())
         qk = (qk * norm).mul_(scales)
-        if cos is None or sin is None:
+        if rotation is None or angles is None:
             ys[:, block, :active].copy_(qk)
         else:
-            _turn(ys[:, block, :active], qk, cos[block], sin[block], interleaved)
-    return y, rstd
+            cos, sin = angles
+            _turn(ys[:, block, :active], qk, cos[block], sin[block], rotation.interleaved)
+    return NormedHeads(y, rstd)
 
 
 def qk_norm_backward(
@@ -92,15 +113,12 @@ def qk_norm_backward(
     q_weight: Tensor,
     k_weight: Tensor,
     rstd: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    period: int,
-    interleaved: bool,
+    rotation: Rotation | None,
     zero_centered: bool,
     want_dx: bool,
     want_dw: bool,
-) -> list[Tensor]:
-    """Those wanted of: dx, dq_weight, dk_weight.
+) -> QKNormGrads:
+    """Gradients of x and of the weights, as far as they are wanted.
 
     With g the gradient turned back, ``h = x rstd`` and ``dh = g w``: ``dw = Σ g h`` and
     ``dx = rstd (dh - h mean(dh h))``.
@@ -110,21 +128,21 @@ def qk_norm_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_dx else None
     sums = torch.zeros((active, head_dim), dtype=rstd.dtype, device=x.device)
     if x.numel():
-        if cos is None or sin is None:
-            period = _count(x)
-        else:
-            cos, sin = _angles(cos, sin, period, True)
+        period = _count(x) if rotation is None else rotation.period
+        angles = None if rotation is None else _angles(rotation, True)
         dys, xs = _heads(dy, period, head_dim), _heads(x, period, head_dim)
         dxs = None if dx is None else _heads(dx, period, head_dim)
         rstds = rstd.reshape(-1, period, active, 1)
         scales = _scales(q_weight, k_weight, queries, active - queries, rstd.dtype, zero_centered)
         for block in _blocks(xs):
             dqk = dys[:, block, :active]
-            if cos is None or sin is None:
+            if rotation is None or angles is None:
                 g = dqk.to(rstd.dtype, copy=True)
             else:
+                cos, sin = angles
                 g = torch.empty(dqk.shape, dtype=rstd.dtype, device=x.device)
-                _turn(g, cast(dqk, rstd.dtype), cos[block], sin[block], interleaved)
+                wide = cast(dqk, rstd.dtype)
+                _turn(g, wide, cos[block], sin[block], rotation.interleaved)
             h = xs[:, block, :active] * rstds[:, block]
             gh = g * h
             if want_dw:
@@ -134,11 +152,11 @@ def qk_norm_backward(
                 mean = gh.mul_(scales).mean(-1, keepdim=True)
                 dh = g.mul_(scales).addcmul_(h, mean, value=-1)
                 dxs[:, block, :active].copy_(dh.mul_(rstds[:, block]))
-    results = [] if dx is None else [dx]
+    dq = dk = None
     if want_dw:
-        results.append(cast(sums[:queries].sum(0), q_weight.dtype))
-        results.append(cast(sums[queries:].sum(0), k_weight.dtype))
-    return results
+        dq = cast(sums[:queries].sum(0), q_weight.dtype)
+        dk = cast(sums[queries:].sum(0), k_weight.dtype)
+    return QKNormGrads(dx, dq, dk)
 
 
 def _count(x: Tensor) -> int:
@@ -163,9 +181,10 @@ def _blocks(heads: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, period, step)]
 
 
-def _angles(cos: Tensor, sin: Tensor, period: int, back: bool) -> tuple[Tensor, Tensor]:
-    """Both (T, 1, P), for the heads to share."""
-    cos, sin = cos[:period, None], sin[:period, None]
+def _angles(rotation: Rotation, back: bool) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (T, 1, P), for the heads to share."""
+    period = rotation.period
+    cos, sin = rotation.cos[:period, None], rotation.sin[:period, None]
     return cos, -sin if back else sin
 
 

@@ -22,7 +22,7 @@ from opfuser import (
     SwiGLU,
 )
 from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
-from opfuser.kernels.scalar import BLOCK
+from opfuser.kernels.cpu_blocks import BLOCK
 from opfuser.testing import check_op
 from tests.kernels.activations import assert_rounded_once
 

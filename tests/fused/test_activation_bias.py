@@ -8,7 +8,7 @@ import opfuser
 from opfuser import AddExtraInput, BasicLinear, Bias, L2Normalization, Sequential
 from opfuser.basic.activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
 from opfuser.fused import BackwardActivationBias
-from opfuser.kernels import activation as kernels
+from opfuser.kernels import activation_plain, cpu_blocks
 from opfuser.kernels.launch import INTERPRETED
 from opfuser.op import GradNeeds, OperationContext
 from tests.fused.pairings import (
@@ -62,8 +62,8 @@ def test_layouts(dtype: torch.dtype, layout: str) -> None:
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Blocks of so few rows that the tensors here count as large; notes each use of them."""
     uses: list[int] = []
-    monkeypatch.setattr(kernels, "BLOCK", 6 * request.param)
-    monkeypatch.setattr(kernels, "_MIN_BLOCKS", 1e-3)
+    monkeypatch.setattr(cpu_blocks, "BLOCK", 6 * request.param)
+    monkeypatch.setattr(activation_plain, "_MIN_BLOCKS", 1e-3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: uses.append(1) or 1)
     return uses
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from opfuser.kernels import cross_entropy as kernels
 from opfuser.kernels.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
@@ -26,8 +27,8 @@ class Terms(NamedTuple):
     ignore_index: int = IGNORE
 
     @property
-    def arguments(self) -> tuple[int, float, float]:
-        return self.ignore_index, self.smoothing, self.z_loss
+    def arguments(self) -> kernels.Terms:
+        return kernels.Terms(self.ignore_index, self.smoothing, self.z_loss)
 
 
 ALL_TERMS = {
@@ -84,7 +85,7 @@ def check(x: Tensor, targets: Tensor, terms: Terms = ALL_TERMS["all"], what: str
     exact = x.detach().double().requires_grad_()
     theirs, truth = losses(plain, targets, terms), losses(exact, targets, terms)
 
-    loss, row_max, sum_exp = cross_entropy_forward(x, targets, *terms.arguments)
+    loss, row_max, sum_exp = cross_entropy_forward(x, targets, terms.arguments)
     assert loss.dtype == row_max.dtype == sum_exp.dtype == wide
     size = max([1.0, *(t.detach().abs().max().item() for t in (truth, exact) if t.numel())])
     assert_as_good_as(loss, theirs.detach(), truth.detach(), size, f"{what}: loss")
@@ -103,7 +104,7 @@ def check(x: Tensor, targets: Tensor, terms: Terms = ALL_TERMS["all"], what: str
         given = torch.where(counts, given, 0.0)  # without any row that counts it is infinite
         (dtruth,) = torch.autograd.grad(truth, exact, given.double(), retain_graph=True)
         (dtheirs,) = torch.autograd.grad(theirs, plain, given.to(theirs.dtype), retain_graph=True)
-        dx = cross_entropy_backward(x, targets, row_max, sum_exp, dloss, divisor, *terms.arguments)
+        dx = cross_entropy_backward(x, targets, row_max, sum_exp, dloss, divisor, terms.arguments)
         assert dx.dtype == x.dtype
         assert dx.is_contiguous()
         size = given.abs().max().item() if given.numel() else 0.0
@@ -116,7 +117,7 @@ def check(x: Tensor, targets: Tensor, terms: Terms = ALL_TERMS["all"], what: str
         (dtruth,) = torch.autograd.grad(truth, exact, given.double(), retain_graph=True)
         (dtheirs,) = torch.autograd.grad(theirs, plain, given.to(theirs.dtype), retain_graph=True)
         own = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-        both, dx = cross_entropy_gradient(own, targets, divisor, *terms.arguments)
+        both, dx = cross_entropy_gradient(own, targets, divisor, terms.arguments)
         assert dx.data_ptr() == own.data_ptr()
         size = given.max().item() if given.numel() else 0.0
         assert_as_good_as(dx, dtheirs, dtruth, size, f"{what}: gradient in place")

@@ -8,18 +8,23 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from opfuser.kernels import rows as rows_module
-from opfuser.kernels import scalar as scalar_module
+from opfuser.kernels import cpu_blocks
 from opfuser.kernels.activation import activation_backward, activation_forward
-from opfuser.kernels.gated import Glu, gated_backward, gated_backward_, gated_forward
+from opfuser.kernels.functions import Swish
+from opfuser.kernels.gated import (
+    Glu,
+    gated_backward,
+    gated_backward_,
+    gated_forward,
+    product_spec,
+)
 from opfuser.kernels.launch import INTERPRETED, recorded
 from opfuser.kernels.scalar import FUNCTIONS as BY_NAME
-from opfuser.kernels.scalar import ScalarFunction, Swish, scalar_function
+from opfuser.kernels.scalar import ScalarFunction, scalar_function
 from tests.kernels.activations import (
     FUNCTIONS,
     LAYOUTS,
     PRODUCTS,
-    arguments,
     assert_rounded_once,
     check_activation,
     check_gated,
@@ -35,8 +40,8 @@ if INTERPRETED:
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 HALF = [torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
-GLU = Glu(Swish(), None, 2).arguments
-SWISH = Swish().arguments
+GLU = product_spec(Glu(Swish(), None, 2))
+SWISH = Swish().spec
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -80,13 +85,13 @@ def test_plain_products_block_by_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = tensor(*rows, columns(f, 24), dtype=dtype, device=CPU)
-    want = gated_forward(x, *arguments(f), None)
-    monkeypatch.setattr(rows_module, "BLOCK", 50)  # two rows of 24 and 24
+    want = gated_forward(x, product_spec(f), None)
+    monkeypatch.setattr(cpu_blocks, "BLOCK", 50)  # two rows of 24 and 24
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     at_once: list[int] = []
     split = Tensor.split
     monkeypatch.setattr(Tensor, "split", lambda x, rows: at_once.append(rows) or split(x, rows))
-    got = gated_forward(x, *arguments(f), None)
+    got = gated_forward(x, product_spec(f), None)
     torch.testing.assert_close(got, want)
     assert at_once == ([2, 2] if isinstance(f, Glu) else [4, 4])
 
@@ -96,17 +101,17 @@ def test_plain_products_block_by_block(
 def test_plain_products_over_x_block_by_block(
     rows: tuple[int, ...], want_y: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_module, "BLOCK", 50)  # two rows of 24 and 24
+    monkeypatch.setattr(cpu_blocks, "BLOCK", 50)  # two rows of 24 and 24
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for f in PRODUCTS.values():
-        args = arguments(f)
+        spec = product_spec(f)
         x = tensor(*rows, columns(f, 24), dtype=torch.bfloat16, device=CPU)
         dy = tensor(*rows, 24, dtype=torch.bfloat16, device=CPU)
-        want = gated_backward(dy, x, *args, None, True, want_y)
-        got = gated_backward_(dy, x, *args, None, want_y)
-        for g, w in zip(got, want, strict=True):
-            torch.testing.assert_close(g, w)
-        assert got[0] is x
+        want = gated_backward(dy, x, spec, None, True, want_y)
+        got = gated_backward_(dy, x, spec, None, want_y)
+        torch.testing.assert_close(got, want)
+        assert (got.y is None) != want_y
+        assert got.dx is x
 
 
 @pytest.fixture(params=["at once", "block by block", "as traced"])
@@ -114,8 +119,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "as traced":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     if request.param == "block by block":
-        monkeypatch.setattr(rows_module, "BLOCK", 50)  # two rows of 24 and 24
-        monkeypatch.setattr(scalar_module, "BLOCK", 50)
+        monkeypatch.setattr(cpu_blocks, "BLOCK", 50)  # two rows of 24 and 24
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
@@ -136,17 +140,17 @@ def test_products_in_half_precision_are_rounded_once(
         for scales in (None, tensor(*rows, dtype=dtype, device=CPU)):
             y, dx, *dscales, again = expected_gated(f, x, dy, scales, torch.float64)
             what = f"{rows}, {layout}, scales {scales is not None}"
-            assert_rounded_once(gated_forward(x, *arguments(f), scales), y, f"y, {what}")
-            given = *arguments(f), scales
+            assert_rounded_once(gated_forward(x, product_spec(f), scales), y, f"y, {what}")
+            given = product_spec(f), scales
             for got in (
                 gated_backward(dy, x, *given, True, True),
                 gated_backward_(dy, x.clone(), *given, True),
             ):
-                assert_rounded_once(got[0], dx, f"dx, {what}")
-                assert_rounded_once(got[-1], again, f"y of backward, {what}")
+                assert_rounded_once(got.dx, dx, f"dx, {what}")
+                assert_rounded_once(got.y, again, f"y of backward, {what}")
                 if dscales:
                     sizes = (f.reference(x.double()) * dy.double()).abs().sum(-1)
-                    assert ((got[1] - dscales[0]).abs() <= 2**-20 * sizes).all(), what
+                    assert ((got.dscales - dscales[0]).abs() <= 2**-20 * sizes).all(), what
 
 
 @pytest.mark.usefixtures("blocks")
@@ -165,9 +169,9 @@ def test_activations_in_half_precision_are_rounded_once(
         for bias in (None, tensor(shape[-1], dtype=dtype, device=CPU)):
             y, dx, _, again = expected_activation(f, x, dy, bias, torch.float64)
             what = f"{shape}, {layout}, bias {bias is not None}"
-            got = activation_forward(x, *f.arguments, bias)
+            got = activation_forward(x, f.spec, bias)
             assert_rounded_once(got, y, f"y, {what}")
-            got, _, got_again = activation_backward(dy, x, *f.arguments, bias, True, True, True)
+            got, _, got_again = activation_backward(dy, x, f.spec, bias, True, True, True)
             assert_rounded_once(got, dx, f"dx, {what}")
             assert_rounded_once(got_again, again, f"y of backward, {what}")
 
@@ -178,11 +182,11 @@ def test_a_bias_of_another_dtype() -> None:
 
 
 @pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_a_function_is_made_again_from_its_arguments(f: ScalarFunction) -> None:
-    name, parameters = f.arguments
-    again = scalar_function(name, list(parameters))
-    assert type(again) is type(f)
-    assert again.arguments == f.arguments
+def test_a_function_is_found_by_its_name_and_parameters(f: ScalarFunction) -> None:
+    _, name, parameters = f.spec
+    found = scalar_function(name, list(parameters))
+    assert type(found) is type(f)
+    assert found.spec[1:] == f.spec[1:]
 
 
 def test_every_function_has_its_device_function() -> None:
@@ -202,15 +206,15 @@ def samples() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         half = dy[:, :4].t().contiguous().t()
         for b in (None, bias):
             with_bias = " bias" if b is not None else ""
-            found[f"forward{with_bias}{lies}"] = ops.activation_forward, (x, *SWISH, b)
+            found[f"forward{with_bias}{lies}"] = ops.activation_forward, (x, *SWISH[1:], b)
             for wanted in ((True, False, False), (False, True, False), (True, True, True)):
-                args = dy, x, *SWISH, b, *wanted
+                args = dy, x, *SWISH[1:], b, *wanted
                 found[f"backward{with_bias}{lies} {wanted}"] = ops.activation_backward, args
         for s in (None, scales):
             with_scales = " scales" if s is not None else ""
-            found[f"gated forward{with_scales}{lies}"] = ops.gated_forward, (x, *GLU, s)
+            found[f"gated forward{with_scales}{lies}"] = ops.gated_forward, (x, *GLU[1:], s)
             for wanted in ((True, False, False), (False, True, True), (True, True, True)):
-                args = half, x, *GLU, s, *wanted
+                args = half, x, *GLU[1:], s, *wanted
                 found[f"gated backward{with_scales}{lies} {wanted}"] = ops.gated_backward, args
     return found
 
@@ -236,10 +240,11 @@ def test_kernels_are_one_operator_each_while_compiling() -> None:
         return graph
 
     def step(x: Tensor, dy: Tensor, packed: Tensor, bias: Tensor) -> list[Tensor]:
-        y = activation_forward(x, *SWISH, bias)
-        results = activation_backward(dy, x, *SWISH, bias, True, True, False)
-        h = gated_forward(packed, *GLU, None)
-        return [y, *results, h, *gated_backward_(dy, packed, *GLU, None, True)]
+        y = activation_forward(x, SWISH, bias)
+        dx, db, _ = activation_backward(dy, x, SWISH, bias, True, True, False)
+        h = gated_forward(packed, GLU, None)
+        packed_grads = gated_backward_(dy, packed, GLU, None, True)
+        return [y, dx, db, h, packed_grads.dx, packed_grads.y]
 
     inputs = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6, 16), torch.randn(8)
     with recorded() as noted:
@@ -263,8 +268,10 @@ def test_what_is_computed_in_fp64_goes_to_plain_torch() -> None:
     x, dy = torch.randn(5, 8, dtype=torch.float64), torch.randn(5, 8)
     packed = torch.randn(5, 16, dtype=torch.float64)
     with recorded() as noted:
-        results = activation_backward(dy, x, *SWISH, None, True, True, True)
-        results += gated_backward(dy, packed, *GLU, None, True, True)
-        results += gated_backward_(dy, packed, *GLU, None, True)
+        results = [
+            *activation_backward(dy, x, SWISH, None, True, True, True),
+            *gated_backward(dy, packed, GLU, None, True, True),
+            *gated_backward_(dy, packed, GLU, None, True),
+        ]
     assert not noted
-    assert {t.dtype for t in results} == {torch.float64}
+    assert {t.dtype for t in results if t is not None} == {torch.float64}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from opfuser.kernels import cross_entropy_plain
+from opfuser.kernels.cross_entropy import Terms as OfRows
 from opfuser.kernels.cross_entropy import (
     cross_entropy_backward,
     cross_entropy_forward,
@@ -32,7 +33,7 @@ if INTERPRETED:
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
-TERMS = IGNORE, 0.1, 1e-3
+TERMS = OfRows(IGNORE, 0.1, 1e-3)
 
 
 @pytest.fixture(params=["one block", "row by row"])
@@ -90,10 +91,10 @@ def test_opcheck(name: str, args: tuple[Any, ...]) -> None:
 
 
 def step(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    loss, row_max, sum_exp = cross_entropy_forward(x, targets, *TERMS)
+    loss, row_max, sum_exp = cross_entropy_forward(x, targets, TERMS)
     mean, count = cross_entropy_mean(loss, targets, IGNORE)
-    dx = cross_entropy_backward(x, targets, row_max, sum_exp, mean, count, *TERMS)
-    both, own = cross_entropy_gradient(x, targets, count, *TERMS)
+    dx = cross_entropy_backward(x, targets, row_max, sum_exp, mean, count, TERMS)
+    both, own = cross_entropy_gradient(x, targets, count, TERMS)
     return mean, dx, both, scaled(own, mean, count, x.dtype, in_place=True)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser.kernels.rotary import qk_norm, qk_norm_backward, rotary
+from opfuser.kernels.rotary import Rotation, qk_norm, qk_norm_backward, rotary
 
 OPS = torch.ops.opfuser
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -29,12 +29,18 @@ def arguments(
     wide = torch.promote_types(dtype, torch.float32)
     rstd = torch.rand(*x.shape[:-1], 3, dtype=wide, device=device) + 0.5
     cos, sin = torch.randn(2, x.shape[1], 2, dtype=wide, device=device)
-    tables = (cos, sin, x.shape[1]) if turn else (None, None, 0)
+    rotation = Rotation(cos, sin, x.shape[1], False) if turn else None
     return {
-        "rotary": (x, cos, sin, x.shape[1], 1, 6, True, True),
-        "qk_norm": (x, *weights, *tables, 1, False, 1e-6, True),
-        "qk_norm_backward": (dy, x, *weights, rstd, *tables, False, True, True, True),
+        "rotary": (x, Rotation(cos, sin, x.shape[1], True), 1, 6, True),
+        "qk_norm": (x, *weights, rotation, 1, 1e-6, True),
+        "qk_norm_backward": (dy, x, *weights, rstd, rotation, True, True, True),
     }
+
+
+def flat(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """As the operator takes them."""
+    at = next(i for i, arg in enumerate(args) if arg is None or isinstance(arg, Rotation))
+    return (*args[:at], *(args[at] or (None, None, 0, False)), *args[at + 1 :])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +54,7 @@ def test_operators_keep_their_promises(
     name: str, turn: bool, layout: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     args = arguments(layout, dtype, turn, device)[name]
-    torch.library.opcheck(getattr(OPS, name).default, args)
+    torch.library.opcheck(getattr(OPS, name).default, flat(args))
 
 
 @pytest.mark.parametrize("call", [rotary, qk_norm, qk_norm_backward], ids=lambda f: f.__name__)
@@ -57,10 +63,7 @@ def test_what_eager_code_calls_is_the_operator(
     layout: str, call: Callable[..., Any], device: torch.device
 ) -> None:
     args = arguments(layout, torch.float32, True, device)[call.__name__]
-    got, want = call(*args), getattr(OPS, call.__name__)(*args)
-    torch.testing.assert_close(
-        tuple(got) if isinstance(got, list) else got,
-        tuple(want) if isinstance(want, list) else want,
-        rtol=0,
-        atol=0,
-    )
+    got, want = call(*args), getattr(OPS, call.__name__)(*flat(args))
+    if isinstance(got, tuple):
+        got, want = tuple(got), tuple(want)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -6,34 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ...basic.activation import (
-    GELU,
-    QGELU,
-    ReLU,
-    Sigmoid,
-    SiLU,
-    Softplus,
-    SReLU,
-    Tanh,
-    _Activation,
-)
+from ...basic.activation import ACTIVATIONS as PLAIN_ACTIVATIONS
+from ...basic.activation import _Activation
 from ...basic.bias import Bias
-from ...basic.gated_activation import (
-    GEGLU,
-    GLU,
-    QGEGLU,
-    ClampedSwiGLU,
-    ReGLU,
-    SiTUGLU,
-    SReGLU,
-    SwiGLU,
-    _GatedActivation,
-)
+from ...basic.gated_activation import GATED_ACTIVATIONS, _GatedActivation
 from ...buffer_reuse import only_reference
 from ...context import Contexts, ExtraTensors
 from ...fusion import Refusal
 from ...kernels.activation import activation_backward, activation_forward
-from ...kernels.gated import GluArguments, gated_backward, gated_backward_, gated_forward
+from ...kernels.gated import gated_backward, gated_backward_, gated_forward
 from ...kernels.scalar import cast
 from ...op import compute_dtype
 from .._linear import insist
@@ -48,11 +29,7 @@ __all__ = [
     "bias_refusal",
 ]
 
-PLAIN_ACTIVATIONS = (GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid)
-ACTIVATIONS = (
-    *PLAIN_ACTIVATIONS,
-    *(GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU, ClampedSwiGLU),
-)
+ACTIVATIONS = (*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS)
 
 Activation = _Activation | _GatedActivation
 
@@ -111,8 +88,8 @@ class ActivationPart(Part):
         else:
             assert isinstance(self.activation, _Activation)
             x = cast(x, compute_dtype(x, self.activation))
-            _, arguments = self.activation.frozen_settings(ctx)
-            y = activation_forward(x, *arguments, b)
+            (function,) = self.activation.frozen_settings(ctx)
+            y = activation_forward(x, function, b)
             if ctx.requires_grad:
                 ctxs[0].save_for_backward(b)
                 ctx.save_for_backward(x)
@@ -122,12 +99,12 @@ class ActivationPart(Part):
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
         x = ctxs[-1].saved_tensors[0] if x is None else x
-        arguments: Any = self.activation.frozen_settings(ctxs[-1]).arguments
+        (function,) = self.activation.frozen_settings(ctxs[-1])
         y: Tensor
         if isinstance(self.activation, _Activation):
-            y = activation_forward(x, *arguments, self._saved_bias(ctxs))
+            y = activation_forward(x, function, self._saved_bias(ctxs))
         else:
-            y = gated_forward(x, *arguments, None)
+            y = gated_forward(x, function, None)
         return y
 
     def _saved_bias(self, ctxs: Contexts) -> Tensor | None:
@@ -150,18 +127,16 @@ class ActivationPart(Part):
             dy = dy.view(*x.shape[:-1], dy.shape[-1])
         needs = ctxs[0].needs
         want_dx, want_db = needs.input, self.bias is not None and any(needs.parameters)
-        arguments: Any = self.activation.frozen_settings(ctxs[-1]).arguments
+        (function,) = self.activation.frozen_settings(ctxs[-1])
+        grads: Any
         if isinstance(self.activation, _Activation):
-            options = self._saved_bias(ctxs), want_dx, want_db, want_output
-            results = activation_backward(dy, x, *arguments, *options)
+            bias = self._saved_bias(ctxs)
+            grads = activation_backward(dy, x, function, bias, want_dx, want_db, want_output)
         elif ours and want_dx:
-            product: GluArguments = arguments
-            results = gated_backward_(dy, x, *product, None, want_output)
+            grads = gated_backward_(dy, x, function, None, want_output)
         else:
-            results = gated_backward(dy, x, *arguments, None, want_dx, want_output)
+            grads = gated_backward(dy, x, function, None, want_dx, want_output)
         own: list[Gradients] = [()]
         if self.bias is not None:
-            db = results[int(want_dx)] if want_db else None  # torch 2.11 traces no flag as an index
-            own = [(db,) if want_db else (None,) * len(needs.parameters), ()]
-        dx, y = results[0] if want_dx else None, results[-1] if want_output else None
-        return PartGrads(dx, own, [()] * len(self.ops), y)
+            own = [(grads.db,) if want_db else (None,) * len(needs.parameters), ()]
+        return PartGrads(grads.dx, own, [()] * len(self.ops), grads.y)

@@ -17,6 +17,7 @@ from ...basic.pointwise import PointwiseOperation
 from ...context import COMPUTE_DTYPES, Contexts, ExtraTensors, autocast_dtype, refuse_dtype
 from ...errors import NotSupportedError, explain
 from ...fusion import Env, Refusal
+from ...kernels.functions import Scale
 from ...kernels.launch import INTERPRETED
 from ...kernels.pointwise import (
     ADD,
@@ -26,8 +27,7 @@ from ...kernels.pointwise import (
     KEEP,
     MAX_OPERANDS,
     Chain,
-    Scale,
-    Stage,
+    Link,
     draw_seed,
 )
 from ...op import BasicOperation, FusibleOperation
@@ -51,7 +51,7 @@ def accepts(op: FusibleOperation) -> bool:
 
 def active(ops: Sequence[FusibleOperation]) -> list[type[FusibleOperation]]:
     """The classes of those operations that change anything."""
-    return [type(op) for op in ops if _stage(op, _settings_of(op)) is not None]
+    return [type(op) for op in ops if _link(op, _settings_of(op)) is not None]
 
 
 def refuse(ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
@@ -82,7 +82,7 @@ def _has_tensor(op: FusibleOperation) -> bool:
 
 
 class ChainCall(NamedTuple):
-    """What a call runs: a chain, the operations of its stages by index, operands and dtypes."""
+    """What a call runs: a chain, the operations of its links by index, operands and dtypes."""
 
     chain: Chain
     owners: tuple[int, ...]
@@ -136,20 +136,20 @@ class ChainPart(Part):
         if dtype not in COMPUTE_DTYPES:
             refuse_dtype(x, self.ops[0])
         lower = autocast_dtype(x.device)
-        for stage, owner in zip(chain.stages, owners):
+        for link, owner in zip(chain.links, owners):
             operand = None
-            if stage.kind == BIAS:
+            if link.kind == BIAS:
                 operand = bias_of(cast("Bias", ops[owner]), x)
-            elif stage.kind == ADD:
+            elif link.kind == ADD:
                 operand = extra_inputs[owner][0]
                 assert operand is not None
                 if operand.shape != x.shape:
                     ops[owner].reference(x, operand)  # raises
                 if operand.dtype != dtype:
                     dtype = torch.promote_types(dtype, operand.dtype)
-            elif stage.kind == DROPOUT:
+            elif link.kind == DROPOUT:
                 operand = draw_seed(x)
-            elif not stage.linear:
+            elif not link.linear:
                 dtype = lower or dtype
             operands.append(operand)
             dtypes.append(dtype)
@@ -170,8 +170,8 @@ class ChainPart(Part):
         if not ctx.requires_grad:
             return
         sums = tuple(
-            None if operand is None or stage.kind != BIAS else operand.dtype
-            for stage, operand in zip(chain.stages, operands)
+            None if operand is None or link.kind != BIAS else operand.dtype
+            for link, operand in zip(chain.links, operands)
         )
         ctx.chain = _Done(chain, owners, dtypes, sums)
         tensors = (a if b is None else b for a, b in zip(operands, kept))
@@ -199,23 +199,23 @@ class ChainPart(Part):
         x, *operands = ctxs[0].saved_tensors
         chain, owners, dtypes, sums = ctxs[0].chain
         wants: list[Any] = []
-        for stage, owner, dtype in zip(chain.stages, owners, sums):
-            if stage.kind == BIAS:
+        for link, owner, dtype in zip(chain.links, owners, sums):
+            if link.kind == BIAS:
                 wants.append(any(needs[owner].parameters) and dtype)
             else:
-                wants.append(stage.kind == ADD and needs[owner].extra_inputs[0])
+                wants.append(link.kind == ADD and needs[owner].extra_inputs[0])
         wants.append(needs[0].input)
         dx, grads = chain.backward(dy, x, operands, tuple(wants), dtypes)
-        for stage, owner, grad in zip(chain.stages, owners, grads):
-            if stage.kind == BIAS and params[owner]:
+        for link, owner, grad in zip(chain.links, owners, grads):
+            if link.kind == BIAS and params[owner]:
                 params[owner] = (grad,)
-            elif stage.kind == ADD:
+            elif link.kind == ADD:
                 extras[owner] = (grad,)
         return PartGrads(dx, params, extras)
 
 
 class _Done(NamedTuple):
-    """What forward did: its stages, whose they are, dtypes of results and of biases' gradients."""
+    """What forward did: its links, whose they are, dtypes of results and of biases' gradients."""
 
     chain: Chain
     owners: tuple[int, ...]
@@ -224,7 +224,7 @@ class _Done(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Stages, for each the index of its operation, and the settings that they were made from."""
+    """Links, for each the index of its operation, and the settings that they were made from."""
 
     chain: Chain
     owners: tuple[int, ...]
@@ -232,7 +232,7 @@ class _Layout(NamedTuple):
 
 
 class _Layouts:
-    """The stages of operations, for calls with and without gradients."""
+    """The links of operations, for calls with and without gradients."""
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         self._ops = ops
@@ -259,43 +259,43 @@ class _Layouts:
 def _lay_out(
     ops: Sequence[BasicOperation], ctxs: Contexts, settings: list[Any], saves: bool
 ) -> _Layout:
-    """The stages of operations; where backward needs a sum, it is kept."""
-    stages: list[Stage] = []
+    """The links of operations; where backward needs a sum, it is kept."""
+    links: list[Link] = []
     owners: list[int] = []
     needed = False
     for i in reversed(range(len(ops))):
-        stage = _stage(ops[i], ctxs[i].settings)
-        if stage is None:
+        link = _link(ops[i], ctxs[i].settings)
+        if link is None:
             continue
-        needed = needed or not stage.linear
-        if stage.kind == ADD and needed and saves:
-            stages.append(Stage(KEEP))
+        needed = needed or not link.linear
+        if link.kind == ADD and needed and saves:
+            links.append(Link(KEEP))
             owners.append(i)
             needed = False
-        stages.append(stage)
+        links.append(link)
         owners.append(i)
-    return _Layout(Chain(stages[::-1]), tuple(reversed(owners)), settings)
+    return _Layout(Chain(links[::-1]), tuple(reversed(owners)), settings)
 
 
 def _settings_of(op: FusibleOperation) -> Any:
     return op.settings if isinstance(op, BasicOperation) else None
 
 
-def _stage(op: FusibleOperation, settings: Any) -> Stage | None:
+def _link(op: FusibleOperation, settings: Any) -> Link | None:
     """What an operation with those settings does, or None if it does nothing."""
     if isinstance(op, Bias):
-        return Stage(BIAS)
+        return Link(BIAS)
     if isinstance(op, AddExtraInput):
-        return Stage(ADD)
+        return Link(ADD)
     if isinstance(op, Dropout):
         (p,) = settings
-        return Stage(DROPOUT, parameters=(p,)) if p > 0 else None
+        return Link(DROPOUT, parameters=(p,)) if p > 0 else None
     if isinstance(op, ConstantScale):
         factor = float(settings.scale)
-        return Stage(FUNCTION, "@pointwise:scale", (factor,), Scale(factor))
+        return Link(FUNCTION, "@scalar:scale", (factor,), Scale(factor))
     if isinstance(op, PointwiseOperation):
-        stage: Stage | None = settings.stage
-        return stage
+        link: Link | None = settings.link
+        return link
     assert isinstance(op, _Activation)
-    function, (name, parameters) = settings
-    return Stage(FUNCTION, f"@scalar:{name}", parameters, function, linear=False)
+    function, name, parameters = settings.function
+    return Link(FUNCTION, f"@scalar:{name}", parameters, function, linear=False)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .scalar import chain
+from .store import store_flat, store_rows
 
 
 @triton.jit
@@ -20,7 +21,7 @@ def forward_flat(
     mask = at < size
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     value, _ = F(x, P)
-    tl.store(y_ptr + at, value, mask=mask)
+    store_flat(y_ptr, at, mask, value)
 
 
 @triton.jit
@@ -33,9 +34,9 @@ def backward_flat(
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
     value, derivative = F(x, P)
-    tl.store(dx_ptr + at, chain(dy, derivative), mask=mask)
+    store_flat(dx_ptr, at, mask, chain(dy, derivative))
     if y_ptr is not None:
-        tl.store(y_ptr + at, value, mask=mask)
+        store_flat(y_ptr, at, mask, value)
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def forward_rows(
     if bias_ptr is not None:
         x += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     value, _ = F(x, P)
-    tl.store(y_ptr + at_row * cols + col[None, :], value, mask=mask)
+    store_rows(y_ptr, row[:, None], cols, col[None, :], mask, value)
 
 
 @triton.jit
@@ -81,12 +82,12 @@ def backward_rows(
     P: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # dy, x, dx, y (R, C), bias (C,), db (S, C)
     """``dx = dy f'(x + b)``, ``y = f(x + b)`` and sums of dx over rows; what is None is left out.
 
-    A program walks down a block of columns: slice s of the rows is every S-th tile from the s-th,
-    so that all programs together move along the tensors.
+    A program takes one block of columns, and in it slice s of the rows: every S-th tile from the
+    s-th, so that all programs together move along the tensors.
     """
     blocks = tl.cdiv(cols, BLOCK_COLS)
     part = tl.program_id(0) // blocks
@@ -95,7 +96,7 @@ def backward_rows(
         bias = tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
     step = slices * BLOCK_ROWS
-    for first in tl.range(part * BLOCK_ROWS, rows, step, num_stages=STAGES):
+    for first in tl.range(part * BLOCK_ROWS, rows, step, num_stages=AHEAD):
         row = first + tl.arange(0, BLOCK_ROWS)
         mask = (row < rows)[:, None] & (col < cols)[None, :]
         at_row = row.to(tl.int64)[:, None]
@@ -107,11 +108,10 @@ def backward_rows(
             x += bias
         value, derivative = F(x, P)
         dx = chain(dy, derivative)
-        at = at_row * cols + col[None, :]
         if dx_ptr is not None:
-            tl.store(dx_ptr + at, dx, mask=mask)
+            store_rows(dx_ptr, row[:, None], cols, col[None, :], mask, dx)
         if y_ptr is not None:
-            tl.store(y_ptr + at, value, mask=mask)
+            store_rows(y_ptr, row[:, None], cols, col[None, :], mask, value)
         if db_ptr is not None:
             total += dx
     if db_ptr is not None:

@@ -1,12 +1,12 @@
 """Cross entropy of rows of any length.
 
-Dimensions: V columns (``cols``), of which a program walks along TILE at a time, as
+Dimensions: V columns (``cols``), of which a program takes TILE at a time, as
 (TILE / VEC, VEC): VEC entries are 16 bytes, and belong to one thread.
 
 The largest entry and the sum of exponentials are kept per thread: one exponential per entry and
 one per VEC entries, to rescale the sum, and no barrier until the row ends. Two exponentials per
 entry, or a barrier per tile, and not the memory would be the limit: at 4.8 TB/s an H200 reads
-2.4e12 halves per second, and its special function units do 3.7e12 exponentials.
+2.4e12 logits in half precision per second, and its special function units do 3.7e12 exponentials.
 
 A row of odd length, or one behind such a row, begins and ends anywhere between 16-byte boundaries:
 the tiles cover the whole vectors in between, and up to VEC - 1 entries at both ends are taken
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .store import store_flat
 
 # The lowest fp32 number rather than -inf, so that differences to it are never nan.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -188,14 +190,14 @@ def backward_kernel(
     )  # fmt: skip
     is_target = entries == (target - head - at).to(tl.int32)
     dx = _gradient(x, is_target, top, p_scale, scale, smoothing, cols, SMOOTH)
-    tl.store(dx_ptr + to_aligned + at + entries, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    store_flat(dx_ptr + to_aligned + at, entries, inside, dx)
     if not EVEN:
         columns, inside = _ends(head, whole, cols, VEC)
         inside = tl.where(tile == 0, inside, False)
         readable = tl.where(ignored, False, inside)
         x = tl.load(x_ptr + start + columns, mask=readable, other=float("-inf"))
         dx = _gradient(x, columns == target, top, p_scale, scale, smoothing, cols, SMOOTH)
-        tl.store(dx_ptr + to + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        store_flat(dx_ptr + to, columns, inside, dx)
 
 
 @triton.jit
@@ -240,13 +242,11 @@ def gradient_kernel(
             )  # fmt: skip
             is_target = entries == (target - head - at).to(tl.int32)
             dx = _gradient(x, is_target, top, p_scale, row_scale, smoothing, cols, SMOOTH)
-            dx = dx.to(dx_ptr.dtype.element_ty)
-            tl.store(dx_ptr + aligned + at + entries, dx, mask=inside)
+            store_flat(dx_ptr + aligned + at, entries, inside, dx)
         if not EVEN:
             is_target = end_columns == target
             dx = _gradient(ends, is_target, top, p_scale, row_scale, smoothing, cols, SMOOTH)
-            dx = dx.to(dx_ptr.dtype.element_ty)
-            tl.store(dx_ptr + start + end_columns, dx, mask=there)
+            store_flat(dx_ptr + start, end_columns, there, dx)
 
 
 @triton.jit
@@ -282,4 +282,4 @@ def scale_kernel(
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, end, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + i, mask=i < size).to(tl.float32)
-        tl.store(y_ptr + i, (x * factor).to(y_ptr.dtype.element_ty), mask=i < size)
+        store_flat(y_ptr, i, i < size, x * factor)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .scalar import chain
+from .store import store_rows
 
 
 @triton.jit
@@ -61,6 +62,8 @@ def _load(
 @triton.jit
 def _store(
     dx_ptr,
+    row,
+    stride,
     da,
     db,
     below,
@@ -79,13 +82,14 @@ def _store(
         db = db.to(dtype).reshape(BLOCK_ROWS, BLOCK_COLS // INTERLEAVE, INTERLEAVE)
         both = tl.join(da, db).permute(0, 1, 3, 2).reshape(BLOCK_ROWS, 2 * BLOCK_COLS)
         col = 2 * first + tl.arange(0, 2 * BLOCK_COLS)
-        tl.store(dx_ptr + col[None, :], both, mask=below & (col < 2 * cols)[None, :])
+        inside = below & (col < 2 * cols)[None, :]
+        store_rows(dx_ptr, row[:, None], stride, col[None, :], inside, both)
     else:
         mask = below & (first + tl.arange(0, BLOCK_COLS) < cols)[None, :]
         col, apart = _columns(first, cols, INTERLEAVE, BLOCK_COLS)
-        tl.store(dx_ptr + col[None, :], da, mask=mask)
+        store_rows(dx_ptr, row[:, None], stride, col[None, :], mask, da)
         if UP is not None:
-            tl.store(dx_ptr + (col + apart)[None, :], db, mask=mask)
+            store_rows(dx_ptr, row[:, None], stride, (col + apart)[None, :], mask, db)
 
 
 @triton.jit
@@ -121,7 +125,7 @@ def forward(
     if scales_ptr is not None:
         y *= tl.load(scales_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     mask = below & (col < cols)[None, :]
-    tl.store(y_ptr + at_row * cols + col[None, :], y, mask=mask)
+    store_rows(y_ptr, row[:, None], cols, col[None, :], mask, y)
 
 
 @triton.jit
@@ -170,10 +174,12 @@ def _backward_tile(
         da = chain(dy * scales * units, gates_slope)
         db = chain(dy * scales * gates, units_slope)
     if y_ptr is not None:
-        tl.store(y_ptr + at_row * cols + col[None, :], y * scales, mask=mask)
+        store_rows(y_ptr, row[:, None], cols, col[None, :], mask, y * scales)
     if dx_ptr is not None:
-        dx_at = dx_ptr + at_row * dx_stride
-        _store(dx_at, da, db, below, first, cols, UP, INTERLEAVE, NARROW, BLOCK_ROWS, BLOCK_COLS)
+        _store(
+            dx_ptr, row, dx_stride, da, db, below, first, cols,
+            UP, INTERLEAVE, NARROW, BLOCK_ROWS, BLOCK_COLS,
+        )  # fmt: skip
     return dy * y
 
 
@@ -199,7 +205,7 @@ def backward(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):  # dy, y (R, F), x, dx (R, 2F), scales, dscales (R,)
-    """Gradients of x and of the scales, and ``y`` again; what is None is left out.
+    """Gradients of x and of the scales, and ``y``; what is None is left out.
 
     A tile per program, as in forward; whole rows per program if there are row sums to make.
     """

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .store import store_flat
+
 
 @triton.jit
 def load(
@@ -57,15 +59,15 @@ def store(
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK_P)[None, :]
         both = tl.reshape(tl.join(a, b), (a.shape[0], 2 * BLOCK_P))
-        tl.store(ptr + offsets + i, both, mask=mask & (i < 2 * PAIRS))
+        store_flat(ptr, offsets + i, mask & (i < 2 * PAIRS), both)
     else:
         i = tl.arange(0, BLOCK_P)[None, :]
         inside = mask & (i < PAIRS)
-        tl.store(ptr + offsets + i, a, mask=inside)
-        tl.store(ptr + offsets + PAIRS + i, b, mask=inside)
+        store_flat(ptr, offsets + i, inside, a)
+        store_flat(ptr, offsets + PAIRS + i, inside, b)
     if 2 * PAIRS < HEAD_DIM:
         i = 2 * PAIRS + tl.arange(0, BLOCK_T)[None, :]
-        tl.store(ptr + offsets + i, t, mask=mask & (i < HEAD_DIM))
+        store_flat(ptr, offsets + i, mask & (i < HEAD_DIM), t)
 
 
 @triton.jit
@@ -137,4 +139,4 @@ def copy_values(
         row = (first + tl.arange(0, V_ROWS)[:, None]).to(tl.int64)
         inside = (i < END) & (row < rows)
         values = tl.load(source_ptr + row * stride + i, mask=inside)
-        tl.store(target_ptr + row * END + i, values, mask=inside)
+        store_flat(target_ptr, row * END + i, inside, values)

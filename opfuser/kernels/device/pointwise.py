@@ -1,9 +1,9 @@
-"""Chains of element-wise stages: all of them at once on a tile, and their gradients.
+"""Chains of element-wise operations: all of them at once on a tile, and their gradients.
 
 Dimensions: R rows, C columns, S slices of the rows, B biases. x, y, dy and operands that are added,
 kept or made: (R, C), contiguous; a bias: (C,); sums: (B, S, C); a seed: (1,).
 
-``STAGES`` is a tuple of stages, each a tuple ``(kind, operand, result, function, *parameters)``:
+``LINKS`` holds them in order, each as a tuple ``(kind, operand, result, function, *parameters)``:
 
     FUNCTION    z -> f(z): ``function(z, parameters)`` is the pair (value, derivative)
     BIAS        z -> z + b; result: which of the sums is that of its gradient
@@ -12,7 +12,7 @@ kept or made: (R, C), contiguous; a bias: (C,); sums: (B, S, C); a seed: (1,).
     KEEP        z -> z; forward stores z, backward takes it from there
 
 ``operand`` and ``result`` count from 0, a negative one is none. Kernels take up to eight operands.
-All arithmetic is fp32. Backward makes the values that it needs again, from x or from what was kept.
+All arithmetic is fp32. Backward recomputes the values that it needs, from x or from what was kept.
 """
 
 # ruff: noqa: RUF005 - Triton has no starred expressions
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from .scalar import chain
+from .store import store_tile
 
 FUNCTION = tl.constexpr(0)
 BIAS = tl.constexpr(1)
@@ -37,16 +38,10 @@ ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def scale(x, P: tl.constexpr):
-    """``P[0] x``."""
-    return x * P[0], tl.full(x.shape, P[0], tl.float32)
-
-
-@triton.jit
 def _philox(seed, c0, c1):
     """The four words of Philox4x32 at the counters (c0, c1, 0, 0).
 
-    Both halves of a product come from one multiplication; ``tl.philox`` takes two.
+    One multiplication gives all 64 bits of a product; ``tl.philox`` takes two.
     """
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
@@ -100,18 +95,18 @@ def place(first_row, first_col, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS
 
 
 @triton.jit
-def common(operands, first_col, cols, STAGES: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """For each stage what all rows share: its bias, in fp32, or its seed."""
+def common(operands, first_col, cols, LINKS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """For each link what all rows share: its bias, in fp32, or its seed."""
     col = first_col + tl.arange(0, BLOCK_COLS)
     shared = ()
-    for i in tl.static_range(len(STAGES)):
+    for i in tl.static_range(len(LINKS)):
         value = 0.0
-        if STAGES[i][1] >= 0:
-            if STAGES[i][0] == BIAS:
-                value = tl.load(operands[STAGES[i][1]] + col, mask=col < cols, other=0.0)
+        if LINKS[i][1] >= 0:
+            if LINKS[i][0] == BIAS:
+                value = tl.load(operands[LINKS[i][1]] + col, mask=col < cols, other=0.0)
                 value = value.to(tl.float32)[None, :]
-            elif STAGES[i][0] == DROPOUT:
-                value = tl.load(operands[STAGES[i][1]])
+            elif LINKS[i][0] == DROPOUT:
+                value = tl.load(operands[LINKS[i][1]])
         shared = shared + (value,)  # type: ignore[assignment]
     return shared
 
@@ -124,28 +119,28 @@ def apply(
     first_row,
     first_col,
     tile,
-    STAGES: tl.constexpr,
+    LINKS: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Runs the stages on a tile of values in fp32.
+    """The result of the links on a tile of values in fp32.
 
     Returns the values, and for ``pull_back`` a tuple: the derivatives of functions, and which
     elements dropouts keep.
     """
     derivatives = ()
-    for i in tl.static_range(len(STAGES)):
-        z, derivative = _stage(
+    for i in tl.static_range(len(LINKS)):
+        z, derivative = _link(
             z, operands, shared[i], first_row, first_col, tile,
-            i, STAGES, BACKWARD, BLOCK_ROWS, BLOCK_COLS,
+            i, LINKS, BACKWARD, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
         derivatives = derivatives + (derivative,)  # type: ignore[assignment]
     return z, derivatives
 
 
 @triton.jit
-def _stage(
+def _link(
     z,
     operands,
     shared,
@@ -153,56 +148,54 @@ def _stage(
     first_col,
     tile,
     INDEX: tl.constexpr,
-    STAGES: tl.constexpr,
+    LINKS: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     base, at, inside = tile
     derivative = 1.0
-    if STAGES[INDEX][0] == FUNCTION:
+    if LINKS[INDEX][0] == FUNCTION:
         # Passed as they are, elements of a nested tuple break Triton 3.6 and 3.7.
-        P: tl.constexpr = STAGES[INDEX][4:]
-        z, derivative = STAGES[INDEX][3](z, P)
-    elif STAGES[INDEX][0] == DROPOUT:
+        P: tl.constexpr = LINKS[INDEX][4:]
+        z, derivative = LINKS[INDEX][3](z, P)
+    elif LINKS[INDEX][0] == DROPOUT:
         derivative = survivors(
             shared, first_row, first_col,
-            STAGES[INDEX][4], STAGES[INDEX][6], BLOCK_ROWS, BLOCK_COLS,
+            LINKS[INDEX][4], LINKS[INDEX][6], BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
-        z = tl.where(derivative, z * STAGES[INDEX][5], 0.0)
-    elif STAGES[INDEX][1] >= 0:
-        pointer = operands[STAGES[INDEX][1]]
-        if STAGES[INDEX][0] == BIAS:
+        z = tl.where(derivative, z * LINKS[INDEX][5], 0.0)
+    elif LINKS[INDEX][1] >= 0:
+        pointer = operands[LINKS[INDEX][1]]
+        if LINKS[INDEX][0] == BIAS:
             z += shared
-        elif STAGES[INDEX][0] == ADD:
+        elif LINKS[INDEX][0] == ADD:
             z += tl.load(pointer + base + at, mask=inside, other=0.0).to(tl.float32)
         elif BACKWARD:
             z = tl.load(pointer + base + at, mask=inside, other=0.0).to(tl.float32)
         else:
-            tl.store(pointer + base + at, z, mask=inside)
+            store_tile(pointer, tile, z)
     return z, derivative
 
 
 @triton.jit
-def pull_back(g, derivatives, sums, operands, tile, STAGES: tl.constexpr):
+def pull_back(g, derivatives, sums, operands, tile, LINKS: tl.constexpr):
     """Takes g, the gradient of what ``apply`` returns, back to its input.
 
     Stores the gradients of what was added, and adds those of biases to ``sums``, a tuple of tiles.
     """
-    base, at, inside = tile
     new = ()
-    for j in tl.static_range(len(STAGES)):
-        if STAGES[len(STAGES) - 1 - j][2] >= 0:
-            if STAGES[len(STAGES) - 1 - j][0] == BIAS:
+    for j in tl.static_range(len(LINKS)):
+        if LINKS[len(LINKS) - 1 - j][2] >= 0:
+            if LINKS[len(LINKS) - 1 - j][0] == BIAS:
                 new = new + (sums[len(new)] + g,)  # type: ignore[assignment]
             else:
-                pointer = operands[STAGES[len(STAGES) - 1 - j][2]]
-                tl.store(pointer + base + at, g, mask=inside)
-        if STAGES[len(STAGES) - 1 - j][0] == FUNCTION:
-            g = chain(g, derivatives[len(STAGES) - 1 - j])
-        elif STAGES[len(STAGES) - 1 - j][0] == DROPOUT:
-            stay = derivatives[len(STAGES) - 1 - j]
-            g = tl.where(stay, g * STAGES[len(STAGES) - 1 - j][5], 0.0)
+                store_tile(operands[LINKS[len(LINKS) - 1 - j][2]], tile, g)
+        if LINKS[len(LINKS) - 1 - j][0] == FUNCTION:
+            g = chain(g, derivatives[len(LINKS) - 1 - j])
+        elif LINKS[len(LINKS) - 1 - j][0] == DROPOUT:
+            stay = derivatives[len(LINKS) - 1 - j]
+            g = tl.where(stay, g * LINKS[len(LINKS) - 1 - j][5], 0.0)
     return g, new
 
 
@@ -210,14 +203,14 @@ def pull_back(g, derivatives, sums, operands, tile, STAGES: tl.constexpr):
 def chain_forward(
     x_ptr, y_ptr, a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr,
     rows, cols, slices,
-    STAGES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, AHEAD: tl.constexpr,
+    LINKS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A chain's output y, by programs that walk as those of ``chain_backward`` do."""
+    """A chain's output y, by programs that share the rows as those of ``chain_backward`` do."""
     operands = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr)
     blocks = tl.cdiv(cols, BLOCK_COLS)
     part = tl.program_id(0) // blocks
     first_col = tl.program_id(0) % blocks * BLOCK_COLS
-    shared = common(operands, first_col, cols, STAGES, BLOCK_COLS)
+    shared = common(operands, first_col, cols, LINKS, BLOCK_COLS)
     step = slices * BLOCK_ROWS
     for first_row in tl.range(part * BLOCK_ROWS, rows, step, num_stages=AHEAD):
         tile = place(first_row, first_col, rows, cols, BLOCK_ROWS, BLOCK_COLS)
@@ -225,29 +218,29 @@ def chain_forward(
         x = tl.load(x_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
         y, _derivatives = apply(
             x, operands, shared, first_row, first_col, tile,
-            STAGES, False, BLOCK_ROWS, BLOCK_COLS,
+            LINKS, False, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
-        tl.store(y_ptr + base + at, y, mask=inside)
+        store_tile(y_ptr, tile, y)
 
 
 @triton.jit
 def chain_backward(
     dy_ptr, x_ptr, sums_ptr, a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr,
     rows, cols, slices,
-    STAGES: tl.constexpr, BIASES: tl.constexpr,
+    LINKS: tl.constexpr, BIASES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """A chain's gradients, in operands; x_ptr is None where no value of the first stages is needed.
+    """A chain's gradients, in operands; x_ptr is None where no value of the first links is needed.
 
-    That of its input is the gradient of an ADD without operand that comes first. A program walks
-    down a block of columns: slice s of the rows is every S-th tile from the s-th, so that all
+    That of its input is the gradient of an ADD without operand that comes first. A program takes
+    one block of columns, and in it slice s of the rows: every S-th tile from the s-th, so that all
     programs together move along the tensors.
     """
     operands = (a_ptr, b_ptr, c_ptr, d_ptr, e_ptr, f_ptr, g_ptr, h_ptr)
     blocks = tl.cdiv(cols, BLOCK_COLS)
     part = tl.program_id(0) // blocks
     first_col = tl.program_id(0) % blocks * BLOCK_COLS
-    shared = common(operands, first_col, cols, STAGES, BLOCK_COLS)
+    shared = common(operands, first_col, cols, LINKS, BLOCK_COLS)
     sums = ()
     for _i in tl.static_range(BIASES):
         sums = sums + (tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32),)  # type: ignore[assignment]
@@ -262,9 +255,9 @@ def chain_backward(
             z = tl.load(x_ptr + base + at, mask=inside, other=0.0).to(tl.float32)
         _z, derivatives = apply(
             z, operands, shared, first_row, first_col, tile,
-            STAGES, True, BLOCK_ROWS, BLOCK_COLS,
+            LINKS, True, BLOCK_ROWS, BLOCK_COLS,
         )  # fmt: skip
-        _g, sums = pull_back(g, derivatives, sums, operands, tile, STAGES)
+        _g, sums = pull_back(g, derivatives, sums, operands, tile, LINKS)
     col = first_col + tl.arange(0, BLOCK_COLS)
     for i in tl.static_range(BIASES):
         at_sum = (i * slices + part).to(tl.int64) * cols + col

@@ -1,8 +1,9 @@
 """Scalar functions with their derivatives: ``f(x, P)`` is the pair (value, derivative), in fp32.
 
 ``x`` is an fp32 tile and ``P`` the tuple of the function's parameters. The compiler drops whichever
-result a kernel leaves unused. The functions in plain torch, and what they mean, are in
-``opfuser.kernels.scalar``; a NaN comes out as a NaN, and a clamp passes the gradient at its limit.
+result a kernel leaves unused. In plain torch the functions are subclasses of
+``opfuser.kernels.scalar.ScalarFunction`` with the same names. A NaN comes out as a NaN, and a clamp
+passes the gradient at its limit.
 """
 
 from __future__ import annotations
@@ -24,6 +25,12 @@ def chain(dy, derivative):
 def identity(x, P: tl.constexpr):
     """``x``."""
     return x, tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def scale(x, P: tl.constexpr):
+    """``s x`` for P = (s,)."""
+    return x * P[0], tl.full(x.shape, P[0], tl.float32)
 
 
 @triton.jit

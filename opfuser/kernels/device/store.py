@@ -23,7 +23,7 @@ def store_rows(ptr, row, stride, cols, inside, value):
     ``row`` is (BLOCK_ROWS, 1) and ``cols`` (1, BLOCK_COLS), or ``row`` is one row and ``cols``
     (BLOCK_COLS,).
     """
-    store_flat(ptr, row.to(tl.int64) * stride + cols, inside, value)
+    store_flat(ptr + row.to(tl.int64) * stride, cols, inside, value)
 
 
 @triton.jit

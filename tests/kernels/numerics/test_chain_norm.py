@@ -29,7 +29,7 @@ from opfuser import (
 from opfuser.fused import PointwiseNorm, norm_linear, pointwise_norm
 from opfuser.fused.norm_linear import NormLinear
 from opfuser.fusion import Optional
-from opfuser.kernels import norm_launch, scalar
+from opfuser.kernels import functions, norm_launch
 from opfuser.kernels import pointwise_plain as plain
 from opfuser.kernels.launch import recorded
 from opfuser.kernels.pointwise import (
@@ -39,12 +39,12 @@ from opfuser.kernels.pointwise import (
     FUNCTION,
     KEEP,
     Chain,
+    Link,
     Normed,
-    Scale,
-    Stage,
     draw_seed,
     dropout,
 )
+from opfuser.kernels.scalar import ScalarFunction
 from opfuser.testing import check_fusion
 from tests.kernels.norms import EPS, Case, compare, truth
 
@@ -57,17 +57,17 @@ each_norm = pytest.mark.parametrize("kind", NORMS)
 SHAPES = [(7, 33), (1, 5), (3, 1), (65, 64), (5, 257), (4, 2048), (2, 3, 12), (1, 16383), (9,)]
 
 
-def stage_of(function: scalar.ScalarFunction) -> Stage:
-    return Stage(FUNCTION, f"@scalar:{function.name}", function.parameters, function, linear=False)
+def link_of(function: ScalarFunction) -> Link:
+    return Link(FUNCTION, f"@scalar:{function.name}", function.parameters, function, linear=False)
 
 
 # A sigmoid is not zero where its argument is, as it is beyond the end of a row.
-SILU, SIGMOID = stage_of(scalar.Swish()), stage_of(scalar.Sigmoid())
-HALF = Stage(FUNCTION, "@pointwise:scale", (0.5,), Scale(0.5))
-BIASED, ADDED, KEPT = Stage(BIAS), Stage(ADD), Stage(KEEP)
-DROPPED = Stage(DROPOUT, parameters=(0.3,))
+SILU, SIGMOID = link_of(functions.Swish()), link_of(functions.Sigmoid())
+HALF = Link(FUNCTION, "@scalar:scale", (0.5,), functions.Scale(0.5))
+BIASED, ADDED, KEPT = Link(BIAS), Link(ADD), Link(KEEP)
+DROPPED = Link(DROPOUT, parameters=(0.3,))
 
-CHAINS: dict[str, list[Stage]] = {
+CHAINS: dict[str, list[Link]] = {
     "function": [SIGMOID],
     "dropout": [DROPPED],
     "sum": [ADDED],
@@ -79,7 +79,7 @@ CHAINS: dict[str, list[Stage]] = {
 
 
 class Call(NamedTuple):
-    stages: list[Stage]
+    links: list[Link]
     x: Tensor
     operands: list[Tensor | None]
     weight: Tensor
@@ -88,7 +88,7 @@ class Call(NamedTuple):
     centred: bool = False
 
     def try_to_run(self, want_total: bool = True) -> Normed | None:
-        return Chain(self.stages).forward_norm(
+        return Chain(self.links).forward_norm(
             self.x, self.operands, self.dtypes, self.weight, self.bias, EPS, self.centred,
             with_mean=self.bias is not None, want_total=want_total,
         )  # fmt: skip
@@ -100,7 +100,7 @@ class Call(NamedTuple):
 
 
 def call(
-    stages: list[Stage],
+    links: list[Link],
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device,
@@ -117,24 +117,24 @@ def call(
         ADD: lambda: random(*shape),
         DROPOUT: lambda: draw_seed(torch.empty(0)).to(device),
     }
-    operands = [made[stage.kind]() if stage.kind in made else None for stage in stages]
+    operands = [made[link.kind]() if link.kind in made else None for link in links]
     weight, bias = torch.randn(2, shape[-1]).to(device, parameters or dtype)
-    dtypes = (dtype,) * len(stages)
-    return Call(stages, random(*shape), operands, weight, bias if layer else None, dtypes, centred)
+    dtypes = (dtype,) * len(links)
+    return Call(links, random(*shape), operands, weight, bias if layer else None, dtypes, centred)
 
 
 def total_in(call: Call, dtype: torch.dtype) -> Tensor:
-    """What the stages make in plain torch and that dtype."""
+    """What the links make in plain torch and that dtype."""
     operands = [
-        t if t is None or stage.kind == DROPOUT else t.to(dtype)
-        for stage, t in zip(call.stages, call.operands)
+        t if t is None or link.kind == DROPOUT else t.to(dtype)
+        for link, t in zip(call.links, call.operands)
     ]
-    y, _ = plain.forward(call.stages, call.x.to(dtype), operands, (dtype,) * len(call.stages))
+    y, _ = plain.forward(call.links, call.x.to(dtype), operands, (dtype,) * len(call.links))
     return y
 
 
 def check(call: Call) -> None:
-    """The sum against the stages one by one, and the norm of the sum as it was rounded."""
+    """The sum against the links one by one, and the norm of the sum as it was rounded."""
     with recorded() as launches:
         call.run()
     assert [noted.launch.name for noted in launches] == ["norm:chain_norm_forward"]
@@ -144,7 +144,7 @@ def check(call: Call) -> None:
     assert (y.shape, y.dtype, y.is_contiguous()) == (call.x.shape, dtype, True)
     assert (rstd.shape, rstd.dtype) == (call.x.shape[:-1], torch.float32)
     compare("total", total, total_in(call, dtype), total_in(call, torch.float64))
-    assert [keep is not None for keep in kept] == [stage.kind == KEEP for stage in call.stages]
+    assert [keep is not None for keep in kept] == [link.kind == KEEP for link in call.links]
     cols = call.x.shape[-1]
     rows = total.reshape(-1, cols)
     case = Case(call.bias is not None, call.centred, rows, None, call.weight, call.bias, rows, None)
@@ -195,8 +195,8 @@ def test_layouts(lies: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_parameters_of_another_dtype(parameters: torch.dtype, device: torch.device) -> None:
-    stages = CHAINS["feed-forward's end"]
-    check(call(stages, (5, 40), torch.float16, device, parameters=parameters, centred=True))
+    links = CHAINS["feed-forward's end"]
+    check(call(links, (5, 40), torch.float16, device, parameters=parameters, centred=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -236,7 +236,7 @@ def test_the_mask_is_that_of_the_chain_alone_and_of_backward(
     assert total is not None
     assert torch.equal(total != 0, mask)
     wants = (False, False, True)
-    dx, _ = Chain(made.stages).backward(made.x, None, made.operands, wants, made.dtypes)
+    dx, _ = Chain(made.links).backward(made.x, None, made.operands, wants, made.dtypes)
     assert dx is not None
     assert torch.equal(dx != 0, mask)
 

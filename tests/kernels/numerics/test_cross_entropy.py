@@ -17,16 +17,18 @@ from opfuser.kernels.cross_entropy import (
 from opfuser.kernels.launch import recorded
 from tests.kernels.cross_entropies import ALL_TERMS, IGNORE, Terms, check, logits, some_targets
 
+PLAIN, ALL = Terms().arguments, Terms(0.1, 1e-3).arguments
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture
 def _short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles in rows that the interpreter walks along quickly, and few programs."""
-    for name in ("_FORWARD", "_BACKWARD", "_GRADIENT"):
-        monkeypatch.setattr(cross_entropy, name, cross_entropy._Tile(1024, 2))
+    for name in ("_FORWARD", "_BACKWARD"):
+        monkeypatch.setattr(cross_entropy, name, cross_entropy._RowRule(1024, 2))
+    rule = cross_entropy._RowRule(1024, 2, resident_warps=4, ahead=3)
+    monkeypatch.setattr(cross_entropy, "_GRADIENT", rule)
     monkeypatch.setattr(cross_entropy, "multiprocessors", lambda _: 1)
-    monkeypatch.setattr(cross_entropy, "_GRADIENT_WARPS", 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,7 +62,7 @@ def test_memory_around_rows_is_left_alone(device: torch.device) -> None:
     for cols in (40, 43):
         flat = torch.randn(200, device=device).bfloat16()
         before, x = flat.clone(), flat[3:].as_strided((4, cols), (cols + 2, 1))
-        cross_entropy_gradient(x, some_targets(4, cols, device), None, IGNORE, 0.0, 0.0)
+        cross_entropy_gradient(x, some_targets(4, cols, device), None, PLAIN)
         changed = torch.zeros(200, dtype=torch.bool, device=device)
         changed[3:].as_strided((4, cols), (cols + 2, 1)).fill_(True)
         assert torch.equal(flat[~changed], before[~changed])
@@ -77,12 +79,10 @@ def test_few_rows(rows: int, device: torch.device) -> None:
 def test_one_row_for_all(device: torch.device) -> None:
     x = torch.randn(1, 33, device=device).expand(4, 33)
     targets = torch.tensor([0, 32, 7, IGNORE], device=device)
-    loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0)
-    apart, *_ = cross_entropy_forward(x.contiguous(), targets, IGNORE, 0.0, 0.0)
+    loss, *statistics = cross_entropy_forward(x, targets, PLAIN)
+    apart, *_ = cross_entropy_forward(x.contiguous(), targets, PLAIN)
     assert torch.equal(loss, apart)
-    dx = cross_entropy_backward(
-        x, targets, *statistics, torch.ones_like(loss), None, IGNORE, 0.0, 0.0
-    )
+    dx = cross_entropy_backward(x, targets, *statistics, torch.ones_like(loss), None, PLAIN)
     exact = torch.softmax(x.double(), 1).scatter_add(
         1, targets.clamp_min(0).unsqueeze(1), -torch.ones(4, 1, device=device).double()
     )
@@ -110,11 +110,9 @@ def test_ignored_rows_are_not_read(device: torch.device) -> None:
     for cols in (40, 43):
         x = torch.full((3, cols), math.nan, device=device)
         targets = torch.full((3,), IGNORE, device=device)
-        loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.1, 1e-3)
-        dx = cross_entropy_backward(
-            x, targets, *statistics, torch.ones_like(loss), None, IGNORE, 0.1, 1e-3
-        )
-        in_place, _ = cross_entropy_gradient(x, targets, None, IGNORE, 0.1, 1e-3)
+        loss, *statistics = cross_entropy_forward(x, targets, ALL)
+        dx = cross_entropy_backward(x, targets, *statistics, torch.ones_like(loss), None, ALL)
+        in_place, _ = cross_entropy_gradient(x, targets, None, ALL)
         for result in (loss, dx, in_place, x):
             assert not result.any()
 
@@ -123,9 +121,9 @@ def test_ignored_rows_are_not_read(device: torch.device) -> None:
 def test_a_target_that_is_no_class_gives_nan(target: int, device: torch.device) -> None:
     x = logits(2, 40, torch.float32, device)
     targets = torch.tensor([target, 1], device=device)
-    loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0)
-    dx = cross_entropy_backward(x, targets, *statistics, loss.new_ones(()), None, IGNORE, 0.0, 0.0)
-    in_place, own = cross_entropy_gradient(x.clone(), targets, None, IGNORE, 0.0, 0.0)
+    loss, *statistics = cross_entropy_forward(x, targets, PLAIN)
+    dx = cross_entropy_backward(x, targets, *statistics, loss.new_ones(()), None, PLAIN)
+    in_place, own = cross_entropy_gradient(x.clone(), targets, None, PLAIN)
     for result in (loss, in_place):
         assert result.isnan().tolist() == [True, False]
     for gradient in (dx, own):
@@ -142,15 +140,15 @@ def test_what_is_infinite(device: torch.device) -> None:
         device=device,
     )
     targets = torch.tensor([1, 1, 1, 1], device=device)
-    loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0)
+    loss, *statistics = cross_entropy_forward(x, targets, PLAIN)
     assert loss.isnan().tolist() == [False, True, True, True]
     torch.testing.assert_close(loss[0], torch.tensor([0.0, 1.0], device=device).logsumexp(0))
-    dx = cross_entropy_backward(x, targets, *statistics, loss.new_ones(()), None, IGNORE, 0.0, 0.0)
+    dx = cross_entropy_backward(x, targets, *statistics, loss.new_ones(()), None, PLAIN)
     masked = torch.softmax(torch.tensor([0.0, 1.0], device=device), 0)
     torch.testing.assert_close(dx[0, [1, 3]], masked - torch.tensor([1.0, 0.0], device=device))
     assert not dx[0, [0, 2]].any()
     (first, _), (_, own) = (
-        cross_entropy_gradient(x.clone(), targets, None, IGNORE, 0.0, 0.0) for _ in range(2)
+        cross_entropy_gradient(x.clone(), targets, None, PLAIN) for _ in range(2)
     )
     torch.testing.assert_close(first, loss, equal_nan=True)
     torch.testing.assert_close(own, dx, equal_nan=True)
@@ -162,28 +160,24 @@ def test_the_largest_and_lowest_numbers(device: torch.device) -> None:
         top = torch.finfo(dtype).max
         x = torch.tensor([[top, -top, 0.0], [-top, -top, -top]], dtype=dtype, device=device)
         targets = torch.tensor([0, 2], device=device)
-        loss, *statistics = cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0)
+        loss, *statistics = cross_entropy_forward(x, targets, PLAIN)
         assert loss.tolist() == pytest.approx([0.0, math.log(3)])
-        dx = cross_entropy_backward(
-            x, targets, *statistics, loss.new_ones(()), None, IGNORE, 0.0, 0.0
-        )
+        dx = cross_entropy_backward(x, targets, *statistics, loss.new_ones(()), None, PLAIN)
         exact = torch.tensor([[0.0, 0.0, 0.0], [1 / 3, 1 / 3, -2 / 3]], device=device)
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(dx, exact.to(dtype), rtol=eps, atol=eps)
 
 
-def test_logits_along_columns_are_refused(device: torch.device) -> None:
-    x = torch.randn(5, 4, device=device).t()
-    targets = torch.zeros(4, dtype=torch.int64, device=device)
-    row = torch.zeros(4, device=device)
-    text = r"must be contiguous along a row. Received strides \(1, 4\)"
-    for call in (
-        lambda: cross_entropy_forward(x, targets, IGNORE, 0.0, 0.0),
-        lambda: cross_entropy_backward(x, targets, row, row, row, None, IGNORE, 0.0, 0.0),
-        lambda: cross_entropy_gradient(x, targets, None, IGNORE, 0.0, 0.0),
-    ):
-        with pytest.raises(ValueError, match=text):
-            call()
+def test_logits_along_columns(device: torch.device) -> None:
+    x, targets = torch.randn(5, 4, device=device).t(), some_targets(4, 5, device)
+    losses = cross_entropy_forward(x, targets, ALL)
+    want = cross_entropy_forward(x.contiguous(), targets, ALL)
+    torch.testing.assert_close(losses, want, rtol=0, atol=0)
+    rest = targets, *losses[1:], torch.ones_like(losses.loss), None, ALL
+    dx, want_dx = (cross_entropy_backward(t, *rest) for t in (x, x.contiguous()))
+    assert torch.equal(dx, want_dx)
+    with pytest.raises(ValueError, match=r"must be contiguous along a row.*strides \(1, 4\)"):
+        cross_entropy_gradient(x, targets, None, ALL)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4095, 4097, 9000])
@@ -237,8 +231,8 @@ def test_the_same_twice(device: torch.device) -> None:
     def run() -> list[Tensor]:
         own = x.clone()
         return [
-            *cross_entropy_forward(x, targets, IGNORE, 0.1, 1e-3),
-            *cross_entropy_gradient(own, targets, None, IGNORE, 0.1, 1e-3),
+            *cross_entropy_forward(x, targets, ALL),
+            *cross_entropy_gradient(own, targets, None, ALL),
         ]
 
     assert all(map(torch.equal, run(), run()))

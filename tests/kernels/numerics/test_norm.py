@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser.kernels import norm, norm_launch, rows
+from opfuser.kernels import column_sums, norm, norm_launch
 from opfuser.kernels.launch import INTERPRETED, recorded
 from tests.kernels.norms import EPS, Case, backward, check_norm, compare, forward, make, truth
 
@@ -24,10 +24,10 @@ SHAPES = [(7, 33), (1, 5), (3, 1), (65, 64), (5, 257), (4, 2048), (3, 5000), (2,
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter takes milliseconds per program, and most would be of the reduction."""
     if INTERPRETED:
-        monkeypatch.setattr(rows, "_TILE", (128, 1024, 4))
-    rows._column_sums.cache_clear()
+        monkeypatch.setattr(column_sums, "_WIDE", column_sums._Tile(128, 1024, 4))
+    column_sums._launch.cache_clear()
     yield
-    rows._column_sums.cache_clear()
+    column_sums._launch.cache_clear()
 
 
 def check(case: Case) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from opfuser.kernels import functions
 from opfuser.kernels import pointwise_plain as plain
-from opfuser.kernels import scalar
 from opfuser.kernels.pointwise import (
     ADD,
     BIAS,
@@ -19,31 +19,31 @@ from opfuser.kernels.pointwise import (
     FUNCTION,
     KEEP,
     Chain,
-    Scale,
-    Stage,
+    Link,
     draw_seed,
     dropout,
 )
+from opfuser.kernels.scalar import ScalarFunction, scalar_function
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One row, none, no columns; fewer columns than random numbers come at a time; a tile and more.
 SHAPES = [(5, 7), (1, 33), (0, 6), (4, 0), (3, 1), (2, 3, 16), (), (19,), (37, 130)]
 
 
-def stage_of(function: scalar.ScalarFunction) -> Stage:
-    return Stage(FUNCTION, f"@scalar:{function.name}", function.parameters, function, linear=False)
+def link_of(function: ScalarFunction) -> Link:
+    return Link(FUNCTION, f"@scalar:{function.name}", function.parameters, function, linear=False)
 
 
-def scale(factor: float) -> Stage:
-    return Stage(FUNCTION, "@pointwise:scale", (factor,), Scale(factor))
+def scale(factor: float) -> Link:
+    return Link(FUNCTION, "@scalar:scale", (factor,), functions.Scale(factor))
 
 
-SILU, GELU = stage_of(scalar.Swish()), stage_of(scalar.GeluTanh())
-SOFTPLUS = stage_of(scalar.Softplus(2.0, 20.0))
-BIASED, ADDED, KEPT = Stage(BIAS), Stage(ADD), Stage(KEEP)
-DROPPED = Stage(DROPOUT, parameters=(0.3,))
+SILU, GELU = link_of(functions.Swish()), link_of(functions.GeluTanh())
+SOFTPLUS = link_of(scalar_function("softplus", (2.0, 20.0)))
+BIASED, ADDED, KEPT = Link(BIAS), Link(ADD), Link(KEEP)
+DROPPED = Link(DROPOUT, parameters=(0.3,))
 
-CHAINS: dict[str, list[Stage]] = {
+CHAINS: dict[str, list[Link]] = {
     "function": [SILU],
     "two functions": [SILU, GELU],
     "scaled": [scale(0.7), SOFTPLUS, scale(-3.0)],
@@ -56,7 +56,7 @@ CHAINS: dict[str, list[Stage]] = {
     "sum first": [ADDED, KEPT, SILU, BIASED],
     "sum in between": [SILU, ADDED, KEPT, GELU, DROPPED, ADDED],
     "two biases": [BIASED, SILU, BIASED, scale(2.0)],
-    "two dropouts": [DROPPED, SILU, Stage(DROPOUT, parameters=(0.6,))],
+    "two dropouts": [DROPPED, SILU, Link(DROPOUT, parameters=(0.6,))],
     "nothing to compute": [BIASED, ADDED, BIASED],
 }
 SOME = [names for n in range(4) for names in itertools.combinations(["x", "bias", "added"], n)]
@@ -73,35 +73,33 @@ class Call(NamedTuple):
     def wants(self, *names: str) -> tuple[torch.dtype | bool, ...]:
         dtype = "bias" in names and self.x.dtype
         wanted = {BIAS: dtype, ADD: "added" in names}
-        return (*(wanted.get(stage.kind, False) for stage in self.chain.stages), "x" in names)
+        return (*(wanted.get(link.kind, False) for link in self.chain.links), "x" in names)
 
 
 def call(
-    stages: Sequence[Stage], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    links: Sequence[Link], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Call:
     # Drawn on the CPU, so that they are the same on every device.
     def random(*shape: int) -> Tensor:
         return torch.randn(shape).to(device, dtype)
 
     operands: list[Tensor | None] = []
-    for stage in stages:
-        if stage.kind == BIAS:
+    for link in links:
+        if link.kind == BIAS:
             operands.append(random(*shape[-1:]))
-        elif stage.kind == ADD:
+        elif link.kind == ADD:
             operands.append(random(*shape))
         else:
-            operands.append(draw_seed(torch.empty(0)).to(device) if stage.kind == DROPOUT else None)
+            operands.append(draw_seed(torch.empty(0)).to(device) if link.kind == DROPOUT else None)
     x, dy = random(*shape), random(*shape)
-    return Call(Chain(stages), x, operands, dy, (dtype,) * len(stages))
+    return Call(Chain(links), x, operands, dy, (dtype,) * len(links))
 
 
 def read(call: Call, kept: Sequence[Tensor | None]) -> list[Tensor | None]:
     """What backward may rely on."""
     out: list[Tensor | None] = []
-    for stage, reads, operand, keep in zip(
-        call.chain.stages, call.chain.reads, call.operands, kept
-    ):
-        saved = keep if stage.kind == KEEP else operand
+    for link, reads, operand, keep in zip(call.chain.links, call.chain.reads, call.operands, kept):
+        saved = keep if link.kind == KEEP else operand
         out.append(saved if reads else None)
     return out
 
@@ -115,26 +113,26 @@ class Results(NamedTuple):
 def run(call: Call, wants: tuple[torch.dtype | bool, ...] | None = None) -> Results:
     wants = wants or call.wants("x", "bias", "added")
     y, kept = call.chain.forward(call.x, call.operands, call.dtypes)
-    for stage, keep in zip(call.chain.stages, kept):
-        assert (keep is not None) == (stage.kind == KEEP)
+    for link, keep in zip(call.chain.links, kept):
+        assert (keep is not None) == (link.kind == KEEP)
     x = call.x if call.chain.reads_x else None
     return Results(y, *call.chain.backward(call.dy, x, read(call, kept), wants, call.dtypes))
 
 
 def separately(call: Call, dtype: torch.dtype) -> Results:
-    """The stages one by one in plain torch and that dtype, differentiated by autograd."""
+    """The links one by one in plain torch and that dtype, differentiated by autograd."""
     leaves = [
         t.detach().to(dtype).requires_grad_() if t is not None and t.is_floating_point() else t
         for t in (*call.operands, call.x)
     ]
     z = leaves[-1]
-    for stage, operand in zip(call.chain.stages, leaves):
-        if stage.kind == FUNCTION:
-            z = stage.function.reference(z) if not stage.linear else z * stage.parameters[0]
-        elif stage.kind == DROPOUT:
-            (p,) = stage.parameters
+    for link, operand in zip(call.chain.links, leaves):
+        if link.kind == FUNCTION:
+            z = link.function.reference(z) if not link.linear else z * link.parameters[0]
+        elif link.kind == DROPOUT:
+            (p,) = link.parameters
             z = z * plain.survivors(call.x, operand, p) * plain.rescale(p)
-        elif stage.kind != KEEP:
+        elif link.kind != KEEP:
             z = z + operand
     wrt = [t for t in leaves if t is not None and t.is_floating_point()]
     found = iter(torch.autograd.grad(z, wrt, call.dy.to(dtype)))
@@ -173,7 +171,7 @@ def test_chain(name: str, dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FEW)
 def test_shapes(name: str, shape: tuple[int, ...], device: torch.device) -> None:
-    if shape == () and any(stage.kind == BIAS for stage in CHAINS[name]):
+    if shape == () and any(link.kind == BIAS for link in CHAINS[name]):
         shape = (1,)
     check(call(CHAINS[name], shape, torch.float32, device))
 
@@ -217,8 +215,8 @@ def test_only_what_is_wanted(name: str, names: tuple[str, ...], device: torch.de
 
 
 def test_gradients_between_which_nothing_changes_are_one_tensor(device: torch.device) -> None:
-    stages = [ADDED, DROPPED, ADDED, BIASED, ADDED]
-    made = call(stages, (4, 6), torch.float32, device)
+    links = [ADDED, DROPPED, ADDED, BIASED, ADDED]
+    made = call(links, (4, 6), torch.float32, device)
     got = run(made)
     assert got.grads[2] is got.grads[4] is made.dy
     assert got.grads[0] is got.dx is not made.dy
@@ -268,7 +266,7 @@ def test_tiles_of_any_size_see_the_same_numbers(device: torch.device) -> None:
     seed = draw_seed(x)
     mask = dropout(x, seed, 0.5) != 0
     made = call([DROPPED, BIASED], (70, 530), torch.float32, device)
-    chain = Chain([Stage(DROPOUT, parameters=(0.5,)), BIASED])
+    chain = Chain([Link(DROPOUT, parameters=(0.5,)), BIASED])
     dx, _ = chain.backward(x, None, [seed, made.operands[1]], (False, x.dtype, True), made.dtypes)
     assert torch.equal(dx != 0, mask)
     assert torch.equal(dropout(x[:, :8].contiguous(), seed, 0.5) != 0, mask[:, :8])
@@ -321,8 +319,8 @@ def test_function_of_another_module(
     monkeypatch.syspath_prepend(str(tmp_path))
     function = f"{name}:cubed" if by_name else __import__(name).cubed
     assert (name in sys.modules) != by_name
-    stage = Stage(FUNCTION, function, (0.5, 2.0), None, linear=False)
-    made = call([stage, BIASED], (5, 7), torch.float32, device)
+    link = Link(FUNCTION, function, (0.5, 2.0), None, linear=False)
+    made = call([link, BIASED], (5, 7), torch.float32, device)
     got = run(made)
     torch.testing.assert_close(got.y, made.x**3 / 2 + 2 + made.operands[1])
     torch.testing.assert_close(got.dx, made.dy * 1.5 * made.x**2)

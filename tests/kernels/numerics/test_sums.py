@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opfuser.kernels.rows import add_up
+from opfuser.kernels.column_sums import sum_columns
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -15,7 +15,7 @@ def test_sums(counts: tuple[int, ...], cols: int, dtype: torch.dtype, device: to
     # Sums are whole numbers below 256: exact in all dtypes, and in any order.
     parts = torch.randint(-1, 2, (sum(counts), cols), device=device).float()
     totals = [torch.empty(cols, dtype=dtype, device=device) for _ in counts]
-    add_up(parts, totals, counts)
+    sum_columns(parts, totals, counts)
     for total, part in zip(totals, parts.split(counts)):
         torch.testing.assert_close(total, part.double().sum(0).to(dtype), rtol=0, atol=0)
 
@@ -23,6 +23,6 @@ def test_sums(counts: tuple[int, ...], cols: int, dtype: torch.dtype, device: to
 def test_rows_in_two_dimensions(device: torch.device) -> None:
     parts = torch.arange(24.0, device=device).view(2, 3, 4)
     totals = [torch.empty(4, device=device) for _ in range(2)]
-    add_up(parts, totals, (3, 3))
+    sum_columns(parts, totals, (3, 3))
     for total, part in zip(totals, parts):
         assert torch.equal(total, part.sum(0))

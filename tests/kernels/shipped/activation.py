@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.activation import activation_backward, activation_forward
+from opfuser.kernels.scalar import FunctionSpec, scalar_function
 
 ROWS = 8192
-GELU = "gelu_tanh", ()
-SILU = "swish", (1.0,)
-FUNCTIONS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "gelu_erf": ("gelu_erf", ()),
-    "squared_relu": ("squared_relu", ()),
-    "softplus": ("softplus", (1.0, 20.0)),
-    "tanh": ("tanh", ()),
+GELU = scalar_function("gelu_tanh", ()).spec
+SILU = scalar_function("swish", (1.0,)).spec
+FUNCTIONS: dict[str, FunctionSpec] = {
+    "gelu_erf": scalar_function("gelu_erf", ()).spec,
+    "squared_relu": scalar_function("squared_relu", ()).spec,
+    "softplus": scalar_function("softplus", (1.0, 20.0)).spec,
+    "tanh": scalar_function("tanh", ()).spec,
 }
 
 
@@ -27,7 +28,7 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def forward(cols: int, dtype: torch.dtype, *, function=GELU, bias: bool = False) -> object:
     x = tensor(ROWS, cols, dtype=dtype)
-    return activation_forward(x, *function, tensor(cols, dtype=dtype) if bias else None)
+    return activation_forward(x, function, tensor(cols, dtype=dtype) if bias else None)
 
 
 def backward(
@@ -36,7 +37,7 @@ def backward(
     x = tensor(ROWS, cols, dtype=dtype)
     b = tensor(cols, dtype=dtype) if bias else None
     dy = tensor(ROWS, cols, dtype=dtype)
-    return activation_backward(dy, x, *function, b, dx, db, y)
+    return activation_backward(dy, x, function, b, dx, db, y)
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.cross_entropy import (
+    Terms,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_gradient,
@@ -34,17 +35,19 @@ def count() -> Tensor:
 
 def forward(cols: int, dtype: torch.dtype, smoothing: float) -> object:
     x = tensor(ROWS, cols, dtype=dtype)
-    return cross_entropy_forward(x, targets(), IGNORE, smoothing, 0.0)
+    return cross_entropy_forward(x, targets(), Terms(IGNORE, smoothing, 0.0))
 
 
 def backward(cols: int, dtype: torch.dtype, smoothing: float) -> object:
     x, row = tensor(ROWS, cols, dtype=dtype), tensor(ROWS)
-    return cross_entropy_backward(x, targets(), row, row, tensor(), count(), IGNORE, smoothing, 0.0)
+    return cross_entropy_backward(
+        x, targets(), row, row, tensor(), count(), Terms(IGNORE, smoothing, 0.0)
+    )
 
 
 def gradient(cols: int, dtype: torch.dtype, smoothing: float) -> object:
     x = tensor(ROWS, cols, dtype=dtype)
-    return cross_entropy_gradient(x, targets(), count(), IGNORE, smoothing, 0.0)
+    return cross_entropy_gradient(x, targets(), count(), Terms(IGNORE, smoothing, 0.0))
 
 
 def scale(dtype: torch.dtype, to: torch.dtype, in_place: bool) -> object:

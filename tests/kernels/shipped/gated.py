@@ -8,25 +8,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opfuser.kernels.gated import gated_backward, gated_backward_, gated_forward
-from opfuser.kernels.scalar import (
-    ClampedSwish,
-    GeluTanh,
-    ShiftedClamp,
-    SoftCap,
-    SoftCappedSwish,
-    SquaredRelu,
-    Swish,
+from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
+from opfuser.kernels.functions import GeluTanh, SquaredRelu, Swish
+from opfuser.kernels.gated import (
+    Glu,
+    ProductSpec,
+    gated_backward,
+    gated_backward_,
+    gated_forward,
+    product_spec,
 )
+from opfuser.kernels.scalar import ScalarFunction
 
 ROWS = 4096
-IDENTITY = "identity", ()
-NONE = "", ()
-SWIGLU = (*Swish().arguments, *IDENTITY)
-GEGLU = (*GeluTanh().arguments, *IDENTITY)
-SITU = (*SoftCappedSwish(4.0).arguments, *SoftCap(25.0).arguments)
-CLAMPED = (*ClampedSwish(1.702, 7.0).arguments, *ShiftedClamp(7.0, 1.0).arguments)
-SRELU = (*SquaredRelu().arguments, *NONE)
+Functions = tuple[ScalarFunction, ScalarFunction | None] | ScalarFunction
+SWIGLU: Functions = Swish(), None
+GEGLU: Functions = GeluTanh(), None
+SITU: Functions = SoftCappedSwish(4.0), SoftCap(25.0)
+CLAMPED: Functions = ClampedSwish(1.702, 7.0), ShiftedClamp(7.0, 1.0)
+SRELU: Functions = SquaredRelu()
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
 TRAFFIC: dict[str, int] = {}
@@ -36,16 +36,22 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def spec(product: Functions, interleave: int) -> ProductSpec:
+    if isinstance(product, ScalarFunction):
+        return product_spec(product)
+    return product_spec(Glu(*product, interleave or None))
+
+
 def forward(
-    product: tuple[object, ...], cols: int, dtype: torch.dtype, interleave: int, scaled: bool
+    product: Functions, cols: int, dtype: torch.dtype, interleave: int, scaled: bool
 ) -> object:
-    x = tensor(ROWS, cols if product[2] == "" else 2 * cols, dtype=dtype)
+    x = tensor(ROWS, cols if isinstance(product, ScalarFunction) else 2 * cols, dtype=dtype)
     scales = tensor(ROWS, dtype=dtype) if scaled else None
-    return gated_forward(x, *product, interleave, scales)
+    return gated_forward(x, spec(product, interleave), scales)
 
 
 def backward(
-    product: tuple[object, ...],
+    product: Functions,
     cols: int,
     dtype: torch.dtype,
     interleave: int,
@@ -55,16 +61,16 @@ def backward(
     in_place: bool = False,
 ) -> object:
     dy = tensor(ROWS, cols, dtype=dtype)
-    x = tensor(ROWS, cols if product[2] == "" else 2 * cols, dtype=dtype)
+    x = tensor(ROWS, cols if isinstance(product, ScalarFunction) else 2 * cols, dtype=dtype)
     scales = tensor(ROWS, dtype=dtype) if scaled else None
     if in_place:
-        return gated_backward_(dy, x, *product, interleave, scales, y)
-    return gated_backward(dy, x, *product, interleave, scales, True, y)
+        return gated_backward_(dy, x, spec(product, interleave), scales, y)
+    return gated_backward(dy, x, spec(product, interleave), scales, True, y)
 
 
 def add(
     name: str,
-    product: tuple[object, ...],
+    product: Functions,
     cols: int,
     dtype: torch.dtype = torch.bfloat16,
     interleave: int = 0,
@@ -75,7 +81,7 @@ def add(
     """Forward and backward; ``again``: also the backward that emits y."""
     size = f"{name} {cols} {dtype} {interleave}"
     unit = ROWS * cols * dtype.itemsize
-    more = 0 if product[2] == "" else 1  # tensors of x and dx beyond the gates
+    more = 0 if isinstance(product, ScalarFunction) else 1  # tensors of x and dx beyond the gates
     arguments = product, cols, dtype, interleave, scaled
     LAUNCHES[f"{size} forward"] = partial(forward, *arguments)
     TRAFFIC[f"{size} forward"] = (2 + more) * unit

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opfuser.kernels import norm, scalar
-from opfuser.kernels.pointwise import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Chain, Stage
+from opfuser.kernels import functions, norm
+from opfuser.kernels.pointwise import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Chain, Link
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ELEMENTS = 2**27
@@ -61,26 +61,26 @@ def layer_backward(cols: int, dtype: torch.dtype, *, y: bool) -> object:
     )
 
 
-SILU = scalar.Swish()
-BIASED, ADDED, KEPT = Stage(BIAS), Stage(ADD), Stage(KEEP)
-DROPPED = Stage(DROPOUT, parameters=(0.1,))
-ACTIVATED = Stage(FUNCTION, f"@scalar:{SILU.name}", SILU.parameters, SILU, linear=False)
+SILU = functions.Swish()
+BIASED, ADDED, KEPT = Link(BIAS), Link(ADD), Link(KEEP)
+DROPPED = Link(DROPOUT, parameters=(0.1,))
+ACTIVATED = Link(FUNCTION, f"@scalar:{SILU.name}", SILU.parameters, SILU, linear=False)
 RESIDUAL = [BIASED, DROPPED, ADDED]
 
 
 def chain_forward(
-    cols: int, dtype: torch.dtype, stages: list[Stage], *, layer: bool, total: bool = True
+    cols: int, dtype: torch.dtype, links: list[Link], *, layer: bool, total: bool = True
 ) -> object:
     made: dict[int, Callable[[], Tensor]] = {
         BIAS: lambda: tensor(cols, dtype=dtype),
         ADD: lambda: tensors(1, cols, dtype)[0],
         DROPOUT: lambda: tensor(1, dtype=torch.int64),
     }
-    operands = [made[stage.kind]() if stage.kind in made else None for stage in stages]
+    operands = [made[link.kind]() if link.kind in made else None for link in links]
     (x,) = tensors(1, cols, dtype)
     weight, bias = tensor(cols, dtype=dtype), tensor(cols, dtype=dtype) if layer else None
-    dtypes = (dtype,) * len(stages)
-    return Chain(stages).forward_norm(
+    dtypes = (dtype,) * len(links)
+    return Chain(links).forward_norm(
         x, operands, dtypes, weight, bias, EPS, False, with_mean=layer, want_total=total
     )
 
@@ -118,13 +118,13 @@ for dtype in (BF16, FP32):
         for kind in ("rms", "layer"):
             call = partial(chain_forward, cols, dtype, RESIDUAL, layer=kind == "layer")
             add(f"bias, dropout, add + {kind} {cols} {dtype}", call, 4, dtype)
-    for name, stages, passes in (
+    for name, links, passes in (
         ("dropout", [DROPPED], 3),
         ("silu", [ACTIVATED], 3),
         ("bias, silu, dropout, add", [BIASED, ACTIVATED, DROPPED, ADDED], 4),
         ("silu, add, silu, dropout, add", [ACTIVATED, ADDED, KEPT, ACTIVATED, DROPPED, ADDED], 6),
     ):
-        call = partial(chain_forward, 4096, dtype, stages, layer=True)
+        call = partial(chain_forward, 4096, dtype, links, layer=True)
         add(f"{name} + layer {dtype}", call, passes, dtype)
     call = partial(chain_forward, 4096, dtype, RESIDUAL, layer=False, total=False)
     add(f"bias, dropout, add + rms, sum not wanted {dtype}", call, 3, dtype)

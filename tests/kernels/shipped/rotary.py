@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opfuser.kernels.rotary import qk_norm, qk_norm_backward, rotary
+from opfuser.kernels.rotary import (
+    NormedHeads,
+    QKNormGrads,
+    Rotation,
+    qk_norm,
+    qk_norm_backward,
+    rotary,
+)
 
 
 class Model(NamedTuple):
@@ -40,9 +47,9 @@ class Model(NamedTuple):
         shape = (self.batch, self.length, self.heads * self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
-    def tables(self) -> tuple[Tensor, Tensor]:
+    def rotation(self) -> Rotation:
         cos, sin = torch.empty(2, self.length, self.rotary_dim // 2, device="meta")
-        return cos, sin
+        return Rotation(cos, sin, self.length, self.interleaved)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         q, k = torch.empty(2, self.head_dim, dtype=self.dtype, device="meta")
@@ -58,21 +65,19 @@ class Model(NamedTuple):
 
 
 def turn(model: Model, back: bool) -> Tensor:
-    rest = (model.length, model.kv_heads, model.head_dim, model.interleaved, back)
-    return rotary(model.packed(), *model.tables(), *rest)
+    return rotary(model.packed(), model.rotation(), model.kv_heads, model.head_dim, back)
 
 
-def norm(model: Model, turned: bool, zero_centered: bool = False) -> tuple[Tensor, Tensor]:
-    tables = model.tables() if turned else (None, None)
-    rest = (model.length, model.kv_heads, turned and model.interleaved, 1e-6, zero_centered)
-    return qk_norm(model.packed(), *model.weights(), *tables, *rest)
+def norm(model: Model, turned: bool, zero_centered: bool = False) -> NormedHeads:
+    rotation = model.rotation() if turned else None
+    rest = (rotation, model.kv_heads, 1e-6, zero_centered)
+    return qk_norm(model.packed(), *model.weights(), *rest)
 
 
-def norm_backward(model: Model, turned: bool, zero_centered: bool = False) -> list[Tensor]:
-    tables = model.tables() if turned else (None, None)
+def norm_backward(model: Model, turned: bool, zero_centered: bool = False) -> QKNormGrads:
     rstd = torch.empty(model.batch, model.length, model.active, device="meta")
-    rest = (model.length, turned and model.interleaved, zero_centered, True, True)
-    return qk_norm_backward(model.packed(), model.packed(), *model.weights(), rstd, *tables, *rest)
+    rest = (rstd, model.rotation() if turned else None, zero_centered, True, True)
+    return qk_norm_backward(model.packed(), model.packed(), *model.weights(), *rest)
 
 
 LLAMA_8B = Model(32, 8, 128, 128)

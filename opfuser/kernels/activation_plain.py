@@ -1,0 +1,136 @@
+"""Element-wise activations in plain torch. Dimensions as in ``opfuser.kernels.activation``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cpu_blocks
+from .cpu_blocks import block_size, row_blocks
+from .scalar import FunctionSpec, ScalarFunction, cast, wide_dtype
+from .tiling import empty_contiguous
+
+__all__ = ["ActivationGrads", "backward_plain", "forward_plain"]
+
+# From so many blocks on, one thread takes 4.4 instead of 21.6 ms for ReLU and bias of 4096 x 2048
+# in bf16, 7.9 instead of 24.4 ms for SiLU; below, blocks gain nothing.
+_MIN_BLOCKS = 8
+
+
+class ActivationGrads(NamedTuple):
+    """What backward returns, None where it was not wanted.
+
+    Attributes:
+        dx: ``dy f'(x + b)``, in the dtype of x.
+        db: the sum of dx over rows, in the dtype of the bias, or of x where the bias is not given
+            since x contains it. The sum is in fp32 or wider.
+        y: ``f(x + b)``, in the dtype of x.
+    """
+
+    dx: Tensor | None
+    db: Tensor | None
+    y: Tensor | None
+
+
+def forward_plain(x: Tensor, spec: FunctionSpec, bias: Tensor | None) -> Tensor:
+    """``y = f(x + b)`` in the dtype of x; no bias counts as zero."""
+    f = spec.function
+    if bias is None:
+        return cast(f.value(x), x.dtype)  # autocast runs some in fp32
+    x, wide = x.contiguous(), wide_dtype(x.dtype)
+    b, y = cast(bias, wide), empty_contiguous(x)
+    for x_rows, y_rows in row_blocks(x, y):
+        z = cast(x_rows, wide) + b
+        if z.dtype == y.dtype and not torch.compiler.is_compiling():
+            f.value(z, out=y_rows)
+        else:
+            y_rows.copy_(f.value(z))
+    return y
+
+
+def backward_plain(
+    dy: Tensor,
+    x: Tensor,
+    spec: FunctionSpec,
+    bias: Tensor | None,
+    want_dx: bool,
+    want_db: bool,
+    want_y: bool,
+) -> ActivationGrads:
+    """Gradients and output of ``f(x + b)``, as far as they are wanted."""
+    f = spec.function
+    if bias is not None:
+        return _backward_with_bias(f, dy, x.contiguous(), bias, want_dx, want_db, want_y)
+    dx = db = y = None
+    rows = _rows_per_block(x) if want_db else 0
+    if rows:
+        dx, db = _in_blocks(f, dy, x, rows)
+    elif want_dx or want_db:
+        dx = f.backward(cast(dy, x.dtype), x)
+        if want_db:
+            db = _sum(dx)
+    if want_y:
+        y = cast(f.value(x), x.dtype)
+    return ActivationGrads(dx if want_dx else None, None if db is None else cast(db, x.dtype), y)
+
+
+def _sum(dx: Tensor) -> Tensor:
+    """Over rows, in memory of its own; ATen rounds only the final sum."""
+    ndim = dx.dim()
+    if ndim < 2:
+        return dx.clone()
+    # Torch takes one dimension as an int a quarter of a microsecond faster than as a tuple.
+    return dx.sum(0 if ndim == 2 else tuple(range(ndim - 1)))
+
+
+def _backward_with_bias(
+    f: ScalarFunction,
+    dy: Tensor,
+    x: Tensor,
+    bias: Tensor,
+    want_dx: bool,
+    want_db: bool,
+    want_y: bool,
+) -> ActivationGrads:
+    wide = wide_dtype(x.dtype)
+    b = cast(bias, wide)
+    dx, y = (empty_contiguous(x) if wanted else None for wanted in (want_dx, want_y))
+    sums = []
+    for x_rows, dy_rows, dx_rows, y_rows in row_blocks(x, dy, dx, y):
+        z = cast(x_rows, wide) + b
+        if want_dx or want_db:
+            dz = f.backward(cast(dy_rows, wide), z)
+            if want_db:
+                sums.append(dz.sum(0))
+            if dx_rows is not None:
+                dx_rows.copy_(dz)
+        if y_rows is not None:
+            y_rows.copy_(f.value(z))
+    db = cast(torch.stack(sums).sum(0), bias.dtype) if want_db else None
+    return ActivationGrads(dx, db, y)
+
+
+def _rows_per_block(x: Tensor) -> int:
+    """Rows to work on at a time on a CPU; 0 for all at once."""
+    # While torch.compile traces, its size is not to be asked: the graph would hold for it alone.
+    if torch.compiler.is_compiling() or x.numel() < _MIN_BLOCKS * cpu_blocks.BLOCK:
+        return 0
+    block = block_size()
+    if x.device.type != "cpu" or x.dim() < 2 or x.numel() < _MIN_BLOCKS * block:
+        return 0
+    return max(1, block // x.shape[-1])
+
+
+def _in_blocks(f: ScalarFunction, dy: Tensor, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """dx, and its sum over rows in fp32 or wider, made while each block of dx is in the cache."""
+    x_rows, dy_rows = x.flatten(0, -2), dy.flatten(0, -2)
+    dx = x.new_empty(x_rows.shape)
+    wide = wide_dtype(x.dtype)
+    sums = []
+    for start in range(0, len(dx), rows):
+        block = slice(start, start + rows)
+        f.backward(cast(dy_rows[block], x.dtype), x_rows[block], out=dx[block])
+        sums.append(dx[block].sum(0, dtype=wide))
+    return dx.view(dy.shape), torch.stack(sums).sum(0)
