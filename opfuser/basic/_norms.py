@@ -5,26 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from numbers import Real
-from typing import NamedTuple
 
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, InputError, NotSupportedError, explain
 
 __all__ = [
-    "NormSettings",
     "as_rows",
     "as_vector",
     "canonical_shape",
     "check_eps",
+    "per_row",
     "refuse_input",
     "refuse_sm_margin",
 ]
-
-
-class NormSettings(NamedTuple):
-    eps: float
-    zero_centered_gamma: bool
 
 
 def canonical_shape(normalized_shape: Iterable[int] | int, where: str) -> tuple[int, ...]:

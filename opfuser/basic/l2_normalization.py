@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, explain
-from ..kernels.norm import l2_norm_backward, l2_norm_forward
+from ..kernels.norm import norm_backward, norm_forward
 from ..kernels.scalar import cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from ._norms import as_rows, as_vector, check_eps, per_row
@@ -92,7 +92,8 @@ class L2Normalization(BasicOperation):
         x = cast(input_, compute_dtype(input_, self))
         rows = as_rows(x, x.shape[-1])
         y: Tensor
-        y, rnorm = l2_norm_forward(rows, *(ctx.settings or self.frozen_settings(ctx)))
+        (eps,) = ctx.settings or self.frozen_settings(ctx)
+        y, _, _, rnorm = norm_forward(rows, None, None, None, eps, False, False)
         if rows is not x:
             y, rnorm = y.view_as(x), per_row(rnorm, x.shape[:-1])
         if ctx.requires_grad:
@@ -109,7 +110,11 @@ class L2Normalization(BasicOperation):
         assert x is not None
         assert rnorm is not None
         cols = x.shape[-1]
-        dx = l2_norm_backward(as_rows(grad_output, cols), as_rows(x, cols), as_vector(rnorm))
+        (eps,) = ctx.settings or self.frozen_settings(ctx)
+        dx, *_ = norm_backward(
+            as_rows(grad_output, cols), as_rows(x, cols), None, None, None, as_vector(rnorm), None,
+            eps, False, True, False, False,
+        )  # fmt: skip
         return dx.view_as(grad_output), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..kernels.norm import add_rms_norm_forward, rms_norm_backward, rms_norm_forward
-from ..kernels.scalar import cast, wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
-from ._dtypes import check_parameter_dtype
-from ._norms import (
-    NormSettings,
-    as_rows,
-    as_vector,
-    canonical_shape,
-    check_eps,
-    per_row,
-    refuse_input,
-    refuse_sm_margin,
-)
+from ..kernels.scalar import wide_dtype
+from .norm import Norm
 
 __all__ = ["RMSNorm"]
 
 
-class RMSNorm(BasicOperation):
+class RMSNorm(Norm):
     r"""Root-mean-square normalisation over the last dimensions.
 
     .. math:: y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} w
@@ -60,143 +46,11 @@ class RMSNorm(BasicOperation):
         NotSupportedError: if ``sm_margin`` asks for multiprocessors to be kept free.
     """
 
-    backward_reads_parameters = True
-    read_only: ClassVar[frozenset[str]] = frozenset({"normalized_shape"})
+    with_mean = with_bias = False
 
     class Saved(NamedTuple):
         input: Tensor
         rstd: Tensor
-
-    Settings = NormSettings
-
-    def __init__(
-        self,
-        normalized_shape: Iterable[int] | int,
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        sm_margin: int | dict[str, int] = 0,
-    ) -> None:
-        super().__init__()
-        where = type(self).__name__
-        shape = canonical_shape(normalized_shape, where)
-        check_parameter_dtype(dtype, where)
-        refuse_sm_margin(sm_margin, where)
-        self.normalized_shape = shape
-        self._cols = math.prod(shape)
-        self.eps = eps
-        self.zero_centered_gamma = zero_centered_gamma
-        self.make_settings()
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def make_settings(self) -> NormSettings:
-        check_eps(self.eps, type(self).__name__)
-        return NormSettings(self.eps, self.zero_centered_gamma)
-
-    def reset_parameters(self) -> None:
-        """Sets the scale to one."""
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
-
-    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
-        return dtypes.compute
-
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
-        self,
-        ctx: OperationContext,
-        input_: Tensor,
-        *,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-    ) -> Tensor:
-        shape = self.normalized_shape
-        if input_.shape[-len(shape) :] != shape:
-            refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
-        x = cast(input_, compute_dtype(input_, self))
-        rows = as_rows(x, self._cols)
-        y: Tensor
-        y, rstd = rms_norm_forward(rows, *self._arguments(ctx))
-        if rows is not x:
-            y, rstd = y.view_as(x), per_row(rstd, x.shape[: -len(shape)])
-        if ctx.requires_grad:
-            ctx.save_for_backward(*self.Saved(x, rstd))
-        return y
-
-    def forward_of_sum(
-        self, ctx: OperationContext, x: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Output for the input ``x + residual``, and that input; all of the compute dtype."""
-        rows = as_rows(x, self._cols)
-        y, total, rstd = add_rms_norm_forward(
-            rows, as_rows(residual, self._cols), *self._arguments(ctx)
-        )
-        if rows is not x:
-            y, total = y.view_as(x), total.view_as(x)
-            rstd = per_row(rstd, x.shape[: -len(self.normalized_shape)])
-        if ctx.requires_grad:
-            ctx.save_for_backward(*self.Saved(total, rstd))
-        return y, total
-
-    def _arguments(self, ctx: OperationContext) -> tuple[Tensor, float, bool]:
-        weight = self._parameters.get("weight")  # without the 0.5 us of nn.Module.__getattr__
-        weight = self.weight if weight is None else weight
-        eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
-        return as_vector(weight), eps, zero_centered
-
-    def op_backward(
-        self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor | None]]:
-        dx, grads, _ = self.gradients(ctx, grad_output, None)
-        return dx, grads
-
-    def gradients(
-        self,
-        ctx: OperationContext,
-        grad_output: Tensor,
-        residual_grad: Tensor | None,
-        want_y: bool = False,
-    ) -> tuple[Tensor | None, tuple[Tensor | None], Tensor | None]:
-        """Gradients as of ``op_backward``, and if wanted the output made again.
-
-        Args:
-            ctx: context in backward.
-            grad_output: gradient of the output; that of the input gets its shape.
-            residual_grad: added to the gradient of the input.
-            want_y: whether to make the output again, in the shape of ``grad_output``.
-        """
-        assert ctx.saved_tensors is not None
-        assert ctx.parameters is not None
-        _, zero_centered = ctx.settings or self.frozen_settings(ctx)
-        x, rstd = ctx.saved_tensors
-        weight = ctx.parameters[0]
-        assert x is not None
-        assert rstd is not None
-        assert weight is not None
-        cols = self._cols
-        needs_dx, needs_dw = ctx.needs.input, ctx.needs.parameters[0]
-        dy = as_rows(grad_output, cols)
-        results: list[Tensor] = rms_norm_backward(
-            dy,
-            as_rows(x, cols),
-            as_vector(weight),
-            as_vector(rstd),
-            None if residual_grad is None else as_rows(residual_grad, cols),
-            zero_centered,
-            needs_dx,
-            needs_dw,
-            want_y,
-        )
-        dx = dw = y = None
-        if needs_dx:
-            dx = results[0] if dy is grad_output else results[0].view_as(grad_output)
-        if needs_dw:
-            dw = results[int(needs_dx)]  # torch 2.11 traces no flag as an index
-            dw = dw if weight.dim() == 1 else dw.view_as(weight)
-        if want_y:
-            y = results[-1] if dy is grad_output else results[-1].view_as(grad_output)
-        return dx, (dw,), y
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         wide = input_.to(wide_dtype(input_.dtype))
@@ -204,7 +58,3 @@ class RMSNorm(BasicOperation):
         rstd = torch.rsqrt(wide.square().mean(dims, keepdim=True) + self.eps)
         scale = self.weight.to(wide.dtype)
         return (wide * rstd * (scale + 1 if self.zero_centered_gamma else scale)).to(input_.dtype)
-
-    def extra_repr(self) -> str:
-        centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
-        return f"{self.normalized_shape}, eps={self.eps}{centred}"

@@ -6,13 +6,11 @@ from ..fusion import Fusion
 from . import (
     activation_linear,
     backward_activation_bias,
-    backward_add_layer_norm,
-    backward_add_rms_norm,
+    backward_add_norm,
     backward_linear_add,
     backward_linear_scale,
     backward_qk_norm_rotary,
-    forward_add_layer_norm,
-    forward_add_rms_norm,
+    forward_add_norm,
     forward_linear_bias_activation,
     forward_linear_bias_add,
     forward_linear_scale_add,
@@ -25,13 +23,11 @@ from . import (
 )
 from .activation_linear import ActivationLinear
 from .backward_activation_bias import BackwardActivationBias
-from .backward_add_layer_norm import BackwardAddLayerNorm
-from .backward_add_rms_norm import BackwardAddRMSNorm
+from .backward_add_norm import BackwardAddLayerNorm, BackwardAddRMSNorm
 from .backward_linear_add import BackwardLinearAdd
 from .backward_linear_scale import BackwardLinearScale
 from .backward_qk_norm_rotary import BackwardQKNormRotary
-from .forward_add_layer_norm import ForwardAddLayerNorm
-from .forward_add_rms_norm import ForwardAddRMSNorm
+from .forward_add_norm import ForwardAddLayerNorm, ForwardAddRMSNorm
 from .forward_linear_bias_activation import ForwardLinearBiasActivation
 from .forward_linear_bias_add import ForwardLinearBiasAdd
 from .forward_linear_scale_add import ForwardLinearScaleAdd
@@ -88,12 +84,12 @@ FUSIONS: tuple[Fusion, ...] = (
     forward_qk_norm_rotary.FUSION,
     forward_linear_scale_add.FUSION,
     forward_linear_bias_add.FUSION,
-    forward_add_rms_norm.FUSION,
-    forward_add_layer_norm.FUSION,
+    forward_add_norm.FUSION_OF_RMS_NORM,
+    forward_add_norm.FUSION_OF_LAYER_NORM,
     forward_linear_bias_activation.FUSION,
     backward_qk_norm_rotary.FUSION,
-    backward_add_rms_norm.FUSION,
-    backward_add_layer_norm.FUSION,
+    backward_add_norm.FUSION_OF_RMS_NORM,
+    backward_add_norm.FUSION_OF_LAYER_NORM,
     backward_linear_add.FUSION,
     backward_linear_scale.FUSION,
     backward_activation_bias.FUSION,

@@ -10,7 +10,7 @@ from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusibleOperation
-from ._residual_sum import refused_by_gemm
+from ._residual_sum import GEMM
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
 from .parts.linear import LinearPart, refuse
 from .parts.pipeline import Pipeline
@@ -97,11 +97,14 @@ def _refuses_sum(
     bias: Bias | None,
     activation: Activation,
     linear: BasicLinear,
-    *rest: Any,
+    linear_bias: Bias | None,
+    add: AddExtraInput,
+    *,
     env: Env,
     behind: Sequence[FusibleOperation],
 ) -> Refusal | None:
-    return _refuses(bias, activation, linear, env=env) or refused_by_gemm(env, behind)
+    no = _refuses(bias, activation, linear, env=env)
+    return no or GEMM.refuses((add,), env, behind=behind)
 
 
 FUSION_WITH_SUM = Fusion(

@@ -14,7 +14,7 @@ from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusedOperation, FusibleOperation, OperationContext
 from ._linear import add_linear, bias_operand, forward_refusal, insist, linear_operands
-from ._residual_sum import refused_by_gemm
+from ._residual_sum import GEMM
 
 __all__ = ["FUSION", "ForwardLinearBiasAdd"]
 
@@ -81,7 +81,7 @@ def _refuses(
     env: Env,
     behind: Sequence[FusibleOperation],
 ) -> Refusal | None:
-    return forward_refusal(linear) or refused_by_gemm(env, behind)
+    return forward_refusal(linear) or GEMM.refuses((add,), env, behind=behind)
 
 
 FUSION = Fusion(

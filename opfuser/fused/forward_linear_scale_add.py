@@ -12,8 +12,9 @@ from ..basic.basic_linear import BasicLinear, linear_forward
 from ..basic.constant_scale import ConstantScale
 from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Refusal
-from ..op import FusedOperation, OperationContext
+from ..op import FusedOperation, FusibleOperation, OperationContext
 from ._linear import add_linear, forward_refusal, insist, linear_operands
+from ._residual_sum import SCALED_GEMM
 
 __all__ = ["FUSION", "ForwardLinearScaleAdd"]
 
@@ -72,9 +73,14 @@ class ForwardLinearScaleAdd(FusedOperation):
 
 
 def _refuses(
-    linear: BasicLinear, scale: ConstantScale, add: AddExtraInput, *, env: Env
+    linear: BasicLinear,
+    scale: ConstantScale,
+    add: AddExtraInput,
+    *,
+    env: Env,
+    behind: Sequence[FusibleOperation],
 ) -> Refusal | None:
-    return forward_refusal(linear)
+    return forward_refusal(linear) or SCALED_GEMM.refuses((add,), env, behind=behind)
 
 
 FUSION = Fusion(

@@ -10,7 +10,7 @@ from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Fusion, Optional, Refusal
 from ._linear import insist
-from ._residual_sum import refused_by_norm
+from ._residual_sum import NORM_AND_GEMM
 from .parts.linear import LinearPart, refuse
 from .parts.norm import NormPart
 from .parts.part import Part
@@ -92,7 +92,7 @@ def _refuses(
         no = _run_refusal(add, make_extra)
         if no is not None:
             return no
-    return refused_by_norm(add, env) or refuse([linear], env)
+    return NORM_AND_GEMM.refuses((add,), env) or refuse([linear], env)
 
 
 FUSION = Fusion(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..basic.add_extra_input import AddExtraInput
-from ..basic.bias import Bias
-from ..basic.constant_scale import ConstantScale
 from ..fusion import Env, Fusion, Refusal, Repeated, Requires
 from ..op import FusibleOperation
+from ._residual_sum import CHAIN
 from .parts.chain import ChainPart, accepts, active, refuse
 from .parts.pipeline import Pipeline
 
@@ -49,13 +47,8 @@ def _refuses(ops: tuple[FusibleOperation, ...], *, env: Env) -> Refusal | None:
         return no
     if len(active(ops)) < 2:
         return Refusal("LAYOUT", "fewer than two of the operations change anything")
-    if [type(op) for op in ops] in _BY_GEMM:
-        return Refusal("CONFLICT", "left to the linear operation that may stand before it")
-    return None
+    return CHAIN.refuses(ops, env, changing=[type(op) for op in ops])
 
-
-# A GEMM does these on the way, in both passes, and writes what it would write without them.
-_BY_GEMM = ([Bias, AddExtraInput], [ConstantScale, AddExtraInput])
 
 FUSION = Fusion(
     name="pointwise_chain",

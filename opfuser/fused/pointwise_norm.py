@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..basic.add_extra_input import AddExtraInput
-from ..basic.bias import Bias
-from ..basic.constant_scale import ConstantScale
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from ..op import FusibleOperation
+from ._residual_sum import CHAIN_AND_NORM
 from .parts.chain import accepts, active, refuse
 from .parts.chain_norm import ChainNormPart
 from .parts.pipeline import Pipeline
@@ -77,18 +75,7 @@ def _refuses(
     kinds = active(before)
     if not kinds:
         return Refusal("LAYOUT", "none of the operations before the norm changes anything")
-    if len(before) == 1 and kinds == [AddExtraInput]:
-        return Refusal("CONFLICT", "left to the fusions of a sum and a norm")
-    if kinds in _BY_GEMM:
-        return Refusal("CONFLICT", "left to the linear operation that may stand before it")
-    return None
-
-
-# What a GEMM does on the way. A bias alone: 2A moved forward instead of 3A. A factor, with a sum or
-# without: it is part of the gradient GEMMs too, 2A less in backward, and the norm's kernel would
-# save no more than that forward. But not a bias with a sum: in the GEMM or in the norm's kernel it
-# is 4A forward, and 6A where no GEMM can add it, as behind one that is reduced over ranks.
-_BY_GEMM = ([Bias], [ConstantScale], [ConstantScale, AddExtraInput])
+    return CHAIN_AND_NORM.refuses(before, env, changing=kinds)
 
 
 def _build(

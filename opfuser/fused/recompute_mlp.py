@@ -12,7 +12,7 @@ from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Fusion, Optional, Refusal
-from ._residual_sum import refused_by_norm
+from ._residual_sum import NORM_AND_GEMM
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
 from .parts.linear import LinearPart, refuse
 from .parts.norm import NormPart
@@ -75,7 +75,7 @@ class RecomputeMLP(Pipeline):
 
 def _refuses(add: AddExtraInput | None, *parts: Any, env: Env) -> Refusal | None:
     linears = [part for part in parts if isinstance(part, BasicLinear)]
-    return refused_by_norm(add, env) or refuse(linears, env)
+    return NORM_AND_GEMM.refuses((add,), env) or refuse(linears, env)
 
 
 def _refuses_unless_asked(*parts: Any, env: Env) -> Refusal | None:

@@ -1,7 +1,9 @@
 """RMSNorm, LayerNorm and L2 normalisation of rows: forward, also of a residual sum, and backward.
 
 Dimensions: R rows, D columns. All tensors but weight and bias ``(D,)`` and the statistics ``(R,)``
-are ``(R, D)``; the elements of a row are contiguous, rows any distance apart.
+are ``(R, D)``; the elements of a row are contiguous, rows any distance apart. Which of the three
+norms it is follows from the arguments: LayerNorm has a mean, RMSNorm none, and L2 normalisation
+no weight either. Formulas: ``norm_plain``.
 """
 
 from __future__ import annotations
@@ -11,129 +13,58 @@ from torch import Tensor
 
 from . import norm_plain as plain
 from .norm_launch import MAX_COLS, backward, forward
+from .norm_plain import NormForward, NormGrads
 from .operators import operator
 
-__all__ = [
-    "add_layer_norm_forward",
-    "add_rms_norm_forward",
-    "l2_norm_backward",
-    "l2_norm_forward",
-    "layer_norm_backward",
-    "layer_norm_forward",
-    "rms_norm_backward",
-    "rms_norm_forward",
-]
+__all__ = ["NormForward", "NormGrads", "norm_backward", "norm_forward"]
 
 
-def _no_kernel(x: Tensor, residual: Tensor | None = None) -> bool:
-    if residual is not None and residual.dtype == torch.float64:
-        return True
-    return not 0 < x.shape[1] <= MAX_COLS
+def _has_kernel(x: Tensor, residual: Tensor | None) -> bool:
+    return 0 < x.shape[1] <= MAX_COLS and (residual is None or residual.dtype != torch.float64)
 
 
-def _rms_forward(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    if _no_kernel(x):
-        return plain.rms_norm_forward(x, weight, eps, zero_centered)
-    y, _, _, rstd = forward(x, None, weight, None, eps, zero_centered, False)
-    return y, rstd
-
-
-rms_norm_forward = operator(
-    "rms_norm_forward(Tensor x, Tensor weight, float eps, bool zero_centered) -> (Tensor, Tensor)",
-    launch=_rms_forward,
-    plain=plain.rms_norm_forward,
-)
-
-
-def _add_rms_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if _no_kernel(x, residual):
-        return plain.add_rms_norm_forward(x, residual, weight, eps, zero_centered)
-    y, total, _, rstd = forward(x, residual, weight, None, eps, zero_centered, False)
-    return y, total, rstd
-
-
-add_rms_norm_forward = operator(
-    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor weight, float eps, bool zero_centered)"
-    " -> (Tensor, Tensor, Tensor)",
-    launch=_add_rms_forward,
-    plain=plain.add_rms_norm_forward,
-)
-
-
-def _rms_backward(
-    dy: Tensor,
+def _forward_wants(
     x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    residual_grad: Tensor | None,
-    zero_centered: bool,
-    want_dx: bool,
-    want_dw: bool,
-    want_y: bool,
-) -> list[Tensor]:
-    wants = want_dx, want_dw, want_y
-    if _no_kernel(x, residual_grad):
-        return plain.rms_norm_backward(dy, x, weight, rstd, residual_grad, zero_centered, *wants)
-    return backward(dy, x, weight, None, None, rstd, residual_grad, zero_centered, wants)
-
-
-rms_norm_backward = operator(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, Tensor? residual_grad,"
-    " bool zero_centered, bool want_dx, bool want_dw, bool want_y) -> Tensor[]",
-    launch=_rms_backward,
-    plain=plain.rms_norm_backward,
-)
-
-
-def _layer_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if _no_kernel(x):
-        return plain.layer_norm_forward(x, weight, bias, eps, zero_centered)
-    y, _, mean, rstd = forward(x, None, weight, bias, eps, zero_centered, True)
-    return y, mean, rstd
-
-
-layer_norm_forward = operator(
-    "layer_norm_forward(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered)"
-    " -> (Tensor, Tensor, Tensor)",
-    launch=_layer_forward,
-    plain=plain.layer_norm_forward,
-)
-
-
-def _add_layer_forward(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     zero_centered: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if _no_kernel(x, residual):
-        return plain.add_layer_norm_forward(x, residual, weight, bias, eps, zero_centered)
-    y, total, mean, rstd = forward(x, residual, weight, bias, eps, zero_centered, True)
-    return y, total, mean, rstd
+    with_mean: bool,
+) -> tuple[bool, ...]:
+    return True, residual is not None, with_mean, True
 
 
-add_layer_norm_forward = operator(
-    "add_layer_norm_forward(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps,"
-    " bool zero_centered) -> (Tensor, Tensor, Tensor, Tensor)",
-    launch=_add_layer_forward,
-    plain=plain.add_layer_norm_forward,
+norm_forward = operator(
+    "norm_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
+    " bool zero_centered, bool with_mean) -> Tensor[]",
+    launch=forward,
+    plain=plain.norm_forward,
+    accepts=lambda x, residual, *_: _has_kernel(x, residual),
+    results=NormForward,
+    wanted=_forward_wants,
 )
 
 
-def _layer_backward(
+def _backward_accepts(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+    *options: object,
+) -> bool:
+    return _has_kernel(x, residual_grad)
+
+
+def _backward_wants(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
     rstd: Tensor,
     residual_grad: Tensor | None,
     eps: float,
@@ -141,47 +72,17 @@ def _layer_backward(
     want_dx: bool,
     want_dw: bool,
     want_y: bool,
-) -> list[Tensor]:
-    wants = want_dx, want_dw, want_y
-    if _no_kernel(x, residual_grad):
-        return plain.layer_norm_backward(
-            dy, x, weight, bias, mean, rstd, residual_grad, eps, zero_centered, *wants
-        )
-    return backward(dy, x, weight, bias, mean, rstd, residual_grad, zero_centered, wants)
+) -> tuple[bool, ...]:
+    return want_dx, want_dw and weight is not None, want_dw and bias is not None, want_y
 
 
-layer_norm_backward = operator(
-    "layer_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, Tensor mean,"
-    " Tensor rstd, Tensor? residual_grad, float eps, bool zero_centered, bool want_dx,"
-    " bool want_dw, bool want_y) -> Tensor[]",
-    launch=_layer_backward,
-    plain=plain.layer_norm_backward,
-)
-
-
-def _l2_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if _no_kernel(x):
-        return plain.l2_norm_forward(x, eps)
-    y, _, _, rnorm = forward(x, None, None, None, eps, False, False)
-    return y, rnorm
-
-
-l2_norm_forward = operator(
-    "l2_norm_forward(Tensor x, float eps) -> (Tensor, Tensor)",
-    launch=_l2_forward,
-    plain=plain.l2_norm_forward,
-)
-
-
-def _l2_backward(dy: Tensor, x: Tensor, rnorm: Tensor) -> Tensor:
-    if _no_kernel(x):
-        return plain.l2_norm_backward(dy, x, rnorm)
-    (dx,) = backward(dy, x, None, None, None, rnorm, None, False, (True, False, False))
-    return dx
-
-
-l2_norm_backward = operator(
-    "l2_norm_backward(Tensor dy, Tensor x, Tensor rnorm) -> Tensor",
-    launch=_l2_backward,
-    plain=plain.l2_norm_backward,
+norm_backward = operator(
+    "norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor rstd,"
+    " Tensor? residual_grad, float eps, bool zero_centered, bool want_dx, bool want_dw,"
+    " bool want_y) -> Tensor[]",
+    launch=backward,
+    plain=plain.norm_backward,
+    accepts=_backward_accepts,
+    results=NormGrads,
+    wanted=_backward_wants,
 )

@@ -1,18 +1,21 @@
 """What is launched for the norms of rows, by which rule, and with which memory.
 
-Dimensions as in ``norm``: R rows, D columns.
+Dimensions as in ``norm``: R rows, D columns. Shares in comments are those of a device-to-device
+copy that an H200 reached in bf16.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .column_sums import sum_columns
 from .launch import Launch, multiprocessors
+from .norm_plain import NormForward, NormGrads
 from .tiling import cdiv
 
 __all__ = ["MAX_CHAIN_ROW", "MAX_COLS", "backward", "chain_forward_launch", "forward"]
@@ -20,99 +23,148 @@ __all__ = ["MAX_CHAIN_ROW", "MAX_COLS", "backward", "chain_forward_launch", "for
 # Longer rows are left to plain torch.
 MAX_COLS = 2**16
 
-# Shares below are those of a device-to-device copy that an H200 reached in bf16.
-
-# Elements of each tensor that a thread holds. In forward, rows of 2048 to 4096 reach 0.97 to 0.98
-# with 16 and 0.90 to 0.97 with 8, as the sums over a row then take longer than its loads. Where no
-# residual is loaded too, longer rows do better with 32: 8192 x 5120 takes 46 instead of 52 us. So
-# do those of LayerNorm from 2048 on, which has two sums, one after the other: 0.89 to 0.94 instead
-# of 0.73 to 0.89; two rows at a time, by 8 warps, take 36.2 instead of 36.9 us for 8192 x 4096 and
-# 135 instead of 140 us for 16384 x 8192. In backward, more than 16 do not fit. Rows that would
-# leave some of four warps idle share a program; a program has 16 warps at most, with 32 it waits
-# longer.
-ELEMENTS, MANY_ELEMENTS, LAYER_COLS, LONG_COLS = 16, 32, 2**11, 2**12 + 1
-LAYER_PAIRS, PAIR_WARPS = (2**12, 2**13), 8
-MIN_WARPS, MAX_WARPS = 4, 16
-
-# Longer rows are read twice, the second time from the cache: held in registers they are spilled.
-# In parts of BLOCK_COLS, rows of 16384 reach 0.94 instead of 0.97 in forward, 1.00 in backward.
-MAX_COLS_FORWARD, MAX_COLS_BACKWARD = 2**14, 2**13
-BLOCK_COLS, BLOCK_WARPS = 2**13, 32
-
 # Bytes of a row after a chain of stages: with twice as many, bias, dropout, sum and LayerNorm spill
 # 40 bytes on sm_100, and six sums, dropout and LayerNorm 272 on sm_80; up to that neither does.
 MAX_CHAIN_ROW = 2**15
 
-# Backward keeps dw, db and w of each column in registers, and has only 16 warps per multiprocessor
-# for it. As each waits for sums over its row, the next rows are fetched while one is worked on:
-# 0.96 to 0.99 with two ahead, 0.82 to 0.96 with one. Of rows with more than LONG_ROW bytes, one: an
-# A100 has 163 KiB to keep them. Where y is written too, fewer rows at a time do better: 0.94 to
-# 0.99 with 8 warps, 0.86 to 0.93 with 16.
-BACKWARD_WARPS, BACKWARD_WARPS_WITH_Y = 16, 8
-STAGES, LONG_STAGES, LONG_ROW = 3, 2, 2**14
 
-# Columns of a program that sums dw without dx.
-BLOCK_COLS_OF_DW = 2**11
+class RowLaunch(NamedTuple):
+    """A launch, and how many rows a program of it holds at a time."""
+
+    launch: Launch
+    block_rows: int
+
+
+class Tile(NamedTuple):
+    """Rows and columns that a program holds at a time, and its warps."""
+
+    rows: int
+    cols: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """Programs that hold whole rows in registers, in both passes."""
+
+    # Elements of each tensor that a thread holds. In forward, rows of 2048 to 4096 reach 0.97 to
+    # 0.98 with 16 and 0.90 to 0.97 with 8, as the sums over a row then take longer than its loads.
+    # In backward, more than 16 do not fit.
+    elements: int = 16
+    # Rows that would leave some of four warps idle share a program.
+    min_warps: int = 4
+    # With 32 warps a program waits longer.
+    max_warps: int = 16
+
+    def tile(self, cols: int, elements: int) -> Tile:
+        """That of rows of ``cols`` columns, so many elements per thread."""
+        cols = 1 << (cols - 1).bit_length()
+        rows = max(1, 32 * self.min_warps * elements // cols)
+        return Tile(rows, cols, min(self.max_warps, rows * cols // (32 * elements)))
+
+
+@dataclass(frozen=True)
+class ForwardRule:
+    """What forward does besides that."""
+
+    # Longer rows are read twice, the second time from the cache: held in registers they are
+    # spilled. In parts of WideRule.block_cols, rows of 16384 reach 0.94 instead of 0.97.
+    max_cols: int = 2**14
+    # Where no residual is loaded too, rows from these columns on do better with more elements per
+    # thread: 8192 x 5120 takes 46 instead of 52 us. So do those of LayerNorm from fewer columns on,
+    # which has two sums, one after the other: 0.89 to 0.94 instead of 0.73 to 0.89.
+    many_elements: int = 32
+    many_from: int = 2**12 + 1
+    many_from_with_mean: int = 2**11
+    # Tiles of so many columns then do better with two rows, by 8 warps: with LayerNorm 36.2 instead
+    # of 36.9 us for 8192 x 4096 and 135 instead of 140 us for 16384 x 8192.
+    paired_cols: tuple[int, ...] = (2**12, 2**13)
+    paired_warps: int = 8
+
+
+@dataclass(frozen=True)
+class BackwardRule:
+    """What backward does besides that."""
+
+    # As in forward; in parts of WideRule.block_cols, rows of 16384 reach 1.00.
+    max_cols: int = 2**13
+    # dw, db and w of each column are kept in registers, so that a multiprocessor has only so many
+    # warps for it. Where y is written too, fewer rows at a time do better: 0.94 to 0.99 with 8
+    # warps, 0.86 to 0.93 with 16.
+    warps: int = 16
+    warps_with_y: int = 8
+    # As each of these waits for sums over its row, the next rows are fetched while one is worked
+    # on: 0.96 to 0.99 with two ahead, 0.82 to 0.96 with one. Of rows with more bytes than
+    # ``long_row``, one: an A100 has 163 KiB to keep them.
+    num_stages: int = 3
+    num_stages_of_long_rows: int = 2
+    long_row: int = 2**14
+    # Columns of a program that sums dw without dx.
+    block_cols_of_dw: int = 2**11
+
+
+@dataclass(frozen=True)
+class WideRule:
+    """Programs that take a row of more columns than registers hold, part by part."""
+
+    block_cols: int = 2**13
+    warps: int = 32
+
+    def launch(self, function: str, zero_centered: bool) -> Launch:
+        constants = {"ZERO_CENTERED": zero_centered, "BLOCK_COLS": self.block_cols}
+        return Launch(function, constants, num_warps=self.warps)
+
+
+WHOLE_ROWS = WholeRows()
+FORWARD = ForwardRule()
+BACKWARD = BackwardRule()
+WIDE = WideRule()
 
 
 @functools.cache
-def _forward_launch(
-    cols: int, zero_centered: bool, with_mean: bool, alone: bool
-) -> tuple[Launch, int]:
-    """The launch, without a residual if ``alone``, and the rows of a program."""
-    if cols > MAX_COLS_FORWARD:
-        return _wide_launch("norm:norm_forward_wide", zero_centered), 1
-    many = alone and cols >= (LAYER_COLS if with_mean else LONG_COLS)
-    rows, block_cols, warps = _tile(cols, MANY_ELEMENTS if many else ELEMENTS)
-    if many and with_mean and block_cols in LAYER_PAIRS:
-        rows, warps = 2, PAIR_WARPS
+def _forward_launch(cols: int, zero_centered: bool, with_mean: bool, alone: bool) -> RowLaunch:
+    """``alone``: without a residual."""
+    if cols > FORWARD.max_cols:
+        return RowLaunch(WIDE.launch("norm:norm_forward_wide", zero_centered), 1)
+    many = alone and cols >= (FORWARD.many_from_with_mean if with_mean else FORWARD.many_from)
+    rows, block_cols, warps = WHOLE_ROWS.tile(
+        cols, FORWARD.many_elements if many else WHOLE_ROWS.elements
+    )
+    if many and with_mean and block_cols in FORWARD.paired_cols:
+        rows, warps = 2, FORWARD.paired_warps
     constants = {"ZERO_CENTERED": zero_centered, "BLOCK_ROWS": rows, "BLOCK_COLS": block_cols}
-    return Launch("norm:norm_forward", constants, num_warps=warps), rows
+    return RowLaunch(Launch("norm:norm_forward", constants, num_warps=warps), rows)
 
 
-def chain_forward_launch(
-    stages: tuple[Any, ...], cols: int, zero_centered: bool
-) -> tuple[Launch, int]:
-    """The launch for a norm after a chain of stages, and the rows of a program."""
+def chain_forward_launch(stages: tuple[Any, ...], cols: int, zero_centered: bool) -> RowLaunch:
+    """That of a norm after a chain of stages."""
     # Random numbers come in fours and eights.
-    rows, block_cols, warps = _tile(max(8, cols), ELEMENTS)
+    rows, block_cols, warps = WHOLE_ROWS.tile(max(8, cols), WHOLE_ROWS.elements)
     constants = {
         "STAGES": stages,
         "ZERO_CENTERED": zero_centered,
         "BLOCK_ROWS": rows,
         "BLOCK_COLS": block_cols,
     }
-    return Launch("norm:chain_norm_forward", constants, num_warps=warps), rows
+    return RowLaunch(Launch("norm:chain_norm_forward", constants, num_warps=warps), rows)
 
 
 @functools.cache
-def _backward_launch(cols: int, itemsize: int, zero_centered: bool) -> tuple[Launch, int]:
-    """The launch, and the rows of a program at a time."""
-    rows, block_cols, warps = _tile(cols, ELEMENTS)
+def _backward_launch(cols: int, itemsize: int, zero_centered: bool) -> RowLaunch:
+    rows, block_cols, warps = WHOLE_ROWS.tile(cols, WHOLE_ROWS.elements)
+    is_long = block_cols * itemsize > BACKWARD.long_row
     constants = {
         "ZERO_CENTERED": zero_centered,
         "BLOCK_ROWS": rows,
         "BLOCK_COLS": block_cols,
-        "STAGES": STAGES if block_cols * itemsize <= LONG_ROW else LONG_STAGES,
+        "NUM_STAGES": BACKWARD.num_stages_of_long_rows if is_long else BACKWARD.num_stages,
     }
-    return Launch("norm:norm_backward", constants, num_warps=warps), rows
+    return RowLaunch(Launch("norm:norm_backward", constants, num_warps=warps), rows)
 
 
 @functools.cache
 def _wide_backward_launch(zero_centered: bool) -> Launch:
-    return _wide_launch("norm:norm_backward_wide", zero_centered)
-
-
-def _tile(cols: int, elements: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program that holds whole rows, so many elements per thread."""
-    cols = 1 << (cols - 1).bit_length()
-    rows = max(1, 32 * MIN_WARPS * elements // cols)
-    return rows, cols, min(MAX_WARPS, rows * cols // (32 * elements))
-
-
-def _wide_launch(function: str, zero_centered: bool) -> Launch:
-    constants = {"ZERO_CENTERED": zero_centered, "BLOCK_COLS": BLOCK_COLS}
-    return Launch(function, constants, num_warps=BLOCK_WARPS)
+    return WIDE.launch("norm:norm_backward_wide", zero_centered)
 
 
 def _share(weight: Tensor | None, cols: int) -> float:
@@ -140,8 +192,8 @@ def forward(
     eps: float,
     zero_centered: bool,
     with_mean: bool,
-) -> tuple[Tensor, Any, Any, Tensor]:
-    """Returns y, x + residual or None, mean or None, rstd. Without a weight: L2 normalisation.
+) -> NormForward:
+    """As ``norm_plain.norm_forward``.
 
     Raises:
         ValueError: the elements of a row are not side by side.
@@ -162,7 +214,7 @@ def forward(
         (rows, cols, *strides),
         (eps, _share(weight, cols)),
     )
-    return y, total, mean, rstd
+    return NormForward(y, total, mean, rstd)
 
 
 def backward(
@@ -173,15 +225,17 @@ def backward(
     mean: Tensor | None,
     rstd: Tensor,
     residual_grad: Tensor | None,
+    eps: float,
     zero_centered: bool,
-    wants: tuple[bool, bool, bool],
-) -> list[Tensor]:
-    """Returns dx, dw, db and y, those that are wanted; db where there is a bias.
+    want_dx: bool,
+    want_dw: bool,
+    want_y: bool,
+) -> NormGrads:
+    """As ``norm_plain.norm_backward``.
 
     Raises:
         ValueError: the elements of a row are not side by side.
     """
-    want_dx, want_dw, want_y = wants
     if not want_dx:
         residual_grad = None
     rows, cols = x.shape
@@ -191,50 +245,44 @@ def backward(
         dtype = torch.promote_types(x.dtype, residual_grad.dtype)
         dx = x.new_empty(rows, cols, dtype=dtype)
     y = x.new_empty(rows, cols) if want_y else None
+    dw = weight.new_empty(cols) if want_dw and weight is not None else None
+    db = bias.new_empty(cols) if want_dw and bias is not None else None
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     mean = None if mean is None else mean.contiguous()
     tensors = (dy, x, weight, bias, mean, rstd.contiguous(), residual_grad, dx, y)
-    grads: list[Tensor] = []
-    if want_dx and cols > MAX_COLS_BACKWARD:
+    if dx is None or cols <= BACKWARD.max_cols:
+        _launch_with_sums(tensors, ints, zero_centered, dw, db)
+    else:
         launch = _wide_backward_launch(zero_centered)
         launch((rows, 1, 1), tensors, ints, (_share(weight, cols),))
-        if want_dw:
-            alone = (*tensors[:6], None, None, None)
-            grads = _in_registers(alone, ints, zero_centered, True)
-    else:
-        grads = _in_registers(tensors, ints, zero_centered, want_dw)
-    results = grads if dx is None else [dx, *grads]
-    if y is not None:
-        results.append(y)
-    return results
+        if dw is not None:
+            _launch_with_sums((*tensors[:6], None, None, None), ints, zero_centered, dw, db)
+    return NormGrads(dx, dw, db, y)
 
 
-def _in_registers(
+def _launch_with_sums(
     tensors: tuple[Tensor | None, ...],
     ints: tuple[int, ...],
     zero_centered: bool,
-    want_dw: bool,
-) -> list[Tensor]:
-    """Fills in dx and y where they are given; returns dw and db where they are wanted."""
+    dw: Tensor | None,
+    db: Tensor | None,
+) -> None:
+    """Fills in dx and y, the last two of the tensors, and dw and db, where they are given."""
     rows, cols, *_ = ints
-    block_cols = cols if cols <= MAX_COLS_BACKWARD else BLOCK_COLS_OF_DW
+    # Without dx a program need not hold whole rows.
+    block_cols = cols if cols <= BACKWARD.max_cols else BACKWARD.block_cols_of_dw
     blocks = cdiv(cols, block_cols)
-    x, weight, bias = tensors[1:4]
+    x, weight = tensors[1:3]
     assert x is not None
     launch, block_rows = _backward_launch(block_cols, x.element_size(), zero_centered)
-    warps = BACKWARD_WARPS if tensors[-1] is None else BACKWARD_WARPS_WITH_Y
+    warps = BACKWARD.warps if tensors[-1] is None else BACKWARD.warps_with_y
     resident = multiprocessors(x) * max(1, warps // launch.num_warps)
     programs = min(cdiv(rows, block_rows), max(1, resident // blocks))
-    grads: list[Tensor] = []
-    if want_dw and weight is not None:
-        grads.append(weight.new_empty(cols))
-        if bias is not None:
-            grads.append(bias.new_empty(cols))
+    sums = [grad for grad in (dw, db) if grad is not None]
     partial = None
-    if grads:
-        partial = x.new_empty(len(grads), programs, cols, dtype=torch.float32)
+    if sums:
+        partial = x.new_empty(len(sums), programs, cols, dtype=torch.float32)
     launch((programs, blocks, 1), (*tensors, partial), ints, (_share(weight, cols),))
     if partial is not None:
-        sum_columns(partial, grads, (programs,) * len(grads))
-    return grads
+        sum_columns(partial, sums, (programs,) * len(sums))

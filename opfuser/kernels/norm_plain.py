@@ -8,157 +8,179 @@ dx have the dtype of x, dw and db that of the parameter. With ``zero_centered``,
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .scalar import cast, reuse, wide_dtype
 
-__all__ = [
-    "add_layer_norm_forward",
-    "add_rms_norm_forward",
-    "l2_norm_backward",
-    "l2_norm_forward",
-    "layer_norm_backward",
-    "layer_norm_forward",
-    "rms_norm_backward",
-    "rms_norm_forward",
-]
+__all__ = ["NormForward", "NormGrads", "norm_backward", "norm_forward"]
 
 
-def rms_norm_forward(
-    x: Tensor, weight: Tensor, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
-    """``y = x rstd w`` and ``rstd = 1 / sqrt(mean(x²) + eps)``."""
+class NormForward(NamedTuple):
+    """A norm and what was computed on the way; None is what was not asked for.
+
+    Attributes:
+        y: (R, D), the norm.
+        total: (R, D), ``x + residual``, of which y is the norm.
+        mean: (R,), of the rows.
+        rstd: (R,), one over the root of the mean square, of the variance or of the sum of squares.
+    """
+
+    y: Tensor
+    total: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
+class NormGrads(NamedTuple):
+    """Gradients of a norm, and its output recomputed; None is what was not asked for.
+
+    Attributes:
+        dx: (R, D), that of the residual added.
+        dw: (D,).
+        db: (D,).
+        y: (R, D), with the bits that forward gave it.
+    """
+
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+    y: Tensor | None
+
+
+def norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    with_mean: bool,
+) -> NormForward:
+    """``y = x̂ w + b`` with ``x̂ = (x - mean) rstd``, ``rstd = 1 / sqrt(mean((x - mean)²) + eps)``.
+
+    Where there is a residual, ``x + residual`` stands for x. Without ``with_mean``, which is
+    RMSNorm, mean is 0 and there is no b. L2 normalisation is that without a weight: w is 1, and
+    rstd = ``1 / sqrt(Σ x² + eps)``.
+    """
+    total = None
+    if residual is not None:
+        x = total = cast(x + residual, x.dtype).contiguous()
+    if with_mean:
+        y, mean, rstd = _layer_norm(x, weight, bias, eps, zero_centered)
+        return NormForward(y, total, mean.view(-1), rstd.view(-1))
     x = x.contiguous()
     wide = cast(x, wide_dtype(x.dtype))
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    rstd = norm.square_().mul_(1 / x.shape[1]).add_(eps).rsqrt_()
+    squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    if weight is not None:
+        squares.mul_(1 / x.shape[1])
+    rstd = squares.add_(eps).rsqrt_()
     # What was widened is ours to overwrite; x is not.
     y = wide * rstd if wide is x else wide.mul_(rstd)
-    y.mul_(_scale(weight, wide.dtype, zero_centered))
-    return cast(y, x.dtype), rstd.view(-1)
+    if weight is not None:
+        y.mul_(_scale(weight, wide.dtype, zero_centered))
+    return NormForward(cast(y, x.dtype), total, None, rstd.view(-1))
 
 
-def add_rms_norm_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Also, as second result, ``total = x + residual``, of which y is the norm."""
-    total = _sum(x, residual)
-    y, rstd = rms_norm_forward(total, weight, eps, zero_centered)
-    return y, total, rstd
-
-
-def rms_norm_backward(
+def norm_backward(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
     rstd: Tensor,
     residual_grad: Tensor | None,
+    eps: float,
     zero_centered: bool,
     want_dx: bool,
     want_dw: bool,
     want_y: bool,
-) -> list[Tensor]:
-    """Returns dx, dw and y, those that are wanted.
+) -> NormGrads:
+    """Gradients, and the output again; ``want_dw`` asks for those of weight and bias together.
 
-    ``dx = residual_grad + rstd (dy w - x̂ mean(dy w x̂))``, ``dw = Σ dy x̂`` and ``y = x̂ w`` with
-    ``x̂ = x rstd``. dx has the dtype to which torch promotes those of x and residual_grad; y has the
-    bits that forward gave it.
+    ``dx = residual_grad + rstd (dy w - mean(dy w) - x̂ mean(dy w x̂))``, ``dw = Σ dy x̂``,
+    ``db = Σ dy`` and ``y = x̂ w + b`` with ``x̂ = (x - mean) rstd``. Where mean is None, so is bias;
+    x̂ is ``x rstd`` and the term ``mean(dy w)`` is left out. Where weight is None too, w is 1 and
+    the sum ``Σ dy x̂`` stands for its mean. dx has the dtype to which torch promotes those of x and
+    residual_grad.
     """
-    if not x.shape[0]:
-        return _of_no_rows(x, residual_grad, want_dx, [weight] * want_dw, want_y)
-    scale = _scale(weight, rstd.dtype, zero_centered)
+    if not x.numel():
+        return NormGrads(
+            _add_residual(torch.empty_like(x), residual_grad, x.dtype) if want_dx else None,
+            torch.zeros_like(weight) if want_dw and weight is not None else None,
+            torch.zeros_like(bias) if want_dw and bias is not None else None,
+            torch.empty_like(x) if want_y else None,
+        )
+    if mean is None:
+        wants = want_dx, want_dw, want_y
+        return _rms_backward(dy, x, weight, rstd, residual_grad, zero_centered, wants)
+    assert weight is not None
+    needs = want_dx, want_dw, want_dw and bias is not None
+    scale = _scale(weight, _operand_dtype(x), zero_centered)
+    dx, dw, db = _layer_gradients(dy, x, mean.view(-1, 1), rstd.view(-1, 1), scale, needs)
+    return NormGrads(
+        None if dx is None else _add_residual(dx, residual_grad, x.dtype),
+        None if dw is None else cast(dw, weight.dtype),
+        None if db is None or bias is None else cast(db, bias.dtype),
+        _layer_norm(x, weight, bias, eps, zero_centered)[0] if want_y else None,
+    )
+
+
+def _rms_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    residual_grad: Tensor | None,
+    zero_centered: bool,
+    wants: tuple[bool, bool, bool],
+) -> NormGrads:
+    want_dx, want_dw, want_y = wants
+    scale = None if weight is None else _scale(weight, rstd.dtype, zero_centered)
     wide, dy = cast(x, rstd.dtype).contiguous(), cast(dy, rstd.dtype).contiguous()
     rstd = rstd.view(-1, 1)
     dx = dw = y = buffer = None
-    if want_dw:
+    if want_dw and weight is not None:
         # Not by the fast weight gradient of layer norm: it adds one row after the other, and is ten
         # times less accurate for a few thousand rows.
         buffer = dy * wide
         dw = cast(buffer.mul_(rstd).sum(0), weight.dtype)
     if want_dx:
-        # Into memory that is there: for what is new, a CPU has to fetch pages.
-        buffer = torch.mul(dy, scale, out=_reuse(buffer))
-        # dx = rstd (dh - x rstd² mean(dh x)) with dh = dy w is the gradient of weight normalisation
-        # g x / n with norms n = √D / rstd and gains g = √D, for which ATen has one pass: about half
-        # the time of writing the formula out.
-        gain = torch.full_like(rstd, math.sqrt(x.shape[1]))
+        dh = dy
+        if scale is not None:
+            # Into memory that is there: for what is new, a CPU has to fetch pages.
+            dh = buffer = torch.mul(dy, scale, out=_reuse(buffer))
+        # dx = rstd (dh - x rstd² mean(dh x)) is the gradient of weight normalisation g x / n with
+        # norms n = g / rstd and gains g = √D, or 1 where it is the sum and not the mean. ATen has
+        # one pass for that: about half the time of writing the formula out.
+        gain = torch.full_like(rstd, 1.0 if scale is None else math.sqrt(x.shape[1]))
         dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
-            buffer, wide, gain, gain / rstd, 0
+            dh, wide, gain, gain / rstd, 0
         )
-        dx = _with_residual(dx, residual_grad, x.dtype)
+        dx = _add_residual(dx, residual_grad, x.dtype)
     if want_y:
-        y = cast(torch.mul(wide, rstd, out=_reuse(buffer)).mul_(scale), x.dtype)
-    return [result for result in (dx, dw, y) if result is not None]
+        xhat = torch.mul(wide, rstd, out=_reuse(buffer))
+        y = cast(xhat if scale is None else xhat.mul_(scale), x.dtype)
+    return NormGrads(dx, dw, None, y)
 
 
-def layer_norm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``y = (x - mean) rstd w + b``, mean, and ``rstd = 1 / sqrt(var(x) + eps)``."""
+    """y, mean and rstd, the statistics as columns."""
+    assert weight is not None
+    dtype = _operand_dtype(x)
     y, mean, rstd = torch.native_layer_norm(
         x,
         (x.shape[1],),
-        _scale(weight, _operand_dtype(x), zero_centered),
-        None if bias is None else cast(bias, _operand_dtype(x)),
+        _scale(weight, dtype, zero_centered),
+        None if bias is None else cast(bias, dtype),
         eps,
     )
     # Autocast runs it in fp32 on a GPU.
-    return cast(y, x.dtype), mean.view(-1), rstd.view(-1)
-
-
-def add_layer_norm_forward(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Also, as second result, ``total = x + residual``, of which y is the norm."""
-    total = _sum(x, residual)
-    y, mean, rstd = layer_norm_forward(total, weight, bias, eps, zero_centered)
-    return y, total, mean, rstd
-
-
-def layer_norm_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    residual_grad: Tensor | None,
-    eps: float,
-    zero_centered: bool,
-    want_dx: bool,
-    want_dw: bool,
-    want_y: bool,
-) -> list[Tensor]:
-    """Returns dx, dw, db and y, those that are wanted; db together with dw, where there is a bias.
-
-    ``dx = residual_grad + rstd (dy w - mean(dy w) - x̂ mean(dy w x̂))``, ``dw = Σ dy x̂``,
-    ``db = Σ dy`` and ``y = x̂ w + b`` with ``x̂ = (x - mean) rstd``. dx has the dtype to which torch
-    promotes those of x and residual_grad; y has the bits that forward gave it.
-    """
-    parameters = [p for p in (weight, bias) if p is not None and want_dw]
-    if not x.shape[0]:
-        return _of_no_rows(x, residual_grad, want_dx, parameters, want_y)
-    # The bias is read for nothing but its dtype.
-    dx, *grads = _layer_gradients(
-        dy,
-        x,
-        mean.view(-1, 1),
-        rstd.view(-1, 1),
-        _scale(weight, _operand_dtype(x), zero_centered),
-        (want_dx, want_dw, want_dw and bias is not None),
-    )
-    results = [] if dx is None else [_with_residual(dx, residual_grad, x.dtype)]
-    results += [cast(grad, p.dtype) for grad, p in zip(grads, parameters) if grad is not None]
-    if want_y:
-        results.append(layer_norm_forward(x, weight, bias, eps, zero_centered)[0])
-    return results
+    return cast(y, x.dtype), mean, rstd
 
 
 # Elements whose fp32 copies a core's cache (1 to 2 MiB) holds.
@@ -172,7 +194,7 @@ def _layer_gradients(
     rstd: Tensor,
     scale: Tensor,
     needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias, those that are needed.
 
     On a CPU ATen sums those of the parameters in the dtype of x: for 4096 rows of bf16 they are off
@@ -187,9 +209,9 @@ def _layer_gradients(
     if block >= x.shape[0]:
         dtype = rstd.dtype if in_wide else x.dtype
         dy, x = cast(dy, dtype), cast(x, dtype)
-        results: tuple[Tensor | None, ...]
-        results = backward(dy, x, shape, mean, rstd, scale, scale, needs)
-        return results
+        # The bias is read for nothing but its dtype.
+        dx, dw, db = backward(dy, x, shape, mean, rstd, scale, scale, needs)
+        return dx, dw, db
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     sums = []
     for start in range(0, x.shape[0], block):
@@ -200,31 +222,8 @@ def _layer_gradients(
         if dx is not None:
             dx[rows] = part
     dws, dbs = zip(*sums)
-    return dx, *(None if parts[0] is None else torch.stack(parts).sum(0) for parts in (dws, dbs))
-
-
-def l2_norm_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``y = x rnorm`` and ``rnorm = 1 / sqrt(Σ x² + eps)``."""
-    x = x.contiguous()
-    wide = cast(x, wide_dtype(x.dtype))
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    rnorm = norm.square_().add_(eps).rsqrt_()
-    y = wide * rnorm if wide is x else wide.mul_(rnorm)
-    return cast(y, x.dtype), rnorm.view(-1)
-
-
-def l2_norm_backward(dy: Tensor, x: Tensor, rnorm: Tensor) -> Tensor:
-    """``dx = rnorm (dy - y Σ dy y)`` with ``y = x rnorm``."""
-    if not x.numel():
-        return torch.empty_like(x)
-    wide = cast(x, rnorm.dtype).contiguous()
-    dy = cast(dy, rnorm.dtype).contiguous()
-    rnorm = rnorm.view(-1, 1)
-    # That is weight normalisation's gradient, for which ATen has one pass.
-    dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
-        dy, wide, torch.ones_like(rnorm), rnorm.reciprocal(), 0
-    )
-    return cast(dx, x.dtype)
+    dw, db = (None if parts[0] is None else torch.stack(parts).sum(0) for parts in (dws, dbs))
+    return dx, dw, db
 
 
 def _reuse(buffer: Tensor | None) -> Tensor | None:
@@ -242,11 +241,7 @@ def _operand_dtype(x: Tensor) -> torch.dtype:
     return wide_dtype(x.dtype) if x.is_cpu else x.dtype
 
 
-def _sum(x: Tensor, residual: Tensor) -> Tensor:
-    return cast(x + residual, x.dtype).contiguous()
-
-
-def _with_residual(dx: Tensor, residual_grad: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _add_residual(dx: Tensor, residual_grad: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``dx``, which is ours to overwrite, plus the gradient of the residual."""
     if residual_grad is None:
         return cast(dx, dtype)
@@ -255,16 +250,3 @@ def _with_residual(dx: Tensor, residual_grad: Tensor | None, dtype: torch.dtype)
     else:
         dx = dx + residual_grad
     return cast(dx, torch.promote_types(dtype, residual_grad.dtype)).contiguous()
-
-
-def _of_no_rows(
-    x: Tensor,
-    residual_grad: Tensor | None,
-    want_dx: bool,
-    parameters: list[Tensor],
-    want_y: bool,
-) -> list[Tensor]:
-    """Results of a backward without rows."""
-    results = [_with_residual(torch.empty_like(x), residual_grad, x.dtype)] if want_dx else []
-    results += [torch.zeros_like(p) for p in parameters]
-    return [*results, torch.empty_like(x)] if want_y else results

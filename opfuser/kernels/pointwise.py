@@ -171,7 +171,7 @@ class Chain:
 
         Args:
             operands, dtypes: as in ``forward``.
-            weight, bias, eps, zero_centered: as in ``norm.layer_norm_forward``.
+            weight, bias, eps, zero_centered: as in ``norm.norm_forward``.
             with_mean: whether the norm is LayerNorm, else RMSNorm.
             want_total: whether to write the result of the links too, in the last of ``dtypes``.
 

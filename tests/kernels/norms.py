@@ -84,44 +84,38 @@ def truth(case: Case, *, torchs: bool = False) -> dict[str, Tensor]:
 
 
 def forward(case: Case) -> dict[str, Tensor]:
-    parameters = (case.weight, case.bias) if case.layer else (case.weight,)
-    inputs = (case.x,) if case.residual is None else (case.x, case.residual)
-    names = ["y", *["total"] * (len(inputs) - 1), *["mean"] * case.layer, "rstd"]
-    function = getattr(norm, f"{'add_' * (len(inputs) - 1)}{kind_of(case)}_norm_forward")
-    return dict(zip(names, function(*inputs, *parameters, EPS, case.centred)))
+    result = norm.norm_forward(
+        case.x, case.residual, case.weight, case.bias, EPS, case.centred, case.layer
+    )
+    assert isinstance(result, norm.NormForward)
+    assert (result.total is None) == (case.residual is None)
+    return named(result)
 
 
 def backward(
     case: Case, saved: dict[str, Tensor], wants: tuple[bool, bool, bool] = (True, True, True)
 ) -> dict[str, Tensor]:
-    x = saved.get("total", case.x)
+    result = norm.norm_backward(
+        case.dy, saved.get("total", case.x), case.weight, case.bias, saved.get("mean"),
+        saved["rstd"], case.dtotal, EPS, case.centred, *wants,
+    )  # fmt: skip
+    assert isinstance(result, norm.NormGrads)
     dx, dw, y = wants
-    if case.layer:
-        bias = case.bias
-        results = norm.layer_norm_backward(
-            case.dy, x, case.weight, bias, saved["mean"], saved["rstd"], case.dtotal, EPS,
-            case.centred, *wants,
-        )  # fmt: skip
-    else:
-        bias = None
-        results = norm.rms_norm_backward(
-            case.dy, x, case.weight, saved["rstd"], case.dtotal, case.centred, *wants
-        )
-    names = ["dx"] * dx + ["dw"] * dw + ["db"] * (dw and bias is not None) + ["y again"] * y
-    assert len(results) == len(names)
-    return dict(zip(names, results))
+    assert [t is not None for t in result] == [dx, dw, dw and case.bias is not None, y]
+    found = named(result)
+    return found if result.y is None else {**found, "recomputed y": found.pop("y")}
 
 
-def kind_of(case: Case) -> str:
-    return "layer" if case.layer else "rms"
+def named(result: norm.NormForward | norm.NormGrads) -> dict[str, Tensor]:
+    return {name: t for name, t in result._asdict().items() if t is not None}
 
 
-def check_again(again: Tensor, y: Tensor) -> None:
-    """The output made again in backward: the same bits; on a GPU, compiled apart, neighbours."""
+def check_recomputed(recomputed: Tensor, y: Tensor) -> None:
+    """The output recomputed in backward: the same bits; on a GPU, compiled apart, neighbours."""
     if y.is_cuda:
-        torch.testing.assert_close(again, y, rtol=torch.finfo(y.dtype).eps, atol=0)
+        torch.testing.assert_close(recomputed, y, rtol=torch.finfo(y.dtype).eps, atol=0)
     else:
-        assert torch.equal(again, y)
+        assert torch.equal(recomputed, y)
 
 
 def check_norm(case: Case) -> None:
@@ -136,7 +130,7 @@ def check_norm(case: Case) -> None:
         expected["total"] = case.x.double() + case.residual.double()
         single["total"] = case.x.to(wide) + case.residual.to(wide)
     got = saved | backward(case, saved)
-    check_again(got.pop("y again"), got["y"])
+    check_recomputed(got.pop("recomputed y"), got["y"])
     assert got.keys() == expected.keys()
     for name, result in got.items():
         want = wide if name in ("mean", "rstd") else dtype

@@ -65,8 +65,9 @@ def test_plain_residual_gradient_of_another_dtype(dtype: torch.dtype) -> None:
     case = make("rms", (5, 8), torch.bfloat16, CPU)
     rstd = forward(case)["rstd"]
     dtotal = torch.randn(5, 8, dtype=torch.float64).to(dtype)
-    args = (torch.zeros_like(case.dy), case.x, case.weight, rstd, dtotal, False)
-    (dx,) = norm.rms_norm_backward(*args, True, False, False)
+    dy = torch.zeros_like(case.dy)
+    args = dy, case.x, case.weight, None, None, rstd, dtotal, EPS, False, True, False, False
+    dx = norm.norm_backward(*args).dx
     assert dx.dtype == torch.promote_types(torch.bfloat16, dtype)
     assert torch.equal(dx, dtotal.to(dx.dtype))
 
@@ -75,29 +76,28 @@ def samples() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     ops = torch.ops.opfuser
     found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     straight = make("layer", (6, 8), torch.bfloat16, CPU, add=True, parameters=torch.float32)
+    mean, rstd = torch.randn(2, 6)
     for lies, case in (("", straight), (" transposed", transposed(straight))):
-        x, residual, weight, bias = case.x, case.residual, case.weight, case.bias
-        mean, rstd = torch.randn(2, 6)
-        found[f"rms{lies}"] = ops.rms_norm_forward, (x, weight, EPS, True)
-        found[f"add rms{lies}"] = ops.add_rms_norm_forward, (x, residual, weight, EPS, False)
-        found[f"l2{lies}"] = ops.l2_norm_forward, (x, EPS)
-        found[f"l2 backward{lies}"] = ops.l2_norm_backward, (case.dy, x, rstd)
-        for b in (None, bias):
-            name = f"layer{lies}" if b is not None else f"layer without bias{lies}"
-            found[name] = ops.layer_norm_forward, (x, weight, b, EPS, True)
-            args: tuple[Any, ...] = x, residual, weight, b, EPS, False
-            found[f"add {name}"] = ops.add_layer_norm_forward, args
-            for dtotal, *wants in ((None, True, False, True), (case.dtotal, True, True, False)):
-                args = case.dy, x, weight, b, mean, rstd, dtotal, EPS, False, *wants
-                found[f"{name} backward {wants}"] = ops.layer_norm_backward, args
-        for dtotal, *wants in (
-            (None, True, False, True),
-            (None, False, True, False),
-            (case.dtotal, True, True, True),
-            (torch.randn(6, 8), True, False, False),
+        for kind, weight, bias, layer in (
+            ("l2", None, None, False),
+            ("rms", case.weight, None, False),
+            ("layer", case.weight, case.bias, True),
+            ("layer without bias", case.weight, None, True),
         ):
-            args = case.dy, x, weight, rstd, dtotal, True, *wants
-            found[f"rms backward{lies} {len(found)}"] = ops.rms_norm_backward, args
+            for residual in (None, case.residual):
+                args: tuple[Any, ...] = case.x, residual, weight, bias, EPS, not layer, layer
+                sums = "" if residual is None else "add "
+                found[f"{sums}{kind}{lies}"] = ops.norm_forward, args
+            inputs = case.dy, case.x, weight, bias, mean if layer else None, rstd
+            for dtotal, *wants in (
+                (None, True, False, True),
+                (None, False, True, False),
+                (case.dtotal, True, True, True),
+                (torch.randn(6, 8), True, False, False),
+            ):
+                if weight is not None or wants[0]:
+                    args = *inputs, dtotal, EPS, True, *wants
+                    found[f"{kind} backward{lies} {len(found)}"] = ops.norm_backward, args
     return found
 
 

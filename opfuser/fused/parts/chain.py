@@ -31,7 +31,7 @@ from ...kernels.pointwise import (
     draw_seed,
 )
 from ...op import BasicOperation, FusibleOperation
-from .._residual_sum import ordered_in_place
+from .._residual_sum import CHAIN
 from .activation import PLAIN_ACTIVATIONS, bias_of
 from .part import Gradients, Part, PartGrads, no_gradients
 
@@ -62,7 +62,7 @@ def refuse(ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
         )
     if env.compute_dtype == torch.float64:
         return Refusal("DTYPE", "there is no kernel for fp64; the steps would be the same")
-    return ordered_in_place(ops, env) or _refusal(ops)
+    return CHAIN.refuses_order(ops, env) or _refusal(ops)
 
 
 def _refusal(ops: Sequence[FusibleOperation]) -> Refusal | None:

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ...basic.layer_norm import LayerNorm
 from ...basic.make_extra_output import MakeExtraOutput
-from ...basic.rms_norm import RMSNorm
+from ...basic.norm import Norm
 from ...context import Contexts, ExtraTensors
 from ...kernels.pointwise import Normed
 from ...op import FusibleOperation, OperationContext, autocast_dtype
@@ -42,7 +41,7 @@ class ChainNormPart(Part):
         self,
         before: Sequence[FusibleOperation],
         make_extra: MakeExtraOutput | None,
-        norm: RMSNorm | LayerNorm,
+        norm: Norm,
         where: str,
     ) -> None:
         self._chain = ChainPart(before, where)
@@ -60,7 +59,8 @@ class ChainNormPart(Part):
         if done is not None:
             y, total, mean, rstd, kept = done
             if ctx.requires_grad:
-                ctx.save_for_backward(*(t for t in (total, mean, rstd) if t is not None))
+                assert total is not None
+                norm.save(ctx, total, mean, rstd)
         else:
             total, kept = call.chain.forward(x, call.operands, call.dtypes)
             y = norm.op_forward(
@@ -76,15 +76,13 @@ class ChainNormPart(Part):
             return None
         if autocast_dtype(x.device) not in (None, *call.dtypes[-1:]):
             return None
-        with_mean = isinstance(norm, LayerNorm)
         return call.chain.forward_norm(
             x,
             call.operands,
             call.dtypes,
-            norm.weight,
-            norm.bias if with_mean else None,
+            *norm.weight_and_bias(),
             *norm.frozen_settings(ctx),
-            with_mean=with_mean,
+            with_mean=norm.with_mean,
             want_total=ctx.requires_grad or self._norm.tap is not None,
         )
 

@@ -6,14 +6,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ...basic._norms import as_rows, as_vector
 from ...basic.add_extra_input import AddExtraInput
-from ...basic.layer_norm import LayerNorm
 from ...basic.make_extra_output import MakeExtraOutput
-from ...basic.rms_norm import RMSNorm
+from ...basic.norm import Norm
 from ...context import Contexts, ExtraTensors
-from ...kernels.norm import layer_norm_forward, rms_norm_forward
-from ...op import OperationContext, compute_dtype
+from ...op import compute_dtype
 from .part import Gradients, Part, PartGrads
 
 __all__ = ["NormPart"]
@@ -32,7 +29,7 @@ class NormPart(Part):
         self,
         add: AddExtraInput | None,
         make_extra: MakeExtraOutput | None,
-        norm: RMSNorm | LayerNorm,
+        norm: Norm,
     ) -> None:
         self.ops = tuple(op for op in (add, make_extra, norm) if op is not None)
         self.add, self.norm = add, norm
@@ -68,15 +65,7 @@ class NormPart(Part):
         return outputs
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
-        ctx, norm = ctxs[-1], self.norm
-        saved: Tensor = ctx.saved_tensors[0]
-        weight, bias = _parameters(ctx)
-        rows, settings = as_rows(saved, norm._cols), norm.frozen_settings(ctx)
-        if isinstance(norm, RMSNorm):
-            y: Tensor = rms_norm_forward(rows, weight, *settings)[0]
-        else:
-            y = layer_norm_forward(rows, weight, bias, *settings)[0]
-        return y if rows is saved else y.view_as(saved)
+        return self.norm.recompute(ctxs[-1])
 
     def backward(
         self,
@@ -95,10 +84,3 @@ class NormPart(Part):
         before: list[Gradients] = [()] * (len(self.ops) - 1)
         extra_inputs: list[Gradients] = [() if self.add is None else (dx,), *before]
         return PartGrads(dx, [*before, own], extra_inputs, y)
-
-
-def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a norm as forward saw them, in one dimension."""
-    parameters = ctx.parameters
-    bias = as_vector(parameters[1]) if len(parameters) > 1 else None
-    return as_vector(parameters[0]), bias

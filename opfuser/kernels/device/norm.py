@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from .pointwise import apply, common, place
+from .store import store_rows, store_tile
 
 
 @triton.jit
@@ -28,12 +29,6 @@ def _load(ptr, row, stride, cols, inside):
     """Elements of rows in fp32, 0 outside."""
     at = ptr + row.to(tl.int64) * stride + cols
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(ptr, row, stride, cols, inside, value):
-    at = ptr + row.to(tl.int64) * stride + cols
-    tl.store(at, value.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -91,13 +86,13 @@ def norm_forward(
     if residual_ptr is not None:
         x += _load(residual_ptr, row, residual_stride, cols, inside)
         total = x.to(total_ptr.dtype.element_ty)
-        _store(total_ptr, row, columns, cols, inside, total)
+        store_rows(total_ptr, row, columns, cols, inside, total)
         x = total.to(tl.float32)
     y = _norm(
         x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, row, cols, rows, columns, eps, share,
         ZERO_CENTERED,
     )  # fmt: skip
-    _store(y_ptr, row, columns, cols, inside, y)
+    store_rows(y_ptr, row, columns, cols, inside, y)
 
 
 @triton.jit
@@ -122,7 +117,7 @@ def chain_norm_forward(
     # Rounded even if it is not stored: y is the same whether a gradient is needed or not.
     total = x.to(y_ptr.dtype.element_ty)
     if total_ptr is not None:
-        tl.store(total_ptr + base + at, total, mask=inside)
+        store_tile(total_ptr, tile, total)
     x = tl.where(inside, total.to(tl.float32), 0.0)  # stages may have made more of zeros
     row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
@@ -130,7 +125,7 @@ def chain_norm_forward(
         x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, row, cols, rows, columns, eps, share,
         ZERO_CENTERED,
     )  # fmt: skip
-    tl.store(y_ptr + base + at, y, mask=inside)
+    store_tile(y_ptr, tile, y)
 
 
 @triton.jit
@@ -155,7 +150,7 @@ def norm_forward_wide(
         if residual_ptr is not None:
             x += _load(residual_ptr, row, residual_stride, cols, inside)
             total = x.to(total_ptr.dtype.element_ty)
-            _store(total_ptr, row, columns, cols, inside, total)
+            store_rows(total_ptr, row, columns, cols, inside, total)
             x = total.to(tl.float32)
         if mean_ptr is None:
             squares += x * x
@@ -186,7 +181,7 @@ def norm_forward_wide(
             x -= mean
         scale = _load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
         bias = _load_bias(bias_ptr, cols, inside)
-        _store(y_ptr, row, columns, cols, inside, tl.fma(x * rstd, scale, bias))
+        store_rows(y_ptr, row, columns, cols, inside, tl.fma(x * rstd, scale, bias))
 
 
 @triton.jit
@@ -196,7 +191,7 @@ def norm_backward(
     rows, columns, dy_stride, x_stride, residual_grad_stride,
     share,
     ZERO_CENTERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every P-th block of rows, and sums dw and db over all it takes.
 
@@ -209,7 +204,7 @@ def norm_backward(
     dw = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     db = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     step = tl.num_programs(0) * BLOCK_ROWS
-    for start in tl.range(program * BLOCK_ROWS, rows, step, num_stages=STAGES):
+    for start in tl.range(program * BLOCK_ROWS, rows, step, num_stages=NUM_STAGES):
         row = start + tl.arange(0, BLOCK_ROWS)[:, None]
         inside = within & (row < rows)
         xhat = _load(x_ptr, row, x_stride, cols, inside)
@@ -220,7 +215,7 @@ def norm_backward(
         xhat *= rstd
         if y_ptr is not None:
             bias = _load_bias(bias_ptr, cols, within)
-            _store(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
+            store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
         if partial_ptr is not None:
             dw += dy * xhat
             if bias_ptr is not None:
@@ -233,7 +228,7 @@ def norm_backward(
             dx *= rstd
             if residual_grad_ptr is not None:
                 dx += _load(residual_grad_ptr, row, residual_grad_stride, cols, inside)
-            _store(dx_ptr, row, columns, cols, inside, dx)
+            store_rows(dx_ptr, row, columns, cols, inside, dx)
     if partial_ptr is not None:
         at = partial_ptr + program * columns + cols
         tl.store(at, tl.sum(dw, 0, keep_dims=True), mask=within)
@@ -275,9 +270,9 @@ def norm_backward_wide(
         xhat = (_load(x_ptr, row, x_stride, cols, inside) - mean) * rstd
         if y_ptr is not None:
             bias = _load_bias(bias_ptr, cols, inside)
-            _store(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
+            store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
         dh = _load(dy_ptr, row, dy_stride, cols, inside) * scale
         dx = (dh - xhat * slope - shift) * rstd
         if residual_grad_ptr is not None:
             dx += _load(residual_grad_ptr, row, residual_grad_stride, cols, inside)
-        _store(dx_ptr, row, columns, cols, inside, dx)
+        store_rows(dx_ptr, row, columns, cols, inside, dx)

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from opfuser.kernels import column_sums, norm, norm_launch
 from opfuser.kernels.launch import INTERPRETED, recorded
-from tests.kernels.norms import EPS, Case, backward, check_norm, compare, forward, make, truth
+from tests.kernels.norms import (
+    EPS,
+    Case,
+    backward,
+    check_norm,
+    check_recomputed,
+    compare,
+    forward,
+    make,
+    truth,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -110,16 +120,13 @@ def test_residual_gradient_of_another_dtype(
     case = make("rms", (3, cols), torch.bfloat16, device)
     dtotal = torch.randn(3, cols, device=device, dtype=torch.float64).to(residual)
     saved = forward(case)
-    (dx,) = norm.rms_norm_backward(
-        case.dy, case.x, case.weight, saved["rstd"], dtotal, False, True, False, False
-    )
+    case = case._replace(dtotal=dtotal)
+    dx = backward(case, saved, (True, False, False))["dx"]
     assert dx.dtype == torch.promote_types(torch.bfloat16, residual)
     zero = case._replace(dy=torch.zeros_like(case.dy))
-    (alone,) = norm.rms_norm_backward(
-        zero.dy, case.x, case.weight, saved["rstd"], dtotal, False, True, False, False
-    )
+    alone = backward(zero, saved, (True, False, False))["dx"]
     assert torch.equal(alone, dtotal.to(alone.dtype))
-    expected = truth(case.to(torch.float64))["dx"] + dtotal.double()
+    expected = truth(case.to(torch.float64))["dx"]
     torch.testing.assert_close(dx.double(), expected, rtol=1e-3, atol=2e-3)
 
 
@@ -127,8 +134,11 @@ def test_residual_gradient_of_another_dtype(
 @pytest.mark.parametrize("shape", [(7, 33), (0, 33), (2, 16400)])
 def test_l2(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
     x, dy = (torch.randn(2, *shape, device=device)).to(dtype)
-    y, rnorm = norm.l2_norm_forward(x, 0.1)
-    dx = norm.l2_norm_backward(dy, x, rnorm)
+    y, _, _, rnorm = norm.norm_forward(x, None, None, None, 0.1, False, False)
+    args = dy, x, None, None, None, rnorm, None, 0.1, False, True, False, True
+    dx, dw, db, recomputed = norm.norm_backward(*args)
+    assert (dw, db) == (None, None)
+    check_recomputed(recomputed, y)
     results: dict[torch.dtype, list[Tensor]] = {}
     for wide in (torch.float32, torch.float64):
         leaf = x.to(wide).requires_grad_()
@@ -146,7 +156,7 @@ def test_layer_norm_far_from_zero(cols: int, device: torch.device) -> None:
     x = 300 + torch.randn(4, cols, device=device)
     x[:, 0] = -2000.0  # no element of a row can stand for its mean
     weight = torch.ones(cols, device=device)
-    y, mean, rstd = norm.layer_norm_forward(x, weight, None, 1e-12, False)
+    y, _, mean, rstd = norm.norm_forward(x, None, weight, None, 1e-12, False, True)
     variance, expected_mean = torch.var_mean(x.double(), -1, correction=0)
     torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(rstd.double(), variance.rsqrt(), rtol=1e-6, atol=0)
@@ -177,7 +187,7 @@ def test_results_do_not_depend_on_what_else_is_in_the_batch(device: torch.device
     case = make("layer", (40, 257), torch.float32, device)
     alone = case._replace(x=case.x[7:8], dy=case.dy[7:8])
     for name, result in backward(alone, forward(alone)).items():
-        if name in ("dx", "y again"):
+        if name in ("dx", "recomputed y"):
             assert torch.equal(result[0], backward(case, forward(case))[name][7])
 
 
@@ -185,13 +195,11 @@ def test_longer_rows_have_no_kernel(device: torch.device) -> None:
     x = torch.randn(2, norm_launch.MAX_COLS + 1, device=device)
     weight = torch.ones(x.shape[1], device=device)
     with recorded() as launches:
-        y, rstd = norm.rms_norm_forward(x, weight, EPS, False)
-        norm.rms_norm_backward(x, x, weight, rstd, None, False, True, True, True)
-        norm.add_rms_norm_forward(x, x, weight, EPS, False)
-        _, mean, rstd = norm.layer_norm_forward(x, weight, None, EPS, False)
-        norm.layer_norm_backward(x, x, weight, None, mean, rstd, None, EPS, False, True, True, True)
-        norm.add_layer_norm_forward(x, x, weight, None, EPS, False)
-        norm.l2_norm_backward(x, x, norm.l2_norm_forward(x, EPS)[1])
+        y = norm.norm_forward(x, None, weight, None, EPS, False, False).y
+        for scale, with_mean in ((None, False), (weight, False), (weight, True)):
+            _, total, mean, rstd = norm.norm_forward(x, x, scale, None, EPS, False, with_mean)
+            wants = True, scale is not None, True
+            norm.norm_backward(x, total, scale, None, mean, rstd, x, EPS, False, *wants)
     assert not launches
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (x.shape[1],), eps=EPS))
 
@@ -201,9 +209,11 @@ def test_columns_must_be_side_by_side(device: torch.device) -> None:
     weight, row = torch.ones(4, device=device), torch.ones(3, device=device)
     y = torch.ones(3, 4, device=device)
     calls: list[Any] = [
-        lambda: norm.rms_norm_forward(x, weight, EPS, False),
-        lambda: norm.add_rms_norm_forward(y, x, weight, EPS, False),
-        lambda: norm.l2_norm_backward(x, y, row),
+        lambda: norm.norm_forward(x, None, weight, None, EPS, False, False),
+        lambda: norm.norm_forward(y, x, weight, None, EPS, False, False),
+        lambda: norm.norm_backward(
+            x, y, None, None, None, row, None, EPS, False, True, False, False
+        ),
     ]
     text = r"side by side, but received strides \(1, 3\)\. Pass x\.contiguous\(\)\."
     for call in calls:

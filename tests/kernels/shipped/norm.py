@@ -32,9 +32,7 @@ def tensors(count: int, cols: int, dtype: torch.dtype) -> list[Tensor]:
 def rms_forward(cols: int, dtype: torch.dtype, *, add: bool, centred: bool = False) -> object:
     x, residual = tensors(2, cols, dtype)
     weight = tensor(cols, dtype=dtype)
-    if add:
-        return norm.add_rms_norm_forward(x, residual, weight, EPS, centred)
-    return norm.rms_norm_forward(x, weight, EPS, centred)
+    return norm.norm_forward(x, residual if add else None, weight, None, EPS, centred, False)
 
 
 def rms_backward(
@@ -42,21 +40,20 @@ def rms_backward(
 ) -> object:
     dy, x, residual = tensors(3, cols, dtype)
     scale = tensor(cols, dtype=weight or dtype)
-    return norm.rms_norm_backward(dy, x, scale, tensor(len(x)), residual, False, True, dw, y)
+    rstd = tensor(len(x))
+    return norm.norm_backward(dy, x, scale, None, None, rstd, residual, EPS, False, True, dw, y)
 
 
 def layer_forward(cols: int, dtype: torch.dtype, *, add: bool) -> object:
     x, residual = tensors(2, cols, dtype)
     weight = tensor(cols, dtype=dtype)
-    if add:
-        return norm.add_layer_norm_forward(x, residual, weight, weight, EPS, False)
-    return norm.layer_norm_forward(x, weight, weight, EPS, False)
+    return norm.norm_forward(x, residual if add else None, weight, weight, EPS, False, True)
 
 
 def layer_backward(cols: int, dtype: torch.dtype, *, y: bool) -> object:
     dy, x, residual = tensors(3, cols, dtype)
     weight, rows = tensor(cols, dtype=dtype), tensor(len(x))
-    return norm.layer_norm_backward(
+    return norm.norm_backward(
         dy, x, weight, weight, rows, rows, residual, EPS, False, True, True, y
     )
 
@@ -86,12 +83,14 @@ def chain_forward(
 
 
 def l2_forward(cols: int) -> object:
-    return norm.l2_norm_forward(tensor(ELEMENTS // cols, cols, dtype=BF16), 1e-6)
+    x = tensor(ELEMENTS // cols, cols, dtype=BF16)
+    return norm.norm_forward(x, None, None, None, 1e-6, False, False)
 
 
 def l2_backward(cols: int) -> object:
     dy, x = tensors(2, cols, BF16)
-    return norm.l2_norm_backward(dy, x, tensor(len(x)))
+    rnorm = tensor(len(x))
+    return norm.norm_backward(dy, x, None, None, None, rnorm, None, 1e-6, False, True, False, False)
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {}

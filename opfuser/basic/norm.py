@@ -1,0 +1,239 @@
+"""What RMSNorm and LayerNorm have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.norm import norm_backward, norm_forward
+from ..kernels.scalar import cast
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ._dtypes import check_parameter_dtype
+from ._norms import (
+    as_rows,
+    as_vector,
+    canonical_shape,
+    check_eps,
+    per_row,
+    refuse_input,
+    refuse_sm_margin,
+)
+
+__all__ = ["Norm"]
+
+
+class Norm(BasicOperation):
+    r"""Abstract. A subclass adds ``Saved`` and ``reference``, and says what of the formula it has.
+
+    .. math:: y = \frac{x - m}{\sqrt{\mathrm{mean}((x - m)^2) + \epsilon}} w + b
+
+    Class attributes:
+        with_mean: whether m is the mean of x; else it is 0.
+        with_bias: whether there is a b, which may be None.
+        Saved: the input, the mean if there is one, and one over the square root, of each row.
+    """
+
+    backward_reads_parameters = True
+    read_only: ClassVar[frozenset[str]] = frozenset({"normalized_shape"})
+    with_mean: ClassVar[bool]
+    with_bias: ClassVar[bool]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    class Settings(NamedTuple):
+        eps: float
+        zero_centered_gamma: bool
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: int | dict[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        where = type(self).__name__
+        shape = canonical_shape(normalized_shape, where)
+        check_parameter_dtype(dtype, where)
+        refuse_sm_margin(sm_margin, where)
+        self.normalized_shape = shape
+        self._cols = math.prod(shape)
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.make_settings()
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if self.with_bias:
+            self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def make_settings(self) -> Norm.Settings:
+        check_eps(self.eps, type(self).__name__)
+        return self.Settings(self.eps, self.zero_centered_gamma)
+
+    def reset_parameters(self) -> None:
+        """Sets the scale to one, and the bias to zero."""
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.with_bias and self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.compute
+
+    def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """Both as they are now, in one dimension; None is a bias that there is not."""
+        own = self._parameters  # without the 0.5 us of nn.Module.__getattr__
+        weight: Tensor | None = own.get("weight")
+        weight = self.weight if weight is None else weight  # parametrised
+        if not self.with_bias:
+            return as_vector(weight), None
+        bias: Tensor | None = own.get("bias")
+        bias = self.bias if bias is None else bias
+        return as_vector(weight), None if bias is None else as_vector(bias)
+
+    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        shape = self.normalized_shape
+        if input_.shape[-len(shape) :] != shape:
+            refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
+        y, _ = self._normalise(ctx, cast(input_, compute_dtype(input_, self)), None)
+        return y
+
+    def forward_of_sum(
+        self, ctx: OperationContext, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Output for the input ``x + residual``, and that input.
+
+        Args:
+            ctx: context in forward.
+            x: of the compute dtype, and ending in ``normalized_shape``.
+            residual: of the same dtype and shape.
+        """
+        y, total = self._normalise(ctx, x, residual)
+        assert total is not None
+        return y, total
+
+    def _normalise(
+        self, ctx: OperationContext, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        cols = self._cols
+        rows = as_rows(x, cols)
+        other = None if residual is None else as_rows(residual, cols)
+        weight, bias = self.weight_and_bias()
+        eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        y: Tensor
+        y, total, mean, rstd = norm_forward(
+            rows, other, weight, bias, eps, zero_centered, self.with_mean
+        )
+        if rows is not x:
+            y, leading = y.view_as(x), x.shape[: -len(self.normalized_shape)]
+            rstd = per_row(rstd, leading)
+            mean = None if mean is None else per_row(mean, leading)
+            total = None if total is None else total.view_as(x)
+        if ctx.requires_grad:
+            self.save(ctx, x if total is None else total, mean, rstd)
+        return y, total
+
+    def save(self, ctx: OperationContext, x: Tensor, mean: Tensor | None, rstd: Tensor) -> None:
+        """Saves what backward reads: the fields of ``Saved``.
+
+        Args:
+            ctx: context in a forward whose backward will run.
+            x: the input, as it was normalised.
+            mean: of each row, where ``with_mean``.
+            rstd: of each row.
+        """
+        if mean is None:
+            ctx.save_for_backward(x, rstd)
+        else:
+            ctx.save_for_backward(x, mean, rstd)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        dx, grads, _ = self.gradients(ctx, grad_output, None)
+        return dx, grads
+
+    def gradients(
+        self,
+        ctx: OperationContext,
+        grad_output: Tensor,
+        residual_grad: Tensor | None,
+        want_y: bool = False,
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...], Tensor | None]:
+        """Gradients as of ``op_backward``, and if wanted the output, recomputed in the same pass.
+
+        Args:
+            ctx: context in backward.
+            grad_output: gradient of the output; that of the input gets its shape.
+            residual_grad: added to the gradient of the input.
+            want_y: whether to recompute the output, in the shape of ``grad_output``.
+        """
+        cols, needs_dx, needs = self._cols, ctx.needs.input, ctx.needs.parameters
+        x, mean, rstd = self._saved(ctx)
+        weight, bias = _parameters(ctx)
+        eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        dy = as_rows(grad_output, cols)
+        dx, dw, db, y = norm_backward(
+            dy,
+            as_rows(x, cols),
+            as_vector(weight),
+            None if bias is None else as_vector(bias),
+            None if mean is None else as_vector(mean),
+            as_vector(rstd),
+            None if residual_grad is None else as_rows(residual_grad, cols),
+            eps,
+            zero_centered,
+            needs_dx,
+            True in needs,
+            want_y,
+        )
+        if dy is not grad_output:
+            dx = None if dx is None else dx.view_as(grad_output)
+            y = None if y is None else y.view_as(grad_output)
+        grads = (dw, db)[: len(needs)]
+        if weight.dim() > 1:
+            grads = tuple([None if grad is None else grad.view_as(weight) for grad in grads])
+        if False in needs:  # those of weight and bias are computed together
+            grads = tuple([grad if need else None for grad, need in zip(grads, needs)])
+        return dx, grads, y
+
+    def recompute(self, ctx: OperationContext) -> Tensor:
+        """In backward, the output again, in the shape of the input that was saved."""
+        x = self._saved(ctx)[0]
+        weight, bias = _parameters(ctx)
+        rows, shift = as_rows(x, self._cols), None if bias is None else as_vector(bias)
+        settings = ctx.settings or self.frozen_settings(ctx)
+        y: Tensor
+        y, *_ = norm_forward(rows, None, as_vector(weight), shift, *settings, self.with_mean)
+        return y if rows is x else y.view_as(x)
+
+    def _saved(self, ctx: OperationContext) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Input, mean and rstd."""
+        if self.with_mean:
+            x, mean, rstd = ctx.saved_tensors
+            return x, mean, rstd
+        x, rstd = ctx.saved_tensors
+        return x, None, rstd
+
+    def extra_repr(self) -> str:
+        centred = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        return f"{self.normalized_shape}, eps={self.eps}{centred}"
+
+
+def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias as forward saw them."""
+    weight, bias = (*ctx.parameters, None)[:2]
+    return weight, bias

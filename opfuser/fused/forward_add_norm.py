@@ -1,0 +1,122 @@
+"""Residual sum and RMSNorm or LayerNorm in forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..basic.add_extra_input import AddExtraInput
+from ..basic.layer_norm import LayerNorm
+from ..basic.make_extra_output import MakeExtraOutput
+from ..basic.norm import Norm
+from ..basic.rms_norm import RMSNorm
+from ..fusion import Env, Fusion, Optional, Refusal
+from ..op import FusedOperation, FusibleOperation, OperationContext
+from ._residual_sum import NORM
+from .parts.norm import NormPart
+
+__all__ = [
+    "FUSION_OF_LAYER_NORM",
+    "FUSION_OF_RMS_NORM",
+    "ForwardAddLayerNorm",
+    "ForwardAddNorm",
+    "ForwardAddRMSNorm",
+]
+
+
+class ForwardAddNorm(FusedOperation):
+    r"""Abstract: a subclass names its norm. Forward of AddExtraInput and a norm.
+
+    .. math:: s = z + x, \quad y = \mathrm{norm}(s)
+
+    z is the extra input, of the shape of x; it is read, never written. With a MakeExtraOutput
+    between the two, s is also the extra output: the residual stream of a pre-norm block.
+    Saves what the norm saves, s in place of its input.
+
+    For A elements the kernel moves 4A instead of 5A, where x and z have the compute dtype; else
+    sum and norm are separate, as they are on a CPU. No kernel of ATen takes a sum.
+
+    Args:
+        add: the sum with the extra input.
+        make_extra: what publishes the sum, or None.
+        norm: the norm.
+
+    Raises:
+        InputError: in forward, as in the operations that it replaces.
+    """
+
+    _part: NormPart
+
+    def __init__(self, add: AddExtraInput, make_extra: MakeExtraOutput | None, norm: Norm) -> None:
+        part = NormPart(add, make_extra, norm)
+        super().__init__(part.ops)
+        self._part = part
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        return self._part.forward(basic_op_ctxs, input_, basic_op_extra_inputs, save_input=True)
+
+
+class ForwardAddRMSNorm(ForwardAddNorm):
+    """ForwardAddNorm of RMSNorm. Saves (s, rstd).
+
+    Args:
+        add: the sum with the extra input.
+        make_extra: what publishes the sum, or None.
+        rmsnorm: the norm.
+    """
+
+    def __init__(
+        self, *, add: AddExtraInput, make_extra: MakeExtraOutput | None, rmsnorm: RMSNorm
+    ) -> None:
+        super().__init__(add, make_extra, rmsnorm)
+
+
+class ForwardAddLayerNorm(ForwardAddNorm):
+    """ForwardAddNorm of LayerNorm. Saves (s, mean, rstd).
+
+    Args:
+        add: the sum with the extra input.
+        make_extra: what publishes the sum, or None.
+        layernorm: the norm.
+    """
+
+    def __init__(
+        self, *, add: AddExtraInput, make_extra: MakeExtraOutput | None, layernorm: LayerNorm
+    ) -> None:
+        super().__init__(add, make_extra, layernorm)
+
+
+def _refuses(*ops: FusibleOperation | None, env: Env) -> Refusal | None:
+    return NORM.refuses_order(ops, env)
+
+
+FUSION_OF_RMS_NORM = Fusion(
+    name="forward_add_rms_norm",
+    stage="forward",
+    pattern=(AddExtraInput, Optional(MakeExtraOutput), RMSNorm),
+    refuses=_refuses,
+    build=lambda add, make_extra, rmsnorm: ForwardAddRMSNorm(
+        add=add, make_extra=make_extra, rmsnorm=rmsnorm
+    ),
+)
+
+FUSION_OF_LAYER_NORM = Fusion(
+    name="forward_add_layer_norm",
+    stage="forward",
+    pattern=(AddExtraInput, Optional(MakeExtraOutput), LayerNorm),
+    refuses=_refuses,
+    build=lambda add, make_extra, layernorm: ForwardAddLayerNorm(
+        add=add, make_extra=make_extra, layernorm=layernorm
+    ),
+)
