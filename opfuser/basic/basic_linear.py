@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import gemm
 from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
-from ..kernels.scalar import cast
 from ..op import BasicOperation, Dtypes, OperationContext
-from ._backward_pass import Destination, destination, note_forward
 from ._distributed import (
     all_reduce,
     gather_first_dim,
@@ -23,34 +22,17 @@ from ._distributed import (
     refuse_reference,
     shard_linear,
 )
-from ._wgrad import accumulate_main_grad, add_wgrad, as_rows, grad_buffer, refuse_both
+from ._weight_grad import (
+    Computed,
+    Product,
+    into_grad,
+    into_main_grad,
+    keep_weights,
+    kept_weights,
+    refuse_both,
+)
 
-__all__ = ["BasicLinear", "linear_dgrad", "linear_forward", "linear_wgrad"]
-
-
-def linear_forward(x: Tensor, weight: Tensor) -> Tensor:
-    """``y = x Wᵀ`` for x (..., in), weight (out, in) of one dtype."""
-    return nn.functional.linear(x, weight)
-
-
-def _mm(a: Tensor, b: Tensor, scale: float | None) -> Tensor:
-    """``s a b``, with the factor applied inside the GEMM."""
-    if scale is None:
-        return torch.mm(a, b)
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
-
-
-def linear_dgrad(dy: Tensor, weight: Tensor, scale: float | None = None) -> Tensor:
-    """``dx = s dy W`` for dy (..., out), weight (out, in), in the dtype of the weight."""
-    dy = cast(dy, weight.dtype)
-    if dy.dim() == 2:
-        return _mm(dy, weight, scale)
-    return _mm(as_rows(dy), weight, scale).view(*dy.shape[:-1], weight.shape[1])
-
-
-def linear_wgrad(dy: Tensor, x: Tensor, scale: float | None = None) -> Tensor:
-    """``dW = s dyᵀ x`` over all rows for dy (..., out), x (..., in), in the dtype of x."""
-    return _mm(as_rows(cast(dy, x.dtype)).t(), as_rows(x), scale)
+__all__ = ["BasicLinear"]
 
 
 class BasicLinear(BasicOperation):
@@ -220,8 +202,35 @@ class BasicLinear(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
+        x, w = self.operands(ctx, input_)
+        y = gemm.forward(x, w)
         sharding = self.sharding
-        w = self._parameters.get("weight")
+        if sharding.mode is None:
+            return y
+        if sharding.scatters_output:
+            return reduce_scatter_first_dim(y, sharding.group)
+        return all_reduce(y, sharding.group, reuse=True) if sharding.mode == "row" else y
+
+    def operands(
+        self, ctx: OperationContext, input_: Tensor, *, save: bool = True
+    ) -> tuple[gemm.Operand, gemm.Operand]:
+        """In forward, input and weight as the GEMM takes them: checked, cast, and gathered.
+
+        Every forward that computes this operation begins with it, those of fusions too. A tuple,
+        since a named one costs a small call one percent.
+
+        Args:
+            ctx: this operation's context.
+            input_: its input.
+            save: whether to save what :meth:`op_backward` reads.
+
+        Raises:
+            ArgumentError: the weight was cleared.
+            InputError: the last dimension of the input is not the local ``in_features``, or its
+                dtype is not one that linear operations take.
+        """
+        sharding = self.sharding
+        w: Tensor | None = self._parameters.get("weight")
         if w is None:
             w = self._weight_not_registered()
         x = input_
@@ -229,24 +238,19 @@ class BasicLinear(BasicOperation):
             self._refuse_input(x)
         dtype = autocast_dtype(x.device) or w.dtype
         if any(ctx.settings or self.frozen_settings(ctx)):
-            self._keep_weight(ctx, w)
+            keep_weights(ctx, [w])
         if x.dtype != dtype:
             if x.dtype not in COMPUTE_DTYPES:
                 refuse_dtype(x, self)
             x = x.to(dtype)
         if w.dtype != dtype:
-            w = w.to(dtype)  # type: ignore[assignment]
-        if ctx.requires_grad:
+            w = w.to(dtype)
+        if save and ctx.requires_grad:
             needs = ctx.needs
             ctx.save_for_backward(x if needs.parameters[0] else None, w if needs.input else None)
-        if sharding.mode is None:
-            return linear_forward(x, w)
-        if sharding.gathers_input:
+        if sharding.mode is not None and sharding.gathers_input:
             x = gather_first_dim(x, sharding.group)
-        y = linear_forward(x, w)
-        if sharding.scatters_output:
-            return reduce_scatter_first_dim(y, sharding.group)
-        return all_reduce(y, sharding.group, reuse=True) if sharding.mode == "row" else y
+        return x, w
 
     def _refuse_input(self, x: Tensor) -> None:
         raise InputError(
@@ -276,17 +280,6 @@ class BasicLinear(BasicOperation):
             )
         return weight
 
-    def _keep_weight(self, ctx: OperationContext, weight: Tensor) -> None:
-        """Keeps for backward the object whose ``main_grad`` or ``grad`` takes the gradient.
-
-        Not a saved tensor: unpacking one may give another object, without the attribute.
-        """
-        if torch.compiler.is_compiling():
-            return
-        note_forward()
-        if ctx.requires_grad:
-            ctx.grad_weight = weight
-
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
@@ -296,7 +289,7 @@ class BasicLinear(BasicOperation):
         if sharding.scatters_output:
             dy = gather_first_dim(dy, sharding.group)
         if needs.input:
-            dx = linear_dgrad(dy, w)
+            dx = gemm.dgrad(dy, w)
             if sharding.gathers_input:
                 dx = reduce_scatter_first_dim(dx, sharding.group)
             elif sharding.mode == "column":
@@ -332,26 +325,40 @@ class BasicLinear(BasicOperation):
         Raises:
             ArgumentError: ``main_grad`` is asked for and missing.
         """
-        into_main_grad, into_grad = self.settings if ctx is None else self.frozen_settings(ctx)
-        if not (into_main_grad or into_grad):
-            return linear_wgrad(dy, x, scale)
-        weight: nn.Parameter | None = getattr(ctx, "grad_weight", None)
-        factor = 1.0 if scale is None else scale
-        if into_grad:
-            grad = None if weight is None else grad_buffer(weight, x)
-            if grad is None:
-                return linear_wgrad(dy, x, scale)
-            add_wgrad(grad, as_rows(cast(dy, x.dtype)), as_rows(x), add=True, scale=factor)
-            return None
-        # None: no context, or a forward fusion of the user's filled it in.
-        into = self.weight if weight is None else weight
-        goes = destination(into)
-        if goes is Destination.NOWHERE and weight is not None:
-            return None
-        if goes is not Destination.ACCUMULATED:  # or the weight of now is not that of forward
-            return linear_wgrad(dy, x, scale)
-        rows = as_rows(cast(dy, x.dtype))
-        return accumulate_main_grad(into, rows, as_rows(x), type(self).__name__, factor)
+        settings = self.settings if ctx is None else self.frozen_settings(ctx)
+        if not any(settings):
+            return gemm.wgrad(dy, x, scale=scale)
+        return self.hand_over(Product(dy, x, scale), ctx)
+
+    def hand_over(
+        self, gradient: Product | Computed, ctx: OperationContext | None
+    ) -> Tensor | None:
+        """As :meth:`weight_grad`, for a gradient in either form.
+
+        One that is computed already goes to ``main_grad``, but never to ``grad``.
+        """
+        settings = self.settings if ctx is None else self.frozen_settings(ctx)
+        weight = next(iter(kept_weights(ctx)), None)
+        if settings.accumulate_into_main_grad:
+            # None: no context, a forward fusion of the user's filled it in, or it was traced.
+            into, where = self.weight if weight is None else weight, type(self).__name__
+            return into_main_grad(gradient, into, where, of_forward=weight is not None)
+        if settings.accumulate_into_grad and isinstance(gradient, Product):
+            return into_grad(gradient, weight)
+        return gradient.value()
+
+    def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Operand) -> torch.dtype:
+        """In forward, the dtype in which the gradient of the weight is best summed and kept.
+
+        Args:
+            ctx: this operation's context.
+            w: of :meth:`operands`.
+        """
+        weight = self._parameters.get("weight")
+        dtype = w.dtype if weight is None else weight.dtype  # None: it is parametrised
+        if self.frozen_settings(ctx).accumulate_into_main_grad:
+            return torch.promote_types(dtype, torch.float32)
+        return dtype
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         if self.sharding.mode is not None:

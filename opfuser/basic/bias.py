@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -115,19 +116,42 @@ class Bias(BasicOperation):
         except IndexError:  # no dimensions; asking for them first would cost every call
             fits = False
         if not fits:
-            self._refuse_input(input_)
+            self._refuse_input(input_.shape)
         if bias.dtype != input_.dtype:
             if input_.dtype not in COMPUTE_DTYPES:
                 refuse_dtype(input_, self)
             bias = bias.to(input_.dtype)
         return input_.add(bias)  # a tenth of a microsecond less than the operator
 
-    def _refuse_input(self, input_: Tensor) -> None:
+    def operand(self, x: Tensor, weight: Tensor | None = None) -> Tensor | None:
+        """The bias, checked, for a pass of a fusion that adds it; None where it was cleared.
+
+        Args:
+            x: what it is added to.
+            weight: where it is added to ``x Wᵀ``, that W. The bias is cast to its dtype then.
+
+        Raises:
+            InputError: the bias is not as long as the rows that it is added to.
+        """
+        b: Tensor | None = self._parameters.get("bias")  # without 0.5 us of nn.Module.__getattr__
+        if b is None:
+            b = self.bias  # parametrised, or cleared
+            if b is None:
+                return None
+        if weight is None:
+            if x.shape[-1:] != b.shape:
+                self._refuse_input(x.shape)
+            return b
+        if b.shape[0] != weight.shape[0]:
+            self._refuse_input((*x.shape[:-1], weight.shape[0]))
+        return b if b.dtype == weight.dtype else b.to(weight.dtype)
+
+    def _refuse_input(self, shape: Sequence[int]) -> None:
         raise InputError(
             explain(
                 "The last dimension of the input must be the size of the bias",
                 where=f"{type(self).__name__}({self.extra_repr()})",
-                received=f"shape {tuple(input_.shape)}",
+                received=f"shape {tuple(shape)}",
                 remedy=f"Pass a tensor of shape (..., {self.local_size})",
             )
         )

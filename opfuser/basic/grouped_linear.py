@@ -11,21 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
-from ..errors import ArgumentError, NotSupportedError, OpKwargsError, explain
-from ..op import BasicOperation, Dtypes, OperationContext
-from ._backward_pass import backward_pass, note_forward
-from ._buffers import check_buffers, may_become_grad, overlap
-from ._grouped_gemm import (
+from ..errors import ArgumentError, explain
+from ..gemm import (
     RowGroups,
-    check_grouped_inputs,
-    grouped_bias_grad,
-    grouped_mm,
+    as_rows,
+    grouped_dgrad,
+    grouped_forward,
     has_grouped_gemm,
     row_groups,
-    scale_grad,
 )
-from ._grouped_wgrad import DelayedWgrads, GroupedLinearSettings, GroupedWgrad
-from ._wgrad import as_rows, refuse_both
+from ..op import BasicOperation, Dtypes, OperationContext
+from ._autograd_state import backward_pass
+from ._grouped_bias import grouped_bias, grouped_bias_grad, scale_grad
+from ._grouped_inputs import check_grouped_inputs
+from ._grouped_weight_grad import DelayedWgrads, GroupedLinearSettings, GroupedWgrad
+from ._result_buffers import buffers_of_call, check_buffers, may_become_grad, overlap
+from ._weight_grad import keep_weights, kept_weights, refuse_both
 
 __all__ = ["GroupedLinear"]
 
@@ -235,7 +236,8 @@ class GroupedLinear(BasicOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        output, grad_input = _buffers(**basic_op_kwargs[0])
+        where = type(self).__name__
+        output, grad_input = buffers_of_call("GroupedLinear", **basic_op_kwargs[0])
         ctx = basic_op_ctxs[0]
         split_sizes, *others = basic_op_extra_inputs[0]
         scales = others[0] if self.scale_bias else None
@@ -246,36 +248,30 @@ class GroupedLinear(BasicOperation):
             scales,
             num_groups=self.num_groups,
             in_features=self.in_features,
-            where=type(self).__name__,
+            where=where,
         )
         if input_.dtype not in COMPUTE_DTYPES:
             refuse_dtype(input_, self)
-        weights = self._current_weights()
-        biases = self._current_biases()
+        weights, biases = self._current_weights(), self._current_biases()
         dtype = autocast_dtype(input_.device) or weights[0].dtype
         shape = *input_.shape[:-1], self.out_features
         if output is not None or grad_input is not None:
             others = [input_, *basic_op_extra_inputs[0], *weights, *biases]
             like = {"output": (shape, dtype), "grad_input": (input_.shape, input_.dtype)}
-            check_buffers((output, grad_input), like, input_.device, others, type(self).__name__)
+            check_buffers((output, grad_input), like, input_.device, others, where)
         x = as_rows(input_).to(dtype)
         if split_sizes.is_cuda and not has_grouped_gemm(x, self.out_features):
             split_sizes = split_sizes.cpu()  # backward needs them there too: wait for the GPU once
-        groups = row_groups(split_sizes, x, type(self).__name__)
+        groups = row_groups(split_sizes, x, where)
         out = None if output is None else as_rows(output)
-        y = grouped_mm(x, self._matrices(weights, dtype), groups, transpose=True, out=out)
+        y = grouped_forward(x, self._matrices(weights, dtype), groups, out=out)
         if biases:
-            added = groups.spread(self._table(biases), x.shape[0])
-            y += added if scales is None else added * scales.reshape(-1, 1)
-        keep = any(ctx.settings or self.frozen_settings(ctx)) and not torch.compiler.is_compiling()
-        if keep:
-            note_forward()
+            y += grouped_bias(self._table(biases), scales, groups, x.shape[0])
+        if any(ctx.settings or self.frozen_settings(ctx)):
+            keep_weights(ctx, weights)
         if ctx.requires_grad:
             wants_weights = any(ctx.needs.parameters[: len(weights)])
             ctx.save_for_backward(split_sizes, scales, x if wants_weights else None)
-            if wants_weights and keep:
-                # Not saved: unpacking a saved tensor may give another object, without main_grad.
-                ctx.grad_weights = weights
             if grad_input is not None and ctx.needs.input:
                 ctx.grad_input = grad_input
         # Autograd must not take the caller's tensor, nor a view of it, for one of its own.
@@ -319,22 +315,7 @@ class GroupedLinear(BasicOperation):
             dx = dx.view(*grad_output.shape[:-1], self.in_features)
         grads: list[Tensor | None] = [None] * len(parameters)
         if x is not None:
-            settings = self.frozen_settings(ctx)
-            owners = getattr(ctx, "grad_weights", ())  # none if a fusion of the user's filled it in
-            kept = bool(owners)
-            if not kept and (settings.accumulate_into_main_grad or settings.delay_wgrad_compute):
-                owners = self._current_weights()
-            work = GroupedWgrad(
-                dy,
-                x,
-                groups,
-                needs.parameters[:count],
-                owners,
-                self.single_grouped_weight,
-                settings,
-                backward_pass(),
-            )
-            grads[:count] = work.grads(self._delayed, kept=kept)
+            grads[:count] = self._weight_grads(ctx, dy, x, groups)
         if any(needs.parameters[count:]):
             db = grouped_bias_grad(dy, scales, groups).to(biases[0].dtype)
             grads[count:] = [db] if self.single_grouped_bias else db.unbind(0)
@@ -347,13 +328,25 @@ class GroupedLinear(BasicOperation):
     ) -> Tensor:
         matrices = self._matrices(weights, dy.dtype)
         if buffer is None:
-            return grouped_mm(dy, matrices, groups, transpose=False)
-        rows = as_rows(buffer)
-        if buffer.dtype == dy.dtype:
-            grouped_mm(dy, matrices, groups, transpose=False, out=rows)
-        else:
-            rows.copy_(grouped_mm(dy, matrices, groups, transpose=False))
+            return grouped_dgrad(dy, matrices, groups)
+        grouped_dgrad(dy, matrices, groups, out=as_rows(buffer))
         return buffer.clone() if may_become_grad(buffer) else buffer.detach()
+
+    def _weight_grads(
+        self, ctx: OperationContext, dy: Tensor, x: Tensor, groups: RowGroups
+    ) -> list[Tensor | None]:
+        """What autograd gets for the weights."""
+        settings, needed = (
+            self.frozen_settings(ctx),
+            ctx.needs.parameters[: len(self._weight_names)],
+        )
+        weights = kept_weights(ctx)
+        of_forward = bool(weights)
+        if not of_forward and (settings.accumulate_into_main_grad or settings.delay_wgrad_compute):
+            weights = self._current_weights()
+        stacked, number = self.single_grouped_weight, backward_pass()
+        work = GroupedWgrad(dy, x, groups, needed, weights, stacked, settings, number)
+        return work.grads(self._delayed, of_forward=of_forward)
 
     def need_backward_dw(self) -> bool:
         """Whether gradients of the weights are left to :meth:`backward_dw`."""
@@ -397,28 +390,6 @@ class GroupedLinear(BasicOperation):
             f"num_groups={self.num_groups}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.use_bias}"
         )
-
-
-def _buffers(
-    output: Tensor | None = None, grad_input: Tensor | None = None, **others: Any
-) -> tuple[Tensor | None, Tensor | None]:
-    """The buffers among the keywords of forward."""
-    if others:
-        raise OpKwargsError(
-            explain(
-                "The forward of GroupedLinear takes the keywords output and grad_input",
-                received=", ".join(others),
-            )
-        )
-    if torch.compiler.is_compiling() and not (output is None and grad_input is None):
-        raise NotSupportedError(
-            explain(
-                "GroupedLinear does not write to buffers of the caller while torch.compile traces",
-                received="output or grad_input",
-                remedy="Leave it out of torch.compile, or copy the results",
-            )
-        )
-    return output, grad_input
 
 
 def _names(stem: str, count: int, single: bool) -> list[str]:

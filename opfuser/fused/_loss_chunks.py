@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..basic._wgrad import add_wgrad, as_rows
-from ..basic.basic_linear import linear_forward
+from .. import gemm
 from ..kernels.cross_entropy import (
     LossGradient,
     Terms,
@@ -16,9 +15,9 @@ from ..kernels.cross_entropy import (
     cross_entropy_gradient,
 )
 
-__all__ = ["Gradients", "Work", "split", "walk"]
+__all__ = ["Head", "LossesAndGradients", "losses_and_gradients", "split"]
 
-# Up to so many chunks the gradient of a weight in halves is summed in halves.
+# Up to so many chunks the gradient of a bf16 weight is summed in bf16.
 _FEW = 4
 # Rows of a chunk are a multiple of what the tiles of a GEMM are high.
 _MULTIPLE = 256
@@ -39,7 +38,7 @@ class _Limits(NamedTuple):
     large: int
 
 
-# At 8192 tokens and 128256 classes in halves 4 chunks of 2048 rows, 525 MB each.
+# At 8192 tokens and 128256 classes in bf16 4 chunks of 2048 rows, 525 MB each.
 _GPU = _Limits(1024, 1 << 27, 1 << 29)
 # For the last level of cache. With 1024 tokens, d = 512 and 32000 classes in one thread, chunks of
 # 128, 256, 512 and 1024 rows take 1.12, 1.04, 1.05 and 1.05 times as long as the GEMMs alone.
@@ -54,9 +53,9 @@ class Split(NamedTuple):
 
 
 def split(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Split:
-    """How to walk over the rows of ``x``.
+    """The chunks of the rows of ``x``.
 
-    A sum in halves is rounded once per chunk. Up to 4 chunks that is less than twice the error of
+    A sum in bf16 is rounded once per chunk. Up to 4 chunks that is less than twice the error of
     one GEMM; beyond, the sum is in fp32, so that more chunks are made only where that memory is
     less than what larger chunks take. fp16 would not hold gradients before they are scaled.
 
@@ -77,8 +76,8 @@ def split(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Split:
     return Split(size, dtype if narrow else wide)
 
 
-class Work(NamedTuple):
-    """Rows of one call.
+class Head(NamedTuple):
+    """What the loss of one call is computed from.
 
     Attributes:
         x, w: operands of the forward GEMM, of one dtype: (..., in), (out, in).
@@ -89,73 +88,80 @@ class Work(NamedTuple):
         dw_dtype: of the gradient of w; None: it is not wanted.
     """
 
-    x: Tensor
-    w: Tensor
+    x: gemm.Operand
+    w: gemm.Operand
     targets: Tensor
     divisor: Tensor | None
     terms: Terms
     wants_dx: bool
     dw_dtype: torch.dtype | None
 
-    def gradient(self, logits: Tensor, part: slice) -> LossGradient:
+    def loss_gradient(self, logits: Tensor, chunk: slice) -> LossGradient:
         """Losses of some rows, and the gradient of their logits, which may take their place."""
         gradient: LossGradient = cross_entropy_gradient(
-            logits, self.targets[part], self.divisor, self.terms
+            logits, self.targets[chunk], self.divisor, self.terms
         )
         return gradient
 
 
-Gradients = tuple[Tensor, Tensor | None, Tensor | None]
+class LossesAndGradients(NamedTuple):
+    """Losses of the rows, and the gradients of x and w, as far as they are wanted."""
+
+    losses: Tensor
+    dx: Tensor | None
+    dw: Tensor | None
 
 
-def walk(work: Work) -> Gradients:
-    """Losses of rows; gradients of x and w, as far as they are wanted."""
-    return _traced(work) if torch.compiler.is_compiling() else _walked(work)
+def losses_and_gradients(head: Head) -> LossesAndGradients:
+    """All that forward and backward compute from the logits, chunk by chunk of the rows."""
+    return _functional(head) if torch.compiler.is_compiling() else _in_place(head)
 
 
-def _walked(work: Work) -> Gradients:
-    x, w, targets = work.x, work.w, work.targets
-    rows = as_rows(x)
-    size, sum_dtype = split(rows, w, work.dw_dtype or torch.float32)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if work.wants_dx else None
-    dx_rows = None if dx is None else as_rows(dx)
+def _in_place(head: Head) -> LossesAndGradients:
+    """With one chunk of logits in memory, and gradients written to where they belong."""
+    x, w, targets = head.x, head.w, head.targets
+    rows = gemm.as_rows(x)
+    size, sum_dtype = split(rows, w, head.dw_dtype or torch.float32)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if head.wants_dx else None
+    dx_rows = None if dx is None else gemm.as_rows(dx)
     dw = None
-    if work.dw_dtype is not None:
+    if head.dw_dtype is not None:
         make = torch.empty if targets.numel() else torch.zeros
         dw = make(w.shape, dtype=sum_dtype, device=w.device)
     buffer = _logits_like(rows[:size], w)
     losses = []
     for start in range(0, rows.shape[0], size):
-        part = slice(start, start + size)
-        logits = torch.mm(rows[part], w.t(), out=buffer[: rows[part].shape[0]])
+        chunk = slice(start, start + size)
+        logits = gemm.forward_into(buffer[: rows[chunk].shape[0]], rows[chunk], w)
         if dx is None and dw is None:
-            losses.append(cross_entropy_forward(logits, targets[part], work.terms).loss)
+            losses.append(cross_entropy_forward(logits, targets[chunk], head.terms).loss)
             continue
-        row_losses, dlogits = work.gradient(logits, part)
+        row_losses, dlogits = head.loss_gradient(logits, chunk)
         losses.append(row_losses)
         if dx_rows is not None:
-            torch.mm(dlogits, w, out=dx_rows[part])
+            gemm.dgrad_into(dx_rows[chunk], dlogits, w)
         if dw is not None:
-            _add_wgrad(dw, dlogits, rows[part], add=start > 0)
-    return _joined(losses, x), dx, dw
+            gemm.wgrad_into(dw, dlogits, rows[chunk], accumulate=start > 0, may_round=True)
+    return LossesAndGradients(_joined(losses, x), dx, dw)
 
 
-def _traced(work: Work) -> Gradients:
+def _functional(head: Head) -> LossesAndGradients:
     """The same without writing to tensors, which a tracer would have to undo."""
-    x, w, dw_dtype = work.x, work.w, work.dw_dtype
-    rows = as_rows(x)
+    x, w, dw_dtype = head.x, head.w, head.dw_dtype
+    rows = gemm.as_rows(x)
     size, sum_dtype = split(rows, w, dw_dtype or torch.float32)
     losses, dxs, dw = [], [], None
     for start in range(0, max(rows.shape[0], 1), size):  # once without rows, for the shapes
-        part = slice(start, start + size)
-        row_losses, dlogits = work.gradient(linear_forward(rows[part], w), part)
+        chunk = slice(start, start + size)
+        row_losses, dlogits = head.loss_gradient(gemm.forward(rows[chunk], w), chunk)
         losses.append(row_losses)
-        if work.wants_dx:
-            dxs.append(torch.mm(dlogits, w))
+        if head.wants_dx:
+            dxs.append(gemm.dgrad(dlogits, w))
         if dw_dtype is not None:
-            product = _wgrad(dlogits, rows[part], sum_dtype)
+            product = gemm.wgrad(dlogits, rows[chunk], dtype=sum_dtype)
             dw = product if dw is None else dw + product
-    return _joined(losses, x), torch.cat(dxs).view(x.shape) if work.wants_dx else None, dw
+    dx = torch.cat(dxs).view(x.shape) if head.wants_dx else None
+    return LossesAndGradients(_joined(losses, x), dx, dw)
 
 
 def _joined(losses: list[Tensor], x: Tensor) -> Tensor:
@@ -176,23 +182,3 @@ def _logits_like(rows: Tensor, w: Tensor) -> Tensor:
     padded = -(-classes // multiple) * multiple
     buffer = torch.empty((rows.shape[0], padded), dtype=rows.dtype, device=rows.device)
     return buffer[:, :classes]
-
-
-def _add_wgrad(out: Tensor, dy: Tensor, x: Tensor, *, add: bool) -> None:
-    """As ``add_wgrad``, but on a CPU a product of halves is rounded before it is added to fp32.
-
-    No GEMM does both there, and one in fp32 takes several times as long.
-    """
-    if out.dtype == dy.dtype or not out.is_cpu:
-        add_wgrad(out, dy, x, add=add)
-    elif add:
-        out.add_(_wgrad(dy, x, out.dtype))
-    else:
-        out.copy_(_wgrad(dy, x, out.dtype))
-
-
-def _wgrad(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``dyᵀ x`` in ``dtype``. fp16 would not hold the sum of gradients that nothing has divided."""
-    if dy.dtype == torch.float16:
-        dy, x = dy.to(dtype), x.to(dtype)
-    return torch.mm(dy.t(), x).to(dtype)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .. import gemm
 from ..basic.basic_linear import BasicLinear
 from ..basic.make_extra_output import MakeExtraOutput
 from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, OperationContext
-from ._linear import add_dgrad, backward_refusal, insist
+from ._linear import backward_refusal, insist
 
 __all__ = ["FUSION", "BackwardLinearAdd"]
 
@@ -59,7 +60,7 @@ class BackwardLinearAdd(FusedOperation):
         x, w = ctx.saved_tensors
         ours = only_reference(basic_op_grad_extra_outputs[0])
         (g,) = basic_op_grad_extra_outputs[0]
-        dx = add_dgrad(g, grad_output, w, in_place=ours) if ctx.needs.input else None
+        dx = gemm.dgrad(grad_output, w, add=g, in_place=ours) if ctx.needs.input else None
         dw = linear.weight_grad(grad_output, x, ctx) if ctx.needs.parameters[0] else None
         return dx, [(), (dw,)], [(), ()]
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..basic.basic_linear import BasicLinear, linear_dgrad
+from .. import gemm
+from ..basic.basic_linear import BasicLinear
 from ..basic.constant_scale import ConstantScale
 from ..fusion import Env, Fusion, Refusal
 from ..kernels.scalar import cast
@@ -56,7 +57,7 @@ class BackwardLinearScale(FusedOperation):
         needs_dx, needs_dw = ctx.needs.input, ctx.needs.parameters[0]
         (s,) = scale.frozen_settings(basic_op_ctxs[1])
         dy = cast(grad_output, w.dtype if needs_dx else x.dtype)  # once for two GEMMs
-        dx = linear_dgrad(dy, w, s) if needs_dx else None
+        dx = gemm.dgrad(dy, w, scale=s) if needs_dx else None
         dw = linear.weight_grad(dy, x, ctx, s) if needs_dw else None
         return dx, [(dw,), ()], [(), ()]
 

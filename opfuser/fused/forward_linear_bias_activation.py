@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from .. import gemm
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..errors import NotSupportedError, explain
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, OperationContext
-from ._linear import bias_operand, forward_refusal, insist, linear_operands
+from ._linear import forward_refusal, insist
 
 __all__ = ["FUSION", "ForwardLinearBiasActivation"]
 
@@ -67,9 +68,9 @@ class ForwardLinearBiasActivation(FusedOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
         linear, bias = self._parts
-        x, w = linear_operands(linear, basic_op_ctxs[0], input_)
-        y = nn.functional.linear(x, w, bias_operand(bias, x, w))
-        return y, [()] * len(basic_op_ctxs)
+        x, w = linear.operands(basic_op_ctxs[0], input_)
+        b = None if bias is None else bias.operand(x, w)
+        return gemm.forward(x, w, b), [()] * len(basic_op_ctxs)
 
 
 def _refuses(linear: BasicLinear, bias: Bias, *, env: Env) -> Refusal | None:

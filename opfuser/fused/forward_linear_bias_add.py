@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
@@ -13,7 +13,7 @@ from ..basic.bias import Bias
 from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusedOperation, FusibleOperation, OperationContext
-from ._linear import add_linear, bias_operand, forward_refusal, insist, linear_operands
+from ._linear import forward_refusal, insist, linear_sum
 from ._residual_sum import GEMM
 
 __all__ = ["FUSION", "ForwardLinearBiasAdd"]
@@ -64,12 +64,9 @@ class ForwardLinearBiasAdd(FusedOperation):
         ours = basic_op_ctxs[-1].may_overwrite or only_reference(basic_op_extra_inputs[-1])
         (z,) = basic_op_extra_inputs[-1]
         assert z is not None
-        x, w = linear_operands(linear, basic_op_ctxs[0], input_)
-        b = bias_operand(bias, x, w)
-        if z.dtype == w.dtype and z.shape == (*x.shape[:-1], w.shape[0]):
-            y = add_linear(z, x, w, b, in_place=ours)
-        else:
-            y = add.reference(nn.functional.linear(x, w, b), z)
+        x, w = linear.operands(basic_op_ctxs[0], input_)
+        b = None if bias is None else bias.operand(x, w)
+        y = linear_sum(add, z, x, w, b, in_place=ours)
         return y, [()] * len(basic_op_ctxs)
 
 

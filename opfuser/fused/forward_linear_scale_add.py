@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from ..basic.add_extra_input import AddExtraInput
-from ..basic.basic_linear import BasicLinear, linear_forward
+from ..basic.basic_linear import BasicLinear
 from ..basic.constant_scale import ConstantScale
 from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, FusibleOperation, OperationContext
-from ._linear import add_linear, forward_refusal, insist, linear_operands
+from ._linear import forward_refusal, insist, linear_sum
 from ._residual_sum import SCALED_GEMM
 
 __all__ = ["FUSION", "ForwardLinearScaleAdd"]
@@ -63,12 +63,9 @@ class ForwardLinearScaleAdd(FusedOperation):
         ours = basic_op_ctxs[2].may_overwrite or only_reference(basic_op_extra_inputs[2])
         (z,) = basic_op_extra_inputs[2]
         assert z is not None
-        x, w = linear_operands(linear, basic_op_ctxs[0], input_)
+        x, w = linear.operands(basic_op_ctxs[0], input_)
         (s,) = scale.frozen_settings(basic_op_ctxs[1])
-        if z.dtype == w.dtype and z.shape == (*x.shape[:-1], w.shape[0]):
-            y = add_linear(z, x, w, alpha=s, in_place=ours)
-        else:
-            y = add.reference(linear_forward(x, w) * s, z)
+        y = linear_sum(add, z, x, w, scale=s, in_place=ours)
         return y, [(), (), ()]
 
 

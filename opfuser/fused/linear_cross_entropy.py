@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..basic._backward_pass import Destination, destination
-from ..basic._wgrad import main_grad_buffer, mark_added
+from ..basic._weight_grad import Computed
 from ..basic.basic_linear import BasicLinear
 from ..basic.cross_entropy import CrossEntropy
 from ..buffer_reuse import only_reference
 from ..fusion import Env, Fusion, Refusal
 from ..kernels.cross_entropy import scaled
 from ..op import FusedOperation, OperationContext
-from ._linear import backward_refusal, forward_refusal, insist, linear_operands
-from ._loss_chunks import Work, walk
+from ._linear import backward_refusal, forward_refusal, insist
+from ._loss_chunks import Head, losses_and_gradients
 
 __all__ = ["FUSION", "LinearCrossEntropy"]
 
@@ -81,17 +80,17 @@ class LinearCrossEntropy(FusedOperation):
         loss.refuse_keywords(basic_op_kwargs[1])
         terms, reduction = loss.frozen_settings(basic_op_ctxs[1])
         insist(_reduction_refusal(reduction), type(self).__name__)  # it may be set during a call
-        x, w = linear_operands(linear, ctx, input_)
+        x, w = linear.operands(ctx, input_, save=False)
         loss.check_inputs(torch.Size((*x.shape[:-1], w.shape[0])), x.dtype, targets)
         flat = targets.reshape(-1)
         count = (flat != terms.ignore_index).sum() if reduction == "mean" else None
         wants_dx = ctx.requires_grad and ctx.needs.input
         wants_dw = ctx.requires_grad and ctx.needs.parameters[0]
         later = x.dtype == torch.float16  # when gradients are divided by the count
-        dtype = _weight_grad_dtype(linear, ctx, w)
+        dtype = linear.weight_grad_dtype(ctx, w)
         divisor = None if later else count
-        work = Work(x, w, flat, divisor, terms, wants_dx, dtype if wants_dw else None)
-        losses, dx, dw = walk(work)
+        head = Head(x, w, flat, divisor, terms, wants_dx, dtype if wants_dw else None)
+        losses, dx, dw = losses_and_gradients(head)
         if ctx.requires_grad:
             if dw is not None and not later:
                 dw = dw.to(dtype)
@@ -119,33 +118,8 @@ class LinearCrossEntropy(FusedOperation):
             dx = scaled(dx, grad_output, count, dx.dtype, in_place=ours[0])
         if dw is not None:
             dw = scaled(dw, grad_output, count, ctx.weight_grad_dtype, in_place=ours[1])
-            dw = self._hand_over(ctx, dw)
+            dw = self._parts[0].hand_over(Computed(dw), ctx)
         return dx, [(dw,), ()], [(), (None,)]
-
-    def _hand_over(self, ctx: OperationContext, dw: Tensor) -> Tensor:
-        """The weight's gradient for autograd: ``dw``, or zeros once it is in ``main_grad``."""
-        linear, _ = self._parts
-        if not linear.frozen_settings(ctx).accumulate_into_main_grad:
-            return dw
-        weight = getattr(ctx, "grad_weight", None)
-        if weight is None:  # while torch.compile traces
-            weight = linear.weight
-        if destination(weight) is not Destination.ACCUMULATED:
-            return dw
-        buffer, add = main_grad_buffer(weight, type(linear).__name__)
-        if add:
-            buffer.add_(dw)
-        else:
-            buffer.copy_(dw)
-        return mark_added(weight)
-
-
-def _weight_grad_dtype(linear: BasicLinear, ctx: OperationContext, w: Tensor) -> torch.dtype:
-    weight = linear._parameters.get("weight")
-    dtype = w.dtype if weight is None else weight.dtype  # None: it is parametrised
-    if linear.frozen_settings(ctx).accumulate_into_main_grad:
-        return torch.promote_types(dtype, torch.float32)
-    return dtype
 
 
 def _reduction_refusal(reduction: str) -> Refusal | None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from opfuser import GroupedLinear, Sequential
-from opfuser.basic import _grouped_gemm as grouped_gemm
+from opfuser import GroupedLinear, Sequential, gemm
+from opfuser.basic._grouped_bias import grouped_bias_grad, scale_grad
 from opfuser.errors import (
     ArgumentError,
     ExtraInputCountError,
@@ -21,6 +21,7 @@ from opfuser.errors import (
     OpKwargsError,
     ReadOnlyAttributeError,
 )
+from opfuser.gemm.row_groups import groups_on_device
 from opfuser.testing import check_op
 from tests.contract.gradients import handed_over
 
@@ -163,20 +164,20 @@ def test_sizes_known_to_the_device_alone_give_the_same(sizes: list[int]) -> None
         torch.rand(24),
         torch.randn(3, 16),
     )
-    host, device = grouped_gemm.row_groups(lengths, x, ""), grouped_gemm.groups_on_device(lengths)
+    host, device = gemm.row_groups(lengths, x, ""), groups_on_device(lengths)
     assert host.bounds is not None
     assert device.bounds is None
 
-    def results(groups: grouped_gemm.RowGroups, weights: Tensor | list[Tensor]) -> list[Tensor]:
+    def results(groups: gemm.RowGroups, weights: Tensor | list[Tensor]) -> list[Tensor]:
         buffers = [(torch.ones(16, 32), True), None, (torch.ones(16, 32), False)]
-        grouped_gemm.add_grouped_wgrad(buffers, dy, x, groups)
+        gemm.grouped_wgrad_into(buffers, dy, x, groups)
         return [
-            grouped_gemm.grouped_mm(x, weights, groups, transpose=True),
-            grouped_gemm.grouped_mm(dy, weights, groups, transpose=False),
-            *grouped_gemm.grouped_wgrad(dy, x, groups, stacked=False),
-            *grouped_gemm.grouped_wgrad(dy, x, groups, stacked=True),
-            grouped_gemm.grouped_bias_grad(dy, scales, groups),
-            grouped_gemm.scale_grad(dy, table, scales, groups),
+            gemm.grouped_forward(x, weights, groups),
+            gemm.grouped_dgrad(dy, weights, groups),
+            *gemm.grouped_wgrad(dy, x, groups, stacked=False),
+            *gemm.grouped_wgrad(dy, x, groups, stacked=True),
+            grouped_bias_grad(dy, scales, groups),
+            scale_grad(dy, table, scales, groups),
             *[buffer[0] for buffer in buffers if buffer is not None],
         ]
 

@@ -462,7 +462,7 @@ def test_a_forward_that_left_no_weight() -> None:
 def test_outside_of_a_backward_pass() -> None:
     op, x, dy, dw = started()
     ctx = of.OperationContext()
-    ctx.grad_weight = op.weight
+    ctx.grad_weights = [op.weight]
     with torch.no_grad():
         close(op.weight_grad(dy, x.detach(), ctx), dw)
     assert torch.equal(op.weight.grad, torch.full_like(dw, 3.0))

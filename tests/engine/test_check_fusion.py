@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import AddExtraInput, BasicLinear, Bias, ConstantScale, MakeExtraOutput
-from opfuser.basic.basic_linear import linear_dgrad, linear_wgrad
 from opfuser.errors import ArgumentError, UnknownFusionError
 from opfuser.fusion import Fusion, Refusal, Stage
+from opfuser.gemm import dgrad, wgrad
 from opfuser.op import FusedOperation
 from opfuser.testing import check_fusion
 
@@ -56,8 +56,8 @@ class ScaleGrad(FusedOperation):
         x, w = ctxs[0].saved_tensors
         needs = ctxs[0].needs
         dy = dy * self.basic_ops[1].scale
-        dx = linear_dgrad(dy, w) if needs.input else None
-        dw = linear_wgrad(dy, x) if needs.parameters[0] else None
+        dx = dgrad(dy, w) if needs.input else None
+        dw = wgrad(dy, x) if needs.parameters[0] else None
         return dx, [(dw,), ()], [(), ()]
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from opfuser import BasicLinear, Bias, ConstantScale
-from opfuser.basic.basic_linear import linear_dgrad, linear_wgrad
 from opfuser.fusion import Fusion
+from opfuser.gemm import dgrad, wgrad
 from opfuser.op import BasicOperation, FusedOperation, OperationContext
 from opfuser.testing import check_fusion
 
@@ -77,8 +77,8 @@ class Right(FusedOperation):
         ctx = ctxs[0]
         x, w = self.saved(ctx)
         dy = dy * ctx.factor
-        dx = linear_dgrad(dy, w) if ctx.needs.input else None
-        dw = linear_wgrad(dy, x) if ctx.needs.parameters[0] else None
+        dx = dgrad(dy, w) if ctx.needs.input else None
+        dw = wgrad(dy, x) if ctx.needs.parameters[0] else None
         dx, dw = self.grads(dx, dw)
         return dx, [(dw,), (), ()], [(), (), ()]
 

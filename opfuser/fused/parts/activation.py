@@ -25,7 +25,6 @@ __all__ = [
     "PLAIN_ACTIVATIONS",
     "Activation",
     "ActivationPart",
-    "bias_of",
     "bias_refusal",
 ]
 
@@ -39,20 +38,6 @@ def bias_refusal(bias: Bias | None, activation: Activation) -> Refusal | None:
     if bias is not None and isinstance(activation, _GatedActivation):
         return Refusal("LAYOUT", f"{type(activation).__name__} adds no bias; the GEMM before does")
     return None
-
-
-def bias_of(op: Bias, x: Tensor) -> Tensor | None:
-    """The bias that an operation adds to x; None where it was cleared.
-
-    Raises:
-        InputError: it is not as long as the rows of ``x``.
-    """
-    b = op._parameters.get("bias")  # without the 0.5 us of nn.Module.__getattr__
-    if b is None:
-        b = op.bias  # parametrised, or cleared
-    if b is not None and x.shape[-1:] != b.shape:
-        op._refuse_input(x)
-    return b
 
 
 class ActivationPart(Part):
@@ -79,7 +64,7 @@ class ActivationPart(Part):
         self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
     ) -> tuple[Tensor, ExtraTensors]:
         """``f(x + b)``."""
-        ctx, b = ctxs[-1], None if self.bias is None else bias_of(self.bias, x)
+        ctx, b = ctxs[-1], None if self.bias is None else self.bias.operand(x)
         y: Tensor
         if b is None:
             y = self.activation.op_forward(

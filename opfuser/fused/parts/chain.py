@@ -32,7 +32,7 @@ from ...kernels.pointwise import (
 )
 from ...op import BasicOperation, FusibleOperation
 from .._residual_sum import CHAIN
-from .activation import PLAIN_ACTIVATIONS, bias_of
+from .activation import PLAIN_ACTIVATIONS
 from .part import Gradients, Part, PartGrads, no_gradients
 
 __all__ = ["ChainCall", "ChainPart", "accepts", "active", "refuse"]
@@ -139,7 +139,7 @@ class ChainPart(Part):
         for link, owner in zip(chain.links, owners):
             operand = None
             if link.kind == BIAS:
-                operand = bias_of(cast("Bias", ops[owner]), x)
+                operand = cast("Bias", ops[owner]).operand(x)
             elif link.kind == ADD:
                 operand = extra_inputs[owner][0]
                 assert operand is not None

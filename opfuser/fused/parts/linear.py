@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...basic._wgrad import as_rows
+from ... import gemm
 from ...basic.add_extra_input import AddExtraInput
-from ...basic.basic_linear import BasicLinear, linear_dgrad
+from ...basic.basic_linear import BasicLinear
 from ...basic.bias import Bias, bias_grad
 from ...buffer_reuse import only_reference
 from ...context import Contexts, ExtraTensors
 from ...fusion import Env, Refusal
 from ...kernels.scalar import cast
-from .._linear import (
-    add_linear,
-    backward_refusal,
-    bias_operand,
-    forward_refusal,
-    insist,
-    linear_operands,
-)
+from .._linear import backward_refusal, forward_refusal, insist, linear_sum
 from .part import Gradients, Part, PartGrads
 
 __all__ = ["LinearPart", "refuse"]
@@ -79,8 +72,8 @@ class LinearPart(Part):
         That is written to where nobody but ``extra_inputs`` refers to it.
         """
         ctx = ctxs[0]
-        x, w = linear_operands(self.linear, ctx, x, save=False)
-        b = bias_operand(self.bias, x, w)
+        x, w = self.linear.operands(ctx, x, save=False)
+        b = None if self.bias is None else self.bias.operand(x, w)
         if ctx.requires_grad:
             reads_input = save_input and (self._recomputed or ctx.needs.parameters[0])
             ctx.save_for_backward(x if reads_input else None, w)
@@ -88,18 +81,16 @@ class LinearPart(Part):
                 ctxs[1].save_for_backward(b)
         nothing = [()] * len(self.ops)
         if self.add is None:
-            return nn.functional.linear(x, w, b), nothing
+            return gemm.forward(x, w, b), nothing
         ours = only_reference(extra_inputs[-1])
         (z,) = extra_inputs[-1]
         assert z is not None
-        if z.dtype == w.dtype and z.shape == (*x.shape[:-1], w.shape[0]):
-            return add_linear(z, x, w, b, in_place=ours), nothing
-        return self.add.reference(nn.functional.linear(x, w, b), z), nothing
+        return linear_sum(self.add, z, x, w, b, in_place=ours), nothing
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
         saved, w = ctxs[0].saved_tensors
         b = None if self.bias is None else ctxs[1].saved_tensors[0]
-        return nn.functional.linear(saved if x is None else cast(x, w.dtype), w, b)
+        return gemm.forward(saved if x is None else cast(x, w.dtype), w, b)
 
     def backward(
         self,
@@ -113,7 +104,7 @@ class LinearPart(Part):
         dx = None
         if ctxs[0].needs.input:
             # As rows, which the part before may take as they are.
-            dx = linear_dgrad(as_rows(dy), ctxs[0].saved_tensors[1])
+            dx = gemm.dgrad(gemm.as_rows(dy), ctxs[0].saved_tensors[1])
         extra_inputs: list[Gradients] = [()] * len(self.ops)
         if self.add is not None:
             extra_inputs[-1] = (dy,)

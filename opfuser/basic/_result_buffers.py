@@ -7,9 +7,44 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import InputError, explain
+from ..errors import InputError, NotSupportedError, OpKwargsError, explain
 
-__all__ = ["check_buffers", "may_become_grad", "overlap"]
+__all__ = ["buffers_of_call", "check_buffers", "may_become_grad", "overlap"]
+
+
+def buffers_of_call(
+    where: str,
+    /,
+    *,
+    output: Tensor | None = None,
+    grad_input: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The buffers among the keywords of a forward: for the output, for the input's gradient.
+
+    Args:
+        where: names the operation in errors.
+
+    Raises:
+        OpKwargsError: there is another keyword.
+        NotSupportedError: there is a buffer while torch.compile traces.
+    """
+    if others:
+        raise OpKwargsError(
+            explain(
+                f"The forward of {where} takes the keywords output and grad_input",
+                received=", ".join(others),
+            )
+        )
+    if torch.compiler.is_compiling() and not (output is None and grad_input is None):
+        raise NotSupportedError(
+            explain(
+                f"{where} does not write to buffers of the caller while torch.compile traces",
+                received="output or grad_input",
+                remedy="Leave it out of torch.compile, or copy the results",
+            )
+        )
+    return output, grad_input
 
 
 def check_buffers(

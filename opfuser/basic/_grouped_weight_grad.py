@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from .. import gemm
 from ..errors import InputError, explain
-from ._backward_pass import Destination, destination
-from ._grouped_gemm import RowGroups, add_grouped_wgrad, grouped_wgrad
-from ._wgrad import fitting_grad, grad_buffer, main_grad_buffer, mark_added
+from ._autograd_state import Destination, destination
+from ._weight_grad import fitting_grad, grad_buffer, main_grad_buffer, mark_added
 
 __all__ = ["DelayedWgrads", "GroupedLinearSettings", "GroupedWgrad"]
 
@@ -38,28 +38,28 @@ class GroupedWgrad(NamedTuple):
         number: the backward pass; None outside of one.
     """
 
-    dy: Tensor
-    x: Tensor
-    groups: RowGroups
+    dy: gemm.Operand
+    x: gemm.Operand
+    groups: gemm.RowGroups
     needed: tuple[bool, ...]
     weights: Sequence[nn.Parameter]
     stacked: bool
     settings: GroupedLinearSettings
     number: int | None
 
-    def grads(self, delayed: DelayedWgrads, *, kept: bool) -> list[Tensor | None]:
+    def grads(self, delayed: DelayedWgrads, *, of_forward: bool) -> list[Tensor | None]:
         """What autograd gets for the weights now.
 
         Args:
             delayed: where it waits, if it is to.
-            kept: whether ``weights`` are those of forward for certain.
+            of_forward: whether ``weights`` are those of forward for certain.
         """
         settings = self.settings
         if not (settings.accumulate_into_main_grad or settings.delay_wgrad_compute):
             added = settings.accumulate_into_grad and self._add_to_grads(grad_buffer)
             return [None] * len(self.needed) if added else self._compute()
         goes = [destination(w) if n else None for w, n in zip(self.weights, self.needed)]
-        if Destination.RETURNED in goes or (Destination.NOWHERE in goes and not kept):
+        if Destination.RETURNED in goes or (Destination.NOWHERE in goes and not of_forward):
             return self._compute()
         needed = tuple(to is Destination.ACCUMULATED for to in goes)
         if any(needed):
@@ -82,7 +82,7 @@ class GroupedWgrad(NamedTuple):
                     weight.grad = cast_dw if weight.grad is None else weight.grad + cast_dw
 
     def _compute(self) -> list[Tensor | None]:
-        dw = grouped_wgrad(self.dy, self.x, self.groups, stacked=self.stacked)
+        dw = gemm.grouped_wgrad(self.dy, self.x, self.groups, stacked=self.stacked)
         grads = [dw] if isinstance(dw, Tensor) else dw
         return [g if needed else None for g, needed in zip(grads, self.needed)]
 
@@ -111,7 +111,7 @@ class GroupedWgrad(NamedTuple):
         if self.stacked and buffers[0] is not None:
             whole, add = buffers[0]
             buffers = [(matrix, add) for matrix in whole]
-        add_grouped_wgrad(buffers, self.dy, self.x, self.groups)
+        gemm.grouped_wgrad_into(buffers, self.dy, self.x, self.groups)
 
 
 class DelayedWgrads:

@@ -25,7 +25,7 @@ _written: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def note_forward() -> None:
     """Told by a forward, so that a backward pass is known as a part of the one that it ran in.
 
-    A checkpoint that is reentrant computes the forward again within a backward pass, and then
+    A reentrant checkpoint recomputes the forward within a backward pass, and then
     starts another one, of which autograd does not tell where it belongs.
     """
     number = torch._C._current_graph_task_id()

@@ -1,23 +1,67 @@
-"""Weight gradients that a GEMM adds to ``main_grad`` (Megatron-LM's convention) or to ``grad``."""
+"""Gradients of weights, and where they go: autograd, ``grad``, or Megatron-LM's ``main_grad``."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .. import gemm
+from ..context import OperationContext
 from ..errors import ArgumentError, explain
-from ._backward_pass import Destination, backward_pass, destination, is_first_write
+from ._autograd_state import Destination, backward_pass, destination, is_first_write, note_forward
 
 __all__ = [
-    "accumulate_main_grad",
-    "add_wgrad",
-    "as_rows",
+    "Computed",
+    "Product",
     "fitting_grad",
     "grad_buffer",
+    "into_grad",
+    "into_main_grad",
+    "keep_weights",
+    "kept_weights",
     "main_grad_buffer",
     "mark_added",
     "refuse_both",
 ]
+
+
+class Product(NamedTuple):
+    """The gradient ``s dyᵀ x`` of a weight (N, K), for the GEMM that computes it where it goes.
+
+    Attributes:
+        dy: gradient of the output, (..., N).
+        x: input, (..., K).
+        scale: s; None is one.
+    """
+
+    dy: gemm.Operand
+    x: gemm.Operand
+    scale: float | None
+
+    def value(self) -> Tensor:
+        """The gradient, in x's dtype."""
+        return gemm.wgrad(self.dy, self.x, scale=self.scale)
+
+    def write(self, out: Tensor, *, accumulate: bool) -> None:
+        """Adds it to ``out``, or writes it there."""
+        gemm.wgrad_into(out, self.dy, self.x, accumulate=accumulate, scale=self.scale)
+
+
+class Computed(NamedTuple):
+    """The gradient of a weight, where it exists before it is known where it goes."""
+
+    dw: Tensor
+
+    def value(self) -> Tensor:
+        """The gradient."""
+        return self.dw
+
+    def write(self, out: Tensor, *, accumulate: bool) -> None:
+        """Adds it to ``out``, or writes it there."""
+        out.add_(self.dw) if accumulate else out.copy_(self.dw)
 
 
 def refuse_both(accumulate_into_main_grad: bool, accumulate_into_grad: bool, where: str) -> None:
@@ -33,11 +77,26 @@ def refuse_both(accumulate_into_main_grad: bool, accumulate_into_grad: bool, whe
         )
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """``x`` (..., D) as (rows, D). ``reshape(-1, D)`` is ambiguous where D is zero."""
-    if x.dim() == 2:
-        return x
-    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+def keep_weights(ctx: OperationContext, weights: Sequence[Tensor]) -> None:
+    """In forward, keeps the objects whose ``main_grad`` or ``grad`` take the gradients.
+
+    They are not saved: unpacking a saved tensor may give another object, without the attribute.
+    """
+    if torch.compiler.is_compiling():
+        return
+    note_forward()
+    if ctx.requires_grad:
+        ctx.grad_weights = weights
+
+
+def kept_weights(ctx: OperationContext | None) -> Sequence[nn.Parameter]:
+    """In backward, the weights of :func:`keep_weights`; none where they are not known.
+
+    So it is without a context, where a forward fusion of the user's filled it in, and in calls that
+    were traced.
+    """
+    weights: Sequence[nn.Parameter] = getattr(ctx, "grad_weights", ())
+    return weights
 
 
 def main_grad_buffer(
@@ -91,7 +150,7 @@ def mark_added(param: nn.Parameter) -> Tensor:
 def fitting_grad(weight: Tensor, x: Tensor) -> Tensor | None:
     """``weight.grad``, if one GEMM with the input ``x`` can add to it as it is.
 
-    On a CPU no GEMM of halves adds to fp32.
+    On a CPU no GEMM of half precision adds to fp32.
     """
     grad = weight.grad if weight.is_leaf else None  # torch warns of reading that of others
     if (
@@ -120,8 +179,8 @@ def grad_buffer(weight: Tensor, x: Tensor) -> Tensor | None:
     grad = fitting_grad(weight, x)
     if grad is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
-    run = torch._C._current_autograd_node()  # None in compiled autograd too
-    if run is None or getattr(run, "create_graph", False) or torch.is_grad_enabled():
+    node = torch._C._current_autograd_node()  # None in compiled autograd too
+    if node is None or getattr(node, "create_graph", False) or torch.is_grad_enabled():
         return None
     # Autograd has its node for the weight, and the caller, wait for the stream of a GPU in which a
     # gradient was made, but not where it gets none. In the default stream they are there too.
@@ -130,61 +189,43 @@ def grad_buffer(weight: Tensor, x: Tensor) -> Tensor | None:
     return grad if destination(weight) is Destination.ACCUMULATED else None
 
 
-def add_wgrad(out: Tensor, dy: Tensor, x: Tensor, *, add: bool, scale: float = 1.0) -> None:
-    """``out += s dyᵀ x``, or ``out = s dyᵀ x`` unless ``add``.
-
-    Computes in the wider of the dtypes: a product of halves is not rounded on its way to fp32. On
-    a GPU the GEMM itself takes halves and adds to fp32: 8 bytes of traffic per element of ``out``.
+def into_grad(gradient: Product, weight: nn.Parameter | None) -> Tensor | None:
+    """What autograd gets with ``accumulate_into_grad``: None once ``weight.grad`` has it.
 
     Args:
-        out: (out, in).
-        dy: (rows, out).
-        x: (rows, in), of dy's dtype.
-        add: whether to keep what ``out`` holds.
-        scale: s.
+        gradient: of the weight.
+        weight: that forward used, or None if it is not known.
     """
-    plain = not add and scale == 1  # what a GEMM without terms does
-    if out.dtype != dy.dtype:
-        wide = torch.promote_types(out.dtype, dy.dtype)
-        if out.is_cuda and wide == out.dtype == torch.float32:
-            if plain:
-                torch.ops.aten.mm.dtype_out(dy.t(), x, wide, out=out)
-            else:
-                addmm = torch.ops.aten.addmm.dtype_out
-                addmm(out, dy.t(), x, wide, beta=int(add), alpha=scale, out=out)
-            return
-        dy, x = dy.to(wide), x.to(wide)
-        if out.dtype != wide:
-            product = torch.mm(dy.t(), x)
-            if add:
-                out.add_(product, alpha=scale)
-            else:
-                torch.mul(product, scale, out=out)
-            return
-    if plain:
-        torch.mm(dy.t(), x, out=out)
-    else:
-        out.addmm_(dy.t(), x, beta=int(add), alpha=scale)
+    grad = None if weight is None else grad_buffer(weight, gradient.x)
+    if grad is None:
+        return gradient.value()
+    gradient.write(grad, accumulate=True)
+    return None
 
 
-def accumulate_main_grad(
-    param: nn.Parameter, dy: Tensor, x: Tensor, where: str, scale: float = 1.0
-) -> Tensor:
-    """Adds ``s dyᵀ x`` to ``param.main_grad``, or writes it with ``param.overwrite_main_grad``.
+def into_main_grad(
+    gradient: Product | Computed, weight: nn.Parameter, where: str, *, of_forward: bool
+) -> Tensor | None:
+    """What autograd gets with ``accumulate_into_main_grad``.
 
     Args:
-        param: the weight, (out, in).
-        dy: gradient of the output, (rows, out).
-        x: input, (rows, in), of dy's dtype.
+        gradient: of the weight.
+        weight: whose ``main_grad`` is meant.
         where: names the operation in errors.
-        scale: s.
+        of_forward: whether forward used this weight for certain.
 
     Returns:
-        The placeholder of :func:`mark_added`.
+        Zeros once ``weight.main_grad`` has the gradient, see :func:`mark_added`. Where autograd
+        would not accumulate it: None if nobody wants it, else the gradient.
 
     Raises:
         ArgumentError: see :func:`main_grad_buffer`.
     """
-    buffer, add = main_grad_buffer(param, where)
-    add_wgrad(buffer, dy, x, add=add, scale=scale)
-    return mark_added(param)
+    goes = destination(weight)
+    if goes is Destination.NOWHERE and of_forward:
+        return None
+    if goes is not Destination.ACCUMULATED:  # or the weight of now is not that of forward
+        return gradient.value()
+    buffer, accumulate = main_grad_buffer(weight, where)
+    gradient.write(buffer, accumulate=accumulate)
+    return mark_added(weight)

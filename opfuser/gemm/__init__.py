@@ -1,0 +1,44 @@
+"""Every matrix product of a linear operation: forward, dgrad and wgrad, of one matrix or of groups.
+
+What a product does besides multiplying, its epilogue, is an argument: a bias, a factor, a tensor
+that is added, memory that the result goes to, and whether it is added to what is there.
+"""
+
+from __future__ import annotations
+
+from .grouped import (
+    grouped_dgrad,
+    grouped_forward,
+    grouped_wgrad,
+    grouped_wgrad_into,
+    has_grouped_gemm,
+)
+from .products import (
+    Operand,
+    as_rows,
+    dgrad,
+    dgrad_into,
+    forward,
+    forward_into,
+    wgrad,
+    wgrad_into,
+)
+from .row_groups import RowGroups, row_groups
+
+__all__ = [
+    "Operand",
+    "RowGroups",
+    "as_rows",
+    "dgrad",
+    "dgrad_into",
+    "forward",
+    "forward_into",
+    "grouped_dgrad",
+    "grouped_forward",
+    "grouped_wgrad",
+    "grouped_wgrad_into",
+    "has_grouped_gemm",
+    "row_groups",
+    "wgrad",
+    "wgrad_into",
+]
