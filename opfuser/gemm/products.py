@@ -80,7 +80,7 @@ def _forward_add(
         # (4096, 4096) in bf16 and a sum, where a GEMM that starts from z + b takes 464.
         y = linear(x, w, bias)
         return z.add_(y) if in_place else y.add_(z)
-    alpha = 1.0 if scale is None else scale
+    alpha = 1 if scale is None else scale
     if in_place:
         # On that H200 352 us, where the GEMM alone takes 348, and 384 if z has to be copied.
         rows = as_rows(z)
@@ -122,7 +122,7 @@ def dgrad(
         return _mm(as_rows(dy), w, scale).view(*dy.shape[:-1], w.shape[1])
     if add.dtype != w.dtype:
         return dgrad(dy, w, scale=scale) + add
-    alpha = 1.0 if scale is None else scale
+    alpha = 1 if scale is None else scale
     if in_place and add.is_contiguous():
         as_rows(add).addmm_(as_rows(dy), w, alpha=alpha)
         return add
@@ -174,13 +174,18 @@ def wgrad_into(
         x: (..., K).
         accumulate: whether to keep what ``out`` holds.
         scale: s.
-        may_round: allows a bf16 product to be rounded before it goes to fp32 where no GEMM does
-            both: on a CPU, where one in fp32 takes several times as long.
+        may_round: allows a bf16 product to be rounded before it is added to fp32, where no GEMM
+            does both: on a CPU, where one in fp32 takes several times as long. fp16 is not rounded,
+            as in :func:`wgrad`.
     """
     dy, x = as_rows(cast(dy, x.dtype)), as_rows(x)
-    alpha = 1.0 if scale is None else scale
+    alpha = 1 if scale is None else scale
     plain = not accumulate and alpha == 1  # what a GEMM without terms does
     if out.dtype != x.dtype:
+        if may_round and out.is_cpu:
+            product = wgrad(dy, x, scale=scale, dtype=out.dtype)
+            out.add_(product) if accumulate else out.copy_(product)
+            return
         wide = torch.promote_types(out.dtype, x.dtype)
         if out.is_cuda and wide == out.dtype == torch.float32:
             if plain:
@@ -188,10 +193,6 @@ def wgrad_into(
             else:
                 addmm = torch.ops.aten.addmm.dtype_out
                 addmm(out, dy.t(), x, wide, beta=int(accumulate), alpha=alpha, out=out)
-            return
-        if may_round and out.is_cpu:
-            product = wgrad(dy, x, scale=scale, dtype=out.dtype)
-            out.add_(product) if accumulate else out.copy_(product)
             return
         dy, x = dy.to(wide), x.to(wide)
         if out.dtype != wide:
