@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import InputError, OpKwargsError, explain
-from ..op import BasicOperation, Dtypes, OperationContext
+from ..op import BasicOperation, Dtypes
 
 __all__ = ["AddExtraInput"]
 
@@ -40,20 +41,16 @@ class AddExtraInput(BasicOperation):
         return torch.promote_types(dtypes.input, dtypes.extra_inputs[0])
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        if basic_op_kwargs[0]:
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        if given["basic_op_kwargs"][0]:
             raise OpKwargsError(
-                explain("AddExtraInput takes no keywords", received=", ".join(basic_op_kwargs[0]))
+                explain(
+                    "AddExtraInput takes no keywords",
+                    received=", ".join(given["basic_op_kwargs"][0]),
+                )
             )
-        extra = basic_op_extra_inputs[0][0]
+        extra = given["basic_op_extra_inputs"][0][0]
         assert extra is not None
         if basic_op_ctxs[0].may_overwrite and self._fits(input_, extra):
             return extra.add_(input_), [()]
@@ -66,15 +63,11 @@ class AddExtraInput(BasicOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         return grad_output, [()], [(grad_output,)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import Unpack
 
+from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError, OpKwargsError, explain
 from ..kernels.cross_entropy import (
     Terms,
@@ -17,7 +18,7 @@ from ..kernels.cross_entropy import (
     cross_entropy_forward,
     cross_entropy_mean,
 )
-from ..op import BasicOperation, Dtypes, OperationContext
+from ..op import BasicOperation, Dtypes
 
 __all__ = ["CrossEntropy"]
 
@@ -120,17 +121,10 @@ class CrossEntropy(BasicOperation):
         return torch.promote_types(dtypes.input, torch.float32)
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        self.refuse_keywords(basic_op_kwargs[0])
-        ctx, targets = basic_op_ctxs[0], basic_op_extra_inputs[0][0]
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        self.refuse_keywords(given["basic_op_kwargs"][0])
+        ctx, targets = basic_op_ctxs[0], given["basic_op_extra_inputs"][0][0]
         terms, reduction = ctx.settings or self.frozen_settings(ctx)
         assert targets is not None
         self.check_inputs(input_.shape, input_.dtype, targets)
@@ -149,15 +143,11 @@ class CrossEntropy(BasicOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:
             return None, [()], [(None,)]

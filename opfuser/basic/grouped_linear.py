@@ -9,8 +9,18 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from ..context import COMPUTE_DTYPES, autocast_dtype, refuse_dtype
+from ..context import (
+    COMPUTE_DTYPES,
+    BackwardResult,
+    Contexts,
+    ExtraTensors,
+    ForwardArguments,
+    ForwardResult,
+    autocast_dtype,
+    refuse_dtype,
+)
 from ..errors import ArgumentError, explain
 from ..gemm import (
     RowGroups,
@@ -227,19 +237,12 @@ class GroupedLinear(BasicOperation):
         return dtypes.autocast or dtypes.first_parameter
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
         where = type(self).__name__
-        output, grad_input = buffers_of_call("GroupedLinear", **basic_op_kwargs[0])
+        output, grad_input = buffers_of_call("GroupedLinear", **given["basic_op_kwargs"][0])
         ctx = basic_op_ctxs[0]
-        split_sizes, *others = basic_op_extra_inputs[0]
+        split_sizes, *others = given["basic_op_extra_inputs"][0]
         scales = others[0] if self.scale_bias else None
         assert split_sizes is not None
         check_grouped_inputs(
@@ -256,7 +259,7 @@ class GroupedLinear(BasicOperation):
         dtype = autocast_dtype(input_.device) or weights[0].dtype
         shape = *input_.shape[:-1], self.out_features
         if output is not None or grad_input is not None:
-            others = [input_, *basic_op_extra_inputs[0], *weights, *biases]
+            others = [input_, *given["basic_op_extra_inputs"][0], *weights, *biases]
             like = {"output": (shape, dtype), "grad_input": (input_.shape, input_.dtype)}
             check_buffers((output, grad_input), like, input_.device, others, where)
         x = as_rows(input_).to(dtype)
@@ -286,15 +289,11 @@ class GroupedLinear(BasicOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         split_sizes, scales, x = cast("GroupedLinear.Saved", ctx.saved_tensors)
         parameters = cast("tuple[Tensor, ...]", ctx.parameters)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..buffer_reuse import only_reference
+from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import OpKwargsError, explain
-from ..op import BasicOperation, OperationContext
+from ..op import BasicOperation
 
 __all__ = ["MakeExtraOutput"]
 
@@ -38,32 +39,24 @@ class MakeExtraOutput(BasicOperation):
         return self.Settings(self.in_place)
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        if basic_op_kwargs[0]:
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        if given["basic_op_kwargs"][0]:
             raise OpKwargsError(
-                explain("MakeExtraOutput takes no keywords", received=", ".join(basic_op_kwargs[0]))
+                explain(
+                    "MakeExtraOutput takes no keywords",
+                    received=", ".join(given["basic_op_kwargs"][0]),
+                )
             )
         return input_, [(input_,)]
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor | None,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         (in_place,) = self.frozen_settings(basic_op_ctxs[0])
         ours = in_place and only_reference(basic_op_grad_extra_outputs[0])
         grad_extra = basic_op_grad_extra_outputs[0][0]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
+from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import InputError, OpKwargsError, explain
 from ..kernels import functions
 from ..kernels.gated import Glu, ProductSpec, gated_backward, gated_forward, product_spec
 from ..kernels.scalar import ScalarFunction, cast
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, compute_dtype
 from . import _gated_math as gated
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
@@ -49,21 +50,16 @@ class _ScaledActivation(BasicOperation):
         return dtypes.compute
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
         where = type(self).__name__
-        if basic_op_kwargs[0]:
+        if given["basic_op_kwargs"][0]:
             raise OpKwargsError(
-                explain(f"{where} takes no keywords", received=", ".join(basic_op_kwargs[0]))
+                explain(
+                    f"{where} takes no keywords", received=", ".join(given["basic_op_kwargs"][0])
+                )
             )
-        scales = basic_op_extra_inputs[0][0]
+        scales = given["basic_op_extra_inputs"][0][0]
         assert scales is not None
         ctx = basic_op_ctxs[0]
         (product,) = ctx.settings or self.frozen_settings(ctx)
@@ -76,15 +72,11 @@ class _ScaledActivation(BasicOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         (product,) = ctx.settings or self.frozen_settings(ctx)
         assert ctx.saved_tensors is not None

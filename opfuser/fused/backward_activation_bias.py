@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..basic.activation import _Activation
 from ..basic.bias import Bias
+from ..context import BackwardResult, Contexts, ExtraTensors
 from ..fusion import Fusion
 from ..kernels.activation import activation_backward
-from ..op import FusedOperation, OperationContext
+from ..op import FusedOperation
 from .parts.activation import PLAIN_ACTIVATIONS
 
 __all__ = ["FUSION", "BackwardActivationBias"]
@@ -40,15 +39,11 @@ class BackwardActivationBias(FusedOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         _, activation = self._parts
         (function,) = activation.frozen_settings(basic_op_ctxs[1])
         needs = basic_op_ctxs[0].needs

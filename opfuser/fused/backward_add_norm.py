@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.norm import Norm
 from ..basic.rms_norm import RMSNorm
+from ..context import BackwardResult, Contexts, ExtraTensors
 from ..fusion import Fusion
-from ..op import FusedOperation, OperationContext
+from ..op import FusedOperation
 
 __all__ = [
     "FUSION_OF_LAYER_NORM",
@@ -48,15 +47,11 @@ class BackwardAddNorm(FusedOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         _, norm = self._parts
         (g,) = basic_op_grad_extra_outputs[0]
         dx, grads, _ = norm.gradients(basic_op_ctxs[1], grad_output, g)

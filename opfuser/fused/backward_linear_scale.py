@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from .. import gemm
 from ..basic.basic_linear import BasicLinear
 from ..basic.constant_scale import ConstantScale
+from ..context import BackwardResult, Contexts, ExtraTensors
 from ..fusion import Env, Fusion, Refusal
 from ..kernels.scalar import cast
-from ..op import FusedOperation, OperationContext
+from ..op import FusedOperation
 from ._linear import backward_refusal, insist
 
 __all__ = ["FUSION", "BackwardLinearScale"]
@@ -42,15 +41,11 @@ class BackwardLinearScale(FusedOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         linear, scale = self._parts
         ctx = basic_op_ctxs[0]
         x, w = ctx.saved_tensors

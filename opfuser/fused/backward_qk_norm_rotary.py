@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..basic.qk_norm import QKNorm
 from ..basic.rotary_embedding import RotaryEmbedding
+from ..context import BackwardResult, Contexts, ExtraTensors
 from ..fusion import Env, Fusion, Refusal
-from ..op import FusedOperation, OperationContext
+from ..op import FusedOperation
 from ._linear import insist
 
 __all__ = ["FUSION", "BackwardQKNormRotary"]
@@ -39,15 +38,11 @@ class BackwardQKNormRotary(FusedOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         qk_norm, rotary = self._parts
         ctx, rotary_ctx = basic_op_ctxs
         (positions,) = rotary_ctx.saved_tensors

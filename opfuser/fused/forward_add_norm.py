@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.norm import Norm
 from ..basic.rms_norm import RMSNorm
+from ..context import Contexts, ForwardArguments, ForwardResult
 from ..fusion import Env, Fusion, Optional, Refusal
-from ..op import FusedOperation, FusibleOperation, OperationContext
+from ..op import FusedOperation, FusibleOperation
 from ._residual_sum import NORM
 from .parts.norm import NormPart
 
@@ -55,16 +54,11 @@ class ForwardAddNorm(FusedOperation):
         self._part = part
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        return self._part.forward(basic_op_ctxs, input_, basic_op_extra_inputs, save_input=True)
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        return self._part.forward(
+            basic_op_ctxs, input_, given["basic_op_extra_inputs"], save_input=True
+        )
 
 
 class ForwardAddRMSNorm(ForwardAddNorm):

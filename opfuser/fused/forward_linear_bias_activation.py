@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import gemm
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
+from ..context import Contexts, ForwardArguments, ForwardResult
 from ..errors import NotSupportedError, explain
 from ..fusion import Env, Fusion, Refusal
-from ..op import FusedOperation, OperationContext
+from ..op import FusedOperation
 from ._linear import forward_refusal, insist
 
 __all__ = ["FUSION", "ForwardLinearBiasActivation"]
@@ -58,15 +57,8 @@ class ForwardLinearBiasActivation(FusedOperation):
         self._parts = linear, bias
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
         linear, bias = self._parts
         x, w = linear.operands(basic_op_ctxs[0], input_)
         b = None if bias is None else bias.operand(x, w)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
 from ..basic.constant_scale import ConstantScale
 from ..buffer_reuse import only_reference
+from ..context import Contexts, ForwardArguments, ForwardResult
 from ..fusion import Env, Fusion, Refusal
-from ..op import FusedOperation, FusibleOperation, OperationContext
+from ..op import FusedOperation, FusibleOperation
 from ._linear import forward_refusal, insist, linear_sum
 from ._residual_sum import SCALED_GEMM
 
@@ -50,18 +51,11 @@ class ForwardLinearScaleAdd(FusedOperation):
         self._parts = linear, scale, add
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
         linear, scale, add = self._parts
-        ours = basic_op_ctxs[2].may_overwrite or only_reference(basic_op_extra_inputs[2])
-        (z,) = basic_op_extra_inputs[2]
+        ours = basic_op_ctxs[2].may_overwrite or only_reference(given["basic_op_extra_inputs"][2])
+        (z,) = given["basic_op_extra_inputs"][2]
         assert z is not None
         x, w = linear.operands(basic_op_ctxs[0], input_)
         (s,) = scale.frozen_settings(basic_op_ctxs[1])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..basic.qk_norm import QKNorm
 from ..basic.rotary_embedding import RotaryEmbedding
+from ..context import Contexts, ForwardArguments, ForwardResult
 from ..fusion import Env, Fusion, Refusal
 from ..kernels.scalar import cast
-from ..op import FusedOperation, OperationContext, compute_dtype
+from ..op import FusedOperation, compute_dtype
 from ._linear import insist
 
 __all__ = ["FUSION", "ForwardQKNormRotary"]
@@ -40,21 +39,14 @@ class ForwardQKNormRotary(FusedOperation):
         self._parts = qk_norm, rotary
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
         qk_norm, rotary = self._parts
         ctx, rotary_ctx = basic_op_ctxs
         settings, how = qk_norm.frozen_settings(ctx), rotary.frozen_settings(rotary_ctx)
         if settings[:2] != how[:2]:  # set during a call
             insist(_refuses(qk_norm, rotary), type(self).__name__)
-        positions = basic_op_kwargs[1].get("positions")
+        positions = given["basic_op_kwargs"][1].get("positions")
         qk_norm.check_input(input_, settings)
         x = cast(input_, compute_dtype(input_, qk_norm))
         rotary.check_input(x, positions, how)

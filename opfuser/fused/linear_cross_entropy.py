@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ..basic._weight_grad import Computed
 from ..basic.basic_linear import BasicLinear
 from ..basic.cross_entropy import CrossEntropy
 from ..buffer_reuse import only_reference
+from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..fusion import Env, Fusion, Refusal
 from ..kernels.cross_entropy import scaled
-from ..op import FusedOperation, OperationContext
+from ..op import FusedOperation
 from ._linear import backward_refusal, forward_refusal, insist
 from ._loss_chunks import Head, losses_and_gradients
 
@@ -65,19 +64,12 @@ class LinearCrossEntropy(FusedOperation):
         self._parts = linear, loss
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
         linear, loss = self._parts
-        ctx, targets = basic_op_ctxs[0], basic_op_extra_inputs[1][0]
+        ctx, targets = basic_op_ctxs[0], given["basic_op_extra_inputs"][1][0]
         assert targets is not None
-        loss.refuse_keywords(basic_op_kwargs[1])
+        loss.refuse_keywords(given["basic_op_kwargs"][1])
         terms, reduction = loss.frozen_settings(basic_op_ctxs[1])
         insist(_reduction_refusal(reduction), type(self).__name__)  # it may be set during a call
         x, w = linear.operands(ctx, input_, save=False)
@@ -101,15 +93,11 @@ class LinearCrossEntropy(FusedOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
         # A second backward may want what is saved, and whoever packed it may hold it too.
         ours = [only_reference(ctx.saved_tensors, n) for n in range(2)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ...context import Contexts
-from ...op import FusedOperation, OperationContext
+from ...context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ...op import FusedOperation
 from .part import Gradients, Part, no_gradients
 
 __all__ = ["Edge", "Pipeline"]
@@ -70,21 +71,14 @@ class Pipeline(FusedOperation):
         self._places = _places(self.parts, self.edges)
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
         y, owes = input_, False
         extra_outputs: list[Sequence[Tensor | None]] = []
         for part, own, recomputed, *_ in self._places:
             ctxs = basic_op_ctxs[own]
             y, outputs = part.forward(
-                ctxs, y, basic_op_extra_inputs[own], save_input=not (recomputed and owes)
+                ctxs, y, given["basic_op_extra_inputs"][own], save_input=not (recomputed and owes)
             )
             owes = part.owes_gradients(ctxs)
             extra_outputs += outputs
@@ -92,15 +86,11 @@ class Pipeline(FusedOperation):
 
     def fuser_backward(
         self,
-        basic_op_ctxs: list[OperationContext],
+        basic_op_ctxs: Contexts,
         grad_output: Tensor,
         *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
         inputs = self._recomputed_inputs(basic_op_ctxs)
         waiting: _Waiting | None = None
         dy: Tensor | None = grad_output
