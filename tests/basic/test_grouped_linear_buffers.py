@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opfuser import GroupedLinear, Reshape, Sequential, SiLU
 from opfuser.errors import InputError, NotSupportedError
-from tests.hazards.tensors import F64
+from tests.contract.tensors import F64
 
 SIZES = [2, 0, 5]
 NAN = float("nan")

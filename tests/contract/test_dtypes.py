@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
-from tests.hazards.tensors import close, fill, leaf, rand
+from tests.contract.tensors import close, fill, leaf, rand
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 6e-3, torch.float32: 1e-4, torch.float64: 1e-4}

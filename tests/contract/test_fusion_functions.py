@@ -9,7 +9,7 @@ import torch
 
 import opfuser as te_ops
 from opfuser import FusibleOperation
-from tests.hazards.tensors import rand
+from tests.contract.tensors import rand
 
 
 @pytest.mark.parametrize("keep", ["all but the last", "twice", "reversed"])

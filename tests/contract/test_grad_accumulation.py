@@ -21,7 +21,7 @@ import opfuser as of
 from opfuser.errors import ArgumentError, DoubleBackwardError
 from opfuser.op import GradNeeds
 from tests.contract.gradients import ADDS, handed_over, norm
-from tests.hazards.tensors import F64, close, fill, leaf, rand
+from tests.contract.tensors import F64, close, fill, leaf, rand
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

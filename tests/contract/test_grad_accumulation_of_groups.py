@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import opfuser as of
 from tests.contract.gradients import ADDS, handed_over
-from tests.hazards.tensors import F64, close, fill, rand
+from tests.contract.tensors import F64, close, fill, rand
 
 
 def grouped(**kwargs: Any) -> of.GroupedLinear:

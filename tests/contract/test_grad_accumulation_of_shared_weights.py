@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuser as of
 from tests.contract.gradients import ADDS, norm
-from tests.hazards.tensors import F64, close, fill, leaf, rand
+from tests.contract.tensors import F64, close, fill, leaf, rand
 
 TIED: dict[str, Callable[[], tuple[nn.Module, Callable[[Tensor, Tensor], Tensor]]]] = {}
 

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import opfuser as of
-from opfuser.basic._autograd_state import stash
-from tests.hazards.tensors import F64, close, fill, leaf, rand
+from opfuser.basic._backward_pass import stash
+from tests.contract.tensors import F64, close, fill, leaf, rand
 
 CASES: dict[str, Callable[[], tuple[Callable[[Tensor], Tensor], nn.Parameter, int]]] = {}
 

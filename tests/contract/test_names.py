@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
 import pytest
 from torch import nn
 
 import opfuser as of
+from opfuser import basic, fused
 
 BASIC = (
     "BasicLinear Bias LayerNorm RMSNorm L2Normalization GELU QGELU ReLU SReLU SiLU "
@@ -30,35 +30,30 @@ REGISTER = (
 ).split()
 
 
-@pytest.mark.parametrize("name", BASIC)
-def test_basic_operations(name: str) -> None:
-    basic = importlib.import_module("opfuser.basic")
-    cls = getattr(of, name)
-    assert getattr(basic, name) is cls
-    assert name in basic.__all__
-    assert issubclass(cls, of.BasicOperation)
-    assert cls.__name__ == name
+def test_basic_operations() -> None:
+    for name in BASIC:
+        cls = getattr(of, name)
+        assert getattr(basic, name) is cls
+        assert name in basic.__all__
+        assert issubclass(cls, of.BasicOperation)
+        assert cls.__name__ == name
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_operations(name: str) -> None:
-    fused = importlib.import_module("opfuser.fused")
-    cls = getattr(fused, name)
+def test_fused_operations() -> None:
     assert of.fused is fused, "reachable as an attribute, as te.ops.fused is"
-    assert issubclass(cls, of.FusedOperation)
-    assert cls.__name__ == name
-    stage = "forward" if name.startswith("Forward") else "backward"
-    own = getattr(cls, f"fuser_{stage}")
-    assert own is not getattr(of.FusibleOperation, f"fuser_{stage}")
+    for name in FUSED:
+        cls = getattr(fused, name)
+        assert issubclass(cls, of.FusedOperation)
+        assert cls.__name__ == name
+        own = f"fuser_{'forward' if name.startswith('Forward') else 'backward'}"
+        assert getattr(cls, own) is not getattr(of.FusibleOperation, own), name
 
 
-@pytest.mark.parametrize("name", BASES)
-def test_classes(name: str) -> None:
-    assert inspect.isclass(getattr(of, name))
-    assert getattr(of, name).__name__ == name
-
-
-def test_what_the_classes_are() -> None:
+def test_bases_and_functions() -> None:
+    for name in BASES:
+        assert inspect.isclass(getattr(of, name))
+        assert getattr(of, name).__name__ == name
+    assert all(inspect.isfunction(getattr(of, name)) for name in REGISTER)
     assert issubclass(of.FusibleOperation, nn.Module)
     assert issubclass(of.BasicOperation, of.FusibleOperation)
     assert issubclass(of.FusedOperation, of.FusibleOperation)
@@ -70,11 +65,6 @@ def test_what_the_classes_are() -> None:
     assert [type(op) for op in linear.basic_ops] == [of.BasicLinear, of.Bias]
     assert [op.is_fused_op for op in linear.basic_ops] == [False, False]
     assert [type(op) for op in of.Linear(4, 3, bias=False).basic_ops] == [of.BasicLinear]
-
-
-@pytest.mark.parametrize("name", REGISTER)
-def test_functions(name: str) -> None:
-    assert inspect.isfunction(getattr(of, name))
 
 
 @pytest.mark.parametrize(

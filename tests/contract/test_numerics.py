@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
-from tests.hazards.tensors import fill, rand
+from tests.contract.tensors import fill, rand
 
 WIDTH = 12
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import opfuser as of
 from opfuser.errors import DoubleBackwardError
-from tests.hazards.tensors import F64, close, fill, leaf, rand
+from tests.contract.tensors import F64, close, fill, leaf, rand
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: of.Sequential(of.Linear(8, 8, **F64)),

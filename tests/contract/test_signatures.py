@@ -107,55 +107,31 @@ def _positional(found: list[Parameter]) -> bool:
     return any(kind == inspect.Parameter.POSITIONAL_OR_KEYWORD for _, kind, _ in found)
 
 
-@pytest.mark.parametrize("name", CONSTRUCTORS)
-def test_constructor(name: str) -> None:
-    agree(parameters(getattr(of, name)), expected(CONSTRUCTORS[name]))
-
-
-@pytest.mark.parametrize("name", FUSED_CONSTRUCTORS)
-def test_constructor_of_fused_operation(name: str) -> None:
-    agree(parameters(getattr(fused, name)), expected(FUSED_CONSTRUCTORS[name]))
-
-
-def test_constructor_of_containers() -> None:
+def test_constructors() -> None:
+    for name, text in CONSTRUCTORS.items():
+        agree(parameters(getattr(of, name)), expected(text))
+    for name, text in FUSED_CONSTRUCTORS.items():
+        agree(parameters(getattr(fused, name)), expected(text))
     assert parameters(of.Sequential) == expected("*args")
     assert parameters(of.FusedOperation) == expected("basic_ops")
     assert parameters(of.OperationFuser)[:1] == expected("ops")
     assert parameters(of.BasicOperation) == []
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_methods_of_a_basic_operation(name: str) -> None:
-    assert parameters(getattr(of.BasicOperation, name), skip=1) == expected(METHODS[name])
-
-
-@pytest.mark.parametrize("name", ["fuser_forward", "fuser_backward"])
-def test_methods_of_a_fused_operation(name: str) -> None:
-    assert parameters(getattr(of.FusedOperation, name), skip=1) == expected(METHODS[name])
-
-
-def test_calls_of_containers() -> None:
-    assert parameters(of.Sequential.forward, skip=1) == expected(
-        "input, *extra_inputs, op_kwargs=None"
-    )
-    assert parameters(of.OperationFuser.__call__, skip=1) == expected(
-        "input, *extra_inputs, basic_op_kwargs=None"
-    )
-    assert parameters(of.FusedOperation.forward, skip=1) == expected(
-        "input, *extra_inputs, basic_op_kwargs=None"
-    )
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
+def test_methods() -> None:
+    for name, text in METHODS.items():
+        assert parameters(getattr(of.BasicOperation, name), skip=1) == expected(text)
+        if name.startswith("fuser"):
+            assert parameters(getattr(of.FusedOperation, name), skip=1) == expected(text)
+    call = expected("input, *extra_inputs, basic_op_kwargs=None")
+    assert parameters(of.OperationFuser.__call__, skip=1) == call
+    assert parameters(of.FusedOperation.forward, skip=1) == call
+    for function in (
         of.register_forward_fusion,
         of.register_backward_fusion,
         of.register_forward_backward_fusion,
-    ],
-)
-def test_registration(function: Callable[..., Any]) -> None:
-    agree(parameters(function), expected("func, prepend=False, *, name=None"))
+    ):
+        agree(parameters(function), expected("func, prepend=False, *, name=None"))
 
 
 def test_every_operation_can_be_called_as_its_base_class_says() -> None:
@@ -172,41 +148,35 @@ def test_every_operation_can_be_called_as_its_base_class_says() -> None:
             call.bind(None, None, None, **dict.fromkeys(names))
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [
-        ("BasicLinear", {"in_features": 4, "out_features": 3, "userbuffers_options": {}}),
-        ("AllReduce", {"reduce_in_backward": False}),
-        *[
-            (name, {"cache_quantized_input": True})
-            for name, text in CONSTRUCTORS.items()
-            if "cache_quantized_input" in text
-        ],
-    ],
-)
-def test_argument_that_is_accepted_but_not_supported(name: str, kwargs: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError) as error:
-        getattr(of, name)(**kwargs)
-    assert isinstance(error.value, of.errors.NotSupportedError)
-    text = str(error.value)
-    assert name in text
-    argument = list(kwargs)[-1]
-    assert argument in text, "the text names the argument"
-    assert len(text) > len(name) + len(argument) + 20, "and gives the reason"
+UNSUPPORTED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
+    ("BasicLinear", {"userbuffers_options": {}}, (4, 3)),
+    ("AllReduce", {"reduce_in_backward": False}, ()),
+    *(
+        (name, {"sm_margin": margin}, (8,))
+        for name in ("RMSNorm", "LayerNorm")
+        for margin in (4, {"forward": 4})
+    ),
+    ("L2Normalization", {"seq_length": 16}, ()),
+    ("L2Normalization", {"micro_batch_size": 16}, ()),
+    *(
+        (name, {"cache_quantized_input": True}, ())
+        for name, text in CONSTRUCTORS.items()
+        if "cache_quantized_input" in text
+    ),
+]
 
 
-@pytest.mark.parametrize("margin", [4, {"forward": 4}])
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
-def test_margin_of_multiprocessors_is_not_silently_ignored(name: str, margin: Any) -> None:
-    with pytest.raises(of.errors.NotSupportedError, match="sm_margin"):
-        getattr(of, name)(8, sm_margin=margin)
-    getattr(of, name)(8, sm_margin=0)
-
-
-@pytest.mark.parametrize("argument", ["seq_length", "micro_batch_size"])
-def test_warm_up_sizes_are_not_silently_ignored(argument: str) -> None:
-    with pytest.raises(of.errors.NotSupportedError, match=argument):
-        of.L2Normalization(**{argument: 16})
+def test_what_is_accepted_but_not_supported_is_not_ignored() -> None:
+    for name, kwargs, args in UNSUPPORTED:
+        with pytest.raises(NotImplementedError) as error:
+            getattr(of, name)(*args, **kwargs)
+        assert isinstance(error.value, of.errors.NotSupportedError)
+        text = str(error.value)
+        (argument,) = kwargs
+        assert name in text
+        assert argument in text, "the text names the argument"
+        assert len(text) > len(name) + len(argument) + 20, "and gives the reason"
+    of.RMSNorm(8, sm_margin=0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser as of
-from tests.hazards.tensors import F64, rand
+from tests.contract.tensors import F64, rand
 
 GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm"}
 

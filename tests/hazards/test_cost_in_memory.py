@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser as of
-from tests.hazards.tensors import F64, rand
+from tests.contract.tensors import F64, rand
 
 
 class Storages(TorchDispatchMode):

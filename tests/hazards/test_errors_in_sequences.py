@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
-from tests.hazards.tensors import F64, close, fill, leaf, rand
+from tests.contract.tensors import F64, close, fill, leaf, rand
 
 
 def test_hazard_14_a_call_outside_a_sequential_freezes_no_bindings() -> None:

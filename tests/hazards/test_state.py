@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser as of
-from tests.hazards.tensors import F64, fill
+from tests.contract.tensors import F64, fill
 
 
 def ours() -> of.Sequential:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import opfuser as of
-from tests.hazards.tensors import F64, close, fill, leaf, rand
+from tests.contract.tensors import F64, close, fill, leaf, rand
 
 # Fusions may look at the dtype, so a hazard of a fused kernel may show in one dtype only.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
-from tests.hazards.tensors import F64, close, fill, leaf, rand
+from tests.contract.tensors import F64, close, fill, leaf, rand
 
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 5e-2}
 
