@@ -24,8 +24,7 @@ def test_extra_tensors_are_taken_and_given_in_operation_order(split: bool) -> No
         *(rand(3, grad=True) for _ in range(4)),
     )
     x, a, b, c = (rand(3) for _ in range(4))
-    last = 4 if split else 2
-    for key in (taps[1], 2 if split else 1, 1 - last):  # an operation, or its index
+    for key in (taps[1], 2 if split else 1, -2):  # an operation, or its index
         y, *_ = seq(x, a, b, c, op_kwargs={key: {"power": 3}})
         close(y, x * a * b**3 * c)
 

@@ -123,6 +123,9 @@ def test_methods() -> None:
         assert parameters(getattr(of.BasicOperation, name), skip=1) == expected(text)
         if name.startswith("fuser"):
             assert parameters(getattr(of.FusedOperation, name), skip=1) == expected(text)
+    assert parameters(of.Sequential.forward, skip=1) == expected(
+        "input, *extra_inputs, op_kwargs=None"
+    )
     call = expected("input, *extra_inputs, basic_op_kwargs=None")
     assert parameters(of.OperationFuser.__call__, skip=1) == call
     assert parameters(of.FusedOperation.forward, skip=1) == call
