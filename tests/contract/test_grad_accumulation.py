@@ -21,18 +21,13 @@ import opfuser as of
 from opfuser.errors import ArgumentError, DoubleBackwardError
 from opfuser.op import GradNeeds
 from tests.contract.gradients import ADDS, handed_over, norm
-from tests.contract.tensors import F64, close, fill, leaf, rand
+from tests.contract.tensors import F64, as_exact, close, fill, leaf, outputs_of, rand
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def first(out: Any) -> Tensor:
-    y: Tensor = out[0] if isinstance(out, tuple) else out
-    return y
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Case(NamedTuple):
-    """A sequence, the same in plain torch, the widths of its inputs, the fusion that runs."""
+    """A sequence, the same in plain torch, the widths of its inputs, the fusion in its plan."""
 
     ops: Callable[[], list[nn.Module]]
     formula: Callable[..., Tensor]
@@ -90,21 +85,10 @@ CASES = {
     ),
 }  # fmt: skip
 ROWS = 7
+PAIRS = [(name, dtype) for n, name in enumerate(CASES) for dtype in (FP32, (BF16, FP16)[n % 2])]
 
 
-def inputs(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    made = [rand(ROWS, n, dtype=dtype).to(device).requires_grad_() for n in case.widths]
-    if case.fusion == "linear_cross_entropy":
-        made.append(torch.randint(0, 4, (ROWS,), device=device))
-    return made
-
-
-def weights_of(seq: nn.Module) -> list[nn.Parameter]:
-    return [p for name, p in seq.named_parameters() if p.dim() == 2]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), [*PAIRS, ("alone", FP16), ("biased", BF16)], ids=str)
 def test_three_micro_batches(name: str, dtype: torch.dtype, device: torch.device) -> None:
     case = CASES[name]
     seq = fill(of.Sequential(*case.ops())).to(device, dtype)
@@ -112,32 +96,30 @@ def test_three_micro_batches(name: str, dtype: torch.dtype, device: torch.device
         [p.detach().to(as_dtype).requires_grad_() for p in seq.parameters()]
         for as_dtype in (dtype, torch.float64)
     )
-    weights = weights_of(seq)
+    weights = [p for p in seq.parameters() if p.dim() == 2]
     grads: list[Tensor] = []
     for step in range(3):
-        tensors = inputs(case, dtype, device)
+        tensors = [rand(ROWS, n, dtype=dtype).to(device).requires_grad_() for n in case.widths]
+        if not case.adds:
+            tensors.append(torch.randint(0, 4, (ROWS,), device=device))
         with ExitStack() as on:
             if case.fusion == "recompute_mlp":
                 on.enter_context(of.enable(case.fusion))
             if case.fusion is not None:
                 assert seq.plan(*tensors).fused("backward") == {case.fusion: 1}
-            y = first(seq(*tensors))
+            y = outputs_of(seq(*tensors))[0]
         dy = torch.randn_like(y)
         told = [handed_over(y, w) for w in weights]
         y.backward(dy)
         assert told == [[step == 0 or not case.adds]] * len(weights)
-        if step == 0:
-            grads = [w.grad for w in weights]
+        grads = grads or [w.grad for w in weights]
         assert all(w.grad is grad for w, grad in zip(weights, grads)), "the same memory"
         for parameters in (plain, exact):
             as_dtype = parameters[0].dtype
             theirs = [t.detach().to(as_dtype) if t.is_floating_point() else t for t in tensors]
             case.formula(*theirs, *parameters).backward(dy.to(as_dtype))
     for ours, same, want in zip(seq.parameters(), plain, exact):
-        error = (ours.grad.double() - want.grad).abs().max()
-        allowed = 2 * (same.grad.double() - want.grad).abs().max()
-        floor = torch.finfo(dtype).eps * max(1.0, want.grad.abs().max().item())
-        assert error <= allowed + floor
+        as_exact(name, ours.grad, same.grad, want.grad)
 
 
 @pytest.mark.parametrize(("rows", "lies"), [(0, ""), (1, ""), (5, "transposed"), (5, "expanded")])
@@ -167,9 +149,7 @@ class Largest(TorchDispatchMode):
         self.known = {t.untyped_storage().data_ptr() for t in known}
         self.elements = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self.known:
             self.elements = max(self.elements, out.numel())
@@ -188,7 +168,7 @@ def test_no_memory_for_the_gradient_after_the_first_micro_batch(
     x, dy = torch.randn(3, 256, device=device), torch.randn(3, 256, device=device)
     for _ in range(2):  # on a GPU, libraries allocate their workspaces too
         model(x).backward(dy)
-    weights = weights_of(model)
+    weights = [p for p in model.parameters() if p.dim() == 2]
     y = model(x)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -202,9 +182,9 @@ def test_no_memory_for_the_gradient_after_the_first_micro_batch(
     assert (made < 256 * 256) == adds
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_fp32_grad_under_autocast(dtype: torch.dtype, device: torch.device) -> None:
-    """One GEMM on a GPU; on a CPU there is none that adds halves to fp32."""
+    """One GEMM on a GPU; on a CPU there is none that adds a half-precision product to fp32."""
     op = fill(of.BasicLinear(6, 4, **ADDS)).to(device)
     op.weight.grad = torch.full((4, 6), 256.0, device=device)
     x, dy = rand(5, 6, dtype=dtype).to(device), rand(5, 4, dtype=dtype).to(device)
@@ -234,34 +214,60 @@ def test_in_another_stream_than_the_default_one_autograd_adds() -> None:
     assert torch.equal(op.weight.grad.cpu(), torch.full((4, 6), 15.0))
 
 
-# What follows is about the cases in which autograd must get the gradient, and does.
+# What follows starts from a weight whose gradient is 3 everywhere.
+
+
+class Tagged(Tensor):
+    pass
+
+
+class TaggedParameter(nn.Parameter):
+    pass
+
+
+def three(*shape: int) -> Tensor:
+    return torch.full(shape or (4, 6), 3.0, dtype=torch.float64)
 
 
 def started() -> tuple[of.BasicLinear, Tensor, Tensor, Tensor]:
-    """An operation whose weight has a gradient; input, gradient of the output, that of the weight.
-
-    In float64.
-    """
+    """An operation, its input, a gradient of its output, and what that is for the weight."""
     op = fill(of.BasicLinear(6, 4, **ADDS, **F64))
-    op.weight.grad = torch.full((4, 6), 3.0, dtype=torch.float64)
+    op.weight.grad = three()
     x, dy = rand(5, 6, grad=True), rand(5, 4)
     return op, x, dy, dy.t() @ x.detach()
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # of torch; for "transposed"
-@pytest.mark.parametrize("kind", ["transposed", "sparse", "subclass", "requires grad"])
-def test_a_grad_that_is_no_plain_contiguous_tensor(kind: str) -> None:
-    class Tagged(Tensor):
-        pass
+def _grad(grad: Callable[[], Tensor]) -> Callable[[Any], None]:
+    def set_grad(op: of.BasicLinear) -> None:
+        op.weight.grad = grad()
 
+    return set_grad
+
+
+def _tagged_weight(op: of.BasicLinear) -> None:
+    op.weight = TaggedParameter(op.weight.detach())
+    op.weight.grad = three()
+
+
+def _without_the_flag(op: of.BasicLinear) -> None:
+    op.accumulate_into_grad = False
+
+
+AUTOGRAD_ADDS: dict[str, Callable[[of.BasicLinear], Any]] = {
+    "a transposed grad": _grad(lambda: three(6, 4).t()),
+    "a sparse grad": _grad(lambda: three().to_sparse()),
+    "a grad of a subclass": _grad(lambda: three().as_subclass(Tagged)),
+    "a grad that requires grad": _grad(lambda: three().requires_grad_()),
+    "a weight of a subclass": _tagged_weight,
+    "without the flag": _without_the_flag,
+}
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # of torch; for "transposed"
+@pytest.mark.parametrize("kind", AUTOGRAD_ADDS)
+def test_where_autograd_must_get_the_gradient(kind: str) -> None:
     op, x, dy, dw = started()
-    start = torch.full((4, 6), 3.0, dtype=torch.float64)
-    op.weight.grad = {
-        "transposed": lambda: torch.full((6, 4), 3.0, dtype=torch.float64).t(),
-        "sparse": start.to_sparse,
-        "subclass": lambda: start.as_subclass(Tagged),
-        "requires grad": start.requires_grad_,
-    }[kind]()
+    AUTOGRAD_ADDS[kind](op)
     y = op(x)
     told = handed_over(y, op.weight)
     y.backward(dy)
@@ -300,20 +306,14 @@ def test_hooks_of_the_weight_see_the_gradient(kind: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["weight", "input", "both"])
-def test_gradients_that_autograd_captures(wanted: str) -> None:
+def test_gradients_that_autograd_captures_and_inputs_of_backward(wanted: str) -> None:
     op, x, dy, dw = started()
     targets = {"weight": [op.weight], "input": [x], "both": [op.weight, x]}[wanted]
     grads = torch.autograd.grad(op(x), targets, dy)
     for target, grad in zip(targets, grads):
         close(grad, dw if target is op.weight else dy @ op.weight.detach())
     assert x.grad is None
-    assert torch.equal(op.weight.grad, torch.full_like(dw, 3.0))
-
-
-@pytest.mark.parametrize("wanted", ["weight", "input", "both"])
-def test_inputs_of_backward(wanted: str) -> None:
-    op, x, dy, dw = started()
-    targets = {"weight": [op.weight], "input": [x], "both": [op.weight, x]}[wanted]
+    assert torch.equal(op.weight.grad, three())
     y = op(x)
     told = handed_over(y, op.weight)
     y.backward(dy, inputs=targets)
@@ -330,7 +330,7 @@ def test_create_graph(retain: bool) -> None:
     y = op(x)
     y.backward(dy.requires_grad_(), create_graph=True, retain_graph=retain)
     assert start is not None
-    assert torch.equal(start, torch.full_like(dw, 3.0)), "autograd adds out of place"
+    assert torch.equal(start, three()), "autograd adds out of place"
     close(op.weight.grad, 3 + dw)
     with pytest.raises(DoubleBackwardError):
         torch.autograd.grad(op.weight.grad.sum(), dy)
@@ -365,20 +365,58 @@ def test_in_an_autograd_function_of_the_user(graph: bool) -> None:
 
 
 def test_batched_gradients() -> None:
-    op, x, dy, dw = started()
+    op, x, dy, _ = started()
     dys = torch.stack([dy, 2 * dy])
     (dx,) = torch.autograd.grad(op(x), x, dys, is_grads_batched=True)
     close(dx, dys @ op.weight.detach())
-    assert torch.equal(op.weight.grad, torch.full_like(dw, 3.0))
+    assert torch.equal(op.weight.grad, three())
 
 
-def test_a_second_backward_through_the_same_graph() -> None:
-    op, x, dy, dw = started()
+def _retained(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
     y = op(x)
     told = handed_over(y, op.weight)
     y.backward(dy, retain_graph=True)
     y.backward(dy)
     assert told == [False, False]
+
+
+def _checkpointed(reentrant: bool) -> Callable[..., None]:
+    def twice(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+        for _ in range(2):
+            checkpoint(op, x, use_reentrant=reentrant).backward(dy)
+
+    return twice
+
+
+def _compiled(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    compiled = torch.compile(of.Sequential(op), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        compiled(x).backward(dy)
+
+
+def _compiled_autograd(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    for _ in range(2):
+        y = op(x)
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            y.backward(dy)
+
+
+TWICE: dict[str, Callable[[of.BasicLinear, Tensor, Tensor], None]] = {
+    "a retained graph": _retained,
+    "checkpoints": _checkpointed(False),
+    "reentrant checkpoints": _checkpointed(True),
+    "torch.compile": _compiled,
+    "compiled autograd": _compiled_autograd,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of Dynamo
+# What torch 2.11 imports for compiled autograd is deprecated by torch itself.
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("how", TWICE)
+def test_two_backward_passes(how: str) -> None:
+    op, x, dy, dw = started()
+    TWICE[how](op, x, dy)
     close(op.weight.grad, 3 + 2 * dw)
 
 
@@ -398,20 +436,6 @@ def test_a_weight_that_is_no_leaf(kind: str) -> None:
     close(source.grad, 3 + 2 * dw)
 
 
-def test_a_weight_of_a_subclass() -> None:
-    class Tagged(nn.Parameter):
-        pass
-
-    op, x, dy, dw = started()
-    op.weight = Tagged(op.weight.detach())
-    op.weight.grad = torch.full((4, 6), 3.0, dtype=torch.float64)
-    y = op(x)
-    told = handed_over(y, op.weight)
-    y.backward(dy)
-    assert told == [True]
-    close(op.weight.grad, 3 + dw)
-
-
 def test_the_weight_that_functional_call_passed() -> None:
     op, x, dy, dw = started()
     w = leaf(op.weight)
@@ -421,7 +445,7 @@ def test_the_weight_that_functional_call_passed() -> None:
     y.backward(dy)
     assert told == [False]
     close(w.grad, 7 + dw)
-    assert torch.equal(op.weight.grad, torch.full_like(dw, 3.0))
+    assert torch.equal(op.weight.grad, three())
 
 
 @pytest.mark.parametrize("change", ["replaced", "cleared", "frozen"])
@@ -436,7 +460,7 @@ def test_changes_between_forward_and_backward(change: str) -> None:
             op.weight.grad = torch.full_like(used, 7.0)
     y.backward(dy)
     plain = leaf(used)
-    plain.grad = torch.full_like(dw, 3.0)
+    plain.grad = three()
     z = F.linear(x.detach(), plain)
     plain.requires_grad_(change != "frozen")
     z.backward(dy)
@@ -465,35 +489,7 @@ def test_outside_of_a_backward_pass() -> None:
     ctx.grad_weights = [op.weight]
     with torch.no_grad():
         close(op.weight_grad(dy, x.detach(), ctx), dw)
-    assert torch.equal(op.weight.grad, torch.full_like(dw, 3.0))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant: bool) -> None:
-    op, x, dy, dw = started()
-    for _ in range(2):
-        checkpoint(op, x, use_reentrant=reentrant).backward(dy)
-    close(op.weight.grad, 3 + 2 * dw)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of Dynamo
-def test_torch_compile() -> None:
-    op, x, dy, dw = started()
-    compiled = torch.compile(of.Sequential(op), fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        compiled(x).backward(dy)
-    close(op.weight.grad, 3 + 2 * dw)
-
-
-# What torch 2.11 imports for it is deprecated by torch itself.
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-def test_compiled_autograd() -> None:
-    op, x, dy, dw = started()
-    for _ in range(2):
-        y = op(x)
-        with compiled_autograd._enable(torch.compile(backend="eager")):
-            y.backward(dy)
-    close(op.weight.grad, 3 + 2 * dw)
+    assert torch.equal(op.weight.grad, three())
 
 
 def test_a_training_loop() -> None:
@@ -514,31 +510,15 @@ def test_a_training_loop() -> None:
         close(p, q, 1e-9)
 
 
-def test_without_the_flag_autograd_gets_the_gradient() -> None:
-    op = of.BasicLinear(6, 4, **F64)
-    op.weight.grad = torch.zeros_like(op.weight)
-    y = of.Sequential(op)(rand(5, 6))
-    told = handed_over(y, op.weight)
-    y.sum().backward()
-    assert told == [True]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **kw: of.BasicLinear(6, 4, **kw),
-        lambda **kw: of.Linear(6, 4, **kw),
-        lambda **kw: of.GroupedLinear(2, 6, 4, **kw),
-    ],
-    ids=["BasicLinear", "Linear", "GroupedLinear"],
-)
-def test_one_place_only(make: Callable[..., nn.Module]) -> None:
-    with pytest.raises(ArgumentError) as error:
-        make(accumulate_into_main_grad=True, accumulate_into_grad=True)
-    for part in (
-        "accumulated in one place",
-        "Linear",
-        "accumulate_into_main_grad=True, accumulate_into_grad=True",
-        "Leave one of them False",
-    ):
-        assert part in str(error.value)
+def test_one_place_only() -> None:
+    flags = {"accumulate_into_main_grad": True, "accumulate_into_grad": True}
+    for make in (of.BasicLinear, of.Linear, lambda *a, **kw: of.GroupedLinear(2, *a, **kw)):
+        with pytest.raises(ArgumentError) as error:
+            make(6, 4, **flags)
+        for part in (
+            "accumulated in one place",
+            "Linear",
+            "accumulate_into_main_grad=True, accumulate_into_grad=True",
+            "Leave one of them False",
+        ):
+            assert part in str(error.value)
