@@ -1,0 +1,197 @@
+"""Hazards 1, 2, 6 and 9: nothing of the caller's is written to, and no two gradients share memory.
+
+In-place flags are permissions, and saved tensors stay what they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import opfuser as of
+from tests.contract.tensors import F64, against, close, fill, rand
+
+P = dict[str, Tensor]
+
+
+class Sigmoid(of.BasicOperation):
+    """Saves its own output, as sigmoid, exp and softmax do."""
+
+    def op_forward(self, ctx: of.OperationContext, input_: Tensor, **unused: Any) -> Tensor:
+        y = torch.sigmoid(input_)
+        if ctx.requires_grad:
+            ctx.save_for_backward(y)
+        return y
+
+    def op_backward(self, ctx: of.OperationContext, grad_output: Tensor) -> Any:
+        (y,) = ctx.saved_tensors
+        return grad_output * y * (1 - y), ()
+
+
+def tap(**kw: Any) -> of.MakeExtraOutput:
+    return of.MakeExtraOutput().set_extra_output_channel(0, "skip", output_to_caller=False)
+
+
+def add(**kw: Any) -> of.AddExtraInput:
+    return of.AddExtraInput(in_place=True).set_extra_input_channel(0, "skip")
+
+
+def linear(p: P, x: Tensor, n: int = 0) -> Tensor:
+    return F.linear(x, p[f"{n}.weight"], p.get(f"{n}.bias"))
+
+
+def twice(model: nn.Module, x: Tensor) -> Any:
+    return model(x, x)
+
+
+def twice_and_elsewhere(model: nn.Module, x: Tensor) -> Any:
+    h = x * 2
+    return model(h, h) + h
+
+
+MAKE_EXTRA = [(False, "Identity"), (True, "BasicLinear"), (False, "RMSNorm"), (True, "RMSNorm")]
+MAKE_EXTRA += [(in_place, "nothing") for in_place in (False, True)]
+AFTER: dict[str, tuple[Callable[..., list[nn.Module]], Callable[..., Tensor]]] = {
+    "Identity": (lambda **kw: [of.Identity()], lambda p, x: x * 1),
+    "BasicLinear": (lambda **kw: [of.BasicLinear(8, 8, **kw)], lambda p, x: linear(p, x, 1)),
+    "RMSNorm": (
+        lambda **kw: [of.RMSNorm(8, **kw)], lambda p, x: F.rms_norm(x, (8,), p["1.weight"], 1e-5)
+    ),
+    "nothing": (lambda **kw: [], lambda p, x: x * 1),
+}  # fmt: skip
+FOLLOWERS: dict[str, tuple[Callable[..., nn.Module], Callable[[P, Tensor], Tensor]]] = {
+    "BasicLinear": (lambda **kw: of.BasicLinear(8, 8, **kw), lambda p, x: linear(p, x, 2)),
+    "Linear": (lambda **kw: of.Linear(8, 8, **kw), lambda p, x: linear(p, x, 2)),
+    "GELU": (lambda **kw: of.GELU(), lambda p, x: F.gelu(x, approximate="tanh")),
+    "SiLU": (lambda **kw: of.SiLU(), lambda p, x: F.silu(x)),
+    "SwiGLU": (lambda **kw: of.SwiGLU(), lambda p, x: F.silu(x[..., :4]) * x[..., 4:]),
+    "RMSNorm": (
+        lambda **kw: of.RMSNorm(8, **kw), lambda p, x: F.rms_norm(x, (8,), p["2.weight"], 1e-5)
+    ),
+    "LayerNorm": (
+        lambda **kw: of.LayerNorm(8, **kw),
+        lambda p, x: F.layer_norm(x, (8,), p["2.weight"], p["2.bias"], 1e-5),
+    ),
+    "L2Normalization": (
+        lambda **kw: of.L2Normalization(),
+        lambda p, x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
+    ),
+}  # fmt: skip
+
+# Operations, the formula, shapes of the inputs, and how the sequence is called.
+CASES: dict[str, tuple[Callable[..., list[Any]], Callable[..., Any], list[Any], Any]] = {
+    **{
+        f"hazard 1: residual after a linear, bias {bias}": (
+            lambda bias=bias, **kw: [tap(), of.Linear(8, 8, bias=bias, **kw), add()],
+            lambda p, x: x + linear(p, x, 1), [(5, 8)], None,
+        ) for bias in (False, True)
+    },
+    "hazard 1: the input itself": (
+        lambda **kw: [of.Linear(8, 8, bias=False, **kw), of.AddExtraInput(in_place=True)],
+        lambda p, x: linear(p, x) + x, [(5, 8)], twice,
+    ),
+    "hazard 1: the input itself, scaled": (
+        lambda **kw: [
+            of.BasicLinear(8, 8, **kw), of.ConstantScale(0.5), of.AddExtraInput(in_place=True)
+        ],
+        lambda p, x: 0.5 * linear(p, x) + x, [(5, 8)], twice,
+    ),
+    # The sigmoid's output reaches the caller too: it must survive there as well.
+    **{
+        f"hazard 2: saved by the sigmoid before {name}": (
+            lambda make=make, **kw: [Sigmoid(), of.MakeExtraOutput(), make(**kw)],
+            lambda p, x, f=f: (f(p, torch.sigmoid(x)), torch.sigmoid(x)), [(5, 8)], None,
+        ) for name, (make, f) in FOLLOWERS.items()
+    },
+    **{
+        f"hazard 6: a tap before {name}, in place {in_place}": (
+            lambda in_place=in_place, make=AFTER[name][0], **kw: [
+                of.MakeExtraOutput(in_place=in_place), *make(**kw)
+            ],
+            lambda p, x, f=AFTER[name][1]: (f(p, x), x * 1), [(5, 8)], None,
+        ) for in_place, name in MAKE_EXTRA
+    },
+    "hazard 9: both sides of an addition": (
+        lambda **kw: [of.AddExtraInput()], lambda p, x, h: x + h, [(8,), (8,)], None,
+    ),
+    "hazard 9: both sides of an addition behind a linear": (
+        lambda **kw: [of.Linear(8, 8, **kw), of.AddExtraInput()],
+        lambda p, x, h: linear(p, x) + h, [(8,), (8,)], None,
+    ),
+    # Nothing is summed for an input without rows, so that db equals dy: but it may not be dy.
+    "hazard 9: bias of a single vector": (
+        lambda **kw: [of.ConstantScale(1.0), of.Bias(8, **kw), of.Identity()],
+        lambda p, x: x + p["1.bias"], [(8,)], None,
+    ),
+    "hazard 9: linear of a single vector": (
+        lambda **kw: [of.ConstantScale(1.0), of.Linear(8, 8, **kw), of.Identity()],
+        lambda p, x: linear(p, x, 1), [(8,)], None,
+    ),
+    "hazard 9: views of the received gradient": (
+        lambda **kw: [of.Reshape((8,)), of.Bias(8, **kw), of.Identity(), of.Reshape((2, 4))],
+        lambda p, x: x + p["1.bias"].view(2, 4), [(2, 4)], None,
+    ),
+    # A gradient that autograd adds up with others on the way to a tensor that is no leaf.
+    "hazard 9: one input used twice and elsewhere": (
+        lambda **kw: [of.Bias(8, **kw), of.AddExtraInput()],
+        lambda p, x: 6 * x + p["0.bias"], [(3, 8)], twice_and_elsewhere,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fused", "dtype"),
+    [(True, torch.float64), (False, torch.float64), (True, torch.bfloat16)],
+    ids=["fused", "unfused", "fused, bf16"],
+)
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_but_what_is_ours(name: str, fused: bool, dtype: torch.dtype) -> None:
+    """With the fusions of the library, and without: their kernels differ."""
+    make, formula, shapes, call = CASES[name]
+    seq = fill(of.Sequential(*make(dtype=dtype, device="cpu")))
+    inputs = [rand(*shape, dtype=dtype, grad=True) for shape in shapes]
+    named = list(seq.named_parameters())
+
+    def model(*xs: Tensor) -> Any:
+        with of.disable(*["*"] * (not fused)):
+            return seq(*xs) if call is None else call(seq, *xs)
+
+    ys = against(model, formula, *inputs, parameters=named)
+    dys = [rand(*y.shape, dtype=dtype) for y in ys]
+    kept = [dy.clone() for dy in dys]
+    owners = [*inputs, *(p for _, p in named)]
+    for t in owners:
+        t.grad = None
+    outs = model(*inputs)
+    torch.autograd.backward(outs, dys)
+    first = [t.grad for t in owners]
+    memory = [t.untyped_storage().data_ptr() for t in (*dys, *first)]
+    assert len(set(memory)) == len(memory), "two gradients share memory"
+    want = [2 * g for g in first]
+    torch.autograd.backward(model(*inputs), dys)  # autograd accumulates in place from now on
+    for t, expected in zip(owners, want):
+        assert torch.equal(t.grad, expected)
+    assert all(torch.equal(dy, before) for dy, before in zip(dys, kept))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("grad", [False, True])
+def test_hazard_01_in_place_add_into_a_tensor_that_is_read_later(grad: bool, fused: bool) -> None:
+    """Without gradients the caller's order is followed, unless that tensor is still to be read."""
+    layer = fill(of.Linear(6, 6, **F64))
+    model = of.Sequential(layer, of.AddExtraInput(in_place=True))
+    x, h = rand(5, 6, grad=grad), rand(5, 6)
+    before = h.clone()
+    with torch.set_grad_enabled(grad), of.disable(*["*"] * (not fused)):
+        y = model(x, h)
+        close(y, F.linear(x, layer.weight, layer.bias) + before)
+        assert torch.equal(h, before if grad else y)
+        assert (h.data_ptr() == y.data_ptr()) == (not grad)
+        later = of.Residual(*model)
+        y, expected = later(x, x), x + F.linear(x, layer.weight, layer.bias) + x
+        close(y, expected)
