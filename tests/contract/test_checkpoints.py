@@ -1,50 +1,121 @@
-"""Parameters: aliases, checkpoints of te.ops, copies, pickles and activation checkpointing."""
+"""Parameters: state dicts, checkpoints of te.ops and torch.nn, aliases, activation checkpoints."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import opfuser as of
-from tests.contract.tensors import F64, close, fill, leaf, rand
+from tests.contract.tensors import F64, against, close, fill, rand
 
 
 def model() -> of.Sequential:
     return of.Sequential(
-        of.LayerNorm(8, **F64),
-        of.Linear(8, 16, **F64),
-        of.SwiGLU(),
-        of.Linear(8, 8, bias=False, **F64),
-        of.BasicLinear(8, 8, **F64),
-        of.Bias(8, **F64),
-    )
+        of.LayerNorm(8, **F64), of.Linear(8, 16, **F64), of.GELU(),
+        of.BasicLinear(16, 8, **F64), of.RMSNorm(8, **F64), of.Dropout(0.0),
+        of.Sequential(of.Linear(8, 4, bias=False, **F64)),
+    )  # fmt: skip
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(
+        nn.LayerNorm(8, **F64), nn.Linear(8, 16, **F64), nn.GELU(approximate="tanh"),
+        nn.Linear(16, 8, bias=False, **F64), nn.RMSNorm(8, eps=1e-5, **F64), nn.Dropout(0.0),
+        nn.Sequential(nn.Linear(8, 4, bias=False, **F64)),
+    )  # fmt: skip
+
+
+def by_torch(twin: nn.Sequential) -> Callable[..., Tensor]:
+    return lambda p, x: torch.func.functional_call(twin, dict(p), (x,))
+
+
+# ------------------------------------------------------------------------------ state dicts
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_hazard_28_state_dict_has_the_names_of_the_parameters_and_nothing_else(
+    called: bool,
+) -> None:
+    seq = fill(model())
+    if called:
+        seq(rand(3, 8)).sum().backward()
+    state = seq.state_dict()
+    assert list(state) == [name for name, _ in seq.named_parameters()] == list(plain().state_dict())
+    for name, value in state.items():
+        assert isinstance(value, Tensor), "anything but a tensor breaks distributed checkpoints"
+        assert value.dtype == torch.float64
+        assert value.data_ptr() == seq.get_parameter(name).data_ptr()
+    assert state._metadata.keys() == {  # type: ignore[attr-defined]
+        name for name, _ in seq.named_modules()
+    }
+
+
+def test_hazard_28_no_operation_has_extra_state() -> None:
+    for op in (
+        of.Linear(4, 3), of.BasicLinear(4, 3), of.Bias(4), of.GroupedLinear(2, 4, 3), of.GELU(),
+        of.SwiGLU(), of.Quantize(), of.MakeExtraOutput(),
+    ):  # fmt: skip
+        assert list(op.state_dict()) == [name for name, _ in op.named_parameters()]
+
+
+def test_hazard_28_a_called_model_pickles_without_its_plans() -> None:
+    seq, x = fill(model()), rand(3, 8)
+    untouched = len(pickle.dumps(seq))
+    want = seq(x)
+    seq[0](x)
+    twin = pickle.loads(pickle.dumps(seq))
+    assert len(pickle.dumps(seq)) < 1.05 * untouched
+    close(twin(x), want, 0)
+    assert list(twin.state_dict()) == list(seq.state_dict())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_hazard_29_checkpoints_of_torch_nn_load_and_go_back(assign: bool) -> None:
+    source, seq = fill(plain()), fill(model())
+    result = seq.load_state_dict(source.state_dict(), strict=True, assign=assign)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    x = rand(3, 8, grad=True)
+    close(seq(x), source(x))
+    against(seq, by_torch(plain()), x)
+    target = fill(plain())
+    target.load_state_dict(fill(seq).state_dict(), strict=True)
+    close(target(x), seq(x))
+
+
+def test_hazard_29_what_is_missing_or_unknown_is_named() -> None:
+    state = plain().state_dict()
+    del state["1.bias"]
+    state["1.scale"] = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*1\.bias.*Unexpected key.*1\.scale"):
+        model().load_state_dict(state)
 
 
 def te_keys(state: dict[str, Tensor], prefix: str = "") -> dict[str, Any]:
     """The same values under the keys of te.ops: parts of a Linear, and state of every operation."""
-    moved = {
-        "1.weight": "1.basic_ops.0.weight",
-        "1.bias": "1.basic_ops.1.bias",
-        "3.weight": "3.basic_ops.0.weight",
-    }
-    out: dict[str, Any] = {prefix + moved.get(key, key): v.clone() for key, v in state.items()}
-    owners = ("0", "1.basic_ops.0", "1.basic_ops.1", "2", "3.basic_ops.0", "4", "5")
+    parts = {"weight": "basic_ops.0.weight", "bias": "basic_ops.1.bias"}
+    out: dict[str, Any] = {}
+    for key, value in state.items():
+        owner, _, name = key.rpartition(".")
+        is_linear = owner in ("1", "6.0")
+        out[f"{prefix}{owner}.{parts[name] if is_linear else name}"] = value.clone()
+    owners = ("0", "1.basic_ops.0", "1.basic_ops.1", "2", "3", "4", "5", "6.0.basic_ops.0")
     # Must be skipped unread: unpickling what a checkpoint brings would run its code.
     for n, owner in enumerate(owners):
-        state_bytes = torch.full((n,), 0x80, dtype=torch.uint8)
-        out[f"{prefix}{owner}._extra_state"] = state_bytes
+        out[f"{prefix}{owner}._extra_state"] = torch.full((n,), 0x80, dtype=torch.uint8)
     return out
 
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("prefix", ["", "decoder.layers."])
-def test_checkpoint_of_te_ops_loads(prefix: str, assign: bool) -> None:
+def test_checkpoints_of_te_ops_load(prefix: str, assign: bool) -> None:
     source, target = fill(model()), fill(model())
     holder: nn.Module = target
     for name in reversed(prefix.split(".")[:-1]):
@@ -52,18 +123,14 @@ def test_checkpoint_of_te_ops_loads(prefix: str, assign: bool) -> None:
     state = te_keys(source.state_dict(), prefix)
     keys = set(state)
     result = holder.load_state_dict(state, strict=True, assign=assign)
-    assert result.missing_keys == []
-    assert result.unexpected_keys == []
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert set(state) == keys, "the caller's dict is left alone"
     for (name, p), q in zip(source.named_parameters(), target.parameters()):
         assert torch.equal(p, q), name
-    x = rand(3, 8, grad=True)
-    close(target(x), source(x))
-    target(x).sum().backward()
-    assert all(p.grad is not None for p in target.parameters())
+    against(target, by_torch(plain()), rand(3, 8, grad=True))
 
 
-def test_checkpoint_of_te_ops_with_a_missing_part() -> None:
+def test_a_checkpoint_of_te_ops_with_a_missing_part() -> None:
     state = te_keys(model().state_dict())
     del state["1.basic_ops.1.bias"]
     with pytest.raises(RuntimeError, match=r"Missing key.*1\.bias"):
@@ -82,13 +149,14 @@ def test_a_linear_of_its_own_loads_both_kinds_of_keys() -> None:
     assert list(target.state_dict()) == ["weight", "bias"]
 
 
+# ------------------------------------------------------------------------------ aliases, copies
+
+
 def test_assignment_aliases() -> None:
     linear, basic, bias = of.Linear(8, 8, **F64), of.BasicLinear(8, 8, **F64), of.Bias(8, **F64)
     weight, vector = nn.Parameter(rand(8, 8)), nn.Parameter(rand(8))
-    linear.weight = weight
-    linear.bias = vector
-    basic.weight = weight
-    bias.bias = vector
+    linear.weight = basic.weight = weight
+    linear.bias = bias.bias = vector
     for owner in (linear, linear.basic_ops[0], basic):
         assert owner.weight is weight
     for owner in (linear, linear.basic_ops[1], bias):
@@ -97,13 +165,12 @@ def test_assignment_aliases() -> None:
     part = nn.Parameter(rand(8, 8))
     linear.basic_ops[0].weight = part
     assert linear.weight is part
-    x, dy = rand(3, 8), rand(3, 8)
-    of.Sequential(linear, basic, bias)(x).backward(dy)
-    w, v, u = leaf(part), leaf(weight), leaf(vector)
-    ((x @ w.t() + u) @ v.t() + u).backward(dy)
-    close(part.grad, w.grad)
-    close(weight.grad, v.grad)
-    close(vector.grad, u.grad)
+    against(
+        of.Sequential(linear, basic, bias),
+        lambda p, x: (x @ p["part"].t() + p["vector"]) @ p["weight"].t() + p["vector"],
+        rand(3, 8),
+        parameters={"part": part, "weight": weight, "vector": vector}.items(),
+    )
 
 
 @pytest.mark.parametrize("called", [False, True])
@@ -113,18 +180,10 @@ def test_bias_of_none_clears(called: bool) -> None:
     x = rand(3, 8, grad=True)
     if called:
         seq(x)
-    linear.bias = None
-    bias.bias = None
+    linear.bias = bias.bias = None
     assert linear.basic_ops[1].bias is None
     assert [name for name, _ in seq.named_parameters()] == ["0.weight"]
-    y = seq(x)
-    y.sum().backward()
-    x64, w = leaf(x), leaf(linear.weight)
-    want = torch.nn.functional.gelu(x64 @ w.t(), approximate="tanh")
-    want.sum().backward()
-    close(y, want)
-    close(x.grad, x64.grad)
-    close(linear.weight.grad, w.grad)
+    against(seq, lambda p, x: F.gelu(x @ p["0.weight"].t(), approximate="tanh"), x)
     linear.bias = nn.Parameter(torch.ones(8, dtype=torch.float64))
     seq(x).sum().backward()
     assert linear.bias.grad is not None
@@ -138,19 +197,11 @@ def test_a_linear_without_bias_cannot_be_given_one() -> None:
         linear.bias = nn.Parameter(torch.zeros(8))
 
 
-def _deepcopy(m: nn.Module) -> nn.Module:
-    return copy.deepcopy(m)
-
-
-def _pickle(m: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(m))
-
-
-@pytest.mark.parametrize("twin_of", [_deepcopy, _pickle])
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("called", [False, True])
 def test_copies_are_independent(twin_of: Any, called: bool) -> None:
-    original = fill(of.Sequential(of.Residual(*model()), of.Dropout(0.0), of.GELU()))
-    x = rand(3, 8)
+    square = of.Residual(of.LayerNorm(8, **F64), of.Linear(8, 8, **F64))
+    original, x = fill(of.Sequential(square, of.Dropout(0.0), of.GELU())), rand(3, 8)
     if called:
         original(x).sum().backward()
         original.zero_grad()
@@ -166,15 +217,18 @@ def test_copies_are_independent(twin_of: Any, called: bool) -> None:
         assert not torch.equal(twin(x), want)
     # What one of a compound and its parts says, the other says: in the copy too.
     linear = twin[0][2]
-    linear.weight = nn.Parameter(torch.ones(16, 8, dtype=torch.float64))
+    linear.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.float64))
     assert linear.basic_ops[0].weight is linear.weight
     assert original[0][2].weight is not linear.weight
+
+
+# ------------------------------------------------------------------------------ activations
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool) -> None:
     seq = fill(of.Sequential(*model(), of.Dropout(0.5)))
-    x, dy = rand(3, 8, grad=True), rand(3, 8)
+    x, dy = rand(3, 8, grad=True), rand(3, 4)
     torch.manual_seed(5)
     want = seq(x)
     want.backward(dy)
@@ -189,7 +243,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         close(got, expected)
 
 
-def test_checkpointing_saves_only_the_input() -> None:
+def test_activation_checkpointing_saves_only_the_input() -> None:
     seq = fill(model())
     x = rand(3, 8, grad=True)
     saved: list[Tensor] = []

@@ -17,7 +17,6 @@ from tests.fused.examples import EXAMPLES, OF_CHAINS, extras, filled
 EACH = pytest.mark.parametrize(
     "fusion", [f for f in FUSIONS if f.name not in OF_CHAINS], ids=lambda f: f.name
 )
-BOTH_WAYS = pytest.mark.parametrize("first", [True, False], ids=["off later", "on later"])
 
 
 def only(name: str, on: bool) -> ExitStack:
@@ -49,27 +48,18 @@ def grads(y: Tensor, seq: of.Sequential, x: Tensor) -> list[Tensor]:
 
 
 @EACH
-@BOTH_WAYS
-def test_a_reentrant_one_differentiates_what_it_computes_again(fusion: Any, first: bool) -> None:
+@pytest.mark.parametrize("first", [True, False], ids=["off later", "on later"])
+def test_switched_between_forward_and_backward(fusion: Any, first: bool) -> None:
+    """A reentrant one differentiates what it computes again; another one may have to raise."""
     seq, inputs = example(fusion.name)
     with only(fusion.name, False):
         want = grads(loss(seq(*inputs)), seq, inputs[0])
     with only(fusion.name, first):
-        y = loss(checkpoint(seq, *inputs, use_reentrant=True))
-    with only(fusion.name, not first):
-        torch.testing.assert_close(grads(y, seq, inputs[0]), want)
-
-
-@EACH
-@BOTH_WAYS
-def test_another_one_raises_if_something_else_would_be_saved(fusion: Any, first: bool) -> None:
-    seq, inputs = example(fusion.name)
-    with only(fusion.name, False):
-        want = grads(loss(seq(*inputs)), seq, inputs[0])
-    with only(fusion.name, first):
+        reentrant = loss(checkpoint(seq, *inputs, use_reentrant=True))
         y = loss(checkpoint(seq, *inputs, use_reentrant=False))
     with only(fusion.name, not first):
-        if fusion.stage == "joint":
+        torch.testing.assert_close(grads(reentrant, seq, inputs[0]), want)
+        if fusion.stage == "joint":  # something else would be saved
             with pytest.raises(CheckpointError):
                 y.backward()
         else:
@@ -77,17 +67,17 @@ def test_another_one_raises_if_something_else_would_be_saved(fusion: Any, first:
 
 
 @EACH
-@pytest.mark.parametrize("on", [False, True])
-def test_unswitched_all_is_as_without_a_checkpoint(fusion: Any, on: bool) -> None:
+def test_unswitched_all_is_as_without_a_checkpoint(fusion: Any) -> None:
     seq, inputs = example(fusion.name)
 
     def made_anew(*tensors: Tensor) -> Any:
         return of.Sequential(*seq)(*tensors)
 
-    with only(fusion.name, on):
-        want = grads(loss(seq(*inputs)), seq, inputs[0])
-        y = loss(checkpoint(made_anew, *inputs, use_reentrant=False))
-        torch.testing.assert_close(grads(y, seq, inputs[0]), want)
+    for on in (False, True):
+        with only(fusion.name, on):
+            want = grads(loss(seq(*inputs)), seq, inputs[0])
+            y = loss(checkpoint(made_anew, *inputs, use_reentrant=False))
+            torch.testing.assert_close(grads(y, seq, inputs[0]), want)
 
 
 def test_what_a_fused_loss_saves_is_not_taken_for_something_else() -> None:

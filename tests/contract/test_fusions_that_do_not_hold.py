@@ -193,9 +193,7 @@ def backward_formula(k: Callable[[str], float], p: dict[str, Tensor], x: Tensor)
     ("pass_", "loud"),
     [("forward", name) for name in FORWARD] + [("backward", name) for name in BACKWARD],
 )
-def test_hazard_05_a_subclass_is_not_fused_away(
-    pass_: str, loud: str, dtype: torch.dtype
-) -> None:
+def test_hazard_05_a_subclass_is_not_fused_away(pass_: str, loud: str, dtype: torch.dtype) -> None:
     names, formula, extras = {
         "forward": ([*FORWARD[:3], "BasicLinear", *FORWARD[3:]], forward_formula, 1),
         "backward": ([*BACKWARD[:2], "MakeExtraOutput", "BasicLinear"], backward_formula, 0),

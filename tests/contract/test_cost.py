@@ -1,10 +1,11 @@
-"""Hazards 23, 24, 26 and 27: work and host time that nobody asked for.
+"""Hazards 23 to 27: work, host time and memory that nobody asked for.
 
 Host time itself is measured by benchmarks/host_overhead.py; here its causes are counted.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser as of
-from tests.contract.tensors import F64, rand
+from tests.contract.tensors import F64, outputs_of, rand
 
 GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm"}
 
@@ -26,9 +28,7 @@ class CountGemms(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.overloadpacket.__name__ in GEMMS
         return func(*args, **(kwargs or {}))
 
@@ -38,38 +38,33 @@ def gemms_in_backward(model: nn.Module, x: Tensor, *extras: Tensor) -> int:
         out = model(x, *extras)
     linears = [op for op in model.modules() if isinstance(op, (of.Linear, of.BasicLinear))]
     assert forward.count == len(linears), "forward runs one GEMM per linear"
-    outs = out if isinstance(out, tuple) else (out,)
+    outs = [y for y in outputs_of(out) if y.requires_grad]
     with CountGemms() as backward:
         torch.autograd.backward(outs, [torch.randn_like(y) for y in outs])
     return backward.count
 
 
-@pytest.mark.parametrize(
-    ("input_grad", "weight_grad", "expected"), [(0, 1, 1), (1, 0, 1), (1, 1, 2)]
-)
-@pytest.mark.parametrize("neighbours", ["none", "bias", "scale", "add", "make", "all"])
-def test_hazard_23_no_gemm_for_a_gradient_that_nobody_needs(
-    input_grad: int, weight_grad: int, expected: int, neighbours: str
-) -> None:
-    linear = of.Linear(8, 8, bias=neighbours in ("bias", "add", "all"), **F64)
-    linear.weight.requires_grad_(bool(weight_grad))
-    before = [of.MakeExtraOutput()] if neighbours in ("make", "all") else []
-    after: list[of.BasicOperation] = []
-    if neighbours in ("scale", "all"):
-        after.append(of.ConstantScale(0.5))
-    extras = []
-    if neighbours in ("add", "all"):
-        after.append(of.AddExtraInput())
-        extras.append(rand(3, 8))
-    model = of.Sequential(*before, linear, *after)
-    x = rand(3, 8, grad=bool(input_grad))
-    if neighbours in ("make", "all") and not input_grad:
-        y, _ = model(x, *extras)  # the extra output needs no gradient
-        with CountGemms() as backward:
-            y.backward(torch.ones_like(y))
-        assert backward.count == expected
-    else:
-        assert gemms_in_backward(model, x, *extras) == expected
+NEIGHBOURS: dict[str, tuple[list[Any], bool, list[Any]]] = {
+    "none": ([], False, []),
+    "bias": ([], True, []),
+    "scale": ([], False, [lambda: of.ConstantScale(0.5)]),
+    "add": ([], True, [of.AddExtraInput]),
+    "make": ([of.MakeExtraOutput], False, []),
+    "all": ([of.MakeExtraOutput], True, [lambda: of.ConstantScale(0.5), of.AddExtraInput]),
+}
+
+
+@pytest.mark.parametrize("neighbours", NEIGHBOURS)
+def test_hazard_23_no_gemm_for_a_gradient_that_nobody_needs(neighbours: str) -> None:
+    before, bias, after = NEIGHBOURS[neighbours]
+    for input_grad, weight_grad in ((False, True), (True, False), (True, True)):
+        linear = of.Linear(8, 8, bias=bias, **F64)
+        linear.weight.requires_grad_(weight_grad)
+        model = of.Sequential(*(f() for f in before), linear, *(f() for f in after))
+        extras = [rand(3, 8)] * (of.AddExtraInput in after)
+        assert gemms_in_backward(model, rand(3, 8, grad=input_grad), *extras) == (
+            input_grad + weight_grad
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,21 +91,17 @@ def test_hazard_23_gradients_stop_at_the_first_trained_operation(
 def test_hazard_23_a_trained_bias_costs_no_gemm() -> None:
     linear = of.Linear(8, 8, **F64)
     linear.weight.requires_grad_(False)
-    model = of.Sequential(linear, of.GELU())
-    assert gemms_in_backward(model, rand(3, 8)) == 0
+    assert gemms_in_backward(of.Sequential(linear, of.GELU()), rand(3, 8)) == 0
     assert linear.bias.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("input_grad", "weight_grad", "expected"), [(0, 1, 2), (1, 0, 2), (1, 1, 4)]
-)
-def test_hazard_23_grouped_linear(input_grad: int, weight_grad: int, expected: int) -> None:
-    op = of.GroupedLinear(2, 8, 8, bias=False, **F64)
-    op.requires_grad_(bool(weight_grad))
-    y = of.Sequential(op)(rand(4, 8, grad=bool(input_grad)), torch.tensor([1, 3]))
-    with CountGemms() as backward:
-        y.backward(torch.ones_like(y))
-    assert backward.count == expected
+def test_hazard_23_grouped_linear() -> None:
+    for input_grad, weight_grad in ((False, True), (True, False), (True, True)):
+        op = of.GroupedLinear(2, 8, 8, bias=False, **F64).requires_grad_(weight_grad)
+        y = of.Sequential(op)(rand(4, 8, grad=input_grad), torch.tensor([1, 3]))
+        with CountGemms() as backward:
+            y.backward(torch.ones_like(y))
+        assert backward.count == 2 * (input_grad + weight_grad)
 
 
 class Counting:
@@ -138,13 +129,11 @@ def test_hazard_24_alternating_between_modes_never_fuses_twice() -> None:
         model(trained).sum().backward()
 
     def frozen() -> None:
-        model.train()
         model.requires_grad_(False)
         model(trained)
         model.requires_grad_(True)
 
     def autocast() -> None:
-        model.train()
         with torch.autocast("cpu", torch.bfloat16):
             model(x)
 
@@ -240,3 +229,103 @@ def test_hazard_27_an_operation_called_alone_plans_once(
         for _ in range(3):
             op(rand(3, 8, grad=True)).sum().backward()
         assert counting.calls == 2
+
+
+# Hazard 25: memory that is kept longer than it is needed.
+
+
+class Storages(TorchDispatchMode):
+    """Remembers, weakly, the storage of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, Tensor):
+                self.made.append(StorageWeakRef(t.untyped_storage()))
+        return out
+
+    def alive(self, *but: Tensor) -> int:
+        known = {StorageWeakRef(t.untyped_storage()) for t in but}
+        return sum(not ref.expired() and ref not in known for ref in set(self.made))
+
+
+def block() -> of.Sequential:
+    return of.Sequential(
+        of.Residual(of.RMSNorm(8, **F64), of.Linear(8, 16, **F64), of.SwiGLU()),
+        of.LayerNorm(8, **F64),
+        of.Dropout(0.5),
+        of.Linear(8, 8, **F64),
+        of.GELU(),
+    )
+
+
+@pytest.fixture
+def _no_garbage_collection() -> Any:
+    """Reference cycles would keep tensors until the collector happens to run."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_hazard_25_nothing_stays_after_backward() -> None:
+    model, x, dy = block(), rand(5, 8, grad=True), rand(5, 8)
+    params = list(model.parameters())
+    for _ in range(2):
+        with Storages() as storages:
+            y = model(x)
+        assert storages.alive(x, y, *params) > 0, "something must have been saved for backward"
+        y.backward(dy)
+        assert storages.alive(x, y, *params) == 0
+    assert y.grad_fn is not None, "the output, and with it the graph, is still alive"
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.parametrize("grad", [False, True])
+def test_hazard_25_nothing_stays_when_the_output_is_dropped(grad: bool) -> None:
+    model, x = block(), rand(5, 8, grad=grad)
+    with Storages() as storages, torch.set_grad_enabled(grad):
+        y = model(x)
+    if not grad:
+        assert storages.alive(x, y, *model.parameters()) == 0
+    del y
+    assert storages.alive(x, *model.parameters()) == 0
+
+
+class Watched(of.BasicOperation):
+    """Saves a tensor, and notes in backward whether those of later operations are gone."""
+
+    def __init__(self, chain: list[Watched]) -> None:
+        super().__init__()
+        self.__dict__["chain"] = chain
+        chain.append(self)
+        self.saved: StorageWeakRef | None = None
+        self.gone: list[bool] = []
+
+    def op_forward(self, ctx: of.OperationContext, input_: Tensor, **unused: Any) -> Tensor:
+        kept = input_ * 2
+        self.saved = StorageWeakRef(kept.untyped_storage())
+        ctx.save_for_backward(kept)
+        return input_.sin()
+
+    def op_backward(self, ctx: of.OperationContext, grad_output: Tensor) -> Any:
+        (kept,) = ctx.saved_tensors
+        self.gone = [op.saved.expired() for op in self.chain]
+        return grad_output * torch.cos(kept / 2), ()
+
+
+@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.parametrize("retain", [False, True])
+def test_hazard_25_memory_is_freed_while_backward_runs(retain: bool) -> None:
+    chain: list[Watched] = []
+    model = of.Sequential(*(Watched(chain) for _ in range(4)))
+    x = rand(5, 8, grad=True)
+    model(x).backward(torch.ones(5, 8, dtype=torch.float64), retain_graph=retain)
+    for n, op in enumerate(chain):
+        freed = [False] * (n + 1) + [not retain] * (3 - n)
+        assert op.gone == freed, f"during the backward of op {n}"

@@ -1,0 +1,177 @@
+"""Hazards 11 to 13: meta devices, second backwards, and unusual shapes and layouts.
+
+In a sequence whose operations are fused; ``check_op`` holds each operation to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import opfuser as of
+from tests.contract.tensors import F64, against, close, fill, leaf, rand
+
+
+def block(**kwargs: object) -> of.Sequential:
+    kw = {**F64, **kwargs}
+    return of.Sequential(
+        of.RMSNorm(8, **kw), of.Linear(8, 24, **kw), of.SwiGLU(), of.Linear(12, 8, **kw),
+        of.AddExtraInput(), of.LayerNorm(8, **kw), of.GELU(), of.Linear(8, 5, bias=False, **kw),
+    )  # fmt: skip
+
+
+def formula(p: dict[str, Tensor], x: Tensor, h: Tensor) -> Tensor:
+    a = F.linear(F.rms_norm(x, (8,), p["0.weight"], 1e-5), p["1.weight"], p["1.bias"])
+    a = F.silu(a[..., :12]) * a[..., 12:]
+    a = F.linear(a, p["3.weight"], p["3.bias"]) + h
+    a = F.layer_norm(a, (8,), p["5.weight"], p["5.bias"], 1e-5)
+    return F.linear(F.gelu(a, approximate="tanh"), p["7.weight"])
+
+
+def _to_empty(model: of.Sequential, state: dict[str, Tensor]) -> None:
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def _alias(model: of.Sequential, state: dict[str, Tensor]) -> None:
+    for name, value in state.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(value))
+
+
+def _assign(model: of.Sequential, state: dict[str, Tensor]) -> None:
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("materialise", [_to_empty, _alias, _assign])
+@pytest.mark.parametrize("touched", [False, True])
+def test_hazard_11_meta_device_then_materialised_then_backward(
+    materialise: Callable[..., None], touched: bool
+) -> None:
+    model = block(device="meta")
+    assert all(p.is_meta for p in model.parameters())
+    if touched:
+        y = model(torch.empty(3, 8, device="meta"), torch.empty(3, 8, device="meta"))
+        assert (y.shape, y.device.type) == ((3, 5), "meta")
+    state = {name: p.detach().clone() for name, p in fill(block()).named_parameters()}
+    materialise(model, state)
+    if materialise is not _to_empty:
+        assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+    against(model, formula, rand(3, 8, grad=True), rand(3, 8, grad=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: of.BasicLinear(4, 3, device=d),
+        lambda d: of.Linear(4, 3, device=d),
+        lambda d: of.Bias(4, device=d),
+        lambda d: of.RMSNorm(4, device=d),
+        lambda d: of.RMSNorm(4, device=d, zero_centered_gamma=True),
+        lambda d: of.LayerNorm((2, 2), device=d),
+        lambda d: of.GroupedLinear(2, 4, 3, device=d),
+    ],
+)
+def test_hazard_11_reset_parameters_gives_what_construction_gives(
+    make: Callable[[str], nn.Module],
+) -> None:
+    torch.manual_seed(3)
+    direct = make("cpu")
+    late = make("meta").to_empty(device="cpu")
+    torch.manual_seed(3)
+    late.reset_parameters()
+    for (name, want), (other, got) in zip(direct.named_parameters(), late.named_parameters()):
+        assert name == other
+        assert torch.equal(got, want)
+        assert got.requires_grad
+
+
+def test_hazard_12_second_backward_with_retain_graph() -> None:
+    model = fill(block())
+    x, h, dy = rand(3, 8, grad=True), rand(3, 8, grad=True), rand(3, 5)
+    y = model(x, h)
+    p64 = {name: leaf(p) for name, p in model.named_parameters()}
+    x64, h64 = leaf(x), leaf(h)
+    want = formula(p64, x64, h64)
+    for keep in (True, True, False):
+        # Different gradients, so that a remembered result would be noticed.
+        y.backward(dy, retain_graph=keep)
+        want.backward(dy, retain_graph=keep)
+        dy = dy * 2
+        pairs = [(x, x64), (h, h64), *((p, p64[name]) for name, p in model.named_parameters())]
+        for t, t64 in pairs:
+            close(t.grad, t64.grad)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(dy)
+
+
+def test_hazard_12_gradients_of_two_losses() -> None:
+    model = fill(block())
+    x, h = rand(3, 8, grad=True), rand(3, 8)
+    y, x64 = model(x, h), leaf(x)
+    want = formula(dict(model.named_parameters()), x64, h)
+    for row in range(3):
+        (got,) = torch.autograd.grad(y[row].sum(), x, retain_graph=True)
+        (expected,) = torch.autograd.grad(want[row].sum(), x64, retain_graph=True)
+        close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "rows", [(0,), (1,), (7,), (), (2, 3), (0, 3), (3, 0), (1, 1, 5), (129,)], ids=str
+)
+def test_hazard_13_any_number_of_rows(rows: tuple[int, ...]) -> None:
+    model = fill(block())
+    against(model, formula, rand(*rows, 8, grad=True), rand(*rows, 8, grad=True))
+    if 0 in rows:
+        assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t[:8, :6].t(),
+    "every other row": lambda t: t[::2, :8],
+    "every other column": lambda t: t[:6, ::2],
+    "offset": lambda t: t[3:9, 5:13],
+    "expanded rows": lambda t: t[2, :8].expand(6, 8),
+    "expanded columns": lambda t: t[:6, :1].expand(6, 8),
+    "permuted": lambda t: t[:12, :16].reshape(12, 2, 8).permute(1, 0, 2),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_hazard_13_non_contiguous_and_expanded_inputs(name: str) -> None:
+    model, view, base = fill(block()), VIEWS[name], rand(12, 16, grad=True)
+    against(
+        lambda base, h: model(view(base), h),
+        lambda p, base, h: formula(p, view(base), h),
+        base,
+        rand(*view(base).shape, grad=True),
+        parameters=model.named_parameters(),
+    )
+
+
+def test_hazard_13_non_contiguous_and_expanded_gradients() -> None:
+    model = fill(block())
+    for dy in (
+        rand(1, 1).expand(6, 5),
+        rand(1, 5).expand(6, 5),
+        rand(5, 6).t(),
+        rand(12, 10)[::2, ::2],
+    ):
+        against(model, formula, rand(6, 8, grad=True), rand(6, 8, grad=True), dys=[dy])
+
+
+@pytest.mark.parametrize("sizes", [[0, 5, 0], [5, 0, 0], [0, 0, 0], [1, 3, 1]], ids=str)
+def test_hazard_13_empty_experts(sizes: list[int]) -> None:
+    def experts(p: dict[str, Tensor], x: Tensor, sizes: Tensor) -> Tensor:
+        rows = enumerate(x.split(sizes.tolist()))
+        return torch.cat([F.linear(r, p[f"0.weight{g}"], p[f"0.bias{g}"]) for g, r in rows])
+
+    model = fill(of.Sequential(of.GroupedLinear(3, 8, 4, **F64)))
+    against(model, experts, rand(sum(sizes), 8, grad=True), torch.tensor(sizes))
