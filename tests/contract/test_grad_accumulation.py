@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,106 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import opfuser as of
 from opfuser.errors import ArgumentError, DoubleBackwardError
 from opfuser.op import GradNeeds
-from tests.contract.gradients import ADDS, handed_over, norm
-from tests.contract.tensors import F64, as_exact, close, fill, leaf, outputs_of, rand
+from tests.contract.gradients import ADDS, handed_over
+from tests.contract.tensors import F64, close, fill, leaf, rand
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class Case(NamedTuple):
-    """A sequence, the same in plain torch, the widths of its inputs, the fusion in its plan."""
-
-    ops: Callable[[], list[nn.Module]]
-    formula: Callable[..., Tensor]
-    widths: tuple[int, ...] = (6,)
-    fusion: str | None = None
-    adds: bool = True
-
-
-def silu_gated(x: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return F.silu(a) * b
-
-
-CASES = {
-    "alone": Case(lambda: [of.BasicLinear(6, 4, **ADDS)], F.linear),
-    "biased": Case(lambda: [of.Linear(6, 4, **ADDS)], F.linear),
-    "scaled": Case(
-        lambda: [of.BasicLinear(6, 4, **ADDS), of.ConstantScale(-0.3)],
-        lambda x, w: -0.3 * F.linear(x, w),
-        fusion="backward_linear_scale",
-    ),
-    "tapped": Case(
-        lambda: [of.MakeExtraOutput(), of.BasicLinear(6, 4, **ADDS)],
-        F.linear,
-        fusion="backward_linear_add",
-    ),
-    "normed": Case(
-        lambda: [of.RMSNorm(6), of.Linear(6, 4, **ADDS)],
-        lambda x, g, w, b: F.linear(norm(x) * g, w, b),
-        fusion="norm_linear",
-    ),
-    "activated": Case(
-        lambda: [of.GELU(), of.Linear(6, 4, **ADDS)],
-        lambda x, w, b: F.linear(F.gelu(x, approximate="tanh"), w, b),
-        fusion="activation_linear",
-    ),
-    "gated, added": Case(
-        lambda: [of.SwiGLU(), of.BasicLinear(6, 4, **ADDS), of.AddExtraInput()],
-        lambda x, z, w: F.linear(silu_gated(x), w) + z,
-        (12, 4),
-        "activation_linear_add",
-    ),
-    "recomputed": Case(
-        lambda: [
-            of.RMSNorm(6), of.BasicLinear(6, 10, **ADDS), of.SwiGLU(), of.BasicLinear(5, 4, **ADDS),
-        ],
-        lambda x, g, v, w: F.linear(silu_gated(F.linear(norm(x) * g, v)), w),
-        fusion="recompute_mlp",
-    ),
-    "loss": Case(
-        lambda: [of.BasicLinear(6, 4, **ADDS), of.CrossEntropy()],
-        lambda x, t, w: F.cross_entropy(F.linear(x, w), t),
-        fusion="linear_cross_entropy",
-        adds=False,
-    ),
-}  # fmt: skip
-ROWS = 7
-PAIRS = [(name, dtype) for n, name in enumerate(CASES) for dtype in (FP32, (BF16, FP16)[n % 2])]
-
-
-@pytest.mark.parametrize(("name", "dtype"), [*PAIRS, ("alone", FP16), ("biased", BF16)], ids=str)
-def test_three_micro_batches(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    case = CASES[name]
-    seq = fill(of.Sequential(*case.ops())).to(device, dtype)
-    plain, exact = (
-        [p.detach().to(as_dtype).requires_grad_() for p in seq.parameters()]
-        for as_dtype in (dtype, torch.float64)
-    )
-    weights = [p for p in seq.parameters() if p.dim() == 2]
-    grads: list[Tensor] = []
-    for step in range(3):
-        tensors = [rand(ROWS, n, dtype=dtype).to(device).requires_grad_() for n in case.widths]
-        if not case.adds:
-            tensors.append(torch.randint(0, 4, (ROWS,), device=device))
-        with ExitStack() as on:
-            if case.fusion == "recompute_mlp":
-                on.enter_context(of.enable(case.fusion))
-            if case.fusion is not None:
-                assert seq.plan(*tensors).fused("backward") == {case.fusion: 1}
-            y = outputs_of(seq(*tensors))[0]
-        dy = torch.randn_like(y)
-        told = [handed_over(y, w) for w in weights]
-        y.backward(dy)
-        assert told == [[step == 0 or not case.adds]] * len(weights)
-        grads = grads or [w.grad for w in weights]
-        assert all(w.grad is grad for w, grad in zip(weights, grads)), "the same memory"
-        for parameters in (plain, exact):
-            as_dtype = parameters[0].dtype
-            theirs = [t.detach().to(as_dtype) if t.is_floating_point() else t for t in tensors]
-            case.formula(*theirs, *parameters).backward(dy.to(as_dtype))
-    for ours, same, want in zip(seq.parameters(), plain, exact):
-        as_exact(name, ours.grad, same.grad, want.grad)
 
 
 @pytest.mark.parametrize(("rows", "lies"), [(0, ""), (1, ""), (5, "transposed"), (5, "expanded")])
@@ -305,71 +208,95 @@ def test_hooks_of_the_weight_see_the_gradient(kind: str) -> None:
     assert (told, len(seen)) == ([False], 1), "once the hook is gone, the GEMM adds"
 
 
-@pytest.mark.parametrize("wanted", ["weight", "input", "both"])
-def test_gradients_that_autograd_captures_and_inputs_of_backward(wanted: str) -> None:
-    op, x, dy, dw = started()
-    targets = {"weight": [op.weight], "input": [x], "both": [op.weight, x]}[wanted]
-    grads = torch.autograd.grad(op(x), targets, dy)
-    for target, grad in zip(targets, grads):
-        close(grad, dw if target is op.weight else dy @ op.weight.detach())
+class Double(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return 2 * w
+
+
+def _inputs(*wanted: str) -> Callable[..., None]:
+    def backward(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+        targets = {"weight": op.weight, "input": x}
+        y = op(x)
+        told = handed_over(y, op.weight)
+        y.backward(dy, inputs=[targets[name] for name in wanted])
+        assert told == ["weight" not in wanted]
+        assert (x.grad is None) == ("input" not in wanted)
+
+    return backward
+
+
+def _captured(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    dx, dw = torch.autograd.grad(op(x), [x, op.weight], dy)
+    close(dx, dy @ op.weight.detach())
+    close(dw, dy.t() @ x.detach())
     assert x.grad is None
-    assert torch.equal(op.weight.grad, three())
-    y = op(x)
-    told = handed_over(y, op.weight)
-    y.backward(dy, inputs=targets)
-    assert told == [wanted == "input"]
-    close(op.weight.grad, 3 + dw * (wanted != "input"))
-    assert (x.grad is None) == (wanted == "weight")
 
 
-@pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("retain", [False, True])
-def test_create_graph(retain: bool) -> None:
-    op, x, dy, dw = started()
-    start = op.weight.grad
-    y = op(x)
-    y.backward(dy.requires_grad_(), create_graph=True, retain_graph=retain)
-    assert start is not None
-    assert torch.equal(start, three()), "autograd adds out of place"
-    close(op.weight.grad, 3 + dw)
-    with pytest.raises(DoubleBackwardError):
-        torch.autograd.grad(op.weight.grad.sum(), dy)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward")
-@pytest.mark.parametrize("graph", [False, True])
-def test_in_an_autograd_function_of_the_user(graph: bool) -> None:
-    op, x, dy, dw = started()
-    start = op.weight.grad
-    assert start is not None
-
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(func_ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            func_ctx.inner = ctx = of.OperationContext()
-            ctx.needs = GradNeeds(True, (True,), ())
-            return op.op_forward(
-                ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
-            )
-
-        @staticmethod
-        def backward(func_ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-            ctx = func_ctx.inner
-            ctx.saved_tensors = ctx.to_save
-            dx, (dw,) = op.op_backward(ctx, dy)
-            return dx, dw
-
-    Own.apply(x, op.weight).backward(dy, create_graph=graph)
-    close(op.weight.grad, 3 + dw)
-    close(start, 3 + dw * (not graph))  # else autograd adds out of place
-
-
-def test_batched_gradients() -> None:
-    op, x, dy, _ = started()
+def _batched(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
     dys = torch.stack([dy, 2 * dy])
     (dx,) = torch.autograd.grad(op(x), x, dys, is_grads_batched=True)
     close(dx, dys @ op.weight.detach())
-    assert torch.equal(op.weight.grad, three())
+
+
+def _outside(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    ctx = of.OperationContext()
+    ctx.grad_weight = op.weight
+    with torch.no_grad():
+        close(op.weight_grad(dy, x.detach(), ctx), dy.t() @ x.detach())
+
+
+def _create_graph(retain: bool) -> Callable[..., None]:
+    def backward(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+        op(x).backward(dy.requires_grad_(), create_graph=True, retain_graph=retain)
+        with pytest.raises(DoubleBackwardError):
+            torch.autograd.grad(op.weight.grad.sum(), dy)
+
+    return backward
+
+
+def _own_function(graph: bool) -> Callable[..., None]:
+    """In an autograd function of the user."""
+
+    def backward(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+        class Own(torch.autograd.Function):
+            @staticmethod
+            def forward(func_ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+                func_ctx.inner = ctx = of.OperationContext()
+                ctx.needs = GradNeeds(True, (True,), ())
+                return op.op_forward(
+                    ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+                )
+
+            @staticmethod
+            def backward(func_ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+                ctx = func_ctx.inner
+                ctx.saved_tensors = ctx.to_save
+                dx, (dw,) = op.op_backward(ctx, dy)
+                return dx, dw
+
+        Own.apply(x, op.weight).backward(dy, create_graph=graph)
+
+    return backward
+
+
+def _parametrised(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    parametrize.register_parametrization(op, "weight", Double())
+    op(x).backward(dy)
+
+
+def _computed(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    functional_call(op, {"weight": 2 * op.weight}, (x,)).backward(dy)
+
+
+def _passed(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    """The weight that functional_call passed is the one whose gradient is added to."""
+    w = leaf(op.weight)
+    w.grad = torch.full((4, 6), 7.0, dtype=torch.float64)
+    y = functional_call(op, {"weight": w}, (x,))
+    told = handed_over(y, w)
+    y.backward(dy)
+    assert told == [False]
+    close(w.grad, 7 + dy.t() @ x.detach())
 
 
 def _retained(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
@@ -381,11 +308,11 @@ def _retained(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
 
 
 def _checkpointed(reentrant: bool) -> Callable[..., None]:
-    def twice(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    def backward(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
         for _ in range(2):
             checkpoint(op, x, use_reentrant=reentrant).backward(dy)
 
-    return twice
+    return backward
 
 
 def _compiled(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
@@ -401,51 +328,43 @@ def _compiled_autograd(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
             y.backward(dy)
 
 
-TWICE: dict[str, Callable[[of.BasicLinear, Tensor, Tensor], None]] = {
-    "a retained graph": _retained,
-    "checkpoints": _checkpointed(False),
-    "reentrant checkpoints": _checkpointed(True),
-    "torch.compile": _compiled,
-    "compiled autograd": _compiled_autograd,
+# What a backward pass is, how often it adds the product to the weight's gradient, and whether in
+# place; out of place where autograd has to.
+WAYS: dict[str, tuple[Callable[[of.BasicLinear, Tensor, Tensor], None], int, bool]] = {
+    "into the weight": (_inputs("weight"), 1, True),
+    "into the input": (_inputs("input"), 0, True),
+    "into both": (_inputs("weight", "input"), 1, True),
+    "captured": (_captured, 0, True),
+    "batched": (_batched, 0, True),
+    "outside of a pass": (_outside, 0, True),
+    "create_graph": (_create_graph(False), 1, False),
+    "create_graph, retained": (_create_graph(True), 1, False),
+    "a function of the user": (_own_function(False), 1, True),
+    "a function of the user, create_graph": (_own_function(True), 1, False),
+    "a parametrised weight": (_parametrised, 2, True),
+    "a computed weight": (_computed, 2, True),
+    "a weight passed by functional_call": (_passed, 0, True),
+    "a retained graph": (_retained, 2, True),
+    "checkpoints": (_checkpointed(False), 2, True),
+    "reentrant checkpoints": (_checkpointed(True), 2, True),
+    "torch.compile": (_compiled, 2, True),
+    "compiled autograd": (_compiled_autograd, 2, True),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of Dynamo
 # What torch 2.11 imports for compiled autograd is deprecated by torch itself.
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-@pytest.mark.parametrize("how", TWICE)
-def test_two_backward_passes(how: str) -> None:
+@pytest.mark.parametrize("how", WAYS)
+def test_ways_of_differentiating(how: str) -> None:
+    backward, times, in_place = WAYS[how]
     op, x, dy, dw = started()
-    TWICE[how](op, x, dy)
-    close(op.weight.grad, 3 + 2 * dw)
-
-
-@pytest.mark.parametrize("kind", ["parametrised", "computed"])
-def test_a_weight_that_is_no_leaf(kind: str) -> None:
-    class Double(nn.Module):
-        def forward(self, w: Tensor) -> Tensor:
-            return 2 * w
-
-    op, x, dy, dw = started()
-    source = op.weight
-    if kind == "parametrised":
-        parametrize.register_parametrization(op, "weight", Double())
-        op(x).backward(dy)
-    else:
-        functional_call(op, {"weight": 2 * source}, (x,)).backward(dy)
-    close(source.grad, 3 + 2 * dw)
-
-
-def test_the_weight_that_functional_call_passed() -> None:
-    op, x, dy, dw = started()
-    w = leaf(op.weight)
-    w.grad = torch.full((4, 6), 7.0, dtype=torch.float64)
-    y = functional_call(op, {"weight": w}, (x,))
-    told = handed_over(y, w)
-    y.backward(dy)
-    assert told == [False]
-    close(w.grad, 7 + dw)
-    assert torch.equal(op.weight.grad, three())
+    weight = op.weight
+    start = weight.grad
+    backward(op, x, dy)
+    close(weight.grad, 3 + times * dw)
+    close(start, 3 + times * dw * in_place)
 
 
 @pytest.mark.parametrize("change", ["replaced", "cleared", "frozen"])
@@ -481,15 +400,6 @@ def test_a_forward_that_left_no_weight() -> None:
     (y + F.linear(x.detach(), op.weight)).backward(dy)
     close(used.grad, 3 + dw)
     close(op.weight.grad, 7 + dw)
-
-
-def test_outside_of_a_backward_pass() -> None:
-    op, x, dy, dw = started()
-    ctx = of.OperationContext()
-    ctx.grad_weights = [op.weight]
-    with torch.no_grad():
-        close(op.weight_grad(dy, x.detach(), ctx), dw)
-    assert torch.equal(op.weight.grad, three())
 
 
 def test_a_training_loop() -> None:

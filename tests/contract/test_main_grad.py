@@ -45,32 +45,6 @@ def untouched(linear: of.BasicLinear, buffer: Tensor) -> None:
     assert linear.weight.grad_added_to_main_grad is False
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize(
-    ("cls", "overwrite"),
-    [("BasicLinear", None), ("BasicLinear", True), ("Linear", False), ("Linear", True)],
-)
-def test_hazard_08_added_or_written_and_a_placeholder_returned(
-    cls: str, overwrite: bool | None, around: str
-) -> None:
-    linear, buffer = into_main_grad(cls)
-    weight = linear.weight
-    if overwrite is not None:
-        weight.overwrite_main_grad = overwrite
-    model, factor = build(around, linear)
-    x, dy = rand(2, 5, 6, grad=True), rand(2, 5, 4)
-    model(x).backward(dy)
-    dw = factor * dy.reshape(10, 4).t() @ x.detach().reshape(10, 6)
-    assert weight.main_grad is buffer
-    close(buffer, dw if overwrite else dw + 3.0)
-    assert weight.grad_added_to_main_grad is True
-    close(x.grad, factor * dy @ weight)
-    if weight.grad is not None:
-        assert weight.grad.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr()
-        weight.grad.fill_(7.0)  # a wrapper may do with it what it likes
-        close(buffer, dw if overwrite else dw + 3.0)
-
-
 @pytest.mark.parametrize("around", ["alone", "scaled", "tapped"])
 def test_buffer_is_wider_than_the_weight(around: str) -> None:
     """Many small contributions that bf16 would lose."""
@@ -195,16 +169,6 @@ def test_gradient_that_autograd_does_not_want(around: str) -> None:
     untouched(linear, buffer)
     assert linear.weight.grad is None
     assert seen.shapes == [(5, 6), (5, 6)]
-
-
-@pytest.mark.parametrize("around", AROUND)
-def test_torch_autograd_grad_returns_the_gradient_of_the_weight(around: str) -> None:
-    linear, buffer = into_main_grad()
-    x, dy = rand(5, 6), rand(5, 4)
-    model, factor = build(around, linear)
-    (dw,) = torch.autograd.grad(model(x), linear.weight, dy)
-    close(dw, factor * dy.t() @ x)
-    untouched(linear, buffer)
 
 
 def test_backward_into_some_weights_only() -> None:
