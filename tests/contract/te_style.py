@@ -142,55 +142,10 @@ class Windowed(FusedOperation):
 # mean, rstd).
 
 
-class ForwardLinearSiLU(Windowed):
-    """With everything on the contexts that te.ops' own fusions put there."""
-
-    pattern = (te_ops.BasicLinear, te_ops.SiLU)
-    enabled = True
-
-    def __init__(self, ops: list[Any]) -> None:
-        super().__init__(tuple(ops))
-
-    def fuser_forward(
-        self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any
-    ) -> Any:
-        type(self).calls += 1
-        weight = self.basic_ops[0].weight
-        dtype = weight.dtype
-        h = torch.matmul(input_, weight.T)
-        linear_op_ctx, silu_op_ctx = basic_op_ctxs
-        if linear_op_ctx.requires_grad:
-            linear_op_ctx.save_for_backward(input_, weight)
-            linear_op_ctx.with_quantized_compute = False
-            linear_op_ctx.backward_override = None
-            linear_op_ctx.input_quantizer = None
-            linear_op_ctx.weight_quantizer = None
-            linear_op_ctx.grad_output_quantizer = None
-            linear_op_ctx.grad_input_quantizer = None
-            linear_op_ctx.dtype = dtype
-            linear_op_ctx.input_requires_grad = True
-            linear_op_ctx.weight_requires_grad = True
-        if silu_op_ctx.requires_grad:
-            silu_op_ctx.save_for_backward(h)
-            silu_op_ctx.dtype = dtype
-            silu_op_ctx.prev_op_grad_output_quantizer = None
-        return torch.nn.functional.silu(h), [(), ()]
-
-    @staticmethod
-    def fuse_once(ops: list[FusibleOperation], **unused: Any) -> list[FusibleOperation]:
-        """The one-shot flag that test suites of te.ops have."""
-        if not ForwardLinearSiLU.enabled:
-            return ops
-        ForwardLinearSiLU.enabled = False
-        return ForwardLinearSiLU.fuse_ops(ops)
-
-
 class ForwardRMSNormLinear(Windowed):
     pattern = (te_ops.RMSNorm, te_ops.BasicLinear)
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any
-    ) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **unused: Any) -> Any:
         type(self).calls += 1
         norm, linear = self.basic_ops
         x = input_.contiguous().view(-1, norm.weight.numel())
@@ -214,9 +169,7 @@ class ForwardRMSNormLinear(Windowed):
 class ForwardLayerNormSwiGLU(Windowed):
     pattern = (te_ops.LayerNorm, te_ops.SwiGLU)
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any
-    ) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **unused: Any) -> Any:
         type(self).calls += 1
         norm, _ = self.basic_ops
         x = input_.contiguous().view(-1, norm.weight.numel())
@@ -240,21 +193,42 @@ class ForwardLayerNormSwiGLU(Windowed):
 
 
 class ForwardLinearBiasSiLU(Windowed):
-    pattern = (te_ops.BasicLinear, te_ops.Bias, te_ops.SiLU)
+    """With everything on the contexts that te.ops' own fusions put there."""
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any
-    ) -> Any:
+    pattern = (te_ops.BasicLinear, te_ops.Bias, te_ops.SiLU)
+    enabled = True
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **unused: Any) -> Any:
         type(self).calls += 1
         linear, bias, _ = self.basic_ops
         h = torch.nn.functional.linear(input_, linear.weight, bias.bias)
-        if basic_op_ctxs[0].requires_grad:
-            basic_op_ctxs[0].save_for_backward(input_, linear.weight)
-        if basic_op_ctxs[1].requires_grad:
-            basic_op_ctxs[1].grad_input_quantizer = None
-        if basic_op_ctxs[2].requires_grad:
-            basic_op_ctxs[2].save_for_backward(h)
+        linear_op_ctx, bias_op_ctx, silu_op_ctx = basic_op_ctxs
+        if linear_op_ctx.requires_grad:
+            linear_op_ctx.save_for_backward(input_, linear.weight)
+            linear_op_ctx.with_quantized_compute = False
+            linear_op_ctx.backward_override = None
+            linear_op_ctx.input_quantizer = None
+            linear_op_ctx.weight_quantizer = None
+            linear_op_ctx.grad_output_quantizer = None
+            linear_op_ctx.grad_input_quantizer = None
+            linear_op_ctx.dtype = linear.weight.dtype
+            linear_op_ctx.input_requires_grad = True
+            linear_op_ctx.weight_requires_grad = True
+        if bias_op_ctx.requires_grad:
+            bias_op_ctx.grad_input_quantizer = None
+        if silu_op_ctx.requires_grad:
+            silu_op_ctx.save_for_backward(h)
+            silu_op_ctx.dtype = linear.weight.dtype
+            silu_op_ctx.prev_op_grad_output_quantizer = None
         return torch.nn.functional.silu(h), [(), (), ()]
+
+    @classmethod
+    def fuse_once(cls, ops: list[FusibleOperation], **unused: Any) -> list[FusibleOperation]:
+        """The one-shot flag that test suites of te.ops have."""
+        if not cls.enabled:
+            return ops
+        cls.enabled = False
+        return cls.fuse_ops(ops)
 
 
 class ForwardMakeLinear(Windowed):
@@ -262,9 +236,7 @@ class ForwardMakeLinear(Windowed):
 
     pattern = (te_ops.MakeExtraOutput, te_ops.BasicLinear)
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any
-    ) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **unused: Any) -> Any:
         type(self).calls += 1
         weight = self.basic_ops[1].weight
         if basic_op_ctxs[1].requires_grad:
@@ -280,9 +252,7 @@ class BackwardLinearScale(Windowed):
 
     pattern = (te_ops.BasicLinear, te_ops.ConstantScale)
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **unused: Any
-    ) -> Any:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
         type(self).calls += 1
         ctx = basic_op_ctxs[0]
         x, w = ctx.saved_tensors
@@ -331,9 +301,7 @@ class BackwardAddRMSNorm(Windowed):
 class BackwardLayerNorm(Windowed):
     pattern = (te_ops.LayerNorm,)
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **unused: Any
-    ) -> Any:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
         type(self).calls += 1
         x, mean, rstd = basic_op_ctxs[0].saved_tensors
         weight = self.basic_ops[0].weight
@@ -353,9 +321,7 @@ class BackwardLayerNorm(Windowed):
 class BackwardBiasSiLU(Windowed):
     pattern = (te_ops.Bias, te_ops.SiLU)
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **unused: Any
-    ) -> Any:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
         type(self).calls += 1
         assert basic_op_ctxs[0].saved_tensors == ()
         (h,) = basic_op_ctxs[1].saved_tensors
@@ -370,17 +336,13 @@ class JointScaleReLU(Windowed):
 
     pattern = (te_ops.ConstantScale, te_ops.ReLU)
 
-    def fuser_forward(
-        self, basic_op_ctxs: list[OperationContext], input_: Tensor, **unused: Any
-    ) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **unused: Any) -> Any:
         positive = input_ * self.basic_ops[0].scale > 0
         if basic_op_ctxs[0].requires_grad:
             basic_op_ctxs[0].save_for_backward(positive)
         return torch.where(positive, input_ * self.basic_ops[0].scale, 0), [(), ()]
 
-    def fuser_backward(
-        self, basic_op_ctxs: list[OperationContext], grad_output: Tensor, **unused: Any
-    ) -> Any:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
         type(self).calls += 1
         (positive,) = basic_op_ctxs[0].saved_tensors
         return torch.where(positive, grad_output * self.basic_ops[0].scale, 0), [(), ()], [(), ()]

@@ -1,8 +1,7 @@
-"""Parameters: state dicts, checkpoints of te.ops and torch.nn, aliases, activation checkpoints."""
+"""Parameters: state dicts, checkpoints of te.ops and torch.nn, aliases."""
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -149,7 +148,7 @@ def test_a_linear_of_its_own_loads_both_kinds_of_keys() -> None:
     assert list(target.state_dict()) == ["weight", "bias"]
 
 
-# ------------------------------------------------------------------------------ aliases, copies
+# ------------------------------------------------------------------------------ aliases
 
 
 def test_assignment_aliases() -> None:
@@ -195,52 +194,6 @@ def test_a_linear_without_bias_cannot_be_given_one() -> None:
     linear.bias = None
     with pytest.raises(ValueError, match="bias"):
         linear.bias = nn.Parameter(torch.zeros(8))
-
-
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-@pytest.mark.parametrize("called", [False, True])
-def test_copies_are_independent(twin_of: Any, called: bool) -> None:
-    square = of.Residual(of.LayerNorm(8, **F64), of.Linear(8, 8, **F64))
-    original, x = fill(of.Sequential(square, of.Dropout(0.0), of.GELU())), rand(3, 8)
-    if called:
-        original(x).sum().backward()
-        original.zero_grad()
-    twin = twin_of(original)
-    close(twin(x), original(x))
-    twin(x).sum().backward()
-    assert all(p.grad is None for p in original.parameters())
-    with torch.no_grad():
-        want = original(x)
-        for p in twin.parameters():
-            p.zero_()
-        close(original(x), want)
-        assert not torch.equal(twin(x), want)
-    # What one of a compound and its parts says, the other says: in the copy too.
-    linear = twin[0][2]
-    linear.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.float64))
-    assert linear.basic_ops[0].weight is linear.weight
-    assert original[0][2].weight is not linear.weight
-
-
-# ------------------------------------------------------------------------------ activations
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool) -> None:
-    seq = fill(of.Sequential(*model(), of.Dropout(0.5)))
-    x, dy = rand(3, 8, grad=True), rand(3, 4)
-    torch.manual_seed(5)
-    want = seq(x)
-    want.backward(dy)
-    grads = [x.grad, *(p.grad for p in seq.parameters())]
-    x.grad = None
-    seq.zero_grad()
-    torch.manual_seed(5)
-    y = checkpoint(seq, x, use_reentrant=reentrant)
-    y.backward(dy)
-    close(y, want)
-    for got, expected in zip([x.grad, *(p.grad for p in seq.parameters())], grads):
-        close(got, expected)
 
 
 def test_activation_checkpointing_saves_only_the_input() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser as of
-from tests.contract.tensors import F64, against, close, fill, rand
+from tests.contract.tensors import F64, against, fill, rand
 
 
 class Spy(of.BasicOperation):
@@ -132,34 +132,6 @@ def test_without_grad_nothing_is_saved(mode: str, monkeypatch: pytest.MonkeyPatc
         assert y.is_inference() == (mode == "inference_mode")
 
 
-def test_saving_stops_before_the_first_operation_that_needs_a_gradient() -> None:
-    model = of.Sequential(of.Linear(8, 8, **F64), of.SiLU(), of.RMSNorm(8, **F64))
-    model[0].requires_grad_(False)
-    saved: list[tuple[int, ...]] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(tuple(t.shape))
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(rand(3, 8))
-    assert sorted(saved) == [(3,), (3, 8), (8,)], "input, statistics and weight of the norm"
-
-
-def test_inference_between_training_steps() -> None:
-    model = fill(of.Sequential(of.Linear(8, 8, **F64), of.GELU()))
-    x, dy = rand(3, 8, grad=True), rand(3, 8)
-    model(x).backward(dy)
-    want = x.grad
-    x.grad = None
-    with torch.inference_mode():
-        inference = model(x)
-    y = model(x)
-    y.backward(dy)
-    close(x.grad, want)
-    close(inference.clone(), y)
-
-
 @pytest.mark.parametrize("grad_enabled", [False, True])
 def test_tensors_of_the_caller_keep_their_flags(grad_enabled: bool) -> None:
     model = of.Sequential(
@@ -173,29 +145,3 @@ def test_tensors_of_the_caller_keep_their_flags(grad_enabled: bool) -> None:
     assert not extra.requires_grad, "it comes before the first operation with a gradient"
     assert y.requires_grad == grad_enabled
     assert model[2].weight.requires_grad
-
-
-def test_identity_of_a_leaf_does_not_turn_the_leaf_into_a_result() -> None:
-    x = rand(3, 8, grad=True)
-    y = of.Sequential(of.Identity(), of.MakeExtraOutput())(x)[0]
-    assert x.is_leaf
-    assert not y.is_leaf
-    (2 * y).sum().backward()
-    close(x.grad, torch.full((3, 8), 2.0))
-
-
-def test_a_user_operation_that_passes_no_gradient_back() -> None:
-    class Stop(of.BasicOperation):
-        def op_forward(self, ctx: of.OperationContext, input_: Tensor, **unused: Any) -> Tensor:
-            return input_ * 1
-
-        def op_backward(self, ctx: of.OperationContext, grad_output: Tensor) -> Any:
-            return None, ()
-
-    linear = of.Linear(8, 8, **F64)
-    for between in ([], [nn.Identity()], [nn.Tanh()]):
-        model = of.Sequential(linear, *between, Stop())
-        x = rand(3, 8, grad=True)
-        model(x).sum().backward()
-        for t in (x, linear.weight, linear.bias):
-            assert t.grad is None or not t.grad.any()

@@ -1,6 +1,6 @@
-"""Hazard 3: parameters replaced, passed or parametrised; they are read at every call.
+"""Hazards 3 and 15: parameters replaced, passed or shared; they are read at every call.
 
-In a sequence whose operations are fused.
+In sequences whose operations are fused. Parametrised ones: tests/engine/test_other_parameters.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
 import opfuser as of
 from tests.contract.tensors import F64, against, close, fill, leaf, rand
@@ -71,30 +70,6 @@ def test_hazard_03_functional_call() -> None:
         parameters=roots.items(),
     )
     assert all(p.grad is None for p in seq.parameters())
-
-
-class Tripled(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return 3 * w
-
-
-@pytest.mark.parametrize("called", [False, True])
-def test_hazard_03_parametrised_weights(called: bool) -> None:
-    seq, x = model(), rand(5, 6, grad=True)
-    if called:
-        seq(x)
-    for op in seq[:2]:
-        parametrize.register_parametrization(op, "weight", Tripled())
-    original = "{}.parametrizations.weight.original"
-
-    def tripled(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        weights = {f"{n}.weight": 3 * p[original.format(n)] for n in (0, 1)}
-        return formula({**weights, "1.bias": p["1.bias"]}, x)
-
-    against(seq, tripled, x)
-
-
-# Hazard 15: parameters and operations that occur twice, among others.
 
 
 def _shared_weight() -> nn.Module:

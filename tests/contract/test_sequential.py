@@ -4,47 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import opfuser as of
 from tests.contract.te_style import GatedTap
 from tests.contract.tensors import F64, against, close, rand
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_extra_tensors_are_taken_and_given_in_operation_order(split: bool) -> None:
-    plain: list[nn.Module] = [nn.Identity()] if split else []
-    taps = [GatedTap() for _ in range(3)]
-    seq = of.Sequential(taps[0], *plain, taps[1], of.Sequential(*plain, taps[2]))
-    against(
-        seq,
-        lambda p, x, a, b, c: (x * a * b * c, x + a, x * a + b, x * a * b + c),
-        *(rand(3, grad=True) for _ in range(4)),
-    )
-    x, a, b, c = (rand(3) for _ in range(4))
-    for key in (taps[1], 2 if split else 1, -2):  # an operation, or its index
-        y, *_ = seq(x, a, b, c, op_kwargs={key: {"power": 3}})
-        close(y, x * a * b**3 * c)
-
-
-@pytest.mark.parametrize(
-    ("key", "kind", "text"),
-    [
-        (lambda seq: of.ConstantScale(2.0), ValueError, "op_kwargs"),  # not in the sequence
-        (lambda seq: seq[1], ValueError, "op_kwargs"),  # a plain module
-        (lambda seq: seq[2], ValueError, "op_kwargs"),  # a compound of two operations
-        (lambda seq: 1, ValueError, "op_kwargs"),
-        (lambda seq: 2, ValueError, "op_kwargs"),
-        (lambda seq: 0, ValueError, "factor"),  # a keyword that it does not take
-        (lambda seq: 3, IndexError, "3"),
-    ],
-)
-def test_wrong_op_kwargs(key: Any, kind: type[Exception], text: str) -> None:
-    seq = of.Sequential(of.ConstantScale(2.0), nn.Identity(), of.Linear(8, 8, **F64))
-    with pytest.raises(kind, match=text):
-        seq(rand(3, 8), op_kwargs={key(seq): {"factor": 1.0}})
 
 
 def test_module_groups() -> None:

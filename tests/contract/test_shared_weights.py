@@ -136,32 +136,24 @@ def formula(x: Tensor, w: Tensor, times: int) -> Tensor:
 
 # Of a checkpoint that an outer one calls, torch says so.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("kind", CASES)
-def test_main_grad_of_one_backward_pass_adds_up(kind: str, device: torch.device) -> None:
-    build, times = CASES[kind]
-    op = shared(into_main_grad, device)
-    model, weight = build(op), op.op.weight
-    for _ in range(3):  # each backward pass writes over the last one's
-        x, dy = rand(5, 6).to(device).requires_grad_(), rand(5, 6).to(device)
-        model(x).backward(dy)
-        w = leaf(weight)
-        formula(x.detach(), w, times).backward(dy)
-        close(weight.main_grad, w.grad, 1e-10)
-        assert weight.grad_added_to_main_grad is True
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("kind", CASES | WITH_AUTOGRAD)
-def test_grad_adds_up_over_backward_passes(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [(kind, into_main_grad) for kind in CASES]
+    + [(kind, into_grad) for kind in CASES | WITH_AUTOGRAD],
+)
+def test_gradients_of_one_weight_add_up(kind: str, make: Any, device: torch.device) -> None:
     build, times = (CASES | WITH_AUTOGRAD)[kind]
-    op = shared(into_grad)
+    op = shared(make, device)
     model, weight = build(op), op.op.weight
     w = leaf(weight)
     for _ in range(3):
-        x, dy = rand(5, 6, grad=True), rand(5, 6)
+        x, dy = rand(5, 6).to(device).requires_grad_(), rand(5, 6).to(device)
         model(x).backward(dy)
+        if make is into_main_grad:  # each backward pass writes over the last one's
+            w.grad = None
         formula(x.detach(), w, times).backward(dy)
-        close(weight.grad, w.grad, 1e-10)
+        close(weight.main_grad if make is into_main_grad else weight.grad, w.grad, 1e-10)
+        assert make is into_grad or weight.grad_added_to_main_grad is True
 
 
 @pytest.mark.parametrize(("one_sequence", "loss"), [(True, False), (True, True), (False, True)])

@@ -22,7 +22,7 @@ from tests.contract.tensors import F64, against, close, fill, rand
 @pytest.fixture(autouse=True)
 def _only_these_fusions() -> Iterator[None]:
     """No fusion of the library may come first, and the other pass must be unfused."""
-    te_style.ForwardLinearSiLU.enabled = True
+    te_style.ForwardLinearBiasSiLU.enabled = True
     for cls in Windowed.__subclasses__():
         cls.calls, cls.flatten = 0, True
     with te_ops.disable(*(info.name for info in te_ops.fusions())):
@@ -154,13 +154,6 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "linear, silu": Case(
-        te_style.ForwardLinearSiLU,
-        "forward",
-        lambda **kw: [te_ops.Linear(16, 8, bias=False, **kw), te_ops.SiLU()],
-        lambda p, x: F.silu(F.linear(x, p["0.weight"])),
-        [0, 1],
-    ),
     "norm, linear": Case(
         te_style.ForwardRMSNormLinear,
         "forward",
@@ -275,11 +268,11 @@ def test_fusions(
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("name", ["linear, silu", "linear, scale"])
+@pytest.mark.parametrize("name", ["linear, bias, silu", "linear, scale"])
 def test_the_plan_decides_which_gradients_are_made(name: str, needs: tuple[bool, bool]) -> None:
     """The one claims ``input_requires_grad`` whatever is needed, the other one reads it."""
     case, model = CASES[name], build(name)
-    model[0].weight.requires_grad_(needs[1])
+    model.requires_grad_(needs[1])
     with REGISTER[case.stage](case.fusion.fuse_ops):
         x = rand(5, 16, dtype=torch.float32, grad=needs[0])
         (y,) = against(model, case.formula, x)
@@ -298,9 +291,10 @@ def test_a_step_may_span_the_first_operation_that_needs_a_gradient(name: str) ->
 
 
 def test_a_one_shot_fusion_stays_in_the_plan_that_it_was_made_for() -> None:
-    case, model, other = CASES["linear, silu"], build("linear, silu"), build("linear, silu")
+    name = "linear, bias, silu"
+    case, model, other = CASES[name], build(name), build(name)
     x = rand(5, 16, dtype=torch.float32, grad=True)
-    with te_ops.register_forward_fusion(te_style.ForwardLinearSiLU.fuse_once):
+    with te_ops.register_forward_fusion(te_style.ForwardLinearBiasSiLU.fuse_once):
         for _ in range(3):
             against(model, case.formula, x)
         # The flag is still down, as no further plan was asked for: nothing is fused.

@@ -121,17 +121,7 @@ def test_three_micro_batches(
         for total, new in zip(sums, (plain, exact)):
             total[:] = [old + g.double() for old, g in zip(total, new[1:])]
 
-        # Gradients that autograd captures are not accumulated.
-        for w in weights:
-            w.grad_added_to_main_grad = False
-        kept = [None if t is None else t.clone() for t in _places(weights, into)]
-        captured = torch.autograd.grad(y, [tensors[0], *parameters], dy, retain_graph=True)
-        for got, theirs, want in zip(captured, plain, exact):
-            as_exact(name, got, theirs, want)
-        for t, before in zip(_places(weights, into), kept):
-            assert t is before or t.equal(before) or before.isnan().all()
-        assert not any(w.grad_added_to_main_grad for w in weights)
-
+        check_captured(y, tensors[0], parameters, dy, plain, exact, into)
         told = [handed_over(y, w) for w in weights]
         y.backward(dy)
         if into == "grad":
@@ -147,6 +137,22 @@ def test_three_micro_batches(
             elif p.dim() == 2:
                 start = 0.0 if written_over else 3.0
                 as_exact(name, p.main_grad, theirs + start, want + start)
+
+
+def check_captured(
+    y: Tensor, x: Tensor, parameters: list[Any], dy: Tensor, plain: Any, exact: Any, into: str
+) -> None:
+    """Gradients that autograd captures are right and accumulated nowhere."""
+    weights = [p for p in parameters if p.dim() == 2]
+    for w in weights:
+        w.grad_added_to_main_grad = False
+    kept = [None if t is None else t.clone() for t in _places(weights, into)]
+    captured = torch.autograd.grad(y, [x, *parameters], dy, retain_graph=True)
+    for got, theirs, want in zip(captured, plain, exact):
+        as_exact("captured", got, theirs, want)
+    for t, before in zip(_places(weights, into), kept):
+        assert t is before or t.equal(before) or before.isnan().all()
+    assert not any(w.grad_added_to_main_grad for w in weights)
 
 
 def _buffers(weights: list[Any], written_over: bool) -> list[Tensor | None]:
