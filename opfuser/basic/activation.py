@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..kernels import functions
-from ..kernels.activation import activation_backward, activation_forward
+from ..kernels.activation import activation_dx, activation_forward
 from ..kernels.scalar import FunctionSpec, ScalarFunction, cast, grad_input, reuse, rounded_once
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 
@@ -83,7 +83,7 @@ class _Activation(BasicOperation):
         (x,) = ctx.saved_tensors
         assert x is not None
         (function,) = ctx.settings or self.frozen_settings(ctx)
-        return activation_backward(grad_output, x, function, None, True, False, False).dx, ()
+        return activation_dx(grad_output, x, function), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         return self.make_function().reference(input_)
