@@ -25,8 +25,8 @@ _written: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def note_forward() -> None:
     """Told by a forward, so that a backward pass is known as a part of the one that it ran in.
 
-    A reentrant checkpoint recomputes the forward within a backward pass, and then
-    starts another one, of which autograd does not tell where it belongs.
+    A reentrant checkpoint recomputes the forward within a backward pass, and then starts another
+    one, of which autograd does not tell where it belongs.
     """
     number = torch._C._current_graph_task_id()
     if number != -1 and not torch._C._is_key_in_tls(_OUTERMOST):

@@ -15,7 +15,11 @@ __all__ = [
     "LinearSharding",
     "all_reduce",
     "gather_first_dim",
+    "gather_input",
+    "gather_output_grad",
     "group_size",
+    "reduce_input_grad",
+    "reduce_output",
     "reduce_scatter_first_dim",
     "refuse_reference",
     "shard_linear",
@@ -189,3 +193,27 @@ def reduce_scatter_first_dim(x: Tensor, group: dist.ProcessGroup | None) -> Tens
     if x.numel():
         _reduce_scatter(out, x.contiguous(), group=group)
     return out
+
+
+def gather_input(x: Tensor, sharding: LinearSharding) -> Tensor:
+    """The input as the forward GEMM, and that of the weight's gradient, take it."""
+    return gather_first_dim(x, sharding.group) if sharding.gathers_input else x
+
+
+def reduce_output(y: Tensor, sharding: LinearSharding) -> Tensor:
+    """The output, from what the forward GEMM returns."""
+    if sharding.scatters_output:
+        return reduce_scatter_first_dim(y, sharding.group)
+    return all_reduce(y, sharding.group, reuse=True) if sharding.mode == "row" else y
+
+
+def gather_output_grad(dy: Tensor, sharding: LinearSharding) -> Tensor:
+    """The gradient of the output as the two GEMMs of backward take it."""
+    return gather_first_dim(dy, sharding.group) if sharding.scatters_output else dy
+
+
+def reduce_input_grad(dx: Tensor, sharding: LinearSharding) -> Tensor:
+    """The gradient of the input, from what its GEMM returns."""
+    if sharding.gathers_input:
+        return reduce_scatter_first_dim(dx, sharding.group)
+    return all_reduce(dx, sharding.group, reuse=True) if sharding.mode == "column" else dx

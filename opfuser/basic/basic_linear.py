@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,10 @@ from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..op import BasicOperation, Dtypes, OperationContext
 from ._distributed import (
-    all_reduce,
-    gather_first_dim,
-    reduce_scatter_first_dim,
+    gather_input,
+    gather_output_grad,
+    reduce_input_grad,
+    reduce_output,
     refuse_reference,
     shard_linear,
 )
@@ -205,11 +206,7 @@ class BasicLinear(BasicOperation):
         x, w = self.operands(ctx, input_)
         y = gemm.forward(x, w)
         sharding = self.sharding
-        if sharding.mode is None:
-            return y
-        if sharding.scatters_output:
-            return reduce_scatter_first_dim(y, sharding.group)
-        return all_reduce(y, sharding.group, reuse=True) if sharding.mode == "row" else y
+        return y if sharding.mode is None else reduce_output(y, sharding)
 
     def operands(
         self, ctx: OperationContext, input_: Tensor, *, save: bool = True
@@ -254,11 +251,9 @@ class BasicLinear(BasicOperation):
         if save and ctx.requires_grad:
             needs = ctx.needs
             ctx.save_for_backward(x if needs.parameters[0] else None, w if needs.input else None)
-        if sharding.mode is not None and sharding.gathers_input:
-            x = gather_first_dim(x, sharding.group)
-        return x, w
+        return (x if sharding.mode is None else gather_input(x, sharding)), w
 
-    def _refuse_input(self, x: Tensor) -> None:
+    def _refuse_input(self, x: Tensor) -> NoReturn:
         raise InputError(
             explain(
                 "The last dimension of the input must be in_features",
@@ -269,22 +264,18 @@ class BasicLinear(BasicOperation):
         )
 
     def _weight_not_registered(self) -> nn.Parameter:
-        """The weight where it is parametrised.
-
-        Raises:
-            ArgumentError: it was cleared.
-        """
+        """The weight where it is parametrised; raises ArgumentError where it was cleared."""
         weight: nn.Parameter | None = self.weight
-        if weight is None:
-            raise ArgumentError(
-                explain(
-                    "A linear operation needs its weight",
-                    where=f"{type(self).__name__}({self.extra_repr()})",
-                    received="weight = None",
-                    remedy="Assign a parameter to weight before the call",
-                )
+        if weight is not None:
+            return weight
+        raise ArgumentError(
+            explain(
+                "A linear operation needs its weight",
+                where=f"{type(self).__name__}({self.extra_repr()})",
+                received="weight = None",
+                remedy="Assign a parameter to weight before the call",
             )
-        return weight
+        )
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -292,19 +283,14 @@ class BasicLinear(BasicOperation):
         x, w = ctx.saved_tensors
         needs, sharding = ctx.needs, self.sharding
         parallel = sharding.mode is not None
-        dx, dw, dy = None, None, grad_output
-        if parallel and sharding.scatters_output:
-            dy = gather_first_dim(dy, sharding.group)
+        dy = gather_output_grad(grad_output, sharding) if parallel else grad_output
+        dx = dw = None
         if needs.input:
             dx = gemm.dgrad(dy, w)
-            if parallel and sharding.gathers_input:
-                dx = reduce_scatter_first_dim(dx, sharding.group)
-            elif sharding.mode == "column":
-                dx = all_reduce(dx, sharding.group, reuse=True)
+            if parallel:
+                dx = reduce_input_grad(dx, sharding)
         if needs.parameters[0]:
-            if parallel and sharding.gathers_input:
-                x = gather_first_dim(x, sharding.group)
-            dw = self.weight_grad(dy, x, ctx)
+            dw = self.weight_grad(dy, gather_input(x, sharding) if parallel else x, ctx)
         return dx, (dw,)
 
     def weight_grad(
@@ -355,17 +341,11 @@ class BasicLinear(BasicOperation):
         return gradient.value()
 
     def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Operand) -> torch.dtype:
-        """In forward, the dtype in which the gradient of the weight is best summed and kept.
-
-        Args:
-            ctx: this operation's context.
-            w: of :meth:`operands`.
-        """
+        """In forward, the dtype that the gradient of the weight, w of :meth:`operands`, goes to."""
         weight = self._parameters.get("weight")
         dtype = w.dtype if weight is None else weight.dtype  # None: it is parametrised
-        if self.frozen_settings(ctx).accumulate_into_main_grad:
-            return torch.promote_types(dtype, torch.float32)
-        return dtype
+        into_main_grad = self.frozen_settings(ctx).accumulate_into_main_grad
+        return torch.promote_types(dtype, torch.float32) if into_main_grad else dtype
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         if self.sharding.mode is not None:
