@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from opfuser.basic._autograd_state import stash
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import opfuser as of
+from opfuser.basic._autograd_state import stash
 from tests.contract.gradients import ADDS, norm
 from tests.contract.tensors import F64, close, fill, leaf, rand
 
