@@ -1,4 +1,4 @@
-"""Noticing that a module has changed, at no cost to calls of unchanged ones."""
+"""Detection of changes to modules, at no cost to calls of unchanged ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Clock:
 
 
 class _ActiveCalls(threading.local):
-    """Forward passes under way on this thread: what another thread sets meanwhile is no state."""
+    """Forward passes under way on this thread; what another thread sets meanwhile is no state."""
 
     depth = 0
 
@@ -29,19 +29,19 @@ active_calls = _ActiveCalls()
 
 
 class Tracked(nn.Module):
-    """A module that notes when its structure changes.
+    """A module that records when its structure changes.
 
     Setting or deleting an attribute, moving, casting, switching the training flag and registering
     a hook all count. Values written straight into ``_parameters`` (as ``functional_call`` does)
     do not: parameters are read, and their dtypes compared, at every call. Nor does a number or flag
-    changed during a forward pass, such as a counter of calls: no plan depends on it, until it is
-    set outside of one.
+    changed during a forward pass, such as a counter of calls: no plan depends on it until it is set
+    outside of one.
     """
 
-    _stamp: str  # of a module that torch.compile has traced: what it was like when last changed
+    _stamp: str  # description at the last change, of a module that torch.compile has traced
 
     def _describe(self) -> str:
-        """All about this module, besides parameters, that running it may depend on."""
+        """A description of everything that a call may depend on, except parameters."""
         raise NotImplementedError
 
     def _touch(self) -> None:
@@ -106,7 +106,7 @@ class Tracked(nn.Module):
 
 
 def stamp(modules: Iterable[Tracked]) -> None:
-    """Makes modules keep ``_stamp`` up to date, for traced code to be guarded by it."""
+    """Makes modules keep ``_stamp`` up to date; traced code is guarded by it."""
     for module in modules:
         module.__dict__["_stamp"] = module._describe()
 
@@ -121,7 +121,7 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-# Attributes of a module that say nothing about how it may be fused.
+# Attributes of a module on which no plan depends.
 _NOT_IN_SIGNATURE = frozenset(
     "_parameters _buffers _non_persistent_buffers_set _backward_pre_hooks _backward_hooks "
     "_is_full_backward_hook _forward_hooks _forward_hooks_with_kwargs "
@@ -133,9 +133,9 @@ _NOT_IN_SIGNATURE = frozenset(
 
 
 class _Same:
-    """Stands for an object that cannot be compared by value: equal only to itself.
+    """An object that cannot be compared by value: equal only to itself.
 
-    Does not keep it alive: signatures outlive what operations hold for a moment.
+    Holds no reference to it: signatures outlive what operations hold for a moment.
     """
 
     __slots__ = ("number", "value")
@@ -144,7 +144,7 @@ class _Same:
         self.number = id(value)
         try:
             self.value: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # of a builtin type; its number has to do
+        except TypeError:  # of a builtin type; its id has to do
             self.value = lambda: self.number
 
     def __eq__(self, other: object) -> bool:

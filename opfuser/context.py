@@ -1,4 +1,4 @@
-"""What an operation is told about a call, and what its forward hands to its backward."""
+"""What an operation reads of a call, and what its forward hands to its backward."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
     "refuse_dtype",
 ]
 
-# Cheaper than asking per device type; not part of torch's public names.
+# Cheaper than a check per device type; private in torch.
 any_autocast = torch._C._is_any_autocast_enabled
 
 COMPUTE_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 
 class TensorFacts(NamedTuple):
-    """All that planning asks of a tensor. A tensor has the same attributes, and serves as well."""
+    """What planning reads of a tensor. A tensor has the same attributes and can take its place."""
 
     dtype: torch.dtype
     device: torch.device
@@ -43,7 +43,7 @@ class TensorFacts(NamedTuple):
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of what an operation is called with, as far as its output's depends on them.
+    """The dtypes in a call of an operation, as far as its output's depends on them.
 
     Attributes:
         input: of the main input.
@@ -59,17 +59,17 @@ class Dtypes(NamedTuple):
 
     @property
     def first_parameter(self) -> torch.dtype:
-        """That of the first parameter; the input's where there is none."""
+        """The first parameter's, or the input's if there is none."""
         return self.parameters[0] if self.parameters else self.input
 
     @property
     def compute(self) -> torch.dtype:
-        """What :func:`compute_dtype` says: that of autocast if active, else the input's."""
+        """As :func:`compute_dtype`: that of autocast if active, else the input's."""
         return self.autocast or self.input
 
 
 class GradNeeds(NamedTuple):
-    """Which gradients of one basic operation somebody will read."""
+    """Which gradients of one basic operation will be read."""
 
     input: bool
     parameters: tuple[bool, ...]
@@ -89,9 +89,9 @@ class OperationContext:
             order; empty unless the operation sets ``backward_reads_parameters = True``.
         settings: the operation's ``settings`` as they were when its forward began, in both passes;
             None for an operation that has none.
-        may_overwrite: whether an operation that was asked to, by its ``in_place``, may write over
-            its first extra input: it is the caller's, nothing is recorded for backward, and no
-            other tensor of the call shares its memory.
+        may_overwrite: whether an operation with ``in_place`` may overwrite its first extra input:
+            it is the caller's, nothing is recorded for backward, and no other tensor of the call
+            shares its memory.
     """
 
     requires_grad: bool = True
@@ -101,19 +101,19 @@ class OperationContext:
     settings: Any = None
     may_overwrite: bool = False
 
-    # The engine's: where the tensors of this context lie among all saved ones, and what its
-    # operation returned.
+    # For the engine: position of this context's tensors among all saved ones, and the shape, dtype
+    # and device of what its operation returned.
     span: tuple[int, int] | None = None
     output_like: tuple[torch.Size, torch.dtype, torch.device] | None = None
     parameters: tuple[Any, ...] = ()
 
-    if TYPE_CHECKING:  # operations may keep values of their own
+    if TYPE_CHECKING:  # operations may set attributes of their own
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep ``tensors`` for backward. Called in forward, at most once per operation."""
+        """Saves ``tensors`` for backward. Called in forward, at most once per operation."""
         self.to_save = tensors
 
 
@@ -140,7 +140,7 @@ class ForwardArguments(TypedDict):
 
 
 def new_context(needs: GradNeeds | None, settings: Any = None) -> OperationContext:
-    """A context for a call with these needs; None: its backward does not run."""
+    """A context for a call with these needs; None means that its backward does not run."""
     ctx = OperationContext()
     if settings is not None:
         ctx.settings = settings
@@ -166,7 +166,7 @@ def compute_dtype(input_: Tensor, op: object = None) -> torch.dtype:
 
     Args:
         input_: the operation's input.
-        op: the operation, which the error text then names.
+        op: the operation, for the error text.
 
     Raises:
         InputError: the input is neither fp16, bf16, fp32 nor fp64.
@@ -178,7 +178,7 @@ def compute_dtype(input_: Tensor, op: object = None) -> torch.dtype:
 
 
 def refuse_dtype(input_: Tensor, op: object = None) -> NoReturn:
-    """Raises InputError for an input of a dtype in which nothing is computed."""
+    """Raises InputError for an input of a dtype that no operation computes in."""
     raise InputError(
         explain(
             "The input must be fp16, bf16, fp32 or fp64",

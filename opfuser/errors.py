@@ -1,7 +1,7 @@
 """One class per mistake that a user of opfuser can make.
 
 Each text states the invariant, where it broke, what was received and the remedy.
-Every class also derives from the builtin exception that code in the field catches.
+Every class also derives from the builtin exception that callers usually catch.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class ReadOnlyAttributeError(OpfuserError, AttributeError):
 
 
 class InputError(OpfuserError, ValueError):
-    """A tensor given to an operation has a shape, dtype or layout that it cannot take."""
+    """A tensor passed to an operation has a shape, dtype or layout that it does not accept."""
 
 
 class ExtraInputCountError(OpfuserError, ValueError):
-    """A call brought more or fewer extra inputs than the operations ask for."""
+    """A call passed more or fewer extra inputs than the operations read."""
 
 
 class ExtraOutputCountError(OpfuserError, RuntimeError):
-    """An operation returned another number of extra outputs than it declares."""
+    """An operation returned more or fewer extra outputs than it declares."""
 
 
 class ParameterGradientCountError(OpfuserError, RuntimeError):
-    """A backward returned another number of parameter gradients than there are parameters."""
+    """A backward returned more or fewer parameter gradients than there are parameters."""
 
 
 class ExtraInputGradientCountError(OpfuserError, RuntimeError):
-    """A backward returned another number of extra-input gradients than there are extra inputs."""
+    """A backward returned more or fewer extra-input gradients than there are extra inputs."""
 
 
 class ChannelError(OpfuserError, ValueError):
@@ -69,11 +69,11 @@ class ChannelCapturedError(OpfuserError, RuntimeError):
 
 
 class HiddenOutputError(OpfuserError, RuntimeError):
-    """A fused operation left out an extra output that is needed outside its own steps."""
+    """A fused operation left out an extra output that is read outside of it."""
 
 
 class OpKwargsError(OpfuserError, ValueError):
-    """``op_kwargs`` names no basic operation of this Sequential, or a keyword it does not take."""
+    """``op_kwargs`` names no basic operation of the Sequential, or a keyword it does not accept."""
 
 
 class PlanError(OpfuserError, RuntimeError):

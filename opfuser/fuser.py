@@ -1,4 +1,4 @@
-"""OperationFuser: from a call to its plan, cached under a complete key, and on to execution."""
+"""OperationFuser: finds the plan of a call, cached under a complete key, and executes it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ __all__ = ["OperationFuser"]
 for _rule in _fused.FUSIONS:
     registry.add(_rule, _rule.stage, origin="opfuser")
 
-# A plan is small, but a flag that a user changes at every step must not pile plans up.
+# A plan is small, but a flag that a user changes at every call must not accumulate plans.
 _MAX_PLANS = 64
 
 
 def units(modules: Iterable[FusibleOperation]) -> list[FusibleOperation]:
-    """What a plan starts from: compounds are replaced by their parts."""
+    """The operations that a plan starts from: compounds are replaced by their basic operations."""
     out: list[FusibleOperation] = []
     for op in modules:
         out.extend(op.basic_ops if isinstance(op, FusedOperation) and op.is_compound() else [op])
@@ -54,7 +54,7 @@ def units(modules: Iterable[FusibleOperation]) -> list[FusibleOperation]:
 
 
 class Planned(NamedTuple):
-    """A plan, and what comes out of a call that follows it."""
+    """A plan, and what a call that follows it returns."""
 
     plan: Plan
     output: TensorFacts
@@ -77,8 +77,8 @@ class OperationFuser:
     Args:
         ops: operations in forward order.
 
-    Calling it takes the input and all extra inputs in operation order, and returns the output, or
-    a tuple of it and the public extra outputs.
+    A call passes the input and all extra inputs in operation order. It returns the output, or a
+    tuple of it and the public extra outputs.
     """
 
     forward_fusion_functions = _FusionFunctions("forward")
@@ -105,11 +105,11 @@ class OperationFuser:
 
     @classmethod
     def alone(cls, op: FusibleOperation) -> OperationFuser:
-        """The fuser of one operation called on its own: no channel applies, none is captured."""
+        """The fuser of one operation called alone: no channel applies, none is captured."""
         return cls([op], routing=public_routing(expand(op)))
 
     def _refresh(self) -> None:
-        """Looks at the operations again after any of them may have changed."""
+        """Reads the operations again after any of them may have changed."""
         now = Clock.now
         slots = [op.parameter_slots() for op in self._basic_ops]
         self._num_parameters = tuple(map(len, slots))
@@ -125,10 +125,10 @@ class OperationFuser:
             map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values())
         )
         self._last = None
-        self._seen = now  # last: another thread may be waiting for the rest
+        self._seen = now  # last: another thread that reads it then reads all of the above
 
     def _start(self) -> None:
-        """As :meth:`_refresh`, for a call: what is only planned for has not begun."""
+        """As :meth:`_refresh`, for a call: planning alone starts nothing."""
         if self._started < 0:
             for op in self._basic_ops:
                 op.pre_first_fuser_forward()
@@ -186,7 +186,7 @@ class OperationFuser:
         return schedule
 
     def _find(self, facts: CallFacts) -> Schedule:
-        """The schedule of a call, made if there is none yet."""
+        """The schedule of a call, from the cache or made anew."""
         key = PlanKey(registry.state(), self._signature, facts.hashable())
         schedule = self._schedules.get(key)
         if schedule is None:
@@ -212,15 +212,15 @@ class OperationFuser:
         plan = make_plan(self._units, env, needs, registry)
         return Schedule(plan, self.routing, self._num_parameters)
 
-    # While torch.compile traces, planning runs as ordinary Python and leaves its result behind
-    # under a name; the traced code only looks it up.
+    # While torch.compile traces, planning runs as ordinary Python and stores its result under a
+    # name; the traced code only looks it up.
 
     def _call_traced(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         self._prepare_tracing()
         parameters = [getattr(module, name) for module, name in self._slots]
         stamps = (registry.stamp, *[op._stamp for op in self._stamped])
         facts = CallFacts.of(input_, parameters, extra_inputs)
-        name = self._plan_for_tracing(stamps, tuple(facts))  # Dynamo takes no NamedTuple
+        name = self._plan_for_tracing(stamps, tuple(facts))  # Dynamo accepts no NamedTuple
         return execute(self._traced[name], input_, parameters, extra_inputs, kwargs)
 
     def _prepare_tracing(self) -> bool:
@@ -234,9 +234,9 @@ class OperationFuser:
         return True
 
     def _plan_for_tracing(self, stamps: tuple[str, ...], facts: tuple[Any, ...]) -> str:
-        """Being given all of this as constants, the traced code holds for these alone."""
+        """The name of a call's schedule. The arguments are constants that guard the traced code."""
         schedule = self._used = self._find(CallFacts._make(facts))
-        # Under a name of its own, so that code traced before need not be traced again.
+        # A name of its own, so that code traced before need not be traced again.
         name = f"schedule {id(schedule)}"
         self._traced[name] = schedule
         return name
@@ -251,7 +251,7 @@ class OperationFuser:
         return self._schedule(input_, self._fake_parameters(), extra_inputs).plan
 
     def _fake_parameters(self) -> list[Tensor]:
-        """As :meth:`_read_parameters`, without computing any that is parametrised."""
+        """As :meth:`_read_parameters`, with parametrised ones computed by :func:`fake_value`."""
         if self._seen != Clock.now:
             self._refresh()
         return [
@@ -264,7 +264,7 @@ class OperationFuser:
     def planned(
         self, input_: Tensor | TensorFacts, extra_inputs: Sequence[Tensor | TensorFacts]
     ) -> Planned:
-        """The plan for tensors like these, and what comes out; nothing is computed."""
+        """The plan for tensors like these, and what the call returns; nothing is computed."""
         parameters = self._fake_parameters()
         plan = self._schedule(input_, parameters, extra_inputs).plan
         dtypes = self._output_dtypes(input_, parameters, extra_inputs)
@@ -282,7 +282,7 @@ class OperationFuser:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
     ) -> list[torch.dtype]:
-        """The dtype of the input, and that which each operation declares for its output."""
+        """The dtype of the input, then the dtype that each operation declares for its output."""
         lower = autocast_dtype(input_.device)
         left = iter([p.dtype for p in parameters])
         before = [input_.dtype]
@@ -322,7 +322,7 @@ class OperationFuser:
 
 
 def count_message(asked_by: Sequence[str], received: int) -> str:
-    """Text for a wrong number of extra inputs."""
+    """The text about a wrong number of extra inputs."""
     return explain(
         f"Expected {len(asked_by)} extra inputs but got {received}",
         where=f"asked for by {', '.join(asked_by)}" if asked_by else "no operation asks for any",
@@ -331,7 +331,7 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
 
 
 def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
-    """Raises OpKwargsError for a keyword that the forward of ``op`` does not take."""
+    """Raises OpKwargsError for a keyword that the forward of ``op`` does not accept."""
     own = type(op).fuser_forward is BasicOperation.fuser_forward
     if not own:
         return  # it receives the dict and checks the keywords itself
@@ -352,7 +352,7 @@ def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
 def _run_parts(
     parts: Sequence[BasicOperation], x: Any, extra_inputs: Sequence[Tensor], kwargs: Kwargs
 ) -> Any:
-    """Calls operations as modules, one by one: with their hooks, and their own forward."""
+    """Calls operations as modules, one by one, with their hooks and their own forward."""
     asked = [
         describe(i, part) for i, part in enumerate(parts) for _ in range(part.num_extra_inputs)
     ]

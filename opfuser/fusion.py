@@ -37,7 +37,7 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class Requires:
-    """What a fusion needs of the machine; where it is missing the fusion is skipped.
+    """What a fusion requires of the machine; where that is missing, the fusion is skipped.
 
     Args:
         device: device type the fusion is for, such as ``"cuda"``; None for any.
@@ -71,11 +71,11 @@ class Env:
     """All that a fusion may read besides the operations themselves; every field is in the plan key.
 
     Attributes:
-        device, dtype: of the input of the run of operations.
+        device, dtype: of the input of the group.
         autocast_dtype: dtype of the active autocast region, or None.
         grad_enabled: whether grad mode is on.
         needs_backward: for each basic operation, whether its backward will run.
-        recipe: quantisation recipe; always None until there is quantised compute.
+        recipe: quantisation recipe; always None, as there is no quantised compute.
     """
 
     device: torch.device
@@ -99,14 +99,14 @@ class Optional:
 
 
 class Repeated:
-    """A pattern element that stands for a run of operations, as long as it can be.
+    """A pattern element that matches consecutive operations, as many as possible.
 
-    ``refuses`` and ``build`` receive the tuple of them, which is empty where ``at_least`` is 0.
+    ``refuses`` and ``build`` receive them as a tuple, which may be empty where ``at_least`` is 0.
 
     Args:
         name: what the operations have in common, for the reader of records.
-        accepts: whether an operation may be in the run. It must not accept a subclass that computes
-            something else than what it is taken for.
+        accepts: whether the element matches an operation. It must not accept a subclass that
+            computes something else.
         at_least: how many operations there must be.
     """
 
@@ -173,7 +173,7 @@ def _expand(pattern: Sequence[PatternElement], name: str) -> tuple[_Element, ...
 def _parts(
     types: tuple[type[FusibleOperation], ...], optional: bool, name: str
 ) -> Sequence[PatternElement]:
-    """What a compound in a pattern stands for. Fusions see its parts, never the compound."""
+    """The elements that a compound stands for: fusions see its basic operations, never itself."""
     parts = getattr(types[0], "pattern_parts", None)
     if parts is None or len(types) > 1 or optional:
         raise FusionError(
@@ -192,7 +192,7 @@ Part = FusibleOperation | tuple[FusibleOperation, ...] | None
 
 
 class Match(NamedTuple):
-    """One place where a pattern fits: operations ``start`` to ``stop`` of the list scanned."""
+    """A place where a pattern fits: ``ops[start:stop]`` of the list scanned."""
 
     start: int
     stop: int
@@ -200,7 +200,7 @@ class Match(NamedTuple):
 
 
 class NearMiss(NamedTuple):
-    """The longest part of a pattern that fitted somewhere, and what stopped it."""
+    """The longest beginning of a pattern that fitted somewhere, and what stopped it."""
 
     start: int
     matched: int
@@ -214,7 +214,7 @@ class NearMiss(NamedTuple):
 def _match(
     pattern: tuple[_Element, ...], ops: Sequence[FusibleOperation], start: int
 ) -> Match | NearMiss:
-    """Fits ``pattern`` at ``ops[start]``; an optional element is taken where that can match."""
+    """The match of ``pattern`` at ``ops[start]``; optional elements are present where possible."""
     best: NearMiss | None = None
 
     def step(element: int, at: int, parts: tuple[Part, ...]) -> Match | None:
@@ -271,7 +271,7 @@ def _would_take(wanted: _Element, op: FusibleOperation) -> bool:
 
 
 class Scan(NamedTuple):
-    """What one fusion did to a list of operations."""
+    """The result of one fusion on a list of operations."""
 
     ops: list[FusibleOperation]
     matches: list[Match]
@@ -281,19 +281,19 @@ class Scan(NamedTuple):
 
 @dataclass(frozen=True)
 class Fusion:
-    """A fusion as data: what it looks for, when it declines, and what it puts there.
+    """A fusion as data: the pattern that it replaces, when it declines, and what it builds.
 
     Args:
         name: unique name, used in records, configuration and logs.
         stage: ``"forward"``, ``"backward"``, or ``"joint"`` for both passes at once.
         pattern: operation classes in forward order. Exact types only. An element may be a tuple
             of alternatives, ``Optional(...)`` or ``Repeated(...)``. A compound such as ``Linear``
-            means its parts.
+            means its basic operations.
         build: called with the matched operations, one argument per pattern element (None for an
             absent optional one, a tuple for a repeated one); returns the FusedOperation.
-        refuses: called like ``build`` and with ``env=``, and with ``behind=``, the operations that
-            follow the match, if it takes that; returns a :class:`Refusal`, or None.
-        requires: what the machine must have.
+        refuses: called like ``build`` with ``env=``, and with ``behind=``, the operations that
+            follow the match, if it accepts that keyword; returns a :class:`Refusal`, or None.
+        requires: requirements on the machine.
         enabled: whether the fusion is on when registered.
 
     A ``Fusion`` is itself a fusion function, so that it can be registered beside hand-written ones.

@@ -1,4 +1,4 @@
-"""The groups of a Sequential: operations that are fused together, and what is called as it is."""
+"""The groups of a Sequential: operations that are fused together, and modules that are called."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Facts = Tensor | TensorFacts
 
 
 class PlannedGroup(NamedTuple):
-    """What a group will do with tensors of some kind.
+    """The plans of a group for tensors of some kind, and what it returns.
 
     Attributes:
         plans: in order; none for a plain module.
-        output, extra_outputs: what comes out.
-        assumed: what was taken for granted of modules that declare nothing.
+        output, extra_outputs: what it returns.
+        assumed: assumptions about modules that declare nothing.
     """
 
     plans: list[Plan]
@@ -45,11 +45,11 @@ class PlannedGroup(NamedTuple):
 
 
 class NestedSequential(Tracked):
-    """Abstract. A Sequential, as far as one that holds it as a module looks into it."""
+    """Abstract. A Sequential as seen by another one that calls it as a module."""
 
     @property
     def num_extra_inputs(self) -> int:
-        """Number of extra inputs that the caller brings."""
+        """Number of extra inputs that the caller passes."""
         raise NotImplementedError
 
     @property
@@ -63,16 +63,16 @@ class NestedSequential(Tracked):
         raise NotImplementedError
 
     def overrides_forward(self) -> bool:
-        """Whether calling it may be something else than active_calls what it holds."""
+        """Whether a call may do something else than run its modules in order."""
         raise NotImplementedError
 
     def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedGroup:
-        """As :meth:`Group.planned`, for what it holds."""
+        """As :meth:`Group.planned`, for all its modules."""
         raise NotImplementedError
 
 
 class Group(NamedTuple):
-    """Consecutive operations that are fused together, or one module that is called as it is."""
+    """Consecutive operations that are fused together, or one module that is called."""
 
     callee: OperationFuser | nn.Module
     ops: tuple[BasicOperation, ...]
@@ -102,7 +102,7 @@ class Group(NamedTuple):
         return [plan for plan in last if plan is not None]
 
     def planned(self, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
-        """The plans of a call with tensors like these, and what comes out; nothing is computed."""
+        """The plans of a call with tensors like these, and what it returns; nothing is computed."""
         callee = self.callee
         if isinstance(callee, OperationFuser):
             done = callee.planned(x, extras)
@@ -118,7 +118,7 @@ class Group(NamedTuple):
 
 
 def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
-    """Of an operation that is called as a module, or of its parts if one of these is."""
+    """The plans of an operation called as a module, or of a compound's operations one by one."""
     plans: list[Plan] = []
     extra_outputs: list[TensorFacts] = []
     left = list(extras)
@@ -136,13 +136,13 @@ def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> P
 def stretches(
     modules: Iterable[tuple[nn.Module, Hashable]],
 ) -> list[tuple[str, list[tuple[nn.Module, Hashable]]]]:
-    """Runs of operations, and between them what must be called as a module.
+    """The modules of each group: consecutive operations, or one module that must be called.
 
     Args:
-        modules: each with what tells the Sequential that directly holds it from others.
+        modules: each with what identifies the Sequential that directly holds it.
 
     Returns:
-        For each stretch, why it stands alone (or an empty string) and its modules.
+        For each group, why it is a single module (or an empty string), and its modules.
     """
     out: list[tuple[str, list[tuple[nn.Module, Hashable]]]] = []
     for module, scope in _open_compounds(modules):
@@ -154,7 +154,7 @@ def stretches(
 
 
 def _split(module: nn.Module) -> str:
-    """Why a module is called as it is; empty for an operation that may be part of a run."""
+    """Why a module is called; empty for an operation that is fused with its neighbours."""
     if isinstance(module, FusibleOperation):
         return must_be_called(module)
     if isinstance(module, NestedSequential):
@@ -168,7 +168,7 @@ def _split(module: nn.Module) -> str:
 def _open_compounds(
     modules: Iterable[tuple[nn.Module, Hashable]],
 ) -> Iterator[tuple[nn.Module, Hashable]]:
-    """Replaces compounds by their parts where one of these has to be called as a module."""
+    """Replaces compounds by their operations where one of these has to be called as a module."""
     for module, scope in modules:
         if has_called_parts(module) and not must_be_called(module):
             yield from ((part, scope) for part in cast(FusedOperation, module).basic_ops)
@@ -179,7 +179,7 @@ def _open_compounds(
 def make_groups(
     found: Iterable[tuple[str, list[tuple[nn.Module, Hashable]]]],
 ) -> tuple[list[Group], Routes]:
-    """Routes extra tensors between stretches, and makes a fuser for each group of operations.
+    """The groups, with a fuser for each of operations, and the routes of extra tensors.
 
     Raises:
         ChannelError: a channel has no producer, no earlier producer, or several.
@@ -209,7 +209,7 @@ def _as_routed(split: str, modules: list[tuple[nn.Module, Hashable]]) -> RoutedG
             tuple(op for op, _ in pairs), tuple(scope for _, scope in pairs), fused=not split
         )
     name = type(module).__name__
-    if isinstance(module, NestedSequential):  # takes and gives extra tensors of its own
+    if isinstance(module, NestedSequential):  # routes its own extra tensors
         name = f"a nested {name}" + (" that carries hooks" if split == "HOOK" else "")
         counts = module.num_extra_inputs, module.num_extra_outputs
     else:
@@ -227,9 +227,9 @@ def join_plans(
     None if no group has a plan.
 
     Args:
-        groups: each with its plans, of which a module that is called as it is may have none.
+        groups: each with its plans; a module that is called may have none.
         grad_enabled: whether such a module takes part in backward.
-        assumed: what the plans take for granted.
+        assumed: assumptions of the plans.
     """
     forward: list[Step] = []
     backward: list[Step] = []
@@ -319,12 +319,12 @@ def _note_boundaries(
     cuts: dict[int, Refusal],
     env: Env,
 ) -> None:
-    """Adds a refusal wherever a pattern would fit if its operations made up one run.
+    """Adds a refusal wherever a pattern would fit if its operations were in one group.
 
     Args:
         records: by stage and name.
         scanned: the operations, also of modules without a plan, with their place in the plan.
-        cuts: why a run ends, by the first of ``scanned`` that is not in it.
+        cuts: why a group ends, by the first of ``scanned`` behind it.
         env: of the plan.
     """
     ops = [op for _, op in scanned]

@@ -1,4 +1,4 @@
-"""Linear: BasicLinear and Bias, and a collective where it is sharded, as one module."""
+"""Linear: BasicLinear and Bias as one module, with a collective where it is sharded."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["Linear"]
 class Linear(FusedOperation):
     r"""Linear transformation with bias, :math:`y = x W^T + b`: a drop-in for ``torch.nn.Linear``.
 
-    A compound: it stands for its parts, the basic operations in ``basic_ops``, and owns their
-    parameters ``weight`` and ``bias``. Setting a parameter here or on a part sets it for both.
-    The weight starts as in ``torch.nn.Linear``, the bias at zero. Checkpoints of
-    ``torch.nn.Linear`` and of te.ops load.
+    A compound: it stands for the basic operations in ``basic_ops`` and owns their parameters
+    ``weight`` and ``bias``. A parameter set on it or on one of these is set for both. The weight is
+    initialised as in ``torch.nn.Linear``, the bias to zero. Checkpoints of ``torch.nn.Linear`` and
+    of te.ops load.
 
     Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, b ``(out_features,)``,
     y ``(..., out_features)``. Dtypes and parallelism as in ``BasicLinear``. In mode ``"row"`` the
@@ -41,7 +41,7 @@ class Linear(FusedOperation):
         dtype: of the parameters; None is torch's default.
         tensor_parallel_mode: None, "column" or "row".
         tensor_parallel_group: None is all ranks.
-        sequence_parallel: slice along the first dimension what is whole along the last.
+        sequence_parallel: shard along the first dimension what is whole along the last.
         rng_state_tracker_function: see ``BasicLinear``.
         accumulate_into_main_grad: see ``BasicLinear``.
         accumulate_into_grad: see ``BasicLinear``; for the weight.
@@ -140,7 +140,7 @@ class Linear(FusedOperation):
 
     @classmethod
     def pattern_parts(cls) -> tuple[Any, ...]:
-        """What a pattern that names Linear means."""
+        """The pattern elements that Linear stands for."""
         return (BasicLinear, Optional(Bias))
 
     def _set_parts(self, parts: list[BasicOperation]) -> None:
@@ -164,7 +164,7 @@ class Linear(FusedOperation):
         return any(isinstance(part, Bias) for part in self.basic_ops)
 
     def reset_parameters(self) -> None:
-        """Initialises weight and bias anew, e.g. after ``to_empty``."""
+        """Initialises weight and bias again, e.g. after ``to_empty``."""
         for part in self.basic_ops:
             if isinstance(part, (BasicLinear, Bias)):
                 part.reset_parameters()

@@ -44,7 +44,7 @@ __all__ = [
 
 
 class StandaloneCalls:
-    """Where ``fuser.py`` leaves what runs one operation outside a Sequential."""
+    """What runs one operation outside of a Sequential; ``fuser.py`` sets it."""
 
     make_fuser: Callable[..., Any]
     run_alone: Callable[..., Any]
@@ -53,18 +53,18 @@ class StandaloneCalls:
 class FusibleOperation(Tracked):
     """An operation that can take part in fusion: a basic operation or a fused one.
 
-    Its attributes hold numbers as Python's int and float, whatever kind they are set to.
+    Numbers of any kind that are set as attributes become Python's int or float.
 
     Class attributes:
-        read_only: names of attributes that cannot be set once they have a value: what was made from
-            them, such as the shape of a parameter, would not change with them.
+        read_only: names of attributes that cannot be set once they have a value, because something
+            derived from them, such as the shape of a parameter, would not follow.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, Real) and not isinstance(value, (int, float)):
-            # Fractions and NumPy's scalars, which torch does not take.
+            # Fractions and NumPy's scalars, which torch does not accept.
             value = int(value) if isinstance(value, Integral) else float(value)
         if name in self.read_only and self.__dict__.get(name, value) != value:
             raise ReadOnlyAttributeError(
@@ -79,7 +79,7 @@ class FusibleOperation(Tracked):
 
     @property
     def is_fused_op(self) -> bool:
-        """Whether this operation stands for one or more basic operations."""
+        """Whether this operation replaces basic operations."""
         raise NotImplementedError
 
     def pre_first_fuser_forward(self) -> None:
@@ -106,7 +106,7 @@ class FusibleOperation(Tracked):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """Forward of all basic operations that this operation covers.
+        """Computes the forward of all basic operations that this operation covers.
 
         Every list has one entry per basic operation, in forward order.
 
@@ -132,14 +132,14 @@ class FusibleOperation(Tracked):
         Sequence[Sequence[Tensor | None] | None],
         Sequence[Sequence[Tensor | None] | None],
     ]:
-        """Backward of all basic operations that this operation covers.
+        """Computes the backward of all basic operations that this operation covers.
 
         Every list has one entry per basic operation, in FORWARD order.
 
         Returns:
             The gradient of the input (None if ``basic_op_ctxs[0].needs.input`` is false); for each
             basic operation the gradients of its parameters; for each the gradients of its extra
-            inputs. ``grad_output`` may not be written to.
+            inputs. ``grad_output`` must not be written to.
         """
         raise MissingImplementationError(
             explain(
@@ -186,13 +186,12 @@ class BasicOperation(FusibleOperation):
 
     Class attributes:
         num_extra_inputs, num_extra_outputs: tensors besides the main input and output.
-        backward_reads_parameters: ask the engine to keep the parameters of the forward call in
-            ``ctx.parameters``, so that a backward never reads a parameter that was replaced since.
-        forward_leaves_nothing: promise that forward neither saves tensors nor sets attributes on
-            its context, so that one context can serve every call. Saves host time. Does not hold
-            for subclasses.
-        Saved: a ``NamedTuple`` naming what forward passes to ``ctx.save_for_backward``. It is the
-            contract between every forward (fused or not) and every backward of this operation.
+        backward_reads_parameters: asks the engine to keep the parameters of the forward call in
+            ``ctx.parameters``, so that backward never reads a parameter that was replaced since.
+        forward_leaves_nothing: promises that forward neither saves tensors nor sets attributes on
+            its context. One context then serves every call, which saves host time. Not inherited.
+        Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
+            the contract between every forward (fused or not) and every backward of this operation.
     """
 
     num_extra_inputs: int = 0
@@ -224,11 +223,11 @@ class BasicOperation(FusibleOperation):
         return False
 
     def make_settings(self) -> Any:
-        """What both passes compute with besides tensors, as a non-empty named tuple or the like.
+        """What both passes compute with besides tensors, as a non-empty NamedTuple or the like.
 
-        Made from the public attributes whenever one of them was set, so that whatever is derived
-        from an attribute changes with it. Forward freezes it into the context, from where backward
-        reads it: an attribute set in between does not reach the gradient.
+        Called after a public attribute was set, so that derived values follow it. Forward freezes
+        the result into the context, where backward reads it: an attribute set in between does not
+        reach the gradient.
 
         Returns:
             An immutable value, or None for an operation without any.
@@ -240,9 +239,9 @@ class BasicOperation(FusibleOperation):
 
     @property
     def settings(self) -> Any:
-        """The settings of now; see :meth:`make_settings`. Those of a call are in its context."""
+        """The current settings; see :meth:`make_settings`. Those of a call are in its context."""
         if torch.compiler.is_compiling():
-            return self.make_settings()  # what is traced must not depend on what is kept
+            return self.make_settings()  # traced code must not depend on a cached value
         own = self.__dict__
         settings = own.get("_settings")
         if settings is None:
@@ -252,18 +251,18 @@ class BasicOperation(FusibleOperation):
     def frozen_settings(self, ctx: OperationContext) -> Any:
         """The settings of the call that ``ctx`` belongs to.
 
-        The engine has frozen them before any forward runs, also one that a fusion put in place of
-        this operation's; for a context made by hand this does it.
+        The engine freezes them before any forward runs, fused or not; for a context constructed by
+        hand, this method does.
         """
         if ctx.settings is None:
             ctx.settings = self.settings
         return ctx.settings
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
-        """The dtype of the output, for plans of what comes behind it.
+        """The dtype of the output, which plans of the operations behind it depend on.
 
-        By default the input's; that of the first parameter where the input holds integers. Extra
-        outputs are taken to have the input's.
+        By default the input's, or the first parameter's where the input holds integers. Extra
+        outputs are assumed to have the input's.
         """
         return dtypes.input if dtypes.input.is_floating_point else dtypes.first_parameter
 
@@ -276,7 +275,7 @@ class BasicOperation(FusibleOperation):
         next_op_input_quantizer: Any | None,
         **kwargs: Any,
     ) -> Tensor:
-        """Forward. Saves what :meth:`op_backward` reads, if ``ctx.requires_grad``."""
+        """The output. Saves what :meth:`op_backward` reads, if ``ctx.requires_grad``."""
         raise MissingImplementationError(
             explain(
                 "A basic operation must implement op_forward",
@@ -288,11 +287,11 @@ class BasicOperation(FusibleOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
-        """Backward.
+        """The gradients of the input and of the parameters.
 
         Returns:
             The gradient of the input (None if not ``ctx.needs.input``), and one gradient or None
-            per parameter, in registration order. ``grad_output`` may not be written to.
+            per parameter, in registration order. ``grad_output`` must not be written to.
         """
         raise MissingImplementationError(
             explain(
@@ -303,7 +302,7 @@ class BasicOperation(FusibleOperation):
         )
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """The operation written plainly in differentiable torch: what its kernels are held to.
+        """The operation in plain differentiable torch, with which its kernels are compared.
 
         Returns the output, or the tuple of output and extra outputs.
         """
@@ -364,16 +363,14 @@ class BasicOperation(FusibleOperation):
         return grad_input, [tuple(grad_params)], [()]
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """Run this operation alone. Channels do not apply: every extra input is an argument."""
+        """Runs this operation alone. Channels do not apply: every extra input is an argument."""
         return StandaloneCalls.run_alone(self, input, extra_inputs, [kwargs] if kwargs else None)
 
-    # ------------------------------------------------------------------ parameters
-
     def share_parameters_with(self, owner: FusedOperation) -> None:
-        """Make this operation a part of a compound, which owns the parameters from now on.
+        """Hands the parameters of this operation over to a compound.
 
-        Part and compound read and write the same dictionary, so that assigning through either one
-        is seen by both, and the state dict has the compound's plain names.
+        Both use one dictionary from now on: an assignment through either is visible in both, and
+        the state dict has the compound's plain names.
         """
         owner._parameters.update(self._parameters)
         self.__dict__["_parameters"] = owner._parameters
@@ -395,9 +392,9 @@ class BasicOperation(FusibleOperation):
             self._parameter_names.append(name)
 
     def parameter_slots(self) -> list[tuple[nn.Module, str]]:
-        """Where this operation's parameters live, in registration order.
+        """The modules and names that hold this operation's parameters, in registration order.
 
-        A parametrised parameter counts under its own name: its value is computed when it is read.
+        A parametrised parameter counts under its own name: its value is computed at every read.
         """
         slots: list[tuple[nn.Module, str]] = []
         owner = self._owner or self
@@ -414,7 +411,7 @@ class BasicOperation(FusibleOperation):
         replaced: list[str] = []
         for name in self._parameter_names:
             if isinstance(owner.__dict__.get(name), Tensor):
-                # A pre-hook computes it, as torch.nn.utils.prune does, from weight_orig, say.
+                # A pre-hook computes it, as that of torch.nn.utils.prune does from weight_orig.
                 replaced.append(name + "_")
                 slots.append((owner, name))
             elif name.startswith(tuple(replaced)):
@@ -430,10 +427,8 @@ class BasicOperation(FusibleOperation):
                 slots += [(module, n) for n, p in module._parameters.items() if p is not None]
         return slots
 
-    # ------------------------------------------------------------------ channels
-
     def set_extra_input_channel(self, index: int, channel: str | None) -> BasicOperation:
-        """Feed extra input ``index`` from the named channel; None makes it a caller's input again.
+        """Connects extra input ``index`` to the named channel; None makes it the caller's again.
 
         Raises:
             ChannelIndexError, ChannelError, ChannelCapturedError
@@ -446,7 +441,7 @@ class BasicOperation(FusibleOperation):
     def set_extra_output_channel(
         self, index: int, channel: str | None, *, output_to_caller: bool = True
     ) -> BasicOperation:
-        """Publish extra output ``index`` on the named channel, and to the caller unless told not.
+        """Publishes extra output ``index`` on the named channel, and by default to the caller.
 
         Raises:
             ChannelIndexError, ChannelError, ChannelCapturedError, ArgumentTypeError
@@ -501,18 +496,18 @@ class BasicOperation(FusibleOperation):
 
 
 class FusedOperation(FusibleOperation):
-    """A run of basic operations executed as one.
+    """Consecutive basic operations executed as one.
 
     One that overrides neither ``fuser_forward`` nor ``fuser_backward`` is a compound, such as
-    ``Linear``: in a Sequential it simply stands for its parts. Any other one owns no parameters:
-    the basic operations do.
+    ``Linear``: a Sequential replaces it by its basic operations. Any other owns no parameters; its
+    basic operations do.
 
     Args:
         basic_ops: the basic operations it replaces, in forward order.
 
     Class attributes:
-        saves_more: say that its forward saves more bytes than the operations that it replaces;
-            :func:`opfuser.testing.check_fusion` holds others to saving no more.
+        saves_more: declares that its forward saves more bytes than the operations that it replaces;
+            :func:`opfuser.testing.check_fusion` fails for others that do.
     """
 
     saves_more: ClassVar[bool] = False
@@ -540,7 +535,7 @@ class FusedOperation(FusibleOperation):
 
     @classmethod
     def is_compound(cls) -> bool:
-        """Whether operations of this class have no kernel and stand for their parts."""
+        """Whether operations of this class have no kernel and stand for their basic operations."""
         return (
             cls.fuser_forward is FusibleOperation.fuser_forward
             and cls.fuser_backward is FusibleOperation.fuser_backward
@@ -560,12 +555,12 @@ class FusedOperation(FusibleOperation):
         *extra_inputs: Tensor,
         basic_op_kwargs: list[dict[str, Any]] | None = None,
     ) -> Any:
-        """Run this operation alone."""
+        """Runs this operation alone."""
         return StandaloneCalls.run_alone(self, input, extra_inputs, basic_op_kwargs)
 
 
 def is_built_in(op: nn.Module) -> bool:
-    """Whether an operation is the library's own, which keeps to more than the calling contract."""
+    """Whether an operation is the library's own, which promises more than the calling contract."""
     return type(op).__module__.startswith(__package__ + ".")
 
 
@@ -586,7 +581,7 @@ _CALL = nn.Module.__call__
 
 
 def has_called_parts(op: nn.Module) -> bool:
-    """Whether ``op`` is a compound of which some part has to be called as a module."""
+    """Whether ``op`` is a compound with a basic operation that has to be called as a module."""
     if not (isinstance(op, FusedOperation) and op.is_compound()):
         return False
     return any(map(must_be_called, op.basic_ops))

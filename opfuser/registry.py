@@ -1,4 +1,4 @@
-"""The registry: which fusions there are, in which order they run, and which are on."""
+"""The registry: the fusions, in the order in which they are applied, and which of them are on."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def fusion(
 ) -> Callable[[F], F]:
     """Class decorator: registers a FusedOperation subclass as the fusion of ``pattern``.
 
-    The class is built with the matched operations as positional arguments, one per pattern
-    element. Its registration handle is kept as the class attribute ``handle``.
+    The class is constructed with the matched operations as positional arguments, one per pattern
+    element. Its registration handle becomes the class attribute ``handle``.
     """
 
     def register(cls: F) -> F:
@@ -119,12 +119,12 @@ class FusionHandle:
         return ""
 
     def call(self, ops: Sequence[FusibleOperation], env: Env) -> Sequence[FusibleOperation]:
-        """Calls the function with those of our keywords that its signature takes."""
+        """Calls the function with those of the keywords that its signature accepts."""
         offered = {"recipe": env.recipe, "env": env}
         return self.function(list(ops), **{k: offered[k] for k in self._keywords})
 
     def remove(self) -> None:
-        """Unregister the fusion; a second call does nothing."""
+        """Unregisters the fusion; a second call does nothing."""
         registry.remove(self)
 
     def __enter__(self) -> FusionHandle:
@@ -159,25 +159,25 @@ class Registry:
             self._add_switches(None, {name.strip(): (on, variable) for name in names})
 
     def changed(self) -> None:
-        """Notes that fusions may run differently from now on."""
+        """Records a change of the fusions or their switches: calls look for their plans again."""
         self.version += 1
         self.stamp = f"version {self.version}"
         self._state = None
 
     def state(self) -> Hashable:
-        """Equal whenever the same fusions are on, in the same order."""
+        """A value that is equal whenever the same fusions are on, in the same order."""
         if self._state is None:
             self._state = tuple((handle, handle.disabled_by()) for handle in self)
         return self._state
 
     def tell_unknown(self) -> None:
-        """Warns, once each, of switched names that no fusion has by the time a plan is made."""
+        """Warns, once per name, of switched names that no fusion has when a plan is made."""
         known = {handle.name for handle in self} | {"*"}
         for name in set(self.switched) - known - self._told:
             self._told.add(name)
             logger.warning("%s names %r, but no fusion has that name", self.switched[name][1], name)
 
-    def __len__(self) -> int:  # Dynamo asks, of whatever can be iterated over
+    def __len__(self) -> int:  # Dynamo calls it for every iterable
         return sum(map(len, self.handles.values()))
 
     def __iter__(self) -> Iterator[FusionHandle]:
@@ -227,7 +227,7 @@ class Registry:
             self.changed()
 
     def switch(self, owner: object, names: Sequence[str], on: bool, by: str) -> None:
-        """Switches fusions by name until ``owner`` takes it back, or for good if it is gone."""
+        """Switches fusions by name until ``owner`` reverts it, for good once ``owner`` is gone."""
         known = {handle.name for handle in self} | {"*"}
         for name in names:
             if name not in known:
@@ -242,7 +242,7 @@ class Registry:
         self.changed()
 
     def take_back(self, owner: object) -> None:
-        """Undoes what ``owner`` switched, and nothing else."""
+        """Reverts what ``owner`` switched, and nothing else."""
         self._switches = [s for s in self._switches if s.owner is None or s.owner() is not owner]
         self._merge_switches()
         self.changed()
@@ -252,7 +252,7 @@ class Registry:
         self._merge_switches()
 
     def _merge_switches(self) -> None:
-        """The last word on each name counts. What nobody can take back any more becomes one."""
+        """Applies the last switch of each name; merges those that nobody can revert any more."""
         kept: list[_Switches] = []
         for switches in self._switches:
             for_good = switches.owner is None or switches.owner() is None
@@ -265,7 +265,7 @@ class Registry:
 
 
 class _Switches(NamedTuple):
-    """What one call switched, and whose it is; None: nobody's, so that it is for good."""
+    """What one call switched, and its owner; without one it is permanent."""
 
     owner: weakref.ref[object] | None
     names: dict[str, tuple[bool, str]]
@@ -299,17 +299,17 @@ class _Switch:
 
 
 def disable(*names: str) -> _Switch:
-    """Switch fusions off by name (``"*"``: all); inside ``with``, until the block ends."""
+    """Switches fusions off by name (``"*"``: all); inside ``with``, until the block ends."""
     return _Switch(names, False, "opfuser.disable")
 
 
 def enable(*names: str) -> _Switch:
-    """Switch fusions on by name; inside ``with``, until the block ends."""
+    """Switches fusions on by name; inside ``with``, until the block ends."""
     return _Switch(names, True, "opfuser.enable")
 
 
 def fusions() -> list[FusionInfo]:
-    """All registered fusions in the order in which they run."""
+    """All registered fusions in the order in which they are applied."""
     return [
         FusionInfo(h.name, h.stage, h.origin, h.requires, not h.disabled_by(), h.disabled_by())
         for h in registry
@@ -319,12 +319,12 @@ def fusions() -> list[FusionInfo]:
 def register_forward_fusion(
     func: FusionFunction, prepend: bool = False, *, name: str | None = None
 ) -> FusionHandle:
-    """Register a fusion of the forward pass.
+    """Registers a fusion of the forward pass.
 
     Args:
         func: a :class:`Fusion`, or ``func(ops, *, recipe) -> ops``; called with those of the
             keywords ``recipe`` and ``env`` that its signature accepts.
-        prepend: run before the fusions registered so far rather than after them.
+        prepend: apply it before the fusions registered so far rather than after them.
         name: unique name; by default that of the ``Fusion``, or ``module:qualname``.
 
     Returns:
@@ -340,15 +340,15 @@ def register_forward_fusion(
 def register_backward_fusion(
     func: FusionFunction, prepend: bool = False, *, name: str | None = None
 ) -> FusionHandle:
-    """Register a fusion of the backward pass; see :func:`register_forward_fusion`."""
+    """Registers a fusion of the backward pass; see :func:`register_forward_fusion`."""
     return registry.add(func, "backward", prepend=prepend, name=name)
 
 
 def register_forward_backward_fusion(
     func: FusionFunction, prepend: bool = False, *, name: str | None = None
 ) -> FusionHandle:
-    """Register a fusion of both passes at once; see :func:`register_forward_fusion`.
+    """Registers a fusion of both passes at once; see :func:`register_forward_fusion`.
 
-    Joint fusions run before the forward-only and backward-only ones.
+    Joint fusions are applied before the forward-only and backward-only ones.
     """
     return registry.add(func, "joint", prepend=prepend, name=name)

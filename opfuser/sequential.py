@@ -32,24 +32,24 @@ __all__ = ["Residual", "Sequential"]
 
 
 class Sequential(NestedSequential):
-    """A sequence of operations and modules, run in order, with runs of operations fused.
+    """A sequence of operations and modules, run in order, with groups of operations fused.
 
-    A drop-in for ``torch.nn.Sequential`` with the list interface of a Python list. Neighbouring
-    operations form a run that is planned, fused and differentiated as one; a plain module stands
-    between runs. A nested Sequential is part of its parent's runs unless it is of a subclass or
-    carries hooks.
+    A drop-in for ``torch.nn.Sequential`` with the interface of a Python list. Consecutive
+    operations form a group that is planned, fused and differentiated as one; a plain module
+    separates groups. The operations of a nested Sequential join the groups of its parent, unless it
+    is of a subclass or carries hooks.
 
     Args:
         *args: operations and modules, or one dict from names to them.
 
     Call:
-        ``seq(input, *extra_inputs, op_kwargs=None)``. Extra inputs are taken in operation order;
+        ``seq(input, *extra_inputs, op_kwargs=None)``. Extra inputs are passed in operation order;
         extra outputs are returned after the output, in operation order. ``op_kwargs`` maps a basic
         operation, or its index in this Sequential (negative ones too), to keyword arguments of its
         forward.
 
     Raises:
-        ExtraInputCountError: a call brought more or fewer extra inputs than the operations take.
+        ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
         OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential.
         ChannelError: a channel lacks a producer, has a late one, or several.
     """
@@ -62,8 +62,6 @@ class Sequential(NestedSequential):
                 self.add_module(name, module)
         else:
             self.extend(cast("tuple[nn.Module, ...]", args))
-
-    # ------------------------------------------------------------------ list interface
 
     def _keys(self, index: int | slice) -> list[str]:
         keys = list(self._modules)
@@ -83,7 +81,7 @@ class Sequential(NestedSequential):
         return str(max((int(key) + 1 for key in self._modules if key.isdecimal()), default=0))
 
     def _rearrange(self, items: Iterable[tuple[str, nn.Module | None]]) -> None:
-        """Replaces the modules. Names stay with their modules; 0, 1, 2, … are given anew."""
+        """Replaces the modules. They keep their names; 0, 1, 2, … are numbered anew."""
         numbered = list(self._modules) == [str(n) for n in range(len(self._modules))]
         self._modules = {str(n) if numbered else key: m for n, (key, m) in enumerate(items)}
         self._touch()
@@ -128,21 +126,21 @@ class Sequential(NestedSequential):
         return iter(cast("Iterable[nn.Module]", self._modules.values()))
 
     def append(self, module: nn.Module) -> Sequential:
-        """Add a module at the end."""
+        """Adds a module at the end."""
         self.add_module(self._next_key(), self._check_module(module))
         return self
 
     def extend(self, modules: Iterable[nn.Module]) -> Sequential:
-        """Add modules at the end."""
+        """Adds modules at the end."""
         for module in list(modules):
             self.append(module)
         return self
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Add a module before the one at ``index``.
+        """Adds a module before the one at ``index``.
 
-        Members keep names that they were given, and the new one gets the next free number; if all
-        are named by their place, they are renamed by their new one, as in ``torch.nn.Sequential``.
+        Modules with names keep them, and the new one gets the next free number. If all are named by
+        their position, they are renumbered, as in ``torch.nn.Sequential``.
         """
         self._check_module(module)
         size = len(self._modules)
@@ -156,7 +154,7 @@ class Sequential(NestedSequential):
         return self
 
     def pop(self, index: int | slice = -1) -> Any:
-        """Remove and return the module at ``index``."""
+        """Removes and returns the module at ``index``."""
         module = self[index]
         del self[index]
         return module
@@ -179,13 +177,11 @@ class Sequential(NestedSequential):
     def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
         return Sequential(*self, *modules)
 
-    # ------------------------------------------------------------------ structure
-
     _groups: list[Group]
     _routes: Routes
     _structure: list[tuple[str, list[tuple[int, Hashable]]]] | None
     _single: OperationFuser | None
-    _hooked: bool  # somewhere; handles of hooks do not tell when they are removed
+    _hooked: bool  # whether any module is; removing a hook by its handle is not noticed
     _seen: int
     _stamped: list[Sequential]
 
@@ -237,7 +233,7 @@ class Sequential(NestedSequential):
         return self._resolve()
 
     def _guard(self, stamps: tuple[str, ...]) -> bool:
-        """Being given the stamps as constants, the traced code holds for these alone."""
+        """Makes the stamps constants that guard the traced code."""
         return True
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
@@ -246,7 +242,7 @@ class Sequential(NestedSequential):
 
     @property
     def num_extra_inputs(self) -> int:
-        """Number of extra inputs that the caller brings."""
+        """Number of extra inputs that the caller passes."""
         self._resolve()
         return len(self._routes.expects)
 
@@ -261,8 +257,6 @@ class Sequential(NestedSequential):
         if self._structure is None:
             return None
         return [group.callee for group in self._groups]
-
-    # ------------------------------------------------------------------ calls
 
     def forward(
         self,
@@ -285,7 +279,7 @@ class Sequential(NestedSequential):
         extra_inputs: Sequence[Tensor],
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
-        """Runs the groups in order and routes extra tensors between them."""
+        """Calls the groups in order and passes extra tensors between them."""
         self._check_count(extra_inputs)
         kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)
         to_caller: list[Tensor] = []
@@ -368,15 +362,13 @@ class Sequential(NestedSequential):
             )
         return module
 
-    # ------------------------------------------------------------------ plans
-
     def plan(self, input: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow, as data.
 
-        Nothing is run. What operations return follows from what they declare
-        (``output_dtype``). A plain module between runs is taken to return a tensor of its input's
-        dtype, or as autocast would make it; ``plan.assumed`` says so where the module is none of
-        torch's own. The plan after a call, :attr:`last_plan`, is that of what was really returned.
+        Nothing is run: the dtypes that operations return are those that they declare
+        (``output_dtype``). A plain module between groups is assumed to return its input's dtype, or
+        that of autocast; ``plan.assumed`` lists this for modules that are not torch's own.
+        :attr:`last_plan` follows what the last call really returned.
         """
         for t in (input, *extra_inputs):
             if not isinstance(t, Tensor):
@@ -391,7 +383,7 @@ class Sequential(NestedSequential):
         return self._named(plan)
 
     def _planned(self, x: Facts, extra_inputs: Sequence[Facts]) -> list[PlannedGroup]:
-        """What each group will do, for tensors like these."""
+        """The plans of each group for tensors like these."""
         stored: dict[Slot, TensorFacts] = {}
         out: list[PlannedGroup] = []
         for group, path in zip(self._groups, self._routes.groups):
@@ -450,7 +442,7 @@ def _operations(seq: Sequential) -> list[BasicOperation]:
 
 
 def _flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.Module, Hashable]]:
-    """The modules of a Sequential and of nested ones, each with the way to what holds it."""
+    """The modules of a Sequential and of nested ones, each with the path to its Sequential."""
     for position, module in enumerate(seq):
         if type(module) is Sequential and not (has_hooks(module) or module.overrides_forward()):
             yield from _flatten(module, (*path, position))
@@ -461,8 +453,8 @@ def _flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.M
 def Residual(*ops: nn.Module) -> Sequential:  # noqa: N802 - reads as the module that it makes
     """``y = x + ops(x)`` as operations: MakeExtraOutput, ``ops``, AddExtraInput.
 
-    The skip connection is a channel that only this residual sees, so that copies of it, nested
-    ones and neighbours do not interfere.
+    The skip connection is a channel that only this residual sees, so that copies of it, nested and
+    neighbouring residuals do not interfere.
     """
     channel = PrivateChannel("residual")
     make, add = MakeExtraOutput(), AddExtraInput()

@@ -1,1 +1,1 @@
-"""What makes plans and executes them."""
+"""Plans: made from a call's facts, laid out as schedules, executed in both passes."""

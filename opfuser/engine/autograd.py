@@ -1,8 +1,8 @@
-"""Executing a plan: the autograd.Function of a whole group of operations.
+"""Execution of a plan: one autograd.Function for a whole group of operations.
 
-Everything that does not change from call to call was laid out in a ``Schedule`` when the plan was
-made; the walks only follow it. They are written so that ``torch.compile`` can trace them: no
-attribute is read off a tensor, and a context of forward is not changed in backward.
+A ``Schedule`` holds everything that does not change between calls; the two passes only follow it.
+``torch.compile`` can trace both: they read no attribute of a tensor, and backward changes no
+context of forward.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def execute(
     extra_inputs: Sequence[Tensor],
     kwargs: Kwargs,
 ) -> Any:
-    """Runs a schedule; returns the output, or a tuple of it and the extra outputs."""
+    """The output of a schedule, or a tuple of it and the extra outputs."""
     for op, needed in schedule.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
     if schedule.needs_backward:
         if torch.compiler.is_compiling():
             if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():
-                # The tracer of torch 2.11 fails where a size that it held for variable turns out,
-                # behind another operation, to be that of a parameter. So it is fixed beforehand.
+                # The tracer of torch 2.11 fails where a later operation requires a size that it
+                # treats as variable to be that of a parameter. Reading the size fixes it here.
                 range(input_.shape[-1])
             tensors = _each_once([input_, *parameters, *extra_inputs])
             return _SequenceFunction.apply(schedule, kwargs, *tensors)  # type: ignore[no-untyped-call]
@@ -51,10 +51,10 @@ def execute(
 
 
 def _batched_like(x: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """``x``, with the batch dimensions that ``torch.vmap`` has given to any of ``others``.
+    """``x`` with the batch dimensions that ``torch.vmap`` gave to any of ``others``.
 
-    Operations write to tensors that they make from their input, which vmap refuses where the
-    input is the same for all and what is written is not.
+    Operations write into tensors that they allocate like their input. vmap refuses that where the
+    input is not batched, but the values written are.
     """
     zero = x.new_zeros(())
     for other in others:
@@ -67,7 +67,7 @@ def _tensors_in(kwargs: Kwargs) -> list[Tensor]:
 
 
 def _each_once(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, with an alias for each that occurred before: Dynamo takes no tensor twice."""
+    """The tensors, repeated ones as aliases: Dynamo accepts no tensor twice."""
     out: list[Tensor] = []
     for t in tensors:
         out.append(t.view_as(t) if any(t is earlier for earlier in out) else t)
@@ -92,12 +92,12 @@ class _SequenceFunction(torch.autograd.Function):
             func_ctx.save_for_backward(*mark, *tape.saved, *kept)
         func_ctx.forwarded = (schedule, tape.contexts, marked)
         if torch.compiler.is_compiling():
-            # Traced by torch 2.11, an output that an in-place operation returned, or that shares
-            # memory with another one, gets the gradient of something else.
+            # In a trace of torch 2.11, an output that an in-place operation returned, or that
+            # shares memory with another one, gets a wrong gradient.
             output = output.view_as(output)
             outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
         elif output._is_view() and not any(_share_memory(output, t) for t in (input_, *tensors)):
-            # A view of a tensor that is ours; autograd forbids changing it in place if it knows.
+            # A view of an intermediate result, which autograd would not let the caller change.
             output = output.detach()
         if not outputs:
             return output
@@ -116,7 +116,7 @@ class _SequenceFunction(torch.autograd.Function):
             if not torch.is_grad_enabled():
                 grads = execute_backward(func_ctx, grad_output, grad_outputs, keep)
             else:
-                func_ctx.create_graph = True  # told to operations, for which grad mode is off
+                func_ctx.create_graph = True  # for operations, which run with grad mode off
                 anchors = _what_gradients_depend_on(func_ctx, (grad_output, *grad_outputs))
                 with torch.no_grad():
                     grads = execute_backward(func_ctx, grad_output, grad_outputs, keep)
@@ -132,7 +132,7 @@ class _SequenceFunction(torch.autograd.Function):
 
 
 def _is_batched(grad: Tensor | None) -> bool:
-    """Whether ``grad`` stands for several: under torch.vmap, or of ``is_grads_batched``."""
+    """Whether ``grad`` is a batch of gradients: of torch.vmap, or of ``is_grads_batched``."""
     functorch = torch._C._functorch
     return grad is not None and (
         functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
@@ -147,17 +147,16 @@ _NOT_BATCHED = explain(
 )
 
 
-# What _SequenceFunction.apply comes down to outside of torch.func; its Python wrapper looks at
-# every argument.
+# _SequenceFunction.apply without its Python wrapper, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
 
 
 def _in_checkpoint() -> bool:
-    """Whether saved tensors are dropped, and come from a second forward in backward.
+    """Whether a checkpoint drops the saved tensors and recomputes them in backward.
 
-    That may follow another plan, where fusions were switched meanwhile, and save other tensors of
-    the same shapes. The checkpoint compares shapes: a tensor without elements, whose shape tells
-    plans apart, makes it raise.
+    If fusions were switched meanwhile, the recomputation follows another plan and may save other
+    tensors of the same shapes. The checkpoint compares shapes: an empty tensor whose shape
+    identifies the layout of the saved tensors makes it raise.
     """
     if torch.compiler.is_compiling():
         return False
@@ -166,7 +165,7 @@ def _in_checkpoint() -> bool:
 
 
 class _NotTwice(torch.autograd.Function):
-    """Passes gradients through; raises when they are differentiated in turn."""
+    """The identity of gradients, which raises when they are differentiated."""
 
     @staticmethod
     def forward(func_ctx: Any, count: int, *tensors: Tensor) -> Any:
@@ -185,10 +184,10 @@ _ONLY_ONCE = explain(
 
 
 def _what_gradients_depend_on(func_ctx: Any, received: Sequence[Tensor | None]) -> list[Tensor]:
-    """Tensors through which a second differentiation would go, so that it is noticed.
+    """The tensors through which a second differentiation would pass, so that it is noticed.
 
     Raises:
-        DoubleBackwardError: one of them cannot be named, so that it would go unnoticed.
+        DoubleBackwardError: one of them is unknown, so that it would go unnoticed.
     """
     saved = [t for t in func_ctx.saved_tensors if t is not None]
     anchors = [t for t in (*received, *saved) if t is not None and t.requires_grad]
@@ -205,7 +204,7 @@ def _what_gradients_depend_on(func_ctx: Any, received: Sequence[Tensor | None]) 
 def _distinct_outputs(
     func_ctx: Any, schedule: Schedule, output: Tensor, outputs: list[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Gives every output a tensor of its own: autograd attaches one history to each."""
+    """The outputs as distinct tensors: autograd attaches one history to each."""
     results = [output]
     for y in outputs:
         results.append(y.view_as(y) if any(y is earlier for earlier in results) else y)
@@ -215,15 +214,15 @@ def _distinct_outputs(
 
 
 def _separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> None:
-    """Copies a gradient that shares memory with another one, or with one that was received.
+    """Copies each gradient that shares memory with another one, or with a received one.
 
-    Autograd shares one tensor object between several owners safely, by its reference count; two
-    objects over the same memory it cannot tell apart, and accumulates in place into both.
+    Autograd shares one tensor object between several owners safely, by its reference count. Of two
+    objects over the same memory it does not know, and accumulates in place into both.
     """
     views = [n for n, grad in enumerate(grads) if grad is not None and grad._is_view()]
     if not views:
         return
-    if any(map(_is_batched, received)):  # which have no address
+    if any(map(_is_batched, received)):  # batched tensors have no address
         for n in views:
             grads[n] = grads[n].clone()  # type: ignore[union-attr]
         return

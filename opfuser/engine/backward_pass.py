@@ -1,4 +1,4 @@
-"""The backward walk over the steps of a schedule."""
+"""The backward pass over the steps of a schedule."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .schedule import GeneralBackward, Schedule
 
 __all__ = ["execute_backward", "zeros"]
 
-# Frees what a node saved while its backward still runs; without it the memory of a whole sequence
-# would be held until the last of its gradients is made.
+# Releases a node's saved tensors while its backward still runs. Without it, the tensors of a whole
+# group would stay allocated until its last gradient is computed.
 _CAN_CLEAR = hasattr(torch._C._FunctionBase, "maybe_clear_saved_tensors")
 
 
@@ -27,10 +27,10 @@ def zeros(like: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
 
 
 class _RevivedContext(OperationContext):
-    """The context of an operation in backward: what forward left, and the tensors it saved.
+    """The context of an operation in backward: attributes set in forward, and saved tensors.
 
-    Values that an operation keeps as attributes are looked up in the context of forward, which is
-    not written to, so that a second backward finds the same.
+    Attributes are looked up in the context of forward, which is never written to, so that a second
+    backward reads the same values.
     """
 
     kept: OperationContext
@@ -38,7 +38,7 @@ class _RevivedContext(OperationContext):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # Backward fusions written for te.ops also read what its own forwards leave.
+            # Backward fusions written for te.ops also read what te.ops' own forwards set.
             if name in _LEFT_BY_TE_OPS and not hasattr(self.kept, name):
                 return _LEFT_BY_TE_OPS[name](self)
             return getattr(self.kept, name)
@@ -61,7 +61,7 @@ def _revive(
 ) -> OperationContext:
     """The context of one operation for its backward.
 
-    What it takes leaves ``saved``, so that it is freed as soon as the operation is done with it.
+    Its tensors are removed from ``saved``, so that they are freed once its backward has run.
 
     Args:
         parameters: where ``saved`` holds the operation's parameters, if its backward reads them.
@@ -88,7 +88,7 @@ def _revive(
 def execute_backward(
     func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
 ) -> list[Tensor | None]:
-    """Runs the backward steps; returns the gradients of input, parameters and extra inputs."""
+    """The gradients of input, parameters and extra inputs, computed by the backward steps."""
     saved: list[Tensor | None] = list(func_ctx.saved_tensors)
     schedule, contexts, marked = func_ctx.forwarded
     if marked:
@@ -164,7 +164,7 @@ def _general_backward(
         [grads_of.pop(slot, None) for slot in slots] if slots else () for slots in general.outputs
     ]
     if dx is None:
-        # The operations after this one pass no gradient back, so that of its output is zero.
+        # The operations behind this step return no gradient, so that of its output is zero.
         given = [g for gs in grad_extra_outputs for g in gs if g is not None]
         if not given:
             return None

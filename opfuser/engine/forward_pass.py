@@ -1,4 +1,4 @@
-"""The forward walk over the steps of a schedule."""
+"""The forward pass over the steps of a schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_EXTRAS: dict[str, Any] = {
 
 
 class Tape:
-    """What the forward walk leaves for backward: a context per basic operation, and the tensors."""
+    """What forward hands to backward: a context per basic operation, and the saved tensors."""
 
     def __init__(self) -> None:
         self.contexts: list[OperationContext] = []
@@ -66,7 +66,7 @@ class Tape:
 def execute_forward(
     schedule: Schedule, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Runs the forward steps and records on ``tape`` what their backward needs."""
+    """The output and extra outputs of the forward steps; ``tape`` records what backward needs."""
     produced: dict[Slot, Tensor] = {}
     first = 0
     traced = torch.compiler.is_compiling()
@@ -112,7 +112,7 @@ def execute_forward(
 
 
 def _settings(op: Any, traced: bool) -> Any:
-    """``op.settings``, without asking for each operation whether torch.compile traces."""
+    """``op.settings``, without one check per operation whether torch.compile traces."""
     return op.make_settings() if traced else op.__dict__.get("_settings") or op.settings
 
 
@@ -132,7 +132,7 @@ def _general_forward(
             for row, asks in zip(general.sources, general.asks)
         ]
     for slot in general.frees:
-        produced.pop(slot, None)  # before the call, so that the operation may be the only holder
+        produced.pop(slot, None)  # before the call, which may then hold the only reference
     x, extra_outputs = op.fuser_forward(
         ctxs,
         x,
@@ -163,7 +163,7 @@ def _permit_overwriting(
     extra_inputs: Sequence[Tensor],
     produced: dict[Slot, Tensor],
 ) -> None:
-    """Tells operations with ``in_place`` whether their extra input may be written to."""
+    """Sets for operations with ``in_place`` whether they may overwrite their extra input."""
     for n, op, at in general.overwrites:
         if op.in_place:
             others = [x, *produced.values(), *extra_inputs[:at], *extra_inputs[at + 1 :]]
@@ -202,8 +202,8 @@ def _fetch(
         return extra_inputs[source]
     y = produced[source]
     if asks and not y.requires_grad and y.is_floating_point():
-        # Operations written for te.ops decide by it what they save. Another tensor object: this
-        # one may be the caller's.
+        # Operations written for te.ops read requires_grad to decide what to save. It is set on
+        # another tensor object, since this one may be the caller's.
         y = y.detach().requires_grad_()
     return y
 

@@ -1,8 +1,8 @@
-"""Parametrised parameters, which are computed whenever they are read.
+"""Parametrised parameters, whose value is computed at every read.
 
-The engine and the operations must see one value of them in a call, or gradients go nowhere.
-``torch.nn.utils.parametrize.cached`` would see to that, but for all threads and modules at once:
-a thread that evaluates without gradients would leave its values to one that trains.
+Within a call, the engine and the operations must read the same value, or its gradient is lost.
+``torch.nn.utils.parametrize.cached`` ensures that for all threads and modules at once: values
+computed by a thread that evaluates without gradients would reach one that trains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["fake_value", "one_value_each", "read_through", "refuse_impure"]
 
 
 class _Known(threading.local):
-    """Values computed in the call under way in this thread; None outside of calls."""
+    """Values computed in this thread's current call; None outside of calls."""
 
     values: dict[tuple[int, str], Tensor] | None = None
 
@@ -32,7 +32,7 @@ _known = _Known()
 
 @contextmanager
 def one_value_each() -> Iterator[None]:
-    """Within it, this thread computes the parameters of :func:`read_through` once."""
+    """Within it, this thread computes each parameter of :func:`read_through` once."""
     outer = _known.values
     if outer is None:
         _known.values = {}
@@ -43,8 +43,8 @@ def one_value_each() -> Iterator[None]:
 
 
 def read_through(module: nn.Module, name: str) -> None:
-    """Has :func:`one_value_each` hold for a parametrised parameter."""
-    cls = type(module)  # torch makes one for each parametrised module, with a property in it
+    """Makes :func:`one_value_each` apply to a parametrised parameter."""
+    cls = type(module)  # torch derives one per parametrised module, which has the property
     computes = vars(cls)[name]
     if computes.fget.__module__ == __name__:
         return
@@ -66,7 +66,7 @@ def read_through(module: nn.Module, name: str) -> None:
 def fake_value(module: nn.Module, name: str) -> Tensor:
     """The value of a parametrised parameter, computed by a copy of the parametrisation.
 
-    Neither its state nor torch's random numbers change.
+    The state of the original and of torch's random generators does not change.
     """
     parametrization = _copy(module, name)
     devices = {t.device for t in parametrization.parameters() if t.is_cuda}
@@ -77,7 +77,7 @@ def fake_value(module: nn.Module, name: str) -> Tensor:
 def refuse_impure(module: nn.Module, name: str) -> None:
     """Raises NotSupportedError for a parametrisation with random numbers or state of its own.
 
-    Traced code evaluates it once for the engine and once for the operation, and both must agree.
+    Traced code evaluates it once for the engine and once for the operation; both must agree.
     """
     rehearsal = _copy(module, name)
     written = [buffer._version for buffer in rehearsal.buffers()]

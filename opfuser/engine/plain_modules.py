@@ -1,4 +1,4 @@
-"""What plans take a plain ``torch.nn.Module`` to return, which declares nothing and is not run."""
+"""What plans assume a plain ``torch.nn.Module`` returns: it declares nothing and is not run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..context import TensorFacts, autocast_dtype
 
 __all__ = ["assumed_output", "is_known"]
 
-# What autocast runs in its own dtype.
+# Modules that autocast runs in its dtype.
 _LOWERED = (
     nn.Linear, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention,
     nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
-# What autocast runs in fp32 on a GPU; on a CPU they keep the dtype of their input.
+# Modules that autocast runs in fp32 on a GPU; on a CPU they keep the dtype of their input.
 _RAISED = (
     nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Softmax, nn.LogSoftmax,
     nn.Softmin, nn.Softplus,
@@ -34,9 +34,9 @@ def is_known(module: nn.Module) -> bool:
 def assumed_output(module: nn.Module, x: TensorFacts | Tensor) -> TensorFacts:
     """The output of ``module`` for an input like ``x``, as far as plans depend on it.
 
-    It requires grad if the input or a parameter does, and lies where the parameters lie. Floating
-    point stays in its dtype, but for what autocast does; integers become the dtype of the
-    parameters, as in an embedding.
+    It requires grad if the input or a parameter does, and is on the device of the parameters. A
+    floating-point dtype stays, unless autocast changes it; integers become the parameters' dtype,
+    as in an embedding.
     """
     if type(module) is nn.Sequential:
         out = TensorFacts(x.dtype, x.device, x.requires_grad)
@@ -65,6 +65,6 @@ def _dtype(
         return x.dtype
     if isinstance(module, _RAISED):
         return torch.float32 if x.device.type == "cuda" else x.dtype
-    # A module that is not known has matrices for its GEMMs, which autocast runs in its dtype.
+    # Matrices of an unknown module are assumed to be for GEMMs, which autocast runs in its dtype.
     multiplies = not is_known(module) and any(p.dim() > 1 for p in parameters)
     return lower if multiplies or isinstance(module, _LOWERED) else x.dtype

@@ -1,4 +1,4 @@
-"""A plan as data: its steps, and the record of every fusion that was tried."""
+"""A plan as data: its steps, and a record of every fusion that was tried."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FusionRecord", "Plan", "Step", "expand"]
 
 
 class _Compared:
-    """Equal to another of its class that says the same, with other operations perhaps."""
+    """Compared by what :meth:`_says` returns, not by the identity of operations."""
 
     def _says(self) -> Hashable:
         raise NotImplementedError
@@ -32,8 +32,8 @@ class _Compared:
 class Step(_Compared):
     """One operation of a pass and the basic operations that it covers, by index.
 
-    ``fusion`` is the name of the fusion that put it there, if one did. A plain module inside a
-    Sequential is a step that covers none. Of ``op`` the type is compared.
+    ``fusion`` is the name of the fusion that built ``op``, if one did. A plain module inside a
+    Sequential is a step that covers none. Steps compare the type of ``op``.
     """
 
     op: nn.Module
@@ -46,15 +46,15 @@ class Step(_Compared):
 
 @dataclass(frozen=True)
 class FusionRecord:
-    """What became of one fusion while one plan was made.
+    """The outcome of one fusion in one plan.
 
     Attributes:
         status: ``"matched"``, ``"refused"``, ``"unmatched"``, ``"skipped"`` or ``"disabled"``.
         matches: the basic operations of each match, by index.
         refusals: the index where the pattern (or most of it) was found, and why it was not fused.
-        near_miss: the longest part of the pattern found, if it never fitted whole.
+        near_miss: the longest beginning of the pattern that was found, if the whole never was.
         detail: why the fusion was skipped, or what disabled it.
-        elapsed: seconds that the attempt took; not compared.
+        elapsed: duration of the attempt in seconds; not compared.
     """
 
     name: str
@@ -78,10 +78,10 @@ class FusionRecord:
 
 @dataclass(frozen=True, eq=False)
 class Plan(_Compared):
-    """Which operation runs when, in both passes, and how that came about.
+    """The steps of both passes, and how they were decided.
 
-    Plans are equal, and hash alike, if all of this is equal: of operations the types and names are
-    compared, not the objects or their parameters, and of records all but the time.
+    Plans are equal, and hash alike, if all fields but ``assumed`` are: operations compare by type
+    and name, not by object or parameters, and records compare everything but durations.
 
     Attributes:
         basic_ops: the basic operations, in forward order.
@@ -90,9 +90,9 @@ class Plan(_Compared):
         needs: for each basic operation the gradients that will be read, or None if its backward
             does not run.
         history: one record per registered fusion, in the order in which they were tried.
-        env: what the fusions were told about the call.
+        env: what the fusions could read of the call.
         names: of the basic operations in the Sequential whose plan this is.
-        assumed: what was taken for granted of modules that declare nothing; not compared.
+        assumed: assumptions about modules that declare nothing; not compared.
     """
 
     basic_ops: tuple[BasicOperation, ...]
@@ -110,14 +110,14 @@ class Plan(_Compared):
         return kinds, self.names, steps, self.needs, self.history, self.env
 
     def record(self, name: str) -> FusionRecord:
-        """The record of the fusion of that name."""
+        """The record of the fusion called ``name``."""
         for record in self.history:
             if record.name == name:
                 return record
         raise KeyError(name)
 
     def fused(self, stage: str) -> dict[str, int]:
-        """How often each fusion matched in ``"forward"`` or ``"backward"`` (joint ones in both)."""
+        """Number of steps per fusion in ``"forward"`` or ``"backward"`` (joint ones in both)."""
         counts: dict[str, int] = {}
         for step in self.forward if stage == "forward" else self.backward:
             if step.fusion is not None:

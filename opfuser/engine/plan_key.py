@@ -1,4 +1,4 @@
-"""What a plan depends on: everything that a fusion may read, complete and hashable."""
+"""The key of a plan: everything that a fusion may read, complete and hashable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CallFacts", "PlanKey"]
 
 
 class CallFacts(NamedTuple):
-    """What a plan may depend on of one call: modes, and tensors without their values.
+    """What a plan may depend on in one call: modes, and tensors without their values.
 
     Attributes:
         dtype, device, requires_grad: of the input. Without grad mode nothing requires grad.
@@ -41,7 +41,7 @@ class CallFacts(NamedTuple):
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
     ) -> CallFacts:
-        """The facts of a call with these tensors in the modes of now; in lists, which cost less."""
+        """The facts of a call with these tensors in the current modes; lists, which cost less."""
         grad = torch.is_grad_enabled()
         return cls._make(
             (
@@ -58,7 +58,7 @@ class CallFacts(NamedTuple):
         )
 
     def hashable(self) -> CallFacts:
-        """The same in tuples."""
+        """The same facts with tuples in place of lists."""
         fields = [tuple(field) if isinstance(field, list) else field for field in self]
         return CallFacts._make(fields)
 

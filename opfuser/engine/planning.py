@@ -1,4 +1,4 @@
-"""Deciding what to fuse: pure, no tensor is computed."""
+"""Planning: what to fuse, decided without computing a tensor."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def grad_needs(
     input_requires_grad: bool,
     extras_require_grad: Sequence[bool],
 ) -> tuple[GradNeeds | None, ...]:
-    """Which gradients each basic operation owes; None from the start up to the first that owes any.
+    """The gradients that each basic operation owes; None before the first operation that owes any.
 
     Args:
         parameters: for each operation, whether each of its parameters requires grad.
-        extras_require_grad: for each extra input of the run.
+        extras_require_grad: for each extra input of the group.
     """
     out: list[GradNeeds | None] = []
     needed = input_requires_grad
@@ -51,7 +51,7 @@ def make_plan(
     needs: tuple[GradNeeds | None, ...],
     handles: Iterable[FusionHandle],
 ) -> Plan:
-    """Applies the registered fusions, joint ones first, then each pass on the joint result.
+    """The plan that registered fusions lead to: joint ones first, then each pass on their result.
 
     Args:
         ops: basic operations, and fused ones that the user placed for their own kernels.
@@ -90,7 +90,7 @@ def make_plan(
 
 
 def _for_pass(ops: Iterable[FusibleOperation], method: str) -> list[FusibleOperation]:
-    """Operations for one pass: one without a kernel for it is replaced by its parts."""
+    """The operations of one pass; one without a kernel for it is replaced by its basic ones."""
     out: list[FusibleOperation] = []
     for op in ops:
         own = getattr(type(op), method) is not getattr(FusibleOperation, method)
@@ -99,7 +99,7 @@ def _for_pass(ops: Iterable[FusibleOperation], method: str) -> list[FusibleOpera
 
 
 class _Maker:
-    """Runs fusion functions one after another, checks each result and keeps the record."""
+    """Applies fusions one after another, checks each result and keeps a record of each."""
 
     def __init__(
         self, basic_ops: tuple[BasicOperation, ...], env: Env, needs: tuple[GradNeeds | None, ...]
@@ -172,10 +172,11 @@ class _Maker:
     def show_outputs(
         self, forward: list[FusibleOperation], backward: list[FusibleOperation]
     ) -> list[FusibleOperation]:
-        """Takes a forward fusion back where backward may have to know the shape of a result in it.
+        """Undoes forward fusions that hide a result whose shape backward may need.
 
         An operation with extra outputs gets zeros as the gradient of its output where those behind
-        it return none, as operations of users may. The library's own have one shape for both.
+        it return none, as operations of users may. In the library's own, output and extra outputs
+        have one shape.
         """
         begins = set(self.tile(backward))
         strangers = [n for n, op in enumerate(self.basic_ops) if not is_built_in(op)]
@@ -217,7 +218,7 @@ class _Maker:
     def tile(
         self, ops: Sequence[FusibleOperation], handle: FusionHandle | None = None
     ) -> list[int]:
-        """The index of the first basic operation of each of ``ops``, which must tile them all."""
+        """Index of the first basic operation of each of ``ops``; together these must tile all."""
         starts: list[int] = []
         at = 0
         for op in ops:
@@ -259,7 +260,7 @@ _logged: set[str] = set()
 
 
 def _log(plan: Plan) -> None:
-    """One INFO line per fusion, once per distinct plan, however many sequences share it."""
+    """Logs one INFO line per fusion, once per distinct plan, however many sequences share it."""
     if not logger.isEnabledFor(logging.INFO):
         return
     stable = [replace(record, elapsed=0.0).summary() for record in plan.history]

@@ -1,8 +1,8 @@
 """Extra inputs, extra outputs and channels, resolved once into slots.
 
-A Sequential consists of groups: operations that are fused together, single operations
-that run on their own, and plain modules. Whatever a group cannot route inside itself crosses
-its boundary as one more input or output.
+A Sequential consists of groups: consecutive operations that are fused together, and single
+operations or plain modules that are called. What a group cannot route inside itself crosses its
+boundary as one more input or output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Routing(NamedTuple):
     Attributes:
         sources: for each operation and extra input, the slot of the operation in this group that
             produces it, or the position of the argument of the group that holds it.
-        inputs: the slots that arguments of the group go to, in argument order.
+        inputs: the slot that each argument of the group feeds, in argument order.
         outputs: the slots that the group returns, in order.
         consumers: for each operation and extra output, the operations in this group that read it.
     """
@@ -47,9 +47,9 @@ class RoutedGroup(NamedTuple):
     """One group of a Sequential, as routing sees it.
 
     Attributes:
-        ops: its basic operations; empty for a module that routing cannot look into.
-        scopes: for each operation, what makes its private channels differ from others of that name.
-        inputs, outputs: number of extra tensors of a module that routing cannot look into.
+        ops: its basic operations; empty for a module that is opaque to routing.
+        scopes: for each operation, what distinguishes its private channels from others so named.
+        inputs, outputs: number of extra tensors of an opaque module.
         fused: whether channels may stay inside.
         name: for messages.
     """
@@ -69,7 +69,7 @@ class Route(NamedTuple):
         routing: inside the group, if its operations are fused together.
         takes: for each extra input of the group, the position of the caller's argument, or the
             key under which an earlier group stored it.
-        gives: for each extra output, the key to store it under (None: nobody reads it), and
+        gives: for each extra output, the key to store it under (None: no group reads it), and
             whether the caller gets it.
     """
 
@@ -83,7 +83,7 @@ class Routes(NamedTuple):
 
     groups: tuple[Route, ...]
     expects: tuple[str, ...]
-    """For each extra input that the caller brings, who asks for it."""
+    """For each extra input that the caller passes, the operation or module that reads it."""
 
 
 class PrivateChannel(str):
@@ -93,7 +93,7 @@ class PrivateChannel(str):
 
 
 def public_routing(ops: Sequence[BasicOperation]) -> Routing:
-    """The routing of operations called on their own: every extra tensor is the caller's."""
+    """The routing of operations called alone: every extra tensor is the caller's."""
     inputs = tuple(Slot(i, s) for i, op in enumerate(ops) for s in range(op.num_extra_inputs))
     position = {slot: n for n, slot in enumerate(inputs)}
     return Routing(
@@ -108,7 +108,7 @@ def public_routing(ops: Sequence[BasicOperation]) -> Routing:
 
 
 def describe(index: int, op: BasicOperation) -> str:
-    """How error texts name an operation."""
+    """The name of an operation in error texts."""
     return f"op {index} ({type(op).__name__})"
 
 
@@ -168,7 +168,7 @@ class _Producers:
 
 
 def route(groups: Sequence[RoutedGroup]) -> Routes:
-    """Resolves all channels and extra tensors of a Sequential.
+    """The routes of all channels and extra tensors of a Sequential.
 
     Raises:
         ChannelError: a channel has no producer, no earlier producer, or several.

@@ -1,4 +1,4 @@
-"""A plan laid out for execution: whatever does not change from call to call."""
+"""A plan laid out for execution: everything that does not change between calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ForwardStep(NamedTuple):
     first: int
     needs: GradNeeds | None
     context: OperationContext | None
-    """The one for every call, if the operation leaves nothing on it."""
+    """Shared by all calls, if the operation leaves nothing on it."""
     freezes: bool
     """Whether the operation has settings."""
     general: GeneralForward | None
@@ -44,14 +44,14 @@ class GeneralForward(NamedTuple):
     asks: tuple[tuple[bool, ...], ...]
     """Which extra inputs show by ``requires_grad`` that their gradients are wanted."""
     overwrites: tuple[tuple[int, BasicOperation, int], ...]
-    """The operations that may be asked to write over an extra input of the caller's, and which."""
+    """Operations with ``in_place``: position in the step, operation, the caller's extra input."""
     outputs: tuple[tuple[tuple[Slot, str], ...], ...]
     """Slots of extra outputs, and why one may not be None: "public", "outside", or empty if it may.
     """
     silent: bool
     """Whether none of the operations has extra outputs."""
     notes_output: bool
-    """Whether backward may have to make a gradient of zeros for the output."""
+    """Whether backward may need zeros as the gradient of the output."""
     frees: tuple[Slot, ...]
     name: str
 
@@ -62,11 +62,11 @@ class BackwardStep(NamedTuple):
     op: Any
     first: int
     span: tuple[int, int]
-    """Where its parameters lie among all."""
+    """Position of its parameters among all."""
     reads: tuple[int, int] | None
     """Which of the kept parameters its backward reads."""
     context: OperationContext | None
-    """As in forward, if the operation runs plainly there too."""
+    """As in forward, if the operation is a step without ``general`` there too."""
     general: GeneralBackward | None
 
 
@@ -75,7 +75,7 @@ class GeneralBackward(NamedTuple):
     spans: tuple[tuple[int, int], ...]
     reads: tuple[tuple[int, int] | None, ...]
     targets: tuple[tuple[Slot | int | None, ...], ...]
-    """Where the gradients of extra inputs go."""
+    """The slot or argument that the gradient of each extra input belongs to."""
     takes: bool
     """Whether any of the operations has extra inputs."""
     outputs: tuple[tuple[Slot, ...], ...]
@@ -126,9 +126,9 @@ class Schedule:
         )
 
     def layout(self) -> int:
-        """A number that tells apart schedules which may save other tensors.
+        """A number that differs between schedules that may save different tensors.
 
-        A forward fusion saves what the operations do that it replaces; a joint one what it likes.
+        A forward fusion saves what its operations save; a joint one chooses what it saves.
         """
         if self._layout is None:
             plan = self.plan
@@ -141,7 +141,7 @@ class Schedule:
 def _needs_of_steps(
     plan: Plan, routing: Routing, num_parameters: Sequence[int]
 ) -> list[GradNeeds | None]:
-    """The plan's needs; an operation that owes nothing, but shares a backward step, saves too."""
+    """The plan's needs; an operation that owes no gradient but shares a backward step saves too."""
     needs = list(plan.needs)
     for step in plan.backward:
         if any(plan.needs[i] is not None for i in step.indices):
@@ -152,7 +152,7 @@ def _needs_of_steps(
 
 
 def _constant_context(op: Any, needs: GradNeeds | None) -> OperationContext | None:
-    # A subclass may leave something after all.
+    # Not inherited: a subclass may leave something.
     own = vars(type(op)).get("forward_leaves_nothing", False)
     return new_context(needs) if own else None
 

@@ -51,7 +51,7 @@ class DecoderConfig:
         device: of the parameters; None is torch's default.
         dtype: of the parameters; None is torch's default.
         recompute: None; or ``"mlp"``, for feed-forward blocks that save their input alone and
-            compute their first linear again in backward: two ninths more GEMM work in them.
+            recompute their first linear in backward: two ninths more GEMM work in them.
 
     Raises:
         ArgumentError: a size is not positive, the heads do not divide as needed, or ``recompute``
@@ -116,7 +116,7 @@ def _linear(config: DecoderConfig, in_features: int, out_features: int) -> Linea
 
 
 def _output_linear(config: DecoderConfig, in_features: int) -> Linear:
-    """A linear that ends a block: the sum over all blocks keeps the size of one."""
+    """A linear that ends a block, scaled so that the sum over all blocks keeps the size of one."""
     linear = _linear(config, in_features, config.dim)
     std = config.init_std / (2 * config.num_layers) ** 0.5
     nn.init.normal_(linear.weight, std=std)
@@ -173,8 +173,8 @@ def decoder_layers(config: DecoderConfig) -> Sequential:
 def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
     """The whole language model, as one Sequential.
 
-    Its modules are ``embedding``, ``layers``, ``norm``, ``head`` and, with a loss, ``loss``. They
-    are one run of operations: fusions apply across the borders of blocks and layers.
+    Its modules are ``embedding``, ``layers``, ``norm``, ``head`` and, with a loss, ``loss``. Their
+    operations form one group: fusions apply across the borders of blocks and layers.
 
     Call:
         With a loss, ``model(tokens, targets)``: the mean cross entropy in nats, 0-d, of predicting
