@@ -1,9 +1,9 @@
 """Training step of a pre-norm SwiGLU block on a CPU: opfuser, torch.nn, torch.compile, bare GEMMs.
 
 The block is ``x + down(silu(gate) * up)`` with ``[gate, up] = gate_up(rms_norm(x))``; a step is its
-forward and backward, for the gradients of x and of all weights. Everything runs in one process,
+forward and backward, for the gradients of x and of all weights. All contestants run in one process,
 alternating; medians are compared. The floor is the six matrix products that no formulation can
-leave out. Prints a table and writes JSON.
+avoid. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def contestants(
 
 
 def check(models: dict[str, nn.Module], x: Tensor) -> None:
-    """All of them compute the same thing."""
+    """Checks that all contestants compute the same results."""
     with torch.no_grad():
         outputs = {name: model(x).double() for name, model in models.items()}
     wanted = outputs["torch.nn, F.rms_norm"]
@@ -129,7 +129,7 @@ def check(models: dict[str, nn.Module], x: Tensor) -> None:
 
 
 def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds per step of each, alternating between them."""
+    """Seconds per step of each contestant, alternating between them."""
     for step in steps.values():
         for _ in range(3):
             step()

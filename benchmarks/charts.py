@@ -1,7 +1,7 @@
 """PNG charts of what benchmarks/gpu/run.py wrote: ``python benchmarks/charts.py FOLDER``.
 
-For each part one picture, ``<part>.png`` beside ``<part>.json``; for blocks also ``memory.png``.
-Needs matplotlib, the extra ``viz``.
+Writes ``<part>.png`` beside each ``<part>.json``; for blocks also ``memory.png``. Needs matplotlib,
+the extra ``viz``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OTHERS = ("#005eb8", "#43b02a", "#ffa300", "#6a3d9a", "#00a9ce", "#b58150")
 
 
 class Chart(NamedTuple):
-    """One picture: which rows of which part, and what it shows of them."""
+    """One picture: the rows of a part that it shows, and which of their values."""
 
     name: str
     part: str
@@ -50,7 +50,7 @@ CHARTS = (
 
 
 def bars(rows: list[Row], chart: Chart) -> Bars:
-    """What to draw; of a chart without every size, each case in its first size."""
+    """The bars of a chart; if it does not show every size, each case has its first one."""
     groups: Bars = {}
     first: dict[str, Row] = {}
     for row in rows:
@@ -97,7 +97,7 @@ def draw(groups: Bars, chart: Chart, machine: dict[str, Any]) -> Figure:
 
 
 def make_charts(folder: Path) -> list[Path]:
-    """Draws everything that there are figures for; returns the pictures."""
+    """Draws every chart with figures; returns the paths of the pictures."""
     made = []
     for chart in CHARTS:
         source = folder / f"{chart.part}.json"

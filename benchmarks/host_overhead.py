@@ -1,7 +1,7 @@
 """Host time per operation: an opfuser.Sequential against torch.nn.Sequential of equal modules.
 
-The operations are tiny (a scale, a bias over 8 elements), so that nearly all of the time is spent
-in Python and in the dispatcher. Both sides run in one process, alternating, and medians are
+The operations are tiny (a scale, a bias over 8 elements), so that nearly all of the time is host
+overhead of Python and of the dispatcher. Both sides run in one process, alternating; medians are
 compared. Prints a table and writes JSON.
 """
 
@@ -24,7 +24,7 @@ WIDTH = 8
 
 
 class Scale(nn.Module):
-    """What one would write in torch.nn for ConstantScale."""
+    """ConstantScale as a user of torch.nn would write it."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Scale(nn.Module):
 
 
 class Bias(nn.Module):
-    """What one would write in torch.nn for Bias."""
+    """Bias as a user of torch.nn would write it."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def make_call(model: nn.Module, train: bool) -> Callable[[], None]:
 
 
 def measure(calls: list[Callable[[], None]], rounds: int, repeat: int) -> list[float]:
-    """Median seconds per call of each, alternating between them."""
+    """Median seconds per call of each contestant, alternating between them."""
     for call in calls:
         for _ in range(repeat):
             call()

@@ -1,4 +1,4 @@
-"""How long ``import opfuser`` takes on top of ``import torch``."""
+"""Time of ``import opfuser`` beyond that of ``import torch``."""
 
 from __future__ import annotations
 

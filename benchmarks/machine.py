@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Description of the machine on which a figure was measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The current CUDA device; nothing where there is none."""
+    """The current CUDA device; empty without one."""
     if not torch.cuda.is_available():
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

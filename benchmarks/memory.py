@@ -121,7 +121,7 @@ BLOCKS: dict[str, Callable[[Size], Pair]] = {
 
 
 class Item(NamedTuple):
-    """One storage that is kept, as it was saved first."""
+    """One saved storage, described by the tensor that was saved first."""
 
     made_by: str
     shape: tuple[int, ...]
@@ -130,12 +130,12 @@ class Item(NamedTuple):
 
 
 class Origins(TorchDispatchMode):
-    """Notes which of ATen's operations made a storage."""
+    """Records which ATen operation allocated a storage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, str] = {}
-        self.alive: list[torch.UntypedStorage] = []  # so that no address stands for two
+        self.alive: list[torch.UntypedStorage] = []  # keeps addresses unique
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -152,7 +152,7 @@ class Origins(TorchDispatchMode):
 
 @contextmanager
 def saved(leave_out: list[Tensor]) -> Iterator[dict[int, tuple[torch.UntypedStorage, Tensor]]]:
-    """Fills a dict with what autograd saves inside, by storage."""
+    """Collects in a dict what autograd saves inside, by storage."""
     known = {t.untyped_storage()._cdata for t in leave_out}
     seen: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
@@ -167,7 +167,7 @@ def saved(leave_out: list[Tensor]) -> Iterator[dict[int, tuple[torch.UntypedStor
 
 
 def items(block: nn.Module, size: Size, *, origins: bool = True) -> list[Item]:
-    """What one call of the block saves, in the order in which it is saved."""
+    """What one call of the block saves, in order."""
     x = torch.randn(size.batch, size.length, size.dim, **size.to).requires_grad_()
     noted = Origins() if origins else None
     held = [*block.parameters(), *block.buffers()]
@@ -192,7 +192,7 @@ def compiled(block: nn.Module, size: Size) -> nn.Module:
 
 
 def contest(block: str, size: Size, compile_too: bool) -> dict[str, list[Item]]:
-    """What each contestant saves."""
+    """The saved items of each contestant."""
     torch.manual_seed(0)
     pair = BLOCKS[block](size)
     out = {OURS: items(pair.ours, size)}
@@ -231,7 +231,7 @@ def summary(results: list[Result]) -> Iterator[str]:
 
 
 def by_item(result: Result, name: str) -> Iterator[str]:
-    """A Markdown table of what one contestant saves."""
+    """A Markdown table of one contestant's saved items."""
     yield "| made by | shape | dtype | units |"
     yield "|---|---|---|---|"
     for item in result.saved[name]:

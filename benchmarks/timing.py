@@ -1,8 +1,8 @@
-"""How the benchmarks time: by turns, on inputs that have left the caches, in medians.
+"""Timing: alternating rounds, inputs that are not in the caches, medians.
 
-Device time is taken between two events while the device still works off a stall that was queued
-before them, so that what the host needs for its launches does not count. Wall time is taken
-around several calls and a synchronisation, so that it does.
+Device time is measured between two events queued behind a stall, so that it excludes the host's
+launches. Wall time is measured around several calls and a synchronisation, so that it includes
+them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 Call = Callable[[], Any]
 
-CACHES = 4  # the inputs of all turns together are this many times the L2 cache
+CACHES = 4  # size of the inputs of all turns together, in L2 caches
 WARM_UP = 3  # rounds
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 100
 LONGEST_STALL = 0.05  # seconds
 
 
 class Spread(NamedTuple):
-    """Median and quartiles, in seconds, of a number of samples."""
+    """Median and quartiles of samples, in seconds."""
 
     median: float
     low: float
@@ -47,7 +47,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class DeviceTimer:
-    """Seconds that the device works on a call; on a CPU, seconds of the call."""
+    """Device time per call in seconds; on a CPU, the time of the call."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -57,7 +57,7 @@ class DeviceTimer:
             self.cycles_per_second = self._cycles_per_second()
 
     def _cycles_per_second(self, cycles: int = 10_000_000) -> float:
-        for _ in range(10):  # an idle device raises its clock meanwhile
+        for _ in range(10):  # for the clock of an idle device to rise
             self.start.record()
             torch.cuda._sleep(cycles)
             self.end.record()
@@ -76,13 +76,13 @@ class DeviceTimer:
         host = time.perf_counter() - began
         self.end.record()
         torch.cuda.synchronize()
-        # A host that was slower than the stall left gaps: the next sample has a longer one.
+        # A host slower than the stall leaves gaps: the next sample has a longer stall.
         self.stall = min(max(self.stall, 2 * host), LONGEST_STALL)
         return self.start.elapsed_time(self.end) * 1e-3
 
 
 class WallTimer:
-    """Seconds per call, host and device together, of ``repeat`` calls in a row."""
+    """Wall time per call in seconds, host and device together, of ``repeat`` calls in a row."""
 
     def __init__(self, device: torch.device, repeat: int) -> None:
         self.device, self.repeat = device, repeat
@@ -97,7 +97,7 @@ class WallTimer:
 
 
 class HostTimer(WallTimer):
-    """Seconds per call that the host needs; the device's work must be shorter."""
+    """Host time per call in seconds; the device time must be shorter."""
 
     def __call__(self, call: Call) -> float:
         synchronize(self.device)
@@ -108,7 +108,7 @@ class HostTimer(WallTimer):
 
 
 def attempt(call: Call) -> tuple[Any, str | None]:
-    """The result of a call, or what it failed with: one contestant must not end the run."""
+    """The result of a call, or its error: one contestant must not end the run."""
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001 - other people's code may raise anything
@@ -119,9 +119,9 @@ def attempt(call: Call) -> tuple[Any, str | None]:
 def alternate(
     samplers: dict[str, Callable[[], float]], seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Samples of each, one from everybody in every round, and the errors of those that failed.
+    """The samples of each contestant, one per round, and the errors of those that failed.
 
-    Rounds go on for about ``seconds``.
+    Rounds continue for about ``seconds``.
     """
     times: dict[str, list[float]] = {name: [] for name in samplers}
     failures: dict[str, str] = {}
@@ -143,22 +143,22 @@ def alternate(
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the L2 cache; on a CPU none, as rotation serves a GPU."""
+    """Size of the L2 cache in bytes; 0 on a CPU, where inputs are not rotated."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def sets_needed(set_bytes: int, device: torch.device) -> int:
-    """How many sets of inputs are larger than the caches."""
+    """Number of sets of inputs that together exceed the caches."""
     return max(2, math.ceil(CACHES * cache_bytes(device) / max(1, set_bytes)))
 
 
 class Copy:
-    """Copies ``nbytes / 2`` from one place in device memory to another: ``nbytes`` of traffic."""
+    """A device-to-device copy of ``nbytes / 2``, which is ``nbytes`` of traffic."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        size = -(-nbytes // 1024) * 512  # so that every place is aligned
+        size = -(-nbytes // 1024) * 512  # keeps every copy aligned
         self.places = sets_needed(2 * size, device)
         self.source = torch.randint(256, (self.places, size), dtype=torch.uint8, device=device)
         self.target = torch.empty_like(self.source)
@@ -170,7 +170,7 @@ class Copy:
 
 
 def copy_rate(device: torch.device, seconds: float = 0.5) -> float:
-    """Bytes per second, read and written, of a large copy: what "100 %" means."""
+    """Bytes per second, read and written, of a large copy: the meaning of "100 %"."""
     copy = Copy(device, 1 << 31 if device.type == "cuda" else 1 << 20)
     timer = DeviceTimer(device)
     times, _ = alternate({"copy": lambda: timer(copy)}, seconds)
@@ -178,7 +178,7 @@ def copy_rate(device: torch.device, seconds: float = 0.5) -> float:
 
 
 def extra_bytes(call: Call, device: torch.device) -> int | None:
-    """Most device memory that a call holds for a while, without its results; None on a CPU."""
+    """Peak device memory of a call in bytes, without its results; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -191,16 +191,16 @@ def extra_bytes(call: Call, device: torch.device) -> int | None:
 
 @contextmanager
 def saved_bytes(leave_out: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
-    """Counts what autograd keeps for backward: every storage once, those of ``leave_out`` not."""
+    """Bytes that autograd saves for backward: each storage once, without those of ``leave_out``."""
     known = {t.untyped_storage().data_ptr() for t in leave_out}
-    # Holding the storages keeps an address from meaning two of them.
+    # Referring to the storages keeps their addresses unique.
     seen: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             seen[storage.data_ptr()] = storage
-        return tensor.detach()  # an output that its own node keeps would never be freed
+        return tensor.detach()  # an output that its own node refers to would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield lambda: sum(storage.nbytes() for storage in seen.values())

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Not sources of the library itself; some distributions leave the tests out.
+# Not part of the library itself; some distributions leave the tests out.
 _LEFT_OUT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test"))
-# One file in so many is held out.
+# One of so many files is held out.
 _HELD_OUT = 16
 END_OF_FILE = b"\0"
 
@@ -61,9 +61,9 @@ def _windows(text: Tensor, starts: Tensor, sequence: int) -> Batch:
 
 
 def training_batch(text: Tensor, batch: int, sequence: int, seed: int, step: int) -> Batch:
-    """Windows at random places: a function of ``seed`` and ``step``, so any step can be redone.
+    """Windows at random places, a function of ``seed`` and ``step``: any step can be redone.
 
-    The generator is seeded afresh at each step; nothing has to be remembered in between.
+    The generator is seeded at each step; nothing has to be stored in between.
     """
     # Only the low 32 bits of a seed count.
     random = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)

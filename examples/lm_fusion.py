@@ -1,8 +1,8 @@
 """A fusion that a user of opfuser might write: what ``train_lm.py --register`` switches on.
 
-Attention and the projection after it become one operation in both passes. It keeps only the packed
-queries, keys and values for backward and attends again there, so that neither the output of the
-attention nor its statistics need be saved: ``dim`` values per token and layer, for the time of one
+Attention and the projection after it become one operation in both passes. It saves only the packed
+queries, keys and values for backward and recomputes the attention there. Neither the output of the
+attention nor its statistics are saved: ``dim`` values less per token and layer, for the time of one
 more forward of the attention.
 """
 
@@ -63,7 +63,7 @@ class RecomputedAttentionLinear(opfuser.FusedOperation):
 def refuses(
     attention: opfuser.DotProductAttention, linear: opfuser.BasicLinear, *, env: opfuser.Env
 ) -> opfuser.Refusal | None:
-    """What the fused operation does not handle; the plan shows the reason."""
+    """The reason to decline, which the plan shows."""
     if linear.tensor_parallel_mode is not None:
         return opfuser.Refusal("COMMUNICATION", "the projection is sharded")
     return None
@@ -79,5 +79,5 @@ FUSION = opfuser.Fusion(
 
 
 def register() -> opfuser.FusionHandle:
-    """Adds the fusion ahead of the built-in ones."""
+    """Registers the fusion before the built-in ones."""
     return opfuser.register_forward_backward_fusion(FUSION, prepend=True)

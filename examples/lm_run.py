@@ -1,4 +1,4 @@
-"""What a run of train_lm.py leaves behind: configuration, metrics, checkpoint, picture."""
+"""The files of a run of train_lm.py: configuration, metrics, checkpoint, picture."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RunFolder:
         return {row["step"]: row[key] for row in self.read_metrics() if key in row}
 
     def start_over(self) -> None:
-        """Forgets an earlier run of this name."""
+        """Deletes an earlier run of this name."""
         for path in (self.checkpoint, self.metrics):
             path.unlink(missing_ok=True)
 
@@ -75,7 +75,7 @@ class RunFolder:
         os.replace(new, self.checkpoint)
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restores what :meth:`save` stored, drops metrics of later steps, gives the counters."""
+        """Restores what :meth:`save` wrote, drops metrics of later steps, returns the counters."""
         with safe_open(self.checkpoint, framework="pt") as file:
             counters = {key: json.loads(value) for key, value in file.metadata().items()}
             names = list(file.keys())
@@ -108,7 +108,7 @@ class RunFolder:
 
 
 class Progress:
-    """How far training is, on stderr: a bar on a terminal, elsewhere a line for every 5 %."""
+    """Progress of training on stderr: a bar on a terminal, elsewhere a line for every 5 %."""
 
     def __init__(self, label: str, step: int, steps: int) -> None:
         self.label, self.step, self.steps = label, step, steps
@@ -121,7 +121,7 @@ class Progress:
         self.bar.close()
 
     def update(self, about: str) -> None:
-        """Notes one more step."""
+        """Counts one more step."""
         before, self.step = self.step, self.step + 1
         if not self.bar.disable:
             self.bar.update()
@@ -150,7 +150,7 @@ class Interrupt:
 
 
 class SavedBytes:
-    """Size of what autograd keeps for backward: each storage once, parameters left out."""
+    """Bytes that autograd saves for backward: each storage once, parameters left out."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -159,7 +159,7 @@ class SavedBytes:
     @contextmanager
     def count(self) -> Iterator[None]:
         """Counts what is saved inside the block."""
-        # Holding the storages keeps an address from meaning two of them.
+        # Referring to the storages keeps their addresses unique.
         seen: dict[int, torch.UntypedStorage] = {}
 
         def pack(tensor: Tensor) -> Tensor:

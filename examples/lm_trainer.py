@@ -1,4 +1,4 @@
-"""The training loop of train_lm.py, for any model whose call gives a loss."""
+"""The training loop of train_lm.py, for any model whose call returns a loss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TrainConfig:
     twin: bool = option(False, "train the same network in plain torch.nn and compare the losses")
 
     def resolved(self) -> dict[str, Any]:
-        """All options, with what ``auto`` stands for on this machine."""
+        """All options, with ``auto`` resolved for this machine."""
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,7 +87,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 class Probe(NamedTuple):
-    """Loss, gradients and size of what was saved, for one batch."""
+    """Loss, gradients and saved bytes of one batch."""
 
     loss: float
     grads: tuple[Tensor, ...]
@@ -126,7 +126,7 @@ class Trainer:
             return self.model(*batch)
 
     def probe(self) -> Probe:
-        """What the next step's loss and gradients would be; changes nothing."""
+        """Loss and gradients of the next step; changes nothing."""
         saved = SavedBytes(self.model)
         with saved.count():
             loss = self.loss(self.batch(self.step))
@@ -134,7 +134,7 @@ class Trainer:
         return Probe(loss.item(), grads, saved.total)
 
     def update(self, first: bool) -> dict[str, float]:
-        """One step of the optimiser; gives its metrics."""
+        """Runs one step of the optimiser; returns its metrics."""
         lr = self.config.learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

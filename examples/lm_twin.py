@@ -1,4 +1,4 @@
-"""The network of train_lm.py in plain torch.nn: same numbers, same names of parameters."""
+"""The network of train_lm.py in plain torch.nn: same results, same names of parameters."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SwiGLU(nn.Module):
 
 
 class Residual(nn.Module):
-    """``x + modules(x)``; named from 1, as the first operation of opfuser.Residual is the tap."""
+    """``x + modules(x)``; named from 1, as opfuser.Residual begins with a MakeExtraOutput."""
 
     def __init__(self, *modules: nn.Module) -> None:
         super().__init__()

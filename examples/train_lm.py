@@ -61,7 +61,7 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
 
 
 def make_exact(device: str) -> None:
-    """Makes a GPU repeat its results to the last bit, as a CPU does; resuming relies on it."""
+    """Makes results of a GPU bitwise reproducible, as those of a CPU are; resuming needs it."""
     if not device.startswith("cuda"):
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -70,7 +70,7 @@ def make_exact(device: str) -> None:
 
 
 def build_model(config: TrainConfig) -> opfuser.Sequential:
-    """The network with the initial weights that belong to the seed."""
+    """The network with the initial weights of the seed."""
     torch.manual_seed(config.seed)
     return decoder_lm(config.model)
 
@@ -81,7 +81,7 @@ def training_plan(trainer: Trainer, model: opfuser.Sequential) -> opfuser.Plan:
 
 
 def describe_plan(trainer: Trainer, model: opfuser.Sequential) -> str:
-    """Writes the plan of a training step to plan.txt; gives one line about it."""
+    """Writes the plan of a training step to plan.txt; returns a summary of one line."""
     plan = training_plan(trainer, model)
     trainer.folder.write("plan.txt", f"{plan}\n")
     parts = []
@@ -92,7 +92,7 @@ def describe_plan(trainer: Trainer, model: opfuser.Sequential) -> str:
 
 
 def compare_fusion(trainer: Trainer, model: opfuser.Sequential) -> str:
-    """How often the user's fusion matched, and what it changes in loss, gradients and memory."""
+    """Number of matches of the user's fusion, and its effect on loss, gradients and memory."""
     matches = len(training_plan(trainer, model).record(lm_fusion.NAME).matches)
     on = trainer.probe()
     with opfuser.disable(lm_fusion.NAME):
@@ -109,7 +109,7 @@ def compare_fusion(trainer: Trainer, model: opfuser.Sequential) -> str:
 
 @torch.no_grad()
 def generate(model: opfuser.Sequential, trainer: Trainer, prompt: str) -> str:
-    """Continues ``prompt`` byte by byte at temperature 0.8, from at most ``sequence`` bytes."""
+    """``prompt`` continued byte by byte at temperature 0.8, from at most ``sequence`` bytes."""
     config = trainer.config
     logits_of = model[:-1]
     random = torch.Generator().manual_seed(config.seed)
@@ -124,7 +124,7 @@ def generate(model: opfuser.Sequential, trainer: Trainer, prompt: str) -> str:
 
 
 def report_twin(folder: RunFolder, twin: RunFolder, exact: bool) -> bool:
-    """Prints both curves; False if they part within the first steps of an fp32 (or fp64) run."""
+    """Prints both curves; False if they differ in the first steps of an fp32 (or fp64) run."""
     ours, theirs = folder.curve("loss"), twin.curve("loss")
     print(f"{'step':>6}{'opfuser':>12}{'torch.nn':>12}{'difference':>12}")
     marks = {1, 2, 3, 5, 10, 20, 30, 40, 50, *range(100, len(ours), max(100, len(ours) // 10))}
@@ -171,7 +171,7 @@ def train_twin(trainer: Trainer, resume: bool) -> Trainer:
 
 
 def run(trainer: Trainer, model: opfuser.Sequential, resume: bool) -> int:
-    """Trains, compares and reports; gives the exit status."""
+    """Trains, compares and reports; returns the exit status."""
     config, folder = trainer.config, trainer.folder
     print(describe_plan(trainer, model))
     if config.register:

@@ -1,4 +1,4 @@
-"""Training steps of blocks: wall time, memory, and at the smallest size the time of the host.
+"""Training steps of blocks: wall time, memory, and at the smallest size host time.
 
 Blocks are pre-norm SwiGLU, attention + SwiGLU (both Llama-shaped, f = 3.5 d), and the one of GPT
 (LayerNorm, GELU, biases, f = 4 d) without and with dropout. A step is forward and backward, for the
@@ -33,18 +33,18 @@ from benchmarks.gpu.row_problems import DROPOUT, EPS, drawing
 from benchmarks.gpu.torch_models import Parts, share
 from opfuser.models import DecoderConfig, decoder_layer, swiglu_block
 
-MODES = ("default",)  # tuning the GEMMs takes minutes for each size
+MODES = ("default",)  # autotuning the GEMMs takes minutes per size
 CALLS = 5  # in a row, per sample
 HOST_CALLS = 20
 HOST_BOUND = 2**21  # elements of the input
 LONGEST = 4096  # sequence
-# Gradients through attention are off by more than those of one operation.
+# Gradients through attention have larger errors than those of one operation.
 ATTENTION_TOLERANCE = {torch.bfloat16: 4e-2}
 
 SIZES: tuple[Mapping[str, int], ...] = (
     {"dim": 4096, "tokens": 8192},
     {"dim": 1024, "tokens": 2048},
-    {"dim": 256, "tokens": 128},  # the host's time
+    {"dim": 256, "tokens": 128},  # host time
     {"dim": 1024, "tokens": 8192},
     {"dim": 1024, "tokens": 16384},
     {"dim": 4096, "tokens": 2048},
@@ -60,7 +60,7 @@ def calls(dim: int) -> int:
 
 
 def passes(options: Options, dim: int, tokens: int) -> dict[str, None]:
-    """Where the host is the limit, also what helps against that."""
+    """The passes to measure; where the host is the limit, also those that reduce host time."""
     if dim * tokens > HOST_BOUND:
         return {STEP: None}
     graph = [] if options.tiny else [STEP_AS_GRAPH]
@@ -185,7 +185,7 @@ def gpt_dropout(options: Options, dim: int, tokens: int) -> Problem:
 
 @torch.no_grad()
 def randomise(module: nn.Module) -> None:
-    """Weights that keep the size of what passes; norms and biases near one and zero."""
+    """Sets weights that preserve magnitudes, and norms and biases near one and zero."""
     for name, p in module.named_parameters():
         if p.dim() == 2:
             p.normal_(std=p.shape[1] ** -0.5)

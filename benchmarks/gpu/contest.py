@@ -1,4 +1,4 @@
-"""One problem, several ways to solve it: all checked against plain PyTorch, then timed by turns."""
+"""One problem, several contestants: checked against plain PyTorch, then timed in turns."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from benchmarks.gpu.problem import (
 COPY = "copy of as many bytes"
 COMPILED = {"default": "torch.compile", "max-autotune-no-cudagraphs": "torch.compile max-autotune"}
 MOST_SETS = 64
-EQUAL_COPY = 1 << 31  # bytes; of more, the large copy tells as much
-# Largest norm of a difference, relative to the reference: a bf16 sum of bf16 products is off by
-# some units of 2**-8. tf32 may be on.
+EQUAL_COPY = 1 << 31  # bytes; beyond that, the large copy is as good
+# Largest norm of a difference, relative to the reference: a bf16 sum of bf16 products has an error
+# of some units of 2**-8. tf32 may be on.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 
@@ -39,15 +39,15 @@ def tensors(result: Any) -> tuple[Tensor, ...]:
 
 
 def leaves(inputs: Inputs, *, copied: bool) -> tuple[Tensor, ...]:
-    """The arguments as starting points of differentiation."""
+    """The arguments as leaves of autograd's graph."""
     own = tuple(t.clone() if copied else t.detach() for t in inputs.args)
     return tuple(t.requires_grad_() if t.is_floating_point() else t for t in own)
 
 
 def ready(problem: Problem, function: Function, passed: str, inputs: Inputs) -> timing.Call:
-    """Does everything that comes before the pass; the call does the pass.
+    """Runs everything that precedes the pass; the returned function runs the pass.
 
-    The call gives outputs and gradients, in one list.
+    It returns outputs and gradients in one list.
     """
     args = leaves(inputs, copied=problem.fresh)
     wanted = [t for t in (*args, *problem.parameters) if t.requires_grad]
@@ -77,13 +77,13 @@ def ready(problem: Problem, function: Function, passed: str, inputs: Inputs) -> 
 
 
 def by_caller(outputs: list[Tensor], backward: Callable[[list[Tensor]], list[Tensor]]) -> Any:
-    """Backward in the thread that asks for it, not in the one that autograd has for the device."""
+    """Backward in the calling thread, not in autograd's thread for the device."""
     with torch.autograd.set_multithreading_enabled(False):
         return backward(outputs)
 
 
 def as_graph(step: timing.Call) -> timing.Call:
-    """The step as a CUDA graph, so that the host has a single launch to do."""
+    """The step as a CUDA graph, which the host launches once."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -92,7 +92,7 @@ def as_graph(step: timing.Call) -> timing.Call:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # Autograd's graph would outlive the capture, and parameters stay bound to its stream.
+        # Otherwise autograd's graph would outlive the capture and bind parameters to its stream.
         results = [t.detach() for t in step()]
 
     def replay() -> Any:
@@ -103,7 +103,7 @@ def as_graph(step: timing.Call) -> timing.Call:
 
 
 def distance(result: list[Tensor], wanted: list[Tensor]) -> float:
-    """Largest norm of a difference relative to the norm of what was wanted; nan for nan."""
+    """Largest norm of a difference, relative to the norm of the expected tensor; NaN for NaN."""
     if len(result) != len(wanted):
         raise AssertionError(f"{len(result)} results instead of {len(wanted)}")
     ratios = []
@@ -117,10 +117,10 @@ def distance(result: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def compiled(problem: Problem, modes: tuple[str, ...]) -> dict[str, Function]:
-    """The reference through torch.compile, for these shapes alone."""
+    """The reference in torch.compile, specialised to these shapes."""
     if not modes:
         return {}
-    torch.compiler.reset()  # else the limit of recompilations of one function would be reached
+    torch.compiler.reset()  # otherwise one function reaches the limit of recompilations
     reference = problem.functions[REFERENCE]
     return {
         COMPILED[mode]: torch.compile(reference, mode=mode, dynamic=False, fullgraph=True)
@@ -131,7 +131,7 @@ def compiled(problem: Problem, modes: tuple[str, ...]) -> dict[str, Function]:
 def checked(
     problem: Problem, functions: Mapping[str, Function], options: Options
 ) -> tuple[dict[str, Row], dict[str, str]]:
-    """Memory of those that compute what the reference computes, and errors of the others."""
+    """Memory of the contestants that agree with the reference, and errors of the others."""
     inputs = problem.draw()
     tolerance = problem.tolerance or TOLERANCE[options.dtype]
     reference = ready(problem, functions[REFERENCE], STEP, inputs)()
@@ -164,7 +164,7 @@ def checked(
 
 
 class Rotation:
-    """Whose turn it is with which inputs: a set comes again when all the others were used."""
+    """Turns of inputs: a set is used again after all others."""
 
     def __init__(self, problem: Problem, options: Options) -> None:
         first = problem.draw()
@@ -186,9 +186,9 @@ def sampler(
     *,
     spent: bool = False,
 ) -> Callable[[], float]:
-    """Samples of one contestant; what a pass needs is made long before, or for ``fresh`` anew.
+    """Samples of one contestant; what a pass needs is prepared calls ahead, for ``fresh`` anew.
 
-    ``spent`` says that a call can be called only once: a backward.
+    ``spent``: whether a prepared call can run only once, as a backward.
     """
     calls: dict[int, timing.Call] = {}
     if not problem.fresh:
@@ -244,7 +244,7 @@ def timed(
 
 
 def contest(problem: Problem, options: Options, modes: tuple[str, ...]) -> list[Row]:
-    """A row for each pass and contestant."""
+    """One row per pass and contestant."""
     functions = {**problem.functions, **compiled(problem, modes)}
     memory, failures = checked(problem, functions, options)
     functions = {name: function for name, function in functions.items() if name in memory}
@@ -279,7 +279,7 @@ def figures(problem: Problem, passed: str, name: str, times: dict[str, timing.Sp
 
 
 def solve(case: Case, options: Options, modes: tuple[str, ...]) -> Iterator[Row]:
-    """The rows of a case; a size that fails as a whole, or for which no time is left, is a row."""
+    """The rows of a case; a size that fails entirely, or has no time left, is one row."""
     for size, with_compile in case.chosen(options) if options.only in case.name else ():
         label: Row = {"case": case.name, "size": dict(size), "dtype": str(options.dtype)[6:]}
         if options.out_of_time():

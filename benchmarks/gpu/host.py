@@ -1,7 +1,7 @@
-"""Host time: of a launch, by opfuser's launcher, by Triton and bare; and of operations.
+"""Host time: of a launch by opfuser's launcher, by Triton and bare; and of operations.
 
-Tensors are so small that the device always waits. A bare launch is the call of the compiled kernel
-with all arguments in place, below which no launcher can come.
+Tensors are so small that the device always waits. A bare launch calls the compiled kernel with all
+arguments in place: the lower bound of any launcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Kind:
-    """An operation, what it needs, and who computes it."""
+    """An operation, its inputs and the contestants."""
 
     name: str
     functions: dict[str, Function]

@@ -1,7 +1,7 @@
 """Each kernel against plain PyTorch, torch.compile and other libraries, and against a copy.
 
-A kernel is reached through the public operations: what is timed is what a user gets. Forward is
-that of training. "100 %" is the rate of a large device-to-device copy in the same run.
+Kernels are called through the public operations, as users call them. Forward is that of training.
+"100 %" is the rate of a large device-to-device copy in the same run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from benchmarks.gpu import loss_problems, row_problems
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.problem import Case, Options, Row
 
-# Both, as element-wise kernels are tuned within seconds.
+# Both, as autotuning element-wise kernels takes seconds.
 MODES = ("default", "max-autotune-no-cudagraphs")
 
 
@@ -76,6 +76,6 @@ CASES = (
 def rows(options: Options) -> Iterator[Row]:
     modes = MODES if options.modes is None else options.modes
     for case in CASES:
-        # Here the GEMMs would be tuned too, for minutes.
+        # Here autotuning the GEMMs would take minutes.
         own = modes if case.name != "linear + cross entropy" else modes[:1]
         yield from solve(case, options, own)

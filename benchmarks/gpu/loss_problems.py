@@ -1,4 +1,4 @@
-"""Losses, and what is done to queries and keys."""
+"""Problems: losses, and operations on queries and keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cross_entropy(options: Options, tokens: int, classes: int) -> Problem:
 
 
 def linear_cross_entropy(options: Options, tokens: int, dim: int, classes: int) -> Problem:
-    """Loss of a head, and gradients of its input and weight. The floor is its three GEMMs."""
+    """Loss of a head and gradients of its input and weight. The floor is its three GEMMs."""
     w = parameter(options, classes, dim, scale=dim**-0.5)
     head = opfuser.Linear(dim, classes, bias=False, device=options.device, dtype=options.dtype)
     head.weight = w
@@ -68,7 +68,7 @@ HEAD_DIM = 128
 
 
 def rotary(options: Options, batch: int, length: int, heads: int, kv_heads: int) -> Problem:
-    """Packed queries, keys and values; the values are passed on, so copied."""
+    """Packed queries, keys and values; the values are copied unchanged."""
     shape = (batch, length, (heads + 2 * kv_heads) * HEAD_DIM)
     op = opfuser.RotaryEmbedding(heads, HEAD_DIM, num_kv_heads=kv_heads)
     turn = Rotary(heads, kv_heads, HEAD_DIM, length, 10000.0, options.device)
@@ -79,7 +79,7 @@ def rotary(options: Options, batch: int, length: int, heads: int, kv_heads: int)
 
 
 def qk_norm_rotary(options: Options, batch: int, length: int, heads: int, kv_heads: int) -> Problem:
-    """RMSNorm of each query and key head, then the rotation. Backward reads the input again."""
+    """RMSNorm of each query and key head, then the rotation. Backward also reads the input."""
     shape = (batch, length, (heads + 2 * kv_heads) * HEAD_DIM)
     to = {"device": options.device, "dtype": options.dtype}
     wq, wk = (parameter(options, HEAD_DIM, scale=0.1, shift=1.0) for _ in range(2))
@@ -95,7 +95,7 @@ def qk_norm_rotary(options: Options, batch: int, length: int, heads: int, kv_hea
         return torch.cat([turn.rotate(q), turn.rotate(k), v], dim=-2).flatten(-2)
 
     size = batch * length * shape[2] * options.dtype.itemsize
-    unread = size * kv_heads // (heads + 2 * kv_heads)  # backward leaves the values' input alone
+    unread = size * kv_heads // (heads + 2 * kv_heads)  # backward skips the values
     return Problem(
         drawing(options, (shape,), (shape,)),
         {"opfuser": opfuser.Sequential(norm, op), "torch": torch_function},

@@ -18,8 +18,8 @@ from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Proble
 from benchmarks.gpu.torch_models import DecoderLM, Parts, share
 from opfuser.models import DecoderConfig, decoder_lm
 
-MODES = ("default",)  # tuning the GEMMs takes minutes
-# Rounding of the forward is amplified through all layers.
+MODES = ("default",)  # autotuning the GEMMs takes minutes
+# Rounding errors of forward grow through all layers.
 TOLERANCE = {torch.bfloat16: 0.1}
 
 LLAMA_1B = {"vocab_size": 128256, "dim": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 8192}

@@ -1,8 +1,8 @@
-"""Other libraries' ways to solve a problem, of those that are installed.
+"""Contestants from other libraries, as far as these are installed.
 
-Every entry is built at its first call, so that a changed interface fails there and is reported as
-the failure of that contestant. Options that make a backward write over the gradient it is given
-are off: the other contestants read it too.
+Every entry is built at its first call, so that a changed interface is reported as the failure of
+that contestant. Options with which a backward overwrites its incoming gradient are off: the other
+contestants read it too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Functions = dict[str, Function]
 
 
 def installed(name: str) -> bool:
-    """Whether the library can take part: all of them need a GPU."""
+    """Whether the library can take part; all of them need a GPU."""
     return torch.cuda.is_available() and importlib.util.find_spec(PACKAGES[name]) is not None
 
 
@@ -48,7 +48,7 @@ def peer(name: str, build: Callable[[], Function]) -> Functions:
 
 @functools.cache
 def attribute(path: str) -> Any:
-    """What ``"package.module:name"`` names."""
+    """The object that ``"package.module:name"`` names."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -68,7 +68,7 @@ def engine(name: str) -> Any:
 
 
 def engine_ops(*operations: tuple[str, tuple[Any, ...]], **parameters: nn.Parameter) -> Function:
-    """A sequence of te.ops; the parameters go to its last operation."""
+    """A sequence of te.ops; its last operation receives the parameters."""
     ops = importlib.import_module("transformer_engine.pytorch.ops")
     sequence = ops.Sequential(*(getattr(ops, name)(*args) for name, args in operations))
     for name, parameter in parameters.items():
@@ -169,11 +169,11 @@ def linear_cross_entropy(w: nn.Parameter) -> Functions:
 
 
 def model_parts() -> dict[str, Parts]:
-    """What the libraries replace in a torch.nn model."""
+    """The modules that each library replaces in a torch.nn model."""
     offers = {
         LIGER: Parts(
             rms_norm=lambda x, w, eps: liger("RMSNorm")(x, w, eps, 0.0, "llama", False),
-            # Its backward gives the gradient of a matrix.
+            # Its backward returns the gradient of a matrix.
             swiglu=lambda x: liger("FusedGateUpSiLUMul")(x.flatten(0, -2), False).unflatten(
                 0, x.shape[:-1]
             ),
@@ -188,7 +188,7 @@ def model_parts() -> dict[str, Parts]:
 
 
 def swiglu_block(norm: nn.Parameter, fc1: nn.Parameter, fc2: nn.Parameter, eps: float) -> Functions:
-    """``x + fc2(swiglu(fc1(rms_norm(x))))`` by modules that fuse more than single operations."""
+    """``x + fc2(swiglu(fc1(rms_norm(x))))`` of modules that fuse more than single operations."""
 
     def for_quack() -> Function:
         normed, mlp = attribute("quack.rmsnorm:rmsnorm"), attribute("quack.mlp:mlp_func")

@@ -1,4 +1,4 @@
-"""A problem as data: what to compute, who competes, and in which sizes."""
+"""A problem as data: what to compute, the contestants, and the sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Function = Callable[..., Any]  # from arguments to an output or a tuple of them
 REFERENCE = "torch"
 OURS = "opfuser"
 
-# Passes beside "forward" and "backward". Backward by the caller: without the thread that autograd
-# has for each device, to which it is slow to change.
+# Measurements besides "forward" and "backward". Backward by the caller avoids autograd's thread for
+# each device, to which it is slow to change.
 STEP = "step"
 STEP_BY_CALLER = "step, backward by the caller"
 STEP_AS_GRAPH = "step, as a CUDA graph"
@@ -27,13 +27,13 @@ STEP_AS_GRAPH = "step, as a CUDA graph"
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line chose.
+    """The choices of the command line.
 
     Attributes:
         seconds: of sampling per measurement.
-        modes: of torch.compile, those in ``COMPILED``; None is what each part does by default.
-        deadline: on ``time.monotonic()``, after which no new problem is begun.
-        only: a part of the names of the cases to run.
+        modes: of torch.compile, those in ``COMPILED``; None is each part's default.
+        deadline: in ``time.monotonic()``, after which no new problem begins.
+        only: a substring of the names of the cases to run.
     """
 
     device: torch.device
@@ -46,7 +46,7 @@ class Options:
 
     @property
     def tiny(self) -> bool:
-        """Whether this is a rehearsal of the logic on a CPU."""
+        """Whether this is a rehearsal on a CPU."""
         return self.device.type != "cuda"
 
     def out_of_time(self) -> bool:
@@ -62,20 +62,20 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What to compute, and who competes.
+    """What to compute, and the contestants.
 
     Attributes:
-        draw: makes random inputs; the floating-point arguments get gradients.
+        draw: draws random inputs; the floating-point arguments get gradients.
         functions: contestants by name, ``"torch"`` among them.
-        traffic: for each pass to measure, "forward", "backward" or a step of both, the bytes that
-            it cannot avoid to move; None where memory is not what limits it.
-        parameters: what all contestants share, and get gradients for.
-        floor: from the arguments to a call that does the part of the work nobody can leave out.
-        floor_name: what that part is.
-        observe: what is compared, made of the list of outputs and gradients.
-        tolerance: for the comparison; None is the usual one of the dtype.
-        fresh: whether some contestant writes over its arguments.
-        wall: None to time the device; else the host counts too, with so many calls per sample.
+        traffic: for each pass to measure, "forward", "backward" or a step of both, the least bytes
+            that it has to move; None where memory does not limit it.
+        parameters: shared by all contestants; they get gradients.
+        floor: from the arguments, a call of the work that no contestant can avoid.
+        floor_name: name of that work.
+        observe: from the list of outputs and gradients, what is compared.
+        tolerance: of the comparison; None is the usual one of the dtype.
+        fresh: whether some contestant overwrites its arguments.
+        wall: None to measure device time; else wall time, with so many calls per sample.
         after: ends a step, given the gradients of the parameters, which must keep their values.
     """
 
@@ -92,25 +92,25 @@ class Problem:
     after: Callable[[Sequence[Tensor]], None] | None = None
 
 
-# How far norms may be apart where each contestant draws its own random numbers; to forget the
-# factor 1 / (1 - p) is more.
+# Largest relative difference of norms where each contestant draws its own random numbers; without
+# the factor 1 / (1 - p) it would be larger.
 RANDOM_TOLERANCE = 0.1
 
 
 def norms(results: list[Tensor]) -> list[Tensor]:
-    """What to observe where random numbers differ."""
+    """What to compare where random numbers differ."""
     return [torch.linalg.vector_norm(t, dtype=torch.float32) for t in results]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of problem, and the sizes to pose it in.
+    """A kind of problem, and its sizes.
 
     Attributes:
-        make: makes it, from options and a size.
-        sizes: to measure on a GPU; the first is the one of ``--quick``.
+        make: from options and a size, the problem.
+        sizes: to measure on a GPU; the first is that of ``--quick``.
         tiny: to rehearse on a CPU.
-        compiled: which of ``sizes`` torch.compile takes part in, as it needs long to compile.
+        compiled: those of ``sizes`` in which torch.compile takes part, as compiling takes long.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Norms, activations and chains: what memory limits. All inputs are (rows, columns).
+"""Problems limited by memory: norms, activations and chains. All inputs are (rows, columns).
 
 A is the size of one such tensor in bytes, without padding; in gated activations that of the output.
 """
@@ -115,7 +115,7 @@ def add_layer_norm(options: Options, rows: int, cols: int) -> Problem:
 
 
 def dropout_add_rms_norm(options: Options, rows: int, cols: int) -> Problem:
-    """The mask need not be stored: it is drawn again in backward."""
+    """The mask need not be stored: backward can recompute it."""
     w, op = rms(options, cols)
     size = nbytes(options, rows, cols)
 
@@ -175,7 +175,7 @@ def geglu(options: Options, rows: int, cols: int) -> Problem:
 
 
 def bias_gelu(options: Options, rows: int, cols: int) -> Problem:
-    """The activation's backward reads the biased input again and sums the bias gradient."""
+    """The activation's backward reads the biased input and sums the bias gradient."""
     size = nbytes(options, rows, cols)
     b = parameter(options, cols)
     op = opfuser.Bias(cols, device=options.device, dtype=options.dtype)
@@ -189,7 +189,7 @@ def bias_gelu(options: Options, rows: int, cols: int) -> Problem:
 
 
 def chain(options: Options, rows: int, cols: int) -> Problem:
-    """A run of element-wise operations: ``0.5 silu(x + b) + z``."""
+    """A chain of element-wise operations: ``0.5 silu(x + b) + z``."""
     size = nbytes(options, rows, cols)
     b = parameter(options, cols)
     op = opfuser.Bias(cols, device=options.device, dtype=options.dtype)

@@ -1,10 +1,10 @@
 """Benchmarks on a GPU: ``python benchmarks/gpu/run.py --out runs/gpu``, the repository on the path.
 
 Parts: ``kernels``, ``sums``, ``blocks``, ``model``, ``host``. Each writes ``<part>.json`` into the
-output folder, row by row, so that a run that is cut short keeps what it has. What fails is a row
-with the text of its error. torch.compile takes part only in the sizes that a case names, since it
-compiles for each of them: by default one or a few per case. ``--device cpu`` rehearses with tiny
-sizes: its figures mean nothing.
+output folder row by row, so that an interrupted run keeps its rows. A failure is a row with the
+text of its error. torch.compile takes part only in the sizes that a case names, one or a few,
+since it compiles for each of them. ``--device cpu`` rehearses with tiny sizes: its figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run(part: str, options: Options, out: Path, measured_on: Row) -> dict[str, Any]:
-    """Measures a part and keeps its file up to date; returns what the file holds."""
+    """Measures a part and keeps its file up to date; returns the content of the file."""
     copy = timing.copy_rate(options.device, options.seconds)
     document: dict[str, Any] = {
         "part": part,
@@ -122,7 +122,7 @@ COLUMNS = (
 
 
 def print_summary(document: dict[str, Any]) -> None:
-    """Per measurement: our time, and the fastest of the others."""
+    """Prints, per measurement, opfuser's time and the fastest of the others."""
     print(f"\n{document['part']}: opfuser, and times it is faster than torch and the best other")
     measurements: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in document["rows"]:

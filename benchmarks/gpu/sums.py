@@ -1,7 +1,7 @@
 """A residual sum behind a GEMM: after it, from a copy of the residual, or over the residual.
 
-Device time without gradients. ``opfuser`` passes the residual, which it may not write to;
-``opfuser, in_place`` may.
+Device time without gradients. ``opfuser`` must not write to the residual; ``opfuser, in_place``
+may.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Sum = Callable[[Tensor, Tensor], object]
 
 
 def contestants(linear: nn.Module) -> dict[str, Sum]:
-    """By name, what takes input and residual; the last two write over the residual."""
+    """Functions of input and residual by name; the last two overwrite the residual."""
     w, b = linear.weight, linear.bias
     return {
         "opfuser": opfuser.Sequential(linear, opfuser.AddExtraInput()),
@@ -67,7 +67,7 @@ def measured(linear: nn.Module, count: int, options: Options) -> Iterator[Row]:
     def sampler(name: str, function: Sum) -> Callable[[], float]:
         def sample() -> float:
             turns[name] = n = (turns[name] + 1) % places
-            z[n].normal_()  # what is added up again and again overflows
+            z[n].normal_()  # repeated sums would overflow
             return timer(lambda: function(x[n], z[n]))
 
         return sample

@@ -49,7 +49,7 @@ def columns_of(rows: list[Row]) -> list[str]:
 
 
 def cell(row: Row, part: str) -> str:
-    """Time, and what belongs to it: share of the copy, ratio to the GEMMs, memory."""
+    """The time, with its share of the copy, its ratio to the GEMMs, and memory."""
     time = row.get("median_us")
     if time is None:
         return "failed" if "failure" in row else ""

@@ -23,7 +23,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a library may replace in a model."""
+    """The modules that a library may replace in a model."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = lambda x, w, eps: F.rms_norm(
         x, w.shape, w, eps
@@ -54,7 +54,7 @@ class Gated(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotates packed queries and keys; pairs are halves of a head, as in Llama."""
+    """Rotates packed queries and keys; pairs are split halves of a head, as in Llama."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class DecoderLM(nn.Module):
 
 
 def gpt_block(dim: int, hidden: int, dropout: float, eps: float, to: dict) -> nn.Module:
-    """LayerNorm, Linear, GELU, Linear and dropout, with biases, around a residual."""
+    """LayerNorm, Linear, GELU, Linear and dropout, with biases and a residual sum."""
     return Residual(
         nn.LayerNorm(dim, eps, **to),
         nn.Linear(dim, hidden, **to),
@@ -166,7 +166,7 @@ def gpt_block(dim: int, hidden: int, dropout: float, eps: float, to: dict) -> nn
 
 
 def share(model: nn.Module, source: nn.Module) -> nn.Module:
-    """Gives the model the source's parameters, the same objects, in the order of both."""
+    """Assigns the source's parameters, the same objects, to the model, in the order of both."""
     theirs = [p for _, p in source.named_parameters(remove_duplicate=False)]
     own = list(model.named_parameters(remove_duplicate=False))
     if [p.shape for _, p in own] != [p.shape for p in theirs]:

@@ -1,4 +1,4 @@
-"""The built-in fusions, and the fused operations that they put in place."""
+"""The built-in fusions, and the fused operations that they build."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ __all__ = [
     "RecomputeMLP",
 ]
 
-# The first to match takes the operations, and fusions of both passes come before those of one. What
-# saves more bytes comes first where the end of one pattern is the beginning of another, and a
-# pattern before one that begins alike and is shorter:
-# - The head goes with the loss, whose logits are then never whole, not with the norm before it.
-# - An activation goes with the linear behind it (2H less to save) before it goes with the bias and
+# The first fusion that matches replaces the operations; joint fusions come before those of one
+# pass. Where one pattern ends as another begins, the fusion that saves more bytes comes first, and
+# a pattern comes before a shorter one with the same beginning:
+# - The head is fused with the loss, whose logits are then never whole, not with the norm before it.
+# - An activation is fused with the linear behind it (2H less to save) rather than with the bias and
 #   other element-wise operations before it (2H less to move, and only until the GEMM reads it).
-# - A run of element-wise operations before a norm goes into the norm's kernel (4A moved for bias,
-#   dropout, sum and norm, instead of 5A as two kernels), any other into one of its own. Only then
-#   does the linear behind that norm join, for A less to save: the bias behind the linear may begin
-#   another run, and moves A less there in backward than as a part of the linear.
-# - A sum alone goes into a norm or a GEMM, as _residual_sum says.
-# - A residual gradient goes into the norm's kernel or the GEMM rather than a factor into the GEMM.
+# - A chain of element-wise operations before a norm joins the norm's kernel (4A moved for bias,
+#   dropout, sum and norm, instead of 5A in two kernels); any other is a kernel of its own. Only
+#   then does the linear behind that norm join, for A less to save: the bias behind the linear may
+#   begin another chain, where backward moves A less for it than as a part of the linear.
+# - A sum alone joins a norm or a GEMM, as _residual_sum decides.
+# - A residual gradient joins the norm's kernel or the GEMM before a factor joins the GEMM.
 FUSIONS: tuple[Fusion, ...] = (
     linear_cross_entropy.FUSION,
     recompute_mlp.FUSION,

@@ -1,4 +1,4 @@
-"""Activation and linear in both passes; the activation's output is recomputed instead of saved."""
+"""Activation and linear operation in both passes; the activation's output is recomputed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ActivationLinear(Pipeline):
 
     .. math:: y = f(x + b)\, W^T + c + z
 
-    Biases and sum may be absent; before a gated activation there is no bias. z is the extra input,
-    of the shape of y; it is written to where nobody else refers to it. Saves x, and not
+    Biases and sum are optional; before a gated activation there is no bias. z is the extra input,
+    of the shape of y; it is overwritten if nothing else refers to it. Saves x, but not
     :math:`h = f(x + b)`: H elements less for H elements of h.
 
-    In backward :math:`dh = dy\, W` comes first. Then the pass that computes dx and db from dh and x
-    also recomputes h, at H elements of traffic in place of the H that reading a saved one takes,
-    and :math:`dW = dy^T h` comes last. The gradient of a gated x takes the memory of x, where
-    nobody else refers to it.
+    Backward first computes :math:`dh = dy\, W`. The kernel that computes dx and db from dh and x
+    also recomputes h, at H elements of traffic instead of the H that reading a saved h takes.
+    :math:`dW = dy^T h` comes last. The gradient of a gated x overwrites x if nothing else refers to
+    it.
 
     Kernel: ATen's GEMMs, and the activation kernels of opfuser; ATen has no activation backward
     that returns the output, reads a packed x or sums the bias's gradient.

@@ -1,4 +1,4 @@
-"""Linear transformation and cross entropy, chunk by chunk of the rows, gradients in forward."""
+"""Linear operation and cross entropy in chunks of rows; forward computes the gradients."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ __all__ = ["FUSION", "LinearCrossEntropy"]
 class LinearCrossEntropy(FusedOperation):
     r"""Mean or sum of the cross entropy of :math:`x W^T` with class indices, and its gradients.
 
-    Of the logits (T, V) there is never more than a chunk of rows: its loss, the gradient in the
-    place of the logits, and what that adds to dx and dW follow before the next one. So forward
-    computes both gradients, as far as needed, for a gradient of 1 of the loss; backward multiplies
-    them by the one that arrives, without traffic if it is 1 and nobody else can see them, and
-    without waiting for a GPU. Where gradients are enabled and none is asked for, the two gradient
-    GEMMs are wasted.
+    The logits (T, V) exist for one chunk of rows at a time: forward computes the chunk's loss,
+    overwrites its logits by their gradient, and accumulates the contributions to dx and dW before
+    the next chunk. So forward computes the gradients that are needed, for a loss gradient of 1.
+    Backward multiplies them by the incoming gradient: without synchronisation with a GPU, and
+    without traffic if it is 1 and nothing else refers to them. If gradients are enabled but never
+    asked for, the two gradient GEMMs are wasted.
 
-    At T = 8192, V = 128256 and d = 4096 in bf16 the logits and their gradient take 525 MB in place
+    At T = 8192, V = 128256 and d = 4096 in bf16 the logits and their gradient take 525 MB instead
     of 4.2 GB in bf16, or 12 GB with fp32 copies.
 
-    dx has the dtype that the linear operation computes in. dW is summed in fp32 if the weight is
-    fp32 (under autocast, say) or ``main_grad`` takes it; for a bf16 weight in bf16 over up to 4
-    chunks. With fp16 weights the gradients are divided by the number of rows in backward, together
-    with the gradient that arrives, which a gradient scaler made large: before, fp16 does not hold
-    them.
+    dx has the dtype in which the linear operation computes. dW is accumulated in fp32 if the weight
+    is fp32 (as under autocast) or if it goes to ``main_grad``; for a bf16 weight in bf16 over up to
+    4 chunks. With fp16 weights, backward divides the gradients by the number of rows when it
+    multiplies them by the incoming gradient, which a gradient scaler has enlarged: divided in
+    forward, they would underflow.
 
-    dW is there before the gradient that scales it, so that no GEMM can add to ``weight.grad``: with
-    ``accumulate_into_grad`` autograd adds it as always.
+    dW is computed before the gradient that scales it, so that no GEMM can accumulate into
+    ``weight.grad``: with ``accumulate_into_grad``, autograd adds it as usual.
 
     Saves dx, dW, and with fp16 the number of rows that count; not x, W or logits.
 
-    Kernels: ATen's GEMMs; opfuser's cross entropy, which ATen has not in place. The idea: Wijmans
-    et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009; Hsu et al.,
-    "Liger Kernel", arXiv:2410.10989.
+    Kernels: ATen's GEMMs; opfuser's cross entropy, as ATen's does not work in place. The idea:
+    Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", arXiv:2411.09009; Hsu et
+    al., "Liger Kernel", arXiv:2410.10989.
 
     Args:
         linear: the linear operation.
@@ -78,7 +78,7 @@ class LinearCrossEntropy(FusedOperation):
         count = (flat != terms.ignore_index).sum() if reduction == "mean" else None
         wants_dx = ctx.requires_grad and ctx.needs.input
         wants_dw = ctx.requires_grad and ctx.needs.parameters[0]
-        later = x.dtype == torch.float16  # when gradients are divided by the count
+        later = x.dtype == torch.float16  # backward divides by the count
         dtype = linear.weight_grad_dtype(ctx, w)
         divisor = None if later else count
         head = Head(x, w, flat, divisor, terms, wants_dx, dtype if wants_dw else None)
@@ -99,7 +99,7 @@ class LinearCrossEntropy(FusedOperation):
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
-        # A second backward may want what is saved, and whoever packed it may hold it too.
+        # A second backward may read the saved tensors, and saved-tensor hooks may refer to them.
         ours = [only_reference(ctx.saved_tensors, n) for n in range(2)]
         dx, dw, count = ctx.saved_tensors
         if dx is not None:

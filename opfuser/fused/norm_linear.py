@@ -1,4 +1,4 @@
-"""Norm and linear in both passes; the norm's output is recomputed instead of saved."""
+"""Norm and linear operation in both passes; the norm's output is recomputed, not saved."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class NormLinear(Pipeline):
 
     .. math:: s = z + x, \quad y = \mathrm{norm}(s)\, W^T + b
 
-    Sum, tap and bias may be absent. In place of sum, tap and norm there may be a PointwiseNorm,
-    which has any run of element-wise operations in place of the sum. Saves s and the norm's
-    statistics, one or two per row, and what such a run saves, but not the norm's output: A elements
+    Sum, MakeExtraOutput and bias are optional. A PointwiseNorm, with any chain of element-wise
+    operations in place of the sum, may replace sum, MakeExtraOutput and norm. Saves s, the norm's
+    statistics, one or two per row, and what a chain saves, but not the norm's output: A elements
     less for A elements of s.
 
-    In backward :math:`dn = dy\, W` comes first. Then the pass that computes the gradients of norm
-    and residual from dn and s also recomputes :math:`n = \mathrm{norm}(s)`, at A elements of
-    traffic in place of the A that reading a saved one takes, and :math:`dW = dy^T n` comes last.
+    Backward first computes :math:`dn = dy\, W`. The kernel that computes the gradients of norm and
+    residual from dn and s also recomputes :math:`n = \mathrm{norm}(s)`, at A elements of traffic
+    instead of the A that reading a saved n takes. :math:`dW = dy^T n` comes last.
 
     Kernel: ATen's GEMMs, and the norm kernels of opfuser; no ATen norm backward returns the output.
 
     Args:
-        norm: the norm, or one with a run of element-wise operations and maybe the tap before it.
+        norm: the norm, or a PointwiseNorm.
         linear: the linear operation.
         add: the sum with the extra input, which comes first, or None.
-        make_extra: what publishes the sum, or None.
+        make_extra: publishes the sum, or None.
         bias: the bias after the linear operation, or None.
 
     Raises:
-        NotSupportedError: ``linear`` exchanges data between ranks, or there is a sum or tap before
-            a PointwiseNorm.
+        NotSupportedError: ``linear`` exchanges data between ranks, or there is a sum or a
+            MakeExtraOutput before a PointwiseNorm.
         InputError: in forward, as in the operations that it replaces.
     """
 
@@ -71,7 +71,7 @@ class NormLinear(Pipeline):
 
 
 def _run_refusal(add: AddExtraInput | None, make_extra: MakeExtraOutput | None) -> Refusal | None:
-    """Why a PointwiseNorm does not go with what stands before it."""
+    """Why a PointwiseNorm cannot be fused with the operations before it."""
     if add is not None or make_extra is not None:
         return Refusal("LAYOUT", "the run before the norm is not the first of the operations")
     return None

@@ -1,4 +1,4 @@
-"""A run of element-wise operations in one kernel forward and one backward."""
+"""A chain of element-wise operations in one forward kernel and one backward kernel."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ __all__ = ["FUSION", "PointwiseChain"]
 
 
 class PointwiseChain(Pipeline):
-    r"""Forward and backward of a run of element-wise operations, each as one kernel.
+    r"""Forward and backward of a chain of element-wise operations, each as one kernel.
 
-    They are Bias, activations, ConstantScale, Dropout, AddExtraInput, and operations of users that
-    derive from PointwiseOperation and override neither pass. All arithmetic between the run's input
-    and output is fp32. The output is contiguous, and has the dtype that the operations lead to.
+    The operations are Bias, plain activations, ConstantScale, Dropout, AddExtraInput, and a user's
+    subclasses of PointwiseOperation that override neither pass. All arithmetic between the chain's
+    input and output is fp32. The output is contiguous and has the dtype that the operations lead
+    to.
 
-    Backward makes the values that it needs again, and the masks of dropout from their seeds; it
-    sums the gradients of biases, in fp32, while it walks down the rows. Saved are the seeds, the
-    input if a function of it has a derivative that varies, and for the same reason each sum of an
-    AddExtraInput, made in the kernel: never more than the operations save apart, but under autocast
-    in the dtype of the input, where an activation apart saves its cast. With n operations on A
-    elements that is 2A + A per extra input of traffic forward instead of 2nA and as much.
+    Backward recomputes the values that it needs, and the masks of dropout from their seeds. It sums
+    the gradients of biases over the rows in the same kernel, in fp32. Saves the seeds, the input if
+    a function of it has a derivative that is not constant, and for the same reason each sum of an
+    AddExtraInput, which the forward kernel writes. That is never more than the separate operations
+    save; but under autocast it is in the dtype of the input, where a separate activation saves its
+    cast. For n operations on A elements, forward moves 2A, plus A per extra input, instead of 2nA
+    plus as much.
 
     Kernel: opfuser's own. ATen has kernels for each of the operations and for none of their pairs.
 
@@ -33,7 +35,7 @@ class PointwiseChain(Pipeline):
         ops: the operations, in forward order.
 
     Raises:
-        NotSupportedError: an operation is none of those, or there are too many that have a tensor.
+        NotSupportedError: an operation is not element-wise, or too many have a tensor.
         InputError: in forward, as in the operations that it replaces.
     """
 

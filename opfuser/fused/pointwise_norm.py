@@ -22,30 +22,29 @@ class PointwiseNorm(Pipeline):
 
     .. math:: s = f(x), \quad y = \mathrm{norm}(s)
 
-    f is what :class:`PointwiseChain` takes, such as bias, dropout and the sum with a residual; its
-    output s may be published. Forward is one kernel: it moves 3A for A elements, A more per extra
-    input of the chain, and A less where s is neither published nor saved. Backward is two, that of
-    the norm, which adds the gradient of the published s, and that of the chain.
+    f is a chain as in :class:`PointwiseChain`, such as bias, dropout and residual sum; its output s
+    may be published. Forward is one kernel: it moves 3A for A elements, A more per extra input of
+    the chain, and A less if s is neither published nor saved. Backward is two kernels: that of the
+    norm, which adds the gradient of the published s, and that of the chain.
 
     Saves s and the norm's statistics, one or two per row, and what PointwiseChain saves.
 
-    Where the norm is over several dimensions, casts under autocast, or has rows of more than
-    32 KiB, the chain and the norm are kernels of their own, as they are without one on a CPU.
+    Chain and norm are two kernels if the norm is over several dimensions, casts under autocast, or
+    has rows of more than 32 KiB. On a CPU they run in plain torch, one after the other.
 
-    Kernel: opfuser's own. ATen has none that does anything before a norm.
+    Kernel: opfuser's own. ATen has none that computes anything before a norm.
 
     Args:
         before: the operations of the chain, in forward order.
         norm: the norm.
-        make_extra: what publishes s, or None.
+        make_extra: publishes s, or None.
 
     Raises:
-        NotSupportedError: an operation of the chain is not element-wise, or there are too many that
-            have a tensor.
+        NotSupportedError: an operation of the chain is not element-wise, or too many have a tensor.
         InputError: in forward, as in the operations that it replaces.
 
     Attributes:
-        planned: whether a plan put it there, and not the user by hand.
+        planned: whether a plan built it, and not the user.
     """
 
     planned: bool = False

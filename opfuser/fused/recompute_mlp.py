@@ -1,4 +1,4 @@
-"""A whole feed-forward block in both passes, of which only the input is saved."""
+"""A feed-forward block in both passes, which saves its input alone."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class RecomputeMLP(Pipeline):
 
     .. math:: s = z + x, \quad y = f(\mathrm{norm}(s)\, W_1^T + b_1)\, W_2^T + b_2
 
-    Sum, tap and biases may be absent; f is a plain or gated activation. Saves s and the norm's
-    statistics, one or two per row: A elements for A elements of s, where NormLinear and
+    Sum, MakeExtraOutput and biases are optional; f is a plain or gated activation. Saves s and the
+    norm's statistics, one or two per row: A elements for A elements of s, where NormLinear and
     ActivationLinear also save the A f / d of the activation's input. Backward recomputes the norm
-    and the first linear: a sixth more GEMM work in a step, two ninths where f is gated.
+    and the first linear: a sixth more GEMM work in both passes, two ninths if f is gated.
 
     Kernel: ATen's GEMMs, and the norm and activation kernels of opfuser.
-    ``torch.utils.checkpoint`` would also recompute the second linear, whose output nobody reads.
+    ``torch.utils.checkpoint`` would also recompute the second linear, whose output is not read.
 
     Args:
         norm: the norm.
@@ -40,7 +40,7 @@ class RecomputeMLP(Pipeline):
         activation: the activation.
         linear2: the second linear operation.
         add: the sum with the extra input, which comes first, or None.
-        make_extra: what publishes the sum, or None.
+        make_extra: publishes the sum, or None.
         bias1: the bias after the first linear operation, or None.
         bias2: the bias after the second one, or None.
 

@@ -1,4 +1,4 @@
-"""Calling something in several ways, and seeing that it leaves the caller's tensors alone."""
+"""Calls in several ways, with a check that the caller's tensors are not written to."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .variants import Variant, incoming, lay_out
 
 
 class Subject(NamedTuple):
-    """Something to call: ``function(input, *extra_inputs)``, and what it reads."""
+    """What is called: ``function(input, *extra_inputs)``, and what it reads."""
 
     function: Callable[..., Any]
     parameters: Mapping[str, Tensor]
     module: nn.Module
-    """Where the parameters are, and the modes."""
+    """Holds the parameters and the modes."""
 
 
 @dataclass
 class Outcome:
-    """What one call returned and, per name of a tensor, the gradients that it gave."""
+    """What one call returned and, per name of a tensor, the gradients that it computed."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     grad_outputs: dict[str, Tensor] = field(default_factory=dict)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
 
 
-# What a call may raise that is tried out.
+# What a call may raise without failing the check, where it is only tried.
 ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -52,7 +52,7 @@ def fail(invariant: str, where: str, received: str = "", remedy: str = "") -> No
 
 
 class Untouched:
-    """Remembers tensors, to see later that nobody wrote to them."""
+    """Copies of tensors, compared later to detect writes."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._kept = [(name, t, t.detach().clone(), t._version) for name, t in tensors.items()]
@@ -80,7 +80,7 @@ def named_inputs(input_: Tensor, extra_inputs: Sequence[Tensor]) -> dict[str, Te
 
 
 def named_outputs(result: Any) -> dict[str, Tensor]:
-    """What a call returned, by name."""
+    """The results of a call by name."""
     results = result if isinstance(result, tuple) else (result,)
     return dict(zip(["output", *extra_names("output", len(results) - 1)], results))
 
@@ -88,7 +88,7 @@ def named_outputs(result: Any) -> dict[str, Tensor]:
 def ask_for_gradients(
     inputs: Mapping[str, Tensor], parameters: Mapping[str, Tensor], variant: Variant
 ) -> dict[str, Tensor]:
-    """Makes those tensors require grad that the variant wants gradients of; returns them."""
+    """The tensors that the variant wants gradients of, which now alone require grad."""
     names = {
         "input": ["input"],
         "extra inputs": [name for name in inputs if name != "input"],
@@ -108,7 +108,7 @@ def ask_for_gradients(
 
 @contextmanager
 def _in_mode(module: nn.Module, variant: Variant) -> Iterator[None]:
-    """Inside, the module is in the mode of the variant, and gradients are on or off as it says."""
+    """Inside, module and grad mode are in the modes of the variant."""
     switches: dict[str, AbstractContextManager[Any]] = {
         "on": nullcontext(),
         "no_grad": torch.no_grad(),
@@ -134,12 +134,12 @@ def call(
     grad_outputs: Mapping[str, Tensor] | None = None,
     where: str | None = None,
 ) -> Outcome:
-    """Calls and differentiates once.
+    """The outcome of one call and its differentiation.
 
     Args:
-        grad_outputs: incoming gradients; made afresh if None.
-        where: if given, check that nothing of the caller's is written to and that a second
-            backward gives the same gradients; the text names the call in messages.
+        grad_outputs: incoming gradients; random ones if None.
+        where: names the call in messages. If given, the caller's tensors must not be written to,
+            and a second backward must give the same gradients.
     """
     tensors = {name: lay_out(name, t, variant) for name, t in inputs.items()}
     wrt = ask_for_gradients(tensors, subject.parameters, variant)

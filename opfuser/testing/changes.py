@@ -1,4 +1,4 @@
-"""Giving the operations of a module other parameters and attributes."""
+"""Changes of the parameters and attributes of a module's operations."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def other(value: Any) -> Any:
         return f"not {value}"
     if not math.isfinite(value):
         return 0.25
-    # A probability remains one, and a tiny number counts for something.
+    # A probability stays a probability, and a tiny number becomes large enough to matter.
     return value / 2 if abs(value) > 0.3 else value + 0.3
 
 
 def assign(module: nn.Module, path: str, value: Any) -> bool:
-    """Sets an attribute; returns False if an exception refuses that."""
+    """Sets an attribute; False if that raises."""
     owner, _, name = path.rpartition(".")
     try:
         setattr(module.get_submodule(owner), name, value)
@@ -68,7 +68,7 @@ def _moved(t: Tensor) -> Tensor:
 
 
 def change_parameters(module: nn.Module) -> None:
-    """Gives parameters and floating-point buffers other values, in place."""
+    """Changes the values of parameters and floating-point buffers in place."""
     with torch.no_grad():
         for t in (*module.parameters(), *module.buffers()):
             if t.is_floating_point():
@@ -76,7 +76,7 @@ def change_parameters(module: nn.Module) -> None:
 
 
 def replace_parameters(module: nn.Module) -> Callable[[], None]:
-    """Puts new parameters with other values in place of all; returns what puts the old ones back.
+    """Replaces all parameters by new ones with other values; returns a function that undoes it.
 
     A parameter that several operations share is replaced by one that they share.
     """
@@ -84,7 +84,7 @@ def replace_parameters(module: nn.Module) -> Callable[[], None]:
     replaced = []
     for owner in module.modules():
         for name, old in list(owner._parameters.items()):
-            # A compound and its parts have one dictionary, where it may have been replaced before.
+            # A compound and its operations share one dictionary: it may be replaced already.
             if old is not None and not any(old is made for made in new.values()):
                 if id(old) not in new:
                     new[id(old)] = nn.Parameter(_moved(old), requires_grad=old.requires_grad)
@@ -100,7 +100,7 @@ def replace_parameters(module: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def changed(module: nn.Module, *, replaces: bool, sets: str) -> Iterator[None]:
-    """Inside, every parameter is another one, or the attribute of that path has another value."""
+    """Inside, all parameters are replaced, or the attribute ``sets`` has another value."""
     restore = replace_parameters(module) if replaces else None
     before = attributes(module, SETTINGS).get(sets) if sets else None
     done = bool(sets) and assign(module, sets, other(before))

@@ -1,4 +1,4 @@
-"""Holding what calls return to a float64 reference."""
+"""Comparison of the results of calls with a float64 reference."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def error_of(ours: Tensor, exact: Tensor) -> float:
 
 
 def magnitude(exact: Tensor) -> float:
-    """What the floor is relative to."""
+    """The magnitude that the floor is relative to."""
     finite = exact.detach().to(torch.float64).nan_to_num(0.0, 0.0, 0.0)
-    # Cancellation makes gradients much smaller than the numbers that they are made from.
+    # Cancellation makes gradients much smaller than the terms that they are summed from.
     return max(float(finite.abs().max()) if exact.numel() else 0.0, 1 / 16)
 
 
 def precision(dtypes: Sequence[torch.dtype]) -> float:
     """The default floor: one unit in the last place of the coarsest dtype.
 
-    More in float64, where plain torch is the reference itself, so that its error counts as zero.
+    It is larger in float64, where plain torch is the reference itself and has an error of zero.
     """
     floating = [d for d in dtypes if d.is_floating_point]
     eps = max((torch.finfo(d).eps for d in floating), default=0.0)
@@ -51,11 +51,11 @@ def precision(dtypes: Sequence[torch.dtype]) -> float:
 
 
 def loosely(floor: float | None, tensors: Sequence[Tensor | None]) -> Tolerance:
-    """Allows for rounding, where the question is not how exact a result is.
+    """A tolerance that allows for rounding, where accuracy is not what is checked.
 
     Args:
-        floor: what the caller allows.
-        tensors: all that take part.
+        floor: the caller's floor.
+        tensors: all tensors of the computation.
     """
     some = [t for t in tensors if t is not None]
     lower = {autocast_dtype(t.device) for t in some}
@@ -64,11 +64,11 @@ def loosely(floor: float | None, tensors: Sequence[Tensor | None]) -> Tolerance:
 
 
 def check_kind(where: str, y: Any, like: Tensor, *, any_dtype: bool) -> None:
-    """Holds ``y`` to be a tensor of the shape, the device and the dtype of ``like``.
+    """Requires ``y`` to be a tensor of the shape, device and dtype of ``like``.
 
     Args:
-        any_dtype: under autocast an operation may compute in its dtype, or leave dtypes as they
-            are.
+        any_dtype: allows another dtype: under autocast, an operation may compute in the autocast
+            dtype or keep that of its input.
     """
     if not isinstance(y, Tensor):
         fail("Outputs are tensors", where, type(y).__name__)
@@ -81,7 +81,7 @@ def check_kind(where: str, y: Any, like: Tensor, *, any_dtype: bool) -> None:
 
 
 class Comparison(NamedTuple):
-    """The three computations that are compared, and how exactly they must agree."""
+    """The three computations that are compared, and the tolerance."""
 
     where: str
     ours: Outcome
@@ -133,18 +133,18 @@ class Comparison(NamedTuple):
 
 
 def failed(where: str, error: Exception) -> str:
-    """The text about a call that raised."""
+    """The message about a call that raised."""
     return explain("The call failed", where=where, received=str(error))
 
 
 class Reference:
-    """What others are held to: plain torch in the same dtype, and the truth in float64.
+    """What results are compared with: plain torch in the same dtype, and float64.
 
     Args:
         plain, exact: the two, with parameters of their own.
-        inputs: what to call with, by name, in the dtype of the call.
+        inputs: of the call, by name, in its dtype.
         peer: what ``plain`` is, for messages.
-        lower: the autocast dtype; plain then runs without autocast, all in that dtype.
+        lower: the autocast dtype; ``plain`` then runs without autocast, entirely in that dtype.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Reference:
         self._known: dict[Variant, tuple[Outcome, Outcome]] = {}
 
     def check(self, ours_is: Subject, variant: Variant, where: str) -> None:
-        """Calls ``ours_is`` in the way of ``variant`` and compares."""
+        """Calls ``ours_is`` as ``variant`` says and compares the results."""
         if variant.name:
             where = f"{where}, {variant.name}"
         for inputs in self._inputs_of(variant):
@@ -175,7 +175,7 @@ class Reference:
     def _called(
         self, ours_is: Subject, inputs: Mapping[str, Tensor], variant: Variant, where: str
     ) -> Outcome | None:
-        """What the call gives; None if it takes no single row like this one."""
+        """The outcome of the call; None if the subject refuses a single row of this shape."""
         try:
             return call(ours_is, inputs, variant, where=where)
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
@@ -186,21 +186,21 @@ class Reference:
     def _compare(
         self, ours: Outcome, inputs: Mapping[str, Tensor], variant: Variant, where: str
     ) -> None:
-        # The reference knows nothing of what changes after forward.
+        # The reference is called without changes after forward.
         unchanged = dataclasses.replace(variant, name="", replaces=False, sets="")
         if unchanged not in self._known:
             self._known[unchanged] = self._call(inputs, unchanged, ours.grad_outputs)
         plain, exact = self._known[unchanged]
         autocast = torch.is_autocast_enabled(inputs["input"].device.type)
         tolerance = self._tolerance
-        if variant.rows == "one":  # so few numbers that plain torch's may be exact by luck
+        if variant.rows == "one":  # so few numbers that plain torch may be exact by chance
             tolerance = loosely(tolerance.floor, list(inputs.values()))
         Comparison(where, ours, plain, exact, tolerance, self._peer, autocast).check()
 
     def _inputs_of(self, variant: Variant) -> Iterator[Mapping[str, Tensor]]:
-        """Inputs with as many rows as the variant says; the first that can be called with counts.
+        """Candidates of inputs with the variant's number of rows; the first accepted one is used.
 
-        A single row is one of all leading dimensions, or else one entry of the first.
+        A single row is one entry of all leading dimensions, or else one entry of the first.
         """
         if variant.rows == "all":
             yield self._inputs
@@ -214,7 +214,7 @@ class Reference:
                     yield inputs
 
     def _takes(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether ``plain`` can be called so, and gives numbers."""
+        """Whether ``plain`` accepts these inputs and returns no NaN."""
         with torch.autocast(inputs["input"].device.type, enabled=self._runs_autocast()):
             try:
                 outcome = call(self._plain, self._in_plain_dtype(inputs), Variant())

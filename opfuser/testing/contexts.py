@@ -1,4 +1,4 @@
-"""What a fused forward leaves in the contexts of the operations that it replaces."""
+"""What a fused forward saves in the contexts of the operations that it replaces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAIN = Variant()
 
 @contextmanager
 def only(names: Iterable[str]) -> Iterator[None]:
-    """Switches on the fusions named, and off all others."""
+    """Inside, the named fusions are on, and all others off."""
     on = set(names)
     with ExitStack() as stack:
         stack.enter_context(disable(*(h.name for h in registry if h.name not in on)))
@@ -35,7 +35,7 @@ def only(names: Iterable[str]) -> Iterator[None]:
 
 
 class Filled(NamedTuple):
-    """What one forward left: per basic operation its context, and what went in and came out.
+    """Contexts, inputs and outputs of one forward, per basic operation.
 
     A fused step has the input of its first operation and the output of its last one.
     """
@@ -56,7 +56,7 @@ def fill(
     parameters: Mapping[str, Tensor] | None = None,
     variant: Variant = PLAIN,
 ) -> Filled:
-    """Runs the forward of a plan with contexts of our own.
+    """The contexts and results of a plan's forward, run step by step.
 
     Args:
         parameters: those that require grad where the variant wants gradients of all.
@@ -116,7 +116,7 @@ def check_saved_by(
     tolerance: Tolerance,
     where: str,
 ) -> None:
-    """Holds what a forward fusion saves for each operation to what the operation saves itself."""
+    """Compares what a forward fusion saves for each operation with what the operation saves."""
     fused = fill(seq, inputs, [fusion], where)
     plain = fill(seq, inputs, [], where)
     with torch.autocast(inputs["input"].device.type, enabled=False):

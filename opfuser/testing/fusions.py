@@ -38,36 +38,36 @@ def check_fusion(
     factor: float = 2.0,
     floor: float | None = None,
 ) -> None:
-    """Holds a fusion to the operations that it replaces.
+    """Compares a fusion with the operations that it replaces.
 
     - It matches ``ops``.
-    - Outputs and all gradients are right with every pairing of passes: this fusion on and off,
-      all registered fusions of the other pass on and off. A joint fusion is one pairing. The truth
-      is an unfused run in float64; an error may be ``factor`` times that of an unfused run in the
+    - Outputs and all gradients are right in every pairing of passes: this fusion on and off, all
+      registered fusions of the other pass on and off. A joint fusion is one pairing. The reference
+      is an unfused call in float64; an error may be ``factor`` times that of an unfused call in the
       same dtype, plus a floor.
     - A forward fusion saves what the unfused operations save: their backward reads it.
-    - Nothing of the caller's is written to; outputs have the same shapes, dtypes and devices, and
+    - The caller's tensors are not written to; outputs have the same shapes, dtypes and devices, and
       the gradients that ``fuser_backward`` returns have those of their tensors.
     - A fused forward saves nothing without ``ctx.requires_grad``, and no more bytes than the
-      unfused operations, parameters left out, whichever gradients are asked for; unless its class
-      says ``saves_more = True``, or under autocast. What a joint fusion saves, some gradient in
-      ``ctx.needs`` reads.
+      unfused operations, parameters left out, whichever gradients are wanted; unless its class
+      says ``saves_more = True``, or under autocast. Some gradient in ``ctx.needs`` reads each
+      tensor that a joint fusion saves.
 
     Each pairing is called as :func:`check_op` calls an operation. The operations are copied first.
     In the first dtype, with this fusion alone:
 
     - A single row; ``no_grad``; eval and inference mode; parameters replaced between forward and
       backward.
-    - A second call after changes gives what the unfused operations give after them: parameters
-      and buffers changed in place; parameters replaced; all numbers among the public attributes of
-      the operations, set between the calls and by an operation during forward; each flag. Values
-      with which the unfused operations do not run are left out.
-    - An input of another dtype, and another dtype altogether. There a call may fail, but not be
+    - A second call after changes agrees with the unfused operations after the same changes:
+      parameters and buffers changed in place; parameters replaced; all numbers among the public
+      attributes of the operations, set between the calls and by an operation during forward; each
+      flag. Values with which the unfused operations fail are left out.
+    - An input of another dtype, and everything in another dtype. There a call may fail, but not be
       wrong.
 
     Args:
         fusion: a registered name or handle, a ``Fusion``, or a fusion function.
-        ops: operations, compounds and Sequentials that make up one run. Channels may be bound.
+        ops: operations, compounds and Sequentials that form one group. Channels may be bound.
         input: the input, on the device to check on.
         *extra_inputs: extra inputs, in operation order.
         stage: of a fusion function that is not registered.
@@ -76,7 +76,7 @@ def check_fusion(
 
     Raises:
         AssertionError: naming the pairing, the call, the tensor, its error and the error allowed.
-        ArgumentError: ``ops`` are not one run of operations, or the stage is missing.
+        ArgumentError: ``ops`` do not form one group, or the stage is missing.
         UnknownFusionError: no fusion of that name is registered.
     """
     with _registered(fusion, stage) as handle:
@@ -94,7 +94,7 @@ def check_fusion(
 def _registered(
     fusion: str | FusionHandle | Fusion | FusionFunction, stage: Stage | None
 ) -> Iterator[FusionHandle]:
-    """The handle of a fusion, which is registered for the time being if it is not."""
+    """The handle of a fusion, which is registered inside the block if it is not yet."""
     for handle in registry:
         if fusion in (handle.name, handle, handle.function):
             yield handle
@@ -131,7 +131,7 @@ class _Pairing(NamedTuple):
 
 
 def _pairings(handle: FusionHandle, seq: Sequential, inputs: Sequence[Tensor]) -> list[_Pairing]:
-    """Every pairing of fused and unfused passes that gives a plan of its own, the unfused first."""
+    """The pairings of fused and unfused passes whose plans differ, the unfused one first."""
     other: dict[Stage, Stage] = {"forward": "backward", "backward": "forward"}
     partner = other.get(handle.stage)
     partners = frozenset(h.name for h in registry if h.stage == partner and not h.disabled_by())
@@ -202,7 +202,7 @@ def _check_again(
     where: str,
     pairing: _Pairing,
 ) -> None:
-    """Calls ``seq`` after changes; it does not come back as it was."""
+    """Calls ``seq`` after changes, which are not undone."""
 
     def check(changed: Sequential, inputs: Mapping[str, Tensor], where: str) -> None:
         check_saving(handle, changed, inputs, parameters_of(changed), [Variant()], where)

@@ -31,23 +31,23 @@ def check_op(
     factor: float = 2.0,
     floor: float | None = None,
 ) -> None:
-    """Holds an operation to its ``reference``: outputs and all gradients, called in many ways.
+    """Compares an operation with its ``reference``: outputs and all gradients, in many calls.
 
-    An error may be ``factor`` times the error that ``reference`` makes when plain torch runs it in
-    the same dtype, plus a floor. The truth is ``reference`` in float64. Called are: contiguous,
-    strided and expanded tensors; no rows; with gradients arriving for some outputs only; with
-    gradients asked for of some tensors only; each with a second backward over the same graph.
-    Checked as well: inputs, parameters and incoming gradients are not written to; shapes, dtypes,
-    devices, also those of the gradients that backward returns; what forward saves is what
-    ``Saved`` declares, and is nothing without ``ctx.requires_grad``.
+    An error may be ``factor`` times the error of ``reference`` in plain torch and the same dtype,
+    plus a floor; errors are differences to ``reference`` in float64. The calls have contiguous,
+    strided and expanded tensors; no rows; incoming gradients of some outputs only; gradients
+    wanted of some tensors only; each with a second backward over the same graph. Checked as well:
+    inputs, parameters and incoming gradients are not written to; shapes, dtypes and devices, also
+    of the gradients that backward returns; forward saves what ``Saved`` declares, and nothing
+    without ``ctx.requires_grad``.
 
-    In the first dtype also: a single row, if ``reference`` takes one; under ``no_grad``; in eval
-    mode, with gradients and in inference mode; and changes between forward and backward, to all
-    parameters, which are replaced, and to each public attribute (a number, flag, string or None,
-    unless setting it is refused): the gradients are those of what forward used.
+    In the first dtype also: a single row, if ``reference`` accepts one; ``no_grad``; eval mode,
+    with gradients and in inference mode; and changes between forward and backward: all parameters
+    are replaced, and each public attribute is set (a number, flag, string or None, unless setting
+    it raises). The gradients must be those of what forward used.
 
     The operation is copied first. Random numbers are drawn from the same seed in every call. Inside
-    ``torch.autocast`` the operation runs under it, and plain torch runs in its dtype throughout.
+    ``torch.autocast`` the operation runs under it, and plain torch runs entirely in its dtype.
 
     Args:
         op: the operation; it implements ``reference``.
@@ -56,13 +56,13 @@ def check_op(
         kwargs: keyword arguments of its forward and its reference.
         dtypes: cast parameters and floating-point inputs to each of these in turn; None leaves
             them as they are.
-        zero_rows: also call it without rows, unless the input is a single vector. Every tensor
-            loses its first dimension's entries if it has as many as the input. False where an
-            extra input is no tensor of rows (the split sizes of ``GroupedLinear``), or the result
-            is not defined (a mean).
+        zero_rows: also call it without rows, unless the input is a single vector. Each tensor whose
+            first dimension is as long as the input's loses all entries. False where an extra input
+            has no rows (the split sizes of ``GroupedLinear``), or the result is not defined (a
+            mean).
         factor: multiple of plain torch's error that is allowed.
         floor: allowed besides, relative to the largest magnitude of the tensor (at least 1/16);
-            None is one unit in the last place of the coarsest dtype that comes out.
+            None is one unit in the last place of the coarsest dtype among the results.
 
     Raises:
         AssertionError: naming the call, the tensor, its error and the error allowed.

@@ -24,19 +24,19 @@ def assert_fused(
     backward: Mapping[str, int] | None = None,
     joint: Mapping[str, int] | None = None,
 ) -> None:
-    """Asserts how often fusions are in the plan of a model, by name and stage.
+    """Asserts how often fusions occur in the plan of a model, by name and stage.
 
-    ``assert_fused(seq, x, forward={"linear_bias": 2})``. Fusions that are not named may be there
-    or not.
+    ``assert_fused(seq, x, forward={"linear_bias": 2})``. Fusions that are not named may occur or
+    not.
 
     Args:
         model: a Sequential; a module that holds some; or a plan.
-        *inputs: input and extra inputs of a Sequential, to plan for. Without them the plans count
-            that each Sequential inside used last.
-        forward, backward, joint: number of steps that each fusion of that stage stands for.
+        *inputs: input and extra inputs of a Sequential, to plan for. Without them, the plans that
+            each Sequential inside used last are counted.
+        forward, backward, joint: number of steps per fusion of that stage.
 
     Raises:
-        AssertionError: another number; with the reasons that the fusion gave, and the plan.
+        AssertionError: another number; with the fusion's reasons and the plan.
         ArgumentError: there is no plan, because the model has not been called.
     """
     plans = _plans(model, inputs)
@@ -61,17 +61,17 @@ def assert_fused(
 def assert_not_fused(
     model: nn.Module | Plan, name: str, *inputs: Tensor, code: str | None = None
 ) -> None:
-    """Asserts that a fusion is not in the plan of a model, and why.
+    """Asserts that a fusion does not occur in the plan of a model, and why.
 
     Args:
         model: as for :func:`assert_fused`.
         name: name of the fusion.
         *inputs: as for :func:`assert_fused`.
         code: the reason's code, such as ``"DTYPE"``: that of a refusal, of what stopped the
-            closest match, or of why the fusion did not run at all.
+            closest match, or of why the fusion was not tried at all.
 
     Raises:
-        AssertionError: the fusion is there, or the reason is another one.
+        AssertionError: the fusion occurs, or the reason is another one.
         ArgumentError: as for :func:`assert_fused`.
     """
     plans = _plans(model, inputs)
@@ -154,7 +154,7 @@ def _codes(record: FusionRecord, plan: Plan) -> Iterator[str]:
 
 
 def record_text(invariant: str, plans: list[Plan], name: str) -> str:
-    """What was expected, the reasons that the fusion gave, and the plans."""
+    """A message: the expectation, the fusion's reasons, and the plans."""
     details: list[str] = []
     for plan, record in _records(plans, name):
         details.append(record.summary())

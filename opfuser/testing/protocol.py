@@ -1,4 +1,4 @@
-"""Running one operation with contexts of our own, to see what it does with them."""
+"""What one operation does with its contexts: what it saves, and what its backward returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .compare import check_kind
 def check_protocol(
     op: BasicOperation, inputs: dict[str, Tensor], kwargs: dict[str, Any], where: str
 ) -> None:
-    """Runs the operation with contexts of our own and looks at what it does with them."""
+    """Runs the operation with given contexts and checks what it saves and returns."""
     given = {name: t.detach().clone() for name, t in inputs.items()}
     ctx, y = _forward(op, given, kwargs, where, requires_grad=True)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def _reads(slot: tuple[nn.Module, str]) -> bool:
 
 
 def check_saved(op: BasicOperation, saved: Sequence[Any], where: str) -> None:
-    """Holds ``saved`` to ``op.Saved``: as many tensors, and None only where that is declared."""
+    """Requires ``saved`` to be what ``op.Saved`` declares, with None only where it is declared."""
     declared = op.Saved
     if declared is None:
         if saved:
@@ -165,10 +165,10 @@ def check_saved(op: BasicOperation, saved: Sequence[Any], where: str) -> None:
 def check_grad(
     name: str, owner: Tensor, grad: Any, where: str, dtypes: Collection[torch.dtype] = ()
 ) -> None:
-    """Holds a gradient that a backward returned to the shape, device and dtype of its owner.
+    """Requires a gradient that a backward returned to have its owner's shape, device and dtype.
 
     Args:
-        dtypes: what it may have instead of the owner's dtype.
+        dtypes: allowed besides the owner's dtype.
     """
     where = f"{where}: gradient of {name}"
     if grad is None:
@@ -180,14 +180,14 @@ def check_grad(
     if grad.device != owner.device:
         fail(f"Expected device {owner.device}", where, f"device {grad.device}")
     if owner.is_floating_point() and grad.dtype not in (owner.dtype, *dtypes):
-        # Autograd casts it without a word, after it was computed and stored.
+        # Autograd casts it silently, after it was computed and stored.
         fail(f"Expected {owner.dtype}", where, str(grad.dtype), "Cast it before it is returned")
 
 
 def mixed_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:
-    """The dtypes in which one may compute with these tensors, if there are several.
+    """The dtypes in which an operation may compute with these tensors, if there are several.
 
-    A gradient is then left to autograd in the dtype in which it was computed.
+    A gradient may then be returned in the dtype of its computation, for autograd to cast.
     """
     tensors = list(tensors)
     dtypes = {t.dtype for t in tensors if t.is_floating_point()}

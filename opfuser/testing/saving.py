@@ -1,4 +1,4 @@
-"""What a fusion saves and for what, and the gradients that its backward returns."""
+"""What a fusion saves, what reads it, and the gradients that its backward returns."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def check_saving(
     asking: Iterable[Variant],
     where: str,
 ) -> None:
-    """Holds what a fusion saves to what is needed, and the gradients that it returns to dtypes.
+    """Requires a fusion to save only what is needed, and to return gradients of the right dtype.
 
     Args:
         parameters: those of ``seq`` that require grad, by name.
-        asking: ways of asking for gradients.
+        asking: the variants of wanted gradients.
     """
     if handle.stage != "backward":
         _check_saves_nothing(handle.name, seq, inputs, parameters, f"{where}, under no_grad")
@@ -75,14 +75,14 @@ def _check_saves_nothing(
 
 
 def _may_save_more(fusion: str, filled: Filled) -> bool:
-    """Whether the fusion says so; or autocast is on: what is saved may be in a wider dtype then."""
+    """Whether the fusion declares it, or autocast is on: saved tensors may then be wider."""
     steps = [step for step in filled.plan.forward if step.fusion == fusion]
     said = any(getattr(step.op, "saves_more", False) for step in steps)
     return said or filled.plan.env.autocast_dtype is not None
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among values, also those in tuples and the like."""
+    """The tensors among values, also inside tuples, lists and dicts."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -114,7 +114,7 @@ def _check_bytes(
 
 
 class _Raw(NamedTuple):
-    """The gradients that a fuser_backward returned."""
+    """The gradients as a fuser_backward returned them."""
 
     input: Any
     parameters: list[tuple[Any, ...]]
@@ -125,7 +125,7 @@ class _Raw(NamedTuple):
 
 
 class _Backward:
-    """The backward of one fused step, called with contexts of our own."""
+    """The backward of one fused step, called with the contexts of a forward."""
 
     def __init__(self, step: Step, filled: Filled) -> None:
         self._step, self._plan, self._filled = step, filled.plan, filled
@@ -160,7 +160,7 @@ class _Backward:
         return [list(self._filled.contexts[i].to_save or ()) for i in self._step.indices]
 
     def check(self, where: str) -> None:
-        """Holds each gradient to the shape, device and dtype of what it is the gradient of."""
+        """Requires each gradient to have the shape, device and dtype of its tensor."""
         filled, raw = self._filled, self._call(self._saved())
         owners = [("the input", filled.inputs[self._step.indices[0]], raw.input)]
         for i, op, dparams, dextras in zip(
@@ -177,7 +177,7 @@ class _Backward:
             check_grad(name, owner, grad, where, dtypes)
 
     def check_what_is_saved(self, where: str) -> None:
-        """Sees that other values of each saved tensor give other gradients."""
+        """Requires that other values of each saved tensor lead to other gradients."""
         expected = self._needed(self._call(self._saved()))
         for i, row in zip(self._step.indices, self._saved()):
             for n, t in enumerate(row):
@@ -205,7 +205,7 @@ class _Backward:
         )
 
     def _needed(self, raw: _Raw) -> list[Tensor | None]:
-        """The gradients that somebody reads."""
+        """The gradients in ``ctx.needs``."""
         needs = [self._filled.contexts[i].needs for i in self._step.indices]
         out = [raw.input if needs[0].input else None]
         for need, dparams, dextras in zip(needs, raw.parameters, raw.extra_inputs):
@@ -215,7 +215,7 @@ class _Backward:
 
 
 def _others(t: Tensor) -> Iterator[Tensor]:
-    """Other values of a tensor, of which a function of it notices one."""
+    """Other values of a tensor, of which at least one changes any function of it."""
     yield torch.full_like(t, torch.nan)
     yield torch.full_like(t, 100.0)
     yield torch.full_like(t, -100.0)

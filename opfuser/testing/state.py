@@ -1,4 +1,4 @@
-"""Calling a sequence again after its parameters, attributes or dtype have changed."""
+"""Calls of a sequence after its parameters, attributes or dtype have changed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Run = Callable[[Sequential], Subject]
 
 
 class Again:
-    """A sequence that has been called, and one like it that is never fused.
+    """A sequence that has been called, and a copy that is never fused.
 
-    Both are changed in one way after another, and called after each: the results must agree. They
-    do as far as rounding goes; a value from before the change shows in the first digits.
+    Both are changed in one way after another, and called after each: the results must agree up to
+    rounding. A value from before the change would differ in the first digits.
 
     Args:
-        seq: the sequence; it is changed for good.
-        twin: a copy of it.
+        seq: the sequence; the changes are not undone.
+        twin: the copy.
         fused, unfused: how to call either.
-        inputs: what to call them with, by name.
-        floor: what the caller allows.
+        inputs: of the calls, by name.
+        floor: the caller's floor.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Again:
         self._inputs, self._floor = inputs, floor
 
     def check(self, where: str) -> None:
-        """Changes everything, and calls."""
+        """Applies each change and compares the calls after it."""
         for change, name in (
             (change_parameters, "parameters changed in place between two calls"),
             (replace_parameters, "parameters replaced between two calls"),
@@ -78,7 +78,7 @@ class Again:
         self._check_one(ours, call(theirs, self._inputs, Variant()), name)
 
     def _check_flags(self, where: str) -> None:
-        """One flag at a time: many a fusion matches no more."""
+        """One flag at a time, as many fusions do not match once it is set."""
         seq, twin = self._seqs
         for path, value in attributes(twin, (bool,)).items():
             expected = self._expected() if assign(twin, path, not value) else None
@@ -92,10 +92,10 @@ class Again:
     def check_dtypes(
         self, where: str, check: Callable[[Sequential, Mapping[str, Tensor], str], None]
     ) -> None:
-        """The caller has not asked for these dtypes: a fusion may fail there, but not be wrong.
+        """Other dtypes than the caller's: a fusion may fail there, but not be wrong.
 
         Args:
-            check: what else to check of the sequence in another dtype, given inputs and text.
+            check: a further check of the sequence in another dtype, given inputs and text.
         """
         given = self._inputs["input"]
         if torch.is_autocast_enabled(given.device.type):
@@ -110,7 +110,7 @@ class Again:
             check(self._seqs[0], self._inputs, where)
 
     def _accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Gives attributes of the twin other values, with which it still runs; returns those."""
+        """Sets attributes of the twin to other values with which it still runs; returns these."""
         twin = self._seqs[1]
         out = {path: other(v) for path, v in values.items() if assign(twin, path, other(v))}
         if self._expected() is not None:
@@ -125,7 +125,7 @@ class Again:
         return out
 
     def _expected(self) -> Outcome | None:
-        """What the twin gives; None if it fails, or gives no numbers."""
+        """The outcome of the twin; None if it fails or its results are not finite."""
         twin, inputs = self._seqs[1], self._inputs
         try:
             if _may_assert(inputs):
@@ -162,9 +162,9 @@ class Again:
 
 
 def _may_assert(inputs: Mapping[str, Tensor]) -> bool:
-    """Whether a value may be refused by a device-side assertion, after which no kernel runs more.
+    """Whether a device-side assertion may refuse a value, after which no kernel runs any more.
 
-    As that of an index is on a GPU, where a CPU raises an exception.
+    An index out of range fails one on a GPU, where a CPU raises an exception.
     """
     return any(t.is_cuda and not t.is_floating_point() for t in inputs.values())
 
@@ -174,13 +174,13 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 class _Assigns(Identity):
-    """Sets attributes of the operations after it while their forward is under way.
+    """Sets attributes of the operations behind it during forward.
 
     No other plan is made then, so that a fused operation has to read them at every call.
 
     Args:
         ops: those operations.
-        values: by path, of which the first part is the index of one of them.
+        values: by path, which begins with the index of one of them.
     """
 
     def __init__(self, ops: Sequence[nn.Module], values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The ways in which something is called, and the tensors that it is called with."""
+"""The variants of a call, and their tensors."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Wrt = Literal["all", "input", "parameters", "last parameter", "extra inputs"]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of calling: memory layouts, modes, the gradients that arrive and are asked for.
+    """One way of calling: memory layouts, modes, incoming and wanted gradients.
 
     Attributes:
         name: for messages; empty for the plain call.
         strided: the input has gaps between its elements, other tensors are transposed.
-        expanded: the input is part of a wider tensor, incoming gradients repeat one row.
-        outputs: which outputs a gradient arrives for.
-        wrt: which tensors require grad.
+        expanded: the input is a slice of a wider tensor, incoming gradients repeat one row.
+        outputs: the outputs that receive a gradient.
+        wrt: the tensors that require grad.
         rows: how many rows of the tensors are left.
         grad: whether gradients are computed, and else what switches them off.
         evaluates: in evaluation mode.
-        replaces: every parameter is another one by the time of backward.
-        sets: path of an attribute that has another value by the time of backward.
+        replaces: every parameter is replaced before backward.
+        sets: path of an attribute that is set to another value before backward.
     """
 
     name: str = ""
@@ -42,7 +42,7 @@ class Variant:
 
 
 def wanting(*, parameters: int, extra_inputs: bool) -> list[Variant]:
-    """The ways of asking for gradients that make a difference.
+    """The variants of wanted gradients that make a difference.
 
     Args:
         parameters: their number.
@@ -62,7 +62,7 @@ def wanting(*, parameters: int, extra_inputs: bool) -> list[Variant]:
 def variants(
     *, parameters: int, extra_inputs: bool, extra_outputs: bool, zero_rows: bool
 ) -> list[Variant]:
-    """The ways of calling that make a difference for something with these tensors."""
+    """The variants that make a difference for a subject with these tensors."""
     plain, *asking = wanting(parameters=parameters, extra_inputs=extra_inputs)
     out = [
         plain,
@@ -79,7 +79,7 @@ def variants(
 
 
 def modes(parameters: int) -> list[Variant]:
-    """Ways of calling that are tried once: what is wrong in them is so in every dtype."""
+    """The variants that are checked in one dtype only, since their faults show in every dtype."""
     out = [
         Variant("one row", rows="one"),
         Variant("under no_grad", grad="no_grad"),
@@ -92,7 +92,7 @@ def modes(parameters: int) -> list[Variant]:
 
 
 def _wide(t: Tensor) -> Tensor:
-    """The values of ``t`` as part of a wider tensor, which holds NaN elsewhere."""
+    """The values of ``t`` as a slice of a wider tensor, which holds NaN elsewhere."""
     buffer = t.new_full((*t.shape[:-1], t.shape[-1] + 3), _filler(t))
     view = buffer[..., 1 : 1 + t.shape[-1]]
     view.copy_(t)
@@ -128,7 +128,7 @@ def lay_out(name: str, t: Tensor, variant: Variant) -> Tensor:
 
 def incoming(name: str, like: Tensor, variant: Variant) -> Tensor:
     """A random gradient for the output of this name, the same in every call."""
-    # A generator per name, on the CPU: the same numbers whatever else ran, and on every device.
+    # One generator per name, on the CPU: the same numbers in any order and on every device.
     generator = torch.Generator().manual_seed(sum(name.encode()))
     grad = torch.randn(like.shape, generator=generator, dtype=torch.float64)
     grad = grad.to(like.device, like.dtype)
@@ -142,12 +142,12 @@ def incoming(name: str, like: Tensor, variant: Variant) -> Tensor:
 
 
 def leading_dims(input_: Tensor) -> int:
-    """How many dimensions of the input count rows: all of indices, else all but the last."""
+    """Number of dimensions of the input that count rows: all of indices, else all but the last."""
     return input_.dim() - input_.is_floating_point()
 
 
 def without_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors without rows, as far as they have one per row of the input."""
+    """The tensors without rows; those without one entry per row of the input stay."""
     rows = tensors["input"].shape[:1]
     return {name: t[:0] if t.shape[:1] == rows else t for name, t in tensors.items()}
 
@@ -156,7 +156,7 @@ def one_row(tensors: Mapping[str, Tensor], dims: int) -> dict[str, Tensor]:
     """The first row of the tensors, as far as their first dimensions are the input's.
 
     Args:
-        dims: how many dimensions shrink to one entry.
+        dims: number of dimensions that shrink to one entry.
     """
     rows = tensors["input"].shape[:dims]
     out = {}

@@ -1,1 +1,1 @@
-"""What joint fusions consist of: parts, and the pipeline that runs them."""
+"""The parts of joint fusions, and the pipeline that runs them."""

@@ -34,17 +34,16 @@ Activation = _Activation | _GatedActivation
 
 
 def bias_refusal(bias: Bias | None, activation: Activation) -> Refusal | None:
-    """Why a bias cannot be added in the pass of the activation."""
+    """Why a bias cannot be added by the activation's kernel."""
     if bias is not None and isinstance(activation, _GatedActivation):
         return Refusal("LAYOUT", f"{type(activation).__name__} adds no bias; the GEMM before does")
     return None
 
 
 class ActivationPart(Part):
-    """A plain or gated activation, and the bias before a plain one, where there is one.
+    """A plain or gated activation; before a plain one an optional bias.
 
-    Saves its input, which does not contain the bias, unless another part recomputes that; and the
-    bias.
+    Saves its input, before the bias, unless the part before recomputes it; and the bias.
 
     Args:
         bias: the bias, or None.
@@ -105,7 +104,7 @@ class ActivationPart(Part):
         *,
         want_output: bool,
     ) -> PartGrads:
-        """One pass for all gradients and for the output; dx of a gated x may take its memory."""
+        """All gradients and the output in one kernel; dx of a gated x may overwrite it."""
         ours = x is not None or only_reference(ctxs[-1].saved_tensors)
         x = ctxs[-1].saved_tensors[0] if x is None else x
         if dy.dim() != x.dim():

@@ -42,7 +42,7 @@ _PASSES = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
 
 
 def accepts(op: FusibleOperation) -> bool:
-    """Whether an operation can be part of a chain."""
+    """Whether an operation can be in a chain."""
     if not isinstance(op, PointwiseOperation):
         return type(op) in _ACCEPTED
     own = any(getattr(type(op), name) is not getattr(PointwiseOperation, name) for name in _PASSES)
@@ -50,7 +50,7 @@ def accepts(op: FusibleOperation) -> bool:
 
 
 def active(ops: Sequence[FusibleOperation]) -> list[type[FusibleOperation]]:
-    """The classes of those operations that change anything."""
+    """The classes of those operations that are not the identity."""
     return [type(op) for op in ops if _link(op, _settings_of(op)) is not None]
 
 
@@ -66,11 +66,11 @@ def refuse(ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
 
 
 def _refusal(ops: Sequence[FusibleOperation]) -> Refusal | None:
-    """Why no chain can be made of these operations."""
+    """Why these operations cannot be a chain."""
     odd = [type(op).__name__ for op in ops if not accepts(op)]
     if odd:
         return Refusal("LAYOUT", f"{odd[0]} is not an element-wise operation with a kernel")
-    # A sum may also be kept.
+    # A sum may be saved as well.
     tensors = sum(2 if isinstance(op, AddExtraInput) else _has_tensor(op) for op in ops)
     if tensors > MAX_OPERANDS:
         return Refusal("LAYOUT", f"kernels take {MAX_OPERANDS} tensors besides x and y, not more")
@@ -82,7 +82,7 @@ def _has_tensor(op: FusibleOperation) -> bool:
 
 
 class ChainCall(NamedTuple):
-    """What a call runs: a chain, the operations of its links by index, operands and dtypes."""
+    """The kernel call: a chain, the operations of its links by index, operands and dtypes."""
 
     chain: Chain
     owners: tuple[int, ...]
@@ -93,15 +93,15 @@ class ChainCall(NamedTuple):
 class ChainPart(Part):
     """Element-wise operations, computed in one kernel for each pass.
 
-    Saves the seeds of dropouts and what derivatives are made from: the input, and sums with extra
-    inputs.
+    Saves the seeds of dropouts and what derivatives are computed from: the input, and sums with
+    extra inputs.
 
     Args:
         ops: the operations, in forward order.
         where: names the fused operation in errors.
 
     Raises:
-        NotSupportedError: an operation is none of those, or there are too many that have a tensor.
+        NotSupportedError: an operation is not element-wise, or too many have a tensor.
     """
 
     keeps_input: ClassVar[bool] = True
@@ -158,13 +158,13 @@ class ChainPart(Part):
     def save(
         self, ctxs: Contexts, call: ChainCall, x: Tensor, kept: Sequence[Tensor | None]
     ) -> None:
-        """Leaves to backward what it reads, if it will run.
+        """Saves what backward reads, if it will run.
 
         Args:
             ctxs: contexts.
-            call: what was run.
+            call: the call.
             x: the input.
-            kept: what the chain kept.
+            kept: the sums that the kernel wrote.
         """
         ctx, (chain, owners, operands, dtypes) = ctxs[0], call
         if not ctx.requires_grad:
@@ -190,7 +190,7 @@ class ChainPart(Part):
         return self.gradients(ctxs, dy)
 
     def gradients(self, ctxs: Contexts, dy: Tensor | None) -> PartGrads:
-        """As :meth:`backward`; all None where dy is, as nobody needs one."""
+        """As :meth:`backward`; all None if dy is None, as no gradient is needed."""
         if dy is None:
             return no_gradients(ctxs)
         needs = [ctx.needs for ctx in ctxs]
@@ -215,7 +215,7 @@ class ChainPart(Part):
 
 
 class _Done(NamedTuple):
-    """What forward did: its links, whose they are, dtypes of results and of biases' gradients."""
+    """What forward ran: links, their operations, dtypes of results and of biases' gradients."""
 
     chain: Chain
     owners: tuple[int, ...]
@@ -224,7 +224,7 @@ class _Done(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Links, for each the index of its operation, and the settings that they were made from."""
+    """Links, for each the index of its operation, and the settings that they depend on."""
 
     chain: Chain
     owners: tuple[int, ...]
@@ -243,12 +243,12 @@ class _Layouts:
         return _Layouts, (self._ops,)
 
     def get(self, ctxs: Contexts) -> _Layout:
-        """Those of a call: probabilities, factors and flags may be changed between two calls."""
+        """The layout of a call: probabilities, factors and flags may change between calls."""
         saves = ctxs[0].requires_grad
         settings = [
             ctxs[i].settings or op.frozen_settings(ctxs[i]) for i, op in self._with_settings
         ]
-        if torch.compiler.is_compiling():  # it would make another graph after every change
+        if torch.compiler.is_compiling():  # a cached layout would cause recompilations
             return _lay_out(self._ops, ctxs, settings, saves)
         layout = self._by_need.get(saves)
         if layout is None or layout.settings != settings:
@@ -259,7 +259,7 @@ class _Layouts:
 def _lay_out(
     ops: Sequence[BasicOperation], ctxs: Contexts, settings: list[Any], saves: bool
 ) -> _Layout:
-    """The links of operations; where backward needs a sum, it is kept."""
+    """The links of operations, with one that saves each sum that backward needs."""
     links: list[Link] = []
     owners: list[int] = []
     needed = False
@@ -282,7 +282,7 @@ def _settings_of(op: FusibleOperation) -> Any:
 
 
 def _link(op: FusibleOperation, settings: Any) -> Link | None:
-    """What an operation with those settings does, or None if it does nothing."""
+    """The link of an operation with those settings, or None for the identity."""
     if isinstance(op, Bias):
         return Link(BIAS)
     if isinstance(op, AddExtraInput):

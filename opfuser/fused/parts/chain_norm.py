@@ -1,4 +1,4 @@
-"""Element-wise operations and the norm behind them as a part of a joint fusion."""
+"""A chain of element-wise operations and the norm behind it as a part of a joint fusion."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["ChainNormPart"]
 
 
 class ChainNormPart(Part):
-    """A chain of element-wise operations, the tap of its output, where there is one, and a norm.
+    """A chain of element-wise operations, an optional MakeExtraOutput of its result, and a norm.
 
-    Forward is one kernel where the chain's rows are those of the norm. Saves what chain and norm
-    save, and not the norm's output.
+    Forward is one kernel if chain and norm have the same rows. Saves what chain and norm save, but
+    not the norm's output.
 
     Args:
         before: the element-wise operations, in forward order.
-        make_extra: the tap, or None.
+        make_extra: what publishes the result of the chain, or None.
         norm: the norm.
         where: names the fused operation in errors.
 
@@ -70,7 +70,7 @@ class ChainNormPart(Part):
         return y, [*[()] * self._count, *self._norm.extra_outputs(total)]
 
     def _in_one_kernel(self, ctx: OperationContext, call: ChainCall, x: Tensor) -> Normed | None:
-        """None where the norm casts its input, or its rows are not those of the chain."""
+        """The results of chain and norm; None if the norm casts its input or has other rows."""
         norm = self._norm.norm
         if x.shape[-1:] != norm.normalized_shape:
             return None

@@ -22,7 +22,7 @@ __all__ = ["LinearPart", "refuse"]
 
 
 def refuse(linears: Sequence[BasicLinear], env: Env) -> Refusal | None:
-    """Why nothing is saved in any case, or a linear operation is more than its GEMMs."""
+    """The refusal where nothing would be saved, or where ranks exchange data around a GEMM."""
     if not any(env.needs_backward):
         return Refusal("NO_GRAD", "no gradient is needed, so that nothing is saved")
     for linear in linears:
@@ -33,9 +33,9 @@ def refuse(linears: Sequence[BasicLinear], env: Env) -> Refusal | None:
 
 
 class LinearPart(Part):
-    """A linear operation, and after it its bias and the sum with a residual, where they are.
+    """A linear operation with an optional bias and an optional residual sum behind it.
 
-    Saves the weight, and its input unless another part recomputes that.
+    Saves the weight, and its input unless the part before recomputes it.
 
     Args:
         linear: the linear operation.
@@ -67,9 +67,9 @@ class LinearPart(Part):
     def forward(
         self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
     ) -> tuple[Tensor, ExtraTensors]:
-        """``x Wᵀ + b``, and the extra input added to it where there is a sum.
+        """``x Wᵀ + b``, plus the extra input if there is a sum.
 
-        That is written to where nobody but ``extra_inputs`` refers to it.
+        The extra input is overwritten if ``extra_inputs`` has the only reference to it.
         """
         ctx = ctxs[0]
         x, w = self.linear.operands(ctx, x, save=False)
@@ -103,7 +103,7 @@ class LinearPart(Part):
     ) -> PartGrads:
         dx = None
         if ctxs[0].needs.input:
-            # As rows, which the part before may take as they are.
+            # As rows: the part before accepts flattened dimensions.
             dx = gemm.dgrad(gemm.as_rows(dy), ctxs[0].saved_tensors[1])
         extra_inputs: list[Gradients] = [()] * len(self.ops)
         if self.add is not None:

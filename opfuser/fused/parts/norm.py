@@ -17,10 +17,10 @@ __all__ = ["NormPart"]
 
 
 class NormPart(Part):
-    """A norm, and before it the sum with a residual and the tap of that sum, where they are.
+    """A norm; before it an optional residual sum and an optional MakeExtraOutput of that sum.
 
-    Saves what the norm saves, the sum among it, but not the norm's output, which backward
-    recomputes in the pass of the gradients.
+    Saves what the norm saves, with the sum as its input, but not the norm's output: the kernel of
+    the gradients recomputes it.
     """
 
     keeps_input: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class NormPart(Part):
         return fits and x.dtype == z.dtype == compute_dtype(x, self.norm)
 
     def extra_outputs(self, x: Tensor | None) -> ExtraTensors:
-        """For each operation its extra outputs, where ``x`` is the input of the norm."""
+        """For each operation its extra outputs, given the input ``x`` of the norm."""
         outputs: list[tuple[Tensor | None, ...]] = [()] * len(self.ops)
         if self.tap is not None:
             outputs[self.tap] = (x,)

@@ -19,10 +19,10 @@ class PartGrads(NamedTuple):
     """Gradients of the operations of a part.
 
     Attributes:
-        input: of the part's input; its dimensions but the last may be flattened to one.
+        input: of the part's input; all dimensions but the last may be flattened to one.
         parameters: for each operation those of its parameters.
         extra_inputs: for each operation those of its extra inputs.
-        output: the output of the part, recomputed, if that was wanted.
+        output: the recomputed output of the part, if it was wanted.
     """
 
     input: Tensor | None
@@ -34,17 +34,16 @@ class PartGrads(NamedTuple):
 class Part:
     """Abstract. Consecutive basic operations that are computed together in both passes.
 
-    Methods take the contexts of these operations, in forward order, and what a part saves lies in
-    them. A method that is given no input takes the one that forward saved.
+    Methods receive the contexts of these operations, in forward order, and save into them. A method
+    that receives no input reads the one that forward saved.
 
     Attributes:
         ops: the operations, in forward order.
 
     Class attributes:
-        keeps_input: whether forward saves the input whatever it is told, so that nothing need
-            recompute it.
-        parameters_apart: whether the gradients of parameters are computed by
-            :meth:`parameter_grads`, which alone reads the input, and not by :meth:`backward`.
+        keeps_input: whether forward saves the input in any case, so that it need not be recomputed.
+        parameters_apart: whether :meth:`parameter_grads` computes the gradients of parameters, and
+            alone reads the input, instead of :meth:`backward`.
         recomputes: whether the output can be recomputed in backward.
     """
 
@@ -63,12 +62,12 @@ class Part:
             ctxs: contexts.
             x: the input.
             extra_inputs: for each operation its extra inputs.
-            save_input: whether to save the input; if not, backward is given it.
+            save_input: whether to save the input; if not, backward receives it.
         """
         raise NotImplementedError
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
-        """In backward, what forward returned for the input ``x``."""
+        """The output of forward for the input ``x``, recomputed in backward."""
         raise NotImplementedError
 
     def backward(
@@ -80,14 +79,14 @@ class Part:
         *,
         want_output: bool,
     ) -> PartGrads:
-        """Gradients, and the output again if that is wanted and comes at less than its own pass.
+        """The gradients, and the recomputed output if it is wanted.
 
         Args:
             ctxs: contexts.
-            dy: gradient of the output; its dimensions but the last may be flattened to one.
-            x: the input, recomputed and the part's to overwrite; None where forward saved it.
+            dy: gradient of the output; all dimensions but the last may be flattened to one.
+            x: the recomputed input, which may be overwritten; None if forward saved it.
             grad_extra_outputs: for each operation the gradients of its extra outputs.
-            want_output: whether to recompute the output.
+            want_output: whether to recompute the output along with the gradients.
         """
         raise NotImplementedError
 
@@ -96,12 +95,12 @@ class Part:
         raise NotImplementedError
 
     def parameter_grads(self, ctxs: Contexts, dy: Tensor, x: Tensor | None) -> list[Gradients]:
-        """For each operation the gradients of its parameters, where these are made apart."""
+        """For each operation the gradients of its parameters, if ``parameters_apart``."""
         raise NotImplementedError
 
     def owes_gradients(self, ctxs: Contexts) -> bool:
-        """Whether anything reads what backward of this part computes."""
-        needs = ctxs[-1].needs  # whose input comes from the operations before
+        """Whether any gradient that this part's backward computes will be read."""
+        needs = ctxs[-1].needs  # the last operation's input depends on those before it
         return needs.input or True in needs.parameters or True in needs.extra_inputs
 
 

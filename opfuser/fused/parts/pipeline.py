@@ -1,4 +1,4 @@
-"""The driver of joint fusions: parts, one after the other, and what happens between them."""
+"""The driver of joint fusions: runs the parts in order, and saves or recomputes between them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Edge", "Pipeline"]
 
 
 class Edge(Enum):
-    """What becomes of the tensor between two parts until backward reads it.
+    """How backward gets the tensor between two parts.
 
-    SAVE: the part behind it saves it. RECOMPUTE: nobody does, and the part before it computes it
-    again; where that part owes no gradient, which no plan leads to, the part behind saves it.
+    SAVE: the part behind saves it. RECOMPUTE: the part before recomputes it. If that part owes no
+    gradient, which occurs in no plan, the part behind saves it all the same.
     """
 
     SAVE = "save"
@@ -32,11 +32,11 @@ class _Place(NamedTuple):
 
     Attributes:
         part: the part.
-        own: where its operations are among all.
+        own: position of its operations among all.
         recomputed: whether the edge before it is recomputed.
-        early: whether that has to be done before any gradient: this part's backward reads its
-            input, or a later input is recomputed from it.
-        late: whether the input is a by-product of the backward of the part before.
+        early: whether it must be recomputed before any gradient: this part's backward reads it, or
+            a later input is recomputed from it.
+        late: whether the backward of the part before recomputes it along with its gradients.
     """
 
     part: Part
@@ -49,19 +49,18 @@ class _Place(NamedTuple):
 class Pipeline(FusedOperation):
     """Abstract. A fused operation of both passes that consists of parts.
 
-    A subclass declares, in its constructor, parts and the edges between them.
+    The constructor of a subclass declares the parts and the edges between them.
 
-    Forward runs the parts in order. Backward first recomputes the inputs that have to be there,
-    in order, and then runs the parts in reverse. Where a part computes the gradients of its
-    parameters apart, these wait for the recomputed input if that is written by the pass in which
-    the part before computes its gradients.
+    Forward runs the parts in order. Backward first recomputes, in order, the inputs that it needs
+    from the start, then runs the parts in reverse. Gradients of parameters that a part computes
+    apart wait for its input if the kernel of the gradients of the part before recomputes that.
 
     Args:
         parts: in forward order.
-        edges: one less; by default all are recomputed.
+        edges: one between each two parts; by default all are recomputed.
 
     Raises:
-        ValueError: the edges don't fit the parts.
+        ValueError: the edges do not fit the parts.
     """
 
     def __init__(self, parts: Sequence[Part], edges: Sequence[Edge] | None = None) -> None:
@@ -99,7 +98,7 @@ class Pipeline(FusedOperation):
         for n in reversed(range(len(inputs))):
             place, ctxs, x = self._places[n], basic_op_ctxs[self._places[n].own], inputs.pop()
             part = place.part
-            if dy is None:  # nobody needs a gradient of what is left
+            if dy is None:  # the parts left owe no gradient
                 grads = no_gradients(ctxs)
                 parameters.append(grads.parameters)
                 extra_inputs.append(grads.extra_inputs)
@@ -133,7 +132,7 @@ class Pipeline(FusedOperation):
         return place.part.owes_gradients(ctxs[place.own])
 
     def _recomputed_inputs(self, ctxs: Contexts) -> list[Tensor | None]:
-        """For each part its input, where that is recomputed before any gradient."""
+        """For each part its input, if it is recomputed before any gradient, else None."""
         x: Tensor | None = None
         inputs = [x]
         for n, place in enumerate(self._places[1:]):
@@ -145,7 +144,7 @@ class Pipeline(FusedOperation):
 
 
 class _Waiting(NamedTuple):
-    """A part whose gradients of parameters wait for its input, and what they are made from."""
+    """A part whose gradients of parameters wait for its input, and their other operands."""
 
     part: Part
     ctxs: Contexts
@@ -153,7 +152,7 @@ class _Waiting(NamedTuple):
 
 
 def _joined(of_parts: list[Sequence[Gradients]]) -> list[Gradients]:
-    """Gradients of all operations in forward order, from those of the parts in reverse."""
+    """The gradients of all operations in forward order, given those of the parts in reverse."""
     return [grads for part in reversed(of_parts) for grads in part]
 
 
@@ -166,7 +165,7 @@ def _places(parts: Sequence[Part], edges: Sequence[Edge]) -> tuple[_Place, ...]:
             raise ValueError(f"The tensor between {kinds} is saved, and cannot be recomputed")
     places: list[_Place] = []
     stop = sum(len(part.ops) for part in parts)
-    early = False  # whether what is recomputed comes from the input of the part behind
+    early = False  # whether the input of the part behind is recomputed before any gradient
     for part, before in zip(reversed(parts), (*reversed(edges), None)):
         recomputed = before is Edge.RECOMPUTE
         early = recomputed and (early or not part.parameters_apart)
