@@ -251,8 +251,8 @@ class BasicOperation(FusibleOperation):
     def frozen_settings(self, ctx: OperationContext) -> Any:
         """The settings of the call that ``ctx`` belongs to.
 
-        The engine freezes them before any forward runs, fused or not; for a context constructed by
-        hand, this method does.
+        The engine freezes them before the operation's forward runs, fused or not; for a context
+        constructed by hand, this method does.
         """
         if ctx.settings is None:
             ctx.settings = self.settings

@@ -79,7 +79,7 @@ class Part:
         *,
         want_output: bool,
     ) -> PartGrads:
-        """The gradients, and the recomputed output if it is wanted.
+        """The gradients, and the output if it is wanted and costs less than :meth:`recompute`.
 
         Args:
             ctxs: contexts.
