@@ -15,7 +15,7 @@ from opfuser.fused import PointwiseChain, PointwiseNorm
 from opfuser.op import BasicOperation
 from tests.basic.attributes import CASES, Change, Inputs, f32, make, results, rows, same
 
-__all__ = ["CHANGES", "SEQUENCES", "Run", "Sets", "check_counts", "check_is_frozen"]
+__all__ = ["CHANGES", "SEQUENCES", "Run", "Sets", "check_change", "parts"]
 
 
 class Run(NamedTuple):
@@ -128,39 +128,21 @@ class Sets(BasicOperation):
 CHANGES = [(name, *change) for name, run in SEQUENCES.items() for change in run.attributes()]
 
 
-def check_is_frozen(
+def check_change(
     name: str, n: int, attribute: str, how: Change, device: torch.device | None = None
 ) -> None:
-    """Fails unless backward computes with the attribute that forward found."""
-    run = SEQUENCES[name]
-    seq, inputs = run.make().to(device), [t.to(device) for t in run.inputs()]
-    with run.switched():
-        wanted = results(seq, inputs)
-        op = _parts(seq)[n]
-        found = results(seq, inputs, lambda: setattr(op, attribute, how.value))
-        assert same(found, wanted)
-        assert not same(results(seq, inputs), wanted)
-
-
-def check_counts(
-    name: str,
-    n: int,
-    attribute: str,
-    how: Change,
-    called: bool,
-    device: torch.device | None = None,
-) -> None:
-    """Fails unless a sequence is the one constructed with the value that is set later."""
+    """Fails unless backward computes with what forward found, and a value set later counts."""
     run = SEQUENCES[name]
     seq, inputs = run.make().to(device), [t.to(device) for t in run.inputs()]
     other = run.make(n, **{how.argument or attribute: how.value}).to(device)
     other.load_state_dict(seq.state_dict())
     with run.switched():
-        if called:
-            results(seq, inputs)
-        setattr(_parts(seq)[n], attribute, how.value)
-        assert same(results(seq, inputs), results(other, inputs))
+        before, after = results(seq, inputs), results(other, inputs)
+        assert not same(after, before)
+        op = parts(seq)[n]
+        assert same(results(seq, inputs, lambda: setattr(op, attribute, how.value)), before)
+        assert same(results(seq, inputs), after)
 
 
-def _parts(seq: Sequential) -> list[BasicOperation]:
+def parts(seq: Sequential) -> list[BasicOperation]:
     return [m for m in seq.modules() if isinstance(m, BasicOperation)]

@@ -1,0 +1,276 @@
+"""What every operation does alike: values, dtypes, copies, compilation, what is saved, errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from opfuser import Sequential
+from opfuser.basic import (
+    BasicLinear,
+    Bias,
+    ClampedSwiGLU,
+    CrossEntropy,
+    DotProductAttention,
+    Dropout,
+    Embedding,
+    GELU,
+    GroupedLinear,
+    L2Normalization,
+    LayerNorm,
+    QKNorm,
+    RMSNorm,
+    RotaryEmbedding,
+    Softplus,
+)
+from opfuser.errors import ArgumentError, InputError, OpKwargsError
+from opfuser.op import BasicOperation, GradNeeds, OperationContext
+from opfuser.testing import check_op
+from tests.basic.attributes import CASES, make, results, same
+from tests.basic.values import DTYPES, fill, saved_by
+
+# Those that hand a tensor on, whatever its dtype.
+ANY_DTYPE = {
+    "AddExtraInput", "AllGather", "AllReduce", "ConstantScale", "Dropout", "Identity",
+    "MakeExtraOutput", "Quantize", "ReduceScatter", "Reshape",
+}  # fmt: skip
+# Their own files say what they refuse.
+OWN_TEXT = {"CrossEntropy", "DotProductAttention", "Embedding", "RotaryEmbedding"}
+TRAINED = [name for name in CASES if list(make(name).parameters())]
+
+
+def made(name: str, device: torch.device | None = None) -> tuple[BasicOperation, list[Tensor]]:
+    op = fill(make(name)).to(device)
+    return op, [t.to(device) for t in CASES[name].inputs()]
+
+
+@pytest.mark.parametrize("name", sorted({*CASES} - {"QKNorm"}))
+def test_values_and_gradients(name: str, device: torch.device) -> None:
+    """As the reference says; the files of the operations hold them to formulas.
+
+    QKNorm's has more numbers: with few, plain torch may be exact by luck.
+    """
+    op, inputs = made(name, device)
+    # A mean over no rows is nan, and split sizes would no longer add up.
+    zero_rows = name not in {"CrossEntropy", "GroupedLinear", "Reshape"}
+    check_op(op, *inputs, dtypes=DTYPES, zero_rows=zero_rows)
+    with torch.autocast(device.type, torch.bfloat16):
+        check_op(op, *inputs, zero_rows=zero_rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copies(name: str) -> None:
+    op, inputs = made(name)
+    wanted = results(op, inputs)
+    for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        assert repr(twin) == repr(op)
+        assert same(results(twin, inputs), wanted)
+    assert list(op.state_dict()) == [key for key, _ in op.named_parameters()]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_other_parameters(name: str) -> None:
+    op, inputs = made(name)
+    other = {key: torch.randn_like(p).requires_grad_() for key, p in op.named_parameters()}
+    inputs = [t.requires_grad_(t.is_floating_point()) for t in inputs]
+    y = functional_call(op, other, tuple(inputs))
+    got = torch.autograd.grad(y.square().sum(), list(other.values()))
+    op.load_state_dict(other)
+    wanted = torch.autograd.grad(op(*inputs).square().sum(), list(op.parameters()))
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_hazard_11_meta_construction_then_materialisation_then_backward(name: str) -> None:
+    op = make(name, device="meta", dtype=torch.float64)
+    assert {(p.device.type, p.dtype) for p in op.parameters()} == {("meta", torch.float64)}
+    op.to_empty(device="cpu")
+    torch.manual_seed(5)
+    op.reset_parameters()
+    torch.manual_seed(5)
+    fresh = make(name, dtype=torch.float64)
+    inputs = [t.double() if t.is_floating_point() else t for t in CASES[name].inputs()]
+    assert same(results(op, inputs), results(fresh, inputs))
+
+
+@pytest.mark.parametrize("name", sorted({*CASES} - {"GroupedLinear"}))
+def test_shapes_on_the_meta_device(name: str) -> None:
+    """Those of groups of rows are values."""
+    op, inputs = made(name)
+    shapes = [t.shape for t in results(op, inputs)]
+    torch.manual_seed(7)
+    leaves = [t.to("meta").requires_grad_(t.is_floating_point()) for t in inputs]
+    module = op.to("meta")
+    y = module(*leaves)
+    ys = y if isinstance(y, tuple) else (y,)
+    torch.autograd.backward(ys, [torch.empty_like(y) for y in ys])
+    grads = [t.grad for t in (*leaves, *op.parameters())]
+    found = [t.shape for t in (*ys, *grads) if t is not None]
+    assert found == shapes[: len(found)]
+    assert len(found) + len(list(op.parameters())) == len(shapes), "the rest is main_grad"
+
+
+# Each way of computing once. Dropout, traced, draws other numbers; see its own file.
+COMPILED = [
+    "ClampedSwiGLU", "CrossEntropy", "DotProductAttention", "Embedding", "GELU", "GroupedLinear",
+    "L2Normalization", "LayerNorm", "PointwiseOperation", "QKNorm", "RMSNorm", "RotaryEmbedding",
+    "ScaledSiTUGLU", "SwiGLU",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_a_graph_break(name: str) -> None:
+    torch.compiler.reset()  # its limit of recompilations counts those of all tests
+    op, inputs = made(name)
+    model = Sequential(op)
+    inputs[0] = torch.stack([inputs[0], inputs[0]], -1)[..., 0]  # with gaps
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert same(results(compiled, inputs), results(model, inputs))
+
+
+# What is saved besides the first input and the parameters: other inputs, numbers of bytes. A few
+# numbers per row, never an intermediate of the input's size.
+SAVED: dict[str, list[str | int]] = {
+    "CrossEntropy": ["input 1", 20, 20, 8],
+    "DotProductAttention": [480, 80],
+    "GroupedLinear": ["input 1"],
+    "L2Normalization": [12],
+    "LayerNorm": [12, 12],
+    "QKNorm": [120],
+    "RMSNorm": [12],
+    "ScaledClampedQGeGLU": ["input 1"],
+    "ScaledSReLU": ["input 1"],
+    "ScaledSiTUGLU": ["input 1"],
+    "ScaledSwiGLU": ["input 1"],
+}
+NOTHING = ANY_DTYPE - {"Dropout"} | {"Bias", "RotaryEmbedding"}
+
+
+@pytest.mark.parametrize("name", sorted({*CASES} - {"Dropout"}))
+def test_saved_for_backward(name: str) -> None:
+    op, inputs = made(name)
+    inputs = [t.requires_grad_(t.is_floating_point()) for t in inputs]
+    known = {t.data_ptr(): f"input {n}" for n, t in enumerate(inputs)}
+    known |= {p.data_ptr(): "a parameter" for p in op.parameters()}
+    saved = [known.get(t.data_ptr(), t.nbytes) for t in saved_by(lambda: op(*inputs))]
+    rest = [s for s in saved if s not in ("input 0", "a parameter")]
+    assert rest == SAVED.get(name, [])
+    assert saved.count("input 0") == (name not in NOTHING)
+    with torch.no_grad():
+        assert not saved_by(lambda: op(*inputs))
+
+
+@pytest.mark.parametrize("who", ["input", "parameters", "extra inputs"])
+@pytest.mark.parametrize("name", sorted({*CASES} - ANY_DTYPE))
+def test_gradients_that_nobody_reads_are_not_computed(name: str, who: str) -> None:
+    op, inputs = made(name)
+    ctx = OperationContext()
+    ctx.needs = GradNeeds(
+        who == "input" and inputs[0].is_floating_point(),
+        tuple(who == "parameters" for _ in op.parameter_slots()),
+        tuple(who == "extra inputs" and t.is_floating_point() for t in inputs[1:]),
+    )
+    with torch.no_grad():
+        y, _ = op.fuser_forward(
+            [ctx],
+            inputs[0],
+            basic_op_extra_inputs=[inputs[1:]],
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=[{}],
+        )
+        ctx.saved_tensors, ctx.parameters = tuple(ctx.to_save or ()), tuple(op.parameters())
+        dx, (of_parameters,), (of_extras,) = op.fuser_backward(
+            [ctx], torch.ones_like(y), basic_op_grad_extra_outputs=[[]]
+        )
+
+    def given(grads: Sequence[Tensor | None]) -> tuple[bool, ...]:
+        return tuple(grad is not None for grad in grads)
+
+    assert GradNeeds(dx is not None, given(tuple(of_parameters)), given(of_extras)) == ctx.needs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_keywords_are_refused(name: str) -> None:
+    op, inputs = made(name)
+    with pytest.raises(OpKwargsError, match=rf"{type(op).__name__}.*Received: alpha\."):
+        Sequential(op)(*inputs, op_kwargs={0: {"alpha": 2}})
+
+
+@pytest.mark.parametrize("name", sorted({*CASES} - ANY_DTYPE - OWN_TEXT))
+def test_inputs_of_other_dtypes_are_refused(name: str) -> None:
+    """A cast would change them, also that of autocast."""
+    op, (x, *extras) = made(name)
+    for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e5m2):
+        text = rf"(fp64|floating point).* Received: .*{dtype}"
+        for autocast in (False, True):
+            with (
+                torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+                pytest.raises(InputError, match=text),
+            ):
+                op(x.to(dtype), *extras)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if name != "Embedding"])
+def test_parameters_of_other_dtypes_are_refused(name: str) -> None:
+    for dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        text = rf"(fp32 or fp64|float32 or float64).* Received: .*{dtype}"
+        with pytest.raises(ArgumentError, match=text):
+            make(name, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (BasicLinear(3, 2), "BasicLinear(in_features=3, out_features=2)"),
+        (Bias(3), "Bias(3)"),
+        (
+            CrossEntropy(3, 0.5, "sum"),
+            "CrossEntropy(ignore_index=3, label_smoothing=0.5, reduction='sum')",
+        ),
+        (
+            CrossEntropy(z_loss=1e-4),
+            "CrossEntropy(ignore_index=-100, label_smoothing=0.0, reduction='mean', z_loss=0.0001)",
+        ),
+        (
+            DotProductAttention(4, 2, causal=False, scale=0.5),
+            "DotProductAttention(4, 2, causal=False, scale=0.5)",
+        ),
+        (Dropout(0.25), "Dropout(p=0.25)"),
+        (Embedding(5, 3, padding_idx=0), "Embedding(5, 3, padding_idx=0)"),
+        (GELU("none"), "GELU(approximate='none')"),
+        (
+            GroupedLinear(2, 5, 4),
+            "GroupedLinear(num_groups=2, in_features=5, out_features=4, bias=True)",
+        ),
+        (L2Normalization(), "L2Normalization(eps=1e-06)"),
+        (LayerNorm(4), "LayerNorm((4,), eps=1e-05)"),
+        (
+            QKNorm(4, 6, num_kv_heads=1, eps=0.1, zero_centered_gamma=True),
+            "QKNorm(num_heads=4, head_dim=6, num_kv_heads=1, eps=0.1, zero_centered_gamma=True)",
+        ),
+        (
+            RMSNorm((2, 4), eps=0.5, zero_centered_gamma=True),
+            "RMSNorm((2, 4), eps=0.5, zero_centered_gamma=True)",
+        ),
+        (Softplus(2.0), "Softplus(beta=2.0, threshold=20.0)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_arguments_show(op: BasicOperation, text: str) -> None:
+    assert repr(op) == text
+
+
+def test_arguments_are_readable() -> None:
+    op = ClampedSwiGLU(limit=5.0, alpha=1.5, glu_linear_offset=0.5, glu_interleave_size=4)
+    assert (op.limit, op.alpha, op.glu_linear_offset, op.glu_interleave_size) == (5, 1.5, 0.5, 4)
+    assert RotaryEmbedding(4, 6).num_kv_heads == 4

@@ -1,0 +1,70 @@
+"""Holding operations to formulas, and looking at what a call saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from opfuser.op import BasicOperation
+from opfuser.testing import check_op
+
+__all__ = ["DTYPES", "EXACT", "HALF", "check_values", "fill", "held_to", "saved_by"]
+
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float64, *HALF)
+
+# Allowed besides twice the error of plain torch, relative to the largest element: a quarter of a
+# unit in the last place in half precision; in float64, where plain torch counts as exact, rounding.
+FLOORS = {
+    torch.float32: 1e-7,
+    torch.float64: 1e-14,
+    torch.bfloat16: 2e-3,
+    torch.float16: 2e-4,
+}
+# Not more than twice the error of plain torch.
+EXACT = {**dict.fromkeys(FLOORS, 0.0), torch.float64: 1e-14}
+
+Op = TypeVar("Op", bound=BasicOperation)
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def fill(module: Module) -> Module:
+    """Random parameters: norms and biases start at ones and zeros, which hide mistakes."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
+def held_to(op: Op, formula: Callable[..., Any]) -> Op:
+    """``op``, which has ``formula(op, *inputs)`` as its reference from now on."""
+    op.__class__ = type(type(op).__name__, (type(op),), {"reference": formula})
+    return op
+
+
+def check_values(
+    op: BasicOperation,
+    *inputs: Tensor,
+    dtypes: Iterable[torch.dtype] = DTYPES,
+    floors: dict[torch.dtype, float] = FLOORS,
+    **how: Any,
+) -> None:
+    """:func:`check_op` in each dtype, with a floor of its own."""
+    for dtype in dtypes:
+        check_op(op, *inputs, dtypes=[dtype], floor=floors[dtype], **how)
+
+
+def saved_by(call: Callable[[], Any]) -> list[Tensor]:
+    """What a call saves for backward."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return saved
