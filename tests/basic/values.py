@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opfuser.op import BasicOperation
 from opfuser.testing import check_op
 
-__all__ = ["DTYPES", "EXACT", "HALF", "check_values", "fill", "held_to", "saved_by"]
+__all__ = ["DTYPES", "EXACT", "HALF", "ONE_UNIT", "check_values", "fill", "held_to", "saved_by"]
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.float64, *HALF)
@@ -24,6 +24,7 @@ FLOORS = {
     torch.bfloat16: 2e-3,
     torch.float16: 2e-4,
 }
+ONE_UNIT = {**FLOORS, **{dtype: torch.finfo(dtype).eps for dtype in HALF}}
 # Not more than twice the error of plain torch.
 EXACT = {**dict.fromkeys(FLOORS, 0.0), torch.float64: 1e-14}
 
