@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from opfuser import Sequential
 from opfuser.basic import (
+    GELU,
     BasicLinear,
     Bias,
     ClampedSwiGLU,
@@ -21,7 +22,6 @@ from opfuser.basic import (
     DotProductAttention,
     Dropout,
     Embedding,
-    GELU,
     GroupedLinear,
     L2Normalization,
     LayerNorm,

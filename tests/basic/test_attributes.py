@@ -12,7 +12,6 @@ from torch import nn
 from opfuser import ConstantScale, CrossEntropy, RotaryEmbedding, Sequential, basic
 from opfuser.basic import BasicLinear, Dropout, Embedding, QKNorm, SiLU
 from opfuser.errors import InputError, NotSupportedError, OpfuserError, ReadOnlyAttributeError
-from opfuser.op import BasicOperation
 from tests.basic.attributes import (
     CASES,
     Change,

@@ -231,15 +231,21 @@ def gradients(name: str, device: torch.device, batched: bool) -> Sequence[Any]:
     return stacked(each)
 
 
+# What consists of torch's own operations on a CPU; what else is right depends on the device.
+BATCHED = ("AddExtraInput", "BasicLinear", "Bias", "GELU")
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_several_gradients_are_right_or_refused(name: str, device: torch.device) -> None:
     try:
         got = gradients(name, device, True)
     except NotSupportedError as error:
-        assert re.search(ONE_AT_A_TIME, str(error))
-        assert name not in ("BasicLinear", "Bias", "GELU", "AddExtraInput") or device.type != "cpu"
+        refused = str(error)
     else:
+        refused = ""
         torch.testing.assert_close(tuple(got), gradients(name, device, False))
+    assert not refused or re.search(ONE_AT_A_TIME, refused)
+    assert not (refused and name in BATCHED and device.type == "cpu")
 
 
 @pytest.mark.parametrize("name", ["SwiGLU", "RMSNorm", "QKNorm", "pre-norm"])
