@@ -99,6 +99,12 @@ SEQUENCES: dict[str, Run] = {
     "linear, scale and sum": Run(
         (LINEAR, TWICE, ("AddExtraInput", {})), f32((3, 8), (3, 8)), ("forward_linear_scale_add",)
     ),
+    "linear, bias and sum": Run(
+        (LINEAR, ("Bias", {}), ("AddExtraInput", {})),
+        f32((3, 8), (3, 8)),
+        ("forward_linear_bias_add",),
+    ),
+    "tap and linear": Run((("MakeExtraOutput", {}), LINEAR), rows(), ("backward_linear_add",)),
     "linear and scale": Run((LINEAR, TWICE), rows(), ("backward_linear_scale",)),
     "chain": Run(CHAIN, f32((3, 8), (3, 8))),
     "chain placed by hand": Run(CHAIN, f32((3, 8), (3, 8)), gather=_chain),

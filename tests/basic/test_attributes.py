@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -62,6 +64,33 @@ def test_a_value_set_later_counts(name: str, attribute: str, called: bool) -> No
     setattr(op, attribute, change.value)
     inputs = (change.inputs or case.inputs)()
     assert same(results(module, inputs), results(other, inputs))
+
+
+def is_a_number(name: str, attribute: str) -> bool:
+    return isinstance(CASES[name].attributes[attribute].value, float)
+
+
+@pytest.mark.parametrize(("name", "attribute"), [pair for pair in SETTABLE if is_a_number(*pair)])
+def test_a_number_of_any_kind_becomes_a_float(name: str, attribute: str) -> None:
+    """As torch takes no other; the references, too, see floats."""
+    change: Any = CASES[name].attributes[attribute]
+    argument, inputs = change.argument or attribute, (change.inputs or CASES[name].inputs)()
+    exact = make(name, **{argument: change.value})
+    for number in (Fraction(change.value), np.float32(change.value), np.float64(change.value)):
+        given, later = make(name, **{argument: number}), make(name)
+        setattr(later, attribute, number)
+        for op in (given, later):
+            op.load_state_dict(exact.state_dict())
+            assert isinstance(getattr(op, attribute), float)
+            assert same(results(op, inputs), results(exact, inputs))
+
+
+def test_flags_and_subclasses_of_numbers_stay_what_they_are() -> None:
+    op = basic.Identity()
+    op.flag, op.size = True, torch.Size([2])
+    assert op.flag is True
+    assert type(op.size) is torch.Size
+    assert type(CrossEntropy(ignore_index=np.int64(-1)).ignore_index) is int
 
 
 @pytest.mark.parametrize(("name", "attribute"), attributes_of(ReadOnly))

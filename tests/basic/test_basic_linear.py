@@ -182,20 +182,6 @@ def test_main_grad_belongs_to_the_weight_that_forward_used(kind: str, how: str) 
 
 @pytest.mark.parametrize("late", [False, True])
 @SURROUNDED
-def test_backward_uses_main_grad_if_forward_was_to(kind: str, late: bool) -> None:
-    op = with_main_grad()
-    op.accumulate_into_main_grad = not late
-    y = run_around(kind, op)
-    op.accumulate_into_main_grad = late
-    y.sum().backward()
-    added, given = op.weight.main_grad - 1, op.weight.grad
-    torch.testing.assert_close((added, given), (0 * FOUR, FOUR) if late else (FOUR, 0 * FOUR))
-    run_around(kind, op).sum().backward()  # what was set counts in the next call
-    torch.testing.assert_close(op.weight.main_grad, 1 + FOUR)
-
-
-@pytest.mark.parametrize("late", [False, True])
-@SURROUNDED
 def test_backward_adds_to_grad_if_forward_was_to(kind: str, late: bool) -> None:
     op = BasicLinear(3, 2, accumulate_into_grad=not late)
     op.weight.grad = torch.ones(2, 3)
