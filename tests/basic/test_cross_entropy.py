@@ -71,14 +71,13 @@ def test_as_exact_as_torch(
     reduction: Any,
     device: torch.device,
 ) -> None:
-    op = CrossEntropy(label_smoothing=smoothing, reduction=reduction, z_loss=z_loss)
+    op = held_to(CrossEntropy(-100, smoothing, reduction, z_loss), torchs)
     x = 3 * torch.randn(*shape, classes, device=device)
     targets = some_targets(shape, classes, device)
     assert op(x.bfloat16(), targets).dtype == torch.float32
     # Without rows the mean is nan.
     zero_rows = reduction != "mean" and bool(shape)
-    for one in (op, held_to(CrossEntropy(-100, smoothing, reduction, z_loss), torchs)):
-        check_op(one, x, targets, dtypes=DTYPES, zero_rows=zero_rows)
+    check_op(op, x, targets, dtypes=DTYPES, zero_rows=zero_rows)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -83,6 +83,13 @@ def test_a_sum_mixes_dtypes_as_torch_does() -> None:
     assert torch.equal(dextra, torch.ones_like(extra))
 
 
+@torch.no_grad()
+def test_a_sum_may_lie_where_nobody_needs_the_extra_input() -> None:
+    x, extra = torch.randn(2, 3, 4).unbind()
+    expected = x + extra
+    assert torch.equal(AddExtraInput(in_place=True)(x.clone(), extra.clone()), expected)
+
+
 @pytest.mark.parametrize("used", [[0], [1], [0, 1]], ids=str)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_hazard_6_gradients_of_an_extra_output_belong_to_the_caller(

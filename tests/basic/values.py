@@ -41,8 +41,20 @@ def fill(module: Module) -> Module:
 
 
 def held_to(op: Op, formula: Callable[..., Any]) -> Op:
-    """``op``, which has ``formula(op, *inputs)`` as its reference from now on."""
-    op.__class__ = type(type(op).__name__, (type(op),), {"reference": formula})
+    """``op``, which has ``formula(op, *inputs)`` as its reference from now on.
+
+    Its own reference is held to it in float64.
+    """
+    own = type(op)
+
+    def reference(self: Op, *inputs: Any, **kwargs: Any) -> Any:
+        y = formula(self, *inputs, **kwargs)
+        if y.dtype == torch.float64:
+            of_its_own = own.reference(self, *inputs, **kwargs)
+            torch.testing.assert_close(of_its_own, y, rtol=1e-9, atol=1e-9, equal_nan=True)
+        return y
+
+    op.__class__ = type(own.__name__, (own,), {"reference": reference})
     return op
 
 
