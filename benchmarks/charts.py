@@ -1,7 +1,7 @@
 """PNG charts of what benchmarks/gpu/run.py wrote: ``python benchmarks/charts.py FOLDER``.
 
 Writes ``<part>.png`` beside each ``<part>.json``; for blocks also ``memory.png``. Needs matplotlib,
-the extra ``viz``.
+which the extra ``examples`` installs.
 """
 
 from __future__ import annotations

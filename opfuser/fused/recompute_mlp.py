@@ -66,7 +66,7 @@ class RecomputeMLP(Pipeline):
         super().__init__(
             [
                 NormPart(add, make_extra, norm),
-                LinearPart(linear1, bias1 if in_gemm else None, where, recomputed=True),
+                LinearPart(linear1, bias1 if in_gemm else None, where),
                 ActivationPart(None if in_gemm else bias1, activation, where),
                 LinearPart(linear2, bias2, where),
             ]

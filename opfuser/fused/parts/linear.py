@@ -42,7 +42,6 @@ class LinearPart(Part):
         bias: the bias, or None.
         where: names the fused operation in errors.
         add: the sum with an extra input, which comes last in the fused operation, or None.
-        recomputed: whether the output will be recomputed.
 
     Raises:
         NotSupportedError: ``linear`` exchanges data between ranks.
@@ -57,12 +56,10 @@ class LinearPart(Part):
         where: str,
         *,
         add: AddExtraInput | None = None,
-        recomputed: bool = False,
     ) -> None:
         insist(forward_refusal(linear) or backward_refusal(linear), where)
         self.ops = tuple(op for op in (linear, bias, add) if op is not None)
         self.linear, self.bias, self.add = linear, bias, add
-        self._recomputed = recomputed
 
     def forward(
         self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
@@ -75,9 +72,9 @@ class LinearPart(Part):
         x, w = self.linear.operands(ctx, x, save=False)
         b = None if self.bias is None else self.bias.operand(x, w)
         if ctx.requires_grad:
-            reads_input = save_input and (self._recomputed or ctx.needs.parameters[0])
+            reads_input = save_input and (self.recomputed or ctx.needs.parameters[0])
             ctx.save_for_backward(x if reads_input else None, w)
-            if self._recomputed and self.bias is not None:
+            if self.recomputed and self.bias is not None:
                 ctxs[1].save_for_backward(b)
         nothing = [()] * len(self.ops)
         if self.add is None:

@@ -39,11 +39,12 @@ class Part:
 
     Attributes:
         ops: the operations, in forward order.
+        recomputed: whether :meth:`recompute` will be called; set by the pipeline.
 
     Class attributes:
         keeps_input: whether forward saves the input in any case, so that it need not be recomputed.
         parameters_apart: whether :meth:`parameter_grads` computes the gradients of parameters, and
-            alone reads the input, instead of :meth:`backward`.
+            alone reads the input, instead of :meth:`backward`, which then recomputes no output.
         recomputes: whether the output can be recomputed in backward.
     """
 
@@ -52,6 +53,7 @@ class Part:
     recomputes: ClassVar[bool] = True
 
     ops: tuple[BasicOperation, ...]
+    recomputed: bool = False
 
     def forward(
         self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool

@@ -166,9 +166,14 @@ def _places(parts: Sequence[Part], edges: Sequence[Edge]) -> tuple[_Place, ...]:
     places: list[_Place] = []
     stop = sum(len(part.ops) for part in parts)
     early = False  # whether the input of the part behind is recomputed before any gradient
-    for part, before in zip(reversed(parts), (*reversed(edges), None)):
-        recomputed = before is Edge.RECOMPUTE
-        early = recomputed and (early or not part.parameters_apart)
+    for n in reversed(range(len(parts))):
+        part = parts[n]
+        recomputed = n > 0 and edges[n - 1] is Edge.RECOMPUTE
+        if recomputed:
+            early = early or not part.parameters_apart or parts[n - 1].parameters_apart
+            parts[n - 1].recomputed = early
+        else:
+            early = False
         own = slice(stop - len(part.ops), stop)
         places.append(_Place(part, own, recomputed, early, recomputed and not early))
         stop = own.start
