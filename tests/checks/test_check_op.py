@@ -12,30 +12,17 @@ import opfuser
 from opfuser.errors import ArgumentTypeError
 from opfuser.op import BasicOperation
 from opfuser.testing import check_op
-from tests.engine.spoilt import Scaled, spoilt
+from tests.checks.spoilt import Scaled, spoilt
 from tests.engine.toys import Mixed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (2, 4, 3), (1, 3), (3,)])
-def test_a_right_operation_passes(shape: tuple[int, ...]) -> None:
-    check_op(Scaled(), torch.randn(shape), dtypes=DTYPES, zero_rows=len(shape) > 1)
-    check_op(Mixed(), torch.randn(shape), torch.randn(shape), dtypes=DTYPES, zero_rows=True)
-
-
-def test_basic_operations_pass() -> None:
-    x = torch.randn(4, 6)
-    for op in (opfuser.Bias(6), opfuser.BasicLinear(6, 5), opfuser.Dropout(0.3)):
-        check_op(op, x, dtypes=DTYPES, zero_rows=True)
-    check_op(opfuser.MakeExtraOutput(), x, dtypes=DTYPES)
-    check_op(opfuser.AddExtraInput(), x, torch.randn(4, 6), dtypes=DTYPES)
-
-
-def test_on_every_device(device: torch.device) -> None:
-    x = torch.randn(5, 3, device=device)
-    check_op(Scaled().to(device), x, dtypes=DTYPES, zero_rows=True)
-    check_op(Mixed(), x, torch.randn(5, 3, device=device), dtypes=DTYPES)
+def test_a_right_operation_passes(device: torch.device, shape: tuple[int, ...]) -> None:
+    x, e = torch.randn(2, *shape, device=device)
+    check_op(Scaled().to(device), x, dtypes=DTYPES, zero_rows=len(shape) > 1)
+    check_op(Mixed(), x, e, dtypes=DTYPES, zero_rows=True)
 
 
 def test_the_operation_given_is_left_alone() -> None:
@@ -45,18 +32,19 @@ def test_the_operation_given_is_left_alone() -> None:
     assert op.w.dtype is torch.float32
     assert op.w.grad is None
     assert x.grad is None
-    assert not op._routing_captured
+    mixed = Mixed()
+    check_op(mixed, x, x)
+    mixed.set_extra_input_channel(0, "still open")
 
 
 def test_dtypes_default_to_those_given() -> None:
     seen = []
 
-    class Watched(Scaled):
-        def compute(self, x: Tensor) -> Tensor:
-            seen.append((x.dtype, self.w.dtype))
-            return super().compute(x)
+    def compute(self: Scaled, ctx: Any, x: Tensor) -> Tensor:
+        seen.append((x.dtype, self.w.dtype))
+        return self.right(x)
 
-    check_op(Watched().bfloat16(), torch.randn(4, 3).bfloat16())
+    check_op(spoilt(Scaled, compute=compute)().bfloat16(), torch.randn(4, 3).bfloat16())
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
 
 
@@ -82,10 +70,7 @@ def test_registered_fusions_do_not_interfere() -> None:
         def fuser_forward(self, ctxs: Any, input_: Tensor, **kwargs: Any) -> Any:
             return input_ * 3, [()]
 
-    def fuse(ops: Any) -> Any:
-        return [Wrong(ops)]
-
-    with opfuser.register_forward_fusion(fuse):
+    with opfuser.register_forward_fusion(lambda ops: [Wrong(ops)], name="wrong"):
         check_op(opfuser.Identity(), torch.randn(4, 3))
 
 
@@ -116,15 +101,16 @@ def test_integer_inputs_have_no_gradient() -> None:
 
 def test_under_autocast() -> None:
     x = torch.randn(5, 6)
+    wrong = spoilt(Scaled, compute=lambda op, ctx, x: op.right(x * 1.05))()
     with torch.autocast("cpu", torch.bfloat16):
         check_op(opfuser.BasicLinear(6, 4), x, zero_rows=True)
         check_op(opfuser.Bias(6), x)
         with pytest.raises(AssertionError, match="The output is wrong"):
-            check_op(spoilt(compute=lambda op, x: (x * 1.05) ** 2 * op.w), torch.randn(5, 3))
+            check_op(wrong, torch.randn(5, 3))
 
 
 def test_factor_and_floor() -> None:
-    op = spoilt(compute=lambda op, x: x * x * op.w * (1 + 1e-4))
+    op = spoilt(Scaled, compute=lambda op, ctx, x: op.right(x) * (1 + 1e-4))()
     x = torch.randn(5, 3)
     with pytest.raises(AssertionError, match=r"allowed is 2 x"):
         check_op(op, x)
@@ -134,15 +120,36 @@ def test_factor_and_floor() -> None:
     check_op(op, x, factor=1e9)
 
 
-def test_an_operation_without_reference() -> None:
+def test_rows_are_left_out_unless_told_not_to() -> None:
+    def grads(op: Any, dx: Any, dw: Any, x: Tensor, dy: Tensor) -> Any:
+        return dx, None if dw is None else dw * torch.ones_like(x).mean()
+
+    wrong = spoilt(Scaled, grads=grads)()
+    with pytest.raises(AssertionError, match=r"parameter w is wrong: error nan.*zero rows"):
+        check_op(wrong, torch.randn(5, 3))
+    check_op(wrong, torch.randn(5, 3), zero_rows=False)
+    check_op(Scaled(), torch.randn(3))  # a vector is one row
+
+
+def test_a_single_row_that_the_reference_does_not_take_is_left_out() -> None:
+    class Pairs(Scaled):
+        """Takes an even number of rows."""
+
+        def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+            return super().reference(input_.unflatten(0, (-1, 2))).flatten(0, 1)
+
+        def right(self, x: Tensor) -> Tensor:
+            return super().right(x.unflatten(0, (-1, 2))).flatten(0, 1)
+
+    check_op(Pairs(), torch.randn(4, 3), zero_rows=False)
+
+
+def test_errors() -> None:
     class Silent(opfuser.Identity):
         reference = BasicOperation.reference
 
     with pytest.raises(NotImplementedError, match=r"check_op compares.*\(Silent\)"):
         check_op(Silent(), torch.randn(5, 3))
-
-
-def test_only_basic_operations() -> None:
     with pytest.raises(
         ArgumentTypeError, match=r"basic operations\. Received: Linear.*check_fusion"
     ):
