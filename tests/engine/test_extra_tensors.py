@@ -10,130 +10,76 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser import AddExtraInput, ConstantScale, Identity, MakeExtraOutput
-from opfuser.errors import (
-    ArgumentTypeError,
-    ChannelError,
-    ExtraInputCountError,
+from opfuser import AddExtraInput, ConstantScale, MakeExtraOutput
+from opfuser.errors import ChannelError
+from tests.engine.toys import (
+    Mixed,
+    Power,
+    RowSum,
+    Square,
+    Stop,
+    Times,
+    Twice,
+    consumer,
+    grads,
+    ignore,
+    producer,
+    randn,
+    same,
 )
-from opfuser.fuser import OperationFuser
-from tests.engine.toys import Mixed, RowSum, Square, Stop, Times, grads, randn, same
-
-
-class Twice(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
 
 
 def mixed(x: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
     return x * e, x + e
 
 
-@pytest.mark.parametrize("between", [[], [Twice()], [opfuser.Sequential(Twice())]], ids=str)
-def test_extra_tensors_come_and_go_in_operation_order(between: list[nn.Module]) -> None:
-    """Within a run, across runs, and with nested Sequentials."""
-    seq = opfuser.Sequential(
-        Mixed(), ConstantScale(2.0), *between, opfuser.Sequential(Mixed(), Square()), Mixed()
-    )
+class Block(opfuser.Sequential):
+    """Called as a module, as every subclass."""
+
+
+@pytest.mark.parametrize(
+    ("between", "kind"),
+    [([], opfuser.Sequential), ([Twice()], Block), ([opfuser.Sequential(Twice())], Block)],
+    ids=["one group", "two groups", "nested"],
+)
+def test_extra_tensors_come_and_go_in_operation_order(
+    between: list[nn.Module], kind: type[opfuser.Sequential]
+) -> None:
+    inner = kind(Mixed(), Square(), Mixed())
+    seq = opfuser.Sequential(Mixed(), ConstantScale(2.0), *between, inner, Mixed())
     factor = 2 if between else 1
-    tensors = [randn(2, 3, grad=True) for _ in range(4)]
+    tensors = [randn(2, 3, grad=True) for _ in range(5)]
     y, *extras = seq(*tensors)
     x, first = mixed(tensors[0], tensors[1])
     x, second = mixed(2 * x * factor, tensors[2])
     x, third = mixed(x * x, tensors[3])
-    same([y, *extras], [x, first, second, third])
-    same(grads((y, *extras), tensors), grads((x, first, second, third), tensors))
-    assert (seq.num_extra_inputs, seq.num_extra_outputs) == (3, 3)
+    x, fourth = mixed(x, tensors[4])
+    expected = (x, first, second, third, fourth)
+    same((y, *extras), expected)
+    same(grads((y, *extras), tensors), grads(expected, tensors))
+    assert (seq.num_extra_inputs, seq.num_extra_outputs) == (4, 4)
 
 
-def test_a_subclass_of_sequential_takes_its_extra_tensors_in_its_place() -> None:
-    class Block(opfuser.Sequential):
-        pass
-
-    seq = opfuser.Sequential(Mixed(), Block(Mixed(), Mixed()), AddExtraInput())
-    tensors = [randn(2, 3, grad=True) for _ in range(5)]
-    x, first = mixed(*tensors[:2])
-    x, second = mixed(x, tensors[2])
-    x, third = mixed(x, tensors[3])
-    expected = (x + tensors[4], first, second, third)
-    ours = seq(*tensors)
-    same(ours, expected)
-    same(grads(ours, tensors), grads(expected, tensors))
+# Gradients.
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-@pytest.mark.parametrize("how", ["one run", "two runs", "fuser", "plan", "alone"])
-def test_a_wrong_number_of_extra_inputs(count: int, how: str) -> None:
-    ops = [Identity(), Mixed(), AddExtraInput()]
-    asked = "op 1 (Mixed), op 2 (AddExtraInput)"
-    expected = 2
-    seq = opfuser.Sequential(*ops)
-    call: Any = seq
-    if how == "two runs":
-        call = opfuser.Sequential(*ops[:2], Twice(), ops[2])
-    elif how == "fuser":
-        call = OperationFuser(ops)
-    elif how == "plan":
-        call = seq.plan
-    elif how == "alone":
-        call, expected, asked = Mixed(), 1, "op 0 (Mixed)"
-    if count == expected:
-        return
-    with pytest.raises(ExtraInputCountError) as error:
-        call(*(randn(2, 3) for _ in range(count + 1)))
-    assert str(error.value) == (
-        f"Expected {expected} extra inputs but got {count} (asked for by {asked}). "
-        "Pass one tensor per extra input after the main input, in operation order."
-    )
-
-
-def test_extra_inputs_that_nobody_asks_for() -> None:
-    for module in (opfuser.Sequential(Identity()), Identity(), opfuser.Sequential(Twice())):
-        with pytest.raises(ExtraInputCountError, match="no operation asks for any"):
-            module(randn(2), randn(2))
-
-
-@pytest.mark.parametrize("bad", [None, 3, [1.0]])
-def test_inputs_that_are_no_tensors(bad: Any) -> None:
-    with pytest.raises(
-        ArgumentTypeError, match=r"are tensors\. Received: Tensor, (NoneType|int|list)"
-    ):
-        opfuser.Sequential(AddExtraInput())(randn(2), bad)
-    with pytest.raises(ArgumentTypeError, match=r"are tensors\. Received: (NoneType|int|list)"):
-        opfuser.Sequential(Identity())(bad)
-
-
-# ---------------------------------------------------------------------- gradients
-
-
-def test_an_extra_output_that_nobody_uses() -> None:
-    seq, (x, e) = (
-        opfuser.Sequential(Times(), Mixed(), Square()),
-        (randn(2, 3, grad=True), randn(2, 3, grad=True)),
-    )
-    y, _ = seq(x, e)
-    wrt = [x, e, seq[0].w]
-    same(grads(y, wrt), grads((x * seq[0].w * e) ** 2, wrt))
-
-
-def test_only_the_extra_output_is_used() -> None:
-    seq, (x, e) = (
-        opfuser.Sequential(Times(), Mixed(), Times()),
-        (randn(2, 3, grad=True), randn(2, 3, grad=True)),
-    )
-    _, extra = seq(x, e)
-    wrt = [x, e, seq[0].w]
-    same(grads(extra, wrt), grads(x * seq[0].w + e, wrt))
-    (unused,) = torch.autograd.grad(seq(x, e)[1].sum(), [seq[2].w], allow_unused=True)
-    assert unused is None or not unused.any()
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_the_outputs_is_used(used: int) -> None:
+    seq = opfuser.Sequential(Times(), Mixed(), Times())
+    x, e = randn(2, 3, grad=True), randn(2, 3, grad=True)
+    base, wrt = x * seq[0].w, [x, e, seq[0].w]
+    expected = (base * e * seq[2].w, base + e)[used]
+    *ours, last = grads(seq(x, e)[used], [*wrt, seq[2].w])
+    same(ours, grads(expected, wrt, retain_graph=True))
+    if used == 1:
+        assert last is None or not last.any()
 
 
 def test_no_gradient_comes_back_from_behind() -> None:
     """The operation behind returns None: the gradient of the output is zero, in its shape."""
     seq, x = opfuser.Sequential(Times(), RowSum(), Stop()), randn(2, 3, grad=True)
     y, sums = seq(x)
-    assert y.shape == (2, 3)
-    assert sums.shape == (2, 1)
+    assert (y.shape, sums.shape) == ((2, 3), (2, 1))
     same(grads(sums, [x, seq[0].w]), grads((x * seq[0].w).sum(-1, keepdim=True), [x, seq[0].w]))
 
 
@@ -148,15 +94,13 @@ def test_gradients_stop_where_an_operation_passes_none() -> None:
 def test_extra_outputs_in_front_of_the_first_gradient_need_none() -> None:
     seq, x = opfuser.Sequential(MakeExtraOutput(), RowSum(), Times()), randn(2, 3)
     y, tap, sums = seq(x)
-    assert y.requires_grad
-    assert not tap.requires_grad
-    assert not sums.requires_grad
+    assert [t.requires_grad for t in (y, tap, sums)] == [True, False, False]
     same([y, tap, sums], [2 * x * seq[2].w, x, x.sum(-1, keepdim=True)])
     same(grads(y, [seq[2].w]), grads(2 * x * seq[2].w, [seq[2].w]))
 
 
 def test_one_tensor_for_everything() -> None:
-    """``model(x, x)``: gradients add up, and nothing is written to."""
+    """Hazard 1: ``model(x, x)``: gradients add up, and nothing is written to."""
     seq = opfuser.Sequential(Mixed(), AddExtraInput(in_place=True), MakeExtraOutput(in_place=True))
     x = randn(2, 3, grad=True)
     before = x.detach().clone()
@@ -168,43 +112,23 @@ def test_one_tensor_for_everything() -> None:
 
 
 def test_outputs_that_are_one_tensor_have_gradients_of_their_own() -> None:
-    seq, x = (
-        opfuser.Sequential(Times(), MakeExtraOutput(), MakeExtraOutput()),
-        randn(2, 3, grad=True),
-    )
-    y, one, two = seq(x)
+    seq = opfuser.Sequential(Times(), MakeExtraOutput(), MakeExtraOutput())
+    x = randn(2, 3, grad=True)
     expected = x * seq[0].w
-    same(grads((y, one, two), [x]), grads((expected, expected, expected), [x]))
+    same(grads(seq(x), [x]), grads((expected, expected, expected), [x]))
 
 
-# ---------------------------------------------------------------------- channels
+# Channels.
 
 
-def producer(channel: str = "skip", **kwargs: Any) -> MakeExtraOutput:
-    op = MakeExtraOutput()
-    op.set_extra_output_channel(0, channel, **kwargs)
-    return op
-
-
-def consumer(channel: str = "skip") -> AddExtraInput:
-    op = AddExtraInput()
-    op.set_extra_input_channel(0, channel)
-    return op
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("public", [False, True])
-def test_channels_with_several_readers(split: bool, public: bool) -> None:
-    middle: list[nn.Module] = [Twice()] if split else [ConstantScale(2.0)]
+@pytest.mark.parametrize(
+    ("public", "middle"), [(False, [Twice()]), (True, [ConstantScale(2.0)])], ids=str
+)
+def test_channels_with_several_readers(public: bool, middle: list[nn.Module]) -> None:
     seq = opfuser.Sequential(
-        Times(),
-        producer(output_to_caller=public),
-        Times(),
-        consumer(),
-        *middle,
-        consumer(),
+        Times(), producer(output_to_caller=public), Times(), consumer(), *middle, consumer(),
         Square(),
-    )
+    )  # fmt: skip
     x = randn(2, 3, grad=True)
     skip = x * seq[0].w
     expected: Any = (2 * (skip * seq[2].w + skip) + skip) ** 2
@@ -222,10 +146,11 @@ def test_a_channel_around_a_plain_module_and_a_hook() -> None:
         expected = 2 * x * seq[1].w + x
         same(seq(x), expected)
         same(grads(seq(x), [x, seq[1].w]), grads(expected, [x, seq[1].w]))
-        seq[0].register_forward_hook(lambda *_: None)
+        seq[0].register_forward_hook(ignore)
 
 
 def test_residuals() -> None:
+    """Inside each other, copies of each other, around a plain module; without extra tensors."""
     inner = opfuser.Residual(Times(), opfuser.Residual(Square()))
     seq = opfuser.Sequential(inner, copy.deepcopy(inner), opfuser.Residual(Twice()))
     x = randn(2, 3, grad=True)
@@ -237,6 +162,7 @@ def test_residuals() -> None:
     same(seq(x), expected)
     wrt = [x, *seq.parameters()]
     same(grads(seq(x), wrt), grads(expected, wrt))
+    assert seq.num_extra_inputs == seq.num_extra_outputs == 0
 
 
 def test_a_channel_error_leaves_the_sequential_usable() -> None:
@@ -249,8 +175,194 @@ def test_a_channel_error_leaves_the_sequential_usable() -> None:
 
 
 def test_channels_do_not_apply_to_an_operation_called_alone() -> None:
-    tap, add = producer(output_to_caller=False), consumer()
+    """Hazard 14; nor are they frozen by such a call."""
+    tap, add = producer("other", output_to_caller=False), consumer()
     x = randn(2)
     y, extra = tap(x)
     same(add(y, extra), 2 * x)
+    tap.set_extra_output_channel(0, "skip", output_to_caller=False)
     same(opfuser.Sequential(tap, add)(x), 2 * x)
+
+
+# Keywords for the forward of one operation.
+
+
+def powers() -> opfuser.Sequential:
+    return opfuser.Sequential(Power(), opfuser.Sequential(Power()), Twice(), Power())
+
+
+@pytest.mark.parametrize("key", ["operation", "index", "negative index"])
+def test_op_kwargs(key: str) -> None:
+    seq, x = powers(), randn(2, 3, grad=True)
+    k: Any = {"operation": seq[3], "index": 3, "negative index": -1}[key]
+    y = seq(x, op_kwargs={k: {"power": 3}, seq[1][0]: {"power": 2}})
+    expected = (2 * x**2) ** 3
+    same(y, expected)
+    same(grads(y, [x]), grads(expected, [x]))
+    same(seq(x), 2 * x)
+    same(seq(x, op_kwargs={}), 2 * x)
+    same(seq(x, op_kwargs={0: {}}), 2 * x)
+
+
+def test_op_kwargs_with_extra_tensors_alone_and_twice() -> None:
+    power, x, e = Power(), randn(2, 3), randn(2, 3)
+    seq = opfuser.Sequential(Mixed(), power)
+    same(seq(x, e, op_kwargs={1: {"power": 2}}), ((x * e) ** 2, x + e))
+    same(power(x, power=3), x**3)
+    same(opfuser.Sequential(power, power)(x, op_kwargs={power: {"power": 2}}), x**4)
+
+
+# What operations of users may count on where extra outputs are concerned.
+
+
+class MakesScale(opfuser.BasicOperation):
+    """``y = x`` and the extra output ``w * mean(x)`` per row, fresh."""
+
+    num_extra_outputs = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+
+    def fuser_forward(self, ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+        mean = input_.mean(-1)
+        ctxs[0].save_for_backward(mean, self.w.detach())
+        ctxs[0].columns = input_.shape[-1]
+        return input_, [(mean * self.w.detach(),)]
+
+    def fuser_backward(
+        self, ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        ((g,),) = basic_op_grad_extra_outputs
+        mean, w = ctxs[0].saved_tensors
+        if g is None:
+            return grad_output, [(None,)], [()]
+        dx = grad_output + (g * w / ctxs[0].columns).unsqueeze(-1)
+        return dx, [((g * mean).sum().reshape(1),)], [()]
+
+
+class TakesScale(opfuser.BasicOperation):
+    """``y = x * scale``; decides by ``scale.requires_grad``, as operations of te.ops do."""
+
+    num_extra_inputs = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[bool] = []
+
+    def fuser_forward(
+        self, ctxs: Any, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
+    ) -> Any:
+        ((scale,),) = basic_op_extra_inputs
+        self.asked.append(scale.requires_grad)
+        ctxs[0].wanted = scale.requires_grad
+        ctxs[0].save_for_backward(scale.detach(), input_ if scale.requires_grad else None)
+        return input_ * scale.detach().unsqueeze(-1), [()]
+
+    def fuser_backward(self, ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+        scale, x = ctxs[0].saved_tensors
+        dscale = (grad_output * x).sum(-1) if ctxs[0].wanted else None
+        return grad_output * scale.unsqueeze(-1), [()], [(dscale,)]
+
+
+def scaled(*between: nn.Module) -> opfuser.Sequential:
+    make = MakesScale().set_extra_output_channel(0, "scale", output_to_caller=False)
+    return opfuser.Sequential(make, *between, TakesScale().set_extra_input_channel(0, "scale"))
+
+
+@pytest.mark.parametrize(
+    ("between", "wrt"),
+    [([], "x"), ([], "w"), ([ConstantScale(3.0)], "w"), ([nn.Identity()], "x")],
+    ids=str,
+)
+def test_a_fresh_extra_output_asks_for_its_gradient(between: list[nn.Module], wrt: str) -> None:
+    seq, x = scaled(*between), randn(4, 3, grad=wrt == "x")
+    seq[0].w.requires_grad_(wrt == "w")
+    factor = 3 if any(isinstance(m, ConstantScale) for m in between) else 1
+    for _ in range(2):
+        expected = x * factor * (x.mean(-1, keepdim=True) * seq[0].w)
+        same(seq(x), expected)
+        tensor = [x if wrt == "x" else seq[0].w]
+        same(grads(seq(x), tensor), grads(expected, tensor))
+
+
+def test_an_extra_output_asks_for_nothing_where_no_gradient_is_wanted() -> None:
+    seq, x = scaled(), randn(4, 3)
+    with torch.no_grad():
+        seq(x)
+    seq.requires_grad_(False)
+    seq(x)
+    assert seq[1].asked == [False, False]
+    seq(x.requires_grad_())
+    assert seq[1].asked[2]
+
+
+# An operation in the middle of a forward fusion, behind which no gradient may come back.
+
+
+class Tap(opfuser.BasicOperation):
+    """``y = 2 x`` of ``(…, n)``, and the extra output ``3 x[..., 0]``: of another shape."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+        return 2 * input_, [(3 * input_[..., 0],)]
+
+    def fuser_backward(
+        self, ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        ((g,),) = basic_op_grad_extra_outputs
+        dx = 2 * grad_output
+        if g is not None:
+            dx[..., 0] += 3 * g
+        return dx, [()], [()]
+
+
+class TapAnd(opfuser.FusedOperation):
+    """Tap and one of Stop and ConstantScale(2)."""
+
+    def fuser_forward(self, ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+        stops = type(self.basic_ops[1]) is Stop
+        y = torch.ones_like(input_) if stops else 4 * input_
+        return y, [(3 * input_[..., 0],), ()]
+
+
+def fuse(ops: Any) -> list[Any]:
+    """As a function, which declares nothing."""
+    return [TapAnd(ops[:2]), *ops[2:]] if type(ops[0]) is Tap else list(ops)
+
+
+TAP_STOP = opfuser.Fusion("tap_stop", "forward", (Tap, Stop), lambda *ops: TapAnd(ops))
+TAP_SCALE = opfuser.Fusion("tap_scale", "forward", (Tap, ConstantScale), lambda *ops: TapAnd(ops))
+
+
+@pytest.mark.parametrize(("fusion", "behind"), [(fuse, ()), (TAP_STOP, ()), (TAP_STOP, (Times,))])
+def test_zeros_have_the_shape_of_the_output(fusion: Any, behind: tuple[Any, ...]) -> None:
+    size = {"size": 5} if behind else {}
+    seq, x = opfuser.Sequential(Tap(), Stop(), *(kind(**size) for kind in behind)), randn(2, 5)
+    with opfuser.register_forward_fusion(fusion, name="tap_stop"):
+        _, extra = seq(x.requires_grad_())
+        same(grads(extra, [x]), grads(3 * x[:, 0], [x]))
+        record = seq.plan(x).record("tap_stop")
+    (at, why), *_ = record.refusals
+    assert (record.status, at) == ("refused", 0)
+    assert str(why) == (
+        f"EXTRA_OUTPUT_USED: Tap has an extra output, and {type(seq[-1]).__name__} behind it may "
+        "return no gradient: zeros have the shape of an output hidden here"
+    )
+
+
+def test_a_forward_fusion_stays_where_its_shapes_are_known() -> None:
+    """No gradient is wanted; or what stands behind is the library's own."""
+    x = randn(2, 5)
+    with (
+        opfuser.register_forward_fusion(TAP_STOP),
+        opfuser.register_forward_fusion(TAP_SCALE),
+    ):
+        assert opfuser.Sequential(Tap(), Stop()).plan(x).fused("forward") == {"tap_stop": 1}
+        seq = opfuser.Sequential(Tap(), ConstantScale(2.0))
+        x.requires_grad_()
+        assert seq.plan(x).fused("forward") == {"tap_scale": 1}
+        same(grads(seq(x)[1], [x]), grads(3 * x[:, 0], [x]))
+        stops = opfuser.Sequential(*seq, Stop())
+        same(grads(stops(x)[1], [x]), grads(3 * x[:, 0], [x]))

@@ -1,29 +1,40 @@
-"""Hooks on operations inside a Sequential fire as those of torch.nn modules do."""
+"""Hooks on operations inside a Sequential fire as those of torch.nn modules do (hazard 16)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import opfuser
-from opfuser.testing import assert_fused, assert_not_fused
-from tests.engine.toys import Mixed, Square, SquareModule, Times, TimesModule, grads, randn, same
-
-
-def linear_twin(linear: opfuser.Linear) -> nn.Linear:
-    twin = nn.Linear(3, 3, dtype=torch.float64)
-    twin.load_state_dict(linear.state_dict())
-    return twin
+from opfuser import ConstantScale
+from opfuser.errors import ChannelError, ExtraInputCountError
+from opfuser.op import FusedOperation
+from tests.engine.toys import (
+    F64,
+    Mixed,
+    Power,
+    Square,
+    SquareModule,
+    Times,
+    TimesModule,
+    consumer,
+    grads,
+    ignore,
+    producer,
+    randn,
+    run,
+    same,
+)
+from tests.planning.toys import FusedForward
 
 
 def models() -> tuple[opfuser.Sequential, nn.Sequential]:
-    ours = opfuser.Sequential(Times(), opfuser.Linear(3, 3, dtype=torch.float64), Square(), Times())
-    theirs = nn.Sequential(TimesModule(), linear_twin(ours[1]), SquareModule(), TimesModule())
-    return ours, theirs
+    ours = opfuser.Sequential(Times(), opfuser.Linear(3, 3, dtype=F64), Square(), Times())
+    twin = nn.Linear(3, 3, dtype=F64)
+    twin.load_state_dict(ours[1].state_dict())
+    return ours, nn.Sequential(TimesModule(), twin, SquareModule(), TimesModule())
 
 
 def short(value: Any) -> Any:
@@ -32,12 +43,7 @@ def short(value: Any) -> Any:
     return None if value is None else value.detach().clone()
 
 
-KINDS = {
-    "forward pre": "register_forward_pre_hook",
-    "forward": "register_forward_hook",
-    "full backward pre": "register_full_backward_pre_hook",
-    "full backward": "register_full_backward_hook",
-}
+KINDS = ["forward_pre", "forward", "full_backward_pre", "full_backward"]
 
 
 def listen(model: nn.Module, index: int, kind: str, log: list[Any]) -> Any:
@@ -45,21 +51,18 @@ def listen(model: nn.Module, index: int, kind: str, log: list[Any]) -> Any:
         assert module is model[index]
         log.append((kind, index, short(args)))
 
-    return getattr(model[index], KINDS[kind])(hook)
+    return getattr(model[index], f"register_{kind}_hook")(hook)
 
 
-def same_logs(ours: list[Any], theirs: list[Any]) -> None:
+def same_logs(ours: list[Any], theirs: list[Any], count: int) -> None:
+    assert len(ours) == count
     assert [entry[:2] for entry in ours] == [entry[:2] for entry in theirs]
     same([entry[2] for entry in ours], [entry[2] for entry in theirs])
 
 
-def run(model: nn.Module, x: Tensor) -> list[Any]:
-    y = model(x)
-    return [y.detach(), *grads(y, [x, *model.parameters()])]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize(
+    ("kind", "index"), [*zip(KINDS, range(4)), *zip(KINDS, (1, 2, 3, 0)), ("forward", 3)]
+)
 def test_a_hook_sees_what_it_sees_in_torch(kind: str, index: int) -> None:
     ours, theirs = models()
     x = randn(2, 3, grad=True)
@@ -68,8 +71,7 @@ def test_a_hook_sees_what_it_sees_in_torch(kind: str, index: int) -> None:
     handles = [listen(m, index, kind, log) for m, log in zip((ours, theirs), logs)]
     for _ in range(2):
         same(run(ours, x), run(theirs, x))
-    assert len(logs[0]) == 2
-    same_logs(*logs)
+    same_logs(*logs, 2)
     for handle in handles:
         handle.remove()
     same(run(ours, x), run(theirs, x))
@@ -79,13 +81,13 @@ def test_a_hook_sees_what_it_sees_in_torch(kind: str, index: int) -> None:
 def test_all_hooks_at_once_fire_in_order() -> None:
     ours, theirs = models()
     logs: tuple[list[Any], list[Any]] = ([], [])
-    for index in range(4):
-        for kind in KINDS:
-            for model, log in zip((ours, theirs), logs):
+    for model, log in zip((ours, theirs), logs):
+        for index in range(4):
+            for kind in KINDS:
                 listen(model, index, kind, log)
     x = randn(2, 3, grad=True)
     same(run(ours, x), run(theirs, x))
-    same_logs(*logs)
+    same_logs(*logs, 16)
 
 
 def test_hooks_that_replace_tensors() -> None:
@@ -99,8 +101,7 @@ def test_hooks_that_replace_tensors() -> None:
     same(run(ours, x), run(theirs, x))
 
 
-@pytest.mark.parametrize("with_kwargs", [False, True])
-@pytest.mark.parametrize("always_call", [False, True])
+@pytest.mark.parametrize(("with_kwargs", "always_call"), [(True, False), (False, True)])
 def test_options_of_hooks(with_kwargs: bool, always_call: bool) -> None:
     ours, theirs = models()
     logs: tuple[list[Any], list[Any]] = ([], [])
@@ -115,9 +116,8 @@ def test_options_of_hooks(with_kwargs: bool, always_call: bool) -> None:
 
 
 def test_a_part_of_linear() -> None:
-    linear = opfuser.Linear(3, 3, dtype=torch.float64)
-    seq = opfuser.Sequential(Times(), linear, Square())
-    x = randn(2, 3, grad=True)
+    linear = opfuser.Linear(3, 3, dtype=F64)
+    seq, x = opfuser.Sequential(Times(), linear, Square()), randn(2, 3, grad=True)
     expected = run(seq, x)
     log: list[Any] = []
     handle = linear.basic_ops[1].register_forward_hook(lambda m, args, y: log.append(short(y)))
@@ -128,6 +128,26 @@ def test_a_part_of_linear() -> None:
     handle.remove()
     same(run(seq, x), expected)
     assert len(log) == 2
+
+
+class ScaleAndAdd(FusedOperation):
+    """A compound with an extra input."""
+
+    def __init__(self) -> None:
+        super().__init__([ConstantScale(2.0), opfuser.AddExtraInput()])
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_compound_with_a_hooked_part_alone(part: int) -> None:
+    compound, x, z = ScaleAndAdd(), randn(2, 3), randn(2, 3)
+    seen: list[int] = []
+    compound.basic_ops[part].register_forward_hook(lambda *_: seen.append(1))
+    same(compound(x, z), 2 * x + z)
+    assert seen == [1]
+    for extras in ((), (z, z)):
+        text = f"Expected 1 extra inputs but got {len(extras)}"
+        with pytest.raises(ExtraInputCountError, match=text):
+            compound(x, *extras)
 
 
 def test_an_operation_with_extra_tensors() -> None:
@@ -146,42 +166,60 @@ def test_an_operation_with_extra_tensors() -> None:
 def test_a_channel_leaves_and_enters_an_operation_with_hooks() -> None:
     residual = opfuser.Residual(Times())
     x = randn(2, 3, grad=True)
+    expected = run(residual, x)
+    y = x + x * residual[1].w
+    same(expected, [y.detach(), *grads(y, [x, residual[1].w])])
     for op in residual:
-        op.register_forward_hook(lambda *_: None)
-        same(run(residual, x), [*run_reference(x, residual[1].w)])
+        op.register_forward_hook(ignore)
+        same(run(residual, x), expected)
 
 
-def run_reference(x: Tensor, w: Tensor) -> list[Any]:
-    y = x + x * w
-    return [y.detach(), *grads(y, [x, w])]
+def test_op_kwargs_reach_operations_with_hooks() -> None:
+    """Also into a nested sequence that carries one."""
+    power, x = Power(), randn(2, 3)
+    seq = opfuser.Sequential(opfuser.Sequential(power), ConstantScale(2.0))
+    for hooked in (power, seq[0]):
+        hooked.register_forward_hook(ignore)
+        same(seq(x, op_kwargs={power: {"power": 3}}), 2 * x**3)
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_hooks_of_a_nested_sequential(index: int) -> None:
-    """It is not part of its parent's runs any more, but works as before."""
+def test_a_channel_out_of_a_nested_sequence_with_a_hook() -> None:
+    seq = opfuser.Sequential(opfuser.Sequential(producer(output_to_caller=False)), consumer())
+    seq[0].register_forward_hook(ignore)
+    with pytest.raises(ChannelError) as error:
+        seq(randn(2, 3))
+    assert "has no producer" in str(error.value)
+    assert "do not reach into a nested Sequential that carries hooks" in str(error.value)
+
+
+@pytest.mark.parametrize("where", ["in front", "behind", "itself"])
+def test_hooks_of_a_sequential(where: str) -> None:
+    """A nested one is in no group of its parent any more, but works as before."""
     inner = opfuser.Sequential(Times(), Square())
-    seq = opfuser.Sequential(inner, Times()) if index == 0 else opfuser.Sequential(Times(), inner)
+    seq = opfuser.Sequential(*((Times(), inner) if where == "behind" else (inner, Times())))
+    hooked = seq if where == "itself" else inner
+    crossing = opfuser.Fusion("crossing", "forward", ((Times, Square), Times), FusedForward)
     x = randn(2, 3, grad=True)
     expected = run(seq, x)
-    seen: list[Any] = []
-    handle = inner.register_forward_hook(lambda m, args, y: seen.append(short(y)))
-    same(run(seq, x), expected)
-    assert len(seen) == 1
-    assert len(seq._module_groups) == 2
-    handle.remove()
-    same(run(seq, x), expected)
-    assert len(seen) == 1
-    assert len(seq._module_groups) == 1
+    seen: list[str] = []
 
+    def fused() -> int:
+        with opfuser.register_forward_fusion(crossing, prepend=True):
+            return seq.plan(x).fused("forward").get("crossing", 0)
 
-def test_a_hook_on_the_sequential_itself() -> None:
-    seq = opfuser.Sequential(opfuser.Linear(3, 3), Square())
-    seen: list[Any] = []
-    seq.register_forward_hook(lambda *_: seen.append(1))
-    seq.register_full_backward_hook(lambda *_: seen.append(2))
-    seq(torch.randn(2, 3, requires_grad=True)).sum().backward()
-    assert seen == [1, 2]
-    assert len(seq._module_groups) == 1
+    assert fused() == 1
+    handles = [
+        hooked.register_forward_hook(lambda *_: seen.append("forward")),
+        hooked.register_full_backward_hook(lambda *_: seen.append("backward")),
+    ]
+    assert fused() == (where == "itself")
+    same(run(seq, x), expected)
+    assert seen == ["forward", "backward"]
+    for handle in handles:
+        handle.remove()
+    assert fused() == 1
+    same(run(seq, x), expected)
+    assert len(seen) == 2
 
 
 def test_a_subclass_is_called_as_a_module() -> None:
@@ -196,60 +234,3 @@ def test_a_subclass_is_called_as_a_module() -> None:
     seq = opfuser.Sequential(Times(), Block(Square()), Square())
     same(seq(x), (2 * (x * seq[0].w) ** 2) ** 2)
     assert calls == [1]
-
-
-class Pair(opfuser.FusedOperation):
-    def fuser_forward(self, ctxs: Any, input_: Tensor, **kwargs: Any) -> Any:
-        return input_ * 4, [(), ()]
-
-
-@pytest.fixture
-def pair() -> Iterator[str]:
-    pattern = (opfuser.ConstantScale, opfuser.ConstantScale)
-    rule = opfuser.Fusion("pair", "forward", pattern, lambda *ops: Pair(ops))
-    with opfuser.register_forward_fusion(rule, prepend=True):
-        yield rule.name
-
-
-def test_the_record_says_that_a_hook_prevented_a_fusion(pair: str) -> None:
-    seq = opfuser.Sequential(Square(), opfuser.ConstantScale(2.0), opfuser.ConstantScale(2.0))
-    x = torch.randn(2, 3)
-    assert_fused(seq, x, forward={pair: 1})
-    handle = seq[2].register_forward_hook(lambda *_: None)
-    assert_not_fused(seq, pair, x, code="HOOK")
-    ((at, why),) = seq.plan(x).record(pair).refusals
-    assert (at, why.detail) == (1, "ConstantScale carries hooks")
-    handle.remove()
-    assert_fused(seq, x, forward={pair: 1})
-
-
-def test_the_record_says_that_a_module_stands_between(pair: str) -> None:
-    seq = opfuser.Sequential(opfuser.ConstantScale(2.0), nn.Tanh(), opfuser.ConstantScale(2.0))
-    x = torch.randn(2, 3)
-    assert_not_fused(seq, pair, x, code="GROUP_SPLIT")
-    plan = seq.plan(x)
-    ((at, why),) = plan.record(pair).refusals
-    assert (at, str(why)) == (0, "GROUP_SPLIT: Tanh stands between")
-    assert [type(s.op).__name__ for s in plan.forward if not s.indices] == ["Tanh"]
-    assert "Tanh (plain module)" in str(plan)
-
-
-def test_planning_across_plain_modules_computes_and_changes_nothing() -> None:
-    """Neither statistics, nor random numbers, nor hooks notice."""
-    norm = nn.BatchNorm1d(3)
-    seq = opfuser.Sequential(
-        opfuser.Linear(3, 3), norm, nn.Dropout(0.5), opfuser.Linear(3, 3), opfuser.Dropout(0.5)
-    )
-    seen: list[Any] = []
-    seq[3].register_forward_hook(lambda *_: seen.append(1))
-    norm.register_forward_hook(lambda *_: seen.append(2))
-    x = torch.randn(4, 3)
-    state, buffers = torch.random.get_rng_state(), [b.clone() for b in norm.buffers()]
-    plan = seq.plan(x)
-    assert len(plan.basic_ops) == 5
-    assert torch.equal(torch.random.get_rng_state(), state)
-    for before, after in zip(buffers, norm.buffers()):
-        assert torch.equal(before, after)
-    assert seen == []
-    seq(x)
-    assert sorted(seen) == [1, 2]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import opfuser
+from opfuser.errors import ArgumentError
 from tests.engine.toys import F64, Square, Times, grads, model, randn, run, same
 
 
 def test_functional_call() -> None:
-    """Values of, and gradients to, the tensors that are substituted; the module is as before."""
+    """Hazard 3: values of, and gradients to, the tensors that are substituted."""
     seq, x = model(), randn(2, 3, grad=True)
     expected = run(seq, x)
     others = {n: randn(*p.shape, grad=True) for n, p in seq.named_parameters()}
@@ -33,48 +36,54 @@ def test_functional_call() -> None:
 
 
 def test_functional_call_with_tensors_made_by_other_operations() -> None:
+    """Also where the parameter itself needs no gradient."""
     seq, x = opfuser.Sequential(Times(), Square()), randn(2, 3)
     scale = torch.tensor(2.0, dtype=F64, requires_grad=True)
-    y = functional_call(seq, {"0.w": scale * seq[0].w}, x)
     expected = (x * scale * seq[0].w) ** 2
+    y = functional_call(seq, {"0.w": scale * seq[0].w}, x)
     same(y, expected)
     same(grads(y, [scale, seq[0].w]), grads(expected, [scale, seq[0].w]))
+    seq.requires_grad_(False)
+    for _ in range(2):
+        assert not seq(x).requires_grad
+        y = functional_call(seq, {"0.w": scale.expand(3)}, x)
+        same(grads(y, [scale]), grads((x * scale) ** 2, [scale]))
 
 
-def test_functional_call_without_gradients() -> None:
-    seq, x = opfuser.Sequential(Times(), Square()).requires_grad_(False), randn(2, 3)
-    w = randn(3, grad=True)
-    assert not seq(x).requires_grad
-    y = functional_call(seq, {"0.w": w}, x)
-    same(grads(y, [w]), grads((x * w) ** 2, [w]))
-    assert not seq(x).requires_grad
+MADE: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: opfuser.Linear(3, 3, dtype=F64),
+    "BasicLinear": lambda: opfuser.BasicLinear(3, 3, dtype=F64),
+    "Bias": lambda: opfuser.Bias(3, dtype=F64),
+}
+PARAMETRISED: dict[str, Callable[[nn.Module, str], Any]] = {
+    "custom": lambda m, name: parametrize.register_parametrization(m, name, nn.Softplus()),
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+}
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", ["custom", "weight_norm", "spectral_norm"])
-@pytest.mark.parametrize("where", ["Linear", "BasicLinear", "Bias"])
-def test_parametrize(when: str, kind: str, where: str) -> None:
-    """Gradients reach the originals."""
-    if where == "Bias" and kind == "spectral_norm":
-        return  # is for matrices
-    torch.manual_seed(0)
-    ours: nn.Module = {
-        "Linear": lambda: opfuser.Linear(3, 3, dtype=F64),
-        "BasicLinear": lambda: opfuser.BasicLinear(3, 3, dtype=F64),
-        "Bias": lambda: opfuser.Bias(3, dtype=F64),
-    }[where]()
+@pytest.mark.parametrize(
+    ("where", "kind", "when"),
+    [
+        ("Linear", "custom", "before"),
+        ("Linear", "weight_norm", "after"),
+        ("Linear", "spectral_norm", "before"),
+        ("BasicLinear", "custom", "after"),
+        ("BasicLinear", "spectral_norm", "after"),
+        ("Bias", "custom", "after"),
+        ("Bias", "weight_norm", "before"),
+    ],
+)
+def test_parametrize(where: str, kind: str, when: str) -> None:
+    """Hazard 3: gradients reach the originals, wherever the first call is."""
+    ours = MADE[where]()
     name = "bias" if where == "Bias" else "weight"
     with torch.no_grad():
         getattr(ours, name).copy_(randn(*getattr(ours, name).shape))
     seq, x = opfuser.Sequential(Times(), ours, Square()), randn(2, 3, grad=True)
     if when == "after":
         seq(x)
-    change = {
-        "custom": lambda m: parametrize.register_parametrization(m, name, nn.Softplus()),
-        "weight_norm": lambda m: parametrizations.weight_norm(m, name),
-        "spectral_norm": lambda m: parametrizations.spectral_norm(m, name),
-    }[kind]
-    change(ours)
+    PARAMETRISED[kind](ours, name)
     seq.eval()  # spectral_norm iterates at every call in training
     for _ in range(2):
         y = seq(x)
@@ -102,34 +111,75 @@ def test_parametrised_operation_in_copies_and_state_dicts() -> None:
     same(twin(x), seq(x))
 
 
-def test_replaced_parameters_count_at_the_next_call() -> None:
+def test_a_part_is_not_parametrised_on_its_own() -> None:
+    linear = opfuser.Linear(3, 3)
+    parametrize.register_parametrization(linear.basic_ops[0], "weight", nn.Identity())
+    with pytest.raises(ArgumentError) as error:
+        linear(torch.ones(2, 3))
+    assert str(error.value) == (
+        "The parameters of a compound are parametrised on the compound (Linear). Received: a "
+        "parametrisation of one of its basic_ops. Register it on the compound itself."
+    )
+
+
+def test_replaced_parameters() -> None:
+    """Hazard 3: they count at the next call; a backward belongs to those of its forward."""
     seq, x = opfuser.Sequential(opfuser.Linear(3, 3, dtype=F64), Times()), randn(2, 3, grad=True)
-    run(seq, x)
+    old = [seq[0].weight, seq[0].bias, seq[1].w]
+    before, y = (x @ old[0].t() + old[1]) * old[2], seq(x)
     seq[0].weight = nn.Parameter(randn(3, 3))
     seq[0].basic_ops[1].bias = nn.Parameter(randn(3))
     seq[1].w = nn.Parameter(randn(3))
-    wrt = [x, seq[0].weight, seq[0].bias, seq[1].w]
-    assert [id(p) for p in seq.parameters()] == [id(p) for p in wrt[1:]]
-    expected = (x @ seq[0].weight.t() + seq[0].bias) * seq[1].w
-    same(seq(x), expected)
-    same(grads(seq(x), wrt), grads(expected, wrt))
-
-
-def test_a_parameter_replaced_between_forward_and_backward() -> None:
-    seq, x = opfuser.Sequential(opfuser.Linear(3, 3, dtype=F64), Times()), randn(2, 3, grad=True)
-    old = [seq[0].weight, seq[0].bias, seq[1].w]
-    expected = (x @ old[0].t() + old[1]) * old[2]
+    same(grads(y, [x, *old]), grads(before, [x, *old]))
+    new = [seq[0].weight, seq[0].bias, seq[1].w]
+    assert [id(p) for p in seq.parameters()] == [id(p) for p in new]
+    expected = (x @ new[0].t() + new[1]) * new[2]
     y = seq(x)
-    seq[0].weight = nn.Parameter(randn(3, 3))
     seq[0].bias = None
-    seq[1].w = nn.Parameter(randn(3))
-    same(grads(y, [x, *old]), grads(expected, [x, *old]))
+    same(y, expected)
+    same(grads(y, [x, *new]), grads(expected, [x, *new]))
+    same(seq(x), x @ new[0].t() * new[2])
+    assert [n for n, _ in seq.named_parameters()] == ["0.weight", "1.w"]
 
 
-def test_a_cleared_bias() -> None:
-    linear, x = opfuser.Linear(3, 3, dtype=F64), randn(2, 3)
-    seq = opfuser.Sequential(linear, Square())
-    seq(x)
-    linear.bias = None
-    same(seq(x), (x @ linear.weight.t()) ** 2)
-    assert [n for n, _ in seq.named_parameters()] == ["0.weight"]
+# Computed by a forward pre-hook, as torch.nn.utils.prune and its kin do.
+
+PAIRS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
+    "RMSNorm": (opfuser.RMSNorm, lambda n, dtype: nn.RMSNorm(n, eps=1e-5, dtype=dtype)),
+    "Linear": (
+        lambda n, dtype: opfuser.Linear(n, n, dtype=dtype),
+        lambda n, dtype: nn.Linear(n, n, dtype=dtype),
+    ),
+    "BasicLinear": (
+        lambda n, dtype: opfuser.BasicLinear(n, n, dtype=dtype),
+        lambda n, dtype: nn.Linear(n, n, bias=False, dtype=dtype),
+    ),
+}
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "prune": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "weight_norm": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch recommends parametrisations instead
+@pytest.mark.parametrize(
+    ("pair", "change"),
+    [*((pair, "prune") for pair in PAIRS), ("Linear", "weight_norm"), ("Linear", "spectral_norm"),
+     ("BasicLinear", "weight_norm")],
+)  # fmt: skip
+def test_gradients_of_parameters_made_by_hooks(pair: str, change: str) -> None:
+    ours, theirs = (make(8, dtype=F64) for make in PAIRS[pair])
+    nn.init.normal_(ours.weight)
+    theirs.load_state_dict(ours.state_dict())
+    for module in (ours, theirs):
+        torch.manual_seed(1)
+        CHANGES[change](module)
+    x = randn(4, 8)
+    for _ in range(2):
+        opfuser.Sequential(ours, opfuser.GELU())(x).sin().sum().backward()
+        nn.GELU("tanh")(theirs(x)).sin().sum().backward()
+    expected = dict(theirs.named_parameters())
+    assert dict(ours.named_parameters()).keys() == expected.keys()
+    for name, param in ours.named_parameters():
+        torch.testing.assert_close(param.grad, expected[name].grad, rtol=1e-9, atol=1e-12)

@@ -177,6 +177,21 @@ class SquareModule(nn.Module):
         return x * x
 
 
+class Twice(nn.Module):
+    """A plain module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def producer(channel: str = "skip", **kwargs: Any) -> opfuser.MakeExtraOutput:
+    return opfuser.MakeExtraOutput().set_extra_output_channel(0, channel, **kwargs)
+
+
+def consumer(channel: str = "skip") -> opfuser.AddExtraInput:
+    return opfuser.AddExtraInput().set_extra_input_channel(0, channel)
+
+
 def randn(*shape: int, grad: bool = False) -> Tensor:
     return torch.randn(*shape, dtype=F64, requires_grad=grad)
 
@@ -207,7 +222,20 @@ def model() -> opfuser.Sequential:
     )
 
 
+def sigmoids() -> opfuser.Sequential:
+    """Operations that save their input, their output, a weight."""
+    return opfuser.Sequential(Times(), Square(), Times(), Sigmoid())
+
+
+def plain_sigmoids(seq: opfuser.Sequential, x: Tensor) -> Tensor:
+    return torch.sigmoid((x * seq[0].w) ** 2 * seq[2].w)
+
+
 def run(seq: nn.Module, x: Tensor) -> list[Any]:
     """Output and gradients, also of all parameters."""
     y = seq(x)
     return [y.detach(), *grads(y, [x, *seq.parameters()])]
+
+
+def ignore(*_: Any) -> None:
+    """A hook that only looks on."""

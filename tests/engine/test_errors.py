@@ -1,0 +1,216 @@
+"""Calls, inputs and results that do not fit are errors, which name the operation and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import opfuser
+from opfuser import GELU, AddExtraInput, Identity, Linear, RMSNorm, Sequential
+from opfuser.errors import (
+    ArgumentTypeError,
+    ExtraInputCountError,
+    ExtraInputGradientCountError,
+    ExtraOutputCountError,
+    HiddenOutputError,
+    InputError,
+    OpKwargsError,
+    ParameterGradientCountError,
+)
+from opfuser.fuser import OperationFuser
+from opfuser.op import BasicOperation, FusedOperation
+from tests.engine.toys import Mixed, Power, Times, Twice, consumer, producer, randn
+
+# Inputs.
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [("one group", 0), ("two groups", 1), ("fuser", 3), ("plan", 1), ("alone", 0), ("alone", 3)],
+)
+def test_a_wrong_number_of_extra_inputs(how: str, count: int) -> None:
+    """Hazard 7."""
+    ops = [Identity(), Mixed(), AddExtraInput()]
+    expected, asked = 2, "op 1 (Mixed), op 2 (AddExtraInput)"
+    if how == "alone":
+        expected, asked = 1, "op 0 (Mixed)"
+    calls: dict[str, Callable[[], Callable[..., Any]]] = {
+        "one group": lambda: Sequential(*ops),
+        "two groups": lambda: Sequential(*ops[:2], Twice(), ops[2]),
+        "fuser": lambda: OperationFuser(ops),
+        "plan": lambda: Sequential(*ops).plan,
+        "alone": Mixed,
+    }
+    with pytest.raises(ExtraInputCountError) as error:
+        calls[how]()(*(randn(2, 3) for _ in range(count + 1)))
+    assert str(error.value) == (
+        f"Expected {expected} extra inputs but got {count} (asked for by {asked}). "
+        "Pass one tensor per extra input after the main input, in operation order."
+    )
+
+
+@pytest.mark.parametrize("module", [Sequential(Identity()), Identity(), Sequential(Twice())])
+def test_extra_inputs_that_nobody_asks_for(module: Any) -> None:
+    with pytest.raises(ExtraInputCountError, match="no operation asks for any"):
+        module(randn(2), randn(2))
+
+
+@pytest.mark.parametrize(("bad", "kind"), [(None, "NoneType"), (3, "int"), ([1.0], "list")])
+def test_inputs_that_are_no_tensors(bad: Any, kind: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=rf"are tensors\. Received: Tensor, {kind}"):
+        Sequential(AddExtraInput())(randn(2), bad)
+    with pytest.raises(ArgumentTypeError, match=rf"are tensors\. Received: {kind}"):
+        Sequential(Identity())(bad)
+
+
+def test_an_input_error_names_the_place() -> None:
+    seq = Sequential(GELU(), RMSNorm(3), RMSNorm(4))
+    with pytest.raises(InputError, match=r"It came to op 2 \(RMSNorm\) of the sequence"):
+        seq(torch.ones(2, 3))
+    with pytest.raises(InputError) as error:
+        seq[1](torch.ones(2, 4))
+    assert "came to" not in str(error.value)
+
+
+@pytest.mark.parametrize("index", ["0", 0.0, None])
+def test_the_index_of_a_channel_is_an_int(index: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="The index of an extra input is an int"):
+        AddExtraInput().set_extra_input_channel(index, "r")
+
+
+# op_kwargs, for a sequence of Power, Sequential, a plain module and Linear.
+
+OP_KWARGS: list[tuple[Any, type[Exception], str]] = [
+    (lambda seq: [1], OpKwargsError, "is a mapping. Received: list"),
+    (lambda seq: 3, OpKwargsError, "is a mapping. Received: int"),
+    (lambda seq: {0: 3}, OpKwargsError, "Received: int for 0"),
+    (lambda seq: {0: None}, OpKwargsError, "Received: NoneType for 0"),
+    (lambda seq: {0: {"power": 2}, seq[0]: {"power": 3}}, OpKwargsError,
+     "an operation that another key names too"),
+    (lambda seq: {2: {"power": 2}}, OpKwargsError, "key 2, which is Twice"),
+    (lambda seq: {1: {"power": 2}}, OpKwargsError, "key 1, which is Sequential"),
+    (lambda seq: {3: {"power": 2}}, OpKwargsError, "key 3, which is Linear"),
+    (lambda seq: {seq[2]: {}}, OpKwargsError, "a key of type Twice"),
+    (lambda seq: {Linear(3, 3): {}}, OpKwargsError, "a key of type Linear"),
+    (lambda seq: {"0": {}}, OpKwargsError, "a key of type str"),
+    (lambda seq: {Power(): {}}, OpKwargsError, "keys that are not in this Sequential"),
+    (lambda seq: {Power(): {"power": 1}}, OpKwargsError, "an operation of type Power"),
+    (lambda seq: {0: {"pow": 2}}, OpKwargsError, "(Power). Received: pow"),
+    (lambda seq: {4: {}}, IndexError, "Index 4 is out of range"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "kind", "text"), OP_KWARGS)
+def test_wrong_op_kwargs(wrong: Any, kind: type[Exception], text: str) -> None:
+    seq = Sequential(Power(), Sequential(Power()), Twice(), Linear(3, 3))
+    with pytest.raises(kind) as error:
+        seq(randn(2, 3), op_kwargs=wrong(seq))
+    assert text in str(error.value)
+
+
+def test_a_wrong_keyword_of_an_operation_alone() -> None:
+    with pytest.raises(OpKwargsError, match=r"GELU\). Received: speed"):
+        GELU()(randn(2), speed=3)
+
+
+# What operations return.
+
+
+class Broken(Mixed):
+    """Gives back lists of the lengths that it is told."""
+
+    outputs: Any = ((1,),)
+    params: Any = ((),)
+    extras: Any = ((None,),)
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **kwargs: Any) -> Any:
+        return input_ * 1, [tuple(y and input_ for y in ys) for ys in self.outputs]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **kwargs: Any) -> Any:
+        return grad_output, self.params, self.extras
+
+
+@pytest.mark.parametrize(
+    ("attributes", "kind", "text"),
+    [
+        ({"outputs": []}, ExtraOutputCountError,
+         "Expected extra outputs for 1 basic operations, but got 0 (op 1 (Broken))"),
+        ({"outputs": [()]}, ExtraOutputCountError,
+         "Expected op 1 to generate 1 extra outputs, but got 0 (op 1 (Broken))"),
+        ({"outputs": [(1, 1)]}, ExtraOutputCountError,
+         "Expected op 1 to generate 1 extra outputs, but got 2"),
+        ({"outputs": [(None,)]}, HiddenOutputError,
+         "Extra output 0 of op 1 is public, but None was returned for it (op 1 (Broken))"),
+        ({"params": []}, ParameterGradientCountError,
+         "Expected gradients for 1 basic operations, but got 0 lists of param grads and 1 of"),
+        ({"params": [(None,)]}, ParameterGradientCountError,
+         "Expected op 1 to generate 0 param grads, but got 1 (op 1 (Broken))"),
+        ({"extras": []}, ParameterGradientCountError, "1 lists of param grads and 0 of extra-"),
+        ({"extras": [()]}, ExtraInputGradientCountError,
+         "Expected op 1 to generate grads for 1 extra inputs, but got 0 (op 1 (Broken))"),
+    ],
+)  # fmt: skip
+def test_wrong_numbers_of_results(attributes: Any, kind: type[Exception], text: str) -> None:
+    op = type("Broken", (Broken,), attributes)()
+    x, e = randn(2, grad=True), randn(2, grad=True)
+    with pytest.raises(kind) as error:
+        Sequential(Identity(), op)(x, e)[0].sum().backward()
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("grads_", [(), (None, None)])
+def test_wrong_number_of_parameter_gradients(grads_: Any) -> None:
+    class Wrong(Times):
+        def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+            return grad_output, grads_
+
+    with pytest.raises(ParameterGradientCountError) as error:
+        Sequential(Identity(), Wrong())(randn(2, 3)).sum().backward()
+    text = f"Expected op 1 to generate 1 param grads, but got {len(grads_)} (op 1 (Wrong))"
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_forward_that_returns_nothing(grad: bool) -> None:
+    class Forgets(BasicOperation):
+        def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+            return None
+
+    with pytest.raises(ArgumentTypeError) as error:
+        Sequential(Identity(), Forgets())(randn(2, grad=grad))
+    assert str(error.value) == (
+        "The forward of an operation returns a tensor (op 1 (Forgets)). Received: NoneType."
+    )
+
+
+def test_a_hidden_output_that_is_needed_outside_its_fusion() -> None:
+    class Hides(FusedOperation):
+        def fuser_forward(self, ctxs: Any, input_: Tensor, **kwargs: Any) -> Any:
+            return input_, [(), (None,)]
+
+    def fuse(ops: Any, **unused: Any) -> Any:
+        return [Hides(ops[:2]), *ops[2:]]
+
+    seq = Sequential(Identity(), producer(output_to_caller=False), consumer())
+    with (
+        opfuser.register_forward_fusion(fuse, prepend=True),
+        pytest.raises(HiddenOutputError) as error,
+    ):
+        seq(randn(2))
+    text = str(error.value)
+    assert "Extra output 0 of op 1 is read by an operation outside its forward fusion" in text
+    assert "op 0-1 (Hides)" in text
+
+
+def test_extra_tensors_without_fuser_methods() -> None:
+    class Lazy(BasicOperation):
+        num_extra_inputs = 2
+
+    with pytest.raises(NotImplementedError) as error:
+        Lazy()(randn(2), randn(2), randn(2))
+    assert "must implement fuser_forward and fuser_backward itself (Lazy)" in str(error.value)
+    assert "Received: 2 extra inputs, 0 extra outputs" in str(error.value)
