@@ -60,44 +60,38 @@ def block() -> opfuser.Sequential:
     )
 
 
-def test_forward_and_backward_with_any_batch() -> None:
-    model = block()
-    compiled = compile_(model, dynamic=True)
+def counting(model: nn.Module, **kwargs: Any) -> tuple[Any, Any]:
+    """The model compiled, and a counter of the times that it was traced."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, fullgraph=True, backend=counter, **kwargs), counter
+
+
+def test_batches_of_any_size_are_traced_once() -> None:
+    model, counts = block(), []
+    compiled, counter = counting(model, dynamic=True)
     for rows in (4, 7, 2, 31):
         check(model, compiled, f32(rows, 3), f32(rows, 3))
-
-
-def test_batches_of_other_sizes_do_not_recompile() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(block(), fullgraph=True, backend=counter, dynamic=True)
-    counts = []
-    for rows in (4, 7, 2, 31):
-        compiled(f32(rows, 3), f32(rows, 3))
         counts.append(counter.frame_count)
     assert counts == counts[:1] * 4
 
 
-def residual_blocks(width: int) -> list[nn.Module]:
-    return [
+OF_WIDTH: dict[str, Callable[[int], list[nn.Module]]] = {
+    "blocks": lambda n: [
         opfuser.Residual(
-            opfuser.LayerNorm(width),
-            opfuser.Linear(width, 2 * width),
-            opfuser.GELU(),
-            opfuser.Linear(2 * width, width),
+            opfuser.LayerNorm(n), opfuser.Linear(n, 2 * n), opfuser.GELU(), opfuser.Linear(2 * n, n)
         )
         for _ in range(2)
-    ]
-
-
-OF_WIDTH: dict[str, Callable[[int], list[nn.Module]]] = {
-    "blocks": residual_blocks,
+    ],
     "linear behind another operation": lambda n: [opfuser.GELU(), opfuser.Linear(n, 4)],
     "norm behind another operation": lambda n: [opfuser.GELU(), opfuser.RMSNorm(n)],
 }
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["plain", "kernels"])
-@pytest.mark.parametrize("case", OF_WIDTH)
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [("blocks", False), ("blocks", True), ("linear behind another operation", False),
+     ("norm behind another operation", True)],
+)  # fmt: skip
 def test_a_second_sequence_of_other_sizes(case: str, kernels: bool) -> None:
     """Sizes that were fixed become variable for the tracer when it meets other ones.
 
@@ -135,9 +129,7 @@ WITH_KERNELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("op", WITH_KERNELS)
 def test_kernels_for_any_number_of_rows_compile_once(op: str) -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    model = opfuser.Sequential(WITH_KERNELS[op]())
-    compiled, counts = torch.compile(model, fullgraph=True, backend=counter, dynamic=True), []
+    (compiled, counter), counts = counting(opfuser.Sequential(WITH_KERNELS[op]()), dynamic=True), []
     for rows in (4, 7, 11):
         with recorded():  # their results are never written, and not of interest
             compiled(f32(3, rows, 6)).sum().backward()
@@ -154,7 +146,7 @@ def test_one_tensor_in_several_places() -> None:
 
 
 def test_an_output_made_in_place() -> None:
-    """Torch 2.11 gives it the gradient of something else, unless it is aliased."""
+    """torch 2.11 gives it the gradient of something else, unless it is aliased."""
 
     class Shift(opfuser.BasicOperation):
         def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
@@ -173,8 +165,8 @@ def test_a_whole_language_model() -> None:
     tokens = torch.randint(17, (2, 9))
     inputs = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     ours, expected = compile_(model)(*inputs), model(*inputs)
-    torch.testing.assert_close(ours, expected)
     wrt = list(model.parameters())
+    torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(grads(ours, wrt), grads(expected, wrt))
 
 
@@ -252,7 +244,7 @@ def test_changes_of_the_model_take_effect() -> None:
     check(model, compiled, x)
 
 
-def test_a_function_around_and_a_loop() -> None:
+def test_a_function_around_a_loop_and_an_operation_alone() -> None:
     model = opfuser.Sequential(opfuser.Linear(3, 3), Square())
 
     def step(x: Tensor) -> Tensor:
@@ -265,11 +257,7 @@ def test_a_function_around_and_a_loop() -> None:
     wrt = [x, *model.parameters()]
     torch.testing.assert_close(compiled(x), step(x))
     torch.testing.assert_close(grads(compiled(x), wrt), grads(step(x), wrt))
-
-
-def test_an_operation_alone() -> None:
-    op = Times(dtype=torch.float32)
-    check(op, compile_(op), f32(4, 3))
+    check(model[1], compile_(model[1]), x)  # an operation alone
 
 
 def test_keywords() -> None:
@@ -297,9 +285,8 @@ def test_export() -> None:
 
 def test_switching_to_evaluation_and_back_compiles_twice() -> None:
     """Whatever else was made or changed meanwhile."""
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Dropout(0.5), opfuser.GELU())
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    compiled, counter = counting(model)
     x = f32(2, 3)
     for _ in range(5):
         compiled(x)
@@ -347,7 +334,7 @@ def test_a_parametrisation_that_is_evaluated_twice(change: str) -> None:
         nn.utils.parametrizations.spectral_norm(linear)
     else:
         nn.utils.parametrize.register_parametrization(linear, "weight", Noise())
-    seq, state = opfuser.Sequential(linear), torch.random.get_rng_state()
+    seq = opfuser.Sequential(linear)
     seq(f32(2, 3))
     before = [b.clone() for b in seq.buffers()]
     state = torch.random.get_rng_state()

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import opfuser
+from opfuser import ConstantScale
 from opfuser.errors import ArgumentTypeError
 from tests.engine.toys import F64, Square, Times, randn, same
 
 
 def build(count: int = 4) -> tuple[opfuser.Sequential, list[nn.Module]]:
-    modules = [opfuser.ConstantScale(n + 2.0) for n in range(count)]
+    modules = [ConstantScale(n + 2.0) for n in range(count)]
     return opfuser.Sequential(*modules), list(modules)
 
 
@@ -30,13 +31,29 @@ def check(seq: opfuser.Sequential, modules: list[nn.Module]) -> None:
     assert seq(torch.ones(1, dtype=F64)).item() == expected
 
 
-@pytest.mark.parametrize("index", range(-4, 4))
-def test_get_set_and_delete_by_int(index: int) -> None:
+@pytest.mark.parametrize("index", [0, 2, -1, -4])
+def test_single_elements(index: int) -> None:
     seq, modules = build()
+    check(seq, modules)
     assert seq[index] is modules[index]
-    seq[index] = modules[index] = opfuser.ConstantScale(7.0)
+    seq[index] = modules[index] = ConstantScale(7.0)
+    check(seq, modules)
+    more = ConstantScale(8.0)
+    assert seq.insert(index, more) is seq
+    modules.insert(index, more)
+    check(seq, modules)
+    assert seq.pop(index) is modules.pop(index)
     check(seq, modules)
     del seq[index], modules[index]
+    check(seq, modules)
+
+
+def test_the_end_of_the_list() -> None:
+    seq, modules = build()
+    modules.insert(4, ConstantScale(8.0))
+    seq.insert(4, modules[4])
+    check(seq, modules)
+    assert seq.pop() is modules.pop()
     check(seq, modules)
 
 
@@ -45,66 +62,30 @@ SLICES = [slice(None), slice(1, 3), slice(None, None, 2), slice(None, None, -1),
 
 
 @pytest.mark.parametrize("index", SLICES, ids=str)
-def test_get_and_delete_by_slice(index: slice) -> None:
+def test_slices(index: slice) -> None:
     seq, modules = build()
     part = seq[index]
     assert type(part) is opfuser.Sequential
     check(part, modules[index])
+    again = opfuser.Sequential(*modules)
+    check(again.pop(index), modules[index])
     del seq[index], modules[index]
     check(seq, modules)
+    check(again, modules)
 
 
-@pytest.mark.parametrize("value", ["list", "operation"])
-def test_set_by_slice(value: str) -> None:
-    """Like a list, or an error; never half of it in silence."""
+@pytest.mark.parametrize("value", [[ConstantScale(7.0), ConstantScale(8.0)], ConstantScale(7.0)])
+def test_a_slice_is_not_set(value: Any) -> None:
+    """As in torch.nn.Sequential; an error, never half of it in silence."""
     seq, modules = build()
-    new = [opfuser.ConstantScale(7.0), opfuser.ConstantScale(8.0)]
-    if value == "operation":
-        with pytest.raises(TypeError):
-            seq[1:3] = new[0]
-        check(seq, modules)
-        return
-    try:
-        seq[1:3] = new  # type: ignore[assignment]
-    except TypeError:
-        check(seq, modules)
-    else:
-        modules[1:3] = new
-        check(seq, modules)
-
-
-def test_a_slice_shares_its_modules() -> None:
-    seq = opfuser.Sequential(opfuser.Linear(3, 3), Square(), opfuser.Linear(3, 3))
-    x = torch.randn(2, 3)
-    same(seq[1:](seq[:1](x)), seq(x))
-    assert seq[:1][0].weight is seq[0].weight
-
-
-@pytest.mark.parametrize("index", range(-4, 5))
-def test_insert(index: int) -> None:
-    seq, modules = build()
-    new = opfuser.ConstantScale(7.0)
-    assert seq.insert(index, new) is seq
-    modules.insert(index, new)
-    check(seq, modules)
-
-
-@pytest.mark.parametrize("index", [None, *range(-4, 4), slice(1, 3)])
-def test_pop(index: Any) -> None:
-    seq, modules = build()
-    arguments = () if index is None else (index,)
-    popped = seq.pop(*arguments)
-    if isinstance(index, slice):
-        check(popped, modules[index])
-        del modules[index]
-    else:
-        assert popped is modules.pop(*arguments)
+    with pytest.raises(TypeError):
+        seq[1:3] = value
     check(seq, modules)
 
 
 def test_append_extend_and_add() -> None:
     seq, modules = build()
-    more = [opfuser.ConstantScale(3.0), opfuser.ConstantScale(5.0)]
+    more = [ConstantScale(3.0), ConstantScale(5.0)]
     assert seq.append(more[0]) is seq
     assert seq.extend(more[1:]) is seq
     modules += more
@@ -131,7 +112,7 @@ def test_multiplication_repeats() -> None:
 
 
 def test_construction() -> None:
-    scale = opfuser.ConstantScale(2.0)
+    scale = ConstantScale(2.0)
     named = {"first": scale, "second": opfuser.Sequential({"inner": opfuser.Linear(3, 3)})}
     for mapping in (named, OrderedDict(named)):
         seq = opfuser.Sequential(mapping)
@@ -140,36 +121,31 @@ def test_construction() -> None:
         assert seq.first is seq[0] is scale
         x = torch.randn(2, 3)
         same(seq(x), named["second"](2 * x))
-    assert len(opfuser.Sequential()) == 0
-    assert len(opfuser.Sequential({})) == 0
+    assert len(opfuser.Sequential()) == len(opfuser.Sequential({})) == 0
 
 
-def test_named_sequentials_can_be_edited() -> None:
-    scales = [opfuser.ConstantScale(n + 2.0) for n in range(4)]
-    seq = opfuser.Sequential({"a": scales[0], "b": scales[1]})
-    seq.append(scales[2])
-    assert list(seq._modules) == ["a", "b", "0"]
-    check(seq, scales[:3])
-    seq.insert(0, scales[3])
-    check(seq, [scales[3], *scales[:3]])
-    del seq[1]
-    check(seq, [scales[3], *scales[1:3]])
+def test_an_empty_sequential_returns_its_input() -> None:
+    x = randn(2, 3)
+    assert opfuser.Sequential()(x) is x
+    assert opfuser.Sequential(opfuser.Sequential())(x) is x
 
 
-def named(*names: str) -> opfuser.Sequential:
-    return opfuser.Sequential({name: Times() for name in names})
+# Names: of parameters, and so of checkpoints.
 
 
-def keys(seq: opfuser.Sequential) -> list[str]:
+def named(names: str) -> opfuser.Sequential:
+    return opfuser.Sequential({name: Times() for name in names.split()})
+
+
+def keys(seq: opfuser.Sequential) -> str:
     assert [key.partition(".")[0] for key in seq.state_dict()] == list(seq._modules)
-    return list(seq._modules)
+    return " ".join(seq._modules)
 
 
 @pytest.mark.parametrize(
     ("names", "index", "expected"),
     [
         ("a b", 0, "0 a b"),
-        ("a b", 1, "a 0 b"),
         ("a b", 2, "a b 0"),
         ("a b", -1, "a 0 b"),
         ("a 3 b", 1, "a 4 3 b"),
@@ -181,10 +157,10 @@ def keys(seq: opfuser.Sequential) -> list[str]:
     ],
 )
 def test_names_stay_with_their_members_on_insertion(names: str, index: int, expected: str) -> None:
-    seq = named(*names.split())
+    seq = named(names)
     before, new = dict(seq.named_children()), Times()
     seq.insert(index, new)
-    assert keys(seq) == expected.split()
+    assert keys(seq) == expected
     assert new in list(seq)
     if names != "0 1":
         assert all(seq.get_submodule(name) is member for name, member in before.items())
@@ -195,73 +171,67 @@ def test_names_stay_with_their_members_on_insertion(names: str, index: int, expe
 def test_insertion_is_noted() -> None:
     """Also by what holds the sequence, and by code that was traced."""
     torch.compiler.reset()
-    seq = named("a", "b")
+    seq = named("a b")
     outer = opfuser.Sequential(seq, Square())
     compiled = torch.compile(outer, backend="eager", fullgraph=True)
     x = randn(2, 3)
     for call in (outer, compiled):
         call(x)
-    seq.insert(1, opfuser.ConstantScale(3.0))
-    assert [
-        type(op).__name__ for op in seq.plan(x).basic_ops
-    ] == "Times ConstantScale Times".split()
+    seq.insert(1, ConstantScale(3.0))
     for call in (outer, compiled):
         same(call(x), (3 * seq.a.w * seq.b.w * x).square())
 
 
 @pytest.mark.parametrize("index", [0, -1, slice(0, 2), slice(None, None, 2)], ids=str)
-@pytest.mark.parametrize("names", ["a b c", "a 0 1", "2 1 0"])
+@pytest.mark.parametrize("names", ["a 0 1", "2 1 0"])
 def test_names_stay_with_their_members_on_deletion(names: str, index: int | slice) -> None:
-    seq, left = named(*names.split()), names.split()
+    seq, left = named(names), names.split()
     before = dict(seq.named_children())
     del seq[index], left[index]
-    assert keys(seq) == left
+    assert keys(seq).split() == left
     assert all(seq.get_submodule(name) is before[name] for name in left)
 
 
 @pytest.mark.parametrize("index", SLICES, ids=str)
-@pytest.mark.parametrize("names", ["a b c d", "0 1 2 3", "a 0 b 1"])
-def test_slices_keep_names(names: str, index: slice) -> None:
+def test_slices_keep_names(index: slice) -> None:
     """As those of torch.nn.Sequential."""
-    seq = named(*names.split())
-    theirs = nn.Sequential(OrderedDict(seq.named_children()))
-    assert keys(seq[index]) == list(theirs[index]._modules) == names.split()[index]
-    assert keys(seq.pop(index)) == names.split()[index]
+    for names in ("0 1 2 3", "a 0 b 1"):
+        seq = named(names)
+        theirs = nn.Sequential(OrderedDict(seq.named_children()))
+        expected = names.split()[index]
+        assert keys(seq[index]).split() == list(theirs[index]._modules) == expected
+        assert keys(seq.pop(index)).split() == expected
 
 
 def test_other_edits_keep_names() -> None:
-    seq, new = named("a", "1", "b"), Times()
+    seq, new = named("a 1 b"), Times()
     seq[1] = new
-    assert keys(seq) == ["a", "1", "b"]
+    assert keys(seq) == "a 1 b"
     assert seq[1] is seq.get_submodule("1") is new
     seq.append(Times())
     seq.extend([Times()])
     seq += named("b")
-    assert keys(seq) == ["a", "1", "b", "2", "3", "4"]
+    assert keys(seq) == "a 1 b 2 3 4"
     seq *= 2
-    assert keys(seq)[:7] == ["a", "1", "b", "2", "3", "4", "5"]
+    assert keys(seq).startswith("a 1 b 2 3 4 5")
     part = seq[1:3]
     part.append(Times())
-    assert keys(part) == ["1", "b", "2"]
+    assert keys(part) == "1 b 2"
 
 
 def test_keys_have_no_gaps() -> None:
     seq = opfuser.Sequential(*(Times() for _ in range(4)))
     del seq[1]
-    assert list(seq.state_dict()) == ["0.w", "1.w", "2.w"]
+    assert keys(seq) == "0 1 2"
     seq.append(Times())
     seq.insert(0, Times())
-    assert list(seq.state_dict()) == [f"{n}.w" for n in range(5)]
+    assert keys(seq) == "0 1 2 3 4"
 
 
-def test_iteration_and_containment() -> None:
-    seq, modules = build()
-    assert list(seq) == modules
-    assert modules[2] in list(seq)
-    assert list(reversed(list(seq))) == modules[::-1]
+# Errors, none of which changes anything.
 
 
-@pytest.mark.parametrize("index", [4, -5, 100])
+@pytest.mark.parametrize("index", [4, -5])
 def test_indices_out_of_range(index: int) -> None:
     seq, modules = build()
     for use in (
@@ -277,40 +247,28 @@ def test_indices_out_of_range(index: int) -> None:
     check(seq, modules)
 
 
-@pytest.mark.parametrize("index", ["0", 1.0, None])
-def test_indices_of_another_type(index: Any) -> None:
+@pytest.mark.parametrize("wrong", ["0", 1.0, None, torch.relu, [opfuser.Identity()]])
+def test_arguments_of_another_type(wrong: Any) -> None:
     seq, modules = build()
     with pytest.raises(TypeError, match=r"indexed by int or slice\. Received: "):
-        seq[index]
-    check(seq, modules)
-
-
-@pytest.mark.parametrize("value", [torch.relu, 3, None, [opfuser.Identity()]])
-def test_what_is_no_module(value: Any) -> None:
-    seq, modules = build()
+        seq[wrong]
     for use in (
-        lambda: opfuser.Sequential(value),
-        lambda: seq.append(value),
-        lambda: seq.extend([value]),
-        lambda: seq.insert(0, value),
-        lambda: seq.__setitem__(0, value),
+        lambda: opfuser.Sequential(wrong),
+        lambda: seq.append(wrong),
+        lambda: seq.extend([wrong]),
+        lambda: seq.insert(0, wrong),
+        lambda: seq.__setitem__(0, wrong),
     ):
         with pytest.raises(ArgumentTypeError, match=r"holds operations and modules\. Received: "):
             use()
     check(seq, modules)
 
 
-def test_an_empty_sequential_returns_its_input() -> None:
-    x = randn(2, 3)
-    assert opfuser.Sequential()(x) is x
-    assert opfuser.Sequential(opfuser.Sequential())(x) is x
-
-
 def test_edits_take_effect_at_the_next_call() -> None:
     seq, modules = build()
     for _ in range(2):
         check(seq, modules)
-        modules.insert(1, opfuser.ConstantScale(3.0))
+        modules.insert(1, ConstantScale(3.0))
         seq.insert(1, modules[1])
         check(seq, modules)
         del seq[0], modules[0]
@@ -318,9 +276,9 @@ def test_edits_take_effect_at_the_next_call() -> None:
     check(seq, modules)
     x = torch.ones(1, dtype=F64)
     before = nested(x).item()
-    seq.append(opfuser.ConstantScale(10.0))
+    seq.append(ConstantScale(10.0))
     assert nested(x).item() == 10 * before
-    seq.scale = opfuser.ConstantScale(10.0)  # also by attribute, as torch.nn registers it
+    seq.scale = ConstantScale(10.0)  # also by attribute, as torch.nn registers it
     assert nested(x).item() == 100 * before
 
 
@@ -328,10 +286,9 @@ def test_module_interface() -> None:
     """apply, children, modules, requires_grad_, half … reach everything, parts of Linear too."""
     seq = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Sequential(Times()))
     assert [n for n, _ in seq.named_parameters()] == ["0.weight", "0.bias", "1.0.w"]
-    names = []
+    names: list[str] = []
     seq.apply(lambda m: names.append(type(m).__name__))
-    assert "Linear" in names
-    assert "Times" in names
+    assert {"Linear", "Times"} <= set(names)
     seq.requires_grad_(False)
     assert not seq(torch.ones(1, 3)).requires_grad
     assert {p.dtype for p in seq.half().parameters()} == {torch.float16}

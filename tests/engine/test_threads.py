@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 import torch
@@ -11,115 +13,126 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import opfuser as of
-from tests.engine.toys import F64, randn, same
+from tests.engine.toys import F64, grads, plain_sigmoids, randn, same, sigmoids
 
 
-def together(*functions: Callable[[], None]) -> None:
-    failures: list[BaseException] = []
+def together(*functions: Callable[[], Any]) -> None:
+    with ThreadPoolExecutor(len(functions)) as pool:
+        for future in [pool.submit(function) for function in functions]:
+            future.result()
 
-    def run(function: Callable[[], None]) -> None:
+
+class Meeting:
+    """One thread stays inside of something until the other one is done."""
+
+    def __init__(self) -> None:
+        self.inside, self.done, self.on = Event(), Event(), False
+
+    def stay(self) -> None:
+        if self.on:
+            self.inside.set()
+            assert self.done.wait(10)
+
+    @contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        assert self.inside.wait(10)
         try:
-            function()
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+            yield
+        finally:
+            self.done.set()
 
 
-class Pauses(of.Identity):
+class Waits(of.Identity):
     """Its forward without gradients waits for the other thread."""
 
-    def __init__(self, inside: threading.Event, done: threading.Event) -> None:
+    def __init__(self, meeting: Meeting) -> None:
         super().__init__()
-        self.events = inside, done
+        self.__dict__["meeting"] = meeting
 
     def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
-        inside, done = self.events
         if not ctx.requires_grad:
-            inside.set()
-            assert done.wait(10)
+            self.meeting.stay()
         return input_
+
+
+def test_backward_of_several_graphs_of_one_model() -> None:
+    seq = sigmoids()
+    xs = [randn(2, 3, grad=True) for _ in range(4)]
+
+    def work(x: Tensor) -> None:
+        for _ in range(10):
+            same(grads(seq(x), [x]), grads(plain_sigmoids(seq, x), [x]))
+
+    together(*(lambda x=x: work(x) for x in xs))
 
 
 def test_evaluating_beside_training_with_a_parametrised_weight() -> None:
     """Neither thread sees the value of the other."""
-    inside, done = threading.Event(), threading.Event()
-    seq = of.Sequential(of.BasicLinear(3, 3, dtype=F64), Pauses(inside, done), of.GELU())
+    meeting = Meeting()
+    seq = of.Sequential(of.BasicLinear(3, 3, dtype=F64), Waits(meeting), of.GELU())
     x = randn(2, 3)
     parametrize.register_parametrization(seq[0], "weight", nn.Softplus())
     original = seq[0].parametrizations.weight.original
     seq(x).sum().backward()
-    expected, original.grad = original.grad, None
+    expected, original.grad, meeting.on = original.grad, None, True
 
     def train() -> None:
-        assert inside.wait(10)
-        try:
+        with meeting.meanwhile():
             seq(x).sum().backward()
-        finally:
-            done.set()
 
-    def evaluate() -> None:
-        with torch.no_grad():
-            same(seq(x), seq(x))
-
-    together(train, evaluate)
+    together(train, lambda: torch.no_grad()(seq)(x))
     same(original.grad, expected)
 
 
 def test_a_plain_module_in_another_thread_keeps_its_gradient() -> None:
     """``torch.nn.utils.parametrize.cached`` is for all threads, so that it is not used here."""
     ours, theirs = of.Linear(3, 3, dtype=F64), nn.Linear(3, 3, bias=False, dtype=F64)
-    inside, done = threading.Event(), threading.Event()
+    meeting = Meeting()
 
-    class Waits(nn.Module):
+    class Stays(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
-            inside.set()
-            assert done.wait(10)
+            meeting.stay()
             return weight
 
-    done.set()
-    parametrize.register_parametrization(ours, "weight", Waits())
+    parametrize.register_parametrization(ours, "weight", Stays())
     parametrize.register_parametrization(theirs, "weight", nn.Softplus())
     seq, x = of.Sequential(ours), randn(2, 3)
     seq(x)
-    inside.clear()
-    done.clear()
-
-    def evaluate() -> None:
-        with torch.no_grad():
-            seq(x)
+    meeting.on = True
 
     def train() -> None:
-        assert inside.wait(10)
-        try:
-            with torch.no_grad():
-                theirs(x)
+        with meeting.meanwhile():
+            torch.no_grad()(theirs)(x)
             assert theirs(x).requires_grad
-        finally:
-            done.set()
 
-    together(evaluate, train)
+    together(lambda: torch.no_grad()(seq)(x), train)
 
 
 def test_a_parametrised_weight_is_computed_once_per_call() -> None:
-    calls = 0
+    calls: list[int] = []
 
     class Counted(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
+            calls.append(1)
             return weight * 1
 
     linear = of.Linear(3, 3, dtype=F64)
     parametrize.register_parametrization(linear, "weight", Counted())
     seq, x = of.Sequential(linear, of.GELU()), randn(2, 3, grad=True)
     seq(x)
-    calls = 0
+    calls.clear()
     seq(x).sum().backward()
-    assert calls == 1
+    assert len(calls) == 1
+
+
+def test_a_flag_that_another_thread_sets_during_a_forward_counts() -> None:
+    meeting = Meeting()
+    seq, x = of.Sequential(of.ConstantScale(2.0), Waits(meeting)), torch.ones(2, 3)
+    meeting.on = True
+
+    def change() -> None:
+        with meeting.meanwhile():
+            seq[0].scale = 3.0
+
+    together(lambda: seq(x), change)
+    assert torch.equal(seq(x), 3 * x)
