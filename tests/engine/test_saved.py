@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -86,19 +85,6 @@ def test_memory_is_freed_while_backward_runs(keep: bool) -> None:
         assert not any(ref() is not None for ref in refs)
 
 
-@pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=str)
-def test_nothing_is_left_after_backward(between: list[nn.Module]) -> None:
-    """Hazard 25: though the output, and with it the node of the graph, is kept."""
-    seq, x = opfuser.Sequential(Square(), *between, Square()), randn(2, 3, grad=True)
-    kept: list[Any] = []
-    with saved_tensors_hooks(lambda t: kept.append(weakref.ref(t)) or t, lambda t: t):
-        y = seq(x)
-    middle = [ref for ref in kept if ref() is not None and ref() is not x]
-    y.sum().backward()
-    gc.collect()
-    assert all(ref() is None or ref() is x for ref in middle)
-
-
 def test_a_dropped_output_frees_everything() -> None:
     """Hazard 25: also where an operation saves its own output."""
     seq = opfuser.Sequential(Times(), Square(), Sigmoid(), Watches(), Sigmoid())
@@ -157,7 +143,7 @@ def test_the_promise_does_not_hold_for_subclasses() -> None:
 
 @pytest.mark.parametrize(
     ("reentrant", "dropout", "split"),
-    [(False, False, False), (False, True, True), (True, True, False), (True, False, True)],
+    [(False, True, True), (True, True, False)],
 )
 def test_checkpointing(reentrant: bool, dropout: bool, split: bool) -> None:
     inner: list[nn.Module] = [Times(), Square(), *([nn.Tanh()] if split else []), Times()]
@@ -176,12 +162,6 @@ def test_checkpointing(reentrant: bool, dropout: bool, split: bool) -> None:
         return [*(y.detach() for y in ys), *(t.grad for t in wrt)]
 
     same(results(lambda *ts: checkpoint(seq, *ts, use_reentrant=reentrant)), results(seq))
-
-
-def test_checkpointing_saves_only_the_input() -> None:
-    seq, x = sigmoids(), randn(2, 3, grad=True)
-    with_it = saved_by(lambda t: checkpoint(seq, t, use_reentrant=False), x)
-    assert sum(t.numel() for t in with_it) < sum(t.numel() for t in saved_by(seq, x))
 
 
 @pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=str)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 import opfuser
-from opfuser import fuser
 from opfuser.registry import registry
 
 
@@ -21,14 +20,13 @@ def _no_built_in_fusions() -> Iterator[None]:
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def plans() -> Iterator[list[Any]]:
     """Grows by one entry per plan that is made."""
     made: list[Any] = []
-    original = fuser.make_plan
 
-    def counting(*args: Any) -> Any:
-        made.append(original(*args))
-        return made[-1]
+    def counts_plans(ops: Sequence[Any]) -> Sequence[Any]:
+        made.append(ops)
+        return ops
 
-    monkeypatch.setattr(fuser, "make_plan", counting)
-    return made
+    with opfuser.register_forward_fusion(counts_plans):
+        yield made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,15 +10,7 @@ import torch
 
 from opfuser.errors import PlanError
 from opfuser.fusion import Env
-from tests.planning.toys import (
-    A,
-    B,
-    Fused,
-    FusedForward,
-    plan,
-    rule,
-    spans,
-)
+from tests.planning.toys import A, B, Fused, FusedForward, plan, rule, spans
 
 
 def _first_two(ops: Sequence[Any]) -> list[Any]:
@@ -41,10 +33,6 @@ def with_env(ops: Sequence[Any], env: Env) -> list[Any]:
     return _first_two(ops)
 
 
-def with_nothing(ops: Sequence[Any]) -> list[Any]:
-    return _first_two(ops)
-
-
 class _Callable:
     __name__ = "object"
 
@@ -54,15 +42,18 @@ class _Callable:
 
 
 @pytest.mark.parametrize(
-    "function", [with_unused, with_recipe, with_env, with_nothing, _Callable()]
+    ("function", "stage"),
+    [
+        (with_unused, "joint"),
+        (with_recipe, "forward"),
+        (with_env, "backward"),
+        (_first_two, "joint"),
+        (_Callable(), "forward"),
+    ],
 )
-@pytest.mark.parametrize("stage", ["joint", "forward", "backward"])
 def test_a_function_gets_the_keywords_that_it_takes(function: Any, stage: Any) -> None:
-    made = plan("ABC", function, stage=stage)
-    record = made.record(function.__name__)
-    assert record.status == "matched"
-    assert record.matches == ((0, 1),)
-    assert record.stage == stage
+    record = plan("ABC", function, stage=stage).record(function.__name__)
+    assert (record.status, record.matches, record.stage) == ("matched", ((0, 1),), stage)
 
 
 def test_a_function_may_return_any_iterable_and_change_its_list() -> None:
@@ -101,65 +92,32 @@ def test_taking_a_fusion_apart_again_is_no_match() -> None:
     assert made.fused("forward") == {}
 
 
-# ---------------------------------------------------------------------- tiling
+# Results that do not tile the operations A, B, A.
 
-
-def _dropped(ops: Sequence[Any]) -> list[Any]:
-    return list(ops[:-1])
-
-
-def _dropped_inside(ops: Sequence[Any]) -> list[Any]:
-    return [ops[0], ops[2]]
-
-
-def _duplicated(ops: Sequence[Any]) -> list[Any]:
-    return [ops[0], *ops]
-
-
-def _too_many(ops: Sequence[Any]) -> list[Any]:
-    return [*ops, ops[-1]]
-
-
-def _reordered(ops: Sequence[Any]) -> list[Any]:
-    return list(ops[::-1])
-
-
-def _reordered_inside(ops: Sequence[Any]) -> list[Any]:
-    return [Fused(ops[1], ops[0]), ops[2]]
-
-
-def _foreign(ops: Sequence[Any]) -> list[Any]:
-    return [*ops[:2], B()]
-
-
-def _foreign_copy(ops: Sequence[Any]) -> list[Any]:
-    return [A(), *ops[1:]]
-
-
-def _no_operation(ops: Sequence[Any]) -> list[Any]:
-    return [ops[0], torch.nn.ReLU(), ops[2]]
-
-
-def _nothing_at_all(ops: Sequence[Any]) -> list[Any]:
-    return []
+WRONG: list[tuple[Callable[[Sequence[Any]], Any], str, str]] = [
+    (lambda ops: list(ops[:-1]), "nothing covers operation 2", "[A, B]"),
+    (lambda ops: [ops[0], ops[2]], "A does not fit at operation 1", "[A, A]"),
+    (lambda ops: [ops[0], *ops], "A does not fit at operation 1", "[A, A, B, A]"),
+    (lambda ops: [*ops, ops[-1]], "A does not fit at operation 3", "[A, B, A, A]"),
+    (lambda ops: list(ops[::-1]), "A does not fit at operation 0", "[A, B, A]"),
+    (lambda ops: [Fused(ops[1], ops[0]), ops[2]], "Fused does not fit at operation 0",
+     "[Fused, A]"),
+    (lambda ops: [*ops[:2], B()], "B does not fit at operation 2", "[A, B, B]"),
+    (lambda ops: [A(), *ops[1:]], "A does not fit at operation 0", "[A, B, A]"),
+    (lambda ops: [ops[0], torch.nn.ReLU(), ops[2]], "returned ReLU, which is no operation",
+     "[A, ReLU, A]"),
+    (lambda ops: [], "nothing covers operation 0", "[]"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("function", "what", "received"),
+    ("function", "what", "received", "stage"),
     [
-        (_dropped, "nothing covers operation 2", "[A, B]"),
-        (_dropped_inside, "A does not fit at operation 1", "[A, A]"),
-        (_duplicated, "A does not fit at operation 1", "[A, A, B, A]"),
-        (_too_many, "A does not fit at operation 3", "[A, B, A, A]"),
-        (_reordered, "A does not fit at operation 0", "[A, B, A]"),
-        (_reordered_inside, "Fused does not fit at operation 0", "[Fused, A]"),
-        (_foreign, "B does not fit at operation 2", "[A, B, B]"),
-        (_foreign_copy, "A does not fit at operation 0", "[A, B, A]"),
-        (_no_operation, "returned ReLU, which is no operation", "[A, ReLU, A]"),
-        (_nothing_at_all, "nothing covers operation 0", "[]"),
+        *((*case, "forward") for case in WRONG),
+        (*WRONG[0], "joint"),
+        (*WRONG[1], "backward"),
     ],
 )
-@pytest.mark.parametrize("stage", ["joint", "forward", "backward"])
 def test_a_result_that_does_not_tile_is_an_error(
     function: Any, what: str, received: str, stage: Any
 ) -> None:
@@ -174,11 +132,8 @@ def test_a_result_that_does_not_tile_is_an_error(
 
 @pytest.mark.parametrize("answer", [None, 3])
 def test_a_function_that_returns_no_list_is_an_error(answer: Any) -> None:
-    def forgets(ops: Sequence[Any]) -> Any:
-        return answer
-
-    with pytest.raises(PlanError, match="fusion 'forgets', stage forward"):
-        plan("AB", forgets)
+    with pytest.raises(PlanError, match="fusion '<lambda>', stage forward"):
+        plan("AB", lambda ops: answer)
 
 
 def test_a_build_that_covers_something_else_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The lines of the log."""
+"""The lines of the log (hazard 18)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,9 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.engine import planning as plan_module
-from opfuser.engine.plan import Plan
+from opfuser.engine import plan as plan_module
 from opfuser.fusion import Fusion, Refusal, Requires
-from opfuser.registry import FusionHandle, registry
-from tests.planning.toys import BUILD, NEEDED, env, make_plan, ops, rule
-
-REGISTER: dict[str, Callable[..., FusionHandle]] = {
-    "forward": opfuser.register_forward_fusion,
-    "backward": opfuser.register_backward_fusion,
-    "joint": opfuser.register_forward_backward_fusion,
-}
-
-
-def planned(letters: str = "AB") -> Plan:
-    count = len(letters)
-    return make_plan(ops(letters), env(count), (NEEDED,) * count, registry)
+from tests.planning.toys import REGISTER, FusedForward, planned, rule
 
 
 @pytest.fixture
@@ -52,13 +39,11 @@ def test_every_fusion_is_logged_once_per_distinct_plan(log: Callable[[], list[st
     ):
         planned("ABCB")
         lines = log()
-        assert lines[0].startswith(
-            "[stage=forward, fusion=test_matched] [SUMMARY] matches=1 refused=0 time="
-        )
-        assert lines[0].endswith("ms")
-        assert lines[1].startswith(
-            "[stage=forward, fusion=test_refused] [SUMMARY] matches=0 refused=1 time="
-        )
+        for line, name, counts in zip(
+            lines, ("matched", "refused"), ("matches=1 refused=0", "matches=0 refused=1")
+        ):
+            assert line.startswith(f"[stage=forward, fusion=test_{name}] [SUMMARY] {counts} time=")
+            assert line.endswith("ms")
         assert lines[2:] == [
             "[stage=forward, fusion=test_skipped] skipped (needs cuda, have cpu)",
             "[stage=backward, fusion=test_disabled] disabled (handle)",
@@ -82,7 +67,7 @@ def test_nothing_is_logged_without_the_level(
 
 def test_a_call_logs_its_plan(log: Callable[[], list[str]]) -> None:
     one, two = (opfuser.Sequential(opfuser.Identity(), opfuser.Identity()) for _ in range(2))
-    fusion = Fusion("test_identity", "forward", (opfuser.Identity, opfuser.Bias), BUILD["forward"])
+    fusion = Fusion("test_identity", "forward", (opfuser.Identity, opfuser.Bias), FusedForward)
     with REGISTER["forward"](fusion):
         for seq in (one, two, one):
             seq(torch.ones(2))

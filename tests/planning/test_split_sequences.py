@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,22 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import opfuser as of
-from opfuser.testing import assert_fused
-from tests.planning.test_plans import NothingComputed
-
-
-def repeated() -> of.Sequential:
-    linear = of.Linear(4, 4)
-    return of.Sequential(linear, nn.Tanh(), linear)
-
-
-def twice() -> of.Sequential:
-    return of.Sequential(of.Linear(4, 4), nn.Tanh()) * 2
-
-
-def residuals() -> of.Sequential:
-    block = of.Residual(of.RMSNorm(4), nn.BatchNorm1d(4), of.Linear(4, 4))
-    return of.Sequential(block, block)
+from opfuser.testing import assert_fused, assert_not_fused
+from tests.planning.toys import FusedForward, NothingComputed
 
 
 def hooked() -> of.Sequential:
@@ -52,11 +39,16 @@ class Counts(nn.Module):
         return x
 
 
-def counting() -> of.Sequential:
-    return of.Sequential(of.Linear(4, 4), Counts(), of.GELU())
-
-
-SPLIT = [repeated, twice, residuals, hooked, spectral, counting]
+SPLIT: dict[str, Callable[[], of.Sequential]] = {
+    "an operation twice": lambda: of.Sequential(linear := of.Linear(4, 4), nn.Tanh(), linear),
+    "everything twice": lambda: of.Sequential(of.Linear(4, 4), nn.Dropout(0.5)) * 2,
+    "residuals": lambda: of.Sequential(
+        of.Residual(of.RMSNorm(4), nn.BatchNorm1d(4), of.Linear(4, 4))
+    ) * 2,
+    "hooked": hooked,
+    "spectral": spectral,
+    "counting": lambda: of.Sequential(of.Linear(4, 4), Counts(), of.GELU()),
+}  # fmt: skip
 
 
 def everything(seq: nn.Module) -> list[Any]:
@@ -66,17 +58,14 @@ def everything(seq: nn.Module) -> list[Any]:
     return [[(name, id(t), t._version, type(t)) for name, t in tensors], calls]
 
 
-@pytest.mark.parametrize("ask", ["plan", "assert_fused"])
-@pytest.mark.parametrize("make", SPLIT)
-def test_planning_runs_and_changes_nothing(make: Callable[[], of.Sequential], ask: str) -> None:
-    seq, x = make(), torch.randn(2, 4, requires_grad=True)
+@pytest.mark.parametrize("made", SPLIT)
+def test_planning_runs_and_changes_nothing(made: str) -> None:
+    seq, x = SPLIT[made](), torch.randn(2, 4, requires_grad=True)
     before, values = everything(seq), copy.deepcopy(seq.state_dict())
     state = torch.get_rng_state()
-    if ask == "plan":
-        with NothingComputed() if make is not spectral else torch.enable_grad():
-            seq.plan(x)
-    else:
-        assert_fused(seq, x, forward={})
+    with NothingComputed() if made != "spectral" else nullcontext():
+        seq.plan(x)
+    assert_fused(seq, x, forward={})
     assert everything(seq) == before
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(seq.state_dict(), values, rtol=0, atol=0)
@@ -111,10 +100,11 @@ def mixture() -> of.Sequential:
     )
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("trained", ["all", "last", "none"])
-def test_a_plan_is_that_of_the_call(autocast: bool, grad: bool, trained: str) -> None:
+@pytest.mark.parametrize(
+    ("trained", "grad", "autocast"),
+    [("all", True, False), ("last", True, True), ("none", True, False), ("all", False, True)],
+)
+def test_a_plan_is_that_of_the_call(trained: str, grad: bool, autocast: bool) -> None:
     seq = mixture().requires_grad_(trained == "all")
     seq[-1].requires_grad_(trained != "none")
     x = torch.tensor([[0, 3], [4, 1]])
@@ -127,7 +117,7 @@ def test_a_plan_is_that_of_the_call(autocast: bool, grad: bool, trained: str) ->
     assert planned.assumed == ()
 
 
-class Halves(nn.Module):
+class Product(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(4, 4))
@@ -137,11 +127,11 @@ class Halves(nn.Module):
 
 
 def test_what_is_taken_for_granted_of_a_module_is_said() -> None:
-    seq, x = of.Sequential(of.GELU(), Halves(), of.GELU()), torch.randn(2, 4)
-    assert seq.plan(x).assumed == ("Halves returns torch.float32",)
-    assert "\nassumed: Halves returns torch.float32\n" in str(seq.plan(x))
+    seq, x = of.Sequential(of.GELU(), Product(), of.GELU()), torch.randn(2, 4)
+    assert seq.plan(x).assumed == ("Product returns torch.float32",)
+    assert "\nassumed: Product returns torch.float32\n" in str(seq.plan(x))
     with torch.autocast("cpu", torch.bfloat16):
-        assert seq.plan(x).assumed == ("Halves returns torch.bfloat16",)
+        assert seq.plan(x).assumed == ("Product returns torch.bfloat16",)
     assert seq.plan(x).needs[1] is not None  # its parameter requires grad
     seq(x)
     assert seq.last_plan is not None
@@ -149,6 +139,12 @@ def test_what_is_taken_for_granted_of_a_module_is_said() -> None:
 
 
 def test_an_operation_declares_the_dtype_of_its_output() -> None:
+    seen: list[torch.dtype] = []
+
+    def refuses(*ops: Any, env: of.Env) -> of.Refusal:
+        seen.append(env.dtype)
+        return of.Refusal("DTYPE", "only looks")
+
     class ToDouble(of.BasicOperation):
         def output_dtype(self, dtypes: Any) -> torch.dtype:
             return torch.float64
@@ -159,15 +155,26 @@ def test_an_operation_declares_the_dtype_of_its_output() -> None:
         def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, tuple[()]]:
             return grad_output.float(), ()
 
-    seq = of.Sequential(ToDouble(), nn.Tanh(), of.GELU())
-    seq[2].register_forward_hook(lambda *unused: None)
-    x = torch.randn(2)
-    planned = seq.plan(x)
-    (fuser,) = seq[2]._alone._schedules
-    assert fuser.call.dtype == torch.float64
-    seq(x)
+    fusion = of.Fusion("doubles", "forward", (of.GELU, of.Identity), FusedForward, refuses)
+    seq, x = of.Sequential(ToDouble(), nn.Tanh(), of.GELU(), of.Identity()), torch.randn(2)
+    with of.register_forward_fusion(fusion):
+        planned = seq.plan(x)
+        seq(x)
     assert planned == seq.last_plan
-    assert len(seq[2]._alone._schedules) == 1
+    assert seen == [torch.float64]
+
+
+def test_the_record_says_that_a_module_stands_between() -> None:
+    """Hazard 18."""
+    pair = of.Fusion("pair", "forward", (of.Identity, of.Identity), FusedForward)
+    seq, x = of.Sequential(of.Identity(), nn.Tanh(), of.Identity()), torch.randn(2, 3)
+    with of.register_forward_fusion(pair):
+        plan = seq.plan(x)
+        assert_not_fused(seq, "pair", x, code="GROUP_SPLIT")
+    ((at, why),) = plan.record("pair").refusals
+    assert (at, str(why)) == (0, "GROUP_SPLIT: Tanh stands between")
+    assert [type(s.op).__name__ for s in plan.forward if not s.indices] == ["Tanh"]
+    assert "Tanh (plain module)" in str(plan)
 
 
 def test_planning_starts_no_operation() -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from opfuser.engine.plan import Plan
-from opfuser.engine.planning import make_plan
+import opfuser
+from opfuser.engine.plan import Plan, make_plan
 from opfuser.fusion import Env, Fusion, Optional, Refusal, Repeated, Stage
 from opfuser.op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
-from opfuser.registry import FusionHandle
+from opfuser.registry import FusionHandle, registry
 
 CPU = torch.device("cpu")
 
@@ -42,8 +43,8 @@ class Compound(FusedOperation):
 
 class _Fused(FusedOperation):
     def __init__(self, *parts: FusibleOperation | tuple[FusibleOperation, ...] | None) -> None:
-        runs = [part if isinstance(part, tuple) else (part,) for part in parts]
-        super().__init__([op for run in runs for op in run if op is not None])
+        elements = [part if isinstance(part, tuple) else (part,) for part in parts]
+        super().__init__([op for found in elements for op in found if op is not None])
 
 
 class Fused(_Fused):
@@ -113,8 +114,8 @@ def handles(*functions: Any, stage: Stage = "forward") -> list[FusionHandle]:
     ]
 
 
-def env(count: int = 0, **kwargs: Any) -> Env:
-    return Env(CPU, torch.float32, needs_backward=(True,) * count, grad_enabled=True, **kwargs)
+def env(count: int = 0) -> Env:
+    return Env(CPU, torch.float32, needs_backward=(True,) * count, grad_enabled=True)
 
 
 NEEDED = GradNeeds(True, (), ())
@@ -125,18 +126,40 @@ def plan(
     *functions: Any,
     stage: Stage = "forward",
     needs: Iterable[bool] | None = None,
+    registered: Iterable[FusionHandle] | None = None,
 ) -> Plan:
-    """A plan over toys; ``needs`` says whose backward runs (all)."""
+    """A plan over toys, with these fusions and functions, or with registered ones.
+
+    Args:
+        needs: whose backward runs (that of all).
+    """
     units = ops(made_of) if isinstance(made_of, str) else list(made_of)
     count = sum(len(u.basic_ops) if isinstance(u, FusedOperation) else 1 for u in units)
     owed = (True,) * count if needs is None else tuple(needs)
-    return make_plan(
-        units,
-        env(count),
-        tuple(NEEDED if n else None for n in owed),
-        handles(*functions, stage=stage),
-    )
+    tried = handles(*functions, stage=stage) if registered is None else registered
+    return make_plan(units, env(count), tuple(NEEDED if n else None for n in owed), tried)
+
+
+def planned(letters: str = "AB") -> Plan:
+    """With what is registered."""
+    return plan(letters, registered=registry)
+
+
+REGISTER: dict[str, Callable[..., FusionHandle]] = {
+    "forward": opfuser.register_forward_fusion,
+    "backward": opfuser.register_backward_fusion,
+    "joint": opfuser.register_forward_backward_fusion,
+}
 
 
 def spans(steps: Iterable[Any]) -> list[tuple[int, ...]]:
     return [step.indices for step in steps]
+
+
+class NothingComputed(TorchDispatchMode):
+    """No tensor is computed inside this block."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.promote_types.default:  # of dtypes, no tensor takes part
+            return func(*args)
+        raise AssertionError(f"{func} ran while a plan was made")
