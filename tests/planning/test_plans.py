@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser
 from opfuser.engine.planning import make_plan
@@ -20,6 +19,7 @@ from tests.planning.toys import (
     Fused,
     FusedBackward,
     FusedForward,
+    NothingComputed,
     env,
     handles,
     ops,
@@ -27,13 +27,6 @@ from tests.planning.toys import (
     rule,
     spans,
 )
-
-
-class NothingComputed(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.promote_types.default:  # of dtypes, no tensor takes part
-            return func(*args)
-        raise AssertionError(f"{func} ran while a plan was made")
 
 
 def test_make_plan_is_pure() -> None:
@@ -54,9 +47,8 @@ def test_without_fusions_every_operation_is_a_step() -> None:
     assert spans(made.forward) == spans(made.backward) == [(0,), (1,), (2,)]
     assert made.history == ()
     assert made.fused("forward") == made.fused("backward") == {}
-
-
-def test_no_operations() -> None:
+    with pytest.raises(KeyError):
+        made.record("rule")
     made = plan("", rule("A"))
     assert made.forward == made.backward == ()
 
@@ -72,11 +64,6 @@ def test_passes_are_fused_apart() -> None:
 
 def test_joint_fusions_come_first() -> None:
     """Registered last, tried first; the other stages start from what it made."""
-    order: list[str] = []
-
-    def note(name: str) -> Callable[..., Any]:
-        return lambda ops: order.append(name) or ops
-
     made = plan(
         "AB",
         rule("A B", name="ab"),
@@ -136,7 +123,7 @@ def test_a_fused_operation_that_the_user_placed_stays() -> None:
     assert made.fused("forward") == {"rule": 1}
 
 
-# ---------------------------------------------------------------------- equality
+# Equality.
 
 
 @pytest.fixture
@@ -220,7 +207,7 @@ def test_steps_and_records_are_part_of_a_plan() -> None:
     assert one != replace(two, env=replace(two.env, dtype=torch.float64))
 
 
-# ---------------------------------------------------------------------- records
+# Records.
 
 
 def test_refusals_are_recorded_with_code_and_sentence() -> None:
@@ -272,45 +259,33 @@ def test_no_grad_is_a_reason(stage: Any, needs: tuple[bool, ...], status: str) -
     assert [no.code for _, no in record.refusals] == (["NO_GRAD"] if status == "refused" else [])
 
 
-def test_without_backward_its_fusions_are_not_tried() -> None:
+def test_every_registered_fusion_has_a_record() -> None:
+    """Hazard 18: also those of a pass that this plan does not have."""
     made = plan("AB", rule("A B", "backward"), needs=(False, False))
+    assert [(r.name, r.matches) for r in made.history] == [("rule", ())]
     assert made.backward == ()
     assert made.fused("backward") == {}
 
 
-def test_every_registered_fusion_has_a_record() -> None:
-    """Also those of a pass that this plan does not have."""
-    made = plan("AB", rule("A B", "backward"), needs=(False, False))
-    assert [r.name for r in made.history] == ["rule"]
-
-
 @pytest.mark.parametrize(
-    ("requires", "detail"),
+    ("options", "status", "detail"),
     [
-        (Requires(device="cuda"), "needs cuda, have cpu"),
-        (Requires(package="no_such_package_here"), "needs the package no_such_package_here"),
+        ({"requires": Requires(device="cuda")}, "skipped", "needs cuda, have cpu"),
+        ({"requires": Requires(package="no_such_one")}, "skipped", "needs the package no_such_one"),
+        ({"enabled": False}, "disabled", "handle"),
     ],
 )
-def test_what_the_machine_lacks_is_recorded(requires: Requires, detail: str) -> None:
-    made = plan("AB", rule("A B", requires=requires))
+def test_what_keeps_a_fusion_from_being_tried_is_recorded(
+    options: Any, status: str, detail: str
+) -> None:
+    made = plan("AB", rule("A B", **options))
     record = made.record("rule")
-    assert (record.status, record.detail) == ("skipped", detail)
-    assert record.summary() == f"[stage=forward, fusion=rule] skipped ({detail})"
+    assert (record.status, record.detail, record.matches) == (status, detail, ())
+    assert record.summary() == f"[stage=forward, fusion=rule] {status} ({detail})"
     assert spans(made.forward) == [(0,), (1,)]
 
 
-def test_a_fusion_that_is_off_by_default() -> None:
-    record = plan("AB", rule("A B", enabled=False)).record("rule")
-    assert record.status == "disabled"
-    assert record.matches == ()
-
-
-def test_no_record_of_that_name() -> None:
-    with pytest.raises(KeyError):
-        plan("AB").record("rule")
-
-
-# ---------------------------------------------------------------------- as text
+# As text.
 
 
 def test_a_plan_reads_well() -> None:
@@ -332,9 +307,6 @@ def test_a_plan_reads_well() -> None:
     assert text[8].startswith("  [stage=forward, fusion=ab] [SUMMARY] matches=1 refused=0 time=")
     assert text[9].startswith("  [stage=backward, fusion=bc] [SUMMARY] matches=1 refused=0 time=")
     assert text[10:] == ["  [stage=backward, fusion=cc] skipped (needs cuda, have cpu)"]
-
-
-def test_a_plan_without_backward_reads_well() -> None:
     assert "backward: none\nfusions:" in str(plan("A", needs=(False,)))
 
 
@@ -349,6 +321,5 @@ def test_names_of_operations_are_shown() -> None:
 def test_plans_of_handles_that_are_not_registered() -> None:
     """make_plan takes the handles that it is given: nothing global decides."""
     (handle,) = handles(rule("A B"))
-    made = make_plan(ops("AB"), env(2), (NEEDED, NEEDED), [handle])
-    assert made.fused("forward") == {"rule": 1}
+    assert plan("AB", registered=[handle]).fused("forward") == {"rule": 1}
     assert handle not in registry

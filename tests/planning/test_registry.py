@@ -1,11 +1,11 @@
-"""Registering, removing and switching fusions."""
+"""Registering, removing and switching fusions (hazard 20)."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +13,43 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.engine.plan import Plan
 from opfuser.errors import FusionError, UnknownFusionError
 from opfuser.fusion import Refusal, Requires
 from opfuser.registry import FusionHandle, Registry, registry
-from tests.planning.toys import NEEDED, A, B, Fused, env, make_plan, ops, rule
+from tests.planning.toys import REGISTER, A, B, Fused, planned, rule
 
 ROOT = Path(__file__).parents[2]
-
-REGISTER: dict[str, Callable[..., FusionHandle]] = {
-    "forward": opfuser.register_forward_fusion,
-    "backward": opfuser.register_backward_fusion,
-    "joint": opfuser.register_forward_backward_fusion,
-}
-
-
-def planned(letters: str = "AB") -> Plan:
-    count = len(letters)
-    return make_plan(ops(letters), env(count), (NEEDED,) * count, registry)
 
 
 def names() -> list[str]:
     return [info.name for info in opfuser.fusions() if info.origin == "user"]
 
 
+def state(name: str = "rule") -> str:
+    """What the record of a plan made now says."""
+    record = planned().record(name)
+    return f"{record.status} {record.detail}".strip()
+
+
+def off() -> list[str]:
+    return [info.name for info in opfuser.fusions() if info.name in "xyz" and not info.enabled]
+
+
+@pytest.fixture
+def three() -> Iterator[None]:
+    with (
+        REGISTER["forward"](rule("A B", name="x")),
+        REGISTER["forward"](rule("A B", name="y")),
+        REGISTER["forward"](rule("A B", name="z")),
+    ):
+        yield
+
+
 @pytest.mark.parametrize("stage", REGISTER)
 def test_a_handle_removes_its_fusion(stage: Any) -> None:
     handle = REGISTER[stage](rule("A B", stage))
     assert names() == ["rule"]
-    assert planned().record("rule").status == "matched"
+    assert state() == "matched"
     handle.remove()
     handle.remove()
     assert names() == []
@@ -60,19 +68,9 @@ def test_a_handle_is_a_context_manager() -> None:
     assert names() == []
 
 
-def test_a_handle_switches_its_fusion() -> None:
-    with REGISTER["forward"](rule("A B")) as handle:
-        version = registry.version
-        handle.enabled = False
-        assert registry.version != version
-        record = planned().record("rule")
-        assert (record.status, record.detail) == ("disabled", "handle")
-        handle.enabled = True
-        assert planned().record("rule").status == "matched"
-
-
 @pytest.mark.parametrize("stage", REGISTER)
 def test_prepend(stage: Any) -> None:
+    """In front of those registered before, and of the library's."""
     with (
         REGISTER[stage](rule("A B", stage, name="first")),
         REGISTER[stage](rule("A B", stage, name="second")),
@@ -84,12 +82,7 @@ def test_prepend(stage: Any) -> None:
             ("first", "unmatched"),
             ("second", "unmatched"),
         ]
-
-
-def test_prepended_fusions_come_before_the_built_in_ones() -> None:
-    with REGISTER["forward"](rule("A B"), prepend=True):
-        forward = [info.name for info in opfuser.fusions() if info.stage == "forward"]
-        assert forward[0] == "rule"
+        assert next(i.name for i in opfuser.fusions() if i.stage == stage) == "third"
 
 
 def test_fusions_lists_stages_in_the_order_in_which_they_run() -> None:
@@ -107,7 +100,7 @@ def test_fusions_lists_stages_in_the_order_in_which_they_run() -> None:
         assert mine[1].requires == Requires(device="cuda")
 
 
-# ---------------------------------------------------------------------- names
+# Names.
 
 
 def _pairs(ops: Sequence[Any]) -> list[Any]:
@@ -122,27 +115,21 @@ def test_default_names() -> None:
         assert handle.name == "mine"
 
 
-@pytest.mark.parametrize("stage", REGISTER)
-def test_a_name_is_taken_once_over_all_stages(stage: Any) -> None:
-    with (
-        REGISTER["forward"](rule("A B")),
-        pytest.raises(FusionError, match=r"a second fusion named 'rule'.*choose another name"),
-    ):
-        REGISTER[stage](_pairs, name="rule")
-    assert names() == []
-
-
-def test_a_fusion_registered_for_another_stage_is_an_error() -> None:
-    with pytest.raises(FusionError) as error:
-        REGISTER["backward"](rule("A B"))
-    assert "fusion 'rule'" in str(error.value)
-    assert "Received: stage 'forward', registered as 'backward'" in str(error.value)
-    assert "Use the register function of the forward stage" in str(error.value)
-
-
-def test_something_that_cannot_be_called_is_an_error() -> None:
-    with pytest.raises(FusionError, match=r"a function of a list of operations. Received: 3"):
-        REGISTER["forward"](3)
+@pytest.mark.parametrize(
+    ("stage", "function", "name", "text"),
+    [
+        *((stage, _pairs, "rule", r"a second fusion named 'rule'.*choose another name")
+          for stage in REGISTER),
+        ("backward", rule("A B", name="other"), None,
+         r"fusion 'other'.*Received: stage 'forward', registered as 'backward'.*of the forward st"),
+        ("forward", 3, None, r"a function of a list of operations. Received: 3"),
+    ],
+)  # fmt: skip
+def test_errors_of_registering(stage: Any, function: Any, name: str | None, text: str) -> None:
+    with REGISTER["forward"](rule("A B")):
+        with pytest.raises(FusionError, match=text):
+            REGISTER[stage](function, name=name)
+        assert names() == ["rule"]
 
 
 def test_the_decorator_registers_the_class() -> None:
@@ -166,130 +153,45 @@ def test_the_decorator_registers_the_class() -> None:
     assert names() == []
 
 
-# ---------------------------------------------------------------------- switching
+# Switching: the handle, then blocks, of which the last one counts.
 
 
-def test_disable_ends_with_its_block() -> None:
-    with REGISTER["forward"](rule("A B")):
+@pytest.mark.parametrize("enabled", [True, False])
+def test_handles_and_blocks_switch_a_fusion(enabled: bool) -> None:
+    by_default = "matched" if enabled else "disabled handle"
+    with REGISTER["forward"](rule("A B", enabled=enabled)) as handle:
+        assert state() == by_default
         with opfuser.disable("rule"):
-            record = planned().record("rule")
-            assert (record.status, record.detail) == ("disabled", "opfuser.disable")
+            assert state() == "disabled opfuser.disable"
             with opfuser.enable("rule"):
-                assert planned().record("rule").status == "matched"
-            assert planned().record("rule").status == "disabled"
-        assert planned().record("rule").status == "matched"
-
-
-def test_disable_without_a_block_stays() -> None:
-    with REGISTER["forward"](rule("A B")):
-        switch = opfuser.disable("rule")
-        assert planned().record("rule").status == "disabled"
+                assert state() == "matched"
+            assert state() == "disabled opfuser.disable"
+        switch = opfuser.enable("rule")  # without a block it stays
+        assert state() == "matched"
         switch.__exit__()
-        assert planned().record("rule").status == "matched"
+        assert state() == by_default
+        version = registry.version
+        handle.enabled = not enabled
+        assert registry.version != version
+        assert state() == ("disabled handle" if enabled else "matched")
 
 
-def test_enable_overrides_the_default_and_the_handle() -> None:
-    with REGISTER["forward"](rule("A B", enabled=False)) as handle:
-        assert planned().record("rule").status == "disabled"
-        with opfuser.enable("rule"):
-            assert planned().record("rule").status == "matched"
-        handle.enabled = True
-        assert planned().record("rule").status == "matched"
-
-
+@pytest.mark.usefixtures("three")
 def test_all_off_but_one() -> None:
-    with (
-        REGISTER["forward"](rule("A B", name="one")),
-        REGISTER["forward"](rule("A B", name="two")),
-        opfuser.disable("*"),
-    ):
+    with opfuser.disable("*"):
         assert planned().fused("forward") == {}
-        with opfuser.enable("two"):
-            assert planned().fused("forward") == {"two": 1}
+        with opfuser.enable("y"):
+            assert planned().fused("forward") == {"y": 1}
 
 
+@pytest.mark.usefixtures("three")
 @pytest.mark.parametrize("switch", [opfuser.disable, opfuser.enable])
 def test_an_unknown_name_is_an_error_and_changes_nothing(switch: Any) -> None:
-    with REGISTER["forward"](rule("A B")):
-        before = dict(registry.switched)
-        with pytest.raises(UnknownFusionError) as error:
-            switch("rule", "rul")
-        assert "Received: 'rul'" in str(error.value)
-        assert "Choose among:" in str(error.value)
-        assert "rule" in str(error.value).split("Choose among:")[1]
+    with opfuser.disable("z"):
+        with pytest.raises(UnknownFusionError, match=r"Received: 'xx'.*Choose among: .*x") as error:
+            switch("x", "xx", "z")
         assert isinstance(error.value, KeyError)
-        assert registry.switched == before
-
-
-@pytest.mark.parametrize(
-    ("disable", "enable", "expected"),
-    [
-        ("", "", {"one": "", "two": "", "off": "handle"}),
-        ("one, two", "", {"one": "OPFUSER_DISABLE", "two": "OPFUSER_DISABLE", "off": "handle"}),
-        ("*", "two,off", {"one": "OPFUSER_DISABLE", "two": "", "off": ""}),
-        ("two", "two", {"one": "", "two": "", "off": "handle"}),
-    ],
-)
-def test_switches_of_the_environment(
-    disable: str, enable: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPFUSER_DISABLE", disable)
-    monkeypatch.setenv("OPFUSER_ENABLE", enable)
-    with (
-        REGISTER["forward"](rule("A B", name="one")),
-        REGISTER["forward"](rule("A B", name="two")),
-        REGISTER["forward"](rule("A B", name="off", enabled=False)),
-    ):
-        monkeypatch.setattr(registry, "switched", Registry().switched)
-        found = {info.name: info.disabled_by for info in opfuser.fusions()}
-        assert {name: found[name] for name in expected} == expected
-        for record in planned().history:
-            if expected.get(record.name):
-                assert (record.status, record.detail) == ("disabled", expected[record.name])
-        if expected["one"] and expected["two"]:
-            with opfuser.enable("one"):  # a block has the last word
-                assert planned().fused("forward") == {"one": 1}
-
-
-def test_the_environment_is_read_at_import() -> None:
-    name = "forward_linear_bias_add"
-    code = (
-        f"import opfuser; print([i.disabled_by for i in opfuser.fusions() if i.name == '{name}'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OPFUSER_DISABLE": name},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "['OPFUSER_DISABLE']"
-
-
-def test_a_name_in_the_environment_that_nobody_has_is_reported_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not at import: the fusion may be registered later."""
-    monkeypatch.setenv("OPFUSER_DISABLE", "liner_bias,*")
-    monkeypatch.setattr(registry, "switched", Registry().switched)
-    for _ in range(2):
-        opfuser.Sequential(opfuser.Identity())(torch.ones(2))
-    texts = [r.getMessage() for r in caplog.records if "liner_bias" in r.getMessage()]
-    assert texts == ["OPFUSER_DISABLE names 'liner_bias', but no fusion has that name"]
-
-
-def off() -> list[str]:
-    return [info.name for info in opfuser.fusions() if info.name in "xyz" and not info.enabled]
-
-
-@pytest.fixture
-def three() -> Any:
-    with (
-        REGISTER["forward"](rule("A B", name="x")),
-        REGISTER["forward"](rule("A B", name="y")),
-        REGISTER["forward"](rule("A B", name="z")),
-    ):
-        yield
+        assert off() == ["z"]
 
 
 @pytest.mark.usefixtures("three")
@@ -344,3 +246,59 @@ def test_switching_again_and_again_piles_nothing_up() -> None:
     held.__exit__()
     opfuser.enable("x")
     assert off() == []
+
+
+# The environment.
+
+
+@pytest.mark.usefixtures("three")
+@pytest.mark.parametrize(
+    ("disable", "enable", "expected"),
+    [
+        ("", "", ["", "", "handle"]),
+        ("x, y", "", ["OPFUSER_DISABLE", "OPFUSER_DISABLE", "handle"]),
+        ("*", "y,off", ["OPFUSER_DISABLE", "", ""]),
+        ("y", "y", ["", "", "handle"]),
+    ],
+)
+def test_switches_of_the_environment(
+    disable: str, enable: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPFUSER_DISABLE", disable)
+    monkeypatch.setenv("OPFUSER_ENABLE", enable)
+    with REGISTER["forward"](rule("A B", name="off", enabled=False)):
+        monkeypatch.setattr(registry, "switched", Registry().switched)
+        found = {info.name: info.disabled_by for info in opfuser.fusions()}
+        assert [found[name] for name in ("x", "y", "off")] == expected
+        for name in ("x", "y", "off"):
+            if found[name]:
+                assert state(name) == f"disabled {found[name]}"
+        with opfuser.enable("x"):  # a block has the last word
+            assert planned().fused("forward") == {"x": 1}
+
+
+def test_the_environment_is_read_at_import() -> None:
+    name = "forward_linear_bias_add"
+    code = (
+        f"import opfuser; print([i.disabled_by for i in opfuser.fusions() if i.name == '{name}'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OPFUSER_DISABLE": name},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "['OPFUSER_DISABLE']"
+
+
+def test_a_name_in_the_environment_that_nobody_has_is_reported_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at import: the fusion may be registered later."""
+    monkeypatch.setenv("OPFUSER_DISABLE", "liner_bias,*")
+    monkeypatch.setattr(registry, "switched", Registry().switched)
+    for _ in range(2):
+        opfuser.Sequential(opfuser.Identity())(torch.ones(2))
+    texts = [r.getMessage() for r in caplog.records if "liner_bias" in r.getMessage()]
+    assert texts == ["OPFUSER_DISABLE names 'liner_bias', but no fusion has that name"]
