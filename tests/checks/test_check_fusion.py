@@ -99,6 +99,20 @@ def test_a_fusion_that_only_matches_some_dtypes() -> None:
         check_fusion(rule(refuses=refuses), with_bias(), torch.randn(5, 4), dtypes=DTYPES)
 
 
+def test_a_fusion_may_fail_for_mixed_dtypes() -> None:
+    """This one does not cast its input; where the dtypes agree, it must not fail."""
+
+    def compute(self: Any, ctx: Any, x: Tensor) -> Tensor:
+        return self.right(self.given)
+
+    def fuser_forward(self: Any, ctxs: Any, x: Tensor, **kwargs: Any) -> Any:
+        self.given = x
+        return LinearScaleGain.fuser_forward(self, ctxs, x)
+
+    cls = spoilt(LinearScaleGain, compute=compute, fuser_forward=fuser_forward)
+    check_fusion(rule("joint", cls), operations(), torch.randn(5, 4))
+
+
 def test_a_fusion_may_say_that_it_saves_more() -> None:
     """This one saves its input twice, and reads both."""
 

@@ -344,6 +344,10 @@ FAULTS: dict[str, Fault] = {
         capture=keeps(n=lambda linear, scale, gain: gain.negative),
         gain=lambda op, x: op.basic_ops[2].gain.to(x.dtype) * (-1 if op.n else 1),
     ),
+    "fails where a flag is set": Fault(
+        "joint", r"The call failed .*3\.negative = True",
+        compute=lambda op, ctx, x: op.right(x).view(7 if op.basic_ops[2].negative else (-1, 3)),
+    ),
     "the default dtype captured": Fault(
         "joint",
         r"Expected torch\.bfloat16 .*all in torch\.bfloat16 between two calls.*: torch\.float32",

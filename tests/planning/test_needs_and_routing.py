@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 import opfuser
 from opfuser.engine.planning import GradNeeds, grad_needs
@@ -178,15 +177,6 @@ def test_a_copy_is_not_captured() -> None:
     op = Extra((None,))
     OperationFuser([op])
     assert copy.deepcopy(op).set_extra_input_channel(0, "r")
-
-
-def test_residuals_side_by_side_and_inside_each_other() -> None:
-    inner = opfuser.Residual(opfuser.Identity())
-    seq = opfuser.Sequential(inner, copy.deepcopy(inner), copy.deepcopy(inner))
-    outer = opfuser.Residual(inner, opfuser.Residual(copy.deepcopy(inner)))
-    x = torch.ones(1)
-    assert (seq(x), outer(x)) == (8, 2 + 4 + 1)
-    assert seq.num_extra_inputs == seq.num_extra_outputs == outer.num_extra_outputs == 0
 
 
 def test_the_parts_of_a_residual_keep_working_outside_of_it() -> None:
