@@ -99,7 +99,10 @@ def test_without_gradients(mode: Any) -> None:
     assert not extra.requires_grad
     assert x.requires_grad
     assert y.is_inference() == (mode is torch.inference_mode)
-    same(y.clone(), torch.tanh(x * seq[0].w * e).detach() ** 2)
+    expected = torch.tanh(x * seq[0].w * e) ** 2
+    same(y.clone(), expected.detach())
+    wrt = [x, seq[0].w]
+    same(grads(seq(x, e)[0], wrt), grads(expected, wrt))
 
 
 def test_no_function_where_nothing_requires_grad() -> None:

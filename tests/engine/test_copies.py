@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import opfuser
 from tests.engine.toys import Mixed, Times, model, randn, run, same
+
+
+def by_pickle(seq: Any) -> Any:
+    return pickle.loads(pickle.dumps(seq))
 
 
 def by_torch_save(seq: Any) -> Any:
@@ -22,7 +28,8 @@ def by_torch_save(seq: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "called"), [(copy.deepcopy, True), (by_torch_save, False), (by_torch_save, True)]
+    ("how", "called"),
+    [(copy.deepcopy, True), (copy.deepcopy, False), (by_pickle, True), (by_torch_save, False)],
 )
 def test_copies_stand_on_their_own(how: Callable[[Any], Any], called: bool) -> None:
     """Also one that is changed afterwards."""
@@ -32,8 +39,11 @@ def test_copies_stand_on_their_own(how: Callable[[Any], Any], called: bool) -> N
     twin = how(seq)
     expected = run(seq, x)
     same(run(twin, x), expected)
+    assert {id(p) for p in seq.parameters()} & {id(p) for p in twin.parameters()} == set()
     with torch.no_grad():
         twin[0].bias.add_(1)
+    twin[0].weight = nn.Parameter(twin[0].weight + 1)
+    assert twin[0].basic_ops[0].weight is twin[0].weight
     twin.append(Times())
     assert not torch.equal(run(twin, x)[0], expected[0])
     same(run(seq, x), expected)

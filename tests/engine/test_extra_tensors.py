@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser import ConstantScale, MakeExtraOutput
+from opfuser import AddExtraInput, ConstantScale, MakeExtraOutput
 from opfuser.errors import ChannelError
 from tests.engine.toys import (
     Mixed,
@@ -142,6 +142,24 @@ def test_a_channel_error_leaves_the_sequential_usable() -> None:
             seq(randn(2))
     seq.insert(0, producer(output_to_caller=False))
     same(seq(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_channels_do_not_apply_to_an_operation_called_alone() -> None:
+    """Hazard 14; nor are they frozen by such a call."""
+    tap, add, x = MakeExtraOutput(), AddExtraInput(), randn(2, 3, grad=True)
+
+    def alone() -> None:
+        y, extra = tap(x)
+        same([y, extra, add(x, 2 * x)], [x, x, 3 * x])
+
+    alone()
+    tap.set_extra_output_channel(0, "skip", output_to_caller=False)
+    add.set_extra_input_channel(0, "skip")
+    seq = opfuser.Sequential(tap, ConstantScale(3.0), add)
+    for _ in range(2):
+        alone()
+        same(seq(x), 4 * x)
+        same(grads(seq(x), [x]), grads(4 * x, [x]))
 
 
 # Keywords for the forward of one operation.

@@ -1,4 +1,4 @@
-"""What forward saves, for how long, and what autocast makes of it."""
+"""What forward saves, for how long, and what checkpointing and autocast make of it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser.op import BasicOperation, new_context
 from tests.engine.toys import (
     F64,
+    Mixed,
     Sigmoid,
     Square,
     Times,
@@ -136,7 +138,30 @@ def test_the_promise_does_not_hold_for_subclasses() -> None:
         same(grads(y, [x]), grads(2 * x**3, [x]))
 
 
-# Autocast.
+# Checkpointing and autocast.
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "dropout", "split"),
+    [(False, True, True), (True, True, False)],
+)
+def test_checkpointing(reentrant: bool, dropout: bool, split: bool) -> None:
+    inner: list[nn.Module] = [Times(), Square(), *([nn.Tanh()] if split else []), Times()]
+    if dropout:
+        inner.insert(2, opfuser.Dropout(0.5))
+    seq, x, e = opfuser.Sequential(*inner, Mixed()), randn(8, 3, grad=True), randn(8, 3, grad=True)
+
+    def results(call: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        ys = call(x, e)
+        # Re-entrant checkpoints do not go with torch.autograd.grad.
+        wrt = [x, e, *seq.parameters()]
+        for t in wrt:
+            t.grad = None
+        (ys[0].sum() + 2 * ys[1].sum()).backward()
+        return [*(y.detach() for y in ys), *(t.grad for t in wrt)]
+
+    same(results(lambda *ts: checkpoint(seq, *ts, use_reentrant=reentrant)), results(seq))
 
 
 @pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=str)
