@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from opfuser import BasicLinear, Bias, ConstantScale
-from opfuser.basic.basic_linear import linear_dgrad, linear_wgrad
 from opfuser.fusion import Fusion, Stage
+from opfuser.gemm import dgrad, wgrad
 from opfuser.op import BasicOperation, FusedOperation, OperationContext
 
 
@@ -101,8 +101,8 @@ class LinearScaleGain(FusedOperation):
         x, w = self.saved(ctxs[0])
         needs = ctxs[0].needs
         g = dy * (self.scale(ctxs[1]) * ctxs[2].factor)
-        dx = linear_dgrad(g, w) if needs.input else None
-        dw = linear_wgrad(g, x) if needs.parameters[0] else None
+        dx = dgrad(g, w) if needs.input else None
+        dw = wgrad(g, x) if needs.parameters[0] else None
         dx, dw = self.grads(dx, dw, x, dy)
         return dx, [(dw,), (), ()], [(), (), ()]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import opfuser
-from opfuser.engine import plan as plan_module
+from opfuser.engine import planning as plan_module
 from opfuser.fusion import Fusion, Refusal, Requires
 from tests.planning.toys import REGISTER, FusedForward, planned, rule
 
