@@ -4,7 +4,8 @@ In eager mode a call goes to the launcher or to plain torch directly: torch's di
 some microseconds. Operators are functional: they write to nothing that they are given, and return
 nothing that they were given. What works in place is :func:`kernel_or_plain` alone.
 
-These two functions are the only ones that decide between a kernel and plain torch.
+Where there is both a kernel and plain torch, one of these two functions decides between them; for
+chains of element-wise operations, which are no operators, ``pointwise.Chain`` does.
 """
 
 from __future__ import annotations
