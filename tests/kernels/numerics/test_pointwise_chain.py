@@ -109,7 +109,7 @@ def test_one_launch_forward_and_one_backward(device: torch.device) -> None:
     chains = [name for name in names if name.startswith("pointwise")]
     assert chains == ["pointwise:chain_forward", "pointwise:chain_backward"]
     # Partial sums of the two biases are added up.
-    assert names[2:] == ["sums:column_sums"]
+    assert names[2:] == ["column_sums:column_sums"]
 
 
 @pytest.mark.parametrize(
