@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import opfuser
 from opfuser import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
+from opfuser.basic import activation, gated_activation
 from opfuser.errors import ArgumentError
 from tests.basic.values import DTYPES, EXACT, check_values, held_to
 
@@ -80,3 +82,15 @@ def test_arguments_are_checked() -> None:
         GELU("erf")
     with pytest.raises(ArgumentError, match=r"beta must not be zero \(Softplus\)"):
         Softplus(0.0)
+
+
+@pytest.mark.parametrize(
+    ("module", "classes"),
+    [
+        (activation, activation.ACTIVATIONS),
+        (gated_activation, gated_activation.GATED_ACTIVATIONS),
+    ],
+)
+def test_every_activation_is_public_and_known_to_fusions(module: Any, classes: Any) -> None:
+    assert sorted(module.__all__) == sorted(op.__name__ for op in classes)
+    assert all(getattr(opfuser, op.__name__) is op for op in classes)
