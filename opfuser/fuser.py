@@ -16,7 +16,7 @@ from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine.autograd import Kwargs, execute
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
 from .engine.plan import Plan, expand
-from .engine.plan_key import CallFacts, PlanKey
+from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
 from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
 from .engine.schedule import Schedule
@@ -99,7 +99,7 @@ class OperationFuser:
         self.num_extra_inputs = len(routing.inputs)
         self._schedules: dict[PlanKey, Schedule] = {}
         self._traced: dict[str, Schedule] = {}
-        self._last: tuple[int, CallFacts, Schedule] | None = None
+        self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
         self._used: Schedule | None = None
         self._seen = self._started = -1
 
@@ -177,7 +177,7 @@ class OperationFuser:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
     ) -> Schedule:
-        facts, version = CallFacts.of(input_, parameters, extra_inputs), registry.version
+        facts, version = call_facts(input_, parameters, extra_inputs), registry.version
         last = self._last
         if last is not None and last[1] == facts and last[0] == version:
             return last[2]
@@ -185,12 +185,12 @@ class OperationFuser:
         self._last = version, facts, schedule
         return schedule
 
-    def _find(self, facts: CallFacts) -> Schedule:
+    def _find(self, facts: tuple[Any, ...]) -> Schedule:
         """The schedule of a call, from the cache or made anew."""
-        key = PlanKey(registry.state(), self._signature, facts.hashable())
+        key = PlanKey(registry.state(), self._signature, CallFacts.frozen(facts))
         schedule = self._schedules.get(key)
         if schedule is None:
-            schedule = self._make(facts)
+            schedule = self._make(key.call)
             if len(self._schedules) >= _MAX_PLANS:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = schedule
@@ -219,8 +219,8 @@ class OperationFuser:
         self._prepare_tracing()
         parameters = [getattr(module, name) for module, name in self._slots]
         stamps = (registry.stamp, *[op._stamp for op in self._stamped])
-        facts = CallFacts.of(input_, parameters, extra_inputs)
-        name = self._plan_for_tracing(stamps, tuple(facts))  # Dynamo accepts no NamedTuple
+        facts = call_facts(input_, parameters, extra_inputs)
+        name = self._plan_for_tracing(stamps, facts)
         return execute(self._traced[name], input_, parameters, extra_inputs, kwargs)
 
     def _prepare_tracing(self) -> bool:
@@ -235,7 +235,7 @@ class OperationFuser:
 
     def _plan_for_tracing(self, stamps: tuple[str, ...], facts: tuple[Any, ...]) -> str:
         """The name of a call's schedule. The arguments are constants that guard the traced code."""
-        schedule = self._used = self._find(CallFacts._make(facts))
+        schedule = self._used = self._find(facts)
         # A name of its own, so that code traced before need not be traced again.
         name = f"schedule {id(schedule)}"
         self._traced[name] = schedule

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..context import TensorFacts, any_autocast, autocast_dtype
 
-__all__ = ["CallFacts", "PlanKey"]
+__all__ = ["CallFacts", "PlanKey", "call_facts"]
 
 
 class CallFacts(NamedTuple):
@@ -29,38 +29,39 @@ class CallFacts(NamedTuple):
     device: torch.device
     requires_grad: bool
     autocast_dtype: torch.dtype | None
-    parameter_dtypes: Sequence[torch.dtype]
-    parameter_shapes: Sequence[torch.Size]
-    parameters_require_grad: Sequence[bool] | None
-    extra_inputs: Sequence[tuple[torch.dtype, bool]]
+    parameter_dtypes: tuple[torch.dtype, ...]
+    parameter_shapes: tuple[torch.Size, ...]
+    parameters_require_grad: tuple[bool, ...] | None
+    extra_inputs: tuple[tuple[torch.dtype, bool], ...]
 
     @classmethod
-    def of(
-        cls,
-        input_: Tensor | TensorFacts,
-        parameters: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor | TensorFacts],
-    ) -> CallFacts:
-        """The facts of a call with these tensors in the current modes; lists, which cost less."""
-        grad = torch.is_grad_enabled()
-        return cls._make(
-            (
-                grad,
-                input_.dtype,
-                input_.device,
-                grad and input_.requires_grad,
-                autocast_dtype(input_.device) if any_autocast() else None,
-                [p.dtype for p in parameters],
-                [p.shape for p in parameters],
-                [p.requires_grad for p in parameters] if grad else None,
-                [(t.dtype, grad and t.requires_grad) for t in extra_inputs] if extra_inputs else (),
-            )
-        )
+    def frozen(cls, facts: tuple[Any, ...]) -> CallFacts:
+        """What :func:`call_facts` has collected, by name and hashable."""
+        return cls._make([tuple(fact) if isinstance(fact, list) else fact for fact in facts])
 
-    def hashable(self) -> CallFacts:
-        """The same facts with tuples in place of lists."""
-        fields = [tuple(field) if isinstance(field, list) else field for field in self]
-        return CallFacts._make(fields)
+
+def call_facts(
+    input_: Tensor | TensorFacts,
+    parameters: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor | TensorFacts],
+) -> tuple[Any, ...]:
+    """The fields of :class:`CallFacts` for a call with these tensors in the current modes.
+
+    Every call collects them and compares them with those of the last call. So they are a plain
+    tuple of lists: names and tuples would take a microsecond. Nor does Dynamo take names.
+    """
+    grad = torch.is_grad_enabled()
+    return (
+        grad,
+        input_.dtype,
+        input_.device,
+        grad and input_.requires_grad,
+        autocast_dtype(input_.device) if any_autocast() else None,
+        [p.dtype for p in parameters],
+        [p.shape for p in parameters],
+        [p.requires_grad for p in parameters] if grad else None,
+        [(t.dtype, grad and t.requires_grad) for t in extra_inputs] if extra_inputs else (),
+    )
 
 
 class PlanKey(NamedTuple):
