@@ -279,7 +279,7 @@ qk_norm_backward = operator(
     " bool want_dw) -> Tensor[]",
     launch=_launch_qk_norm_backward,
     plain=plain.qk_norm_backward,
-    accepts=lambda dy, x, q_weight, *_: q_weight.shape[0] <= _RULE.widest_head and _count(x) > 0,
+    accepts=lambda dy, x, q_weight, *_: q_weight.shape[0] <= _RULE.widest_head and x.numel() > 0,
     results=QKNormGrads,
     wanted=lambda *args: (args[-2], args[-1], args[-1]),
     flatten=lambda dy, x, q, k, rstd, rotation, *rest: (
