@@ -131,15 +131,6 @@ def test_one_producer_and_any_number_of_consumers(
     against(model, formula, rand(3, 8, grad=True), used=1)  # the public output is not
 
 
-def test_only_the_public_output_of_a_channel_is_used() -> None:
-    model = of.Sequential(of.SiLU(), tap("a", public=True), of.GELU(), add("a"))
-    x, dy = rand(3, 8, grad=True), rand(3, 8)
-    _, extra = model(x)
-    extra.backward(dy)
-    (want,) = torch.autograd.grad(F.silu(x), x, dy)
-    close(x.grad, want)
-
-
 def test_nested_sequentials_share_the_channels_of_their_parent() -> None:
     model, x = of.Sequential(tap("a"), of.Sequential(of.SiLU(), add("a"))), rand(3, 8)
     close(model(x), F.silu(x) + x)
@@ -193,18 +184,6 @@ def test_a_fused_operation_with_both_ends_routes_the_channel_itself() -> None:
     model = of.Sequential(of.ConstantScale(2.0), fused)
     against(model, lambda p, x: F.silu(2 * x) + 2 * x, rand(3, 8, grad=True))
     assert fused.seen == [[[], [], [None]]], "its consumer slot is None"
-
-
-@pytest.mark.parametrize(
-    ("public", "outside", "text"),
-    [(False, True, "outside its forward fusion"), (True, False, "is public")],
-)
-def test_an_output_that_is_needed_may_not_be_omitted(
-    public: bool, outside: bool, text: str
-) -> None:
-    fused = WholeResidual(tap("a", public), of.SiLU(), add("a"))
-    with pytest.raises(RuntimeError, match=f"{text}.*WholeResidual|WholeResidual.*{text}"):
-        of.Sequential(fused, *([add("a")] if outside else []))(rand(3, 8))
 
 
 def test_an_output_that_is_needed_outside_and_given() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import opfuser as of
-from opfuser.errors import ArgumentError, DoubleBackwardError
+from opfuser.errors import DoubleBackwardError
 from opfuser.op import GradNeeds
 from tests.contract.gradients import ADDS, handed_over
 from tests.contract.tensors import F64, close, fill, leaf, rand
@@ -365,70 +363,3 @@ def test_ways_of_differentiating(how: str) -> None:
     backward(op, x, dy)
     close(weight.grad, 3 + times * dw)
     close(start, 3 + times * dw * in_place)
-
-
-@pytest.mark.parametrize("change", ["replaced", "cleared", "frozen"])
-def test_changes_between_forward_and_backward(change: str) -> None:
-    op, x, dy, dw = started()
-    y, used = op(x), op.weight
-    if change == "frozen":
-        used.requires_grad_(False)
-    else:
-        op.weight = nn.Parameter(torch.zeros_like(used)) if change == "replaced" else None
-        if change == "replaced":
-            op.weight.grad = torch.full_like(used, 7.0)
-    y.backward(dy)
-    plain = leaf(used)
-    plain.grad = three()
-    z = F.linear(x.detach(), plain)
-    plain.requires_grad_(change != "frozen")
-    z.backward(dy)
-    close(used.grad, plain.grad)
-    if change == "replaced":
-        assert torch.equal(op.weight.grad, torch.full_like(dw, 7.0))
-
-
-def test_a_forward_that_left_no_weight() -> None:
-    """The weight set now may be another one, even if it takes part in the same backward."""
-    op, x, dy, dw = started()
-    used = op.weight
-    op.accumulate_into_grad = False
-    y = op(x)
-    op.accumulate_into_grad = True
-    op.weight = nn.Parameter(used.detach().clone())
-    op.weight.grad = torch.full_like(dw, 7.0)
-    (y + F.linear(x.detach(), op.weight)).backward(dy)
-    close(used.grad, 3 + dw)
-    close(op.weight.grad, 7 + dw)
-
-
-def test_a_training_loop() -> None:
-    """Gradients set to None, or to zeros, between steps; parameters as with autograd's sums."""
-    ours = fill(of.Sequential(of.Linear(6, 8, **ADDS, **F64), of.GELU(), of.Linear(8, 2, **F64)))
-    theirs = copy.deepcopy(ours)
-    theirs[0].accumulate_into_grad = False
-    assert [m[0].accumulate_into_grad for m in (ours, theirs)] == [True, False]
-    batches = [rand(5, 6) for _ in range(4)]
-    for model in (ours, theirs):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for to_none in (True, False, True):
-            optimizer.zero_grad(set_to_none=to_none)
-            for x in batches:
-                model(x).square().mean().backward()
-            optimizer.step()
-    for p, q in zip(ours.parameters(), theirs.parameters()):
-        close(p, q, 1e-9)
-
-
-def test_one_place_only() -> None:
-    flags = {"accumulate_into_main_grad": True, "accumulate_into_grad": True}
-    for make in (of.BasicLinear, of.Linear, lambda *a, **kw: of.GroupedLinear(2, *a, **kw)):
-        with pytest.raises(ArgumentError) as error:
-            make(6, 4, **flags)
-        for part in (
-            "accumulated in one place",
-            "Linear",
-            "accumulate_into_main_grad=True, accumulate_into_grad=True",
-            "Leave one of them False",
-        ):
-            assert part in str(error.value)

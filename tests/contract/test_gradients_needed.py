@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,72 +75,3 @@ def test_hazard_10_gradients_follow_the_plan_not_saved_tensors(
     x, named = rand(3, 8, grad=bool(input_grad)), seq.named_parameters()
     (y,) = against(lambda x: seq(x * 1.5), formula, x, parameters=named)
     assert y.requires_grad
-
-
-def test_an_extra_input_that_requires_grad_starts_the_backward() -> None:
-    before, after = Spy(), Spy()
-    model = of.Sequential(before, of.AddExtraInput(), after)
-    against(model, lambda p, x, h: x + h, rand(3, 8), rand(3, 8, grad=True))
-    assert (before.forwards, after.forwards) == ([False], [True])
-
-
-def test_a_channel_carries_the_need_with_it() -> None:
-    make, add = of.MakeExtraOutput(), of.AddExtraInput()
-    make.set_extra_output_channel(0, "a", output_to_caller=False)
-    add.set_extra_input_channel(0, "a")
-
-    def formula(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        h = x * p["0.weight"]
-        return F.silu(h) + h
-
-    against(of.Sequential(Spy(parameter=True), make, of.SiLU(), add), formula, rand(3, 8))
-
-
-SAVERS: dict[str, Callable[[], list[nn.Module]]] = {
-    "Linear": lambda: [of.Linear(8, 8, **F64)],
-    "GroupedLinear": lambda: [of.GroupedLinear(1, 8, 8, **F64)],
-    "norms": lambda: [of.RMSNorm(8, **F64), of.LayerNorm(8, **F64), of.L2Normalization()],
-    "activations": lambda: [of.GELU(), of.QGELU(), of.ReLU(), of.SReLU(), of.SiLU()],
-    "gated": lambda: [of.SwiGLU(), of.Dropout(0.5), of.Reshape((3, 4))],
-    "structure": lambda: [of.ConstantScale(2.0), of.Identity(), of.Quantize()],
-    "fused": lambda: [of.Linear(8, 8, **F64), of.GELU(), of.Linear(8, 8, **F64)],
-}
-MODES = {
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "nothing requires grad": torch.enable_grad,
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_without_grad_nothing_is_saved(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(*args: Any) -> None:
-        raise AssertionError("saved for a backward that never comes")
-
-    monkeypatch.setattr(of.OperationContext, "save_for_backward", forbidden)
-    monkeypatch.setattr(torch.autograd.Function, "apply", forbidden)
-    for kind, make in SAVERS.items():
-        model = of.Sequential(*make())
-        if mode == "nothing requires grad":
-            model.requires_grad_(False)
-        sizes = [torch.tensor([3])] * (kind == "GroupedLinear")
-        with MODES[mode]():
-            y = model(rand(3, 8, grad=mode != "nothing requires grad"), *sizes)
-        assert not y.requires_grad, kind
-        assert y.grad_fn is None
-        assert y.is_inference() == (mode == "inference_mode")
-
-
-@pytest.mark.parametrize("grad_enabled", [False, True])
-def test_tensors_of_the_caller_keep_their_flags(grad_enabled: bool) -> None:
-    model = of.Sequential(
-        of.MakeExtraOutput(), of.AddExtraInput(), of.Linear(8, 8, **F64), of.Identity()
-    )
-    x, h = rand(3, 8), rand(3, 8)
-    with torch.set_grad_enabled(grad_enabled):
-        y, extra = model(x, h)
-    assert not x.requires_grad
-    assert not h.requires_grad
-    assert not extra.requires_grad, "it comes before the first operation with a gradient"
-    assert y.requires_grad == grad_enabled
-    assert model[2].weight.requires_grad

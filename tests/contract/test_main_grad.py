@@ -58,16 +58,6 @@ def test_buffer_is_wider_than_the_weight(around: str) -> None:
     assert linear.weight.grad is None or linear.weight.grad.dtype == torch.bfloat16
 
 
-def test_placeholder_and_hooks() -> None:
-    linear, _ = into_main_grad("Linear")
-    seen: list[str] = []
-    linear.weight.register_hook(lambda g: seen.append("hook"))
-    linear.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
-    of.Sequential(linear)(rand(5, 6)).sum().backward()
-    assert seen == ["hook", "accumulated"]
-    close(linear.bias.grad, torch.full((4,), 5.0))
-
-
 def test_hook_on_the_node_that_accumulates() -> None:
     """Megatron-LM's data parallelism waits for it; it is not one of the weight's own hooks."""
     linear, buffer = into_main_grad()

@@ -195,21 +195,6 @@ def test_main_grad_of_a_weight_tied_to_an_embedding() -> None:
         close(head.weight.grad, w.grad)
 
 
-def test_two_losses_over_one_trunk() -> None:
-    trunk, heads = into_grad(), [into_grad(3), into_grad(2)]
-    run = of.Sequential(trunk, of.SiLU())
-    ends = [of.Sequential(head) for head in heads]
-    ws = [leaf(op.weight) for op in (trunk, *heads)]
-    for _ in range(2):
-        x = rand(5, 6)
-        h, g = run(x), F.silu(F.linear(x, ws[0]))
-        for n in range(2):
-            ends[n](h).sum().backward(retain_graph=n == 0)
-            F.linear(g, ws[1 + n]).sum().backward(retain_graph=n == 0)
-    for op, w in zip((trunk, *heads), ws):
-        close(op.weight.grad, w.grad)
-
-
 # What is one backward pass, and what another one: the first gradient of each is written over.
 
 

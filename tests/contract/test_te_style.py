@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +14,7 @@ import opfuser as te_ops
 from opfuser import BasicOperation, FusedOperation, OperationContext
 from tests.contract import te_style
 from tests.contract.te_style import GatedTap, LearnableScale, Windowed
-from tests.contract.tensors import F64, against, close, fill, rand
+from tests.contract.tensors import F64, against, fill, rand
 
 
 @pytest.fixture(autouse=True)
@@ -57,18 +55,6 @@ def test_preparation_before_forward() -> None:
     assert op.calls == [True, False, False, True]
 
 
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))])
-def test_an_operation_alone_copied_and_pickled(twin_of: Callable[[Any], Any]) -> None:
-    op, x = fill(LearnableScale(8, **F64)), rand(3, 8)
-    want = op(x)
-    twin = twin_of(op)
-    close(want, x * op.scale)
-    close(twin(x), want)
-    twin(x).sum().backward()
-    assert op.scale.grad is None
-    close(twin.scale.grad, x.sum(0))
-
-
 @pytest.mark.parametrize(("power", "used"), [(1, 2), (3, 2), (3, 1)])
 def test_an_operation_with_extra_tensors(power: int, used: int) -> None:
     tap = GatedTap()
@@ -81,44 +67,6 @@ def test_an_operation_with_extra_tensors(power: int, used: int) -> None:
         parameters=(),
         used=used,
     )
-
-
-def test_keywords_of_op_forward() -> None:
-    class Power(BasicOperation):
-        def op_forward(
-            self, ctx: OperationContext, input_: Tensor, *, exponent: float = 1.0, **unused: Any
-        ) -> Tensor:
-            ctx.exponent = exponent
-            ctx.save_for_backward(input_)
-            return input_**exponent
-
-        def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> Any:
-            (x,) = ctx.saved_tensors
-            return grad_output * ctx.exponent * x ** (ctx.exponent - 1), []
-
-    first, last = Power(), Power()
-    model = te_ops.Sequential(first, te_ops.ConstantScale(2.0), last)
-    x = rand(3, 8).abs().requires_grad_()
-    for kwargs in ({first: {"exponent": 3.0}, -1: {"exponent": 2.0}}, {0: {"exponent": 3.0}}):
-        against(
-            lambda x, kwargs=kwargs: model(x, op_kwargs=kwargs),
-            lambda p, x, last=2.0 if -1 in kwargs else 1.0: (2 * x**3.0) ** last,
-            x,
-            parameters=(),
-        )
-    close(first(x, exponent=3.0), x**3.0)
-
-
-@pytest.mark.parametrize("returned", [[], [None, None, None]])
-def test_a_wrong_number_of_parameter_gradients(returned: list[None]) -> None:
-    class Careless(LearnableScale):
-        def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> Any:
-            return grad_output, returned
-
-    y = te_ops.Sequential(te_ops.Identity(), Careless(8, **F64))(rand(3, 8))
-    message = f"Expected op 1 to generate 1 param grads, but got {len(returned)}"
-    with pytest.raises(RuntimeError, match=message):
-        y.sum().backward()
 
 
 def test_parameter_gradients_may_be_any_iterable() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,3 +205,27 @@ def test_extra_tensors_without_fuser_methods() -> None:
         Lazy()(randn(2), randn(2), randn(2))
     assert "must implement fuser_forward and fuser_backward itself (Lazy)" in str(error.value)
     assert "Received: 2 extra inputs, 0 extra outputs" in str(error.value)
+
+
+def test_hazard_22_no_text_of_an_error_has_unfilled_braces() -> None:
+    root = Path(opfuser.__file__).parent
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Raise) or node.exc is None:
+                continue
+            filled = {
+                id(part)
+                for f in ast.walk(node)
+                if isinstance(f, ast.JoinedStr)
+                for part in f.values
+            }
+            found += [
+                f"{path.relative_to(root)}:{text.lineno}: {text.value}"
+                for text in ast.walk(node)
+                if isinstance(text, ast.Constant)
+                and isinstance(text.value, str)
+                and id(text) not in filled
+                and "{" in text.value
+            ]
+    assert found == []

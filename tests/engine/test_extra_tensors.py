@@ -94,7 +94,7 @@ def test_gradients_stop_where_an_operation_passes_none() -> None:
 def test_extra_outputs_in_front_of_the_first_gradient_need_none() -> None:
     seq, x = opfuser.Sequential(MakeExtraOutput(), RowSum(), Times()), randn(2, 3)
     y, tap, sums = seq(x)
-    assert [t.requires_grad for t in (y, tap, sums)] == [True, False, False]
+    assert [t.requires_grad for t in (y, tap, sums, x)] == [True, False, False, False]
     same([y, tap, sums], [2 * x * seq[2].w, x, x.sum(-1, keepdim=True)])
     same(grads(y, [seq[2].w]), grads(2 * x * seq[2].w, [seq[2].w]))
 

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser.op import BasicOperation, new_context
 from tests.engine.toys import (
     F64,
-    Mixed,
     Sigmoid,
     Square,
     Times,
@@ -141,58 +139,9 @@ def test_the_promise_does_not_hold_for_subclasses() -> None:
 # Checkpointing and autocast.
 
 
-@pytest.mark.parametrize(
-    ("reentrant", "dropout", "split"),
-    [(False, True, True), (True, True, False)],
-)
-def test_checkpointing(reentrant: bool, dropout: bool, split: bool) -> None:
-    inner: list[nn.Module] = [Times(), Square(), *([nn.Tanh()] if split else []), Times()]
-    if dropout:
-        inner.insert(2, opfuser.Dropout(0.5))
-    seq, x, e = opfuser.Sequential(*inner, Mixed()), randn(8, 3, grad=True), randn(8, 3, grad=True)
-
-    def results(call: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        ys = call(x, e)
-        # Re-entrant checkpoints do not go with torch.autograd.grad.
-        wrt = [x, e, *seq.parameters()]
-        for t in wrt:
-            t.grad = None
-        (ys[0].sum() + 2 * ys[1].sum()).backward()
-        return [*(y.detach() for y in ys), *(t.grad for t in wrt)]
-
-    same(results(lambda *ts: checkpoint(seq, *ts, use_reentrant=reentrant)), results(seq))
-
-
-@pytest.mark.parametrize("between", [[], [nn.Identity()]], ids=str)
-def test_autocast(between: list[nn.Module]) -> None:
-    seq = opfuser.Sequential(opfuser.Linear(8, 8), *between, opfuser.Linear(8, 4))
-    twin = nn.Sequential(nn.Linear(8, 8), *between, nn.Linear(8, 4))
-    twin.load_state_dict(seq.state_dict())
-    x = torch.randn(5, 8, requires_grad=True)
-    results = []
-    for m in (seq, twin):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = m(x)
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), [x, *m.parameters()])])
-    for ours, theirs in zip(*results):
-        assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
-
-
 def test_backward_under_autocast_runs_in_the_dtype_of_forward() -> None:
     seq, x = opfuser.Sequential(Times(), Square()), randn(2, 3, grad=True)
     expected = grads((x * seq[0].w) ** 2, [x, seq[0].w])
     y = seq(x)
     with torch.autocast("cpu", torch.bfloat16):
         same(grads(y, [x, seq[0].w]), expected)
-
-
-def test_gradients_have_the_dtypes_of_their_owners() -> None:
-    linear = opfuser.Linear(4, 4, dtype=torch.bfloat16)
-    x = torch.randn(3, 4, requires_grad=True)
-    e = torch.randn(3, 4, dtype=F64, requires_grad=True)
-    opfuser.Sequential(linear, opfuser.AddExtraInput())(x, e).sum().backward()
-    assert x.grad.dtype is torch.float32
-    assert e.grad.dtype is F64
-    assert {p.grad.dtype for p in linear.parameters()} == {torch.bfloat16}

@@ -1,4 +1,4 @@
-"""How often plans are made (hazard 24)."""
+"""How often plans are made (hazards 24 and 27), and that none outlives its reasons (hazard 19)."""
 
 from __future__ import annotations
 
@@ -43,12 +43,35 @@ def test_shapes_and_values_do_not_plan_again(plans: list[Any]) -> None:
     assert len(plans) == 1
 
 
-def test_freezing_in_turn_plans_once_per_combination(plans: list[Any]) -> None:
+def test_alternating_between_modes_plans_once_per_mode(plans: list[Any]) -> None:
     seq, x = small(), torch.ones(2, 3)
     for _ in range(3):
-        for first in (True, False):
-            seq[0].requires_grad_(first)
-            seq(x)
+        for train, grad, autocast in ((1, 1, 0), (0, 0, 0), (1, 0, 1), (1, 1, 1)):
+            seq.train(bool(train))
+            with torch.set_grad_enabled(bool(grad)), torch.autocast("cpu", enabled=bool(autocast)):
+                seq(x)
+        seq[0].requires_grad_(False)
+        seq(x)
+        seq.requires_grad_()
+    assert len(plans) == 5
+
+
+def test_an_operation_called_alone_plans_once(plans: list[Any]) -> None:
+    for op in (opfuser.Linear(3, 3), opfuser.Bias(3), opfuser.GELU()):
+        plans.clear()
+        for rows in (1, 2, 3):
+            op(torch.ones(rows, 3))
+            op(torch.ones(rows, 3, requires_grad=True)).sum().backward()
+        assert len(plans) == 2
+
+
+def test_registering_and_removing_take_effect_at_the_next_call(plans: list[Any]) -> None:
+    seq, x = opfuser.Sequential(opfuser.Identity(), opfuser.Identity()), torch.ones(2)
+    seq(x)
+    pattern = (opfuser.Identity, opfuser.Identity)
+    with opfuser.register_forward_fusion(Fusion("mine", "forward", pattern, FusedForward)):
+        assert seq.plan(x).fused("forward") == {"mine": 1}
+    seq(x)
     assert len(plans) == 2
 
 
