@@ -1,4 +1,4 @@
-"""Which operations run backward, what they save, and what happens without gradients."""
+"""Which operations run backward, and for which gradients."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_which_operations_need_backward(trained: int | None, input_grad: bool) -
 
 
 @pytest.mark.parametrize(("input_grad", "weight_grad"), [(True, False), (False, True), (1, 1)])
-@pytest.mark.parametrize("leading", [0, 1, 2])
+@pytest.mark.parametrize("leading", [0, 2])
 def test_hazard_10_gradients_follow_the_plan_not_saved_tensors(
     input_grad: bool, weight_grad: bool, leading: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Names, order, kinds and defaults of arguments, as code written for te.ops passes them."""
+"""Names of the contract, and their arguments as code written for te.ops passes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import opfuser as of
-from opfuser import fused
+from opfuser import basic, fused
 
 _PARALLEL = (
     "tensor_parallel_mode=None, tensor_parallel_group=None, sequence_parallel=False, "
@@ -105,6 +105,33 @@ def agree(got: list[Parameter], want: list[Parameter]) -> None:
 
 def _positional(found: list[Parameter]) -> bool:
     return any(kind == inspect.Parameter.POSITIONAL_OR_KEYWORD for _, kind, _ in found)
+
+
+def test_names() -> None:
+    """Of classes: where they are imported from, and what they derive from."""
+    for name in CONSTRUCTORS.keys() - {"Linear"}:
+        cls = getattr(of, name)
+        assert getattr(basic, name) is cls
+        assert name in basic.__all__
+        assert issubclass(cls, of.BasicOperation)
+        assert cls.__name__ == name
+    assert of.fused is fused, "reachable as an attribute, as te.ops.fused is"
+    for name in FUSED_CONSTRUCTORS:
+        cls = getattr(fused, name)
+        assert issubclass(cls, of.FusedOperation)
+        assert cls.__name__ == name
+        own = f"fuser_{'forward' if name.startswith('Forward') else 'backward'}"
+        assert getattr(cls, own) is not getattr(of.FusibleOperation, own), name
+    assert issubclass(of.FusibleOperation, torch.nn.Module)
+    assert issubclass(of.BasicOperation, of.FusibleOperation)
+    assert issubclass(of.FusedOperation, of.FusibleOperation)
+    assert issubclass(of.Linear, of.FusedOperation)
+    assert issubclass(of.Sequential, torch.nn.Module)
+    assert not issubclass(of.Sequential, of.FusibleOperation)
+    assert inspect.isclass(of.OperationContext)
+    linear = of.Linear(4, 3)
+    assert linear.is_fused_op
+    assert [op.is_fused_op for op in linear.basic_ops] == [False, False]
 
 
 def test_constructors() -> None:
