@@ -37,17 +37,6 @@ def test_the_operation_given_is_left_alone() -> None:
     mixed.set_extra_input_channel(0, "still open")
 
 
-def test_dtypes_default_to_those_given() -> None:
-    seen = []
-
-    def compute(self: Scaled, ctx: Any, x: Tensor) -> Tensor:
-        seen.append((x.dtype, self.w.dtype))
-        return self.right(x)
-
-    check_op(spoilt(Scaled, compute=compute)().bfloat16(), torch.randn(4, 3).bfloat16())
-    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
-
-
 def test_keywords_reach_forward_and_reference() -> None:
     class Times(opfuser.Identity):
         def op_forward(self, ctx: Any, input_: Tensor, *, times: float, **kwargs: Any) -> Tensor:

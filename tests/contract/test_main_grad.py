@@ -95,8 +95,10 @@ def test_buffer_that_is_missing_or_wrong_is_an_error(wrong: str) -> None:
         of.Sequential(linear)(rand(5, 6)).sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("around", ["alone", "scaled"])
+@pytest.mark.parametrize(
+    ("around", "dtype"),
+    [("alone", torch.float64), ("scaled", torch.bfloat16), ("alone", torch.float16)],
+)
 def test_zero_rows(around: str, dtype: torch.dtype, device: torch.device) -> None:
     """They add nothing; written over, the buffer is zero, whatever it held."""
     linear = of.BasicLinear(6, 4, accumulate_into_main_grad=True).to(device, dtype)

@@ -14,7 +14,6 @@ from opfuser.op import FusedOperation
 from tests.engine.toys import (
     F64,
     Mixed,
-    Power,
     Square,
     SquareModule,
     Times,
@@ -174,15 +173,6 @@ def test_a_channel_leaves_and_enters_an_operation_with_hooks() -> None:
         same(run(residual, x), expected)
 
 
-def test_op_kwargs_reach_operations_with_hooks() -> None:
-    """Also into a nested sequence that carries one."""
-    power, x = Power(), randn(2, 3)
-    seq = opfuser.Sequential(opfuser.Sequential(power), ConstantScale(2.0))
-    for hooked in (power, seq[0]):
-        hooked.register_forward_hook(ignore)
-        same(seq(x, op_kwargs={power: {"power": 3}}), 2 * x**3)
-
-
 def test_a_channel_out_of_a_nested_sequence_with_a_hook() -> None:
     seq = opfuser.Sequential(opfuser.Sequential(producer(output_to_caller=False)), consumer())
     seq[0].register_forward_hook(ignore)
@@ -220,17 +210,3 @@ def test_hooks_of_a_sequential(where: str) -> None:
     assert fused() == 1
     same(run(seq, x), expected)
     assert len(seen) == 2
-
-
-def test_a_subclass_is_called_as_a_module() -> None:
-    calls: list[int] = []
-
-    class Block(opfuser.Sequential):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            calls.append(1)
-            return 2 * super().forward(*args, **kwargs)
-
-    x = randn(2, 3)
-    seq = opfuser.Sequential(Times(), Block(Square()), Square())
-    same(seq(x), (2 * (x * seq[0].w) ** 2) ** 2)
-    assert calls == [1]

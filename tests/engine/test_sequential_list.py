@@ -46,12 +46,8 @@ def test_single_elements(index: int) -> None:
     check(seq, modules)
     del seq[index], modules[index]
     check(seq, modules)
-
-
-def test_the_end_of_the_list() -> None:
-    seq, modules = build()
-    modules.insert(4, ConstantScale(8.0))
-    seq.insert(4, modules[4])
+    modules.insert(len(modules), more)
+    seq.insert(len(seq), more)
     check(seq, modules)
     assert seq.pop() is modules.pop()
     check(seq, modules)
@@ -217,15 +213,6 @@ def test_other_edits_keep_names() -> None:
     part = seq[1:3]
     part.append(Times())
     assert keys(part) == "1 b 2"
-
-
-def test_keys_have_no_gaps() -> None:
-    seq = opfuser.Sequential(*(Times() for _ in range(4)))
-    del seq[1]
-    assert keys(seq) == "0 1 2"
-    seq.append(Times())
-    seq.insert(0, Times())
-    assert keys(seq) == "0 1 2 3 4"
 
 
 # Errors, none of which changes anything.

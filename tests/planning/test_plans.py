@@ -21,7 +21,6 @@ from tests.planning.toys import (
     FusedForward,
     NothingComputed,
     env,
-    handles,
     ops,
     plan,
     rule,
@@ -316,10 +315,3 @@ def test_names_of_operations_are_shown() -> None:
     )
     text = str(seq.plan(torch.ones(1, 2)))
     assert "  0  up BasicLinear\n  1  up Bias\n  2  tap.0 Identity" in text
-
-
-def test_plans_of_handles_that_are_not_registered() -> None:
-    """make_plan takes the handles that it is given: nothing global decides."""
-    (handle,) = handles(rule("A B"))
-    assert plan("AB", registered=[handle]).fused("forward") == {"rule": 1}
-    assert handle not in registry

@@ -222,18 +222,6 @@ def test_what_is_switched_for_good_inside_a_block_stays() -> None:
 
 
 @pytest.mark.usefixtures("three")
-def test_a_block_that_begins_before_another_one_and_ends_inside_it() -> None:
-    first = opfuser.disable("x", "y")
-    with opfuser.enable("y"):
-        first.__exit__()
-        assert off() == []
-        with opfuser.disable("y"):
-            assert off() == ["y"]
-        assert off() == []
-    assert off() == []
-
-
-@pytest.mark.usefixtures("three")
 def test_switching_again_and_again_piles_nothing_up() -> None:
     held = opfuser.disable("z")
     for _ in range(10):
