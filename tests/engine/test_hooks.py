@@ -14,6 +14,7 @@ from opfuser.op import FusedOperation
 from tests.engine.toys import (
     F64,
     Mixed,
+    Power,
     Square,
     SquareModule,
     Times,
@@ -171,6 +172,15 @@ def test_a_channel_leaves_and_enters_an_operation_with_hooks() -> None:
     for op in residual:
         op.register_forward_hook(ignore)
         same(run(residual, x), expected)
+
+
+def test_op_kwargs_reach_operations_with_hooks() -> None:
+    """Also into a nested sequence that carries one."""
+    power, x = Power(), randn(2, 3)
+    seq = opfuser.Sequential(opfuser.Sequential(power), ConstantScale(2.0))
+    for hooked in (power, seq[0]):
+        hooked.register_forward_hook(ignore)
+        same(seq(x, op_kwargs={power: {"power": 3}}), 2 * x**3)
 
 
 def test_a_channel_out_of_a_nested_sequence_with_a_hook() -> None:

@@ -24,6 +24,11 @@ class ZeroCall(of.BasicLinear):
         return super().__call__(*args, **kwargs) * 0
 
 
+class ZeroSequential(of.Sequential):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs) * 0
+
+
 def assigned(linear: nn.Module) -> nn.Module:
     plain = linear.forward
     linear.forward = lambda x: plain(x) * 0
@@ -40,6 +45,7 @@ MADE: dict[str, Callable[[], nn.Module]] = {
     "subclass": lambda: Zero(3, 3, dtype=F64),
     "call": lambda: ZeroCall(3, 3, dtype=F64),
     "assigned": lambda: assigned(of.Linear(3, 3, dtype=F64)),
+    "sequential": lambda: ZeroSequential(of.Linear(3, 3, dtype=F64)),
     "nested": lambda: assigned(of.Sequential(of.Linear(3, 3, dtype=F64))),
     "part": part_assigned,
 }
