@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-__all__ = ["ADDS", "handed_over", "norm"]
+__all__ = ["ADDS", "handed_over"]
 
 ADDS: dict[str, Any] = {"accumulate_into_grad": True}
-
-
-def norm(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
 
 def handed_over(y: Tensor, weight: Tensor) -> list[bool]:

@@ -166,32 +166,6 @@ class ForwardRMSNormLinear(Windowed):
         return y.view(*input_.shape[:-1], -1), [(), ()]
 
 
-class ForwardLayerNormSwiGLU(Windowed):
-    pattern = (te_ops.LayerNorm, te_ops.SwiGLU)
-
-    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **unused: Any) -> Any:
-        type(self).calls += 1
-        norm, _ = self.basic_ops
-        x = input_.contiguous().view(-1, norm.weight.numel())
-        mean = x.float().mean(-1)
-        rstd = torch.rsqrt(x.float().var(-1, unbiased=False) + norm.eps)
-        h = (x.float() - mean[:, None]) * rstd[:, None] * norm.weight.float() + norm.bias.float()
-        h = h.to(x.dtype).view(input_.shape)
-        a, b = h.chunk(2, -1)
-        if basic_op_ctxs[0].requires_grad:
-            if self.flatten:
-                basic_op_ctxs[0].save_for_backward(x, mean, rstd)
-            else:
-                rows = input_.shape[:-1]
-                basic_op_ctxs[0].save_for_backward(input_, mean.view(rows), rstd.view(rows))
-            basic_op_ctxs[0].dtype = x.dtype
-        if basic_op_ctxs[1].requires_grad:
-            basic_op_ctxs[1].save_for_backward(h)
-            basic_op_ctxs[1].dtype = x.dtype
-            basic_op_ctxs[1].prev_op_grad_output_quantizer = None
-        return torch.nn.functional.silu(a) * b, [(), ()]
-
-
 class ForwardLinearBiasSiLU(Windowed):
     """With everything on the contexts that te.ops' own fusions put there."""
 
@@ -316,19 +290,6 @@ class BackwardLayerNorm(Windowed):
         dw, db = (dy * xhat).sum(0), dy.sum(0)
         grads = (dw.to(weight.dtype), db.to(weight.dtype))
         return dx.view(grad_output.size()).to(x.dtype), [grads], [()]
-
-
-class BackwardBiasSiLU(Windowed):
-    pattern = (te_ops.Bias, te_ops.SiLU)
-
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
-        type(self).calls += 1
-        assert basic_op_ctxs[0].saved_tensors == ()
-        (h,) = basic_op_ctxs[1].saved_tensors
-        s = torch.sigmoid(h.double())
-        dx = grad_output.double() * s * (1 + h.double() * (1 - s))
-        db = dx.reshape(-1, dx.shape[-1]).sum(0)
-        return dx.to(h.dtype), [(db.to(h.dtype),), ()], [(), ()]
 
 
 class JointScaleReLU(Windowed):

@@ -45,6 +45,7 @@ MATCHES = {
 
 @pytest.mark.parametrize("case", MATCHES)
 def test_where_a_pattern_matches(case: str) -> None:
+    """Hazard 5: never an operation of a subclass; for each fusion, see tests/fused."""
     text, letters, expected = MATCHES[case]
     run = ops(letters)
     scan = rule(text).scan(run, env())
