@@ -57,17 +57,24 @@ SLICES = [slice(None), slice(1, 3), slice(None, None, 2), slice(None, None, -1),
           slice(2, 1), slice(0, 100)]  # fmt: skip
 
 
+@pytest.mark.parametrize("names", ["0 1 2 3", "a 0 b 1", "2 1 0 3"])
 @pytest.mark.parametrize("index", SLICES, ids=str)
-def test_slices(index: slice) -> None:
-    seq, modules = build()
-    part = seq[index]
+def test_slices(index: slice, names: str) -> None:
+    """Members and their names are those of torch.nn.Sequential, also of what is left."""
+    modules: list[nn.Module] = [ConstantScale(n + 2.0) for n in range(4)]
+    seq = opfuser.Sequential(dict(zip(names.split(), modules)))
+    again = opfuser.Sequential(dict(zip(names.split(), modules)))
+    theirs = nn.Sequential(OrderedDict(zip(names.split(), modules)))
+    part, left = seq[index], names.split()
     assert type(part) is opfuser.Sequential
-    check(part, modules[index])
-    again = opfuser.Sequential(*modules)
-    check(again.pop(index), modules[index])
-    del seq[index], modules[index]
-    check(seq, modules)
-    check(again, modules)
+    for found in (part, again.pop(index)):
+        check(found, modules[index])
+        assert list(found._modules) == list(theirs[index]._modules) == left[index]
+    del seq[index], modules[index], left[index]
+    for found in (seq, again):
+        check(found, modules)
+        if names != "0 1 2 3":  # those close up
+            assert list(found._modules) == left
 
 
 @pytest.mark.parametrize("value", [[ConstantScale(7.0), ConstantScale(8.0)], ConstantScale(7.0)])
@@ -176,27 +183,6 @@ def test_insertion_is_noted() -> None:
     seq.insert(1, ConstantScale(3.0))
     for call in (outer, compiled):
         same(call(x), (3 * seq.a.w * seq.b.w * x).square())
-
-
-@pytest.mark.parametrize("index", [0, -1, slice(0, 2), slice(None, None, 2)], ids=str)
-@pytest.mark.parametrize("names", ["a 0 1", "2 1 0"])
-def test_names_stay_with_their_members_on_deletion(names: str, index: int | slice) -> None:
-    seq, left = named(names), names.split()
-    before = dict(seq.named_children())
-    del seq[index], left[index]
-    assert keys(seq).split() == left
-    assert all(seq.get_submodule(name) is before[name] for name in left)
-
-
-@pytest.mark.parametrize("index", SLICES, ids=str)
-def test_slices_keep_names(index: slice) -> None:
-    """As those of torch.nn.Sequential."""
-    for names in ("0 1 2 3", "a 0 b 1"):
-        seq = named(names)
-        theirs = nn.Sequential(OrderedDict(seq.named_children()))
-        expected = names.split()[index]
-        assert keys(seq[index]).split() == list(theirs[index]._modules) == expected
-        assert keys(seq.pop(index)).split() == expected
 
 
 def test_other_edits_keep_names() -> None:

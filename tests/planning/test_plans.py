@@ -131,11 +131,9 @@ def built_in() -> Iterator[None]:
         yield
 
 
-def model(factor: float = 2.0, *more: nn.Module) -> opfuser.Sequential:
-    return opfuser.Sequential(
-        opfuser.Residual(opfuser.Linear(4, 4), opfuser.ConstantScale(factor)), nn.Tanh(),
-        opfuser.LayerNorm(4), *more,
-    )  # fmt: skip
+def model(factor: float = 2.0) -> opfuser.Sequential:
+    residual = opfuser.Residual(opfuser.Linear(4, 4), opfuser.ConstantScale(factor))
+    return opfuser.Sequential(residual, nn.Tanh(), opfuser.LayerNorm(4))
 
 
 @pytest.mark.usefixtures("built_in")
@@ -158,23 +156,14 @@ def test_plans_of_equal_models_are_equal() -> None:
 def other_plans() -> dict[str, opfuser.Plan]:
     x = torch.randn(3, 4, requires_grad=True)
     named = opfuser.Sequential(dict(zip("abc", model())))
-    frozen = model().requires_grad_(False)
-    with torch.no_grad():
-        without_grad = model().plan(x)
     with opfuser.disable("backward_linear_add"):
         switched = model().plan(x)
     sigmoid = model()
     sigmoid[1] = nn.Sigmoid()
-    rms = model()
-    rms[2] = opfuser.RMSNorm(4)
     return {
         "names": named.plan(x),
-        "one more": model(2.0, opfuser.Identity()).plan(x),
-        "another operation": rms.plan(x),
         "another plain module": sigmoid.plan(x),
-        "frozen": frozen.plan(x),
         "input without grad": model().plan(x.detach()),
-        "without grad": without_grad,
         "dtype": model().double().plan(x.detach().double().requires_grad_()),
         "a fusion switched off": switched,
     }
