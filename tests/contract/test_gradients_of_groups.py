@@ -113,6 +113,20 @@ def test_changes_between_forward_and_backward(change: str) -> None:
 # ----------------------------------------------------------------- accumulate_into_main_grad
 
 
+@pytest.mark.parametrize(("single", "overwrite"), [(False, False), (True, True)])
+def test_main_grad_is_added_to_or_written_over(single: bool, overwrite: bool) -> None:
+    op = grouped(2, accumulate_into_main_grad=True, single_grouped_weight=single, **F64)
+    weights = weights_of(op)
+    buffers = filled(weights, 3.0, overwrite)
+    x, dy = rand(5, 6), rand(5, 4)
+    of.Sequential(op)(x, torch.tensor([2, 3])).backward(dy)
+    parts = [d.t() @ a for a, d in zip(x.split([2, 3]), dy.split([2, 3]))]
+    for w, buffer, dw in zip(weights, buffers, [torch.stack(parts)] if single else parts):
+        close(buffer, dw if overwrite else dw + 3.0)
+        assert w.grad_added_to_main_grad is True
+    close(op.bias0.grad, dy[:2].sum(0))
+
+
 @pytest.mark.parametrize(("delay", "single"), [(False, False), (True, True)])
 def test_main_grad_of_weights_that_are_used_twice(delay: bool, single: bool) -> None:
     op = grouped(
