@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuser.testing.compare import error_of, magnitude, precision
 
@@ -115,3 +116,20 @@ def _evaluate(
         torch.autograd.backward(*zip(*pairs))
     found: dict[str, Any] = {f"output {n}": y.detach() for n, y in enumerate(ys)}
     return found | {f"gradient of {name}": t.grad for name, t in copies.items()}
+
+
+_GEMMS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm"}
+
+
+class Gemms(TorchDispatchMode):
+    """The shapes of all products of matrices that are computed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _GEMMS:
+            self.shapes.append(tuple(out.shape))
+        return out

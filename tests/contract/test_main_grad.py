@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser as of
-from tests.contract.tensors import F64, close, fill, outputs_of, rand
+from tests.contract.tensors import F64, Gemms, close, fill, outputs_of, rand
 
 # What surrounds the linear decides which backward kernel makes its weight gradient.
 AROUND: dict[str, tuple[list[Callable[[], nn.Module]], list[Callable[[], nn.Module]], float]] = {
@@ -115,27 +114,13 @@ def test_zero_rows(around: str, dtype: torch.dtype, device: torch.device) -> Non
 # Where autograd wants no gradient of the weight, or wants it for itself.
 
 
-class Products(TorchDispatchMode):
-    """The shapes of all products of matrices that are computed meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.shapes.append(tuple(out.shape))
-        return out
-
-
 @pytest.mark.parametrize("around", AROUND)
 def test_gradient_that_autograd_does_not_want(around: str) -> None:
     linear, buffer = into_main_grad()
     x = rand(5, 6, grad=True)
     model, factor = build(around, linear)
     y = model(x)
-    with Products() as seen:
+    with Gemms() as seen:
         (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         y.sum().backward(inputs=[x])
     want = factor * linear.weight.sum(0).expand(5, 6)

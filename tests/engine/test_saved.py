@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import opfuser
 from opfuser.op import BasicOperation, new_context
+from tests.basic.values import saved_by
 from tests.engine.toys import (
     F64,
     Sigmoid,
@@ -25,20 +25,13 @@ from tests.engine.toys import (
 )
 
 
-def saved_by(seq: Any, *tensors: Tensor) -> list[Tensor]:
-    saved: list[Tensor] = []
-    with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        seq(*tensors)
-    return saved
-
-
 def test_nothing_is_saved_before_the_first_gradient() -> None:
     seq, x = opfuser.Sequential(Square(), Square(), Square(), Times(), Square()), randn(2, 3)
-    saved = saved_by(seq, x)
+    saved = saved_by(lambda: seq(x))
     assert len(saved) == 3
     same(saved[0], x**8)
     x.requires_grad_()
-    assert len(saved_by(seq, x)) == 6
+    assert len(saved_by(lambda: seq(x))) == 6
 
 
 class Watches(BasicOperation):
