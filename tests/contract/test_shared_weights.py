@@ -329,6 +329,14 @@ def test_a_fused_loss_and_another_use(fused: bool) -> None:
             close(head.weight.main_grad, w.grad)
 
 
+def test_by_hand_every_gradient_is_written_over() -> None:
+    op = into_main_grad()
+    dy, x = rand(5, 6), rand(5, 6)
+    for _ in range(2):
+        op.weight_grad(dy, x)
+        close(op.weight.main_grad, dy.t() @ x)
+
+
 # What torch 2.11 imports for it is deprecated by torch itself.
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_compiled_autograd_works_for_a_weight_that_is_used_once() -> None:
