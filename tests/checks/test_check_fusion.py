@@ -83,6 +83,7 @@ def test_fusions_of_the_library_pass() -> None:
     x = torch.randn(5, 4)
     residual = opfuser.Residual(opfuser.Linear(4, 4))
     check_fusion("forward_linear_bias_add", [residual], x, dtypes=DTYPES, zero_rows=True)
+    check_fusion("backward_linear_add", [residual], x, dtypes=DTYPES)
     ops = [opfuser.Linear(4, 4), AddExtraInput(), MakeExtraOutput(), BasicLinear(4, 4)]
     check_fusion("forward_linear_bias_add", ops, x, torch.randn(5, 4), dtypes=DTYPES)
     with torch.autocast("cpu", torch.bfloat16):

@@ -243,6 +243,20 @@ def _outside(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
         close(op.weight_grad(dy, x.detach(), ctx), dy.t() @ x.detach())
 
 
+def _frozen_since(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    y = op(x)
+    op.weight.requires_grad_(False)
+    y.backward(dy)
+    close(x.grad, dy @ op.weight)
+
+
+def _replaced_since(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
+    y = op(x)
+    op.weight = nn.Parameter(torch.zeros_like(op.weight))
+    y.backward(dy)
+    assert op.weight.grad is None
+
+
 def _create_graph(retain: bool) -> Callable[..., None]:
     def backward(op: of.BasicLinear, x: Tensor, dy: Tensor) -> None:
         op(x).backward(dy.requires_grad_(), create_graph=True, retain_graph=retain)
@@ -335,6 +349,8 @@ WAYS: dict[str, tuple[Callable[[of.BasicLinear, Tensor, Tensor], None], int, boo
     "captured": (_captured, 0, True),
     "batched": (_batched, 0, True),
     "outside of a pass": (_outside, 0, True),
+    "frozen since": (_frozen_since, 0, True),
+    "replaced since": (_replaced_since, 1, True),
     "create_graph": (_create_graph(False), 1, False),
     "create_graph, retained": (_create_graph(True), 1, False),
     "a function of the user": (_own_function(False), 1, True),
