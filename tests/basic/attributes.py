@@ -13,6 +13,7 @@ from opfuser.op import BasicOperation
 
 __all__ = [
     "CASES",
+    "EACH_KIND",
     "Case",
     "Change",
     "Inputs",
@@ -228,6 +229,12 @@ CASES: dict[str, Case] = {
     "SwiGLU": Case({}, rows(), INTERLEAVE),
     "Tanh": NOTHING,
 }
+# Others compute other functions in the same way.
+EACH_KIND = sorted(
+    {*CASES}
+    - {"AllReduce", "GEGLU", "QGEGLU", "QGELU", "ReGLU", "ReLU", "ReduceScatter", "SReGLU", "SReLU"}
+    - {"Sigmoid", "Tanh"}
+)
 
 
 def make(name: str, **arguments: Any) -> BasicOperation:

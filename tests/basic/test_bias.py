@@ -27,8 +27,16 @@ def test_as_exact_as_torch(shape: str, device: torch.device) -> None:
     check_values(op, INPUTS[shape]().to(device))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", INPUTS)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *(("many rows", dtype) for dtype in DTYPES),
+        ("vector", torch.float16),
+        ("batched", torch.bfloat16),
+        ("expanded", torch.float32),
+    ],
+    ids=str,
+)
 def test_its_gradient_is_summed_in_fp32_and_rounded_once(
     shape: str, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -111,19 +111,19 @@ def inputs(op: Any, *shape: int) -> list[Tensor]:
     return [2 * torch.randn(shape), torch.randn(shape[:-1])][: 1 + op.num_extra_inputs]
 
 
-@pytest.mark.parametrize("shape", [(7, 12), (2, 3, 12)], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_as_exact_as_torch(name: str, shape: tuple[int, ...], device: torch.device) -> None:
+def test_as_exact_as_torch(name: str, device: torch.device) -> None:
     op = held(name)
-    check_values(op, *[t.to(device) for t in inputs(op, *shape)])
+    check_values(op, *[t.to(device) for t in inputs(op, 2, 3, 12)])
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, HALF[n % 2]) for n, name in enumerate(CASES)], ids=str
+)
 def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     op = held(name)
     # The last is worked on in blocks of rows, the last of them smaller.
-    for rows, cols in ((7, 12), (0, 24), (800, 1008)):
+    for rows, cols in ((7, 12), (800, 1008)):
         leaves = [t.to(dtype).requires_grad_() for t in inputs(op, rows, cols)]
         exact = [t.detach().double().requires_grad_() for t in leaves]
         y, exact_y = op(*leaves), op.reference(*exact)
@@ -194,8 +194,9 @@ def test_finite_at_infinity_where_the_formula_is(name: str, device: torch.device
             )
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, HALF[n % 2]) for n, name in enumerate(SCALED)], ids=str
+)
 def test_fp32_scales_are_cast_to_the_dtype_of_the_input(
     name: str, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -243,10 +244,10 @@ def test_inputs_of_other_shapes_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("Scaled")])
-@pytest.mark.parametrize("shape", [(3,), (4, 1), ()])
-def test_scales_must_be_one_per_row(name: str, shape: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match=rf"without its last .*\({name}\).*input \(4, 6\)"):
-        FAMILIES[name]()(torch.ones(4, 6), torch.ones(shape))
+def test_scales_must_be_one_per_row(name: str) -> None:
+    for shape in ((3,), (4, 1), ()):
+        with pytest.raises(InputError, match=rf"without its last .*\({name}\).*input \(4, 6\)"):
+            FAMILIES[name]()(torch.ones(4, 6), torch.ones(shape))
 
 
 @pytest.mark.parametrize(
@@ -254,13 +255,16 @@ def test_scales_must_be_one_per_row(name: str, shape: tuple[int, ...]) -> None:
     [
         *(
             (cls, {"glu_interleave_size": size}, f"positive or None. Received: {size}")
-            for cls in IN_BLOCKS
-            for size in (0, -2)
+            for cls, size in zip(IN_BLOCKS, (0, -2) * 3)
         ),
         *(
             (SiTUGLU, {name: value}, f"{name} must be finite and positive.*{name}={value}")
-            for name in ("beta1", "beta2")
-            for value in (0.0, -1.0, float("inf"), float("nan"))
+            for name, value in (
+                ("beta1", 0.0),
+                ("beta1", float("inf")),
+                ("beta2", -1.0),
+                ("beta2", float("nan")),
+            )
         ),
         *(
             (ClampedSwiGLU, {"limit": limit}, f"limit must be positive. Received: limit={limit}")

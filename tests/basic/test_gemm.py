@@ -31,10 +31,10 @@ def rand(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("added", ["nothing", "copied", "in place", "transposed"])
-def test_forward(added: str, dtype: torch.dtype) -> None:
-    for leading, scale, biased in itertools.product(LEADING, SCALES, [False, True]):
+def test_forward(added: str) -> None:
+    ways = itertools.product(DTYPES, LEADING, SCALES, [False, True])
+    for dtype, leading, scale, biased in ways:
         x, w = rand(*leading, K, dtype=dtype), rand(N, K, dtype=dtype)
         b = rand(N, dtype=dtype) if biased else None
         z = None if added == "nothing" else rand(*leading, N, dtype=dtype)
@@ -50,10 +50,9 @@ def test_forward(added: str, dtype: torch.dtype) -> None:
         assert y is z or z is before or torch.equal(z, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("added", ["nothing", "copied", "in place", "another dtype"])
-def test_dgrad(added: str, dtype: torch.dtype) -> None:
-    for leading, scale in itertools.product(LEADING, SCALES):
+def test_dgrad(added: str) -> None:
+    for dtype, leading, scale in itertools.product(DTYPES, LEADING, SCALES):
         dy, w = rand(*leading, N, dtype=torch.float32), rand(N, K, dtype=dtype)
         of_add = torch.float64 if added == "another dtype" else dtype
         g = None if added == "nothing" else rand(*leading, K, dtype=of_add)
@@ -76,11 +75,10 @@ def test_wgrad(dtype: torch.dtype) -> None:
         close(dw, exact)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("of_out", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wgrad_into(dtype: torch.dtype, of_out: torch.dtype, accumulate: bool) -> None:
-    for scale, may_round in itertools.product(SCALES, [False, True]):
+def test_wgrad_into(dtype: torch.dtype, of_out: torch.dtype) -> None:
+    for scale, may_round, accumulate in itertools.product(SCALES, [False, True], [False, True]):
         dy, x = rand(2, 3, N, dtype=dtype), rand(2, 3, K, dtype=dtype)
         held = rand(N, K, dtype=of_out)
         out = held.clone() if accumulate else torch.full_like(held, torch.nan)

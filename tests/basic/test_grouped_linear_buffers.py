@@ -65,10 +65,7 @@ def assert_lies_in(results: list[Tensor], into: dict[str, Tensor]) -> None:
     [
         (False, "bias", LENGTHS, torch.float32),
         (False, "scaled bias", [0, 1, 0], torch.bfloat16),
-        (False, "no bias", [0, 0, 0], torch.float64),
-        (True, "bias", [0, 1, 0], torch.float16),
-        (True, "scaled bias", [0, 0, 0], torch.float32),
-        (True, "no bias", LENGTHS, torch.bfloat16),
+        (True, "no bias", [0, 0, 0], torch.float16),
         (True, "scaled bias", LENGTHS, torch.float64),
     ],
     ids=str,
@@ -114,14 +111,14 @@ def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
     assert_lies_in(ours, into)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_without_gradients(mode: Any) -> None:
-    op, (x, _), into = grouped().requires_grad_(False), rand(), buffers()
-    with mode():
-        y = op(x, SIZES, **into)
-        assert torch.equal(y, op(x, SIZES))
-    assert y.data_ptr() == into["output"].data_ptr()
-    assert into["grad_input"].isnan().all(), "no backward has run"
+def test_without_gradients() -> None:
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        op, (x, _), into = grouped().requires_grad_(False), rand(), buffers()
+        with mode():
+            y = op(x, SIZES, **into)
+            assert torch.equal(y, op(x, SIZES))
+        assert y.data_ptr() == into["output"].data_ptr()
+        assert into["grad_input"].isnan().all(), "no backward has run"
 
 
 def test_in_a_sequence() -> None:

@@ -54,14 +54,13 @@ CENTRED = {"zero_centered_gamma": True}
 @pytest.mark.parametrize(
     ("shape", "normalized", "options"),
     [
-        ((7, 33), 33, {}),
+        ((5, 257), 257, {}),
         ((7, 33), 33, CENTRED),
         ((2, 3, 8), [8], {"eps": 0.1, **CENTRED}),
         ((4, 3, 5), (3, 5), {"eps": 0.1}),
         ((4, 3, 5), (3, 5), CENTRED),
         ((6,), 6, {}),
         ((3, 2), 2, {}),
-        ((513, 257), 257, {}),
     ],
     ids=str,
 )
@@ -76,23 +75,35 @@ def test_as_the_formula(
         check_op(op, x, zero_rows=x.dim() > len(op.normalized_shape))
 
 
-@pytest.mark.parametrize("shape", [(7, 33), (2, 3, 8), (6,), (3, 2), (513, 257)], ids=str)
+@pytest.mark.parametrize("shape", [(7, 33), (2, 3, 8), (6,), (3, 2)], ids=str)
 def test_l2_as_the_formula(shape: tuple[int, ...], device: torch.device) -> None:
     for eps in (1e-6, 0.5):
-        check_op(made("L2", (), eps=eps), 3 * torch.randn(shape, device=device), dtypes=DTYPES)
+        op, x = made("L2", (), eps=eps), 3 * torch.randn(shape, device=device)
+        check_op(op, x, dtypes=DTYPES)
+        with torch.autocast(device.type, torch.bfloat16):
+            check_op(op, x)
 
 
 @pytest.mark.parametrize("cls", AFFINE)
 def test_as_exact_as_torch(cls: Any, device: torch.device) -> None:
+    """Also where a CPU computes in blocks of rows."""
     op = made(cls.__name__, 96).to(device)
-    x = torch.randn(1537, 96, device=device)
+    x = torch.randn(2**17 * torch.get_num_threads() // 96 + 200, 96, device=device)
     # Triton's interpreter does not round bf16.
     exact = {**EXACT, torch.bfloat16: 2**-7 if INTERPRETED else 0.0}
     check_values(op, x, dtypes=(torch.float32, *HALF), floors=exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("param_dtype", "dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("cls", AFFINE)
 def test_parameters_of_another_dtype(
     cls: Any, param_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
@@ -112,8 +123,11 @@ def forward(op: Any, x: Tensor) -> OperationContext:
     return ctx
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("normalized", [(8,), (3, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("normalized", "dtype"),
+    [((8,), HALF[0]), ((8,), torch.float64), ((3, 8), torch.float32), ((3, 8), HALF[1])],
+    ids=str,
+)
 def test_saved_layouts(
     normalized: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -145,21 +159,6 @@ def test_backward_takes_what_a_fusion_saved_as_rows(cls: Any) -> None:
     dx_of_rows, grads_of_rows = op.op_backward(ctx, dy)
     assert dx_of_rows.shape == x.shape
     torch.testing.assert_close((dx_of_rows, *grads_of_rows), (dx, *grads), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "needs", [(True, False, False), (False, True, False), (False, False, True)], ids=str
-)
-@pytest.mark.parametrize("cls", AFFINE)
-def test_each_gradient_is_computed_only_if_it_is_read(cls: Any, needs: tuple[bool, ...]) -> None:
-    op, x = fill(cls(8)), torch.randn(5, 8)
-    for parameters in (2, 1) if cls is LayerNorm else (1,):
-        if cls is LayerNorm and parameters == 1:
-            op.bias = None
-        ctx = forward(op, x)
-        ctx.needs = GradNeeds(needs[0], needs[1 : 1 + parameters], ())
-        dx, grads = op.op_backward(ctx, torch.ones_like(x))
-        assert [g is not None for g in (dx, *grads)] == list(needs[: 1 + parameters])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)

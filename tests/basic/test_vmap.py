@@ -28,7 +28,7 @@ from opfuser import (
     SwiGLU,
 )
 from opfuser.errors import NotSupportedError
-from tests.basic.attributes import CASES, Inputs, f32, make
+from tests.basic.attributes import CASES, EACH_KIND, Inputs, f32, make
 from tests.basic.values import HALF, fill
 
 # torch says so of operators that it calls once per entry.
@@ -47,8 +47,8 @@ class Example(NamedTuple):
 rows, qkv = f32((5, 8)), f32((2, 5, 24))
 # Groups of rows are cut by numbers, of which there is then more than one set; docs/limits.md.
 OPERATIONS = {
-    name: Example(lambda name=name: make(name), case.inputs)  # type: ignore[misc]
-    for name, case in CASES.items()
+    name: Example(lambda name=name: make(name), CASES[name].inputs)  # type: ignore[misc]
+    for name in EACH_KIND
     if name not in ("Dropout", "GroupedLinear")
 }
 BLOCKS: dict[str, Example] = {
@@ -124,6 +124,18 @@ def test_several_inputs(name: str, device: torch.device) -> None:
     twice = tuple(torch.stack([t, t]) for t in inputs)
     for both, once in zip(outputs(torch.vmap(torch.vmap(module))(*twice)), expected):
         torch.testing.assert_close(both, torch.stack([once, once]))
+    for which in range(len(inputs) if len(inputs) > 1 else 0):
+        check_several_of_one_input(module, inputs, which)
+
+
+def check_several_of_one_input(module: nn.Module, inputs: tuple[Tensor, ...], which: int) -> None:
+    first = [t[0] for t in inputs]
+
+    def call(t: Tensor) -> tuple[Tensor, ...]:
+        return outputs(module(*first[:which], t, *first[which + 1 :]))
+
+    expected = stacked([call(t) for t in inputs[which]])
+    torch.testing.assert_close(torch.vmap(call)(inputs[which]), expected)
 
 
 @pytest.mark.parametrize(
@@ -144,22 +156,10 @@ def test_several_models(name: str, device: torch.device) -> None:
     torch.testing.assert_close(torch.vmap(call)(models), expected)
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("name", [n for n in EXAMPLES if len(EXAMPLES[n].inputs()) == 2])
-@torch.no_grad()
-def test_several_of_one_input(name: str, which: int, device: torch.device) -> None:
-    module, inputs = made(name, device)
-    first = [t[0] for t in inputs]
-
-    def call(t: Tensor) -> tuple[Tensor, ...]:
-        return outputs(module(*first[:which], t, *first[which + 1 :]))
-
-    expected = stacked([call(t) for t in inputs[which]])
-    torch.testing.assert_close(torch.vmap(call)(inputs[which]), expected)
-
-
-@pytest.mark.parametrize("dtype", [*HALF, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["QKNorm", "RotaryEmbedding"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("QKNorm", HALF[0]), ("QKNorm", torch.float64), ("RotaryEmbedding", HALF[1])],
+)
 @torch.no_grad()
 def test_dtypes_of_heads(name: str, dtype: torch.dtype, device: torch.device) -> None:
     module, (x,) = made(name, device)
@@ -248,7 +248,7 @@ def test_several_gradients_are_right_or_refused(name: str, device: torch.device)
     assert not (refused and name in BATCHED and device.type == "cpu")
 
 
-@pytest.mark.parametrize("name", ["SwiGLU", "RMSNorm", "QKNorm", "pre-norm"])
+@pytest.mark.parametrize("name", ["SwiGLU", "pre-norm"])
 def test_several_gradients_refused(name: str, device: torch.device) -> None:
     with pytest.raises(NotSupportedError, match=ONE_AT_A_TIME):
         gradients(name, device, True)

@@ -24,7 +24,12 @@ sys.modules["triton"] = None  # importing it raises ImportError
 import torch
 import opfuser
 x = torch.ones(3, 4, requires_grad=True)
-opfuser.Sequential(opfuser.Linear(4, 2), opfuser.GELU())(x).sum().backward()
+class Cube(opfuser.PointwiseOperation):
+    device_function = "not_there:cube"
+    def value(self, x):
+        return x**3
+ops = opfuser.Linear(4, 2), opfuser.GELU(), Cube(), opfuser.SiLU(), opfuser.Dropout(0.1)
+opfuser.Sequential(*ops)(x).sum().backward()
 assert x.grad is not None and x.grad.isfinite().all()
 """
 
