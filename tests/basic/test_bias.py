@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from opfuser import Bias, Sequential
 from opfuser.errors import ArgumentError, InputError
@@ -90,19 +89,6 @@ def test_starts_at_zero_and_resets_to_it() -> None:
     for _ in range(2):
         assert torch.equal(op.bias, torch.zeros(4))
         fill(op).reset_parameters()
-
-
-def test_parametrised() -> None:
-    class Double(nn.Module):
-        def forward(self, value: Tensor) -> Tensor:
-            return 2 * value
-
-    op = fill(Bias(3))
-    parametrize.register_parametrization(op, "bias", Double())
-    original = op.parametrizations.bias.original
-    y = op(torch.zeros(2, 3))
-    torch.testing.assert_close(y, 2 * original.expand(2, 3))
-    assert torch.equal(torch.autograd.grad(y.sum(), original)[0], torch.full((3,), 4.0))
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 4), ()])

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opfuser import GroupedLinear, Sequential, gemm
+from opfuser import GroupedLinear, gemm
 from opfuser.basic._grouped_bias import grouped_bias_grad, scale_grad
 from opfuser.errors import (
     ArgumentError,
     ExtraInputCountError,
     InputError,
-    OpKwargsError,
     ReadOnlyAttributeError,
 )
 from opfuser.gemm.row_groups import groups_on_device
@@ -153,13 +152,6 @@ def test_scales_keep_their_shape_and_dtype_in_the_gradient() -> None:
     torch.testing.assert_close(scales.grad[0], op.bias0.detach().float().sum(0, keepdim=True))
 
 
-def test_in_a_sequential_with_split_sizes_from_the_caller() -> None:
-    first, second = grouped(3, 5, 4), grouped(3, 4, 2)
-    x, sizes = torch.randn(9, 5), torch.tensor([2, 3, 4])
-    y = Sequential(first, second)(x, sizes, sizes)
-    torch.testing.assert_close(y, second.reference(first.reference(x, sizes), sizes))
-
-
 def test_cleared_biases_add_nothing() -> None:
     op = grouped(scale_bias=True)
     x, sizes = torch.randn(9, 5), torch.tensor([2, 3, 4])
@@ -291,10 +283,3 @@ def test_arguments_are_checked() -> None:
         GroupedLinear(0, 5, 4)
     with pytest.raises(ArgumentError, match=r"float32 or float64.*dtype=torch.int32"):
         GroupedLinear(2, 5, 4, dtype=torch.int32)
-
-
-def test_other_keywords_are_refused() -> None:
-    model = Sequential(grouped())
-    x, sizes = torch.randn(9, 5), torch.tensor([2, 3, 4])
-    with pytest.raises(OpKwargsError, match=r"keywords output and grad_input.*m_splits, n"):
-        model(x, sizes, op_kwargs={0: {"m_splits": [2, 3, 4], "n": 1}})

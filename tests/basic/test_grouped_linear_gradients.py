@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -48,34 +49,27 @@ def with_main_grad(weight: nn.Parameter, value: float = 0.0) -> nn.Parameter:
     return weight
 
 
-@pytest.mark.parametrize(
-    ("single", "delay", "overwrite"), [(False, True, False), (True, False, True)]
-)
-def test_main_grad(single: bool, delay: bool, overwrite: bool) -> None:
+@STACKED
+def test_fp32_main_grad_of_bf16_weights(single: bool) -> None:
+    """Delayed; and if not, in which dtypes else: tests/contract/test_gradients_of_groups.py."""
     op = grouped(
         bias=False,
         single_grouped_weight=single,
         accumulate_into_main_grad=True,
-        delay_wgrad_compute=delay,
+        delay_wgrad_compute=True,
         dtype=torch.bfloat16,
     )
-    for weight in op.parameters():
-        with_main_grad(weight, 1.0)
-        weight.overwrite_main_grad = overwrite  # type: ignore[attr-defined]
-    x, dy, sizes = (
-        torch.randn(9, 5).bfloat16(),
-        torch.randn(9, 4).bfloat16(),
-        torch.tensor([4, 0, 5]),
-    )
+    weights: list[Any] = [with_main_grad(weight, 1.0) for weight in op.parameters()]
+    x, dy = torch.randn(9, 5).bfloat16(), torch.randn(9, 4).bfloat16()
+    sizes = torch.tensor([4, 0, 5])
     op(x, sizes).backward(dy)
-    assert all(w.grad_added_to_main_grad for w in op.parameters())  # type: ignore[attr-defined]
-    assert all(not w.grad.any() for w in op.parameters())
-    if delay:
-        assert all(w.main_grad.eq(1).all() for w in op.parameters())  # type: ignore[union-attr]
-        op.backward_dw()
-    for weight, dw in zip(op.parameters(), gradients(op, x, sizes, dy)):
-        expected = dw + (not overwrite)
-        torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
+    for weight in weights:
+        assert weight.grad_added_to_main_grad
+        assert not weight.grad.any()
+        assert weight.main_grad.eq(1).all()
+    op.backward_dw()
+    for weight, dw in zip(weights, gradients(op, x, sizes, dy)):
+        torch.testing.assert_close(weight.main_grad.double(), 1 + dw, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
