@@ -173,7 +173,7 @@ class ChainPart(Part):
             None if operand is None or link.kind != BIAS else operand.dtype
             for link, operand in zip(chain.links, operands)
         )
-        ctx.chain = _Done(chain, owners, dtypes, sums)
+        ctx.chain = _Done(chain, owners, dtypes, sums, x.shape)
         tensors = (a if b is None else b for a, b in zip(operands, kept))
         reads = (t if r else None for t, r in zip(tensors, chain.reads))
         ctx.save_for_backward(x if chain.reads_x else None, *reads)
@@ -187,7 +187,8 @@ class ChainPart(Part):
         *,
         want_output: bool,
     ) -> PartGrads:
-        return self.gradients(ctxs, dy)
+        shape = ctxs[0].chain.shape
+        return self.gradients(ctxs, dy if dy.dim() == len(shape) else dy.view(shape))
 
     def gradients(self, ctxs: Contexts, dy: Tensor | None) -> PartGrads:
         """As :meth:`backward`; all None if dy is None, as no gradient is needed."""
@@ -197,7 +198,7 @@ class ChainPart(Part):
         params: list[Gradients] = [(None,) * len(need.parameters) for need in needs]
         extras: list[Gradients] = [(None,) * len(need.extra_inputs) for need in needs]
         x, *operands = ctxs[0].saved_tensors
-        chain, owners, dtypes, sums = ctxs[0].chain
+        chain, owners, dtypes, sums, _ = ctxs[0].chain
         wants: list[Any] = []
         for link, owner, dtype in zip(chain.links, owners, sums):
             if link.kind == BIAS:
@@ -215,12 +216,13 @@ class ChainPart(Part):
 
 
 class _Done(NamedTuple):
-    """What forward ran: links, their operations, dtypes of results and of biases' gradients."""
+    """What forward ran: links, their operations, dtypes of results and biases' gradients, shape."""
 
     chain: Chain
     owners: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     sums: tuple[torch.dtype | None, ...]
+    shape: torch.Size
 
 
 class _Layout(NamedTuple):
