@@ -175,12 +175,14 @@ def call(
     return out
 
 
-def _backward(out: Outcome, wrt: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+def _backward(
+    out: Outcome, wrt: Mapping[str, Tensor], *, retain_graph: bool = True
+) -> tuple[Tensor | None, ...]:
     return torch.autograd.grad(
         [out.outputs[name] for name in out.grad_outputs],
         list(wrt.values()),
         list(out.grad_outputs.values()),
-        retain_graph=True,
+        retain_graph=retain_graph,
         allow_unused=True,
     )
 
@@ -190,7 +192,8 @@ def _check_again(
 ) -> None:
     arrived = Untouched({f"gradient of the {name}": g for name, g in out.grad_outputs.items()})
     kept = [None if g is None else g.clone() for g in first]
-    second = _backward(out, wrt)
+    # The last one may take the memory of what nobody else refers to.
+    second = _backward(out, wrt, retain_graph=False)
     arrived.check(where)
     for name, one, two in zip(wrt, kept, second):
         if one is None or two is None:

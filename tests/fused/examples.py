@@ -1,11 +1,17 @@
-"""For each built-in fusion an example, and its parts called without the engine."""
+"""For each built-in fusion an example, and what the tests of fusions share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuser import (
     AddExtraInput,
@@ -14,20 +20,28 @@ from opfuser import (
     ConstantScale,
     CrossEntropy,
     Dropout,
+    LayerNorm,
     MakeExtraOutput,
+    PointwiseOperation,
     QKNorm,
+    RMSNorm,
     RotaryEmbedding,
+    Sequential,
+    SiLU,
     SwiGLU,
 )
-from opfuser.basic.activation import SiLU
-from opfuser.basic.layer_norm import LayerNorm
-from opfuser.basic.rms_norm import RMSNorm
-from opfuser.fusion import Fusion, Repeated
+from opfuser.errors import InputError
+from opfuser.fused import FUSIONS
+from opfuser.fusion import Fusion, Optional, Repeated
 from opfuser.op import FusedOperation, FusibleOperation, GradNeeds, OperationContext
+from opfuser.testing import check_fusion, contexts
+
+F64, F32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+DTYPES = (F64, F32, BF16, FP16)
 
 
 def asking(op: nn.Module) -> nn.Module:
-    """The operation with the flag that asks for its block to be computed again in backward."""
+    """The operation with the flag that asks for its block to be recomputed in backward."""
     op.recompute_mlp = True  # type: ignore[assignment]  # any attribute may be one
     return op
 
@@ -73,17 +87,22 @@ EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
 }
 """What each fusion covers, for inputs of width 6, and the width of the term that it adds or 0."""
 
-ONLY_ON = {
-    "pointwise_chain": "cuda",
-    "pointwise_norm": "cuda",
-}
-"""Fusions that are for one type of device."""
-
 OF_CHAINS = {"pointwise_chain", "pointwise_norm"}
 """Fusions that only kernels make sense of: not on a CPU, but in the interpreter; not in float64."""
 
 
+class Cube(PointwiseOperation):
+    device_function = "somewhere:cube"
+
+    def value(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+# Operations and tensors.
+
+
 def filled(ops: list[nn.Module]) -> list[nn.Module]:
+    """The operations with random parameters: ones and zeros hide mistakes."""
     with torch.no_grad():
         for op in ops:
             for p in op.parameters():
@@ -92,18 +111,46 @@ def filled(ops: list[nn.Module]) -> list[nn.Module]:
 
 
 def extras(name: str, *rows: int) -> list[Tensor]:
+    """The extra inputs of an example."""
     if name == "linear_cross_entropy":
         return [torch.randint(9, rows)]
     width = EXAMPLES[name][1]
     return [torch.randn(*rows, width)] if width else []
 
 
-def built(fusion: Fusion, ops: Sequence[nn.Module]) -> FusedOperation:
-    """The fused operation in place of ``ops``, one for each element of the fusion's pattern."""
-    if isinstance(fusion.pattern[0], Repeated):
-        n = len(ops) - len(fusion.pattern) + 1
-        return fusion.build(tuple(ops[:n]), *ops[n:])
-    return fusion.build(*ops)
+def with_subclass(ops: list[Any], at: int) -> list[nn.Module]:
+    """The operations with that one of a subclass, which a fusion must leave alone."""
+    ops[at].__class__ = type("Mine", (type(ops[at]),), {})
+    return ops
+
+
+def without_bias(op: Any) -> nn.Module:
+    op.bias = None
+    return op
+
+
+SHARDINGS = [(mode, sequence) for mode in ("column", "row") for sequence in (False, True)]
+
+
+def sharded(linear: BasicLinear, mode: str, sequence_parallel: bool = False) -> BasicLinear:
+    """The operation, which now says that it is sharded, without other ranks."""
+    sharding = linear.sharding._replace(mode=mode, sequence_parallel=sequence_parallel)
+    vars(linear)["sharding"] = sharding  # read-only
+    return linear
+
+
+def built(fusion: Fusion, ops: Sequence[nn.Module], *, bare: bool = False) -> FusedOperation:
+    """The fused operation in place of ``ops``, one for each element of the fusion's pattern.
+
+    Args:
+        bare: leave out those that may be absent.
+    """
+    pattern, first = fusion.pattern, []
+    if isinstance(pattern[0], Repeated):
+        n = len(ops) - len(pattern) + 1
+        first, ops, pattern = [tuple(ops[:n])], ops[n:], pattern[1:]
+    rest = [None if bare and isinstance(e, Optional) else op for e, op in zip(pattern, ops)]
+    return fusion.build(*first, *rest)
 
 
 def call(
@@ -131,3 +178,151 @@ def call(
             basic_op_kwargs=[{} for _ in ops],
         )
     return y, ctxs
+
+
+# Which fusions there are, and where they match.
+
+
+def only(*names: str) -> AbstractContextManager[None]:
+    """Switches these fusions on, and all others off."""
+    return contexts.only(names)
+
+
+def fusion_of(name: str) -> Fusion:
+    return next(fusion for fusion in FUSIONS if fusion.name == name)
+
+
+def refused(seq: Sequential, name: str, *inputs: Tensor) -> list[tuple[int, str]]:
+    """Where a fusion is refused, and why."""
+    return [(at, str(why)) for at, why in seq.plan(*inputs).record(name).refusals]
+
+
+def leaf(*shape: int, dtype: torch.dtype = F32) -> Tensor:
+    """Random values that require grad."""
+    return torch.randn(shape, dtype=F64).to(dtype).requires_grad_()
+
+
+# Values.
+
+
+@dataclass(frozen=True)
+class Case:
+    """What :func:`check` calls check_fusion with.
+
+    Attributes:
+        ops: makes the operations.
+        shape: of the input.
+        extras: widths of the extra inputs, whose other dimensions are those of the input.
+        dtypes: of everything, one after the other; None leaves it in the three below.
+        parameters, input, extra: dtypes.
+        autocast: to bf16.
+        frozen: parameters that need no gradient.
+        transposed: whether inputs lie transposed in memory.
+        times: how often the fusion matches.
+    """
+
+    ops: Callable[[], list[nn.Module]]
+    shape: tuple[int, ...] = (2, 3, 6)
+    extras: tuple[int, ...] = ()
+    dtypes: tuple[torch.dtype, ...] | None = None
+    parameters: torch.dtype = F32
+    input: torch.dtype = F32
+    extra: torch.dtype = F32
+    autocast: bool = False
+    frozen: tuple[str, ...] = ()
+    transposed: bool = False
+    times: int = 1
+
+
+def check(fusion: str | Fusion, case: Case, device: torch.device | str = "cpu") -> None:
+    """Holds a fusion to its operations with check_fusion, and sees how often it matches."""
+    name = fusion if isinstance(fusion, str) else fusion.name
+    ops = [op.to(device, case.parameters) for op in filled(case.ops())]
+    seq = Sequential(*ops)
+    for parameter in case.frozen:
+        seq.get_parameter(parameter).requires_grad_(False)
+    widths = ((case.shape[-1], case.input), *((width, case.extra) for width in case.extras))
+    tensors = [leaf(*case.shape[:-1], width, dtype=dtype).detach() for width, dtype in widths]
+    if case.transposed:
+        tensors = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in tensors]
+    x, *more = (t.to(device) for t in tensors)
+    with torch.autocast("cpu", BF16, enabled=case.autocast):
+        with only(name):
+            matches = seq.plan(x.clone().requires_grad_(), *more).record(name).matches
+        assert len(matches) == case.times
+        check_fusion(name, ops, x, *more, dtypes=case.dtypes)
+
+
+def results(model: Any, parameters: Iterable[Tensor], *inputs: Tensor, **kwargs: Any) -> list[Any]:
+    """Outputs, and the gradients of inputs and parameters for fixed gradients of all outputs."""
+    outputs = model(*inputs, **kwargs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(7)
+    douts = [torch.randn(y.shape, generator=generator, dtype=F64).to(y.dtype) for y in outputs]
+    wrt = [t for t in (*inputs, *parameters) if t.requires_grad]
+    chosen = [(y, dy) for y, dy in zip(outputs, douts) if y.requires_grad]
+    grads = torch.autograd.grad(
+        [y for y, _ in chosen], wrt, [dy for _, dy in chosen], allow_unused=True
+    )
+    return [*(y.detach() for y in outputs), *grads]
+
+
+def assert_same(got: Sequence[Tensor | None], want: Sequence[Tensor | None]) -> None:
+    """float64 results, equal but for the order of sums; a gradient that is missing is zero."""
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        if a is None or b is None:
+            assert all(t is None or not t.any() for t in (a, b))
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def error_text(model: Sequential, *inputs: Tensor, **kwargs: Any) -> str:
+    """The text of an InputError without the step that it came to, another one when fused."""
+    with pytest.raises(InputError) as error:
+        model(*inputs, **kwargs)
+    text, place = str(error.value).split(" It came to op ")
+    assert place.endswith(" of the sequence.")
+    return text
+
+
+# Memory and work.
+
+
+def saved_by(seq: Sequential, *inputs: Tensor) -> list[Tensor]:
+    """What a call saves for backward: one tensor per storage, parameters left out."""
+    known = {p.untyped_storage().data_ptr() for p in seq.parameters()}
+    seen: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        place = t.untyped_storage().data_ptr()
+        if place not in known:
+            seen.setdefault(place, t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        outputs = seq(*inputs)
+    del outputs
+    return list(seen.values())
+
+
+def elements(tensors: Sequence[Tensor]) -> int:
+    return sum(t.untyped_storage().nbytes() // t.itemsize for t in tensors)
+
+
+class Counting(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def gemms(self) -> int:
+        return sum(self.calls[name] for name in ("mm", "addmm", "addmm_", "bmm"))

@@ -4,23 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-import opfuser
-from opfuser import AddExtraInput, BasicLinear, Bias, L2Normalization, Sequential
+from opfuser import AddExtraInput, BasicLinear, Bias, L2Normalization, Sequential, SwiGLU
 from opfuser.basic.activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
 from opfuser.fused import BackwardActivationBias
 from opfuser.kernels import activation_plain, cpu_blocks
 from opfuser.kernels.launch import INTERPRETED
 from opfuser.op import GradNeeds, OperationContext
-from tests.fused.pairings import (
-    DTYPES,
-    LAYOUTS,
-    Case,
-    build,
-    check_pairings,
-    plan_of,
-    stopped_by,
-    with_subclass,
-)
+from opfuser.testing import assert_not_fused
+from tests.fused.examples import BF16, DTYPES, F32, F64, FP16, Case, check, leaf, without_bias
 
 NAME = "backward_activation_bias"
 in_plain_torch = pytest.mark.skipif(
@@ -29,33 +20,45 @@ in_plain_torch = pytest.mark.skipif(
 ACTIVATIONS = [GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid]
 
 
-def biased(activation: type[nn.Module]) -> Case:
-    return Case(lambda: [Bias(6), activation()], 6, (), {}, {NAME: 1})
+def biased(activation: type[nn.Module] = GELU) -> list[nn.Module]:
+    return [Bias(6), activation()]
 
 
-SEVERAL = Case(
-    lambda: [BasicLinear(6, 4), Bias(4), SiLU(), Bias(4), Bias(4), ReLU(), L2Normalization()],
-    6,
-    (),
-    {"forward_linear_bias_activation": 1},
-    {NAME: 2},
-)
+def several() -> list[nn.Module]:
+    """The first bias goes into the GEMM in forward."""
+    linear = [BasicLinear(6, 4), Bias(4), SiLU()]
+    return [*linear, Bias(4), Bias(4), ReLU(), L2Normalization()]
 
 
-THEN_SUM = Case(lambda: [Bias(6), GELU(), AddExtraInput()], 6, (6,), {}, {NAME: 1})
-"""Under autocast the gradient of a sum with fp32 is fp32, that of the activation is not."""
+def then_sum() -> list[nn.Module]:
+    """Under autocast the gradient of a sum with fp32 is fp32, that of the activation is not."""
+    return [*biased(), AddExtraInput()]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_pairings(activation: type[nn.Module], dtype: torch.dtype) -> None:
-    check_pairings(biased(activation), dtype)
+CASES = {
+    "dtypes": Case(biased, dtypes=DTYPES),
+    "vector": Case(biased, (6,), dtypes=(FP16,)),
+    "many rows": Case(biased, (131, 6), dtypes=(BF16,)),
+    "transposed": Case(lambda: biased(SiLU), transposed=True),
+    "several": Case(several, (33, 6), dtypes=(F64, BF16), times=2),
+    "frozen bias": Case(lambda: biased(SiLU), frozen=("0.bias",)),
+    "cleared bias": Case(lambda: [without_bias(Bias(6)), SiLU()]),
+    "autocast": Case(biased, autocast=True),
+    "several under autocast": Case(several, (33, 6), autocast=True, times=2),
+    "sum under autocast": Case(then_sum, extras=(6,), autocast=True),
+    "input in fp64": Case(biased, input=F64),
+    "input in fp16": Case(lambda: biased(SiLU), input=FP16),
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layouts(dtype: torch.dtype, layout: str) -> None:
-    check_pairings(biased(GELU), dtype, LAYOUTS[layout])
+@pytest.mark.parametrize("case", CASES)
+def test_values(case: str) -> None:
+    check(NAME, CASES[case])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_activations(activation: type[nn.Module]) -> None:
+    check(NAME, Case(lambda: biased(activation), dtypes=(F32, BF16)))
 
 
 @pytest.fixture
@@ -69,19 +72,27 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @in_plain_torch
-@pytest.mark.parametrize("small_blocks", [1, 3, 100], indirect=True)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_block_by_block(activation: type[nn.Module], layout: str, small_blocks: list[int]) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        check_pairings(biased(activation), dtype, LAYOUTS[layout])
-    assert small_blocks or layout == "vector" or "zero rows" in layout
+@pytest.mark.parametrize(
+    ("activation", "small_blocks", "shape"),
+    [
+        (activation, (1, 3, 100)[n % 3], ((2, 3, 6), (131, 6), (1, 6), (2, 0, 6))[n % 4])
+        for n, activation in enumerate(ACTIVATIONS)
+    ],
+    indirect=["small_blocks"],
+)
+def test_block_by_block(
+    activation: type[nn.Module], shape: tuple[int, ...], small_blocks: list[int]
+) -> None:
+    for transposed in (False, True):
+        case = Case(lambda: biased(activation), shape, dtypes=(F32, BF16), transposed=transposed)
+        check(NAME, case)
+    assert small_blocks or 0 in shape
 
 
 @in_plain_torch
 @pytest.mark.parametrize("small_blocks", [2], indirect=True)
 def test_block_by_block_under_autocast(small_blocks: list[int]) -> None:
-    check_pairings(THEN_SUM, torch.float32, autocast=torch.bfloat16)
+    check(NAME, CASES["sum under autocast"])
     assert small_blocks
 
 
@@ -116,21 +127,9 @@ def test_a_large_tensor() -> None:
     assert (db.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_matches_again_and_inside_longer_sequences(dtype: torch.dtype) -> None:
-    check_pairings(SEVERAL, dtype)
-
-
-@pytest.mark.parametrize(("frozen", "input_grad"), [(["0.bias"], True), ([], False)])
-def test_gradients_that_nobody_needs(frozen: list[str], input_grad: bool) -> None:
-    check_pairings(biased(SiLU), torch.float32, frozen=frozen, input_grad=input_grad)
-    check_pairings(SEVERAL, torch.float32, input_grad=input_grad)
-
-
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_no_work_for_gradients_that_nobody_needs(needs: tuple[bool, bool]) -> None:
-    ops = [Bias(6), SiLU()]
-    fused = BackwardActivationBias(bias=ops[0], activation=ops[1])
+    fused = BackwardActivationBias(bias=Bias(6), activation=SiLU())
     ctxs = [OperationContext(), OperationContext()]
     ctxs[0].needs = GradNeeds(needs[0], (needs[1],), ())
     ctxs[1].saved_tensors = (torch.randn(3, 6),)
@@ -141,56 +140,8 @@ def test_no_work_for_gradients_that_nobody_needs(needs: tuple[bool, bool]) -> No
     assert (dx is not None, db is not None) == needs
 
 
-def test_autocast() -> None:
-    check_pairings(SEVERAL, torch.float32, autocast=torch.bfloat16)
-    check_pairings(biased(GELU), torch.float32, autocast=torch.bfloat16)
-    check_pairings(THEN_SUM, torch.float32, autocast=torch.bfloat16)
-
-
-@pytest.mark.parametrize("input_dtype", DTYPES, ids=str)
-def test_input_of_another_dtype_than_the_bias(input_dtype: torch.dtype) -> None:
-    check_pairings(biased(SiLU), torch.float32, input_dtype=input_dtype)
-
-
-def test_cleared_bias() -> None:
-    seq = build(biased(SiLU), torch.float32)
-    seq[0].bias = None
-    x = torch.randn(3, 6, requires_grad=True)
-    assert seq.plan(x).fused("backward") == {NAME: 1}
-    got = torch.autograd.grad(seq(x).sum(), x)
-    torch.testing.assert_close(got, torch.autograd.grad(nn.functional.silu(x).sum(), x))
-
-
-@pytest.mark.parametrize(("at", "code"), [(0, None), (1, "SUBCLASS")])
-def test_a_subclass_is_not_matched(at: int, code: str | None) -> None:
-    plan = plan_of(*with_subclass([Bias(6), SiLU()], at))
-    assert plan.fused("backward") == {}
-    assert stopped_by(plan, NAME) == code
-
-
-def test_a_gated_activation_is_not_matched() -> None:
-    assert plan_of(Bias(6), opfuser.SwiGLU()).fused("backward") == {}
-
-
-def test_refused_where_the_bias_is_frozen_and_comes_first() -> None:
-    bias = Bias(6)
-    bias.bias.requires_grad_(False)
-    plan = plan_of(bias, SiLU(), BasicLinear(6, 4), grad=False)
-    assert [why.code for _, why in plan.record(NAME).refusals] == ["NO_GRAD"]
-
-
-def test_placed_by_hand() -> None:
-    bias, activation = Bias(6), SiLU()
-    fused = BackwardActivationBias(bias=bias, activation=activation)
-    assert list(fused.basic_ops) == [bias, activation]
-    x = torch.randn(3, 6, requires_grad=True)
-    Sequential(fused)(x).sum().backward()
-    (want,) = torch.autograd.grad(nn.functional.silu(x).sum(), x)
-    torch.testing.assert_close(x.grad, want)
-    torch.testing.assert_close(bias.bias.grad, want.sum(0))
-    assert x.grad.data_ptr() != bias.bias.grad.data_ptr()
-
-
-def test_switched_off() -> None:
-    with opfuser.disable(NAME):
-        assert plan_of(Bias(6), SiLU()).fused("backward") == {}
+def test_where_it_is_refused() -> None:
+    assert_not_fused(Sequential(Bias(6), SwiGLU()), NAME, leaf(3, 6))
+    frozen = Bias(6).requires_grad_(False)
+    seq = Sequential(frozen, SiLU(), BasicLinear(6, 4))
+    assert_not_fused(seq, NAME, torch.randn(3, 6), code="NO_GRAD")

@@ -1,0 +1,132 @@
+"""The driver of joint fusions: pipelines declared here, with other edges than any fusion has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from torch import nn
+
+from opfuser import (
+    GELU,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    LayerNorm,
+    MakeExtraOutput,
+    RMSNorm,
+    Sequential,
+    SwiGLU,
+)
+from opfuser.fused.parts.activation import ActivationPart
+from opfuser.fused.parts.chain import ChainPart
+from opfuser.fused.parts.linear import LinearPart
+from opfuser.fused.parts.norm import NormPart
+from opfuser.fused.parts.part import Part
+from opfuser.fused.parts.pipeline import Edge, Pipeline
+from tests.fused.examples import F64, assert_same, elements, filled, leaf, only, results, saved_by
+
+SAVE, RECOMPUTE = Edge.SAVE, Edge.RECOMPUTE
+ALL_EDGES = list(itertools.product(Edge, repeat=3))
+each_edges = pytest.mark.parametrize(
+    "edges", ALL_EDGES, ids=lambda edges: ", ".join(edge.value for edge in edges)
+)
+ROWS = 4, 5
+
+
+def block(edges: Sequence[Edge], *, plain: bool = False) -> list[Part]:
+    """Norm, linear, activation, linear: of width 6, 16 and 8, or 16 where the activation is plain.
+
+    With all that may stand before and behind.
+    """
+    activation = GELU() if plain else SwiGLU()
+    first, bias = BasicLinear(6, 16), Bias(16)
+    again = edges[1] is RECOMPUTE
+    return [
+        NormPart(AddExtraInput(), MakeExtraOutput(), LayerNorm(6)),
+        LinearPart(first, None if plain else bias, "here", recomputed=again),
+        ActivationPart(bias if plain else None, activation, "here"),
+        LinearPart(BasicLinear(16 if plain else 8, 4), Bias(4), "here", add=AddExtraInput()),
+    ]
+
+
+def pair(parts: list[Part], edges: Sequence[Edge]) -> tuple[Sequential, Sequential]:
+    """The pipeline, and its operations in float64."""
+    ops: list[nn.Module] = [op for part in parts for op in part.ops]
+    filled(ops)
+    return Sequential(Pipeline(parts, edges)).double(), Sequential(*ops).double()
+
+
+def compare(fused: Sequential, apart: Sequential, widths: Sequence[int], grad: bool) -> None:
+    inputs = [leaf(*ROWS, width, dtype=F64).requires_grad_(grad) for width in widths]
+    with only():
+        want = results(apart, apart.parameters(), *inputs)
+    assert_same(results(fused, fused.parameters(), *inputs), want)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@each_edges
+def test_values(edges: Sequence[Edge], plain: bool) -> None:
+    compare(*pair(block(edges, plain=plain), edges), (6, 6, 4), grad=True)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@each_edges
+def test_saved_is_what_the_edges_say(edges: Sequence[Edge], plain: bool) -> None:
+    """Besides the norm's input and its two statistics per row."""
+    fused, _ = pair(block(edges, plain=plain), edges)
+    behind = (6, 16, 16 if plain else 8)
+    widths = 6 + 2 + sum(width for width, edge in zip(behind, edges) if edge is SAVE)
+    inputs = [leaf(*ROWS, width, dtype=F64) for width in (6, 6, 4)]
+    assert elements(saved_by(fused, *inputs)) == 20 * widths
+
+
+@pytest.mark.parametrize("frozen", [1, 2, 3], ids=["norm", "and linear", "and activation"])
+@each_edges
+def test_parts_that_owe_no_gradient(edges: Sequence[Edge], frozen: int) -> None:
+    """No plan has them at the beginning: what they would recompute is saved by the part behind."""
+    parts = block(edges, plain=True)
+    for part in parts[:frozen]:
+        for op in part.ops:
+            op.requires_grad_(False)
+    fused, apart = pair(parts, edges)
+    compare(fused, apart, (6, 6, 4), grad=False)
+    inputs = [leaf(*ROWS, width, dtype=F64).detach() for width in (6, 6, 4)]
+    widths = [t.shape[-1] for t in saved_by(fused, *inputs)]
+    assert widths.count(16) == frozen - 1 + sum(edge is SAVE for edge in edges[frozen:])
+    assert widths.count(6) == 2 or frozen > 1  # those of the norm and of the first linear
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2, 3])
+@each_edges
+def test_parameters_that_need_no_gradient(edges: Sequence[Edge], frozen: int) -> None:
+    parts = block(edges)
+    for op in parts[frozen].ops:
+        op.requires_grad_(False)
+    compare(*pair(parts, edges), (6, 6, 4), grad=True)
+
+
+def test_parts_that_keep_their_input_or_recompute_nothing() -> None:
+    edges = [SAVE, SAVE, RECOMPUTE]
+    parts = [
+        ChainPart([Bias(6), GELU()], "here"),
+        LinearPart(BasicLinear(6, 5), None, "here"),
+        NormPart(None, None, RMSNorm(5)),
+        LinearPart(BasicLinear(5, 4), Bias(4), "here"),
+    ]
+    compare(*pair(parts, edges), (6,), grad=True)
+
+
+def test_edges_that_do_not_fit() -> None:
+    linear, chain = LinearPart(BasicLinear(6, 6), None, "here"), ChainPart([Bias(6)], "here")
+    norm = NormPart(None, None, RMSNorm(6))
+    for parts, edges, text in (
+        ([norm, linear], [], "2 parts have 1 edges, not 0"),
+        ([norm], [SAVE], "1 parts have 0 edges, not 1"),
+        ([linear, norm], None, "between LinearPart and NormPart is saved, and cannot be"),
+        ([linear, chain], None, "between LinearPart and ChainPart is saved, and cannot be"),
+        ([chain, linear], [RECOMPUTE], "between ChainPart and LinearPart is saved, and cannot be"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Pipeline(parts, edges)
