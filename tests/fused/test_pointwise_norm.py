@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import opfuser
 from opfuser import (
@@ -31,9 +29,20 @@ from opfuser.errors import InputError, NotSupportedError
 from opfuser.fused import NormLinear, PointwiseNorm
 from opfuser.fused.pointwise_norm import FUSION
 from opfuser.kernels import launch
-from tests.fused.chains import Cube, plan_on
-from tests.fused.joint import assert_same, elements, gradients, saved_by
-from tests.fused.pairings import tensor, what, with_subclass
+from tests.fused.chains import LAID_OUT, check_by_hand, plan_on
+from tests.fused.examples import (
+    F64,
+    Cube,
+    assert_same,
+    elements,
+    error_text,
+    filled,
+    leaf,
+    only,
+    results,
+    saved_by,
+    with_subclass,
+)
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 pytestmark = pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter's kernels run anywhere")
@@ -221,14 +230,6 @@ def test_a_subclass_is_not_taken_for_its_parent(at: int) -> None:
 
 # Placed by hand, where it runs in plain torch on a CPU.
 
-
-def filled(ops: Sequence[nn.Module]) -> list[nn.Module]:
-    for op in ops:
-        for parameter in op.parameters():
-            nn.init.normal_(parameter)
-    return list(ops)
-
-
 RUNS: dict[str, list[nn.Module]] = {
     "everything": [Bias(6), SiLU(), ConstantScale(0.5), Cube(), AddExtraInput(), Bias(6)],
     "sums first": [AddExtraInput(), SiLU(), AddExtraInput(), Cube()],
@@ -239,8 +240,8 @@ RUNS: dict[str, list[nn.Module]] = {
 
 def by_hand(
     name: str, kind: str, form: str = "tl", shape: int | tuple[int, ...] = 6
-) -> tuple[Sequential, Sequential]:
-    """Fused and separate, with the same parameters; t: with a tap, l: with a linear operation."""
+) -> tuple[Sequential, list[nn.Module]]:
+    """Fused, and the operations; t: with a tap, l: with a linear operation."""
     run = filled(copy.deepcopy(RUNS[name]))
     tap = MakeExtraOutput() if "t" in form else None
     norm, linear, bias = filled([NORMS[kind](shape), BasicLinear(6, 4), Bias(4)])
@@ -250,51 +251,40 @@ def by_hand(
         fused = NormLinear(norm=fused, linear=linear, bias=bias)
         ops += [linear, bias]
     assert list(fused.basic_ops) == ops
-    return Sequential(fused), Sequential(*ops)
+    return Sequential(fused), ops
 
 
-def leaves(seq: Sequential, dtype: torch.dtype, lies: str = "contiguous") -> list[Tensor]:
-    count = 1 + seq.num_extra_inputs
-    return [tensor((2, 3, 6), dtype, lies).detach().requires_grad_() for _ in range(count)]
+def inputs_of(seq: Sequential) -> list[torch.Tensor]:
+    return [leaf(2, 3, 6) for _ in range(1 + seq.num_extra_inputs)]
 
 
-@pytest.mark.parametrize("form", ["", "t", "l", "tl"])
-@each_norm
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    ("name", "kind", "form"),
+    [
+        (name, kind, ("", "t", "l", "tl")[(n + 2 * m) % 4])
+        for n, name in enumerate(RUNS)
+        for m, kind in enumerate(NORMS)
+    ],
+)
 def test_in_plain_torch(name: str, kind: str, form: str) -> None:
     for shape in (6, (3, 6)):
-        fused, apart = by_hand(name, kind, form, shape)
-        fused.double()
-        tensors = leaves(apart, torch.float64)
-        with opfuser.disable("*"):
-            want = gradients(apart, apart, tensors)
-        assert_same(gradients(fused, fused, tensors), want)
+        fused, ops = by_hand(name, kind, form, shape)
+        check_by_hand(fused, ops, F64, "contiguous")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lies", ["contiguous", "strided", "transposed", "expanded"])
-def test_layouts_and_dtypes_in_plain_torch(lies: str, dtype: torch.dtype) -> None:
-    fused, apart = by_hand("everything", "layer")
-    fused.to(dtype)
-    tensors = leaves(apart, dtype, lies)
-    tolerance = 40 * torch.finfo(dtype).eps
-    with opfuser.disable("*"):
-        want = gradients(apart, apart, tensors)
-    for ours, theirs in zip(gradients(fused, fused, tensors), want):
-        assert ours is not None
-        assert theirs is not None
-        assert ours.dtype == theirs.dtype
-        size = float(theirs.abs().max())
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * size)
+@pytest.mark.parametrize(("lies", "dtype"), LAID_OUT[1:])
+@each_norm
+def test_layouts_and_dtypes_in_plain_torch(lies: str, dtype: torch.dtype, kind: str) -> None:
+    check_by_hand(*by_hand("sums first", kind), dtype, lies)
 
 
 def test_autocast_in_plain_torch() -> None:
-    fused, apart = by_hand("sums first", "rms", "t")
-    tensors = leaves(apart, torch.float32)
+    fused, ops = by_hand("sums first", "rms", "t")
+    tensors = inputs_of(fused)
     with torch.autocast("cpu", torch.bfloat16):
         got = fused(*tensors)
-        with opfuser.disable("*"):
-            want = apart(*tensors)
+        with only():
+            want = Sequential(*ops)(*tensors)
     for ours, theirs in zip(got, want):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
@@ -330,49 +320,27 @@ def test_dropout_in_plain_torch() -> None:
 )
 def test_saves_the_sum_and_what_the_run_saves(name: str, form: str, saved: int, kind: str) -> None:
     """Besides, statistics of six rows, and the bias that the activation's input contains."""
-    fused, apart = by_hand(name, kind, form)
+    fused, _ = by_hand(name, kind, form)
     statistics = 6 if kind == "rms" else 12
-    assert elements(saved_by(fused, *leaves(apart, torch.float32))) == 36 * saved + statistics
+    assert elements(saved_by(fused, *inputs_of(fused))) == 36 * saved + statistics
     with torch.no_grad():
-        assert saved_by(fused, *leaves(apart, torch.float32)) == []
+        assert saved_by(fused, *inputs_of(fused)) == []
 
 
 @pytest.mark.parametrize("frozen", ["run", "norm", "linear", "all"])
 @pytest.mark.parametrize("input_grad", [True, False])
 def test_gradients_that_nobody_needs(input_grad: bool, frozen: str) -> None:
-    fused, apart = by_hand("everything", "layer")
+    fused, ops = by_hand("everything", "layer")
     fused.double()
-    x, z = leaves(apart, torch.float64)
+    x, z = (leaf(2, 3, 6, dtype=F64).requires_grad_(False) for _ in range(2))
     x.requires_grad_(input_grad)
-    z.requires_grad_(False)
+    parameters = list(Sequential(*ops).parameters())
     parts = {"run": slice(0, 2), "norm": slice(2, 4), "linear": slice(4, 6), "all": slice(0, 5)}
-    for parameter in list(apart.parameters())[parts[frozen]]:
+    for parameter in parameters[parts[frozen]]:
         parameter.requires_grad_(False)
-    got = gradients(fused, fused, [x, z])
-    with opfuser.disable("*"):
-        assert_same(got, gradients(apart, apart, [x, z]))
-
-
-@each_norm
-def test_several_backwards_of_one_forward(kind: str) -> None:
-    fused, apart = by_hand("everything", kind)
-    tensors = leaves(apart, torch.float32)
-    y = fused(*tensors)[0].sum()
-    first = torch.autograd.grad(y, tensors, retain_graph=True)
-    for ours, theirs in zip(torch.autograd.grad(y, tensors), first):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("form", ["t", "tl"])
-def test_covers_its_parts_and_can_be_copied(form: str) -> None:
-    fused, apart = by_hand("everything", "rms", form)
-    tensors = leaves(apart, torch.float32)
-    want = fused(*tensors)[0]
-    for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert torch.equal(twin(*tensors)[0], want)
-        twin[0].basic_ops[2].scale = 0.0
-        assert not torch.equal(twin(*tensors)[0], want)
-    assert torch.equal(fused(*tensors)[0], want)
+    got = results(fused, parameters, x, z)
+    with only():
+        assert_same(got, results(Sequential(*ops), parameters, x, z))
 
 
 def test_placed_by_hand_it_runs_on_its_own() -> None:
@@ -404,17 +372,15 @@ def test_a_linear_operation_takes_nothing_before_the_run(before: dict[str, Any])
         NormLinear(norm=norm, linear=BasicLinear(6, 4), **before)
 
 
-def test_errors_are_those_of_the_operations() -> None:
-    fused, apart = by_hand("everything", "rms")
-    shapes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-    shapes = [((2, 5), (2, 5)), ((2, 6), (6,)), ((), ())]
-    for shape, extra in shapes:
-        x, z = torch.ones(shape, requires_grad=True), torch.ones(extra)
-        with pytest.raises(InputError) as ours:
-            fused(x, z)
-        with opfuser.disable("*"), pytest.raises(InputError) as theirs:
-            apart(x, z)
-        assert what(ours) == what(theirs)
+@pytest.mark.parametrize("shapes", [((2, 5), (2, 5)), ((2, 6), (6,)), ((), ())], ids=str)
+def test_errors_are_those_of_the_operations(shapes: Any) -> None:
+    fused, ops = by_hand("everything", "rms")
+    inputs = [leaf(*shape) for shape in shapes]
+    with only():
+        assert error_text(fused, *inputs) == error_text(Sequential(*ops), *inputs)
+
+
+def test_refuses_inputs() -> None:
     norm = Sequential(PointwiseNorm(before=[SiLU()], norm=RMSNorm(6)))
     for x, text in (
         (torch.ones(2, 5), r"last dimensions of the input must be normalized_shape \(RMSNorm"),
@@ -422,15 +388,3 @@ def test_errors_are_those_of_the_operations() -> None:
     ):
         with pytest.raises(InputError, match=text):
             norm(x)
-
-
-# The tracer of torch.compile makes an instance of Function, against torch's own advice.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_whole() -> None:
-    torch.compiler.reset()  # its limit of recompilations counts those of all tests
-    fused, apart = by_hand("everything", "layer")
-    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
-    tensors = leaves(apart, torch.float32)
-    got, want = gradients(compiled, fused, tensors), gradients(fused, fused, tensors)
-    for ours, theirs in zip(got, want):
-        torch.testing.assert_close(ours, theirs)
