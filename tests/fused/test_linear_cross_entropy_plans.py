@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import opfuser
 from opfuser import BasicLinear, CrossEntropy, Linear, Sequential
 from opfuser.errors import InputError, NotSupportedError, OpKwargsError
 from opfuser.fused import _loss_chunks, linear_cross_entropy
 from opfuser.fused.linear_cross_entropy import LinearCrossEntropy
 from opfuser.kernels.launch import runs
+from opfuser.testing import assert_not_fused
+from tests.fused.examples import BF16, F32, leaf, only, refused, saved_by
 from tests.fused.losses import NAME, D, V, chunked, chunks, head, some_targets
-from tests.fused.pairings import DTYPES, stopped_by, with_subclass
-from tests.fused.sharded import SHARDINGS, hand_built, sharded
 
 __all__ = ["chunks"]  # a fixture
 
 
 def test_saved_are_the_gradients_alone(chunks: int) -> None:
-    seq = head()
-    x, targets = torch.randn(33, D, requires_grad=True), some_targets(33)
-    saved: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = seq(x, targets)
-    assert sorted(tuple(t.shape) for t in saved) == [(V, D), (33, D)]
-    before = [t.clone() for t in saved]
-    loss.backward(torch.tensor(3.0))
-    # Whoever packed them still holds them.
-    assert all(map(torch.equal, saved, before))
+    x, targets = leaf(33, D), some_targets(33)
+    assert sorted(tuple(t.shape) for t in saved_by(head(), x, targets)) == [(V, D), (33, D)]
 
 
 class Largest(TorchDispatchMode):
@@ -65,34 +50,28 @@ def test_logits_are_never_whole(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     assert 30 * 50 * dtype.itemsize <= largest.bytes <= 30 * 50 * 4
 
 
-def test_the_caller_s_tensors_are_left_alone(chunks: int) -> None:
-    seq = head()
-    x, targets, factor = torch.randn(33, D, requires_grad=True), some_targets(33), torch.tensor(2.0)
-    mine = [x, targets, factor, seq[0].weight]
-    before = [t.detach().clone() for t in mine]
-    seq(x, targets).backward(factor)
-    assert all(map(torch.equal, mine, before))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_a_second_backward(dtype: torch.dtype, chunks: int) -> None:
-    seq = head(dtype)
-    x, targets = torch.randn(33, D).to(dtype).requires_grad_(), some_targets(33)
-    loss = seq(x, targets)
+    """Whoever packed what was saved still holds it, and gradients are the caller's to write to."""
+    seq, x, targets = head(dtype), leaf(33, D, dtype=dtype), some_targets(33)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = seq(x, targets)
+    before = [t.clone() for t in saved]
     wrt = [x, seq[0].weight]
     first = torch.autograd.grad(loss, wrt, retain_graph=True)
     kept = [t.clone() for t in first]
     for t in first:
-        t.mul_(7)  # the caller's to write to
+        t.mul_(7)
     for factor, retain in ((1.0, True), (4.0, True), (1.0, True), (2.0, False)):
         grads = torch.autograd.grad(loss, wrt, loss.new_tensor(factor), retain_graph=retain)
         for got, want in zip(grads, kept):
             assert torch.equal(got, factor * want)  # powers of two round nothing
+    assert all(map(torch.equal, saved, before))
 
 
 @pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("factor", [1.0, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "factor"), [(F32, 2.0), (BF16, 1.0), (BF16, 2.0)], ids=str)
 def test_what_is_saved_becomes_the_gradient_if_nobody_else_needs_it(
     dtype: torch.dtype, factor: float, retain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +85,7 @@ def test_what_is_saved_becomes_the_gradient_if_nobody_else_needs_it(
 
     monkeypatch.setattr(linear_cross_entropy, "scaled", noted)
     seq = head(dtype)
-    x, targets = torch.randn(33, D).to(dtype).requires_grad_(), some_targets(33)
+    x, targets = leaf(33, D, dtype=dtype), some_targets(33)
     loss = seq(x, targets)
     loss.backward(loss.new_tensor(factor), retain_graph=retain)
     assert [before == after for before, after in places] == [not retain] * 2
@@ -155,54 +134,26 @@ def test_the_rule_for_chunks_on_a_cpu() -> None:
 
 
 def test_where_it_matches() -> None:
-    def fused(*ops: nn.Module) -> dict[str, int]:
-        x = torch.randn(3, D, requires_grad=True)
-        return Sequential(*ops).plan(x, some_targets(3)).fused("forward")
-
-    assert fused(BasicLinear(D, V), CrossEntropy()) == {NAME: 1}
-    assert fused(Linear(D, V, bias=False), CrossEntropy(reduction="sum")) == {NAME: 1}
-    assert NAME not in fused(Linear(D, V), CrossEntropy())
-    with opfuser.disable(NAME):
-        assert fused(BasicLinear(D, V), CrossEntropy()) == {}
+    x, targets = leaf(3, D), some_targets(3)
+    for linear in (BasicLinear(D, V), Linear(D, V, bias=False)):
+        plan = Sequential(linear, CrossEntropy(reduction="sum")).plan(x, targets)
+        assert plan.fused("forward") == plan.fused("backward") == {NAME: 1}
+    assert_not_fused(Sequential(Linear(D, V), CrossEntropy()), NAME, x, targets)
 
 
-def refusals(*ops: nn.Module, grad: bool = True) -> list[str]:
-    x = torch.randn(3, D, requires_grad=grad)
-    record = Sequential(*ops).plan(x, some_targets(3)).record(NAME)
-    assert not record.matches
-    return [str(no) for _, no in record.refusals]
-
-
-def test_refusals() -> None:
-    assert refusals(BasicLinear(D, V), CrossEntropy(reduction="none")) == [
-        'SHAPE: with reduction="none" each row has a gradient that arrives in backward'
+def test_where_it_is_refused() -> None:
+    x, targets = leaf(3, D), some_targets(3)
+    each = Sequential(BasicLinear(D, V), CrossEntropy(reduction="none"))
+    assert refused(each, NAME, x, targets) == [
+        (0, 'SHAPE: with reduction="none" each row has a gradient that arrives in backward')
     ]
-    frozen = BasicLinear(D, V)
-    frozen.weight.requires_grad_(False)
-    no_grad = ["NO_GRAD: no gradient is needed, and forward would make them"]
-    assert refusals(frozen, CrossEntropy(), grad=False) == no_grad
+    frozen = head().requires_grad_(False)
+    no_grad = [(0, "NO_GRAD: no gradient is needed, and forward would make them")]
+    assert refused(frozen, NAME, x.detach(), targets) == no_grad
     with torch.no_grad():
-        assert refusals(BasicLinear(D, V), CrossEntropy()) == no_grad
-
-
-@pytest.mark.parametrize("sharding", SHARDINGS)
-def test_sharding_is_refused(sharding: str) -> None:
-    (why,) = refusals(sharded(BasicLinear(D, V), sharding), CrossEntropy())
-    kind = "sequence" if "sequence" in sharding else "tensor"
-    mode = sharding.partition(",")[0]
-    assert why.startswith(f"COMMUNICATION: {kind}-parallel BasicLinear in {mode} mode communicates")
-    raised = hand_built(lambda linear: LinearCrossEntropy(linear=linear, loss=CrossEntropy()))
-    text = raised[sharding]
-    assert text is not None
-    assert "(LinearCrossEntropy). Leave the operations separate" in text
-
-
-@pytest.mark.parametrize(("at", "code"), [(0, None), (1, "SUBCLASS")])
-def test_a_subclass_is_not_matched(at: int, code: str | None) -> None:
-    ops = with_subclass([BasicLinear(D, V), CrossEntropy()], at)
-    plan = Sequential(*ops).plan(torch.randn(3, D, requires_grad=True), some_targets(3))
-    assert plan.fused("forward") == {}
-    assert stopped_by(plan, NAME) == code
+        assert refused(head(), NAME, x, targets) == no_grad
+    with pytest.raises(NotSupportedError, match=r'reduction="none" .*\(LinearCrossEntropy\)'):
+        LinearCrossEntropy(linear=each[0], loss=each[1])
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -217,11 +168,6 @@ def test_placed_by_hand(grad: bool, chunks: int) -> None:
     torch.testing.assert_close(y, loss.reference(linear.reference(x), targets))
 
 
-def test_what_the_constructor_refuses() -> None:
-    with pytest.raises(NotSupportedError, match=r'reduction="none" .*\(LinearCrossEntropy\)'):
-        LinearCrossEntropy(linear=BasicLinear(D, V), loss=CrossEntropy(reduction="none"))
-
-
 @pytest.mark.parametrize(
     ("x", "targets", "text"),
     [
@@ -233,8 +179,8 @@ def test_what_the_constructor_refuses() -> None:
 )
 def test_refuses_inputs(x: Tensor, targets: Tensor, text: str) -> None:
     seq = head()
-    for switch in (nullcontext(), opfuser.disable(NAME)):
-        with switch, pytest.raises(InputError, match=text):
+    for on in ([NAME], []):
+        with only(*on), pytest.raises(InputError, match=text):
             seq(x, targets)
 
 

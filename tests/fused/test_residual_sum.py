@@ -170,82 +170,48 @@ def test_in_place_writes_to_a_leaf_that_requires_grad_under_no_grad() -> None:
     same(z.detach(), expected.detach())
 
 
-UNSAFE: dict[str, Callable[[], tuple[of.Sequential, list[Tensor]]]] = {}
-
-
-def unsafe(make: Callable[[], tuple[of.Sequential, list[Tensor]]]) -> None:
-    UNSAFE[make.__name__] = make
-
-
 def ordered(*before: nn.Module) -> of.Sequential:
     return of.Sequential(*before, of.AddExtraInput(in_place=True))
 
 
-@unsafe
-def the_input_itself() -> tuple[of.Sequential, list[Tensor]]:
-    x = randn(3, 4)
-    return ordered(), [x, x]
-
-
-@unsafe
-def a_view_of_the_input() -> tuple[of.Sequential, list[Tensor]]:
-    x = randn(3, 4)
-    return ordered(), [x, x.view(3, 4)]
-
-
-@unsafe
-def expanded() -> tuple[of.Sequential, list[Tensor]]:
-    return ordered(), [randn(3, 4), randn(1, 4).expand(3, 4)]
-
-
-@unsafe
-def another_dtype() -> tuple[of.Sequential, list[Tensor]]:
-    return ordered(), [randn(3, 4), randn(3, 4).float()]
-
-
-@unsafe
-def two_extra_inputs() -> tuple[of.Sequential, list[Tensor]]:
-    z = randn(3, 4)
-    return ordered(of.AddExtraInput(in_place=True)), [randn(3, 4), z, z]
-
-
-@unsafe
-def read_later() -> tuple[of.Sequential, list[Tensor]]:
-    """The residual that a channel carries is the tensor that is to be written over."""
-    x = randn(3, 4)
-    return of.Sequential(of.Residual(of.ConstantScale(2.0), *ordered())), [x, x]
-
-
-@unsafe
-def inference() -> tuple[of.Sequential, list[Tensor]]:
-    with torch.inference_mode():
-        z = randn(3, 4)
-    return ordered(), [randn(3, 4), z]
-
-
-@unsafe
-def a_channel() -> tuple[of.Sequential, list[Tensor]]:
+def by_channel() -> of.Sequential:
     make, add = of.MakeExtraOutput(), of.AddExtraInput(in_place=True)
     make.set_extra_output_channel(0, "x", output_to_caller=False)
     add.set_extra_input_channel(0, "x")
-    return of.Sequential(make, of.ConstantScale(2.0), add), [randn(3, 4)]
+    return of.Sequential(make, of.ConstantScale(2.0), add)
+
+
+def made_in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return randn(3, 4)
+
+
+X = randn(3, 4)
+UNSAFE: dict[str, tuple[Callable[[], of.Sequential], list[Tensor]]] = {
+    "the input itself": (ordered, [X, X]),
+    "a view of the input": (ordered, [X, X.view(3, 4)]),
+    "expanded": (ordered, [X, randn(1, 4).expand(3, 4)]),
+    "another dtype": (ordered, [X, randn(3, 4).float()]),
+    "two extra inputs": (lambda: ordered(of.AddExtraInput(in_place=True)), [randn(3, 4), X, X]),
+    # The residual that a channel carries is the tensor that is to be written over.
+    "read later": (
+        lambda: of.Sequential(of.Residual(of.ConstantScale(2.0), *ordered())), [X, X]
+    ),
+    "of inference mode": (ordered, [X, made_in_inference_mode()]),
+    "from a channel": (by_channel, [X]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", UNSAFE)
 def test_in_place_is_no_order_where_it_would_change_something_else(case: str) -> None:
-    seq, tensors = UNSAFE[case]()
-    before = [t.clone() for t in tensors]
-    twin = of.Sequential(*seq)
-    for op in seq.modules():
-        if isinstance(op, of.AddExtraInput):
-            op.in_place = False
+    make, tensors = UNSAFE[case]
+    seq, before = make(), [t.clone() for t in tensors]
     with torch.no_grad():
-        expected = twin(*[t.clone() for t in before])
+        y = seq(*tensors)
         for op in seq.modules():
             if isinstance(op, of.AddExtraInput):
-                op.in_place = True
-        y = seq(*tensors)
-    torch.testing.assert_close(y, expected)
+                op.in_place = False
+        torch.testing.assert_close(y, of.Sequential(*seq)(*before))
     for t, value in zip(tensors, before):
         assert torch.equal(t, value)
 
