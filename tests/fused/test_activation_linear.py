@@ -27,7 +27,6 @@ from tests.fused.examples import (
     assert_same,
     check,
     elements,
-    error_text,
     filled,
     leaf,
     only,
@@ -234,14 +233,3 @@ def test_where_it_is_refused() -> None:
     bias, swiglu, linear = parts
     with pytest.raises(NotSupportedError, match=r"SwiGLU adds no bias.*\(ActivationLinear\)"):
         ActivationLinear(activation=swiglu, linear=linear, bias=bias)
-
-
-@pytest.mark.parametrize("width", [7, 6])
-@each_form
-def test_errors_are_those_of_the_operations(
-    form: Callable[[], list[nn.Module]], width: int
-) -> None:
-    seq, x = Sequential(*form()), leaf(3, width)
-    fused = error_text(seq, x)
-    with only():
-        assert error_text(seq, x) == fused

@@ -55,7 +55,7 @@ def test_layouts(x: Tensor, chunks: int) -> None:
 
 
 def test_a_vector(chunks: int) -> None:
-    check_fusion(NAME, list(head()), torch.randn(D), torch.tensor(3))
+    check(head(F64), leaf(D, dtype=F64), torch.tensor(3))
 
 
 def test_targets_of_any_layout_and_of_int32(chunks: int) -> None:

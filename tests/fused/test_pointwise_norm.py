@@ -34,7 +34,6 @@ from tests.fused.examples import (
     Cube,
     assert_same,
     elements,
-    error_text,
     filled,
     leaf,
     only,
@@ -312,14 +311,6 @@ def test_a_linear_operation_takes_nothing_before_the_run(before: dict[str, Any])
     text = r"^the run before the norm is not the first of the operations \(NormLinear\)"
     with pytest.raises(NotSupportedError, match=text):
         NormLinear(norm=norm, linear=BasicLinear(6, 4), **before)
-
-
-@pytest.mark.parametrize("shapes", [((2, 5), (2, 5)), ((2, 6), (6,)), ((), ())], ids=str)
-def test_errors_are_those_of_the_operations(shapes: Any) -> None:
-    fused, ops = by_hand("everything", "rms")
-    inputs = [leaf(*shape) for shape in shapes]
-    with only():
-        assert error_text(fused, *inputs) == error_text(Sequential(*ops), *inputs)
 
 
 def test_refuses_inputs() -> None:

@@ -130,7 +130,6 @@ def test_without_gradients_only_forward_is_fused() -> None:
 
 
 WRONG: dict[str, tuple[Tensor, dict[str, Tensor]]] = {
-    "features": (torch.ones(2, 3, 47), {}),
     "two dimensions": (torch.ones(3, 48), {}),
     "dtype": (torch.ones(2, 3, 48, dtype=torch.int64), {}),
     "positions": (torch.ones(2, 3, 48), {"positions": torch.arange(4)}),

@@ -37,7 +37,6 @@ from tests.fused.examples import (
     assert_same,
     check,
     elements,
-    error_text,
     filled,
     leaf,
     only,
@@ -179,15 +178,6 @@ def test_where_it_is_refused() -> None:
         assert [why.partition(":")[0] for _, why in refused(seq, NAME, *inputs)] == ["DEVICE"]
         plan = seq.to("meta").plan(*(t.to("meta") for t in inputs))
         assert plan.record(NAME).matches == (tuple(range(len(seq))),)
-
-
-@each_form
-def test_errors_are_those_of_the_operations(form: Callable[[], list[nn.Module]]) -> None:
-    seq, x = Sequential(*form()), leaf(3, D - 1)
-    with opfuser.enable(NAME):
-        fused = error_text(seq, x)
-    with only():
-        assert error_text(seq, x) == fused
 
 
 def test_a_decoder_asks_for_it() -> None:
