@@ -155,14 +155,14 @@ def test_gradients_add_up(chunks: int) -> None:
 
 
 def test_fp16_gradients_are_divided_by_the_count_when_they_are_scaled() -> None:
-    """1 / 4096, divided by 64 in fp16, would have 6 bits left when the scale arrives."""
-    linear = BasicLinear(D, 4096, dtype=FP16)
+    """1 / 5000, divided by 64 in fp16, would have 6 bits left when the scale arrives."""
+    linear = BasicLinear(D, 5000, dtype=FP16)
     torch.nn.init.zeros_(linear.weight)
     x = torch.ones(64, D, dtype=FP16).requires_grad_()
     check(Sequential(linear, CrossEntropy()), x, torch.zeros(64).long(), 4096.0)
     dw = linear.weight.grad
     assert dw is not None
-    torch.testing.assert_close(dw[1:], torch.ones_like(dw[1:]), rtol=1e-3, atol=0)
+    torch.testing.assert_close(dw[1:], torch.full_like(dw[1:], 4096 / 5000), rtol=1e-3, atol=0)
 
 
 def test_fp16_weight_gradients_are_summed_where_they_do_not_overflow(chunks: int) -> None:

@@ -82,6 +82,35 @@ def test_saved_is_what_the_edges_say(edges: Sequence[Edge], plain: bool) -> None
     assert elements(saved_by(fused, *inputs)) == 20 * widths
 
 
+@each_edges
+def test_a_linear_saves_its_input_for_its_weight_or_to_recompute(edges: Sequence[Edge]) -> None:
+    parts = block(edges)
+    for n in (1, 3):
+        parts[n].ops[0].requires_grad_(False)
+    fused, apart = pair(parts, edges)
+    saves, recomputes = edges[0] is SAVE, edges[1] is RECOMPUTE
+    widths = 6 + 2 + 6 * (saves and recomputes) + 16 * (not recomputes)
+    inputs = [leaf(*ROWS, width, dtype=F64) for width in (6, 6, 4)]
+    assert elements(saved_by(fused, *inputs)) == 20 * widths
+    compare(fused, apart, (6, 6, 4), grad=True)
+
+
+@each_edges
+def test_an_output_of_the_gradients_pass_is_not_recomputed_before(
+    edges: Sequence[Edge], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, seen = block(edges), []
+    for n, part in enumerate(parts):
+        recompute = part.recompute
+        monkeypatch.setattr(
+            part, "recompute", lambda *args, n=n, of=recompute: seen.append(n) or of(*args)
+        )
+    fused, _ = pair(parts, edges)
+    results(fused, fused.parameters(), *(leaf(*ROWS, width, dtype=F64) for width in (6, 6, 4)))
+    # The activation reads its input before any gradient, and the first linear for that its own.
+    assert seen == ([0] * (edges[0] is RECOMPUTE) + [1]) * (edges[1] is RECOMPUTE)
+
+
 @pytest.mark.parametrize("frozen", [1, 2, 3], ids=["norm", "and linear", "and activation"])
 @each_edges
 def test_parts_that_owe_no_gradient(edges: Sequence[Edge], frozen: int) -> None:
