@@ -27,6 +27,7 @@ from opfuser.kernels.gated import (
 )
 from opfuser.kernels.launch import runs
 from opfuser.kernels.scalar import ScalarFunction, scalar_function
+from tests.kernels.accuracy import assert_accurate
 
 FUNCTIONS: dict[str, ScalarFunction] = {
     "scale": Scale(-0.7),
@@ -64,6 +65,14 @@ LAYOUTS = (
     "constant",
     "every second column",
 )
+# Every layout of x and every one of dy, with another one.
+PAIRS_OF_LAYOUTS = [*zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1]), ("contiguous", "contiguous")]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Every dtype of x and every one of the rest, with two others; those of the rest in fp64 with all.
+PAIRS_OF_DTYPES = [
+    *((one, FLOATS[(n + shift) % 4]) for n, one in enumerate(FLOATS) for shift in (1, 2)),
+    (torch.float32, torch.float64),
+]
 
 
 def tensor(
@@ -91,10 +100,6 @@ def tensor(
     return x
 
 
-def error(got: Tensor, exact: Tensor) -> float:
-    return (got.double() - exact).abs().max().item() if got.numel() else 0.0
-
-
 def assert_close(
     got: Sequence[Tensor],
     plain: Sequence[Tensor],
@@ -104,10 +109,7 @@ def assert_close(
     *,
     any_layout: bool = False,
 ) -> None:
-    """Errors are at most twice those of plain torch in the same dtype, and two units more.
-
-    One is for luck, one for the interpreter, which cuts digits off where a GPU rounds. In float64
-    the truth is hardly more exact, so an error says little.
+    """:func:`assert_accurate`; in float64 the truth is hardly more exact, so an error says little.
 
     Args:
         sums: for results that are sums, the sums of their terms' sizes: units are those of that.
@@ -115,16 +117,13 @@ def assert_close(
     """
     assert len(got) == len(plain) == len(exact)
     for n, (g, p, e) in enumerate(zip(got, plain, exact)):
-        assert g.shape == e.shape, f"{what}: result {n} has shape {tuple(g.shape)}"
         assert any_layout or g.is_contiguous(), f"{what}: result {n} has strides {g.stride()}"
         assert g.isfinite().all(), f"{what}: result {n} is not finite"
-        if not e.numel():
-            continue
-        size = (sums or {}).get(n, e).abs().max().item()
+        terms = (sums or {}).get(n, e)
+        size = terms.abs().max().item() if terms.numel() else 0.0
         units = 256 if g.dtype == torch.float64 else 2
         eps = max(torch.finfo(t.dtype).eps for t in (g, p))
-        allowed = 2 * error(p, e) + units * eps * size
-        assert error(g, e) <= allowed, f"{what}: result {n} is off by {error(g, e)} > {allowed}"
+        assert_accurate(f"{what}: result {n}", g, p, e, units=units, size=size, eps=eps)
 
 
 def assert_rounded_once(got: Tensor, exact: Tensor, what: str = "") -> None:

@@ -1,20 +1,17 @@
-"""Compiles noted launches for GPUs that are not there, and reads what the assembler reports."""
+"""Compiles noted launches for GPUs that are not there, and reads what their kernels use."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from opfuser.kernels.launch import Recorded
@@ -29,21 +26,28 @@ TYPES = {
     torch.bool: "i1",
 }
 DIVISIBLE = [["tt.divisibility", 16]]
+CUOBJDUMP = knobs.nvidia.cuobjdump.path
 
 
 class Report(NamedTuple):
-    """What became of one launch on one architecture."""
+    """What became of one launch on one architecture.
+
+    Attributes:
+        registers: of a thread.
+        stack: bytes of a thread in local memory, among them whatever is spilled.
+        shared: bytes of a program in shared memory.
+        widest_access: bytes of the widest access to global memory by one thread.
+    """
 
     registers: int
-    spilled: int
     stack: int
     shared: int
     widest_access: int
 
     def __str__(self) -> str:
         return (
-            f"{self.registers:>4} registers {self.spilled:>4} B spilled {self.shared:>6} B shared "
-            f"{self.widest_access:>3} B accesses"
+            f"{self.registers:>4} registers {self.stack:>4} B on the stack {self.shared:>6} B "
+            f"shared {self.widest_access:>3} B accesses"
         )
 
 
@@ -90,38 +94,23 @@ def compiled(noted: Recorded, capability: int) -> Report:
         target=GPUTarget("cuda", capability, 32),
         options=launch.options,
     )
-    ptx = kernel.asm["ptx"]
-    log = assembled(ptx, capability)
+    usage = usage_of(kernel.asm["cubin"])
     return Report(
-        registers=_number(r"Used (\d+) registers", log),
-        spilled=_number(r"(\d+) bytes spill stores", log)
-        + _number(r"(\d+) bytes spill loads", log),
-        stack=_number(r"(\d+) bytes stack frame", log),
+        registers=_number("REG", usage),
+        stack=_number("STACK", usage) + _number("LOCAL", usage),
         shared=kernel.metadata.shared,
-        widest_access=widest_access(ptx),
+        widest_access=widest_access(kernel.asm["ptx"]),
     )
 
 
-def assembled(ptx: str, capability: int) -> str:
-    """What the assembler says of ``ptx``; kept beside Triton's own cache."""
-    cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")) / "reports"
-    key = hashlib.sha256(f"{triton.__version__} {ptx}".encode()).hexdigest()  # has its assembler
-    log = cache / f"{key}-{capability}.txt"
-    if not log.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder) / "kernel.ptx"
-            source.write_text(ptx)
-            target = f"sm_{capability}" + ("a" if capability >= 90 else "")
-            command = [get_ptxas(capability).path, "-v", f"--gpu-name={target}", str(source)]
-            result = subprocess.run(
-                [*command, "-o", str(source.with_suffix(".cubin"))],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-        cache.mkdir(parents=True, exist_ok=True)
-        log.write_text(result.stderr + result.stdout)
-    return log.read_text()
+def usage_of(cubin: bytes) -> str:
+    """The line in which NVIDIA's tool, which comes with Triton, states what a kernel uses."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    return result.stdout.splitlines()[-1]
 
 
 def widest_access(ptx: str) -> int:
@@ -132,5 +121,7 @@ def widest_access(ptx: str) -> int:
     return widest
 
 
-def _number(pattern: str, log: str) -> int:
-    return sum(map(int, re.findall(pattern, log)))
+def _number(name: str, usage: str) -> int:
+    found = re.search(rf"\b{name}:(\d+)", usage)
+    assert found, usage
+    return int(found[1])

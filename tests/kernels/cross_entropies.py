@@ -15,6 +15,7 @@ from opfuser.kernels.cross_entropy import (
     cross_entropy_gradient,
     cross_entropy_mean,
 )
+from tests.kernels.accuracy import assert_accurate
 
 IGNORE = -100
 
@@ -69,12 +70,8 @@ def logits(
 
 
 def assert_as_good_as(ours: Tensor, theirs: Tensor, truth: Tensor, size: float, what: str) -> None:
-    """The floor is relative to ``size``, the largest of the terms that are added up."""
-    assert ours.shape == truth.shape, what
-    if not truth.numel():
-        return
-    error, allowed = (ours - truth).abs().max(), (theirs - truth).abs().max()
-    assert error <= 2 * allowed + 4 * torch.finfo(ours.dtype).eps * size, f"{what}: {error}"
+    """Of logits, probabilities and terms for them: more roundings than one."""
+    assert_accurate(what, ours, theirs, truth, units=4, size=size)
 
 
 def check(x: Tensor, targets: Tensor, terms: Terms = ALL_TERMS["all"], what: str = "") -> None:

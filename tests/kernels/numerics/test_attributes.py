@@ -30,8 +30,11 @@ PLAIN = (
 PLAIN += ("BasicLinear", "DotProductAttention", "GroupedLinear", "Reshape")
 SETTABLE = [(name, attribute) for name, attribute in attributes_of(Change) if name not in PLAIN]
 
-
-OF_KERNELS = [change for change in CHANGES if not change[2].startswith("accumulate")]
+# The sequences with kernels that no operation alone runs.
+KERNELS = ("sum and norm", "queries and keys", "loss", "chain", "chain and norm")
+OF_KERNELS = [
+    change for change in CHANGES if change[0] in KERNELS and not change[2].startswith("accumulate")
+]
 
 
 def on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:

@@ -1,3 +1,5 @@
+"""Chains of element-wise operations as kernels."""
+
 from __future__ import annotations
 
 import itertools
@@ -10,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser.kernels import functions
 from opfuser.kernels import pointwise_plain as plain
 from opfuser.kernels.pointwise import (
     ADD,
@@ -23,26 +24,23 @@ from opfuser.kernels.pointwise import (
     draw_seed,
     dropout,
 )
-from opfuser.kernels.scalar import ScalarFunction, scalar_function
+from tests.kernels.accuracy import assert_accurate
+from tests.kernels.chains import (
+    ADDED,
+    BIASED,
+    DROPPED,
+    KEPT,
+    LAYOUTS,
+    SILU,
+    SOFTPLUS,
+    laid_out,
+    operands_of,
+    random,
+    scale,
+)
+from tests.kernels.chains import GELU_TANH as GELU
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# One row, none, no columns; fewer columns than random numbers come at a time; a tile and more.
-SHAPES = [(5, 7), (1, 33), (0, 6), (4, 0), (3, 1), (2, 3, 16), (), (19,), (37, 130)]
-
-
-def link_of(function: ScalarFunction) -> Link:
-    return Link(FUNCTION, f"@scalar:{function.name}", function.parameters, function, linear=False)
-
-
-def scale(factor: float) -> Link:
-    return Link(FUNCTION, "@scalar:scale", (factor,), functions.Scale(factor))
-
-
-SILU, GELU = link_of(functions.Swish()), link_of(functions.GeluTanh())
-SOFTPLUS = link_of(scalar_function("softplus", (2.0, 20.0)))
-BIASED, ADDED, KEPT = Link(BIAS), Link(ADD), Link(KEEP)
-DROPPED = Link(DROPOUT, parameters=(0.3,))
-
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CHAINS: dict[str, list[Link]] = {
     "function": [SILU],
     "two functions": [SILU, GELU],
@@ -60,7 +58,6 @@ CHAINS: dict[str, list[Link]] = {
     "nothing to compute": [BIASED, ADDED, BIASED],
 }
 SOME = [names for n in range(4) for names in itertools.combinations(["x", "bias", "added"], n)]
-FEW = ["function", "all", "sum in between", "two biases"]
 
 
 class Call(NamedTuple):
@@ -79,19 +76,8 @@ class Call(NamedTuple):
 def call(
     links: Sequence[Link], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Call:
-    # Drawn on the CPU, so that they are the same on every device.
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape).to(device, dtype)
-
-    operands: list[Tensor | None] = []
-    for link in links:
-        if link.kind == BIAS:
-            operands.append(random(*shape[-1:]))
-        elif link.kind == ADD:
-            operands.append(random(*shape))
-        else:
-            operands.append(draw_seed(torch.empty(0)).to(device) if link.kind == DROPOUT else None)
-    x, dy = random(*shape), random(*shape)
+    operands = operands_of(links, shape, dtype, device)
+    x, dy = random(shape, dtype, device), random(shape, dtype, device)
     return Call(Chain(links), x, operands, dy, (dtype,) * len(links))
 
 
@@ -144,113 +130,122 @@ def flat(results: Results) -> list[Tensor]:
     return [t for t in (results.y, results.dx, *results.grads) if t is not None]
 
 
-def error(got: Tensor, exact: Tensor) -> float:
-    return (got.double() - exact).abs().max().item() if got.numel() else 0.0
-
-
-def check(call: Call, wants: tuple[torch.dtype | bool, ...] | None = None) -> None:
+def check(call: Call) -> None:
     dtype = call.x.dtype
     got, theirs, exact = run(call), separately(call, dtype), separately(call, torch.float64)
-    # Two units in the last place, as for single activations: stores of the interpreter cut digits
-    # off where a GPU rounds, and a GPU's exp2 and rsqrt are approximations.
-    floor = 2 * torch.finfo(dtype).eps
     assert len(flat(got)) == len(flat(exact))
-    for ours, other, truth in zip(flat(got), flat(theirs), flat(exact)):
-        assert ours.shape == truth.shape
+    for n, (ours, other, truth) in enumerate(zip(flat(got), flat(theirs), flat(exact))):
         assert ours.dtype == dtype
         size = truth.abs().max().item() if truth.numel() else 0.0
-        assert error(ours, truth) <= 2 * error(other, truth) + floor * max(size, 1 / 16)
+        assert_accurate(f"result {n}", ours, other, truth, size=max(size, 1 / 16))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CHAINS)
-def test_chain(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    check(call(CHAINS[name], (5, 7), dtype, device))
+# One row, none, no columns; fewer columns than random numbers come at a time; a tile and more.
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        *((name, (5, 7), dtype) for name, dtype in zip(CHAINS, itertools.cycle((FP32, BF16, FP16)))),
+        ("all", (5, 7), BF16),
+        ("sum in between", (5, 7), FP16),
+        ("two biases", (1, 33), FP32),
+        ("sum in between", (0, 6), FP32),
+        ("all", (4, 0), FP32),
+        ("all", (3, 1), FP32),
+        ("sum in between", (2, 3, 16), FP32),
+        ("function", (), FP32),
+        ("two biases", (1,), FP32),
+        ("all", (19,), FP16),
+        ("all", (37, 130), FP32),
+        ("sum in between", (37, 130), BF16),
+    ],
+    ids=str,
+)
+def test_values_and_gradients(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    check(call(CHAINS[name], shape, dtype, device))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", FEW)
-def test_shapes(name: str, shape: tuple[int, ...], device: torch.device) -> None:
-    if shape == () and any(link.kind == BIAS for link in CHAINS[name]):
-        shape = (1,)
-    check(call(CHAINS[name], shape, torch.float32, device))
-
-
-@pytest.mark.parametrize("lies", ["strided", "transposed", "expanded"])
-def test_layouts(lies: str, device: torch.device) -> None:
-    made = call(CHAINS["all"], (6, 5), torch.float32, device)
-    layouts = {
-        "strided": lambda t: torch.stack([t, t], -1)[..., 0],
-        "transposed": lambda t: t.t().contiguous().t() if t.dim() == 2 else t,
-        "expanded": lambda t: t[:1].expand(t.shape),
-    }
-    lay = layouts[lies]
-    operands = [t if t is None or t.dtype == torch.int64 else lay(t) for t in made.operands]
-    check(made._replace(x=lay(made.x), dy=lay(made.dy), operands=operands))
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_layouts(how: str, device: torch.device) -> None:
+    made = call(CHAINS["all"], (6, 5), FP32, device)
+    x, dy, *operands = laid_out(how, [made.x, made.dy, *made.operands])
+    check(made._replace(x=x, dy=dy, operands=operands))
 
 
 def test_many_rows_are_summed_in_slices(device: torch.device) -> None:
-    made = call([BIASED, SILU, BIASED], (700, 9), torch.float32, device)
+    made = call([BIASED, SILU, BIASED], (700, 9), FP32, device)
     got, exact = run(made), separately(made, torch.float64)
     assert exact.dx is not None
     for at, terms in ((0, exact.dx), (2, made.dy.double())):
         # Held to the size of the terms: what is left of their sum says nothing of rounding.
-        allowed = torch.finfo(torch.float32).eps * terms.abs().sum(0)
+        allowed = torch.finfo(FP32).eps * terms.abs().sum(0)
         sums, truth = got.grads[at], exact.grads[at]
         assert sums is not None
         assert truth is not None
         assert ((sums.double() - truth).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("names", SOME, ids="+".join)
 @pytest.mark.parametrize("name", ["all", "sum in between", "two biases", "nothing to compute"])
-def test_only_what_is_wanted(name: str, names: tuple[str, ...], device: torch.device) -> None:
-    made = call(CHAINS[name], (4, 6), torch.float32, device)
-    whole, part = run(made), run(made, made.wants(*names))
-    for wanted, ours, want in zip(
-        made.wants(*names), (*part.grads, part.dx), (*whole.grads, whole.dx)
-    ):
-        assert (ours is None) != bool(wanted)
-        assert ours is None or torch.equal(ours, want)
+def test_only_what_is_wanted(name: str, device: torch.device) -> None:
+    made = call(CHAINS[name], (4, 6), FP32, device)
+    whole = run(made)
+    for names in SOME:
+        part = run(made, made.wants(*names))
+        for wanted, ours, want in zip(
+            made.wants(*names), (*part.grads, part.dx), (*whole.grads, whole.dx)
+        ):
+            assert (ours is None) != bool(wanted), names
+            assert ours is None or torch.equal(ours, want), names
 
 
 def test_gradients_between_which_nothing_changes_are_one_tensor(device: torch.device) -> None:
-    links = [ADDED, DROPPED, ADDED, BIASED, ADDED]
-    made = call(links, (4, 6), torch.float32, device)
+    made = call([ADDED, DROPPED, ADDED, BIASED, ADDED], (4, 6), FP32, device)
     got = run(made)
     assert got.grads[2] is got.grads[4] is made.dy
     assert got.grads[0] is got.dx is not made.dy
 
 
 def test_gradients_of_biases_have_memory_of_their_own(device: torch.device) -> None:
-    made = call([BIASED, BIASED], (1, 6), torch.float32, device)
+    made = call([BIASED, BIASED], (1, 6), FP32, device)
     got = run(made)
     storages = {t.untyped_storage().data_ptr() for t in (*got.grads, made.dy) if t is not None}
     assert len(storages) == 3
     assert got.dx is made.dy
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_sum_in_another_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Rounded to the dtypes that are asked for, at the end and where something is kept."""
     made = call([SILU, ADDED, KEPT, GELU], (5, 7), dtype, device)
-    wide = torch.float32
-    made = made._replace(dtypes=(dtype, wide, wide, wide), dy=made.dy.float())
+    made = made._replace(dtypes=(dtype, FP32, FP32, FP32), dy=made.dy.float())
     made.operands[1] = torch.randn(5, 7, device=device)
     y, kept = made.chain.forward(made.x, made.operands, made.dtypes)
     exact = separately(made, torch.float64)
     dx, grads = made.chain.backward(
         made.dy, made.x, read(made, kept), made.wants("x", "added"), made.dtypes
     )
-    assert (y.dtype, kept[2].dtype, grads[1].dtype, dx.dtype) == (wide, wide, wide, dtype)
+    assert (y.dtype, kept[2].dtype, grads[1].dtype, dx.dtype) == (FP32, FP32, FP32, dtype)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), exact.y, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grads[1].double(), exact.grads[1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(dx.double(), exact.dx, rtol=2 * eps, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((5, 7), FP32),
+        ((5, 7), torch.float64),
+        ((0, 6), torch.float64),
+        ((3, 1), FP32),
+        ((2, 3, 16), torch.float64),
+        ((), FP32),
+        ((19,), torch.float64),
+        ((37, 130), FP32),
+    ],
+    ids=str,
+)
 def test_plain_torch_draws_the_same_numbers(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -265,7 +260,7 @@ def test_tiles_of_any_size_see_the_same_numbers(device: torch.device) -> None:
     x = torch.ones(70, 530, device=device)
     seed = draw_seed(x)
     mask = dropout(x, seed, 0.5) != 0
-    made = call([DROPPED, BIASED], (70, 530), torch.float32, device)
+    made = call([DROPPED, BIASED], (70, 530), FP32, device)
     chain = Chain([Link(DROPOUT, parameters=(0.5,)), BIASED])
     dx, _ = chain.backward(x, None, [seed, made.operands[1]], (False, x.dtype, True), made.dtypes)
     assert torch.equal(dx != 0, mask)
@@ -320,7 +315,7 @@ def test_function_of_another_module(
     function = f"{name}:cubed" if by_name else __import__(name).cubed
     assert (name in sys.modules) != by_name
     link = Link(FUNCTION, function, (0.5, 2.0), None, linear=False)
-    made = call([link, BIASED], (5, 7), torch.float32, device)
+    made = call([link, BIASED], (5, 7), FP32, device)
     got = run(made)
     torch.testing.assert_close(got.y, made.x**3 / 2 + 2 + made.operands[1])
     torch.testing.assert_close(got.dx, made.dy * 1.5 * made.x**2)

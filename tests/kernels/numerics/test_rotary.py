@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels import rotary as family
-from opfuser.kernels.launch import INTERPRETED, recorded, runs
+from opfuser.kernels.launch import recorded, runs
 from opfuser.kernels.rotary import Rotation, qk_norm, qk_norm_backward, rotary
+from tests.kernels.accuracy import assert_accurate, cut_off
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
@@ -43,8 +45,13 @@ CASES = {
     "several tiles": Heads(70, 3, 48, 48),
     "wide heads": Heads(9, 2, 256, 64, True),
 }
-each_case = pytest.mark.parametrize("heads", CASES.values(), ids=CASES)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Each with one dtype, and those that differ most with two.
+PAIRS = [
+    *zip(CASES, itertools.cycle(DTYPES)),
+    ("halves", torch.float16),
+    ("partial neighbours", torch.bfloat16),
+]
+each_pair = pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=str)
 
 
 class Given(NamedTuple):
@@ -147,17 +154,10 @@ def ours(g: Given, heads: Heads, turn: bool, zero_centered: bool) -> Result:
     return Result(y, rstd, *grads)
 
 
-def assert_as_good_as(got: Tensor, plain: Tensor, truth: Tensor) -> None:
-    """At most twice the error of naive torch, which may be none by luck, plus two units."""
-    assert got.shape == truth.shape
-    assert got.is_contiguous()
-    if not truth.numel():
-        return
-    error, allowed = (got.double() - truth).abs().max(), (plain.double() - truth).abs().max()
-    # The interpreter truncates when it stores bf16: a whole unit instead of half of one.
-    units = 3 if INTERPRETED and got.dtype == torch.bfloat16 else 2
-    floor = units * torch.finfo(got.dtype).eps * truth.abs().max()
-    assert error <= 2 * allowed + floor, f"off by {error}, allowed {2 * allowed + floor}"
+def assert_as_good_as(what: str, got: Tensor, plain: Tensor, truth: Tensor) -> None:
+    assert got.is_contiguous(), what
+    # A whole unit where digits are cut off, instead of half of one.
+    assert_accurate(what, got, plain, truth, units=3 if cut_off(got) else 2)
 
 
 def check_rotary(g: Given, heads: Heads) -> None:
@@ -166,7 +166,8 @@ def check_rotary(g: Given, heads: Heads) -> None:
         got = rotary(g.x, g.rotation(heads), heads.kv_heads, heads.head_dim, back)
         assert got.dtype == g.x.dtype
         truth = naive_rotary(g.wide, heads, back)
-        assert_as_good_as(got, naive_rotary(g.like_x, heads, back), truth)
+        what = "turned back" if back else "turned"
+        assert_as_good_as(what, got, naive_rotary(g.like_x, heads, back), truth)
 
 
 def check_norm(g: Given, heads: Heads, turn: bool, zero_centered: bool = False) -> None:
@@ -174,27 +175,24 @@ def check_norm(g: Given, heads: Heads, turn: bool, zero_centered: bool = False) 
     got = ours(g, heads, turn, zero_centered)
     truth = naive_norm(g.wide, heads, turn, zero_centered)
     plain = naive_norm(g.like_x, heads, turn, zero_centered)
-    for mine, naive, exact in zip(got, plain, truth):
-        assert_as_good_as(mine, naive, exact)
+    for name, mine, naive, exact in zip(Result._fields, got, plain, truth):
+        assert_as_good_as(name, mine, naive, exact)
     expected = [g.x.dtype, torch.float32, g.x.dtype, g.q_weight.dtype, g.k_weight.dtype]
     assert [t.dtype for t in got] == expected
 
 
-@each_case
-@each_dtype
-@pytest.mark.parametrize("shape", [(2, 2), (1, 1)], ids=str)
-def test_rotary(
-    shape: tuple[int, int], dtype: torch.dtype, heads: Heads, device: torch.device
-) -> None:
-    check_rotary(given(heads, dtype, device, shape), heads)
+@each_pair
+def test_rotary(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    heads = CASES[name]
+    check_rotary(given(heads, dtype, device), heads)
 
 
-@each_case
-@each_dtype
-@pytest.mark.parametrize("turn", [True, False], ids=["turned", "norm alone"])
-def test_norm(turn: bool, dtype: torch.dtype, heads: Heads, device: torch.device) -> None:
-    check_norm(given(heads, dtype, device, (1, 2)), heads, turn)
-    check_norm(given(heads, dtype, device, (1, 1)), heads, turn, zero_centered=True)
+@each_pair
+def test_norm(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    heads = CASES[name]
+    check_norm(given(heads, dtype, device, (1, 2)), heads, turn=True)
+    check_norm(given(heads, dtype, device, (1, 2)), heads, turn=False, zero_centered=True)
+    check_norm(given(heads, dtype, device, (1, 1)), heads, turn=True, zero_centered=True)
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 5)], ids=str)
@@ -219,11 +217,21 @@ def test_head_of_one_entry(device: torch.device) -> None:
         torch.testing.assert_close(mine.double(), exact.double(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_of_another_dtype(weight_dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_weights_of_another_dtype(
+    dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device
+) -> None:
     heads = CASES["halves"]
-    for dtype in DTYPES:
-        check_norm(given(heads, dtype, device, weight_dtype=weight_dtype), heads, True)
+    check_norm(given(heads, dtype, device, weight_dtype=weight_dtype), heads, turn=True)
 
 
 LAYOUTS = {
@@ -297,7 +305,7 @@ def test_rows_in_turns(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     """With few programs each takes several rows."""
     monkeypatch.setattr(family, "multiprocessors", lambda _: 1)
     heads = CASES["partial halves"]
-    for dtype in DTYPES:
+    for dtype in (torch.float32, torch.float16):
         check_norm(given(heads, dtype, device, (3, 3)), heads, turn=True)
 
 
@@ -309,19 +317,17 @@ def test_sums_are_the_same_every_time(device: torch.device) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("want_dx", [True, False])
-@pytest.mark.parametrize("want_dw", [True, False])
-def test_only_what_is_wanted(want_dx: bool, want_dw: bool, device: torch.device) -> None:
+def test_only_what_is_wanted(device: torch.device) -> None:
     heads = CASES["several tiles"]
-    g = given(heads, torch.float32, device)
+    g = given(heads, torch.float32, device, (1, 2))
     whole = ours(g, heads, True, False)
     args = (g.q_weight, g.k_weight, whole.rstd, g.rotation(heads), False)
-    got = qk_norm_backward(g.dy, g.x, *args, want_dx, want_dw)
-    wanted = (want_dx, want_dw, want_dw)
-    for grad, want, is_wanted in zip(got, (whole.dx, whole.dq, whole.dk), wanted):
-        assert (grad is not None) == is_wanted
-        if grad is not None:
-            torch.testing.assert_close(grad, want)
+    for want_dx, want_dw in itertools.product((True, False), repeat=2):
+        got = qk_norm_backward(g.dy, g.x, *args, want_dx, want_dw)
+        assert tuple(grad is not None for grad in got) == (want_dx, want_dw, want_dw)
+        for grad, want in zip(got, (whole.dx, whole.dq, whole.dk)):
+            if grad is not None:
+                torch.testing.assert_close(grad, want)
 
 
 def test_heads_that_no_kernel_takes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
