@@ -19,7 +19,7 @@ OF_VERSIONS := tests/kernels tests/engine/test_compile.py tests/contract/test_nu
 
 help:
 	@echo "make train   train the example model      ARGS='...' for its options"
-	@echo "make test    run all tests                ARGS='...' for pytest's options"
+	@echo "make test    run all tests, on all cores  ARGS='...' for pytest's options"
 	@echo "make test-versions"
 	@echo "             run the tests of kernels and compilation with the oldest and the newest torch"
 	@echo "             and triton (make test-oldest, make test-newest): downloads gigabytes"
@@ -30,15 +30,18 @@ help:
 train: $(READY)
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
+# Two cores take little more than half the time of one; ARGS='-n 0' runs all in one process.
+PYTEST := pytest --numprocesses auto --dist worksteal --durations 20
+
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m $(PYTEST) $(ARGS)
 
 test-versions: $(TEST_VERSIONS)
 
 $(TEST_VERSIONS): test-%: .venv-%/.ready
 	@.venv-$*/bin/python -c "import numpy, sys, torch, triton; print('Python', sys.version.split()[0], \
 	  *(f'{m.__name__} {m.__version__}' for m in (torch, triton, numpy)), sep=', ')"
-	.venv-$*/bin/python -m pytest $(OF_VERSIONS) $(ARGS)
+	.venv-$*/bin/python -m $(PYTEST) $(OF_VERSIONS) $(ARGS)
 
 check: lint format types imports
 

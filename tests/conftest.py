@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -14,12 +15,24 @@ HAS_CUDA = torch.cuda.is_available()
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_CUDA else ["cpu"]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # The shapes of the tests are small: more threads only wait for each other.
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    threads = min(2, torch.get_num_threads())
+    if is_worker(config):
+        threads = 1
+        os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    torch.set_num_threads(threads)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of several processes that share the tests and the cores."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if is_worker(config):
+        # What takes long begins first, so that no core waits for it at the end.
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if HAS_CUDA:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -54,17 +54,14 @@ def test_what_is_shipped_compiles_and_spills_nothing(family: str) -> None:
     Of each function those are the launches with the most registers, per size of an element, and
     that with the most shared memory.
     """
-    closest: dict[object, tuple[int, Recorded]] = {}
-    for noted in distinct(family).values():
-        report = check(noted, 90)
-        name, first = noted.launch.name, noted.tensors[0]
-        assert first is not None
-        for key, used in (
-            ((name, first.itemsize), report.registers),
-            (name, report.shared),
-        ):
-            closest[key] = max(closest.get(key, (-1, noted)), (used, noted), key=lambda pair: pair[0])
-    for _, noted in {identity(pair[1]): pair for pair in closest.values()}.values():
+    reports = [(noted, check(noted, 90)) for noted in distinct(family).values()]
+    closest: dict[object, Recorded] = {}  # of those with the same key the last stays
+    for noted, _ in sorted(reports, key=lambda pair: pair[1].registers):
+        assert noted.tensors[0] is not None
+        closest[noted.launch.name, noted.tensors[0].itemsize] = noted
+    for noted, _ in sorted(reports, key=lambda pair: pair[1].shared):
+        closest[noted.launch.name] = noted
+    for noted in {identity(noted): noted for noted in closest.values()}.values():
         for capability in (80, 100):
             check(noted, capability)
 

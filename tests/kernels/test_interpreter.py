@@ -13,6 +13,7 @@ NUMERICS = Path(__file__).parent / "numerics"
 ROOT = NUMERICS.parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in NUMERICS.glob("test_*.py")))
 def test_kernels_under_the_interpreter(name: str) -> None:
     pytest.importorskip("triton", reason="Triton exists for Linux only")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -40,30 +41,32 @@ if INTERPRETED:
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 HALF = [torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
+# Each layout with two dtypes, each dtype with three layouts.
+PAIRS = [*zip(LAYOUTS, DTYPES * 2), *zip(LAYOUTS, (DTYPES[1:] + DTYPES[:1]) * 2)]
 GLU = product_spec(Glu(Swish(), None, 2))
 SWISH = Swish().spec
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_plain_activations(f: ScalarFunction, dtype: torch.dtype) -> None:
-    for layout in LAYOUTS:
+def test_plain_activations(f: ScalarFunction) -> None:
+    for layout, dtype in PAIRS:
         x, dy = (
             tensor(5, 24, dtype=dtype, device=CPU, layout=lies) for lies in (layout, "rows apart")
         )
-        check_activation(f, x, dy, torch.randn(24).to(dtype), f"{layout}, with bias")
-        check_activation(f, dy, x, None, f"{layout}, without")
+        what = f"{layout}, {dtype}"
+        check_activation(f, x, dy, torch.randn(24).to(dtype), f"{what}, with bias")
+        check_activation(f, dy, x, None, f"{what}, without")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("f", PRODUCTS.values(), ids=PRODUCTS)
-def test_plain_products(f: Glu | ScalarFunction, dtype: torch.dtype) -> None:
-    for layout in LAYOUTS:
+def test_plain_products(f: Glu | ScalarFunction) -> None:
+    for layout, dtype in PAIRS:
         x = tensor(5, columns(f, 48), dtype=dtype, device=CPU, layout=layout)
         dy = tensor(5, 48, dtype=dtype, device=CPU, layout=layout)
         scales = tensor(5, dtype=dtype, device=CPU, layout=layout)
-        check_gated(f, x, dy, scales, f"{layout}, with scales")
-        check_gated(f, x, dy, None, f"{layout}, without")
+        what = f"{layout}, {dtype}"
+        check_gated(f, x, dy, scales, f"{what}, with scales")
+        check_gated(f, x, dy, None, f"{what}, without")
 
 
 @pytest.mark.parametrize("shape", [(0, 24), (7,), (2, 3, 24)])
@@ -75,25 +78,23 @@ def test_plain_shapes(shape: tuple[int, ...]) -> None:
     check_gated(Glu(Swish()), packed, dy, torch.randn(shape[:-1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("rows", [(5,), (2, 3)])
-@pytest.mark.parametrize("f", PRODUCTS.values(), ids=PRODUCTS)
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [((5,), torch.bfloat16), ((2, 3), torch.float64)], ids=str
+)
 def test_plain_products_block_by_block(
-    f: Glu | ScalarFunction,
-    rows: tuple[int, ...],
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    rows: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = tensor(*rows, columns(f, 24), dtype=dtype, device=CPU)
-    want = gated_forward(x, product_spec(f), None)
+    given = [tensor(*rows, columns(f, 24), dtype=dtype, device=CPU) for f in PRODUCTS.values()]
+    wanted = [gated_forward(x, product_spec(f), None) for f, x in zip(PRODUCTS.values(), given)]
     monkeypatch.setattr(cpu_blocks, "BLOCK", 50)  # two rows of 24 and 24
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     at_once: list[int] = []
     split = Tensor.split
     monkeypatch.setattr(Tensor, "split", lambda x, rows: at_once.append(rows) or split(x, rows))
-    got = gated_forward(x, product_spec(f), None)
-    torch.testing.assert_close(got, want)
-    assert at_once == ([2, 2] if isinstance(f, Glu) else [4, 4])
+    for (name, f), x, want in zip(PRODUCTS.items(), given, wanted):
+        at_once.clear()
+        torch.testing.assert_close(gated_forward(x, product_spec(f), None), want, msg=name)
+        assert at_once == ([2, 2] if isinstance(f, Glu) else [4, 4]), name
 
 
 @pytest.mark.parametrize("want_y", [False, True])
@@ -125,21 +126,14 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("f", PRODUCTS.values(), ids=PRODUCTS)
-def test_products_in_half_precision_are_rounded_once(
-    f: Glu | ScalarFunction, dtype: torch.dtype
-) -> None:
-    for rows, layout in (
-        ((5,), "rows apart"),
-        ((3, 3), "transposed"),
-        ((0,), "contiguous"),
-        ((), ""),
-    ):
+def test_products_in_half_precision_are_rounded_once(dtype: torch.dtype) -> None:
+    sizes = ((5,), "rows apart"), ((3, 3), "transposed"), ((0,), "contiguous"), ((), "")
+    for (name, f), (rows, layout) in itertools.product(PRODUCTS.items(), sizes):
         x = tensor(*rows, columns(f, 24), dtype=dtype, device=CPU, layout=layout)
         dy = tensor(*rows, 24, dtype=dtype, device=CPU, layout=layout)
         for scales in (None, tensor(*rows, dtype=dtype, device=CPU)):
             y, dx, *dscales, again = expected_gated(f, x, dy, scales, torch.float64)
-            what = f"{rows}, {layout}, scales {scales is not None}"
+            what = f"{name}, {rows}, {layout}, scales {scales is not None}"
             assert_rounded_once(gated_forward(x, product_spec(f), scales), y, f"y, {what}")
             given = product_spec(f), scales
             for got in (
@@ -149,26 +143,19 @@ def test_products_in_half_precision_are_rounded_once(
                 assert_rounded_once(got.dx, dx, f"dx, {what}")
                 assert_rounded_once(got.y, again, f"y of backward, {what}")
                 if dscales:
-                    sizes = (f.reference(x.double()) * dy.double()).abs().sum(-1)
-                    assert ((got.dscales - dscales[0]).abs() <= 2**-20 * sizes).all(), what
+                    terms = (f.reference(x.double()) * dy.double()).abs().sum(-1)
+                    assert ((got.dscales - dscales[0]).abs() <= 2**-20 * terms).all(), what
 
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_activations_in_half_precision_are_rounded_once(
-    f: ScalarFunction, dtype: torch.dtype
-) -> None:
-    for shape, layout in (
-        ((9, 24), "rows apart"),
-        ((3, 3, 24), "transposed"),
-        ((0, 24), ""),
-        ((25,), ""),
-    ):
+def test_activations_in_half_precision_are_rounded_once(dtype: torch.dtype) -> None:
+    sizes = ((9, 24), "rows apart"), ((3, 3, 24), "transposed"), ((0, 24), ""), ((25,), "")
+    for (name, f), (shape, layout) in itertools.product(FUNCTIONS.items(), sizes):
         x, dy = (tensor(*shape, dtype=dtype, device=CPU, layout=layout) for _ in range(2))
         for bias in (None, tensor(shape[-1], dtype=dtype, device=CPU)):
             y, dx, _, again = expected_activation(f, x, dy, bias, torch.float64)
-            what = f"{shape}, {layout}, bias {bias is not None}"
+            what = f"{name}, {shape}, {layout}, bias {bias is not None}"
             got = activation_forward(x, f.spec, bias)
             assert_rounded_once(got, y, f"y, {what}")
             got, _, got_again = activation_backward(dy, x, f.spec, bias, True, True, True)
@@ -201,21 +188,20 @@ def samples() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     bias, scales = torch.randn(8), torch.randn(6)
     ops = torch.ops.opfuser
     found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    transposed = torch.randn(8, 6).t(), torch.randn(8, 6).t()
-    for lies, (x, dy) in {"": torch.randn(2, 6, 8), " transposed": transposed}.items():
+    # With and without the bias or the scales each layout once, and each thing that is wanted.
+    for lies, (x, dy), with_rest, wanted in (
+        ("straight", torch.randn(2, 6, 8), True, (True, False, False)),
+        ("transposed", torch.randn(2, 8, 6).mT, True, (True, True, True)),
+        ("straight", torch.randn(2, 6, 8), False, (True, True, True)),
+        ("transposed", torch.randn(2, 8, 6).mT, False, (False, True, False)),
+    ):
         half = dy[:, :4].t().contiguous().t()
-        for b in (None, bias):
-            with_bias = " bias" if b is not None else ""
-            found[f"forward{with_bias}{lies}"] = ops.activation_forward, (x, *SWISH[1:], b)
-            for wanted in ((True, False, False), (False, True, False), (True, True, True)):
-                args = dy, x, *SWISH[1:], b, *wanted
-                found[f"backward{with_bias}{lies} {wanted}"] = ops.activation_backward, args
-        for s in (None, scales):
-            with_scales = " scales" if s is not None else ""
-            found[f"gated forward{with_scales}{lies}"] = ops.gated_forward, (x, *GLU[1:], s)
-            for wanted in ((True, False, False), (False, True, True), (True, True, True)):
-                args = half, x, *GLU[1:], s, *wanted
-                found[f"gated backward{with_scales}{lies} {wanted}"] = ops.gated_backward, args
+        b, s = (bias, scales) if with_rest else (None, None)
+        what = f"{lies} {with_rest}"
+        found[f"forward {what}"] = ops.activation_forward, (x, *SWISH[1:], b)
+        found[f"backward {what}"] = ops.activation_backward, (dy, x, *SWISH[1:], b, *wanted)
+        found[f"gated forward {what}"] = ops.gated_forward, (x, *GLU[1:], s)
+        found[f"gated backward {what}"] = ops.gated_backward, (half, x, *GLU[1:], s, *wanted)
     return found
 
 

@@ -44,11 +44,11 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("_blocks")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("terms", ALL_TERMS.values(), ids=ALL_TERMS)
-def test_plain(terms: Terms, dtype: torch.dtype) -> None:
-    for rows, cols in ((7, 33), (1, 8), (0, 5), (3, 1)):
-        x = logits(rows, cols, dtype, CPU)
-        check(x, some_targets(rows, cols, CPU), terms, f"{rows} x {cols}")
+def test_plain(dtype: torch.dtype) -> None:
+    for name, terms in ALL_TERMS.items():
+        for rows, cols in ((7, 33), (1, 8), (0, 5), (3, 1)):
+            x = logits(rows, cols, dtype, CPU)
+            check(x, some_targets(rows, cols, CPU), terms, f"{name}, {rows} x {cols}")
 
 
 @pytest.mark.usefixtures("_blocks")

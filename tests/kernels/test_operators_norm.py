@@ -31,14 +31,12 @@ def transposed(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(7, 33), (1, 5), (3, 4), (600, 24), (0, 8)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    for add, centred in ((False, True), (True, False)):
-        case = make(kind, shape, dtype, CPU, add=add, centred=centred)
-        check_norm(case)
-        check_norm(transposed(case))
-    check_norm(make(kind, shape, dtype, CPU, add=True, pitch=3))
+def test_plain(kind: str, dtype: torch.dtype) -> None:
+    for shape in ((7, 33), (1, 5), (3, 4), (600, 24), (0, 8)):
+        check_norm(make(kind, shape, dtype, CPU, centred=True))
+        check_norm(transposed(make(kind, shape, dtype, CPU, add=True)))
+        check_norm(make(kind, shape, dtype, CPU, add=True, pitch=3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -54,10 +52,10 @@ def test_plain_block_by_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(grad, everything[name])
 
 
-@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_with_parameters_of_another_dtype(kind: str, parameters: torch.dtype) -> None:
-    check_norm(make(kind, (9, 24), torch.bfloat16, CPU, add=True, parameters=parameters))
+def test_plain_with_parameters_of_another_dtype(kind: str) -> None:
+    for parameters in (torch.float32, torch.float16, torch.float64):
+        check_norm(make(kind, (9, 24), torch.bfloat16, CPU, add=True, parameters=parameters))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -75,29 +73,38 @@ def test_plain_residual_gradient_of_another_dtype(dtype: torch.dtype) -> None:
 def samples() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     ops = torch.ops.opfuser
     found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    straight = make("layer", (6, 8), torch.bfloat16, CPU, add=True, parameters=torch.float32)
+    case = make("layer", (6, 8), torch.bfloat16, CPU, add=True, parameters=torch.float32)
+    apart = transposed(case)
     mean, rstd = torch.randn(2, 6)
-    for lies, case in (("", straight), (" transposed", transposed(straight))):
-        for kind, weight, bias, layer in (
-            ("l2", None, None, False),
-            ("rms", case.weight, None, False),
-            ("layer", case.weight, case.bias, True),
-            ("layer without bias", case.weight, None, True),
-        ):
-            for residual in (None, case.residual):
-                args: tuple[Any, ...] = case.x, residual, weight, bias, EPS, not layer, layer
-                sums = "" if residual is None else "add "
-                found[f"{sums}{kind}{lies}"] = ops.norm_forward, args
-            inputs = case.dy, case.x, weight, bias, mean if layer else None, rstd
-            for dtotal, *wants in (
-                (None, True, False, True),
-                (None, False, True, False),
-                (case.dtotal, True, True, True),
-                (torch.randn(6, 8), True, False, False),
-            ):
-                if weight is not None or wants[0]:
-                    args = *inputs, dtotal, EPS, True, *wants
-                    found[f"{kind} backward{lies} {len(found)}"] = ops.norm_backward, args
+    kinds = {
+        "l2": (None, None, None),
+        "rms": (case.weight, None, None),
+        "layer": (case.weight, case.bias, mean),
+        "layer without bias": (case.weight, None, mean),
+    }
+    for name, c, residual in (
+        ("l2", case, None),
+        ("rms", apart, apart.residual),
+        ("layer", case, case.residual),
+        ("layer", apart, None),
+        ("layer without bias", case, None),
+    ):
+        weight, bias, of_rows = kinds[name]
+        layer = of_rows is not None
+        args: tuple[Any, ...] = c.x, residual, weight, bias, EPS, not layer, layer
+        found[f"{name} {len(found)}"] = ops.norm_forward, args
+    for name, c, dtotal, *wants in (
+        ("l2", case, None, True, False, True),
+        ("l2", apart, apart.dtotal, True, True, True),
+        ("rms", case, None, False, True, False),
+        ("rms", apart, torch.randn(6, 8), True, False, False),
+        ("layer", case, case.dtotal, True, True, True),
+        ("layer", apart, None, False, True, True),
+        ("layer without bias", case, torch.randn(6, 8), True, True, False),
+    ):
+        weight, bias, of_rows = kinds[name]
+        args = c.dy, c.x, weight, bias, of_rows, rstd, dtotal, EPS, True, *wants
+        found[f"{name} backward {len(found)}"] = ops.norm_backward, args
     return found
 
 
