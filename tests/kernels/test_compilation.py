@@ -46,22 +46,29 @@ def check(noted: Recorded, capability: int) -> Report:
     return report
 
 
+def share_of_registers(noted: Recorded, report: Report) -> float:
+    """Of what the warps of a program may have: 255 per thread, and 65536 together."""
+    return report.registers / min(255, 65536 // (32 * noted.launch.num_warps))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_shipped_compiles_and_spills_nothing(family: str) -> None:
-    """All for sm_90; for sm_80 and sm_100 what comes closest to a limit there.
+    """All for sm_90; for sm_80 and sm_100 what comes close to a limit there.
 
-    Of each function those are the launches with the most registers, per size of an element, and
-    that with the most shared memory.
+    Those are launches with three quarters of the registers that their warps may have, and of each
+    function that with the largest share, for each size of an element, and that with the most
+    shared memory. Of 206 launches these had the largest shares on sm_80 and sm_100 too.
     """
     reports = [(noted, check(noted, 90)) for noted in distinct(family).values()]
-    closest: dict[object, Recorded] = {}  # of those with the same key the last stays
-    for noted, _ in sorted(reports, key=lambda pair: pair[1].registers):
+    close: dict[object, Recorded] = {}  # of those with the same key the last stays
+    for noted, report in sorted(reports, key=lambda pair: share_of_registers(*pair)):
         assert noted.tensors[0] is not None
-        closest[noted.launch.name, noted.tensors[0].itemsize] = noted
+        key = noted.launch.name, noted.tensors[0].itemsize
+        close[identity(noted) if share_of_registers(noted, report) >= 0.75 else key] = noted
     for noted, _ in sorted(reports, key=lambda pair: pair[1].shared):
-        closest[noted.launch.name] = noted
-    for noted in {identity(noted): noted for noted in closest.values()}.values():
+        close[noted.launch.name] = noted
+    for noted in {identity(noted): noted for noted in close.values()}.values():
         for capability in (80, 100):
             check(noted, capability)
 
