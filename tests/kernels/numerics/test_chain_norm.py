@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -115,25 +116,20 @@ def check(call: Call) -> None:
 
 # One row per program, several, and many; odd sizes, fewer columns than random numbers come at a
 # time, and the longest rows in half precision, which are the last but one.
-@pytest.mark.parametrize(
-    ("name", "layer", "dtype", "shape"),
-    [
-        ("function", False, BF16, (5, 37)),
-        ("dropout", True, FP16, (7, 33)),
-        ("sum", False, FP32, (1, 5)),
-        ("feed-forward's end", True, BF16, (65, 64)),
-        ("feed-forward's end", False, FP16, (5, 37)),
-        ("all", True, FP32, (5, 257)),
-        ("all", False, BF16, (3, 1)),
-        ("sum in between", True, FP16, (5, 37)),
-        ("sum in between", False, FP32, (2, 3, 12)),
-        ("as many operands as there may be", False, BF16, (5, 37)),
-        ("as many operands as there may be", True, FP32, (9,)),
-        ("function", True, BF16, (1, 16383)),
-        ("feed-forward's end", False, BF16, (4, 2048)),
-    ],
-    ids=str,
-)
+SHAPES = [(5, 37), (7, 33), (1, 5), (65, 64), (5, 257), (3, 1), (2, 3, 12), (9,), (4, 2048)]
+# Each chain with and without a mean; shapes and dtypes in turn.
+VALUES = [
+    *zip(
+        itertools.chain(CHAINS, CHAINS),
+        [True, False] * 7,
+        itertools.cycle((BF16, FP16, FP32)),
+        itertools.cycle(SHAPES),
+    ),
+    ("function", True, BF16, (1, 16383)),
+]
+
+
+@pytest.mark.parametrize(("name", "layer", "dtype", "shape"), VALUES, ids=str)
 def test_values(
     name: str, layer: bool, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:

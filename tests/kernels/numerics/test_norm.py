@@ -25,7 +25,7 @@ from tests.kernels.norms import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-RMS, LAYER, NO_BIAS = "rms", "layer", "layer without bias"
+KINDS = RMS, LAYER, NO_BIAS = ["rms", "layer", "layer without bias"]
 # Rows of which forward reads each twice and backward has two kernels. Backward of WIDE_BACK has.
 WIDE, WIDE_BACK = 16401, 8200
 
@@ -47,42 +47,18 @@ def check(case: Case) -> None:
     check_norm(case)
 
 
-# One row per program, several, and blocks of columns; odd sizes, and ends of blocks. Each kind with
-# each dtype, and both in each of the kernels.
-@pytest.mark.parametrize(
-    ("kind", "dtype", "shape", "add", "centred"),
-    [
-        (RMS, FP32, (7, 33), False, True),
-        (LAYER, BF16, (7, 33), True, False),
-        (NO_BIAS, FP16, (7, 33), False, True),
-        (LAYER, FP32, (1, 5), True, True),
-        (RMS, BF16, (1, 5), False, False),
-        (NO_BIAS, FP32, (3, 1), True, False),
-        (RMS, FP16, (65, 64), True, False),
-        (LAYER, FP16, (65, 64), False, True),
-        (NO_BIAS, BF16, (5, 257), True, True),
-        (LAYER, FP32, (4, 2048), False, True),
-        (RMS, BF16, (4, 2048), True, False),
-        (RMS, FP32, (3, 5000), True, True),
-        (LAYER, BF16, (3, 5000), False, False),
-        (LAYER, FP16, (2, WIDE_BACK), True, False),
-        (RMS, FP32, (2, WIDE_BACK), False, True),
-        (RMS, BF16, (2, WIDE), True, False),
-        (RMS, FP16, (2, WIDE), False, True),
-        (LAYER, FP32, (2, WIDE), True, True),
-        (NO_BIAS, BF16, (2, WIDE), False, False),
-    ],
-    ids=str,
-)
-def test_values_and_gradients(
-    kind: str,
-    dtype: torch.dtype,
-    shape: tuple[int, int],
-    add: bool,
-    centred: bool,
-    device: torch.device,
-) -> None:
-    check(make(kind, shape, dtype, device, add=add, centred=centred))
+# One row per program, several, and blocks of columns; odd sizes, and ends of blocks.
+SHAPES = [(7, 33), (1, 5), (3, 1), (65, 64), (5, 257), (4, 2048), (3, 5000), (2, WIDE_BACK)]
+SHAPES.append((2, WIDE))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", range(len(SHAPES)), ids=map(str, SHAPES))
+def test_values_and_gradients(at: int, kind: str, device: torch.device) -> None:
+    """Dtypes and flags come in turn: each kernel gets all of them with its shapes and kinds."""
+    turn = at + KINDS.index(kind)
+    dtype, add, centred = (FP32, BF16, FP16)[turn % 3], turn % 2 == 0, turn // 2 % 2 == 0
+    check(make(kind, SHAPES[at], dtype, device, add=add, centred=centred))
 
 
 @pytest.mark.parametrize(("kind", "cols"), [(RMS, 33), (LAYER, 33), (RMS, WIDE), (LAYER, WIDE)])

@@ -141,28 +141,18 @@ def check(call: Call) -> None:
 
 
 # One row, none, no columns; fewer columns than random numbers come at a time; a tile and more.
-@pytest.mark.parametrize(
-    ("name", "shape", "dtype"),
-    [
-        *(
-            (name, (5, 7), dtype)
-            for name, dtype in zip(CHAINS, itertools.cycle((FP32, BF16, FP16)))
-        ),
-        ("all", (5, 7), BF16),
-        ("sum in between", (5, 7), FP16),
-        ("two biases", (1, 33), FP32),
-        ("sum in between", (0, 6), FP32),
-        ("all", (4, 0), FP32),
-        ("all", (3, 1), FP32),
-        ("sum in between", (2, 3, 16), FP32),
-        ("function", (), FP32),
-        ("two biases", (1,), FP32),
-        ("all", (19,), FP16),
-        ("all", (37, 130), FP32),
-        ("sum in between", (37, 130), BF16),
-    ],
-    ids=str,
-)
+SHAPES = [(1, 33), (0, 6), (4, 0), (3, 1), (2, 3, 16), (1,), (19,), (37, 130), (37, 130)]
+FEW = ["two biases", "sum in between", "all"]
+DTYPES = [FP32, BF16, FP16]
+VALUES = [
+    *zip(CHAINS, itertools.repeat((5, 7)), itertools.cycle(DTYPES)),
+    *zip(itertools.cycle(FEW), SHAPES, itertools.cycle([FP32, FP32, FP16, BF16])),
+    *(("all", (5, 7), dtype) for dtype in DTYPES),
+    ("function", (), FP32),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype"), VALUES, ids=str)
 def test_values_and_gradients(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -217,7 +207,7 @@ def test_gradients_of_biases_have_memory_of_their_own(device: torch.device) -> N
     assert got.dx is made.dy
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_in_another_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Rounded to the dtypes that are asked for, at the end and where something is kept."""
     made = call([SILU, ADDED, KEPT, GELU], (5, 7), dtype, device)
@@ -237,16 +227,7 @@ def test_sum_in_another_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((5, 7), FP32),
-        ((5, 7), torch.float64),
-        ((0, 6), torch.float64),
-        ((3, 1), FP32),
-        ((2, 3, 16), torch.float64),
-        ((), FP32),
-        ((19,), torch.float64),
-        ((37, 130), FP32),
-    ],
+    [*zip([(5, 7), *SHAPES[1:], ()], itertools.cycle([FP32, torch.float64]))],
     ids=str,
 )
 def test_plain_torch_draws_the_same_numbers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -234,45 +235,34 @@ def test_weights_of_another_dtype(
     check_norm(given(heads, dtype, device, weight_dtype=weight_dtype), heads, turn=True)
 
 
-LAYOUTS = {
-    "rows apart": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
-    "sequence first": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-    "entries apart": lambda t: torch.stack([t, t], -1)[..., 0],
-    "transposed": lambda t: t.permute(2, 1, 0).contiguous().permute(2, 1, 0),
-    "expanded": lambda t: t[:1, :1].expand(t.shape),
+def with_weights_apart(g: Given) -> Given:
+    apart = torch.stack([g.q_weight, g.k_weight], -1)
+    return g._replace(q_weight=apart[:, 0], k_weight=apart[:, 1])
+
+
+def laid_out(lay: Callable[[Tensor], Tensor]) -> Callable[[Given], Given]:
+    return lambda g: g._replace(x=lay(g.x), dy=lay(g.dy))
+
+
+MEMORY: dict[str, Callable[[Given], Given]] = {
+    "rows apart": laid_out(lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]]),
+    "sequence first": laid_out(lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)),
+    "entries apart": laid_out(lambda t: torch.stack([t, t], -1)[..., 0]),
+    "transposed": laid_out(lambda t: t.permute(2, 1, 0).contiguous().permute(2, 1, 0)),
+    "expanded": laid_out(lambda t: t[:1, :1].expand(t.shape)),
+    "entries of weights apart": with_weights_apart,
+    "tables longer than what is used": lambda g: g,
+    # With positions for each batch the angles don't repeat.
+    "angles of every token": lambda g: g._replace(x=g.x.view(2, 2, -1), dy=g.dy.view(2, 2, -1)),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_layouts(layout: str, device: torch.device) -> None:
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory(name: str, device: torch.device) -> None:
     heads = CASES["partial neighbours"]
-    g = given(heads, torch.float32, device)
-    lay = LAYOUTS[layout]
-    g = g._replace(x=lay(g.x), dy=lay(g.dy))
-    assert not g.x.is_contiguous()
-    check_rotary(g, heads)
-    check_norm(g, heads, turn=True)
-
-
-def test_weights_that_are_not_contiguous(device: torch.device) -> None:
-    heads = CASES["halves"]
-    g = given(heads, torch.float32, device)
-    apart = torch.stack([g.q_weight, g.k_weight], -1)
-    check_norm(g._replace(q_weight=apart[:, 0], k_weight=apart[:, 1]), heads, turn=True)
-
-
-def test_tables_longer_than_what_is_used(device: torch.device) -> None:
-    heads = CASES["halves"]
-    g = given(heads, torch.float32, device, spare=4)
-    check_rotary(g, heads)
-    check_norm(g, heads, turn=True)
-
-
-def test_angles_of_every_token(device: torch.device) -> None:
-    """With positions for each batch the angles don't repeat."""
-    heads = CASES["neighbours"]
-    g = given(heads, torch.float32, device, (1, 4))
-    g = g._replace(x=g.x.view(2, 2, -1), dy=g.dy.view(2, 2, -1))
+    shape = (1, 4) if name == "angles of every token" else (2, 2)
+    spare = 4 if name == "tables longer than what is used" else 0
+    g = MEMORY[name](given(heads, torch.float32, device, shape, spare=spare))
     check_rotary(g, heads)
     check_norm(g, heads, turn=True)
 
