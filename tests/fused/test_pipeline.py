@@ -145,6 +145,22 @@ def test_parts_that_keep_their_input_or_recompute_nothing() -> None:
         LinearPart(BasicLinear(5, 4), Bias(4), "here"),
     ]
     compare(*pair(parts, edges), (6,), grad=True)
+    compare(*pair(parts[1:], edges[1:]), (6,), grad=True)
+
+
+@pytest.mark.parametrize("edge", Edge)
+def test_activations_one_after_the_other(edge: Edge) -> None:
+    """The output of an activation is recomputed before the gradients of what reads it."""
+    parts = [
+        NormPart(None, None, RMSNorm(6)),
+        ActivationPart(Bias(6), GELU(), "here"),
+        ActivationPart(None, SwiGLU(), "here"),
+        LinearPart(BasicLinear(3, 4), None, "here"),
+    ]
+    edges = [RECOMPUTE, edge, RECOMPUTE]
+    fused, apart = pair(parts, edges)
+    assert elements(saved_by(fused, leaf(*ROWS, 6, dtype=F64))) == 20 * (6 + 1 + 6 * (edge is SAVE))
+    compare(fused, apart, (6,), grad=True)
 
 
 def test_edges_that_do_not_fit() -> None:
