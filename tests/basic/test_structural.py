@@ -125,7 +125,7 @@ def test_constant_scale_after_a_forward_that_left_no_scale() -> None:
         ((1,), (), ()),
         ((2, 3), iter([1, -1, 2]), (1, 3, 2)),
     ],
-    ids=str,
+    ids=["several", "one", "no rows", "a torch.Size", "no dimensions", "an iterator"],
 )
 def test_reshape(start: tuple[int, ...], shape: Any, end: tuple[int, ...]) -> None:
     op = Reshape(shape)
