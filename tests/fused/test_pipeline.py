@@ -35,17 +35,16 @@ each_edges = pytest.mark.parametrize(
 ROWS = 4, 5
 
 
-def block(edges: Sequence[Edge], *, plain: bool = False) -> list[Part]:
+def block(*, plain: bool = False) -> list[Part]:
     """Norm, linear, activation, linear: of width 6, 16 and 8, or 16 where the activation is plain.
 
     With all that may stand before and behind.
     """
     activation = GELU() if plain else SwiGLU()
     first, bias = BasicLinear(6, 16), Bias(16)
-    again = edges[1] is RECOMPUTE
     return [
         NormPart(AddExtraInput(), MakeExtraOutput(), LayerNorm(6)),
-        LinearPart(first, None if plain else bias, "here", recomputed=again),
+        LinearPart(first, None if plain else bias, "here"),
         ActivationPart(bias if plain else None, activation, "here"),
         LinearPart(BasicLinear(16 if plain else 8, 4), Bias(4), "here", add=AddExtraInput()),
     ]
@@ -68,14 +67,14 @@ def compare(fused: Sequential, apart: Sequential, widths: Sequence[int], grad: b
 @pytest.mark.parametrize("plain", [True, False])
 @each_edges
 def test_values(edges: Sequence[Edge], plain: bool) -> None:
-    compare(*pair(block(edges, plain=plain), edges), (6, 6, 4), grad=True)
+    compare(*pair(block(plain=plain), edges), (6, 6, 4), grad=True)
 
 
 @pytest.mark.parametrize("plain", [True, False])
 @each_edges
 def test_saved_is_what_the_edges_say(edges: Sequence[Edge], plain: bool) -> None:
     """Besides the norm's input and its two statistics per row."""
-    fused, _ = pair(block(edges, plain=plain), edges)
+    fused, _ = pair(block(plain=plain), edges)
     behind = (6, 16, 16 if plain else 8)
     widths = 6 + 2 + sum(width for width, edge in zip(behind, edges) if edge is SAVE)
     inputs = [leaf(*ROWS, width, dtype=F64) for width in (6, 6, 4)]
@@ -84,7 +83,7 @@ def test_saved_is_what_the_edges_say(edges: Sequence[Edge], plain: bool) -> None
 
 @each_edges
 def test_a_linear_saves_its_input_for_its_weight_or_to_recompute(edges: Sequence[Edge]) -> None:
-    parts = block(edges)
+    parts = block()
     for n in (1, 3):
         parts[n].ops[0].requires_grad_(False)
     fused, apart = pair(parts, edges)
@@ -99,7 +98,7 @@ def test_a_linear_saves_its_input_for_its_weight_or_to_recompute(edges: Sequence
 def test_an_output_of_the_gradients_pass_is_not_recomputed_before(
     edges: Sequence[Edge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts, seen = block(edges), []
+    parts, seen = block(), []
     for n, part in enumerate(parts):
         recompute = part.recompute
         monkeypatch.setattr(
@@ -115,7 +114,7 @@ def test_an_output_of_the_gradients_pass_is_not_recomputed_before(
 @each_edges
 def test_parts_that_owe_no_gradient(edges: Sequence[Edge], frozen: int) -> None:
     """No plan has them at the beginning: what they would recompute is saved by the part behind."""
-    parts = block(edges, plain=True)
+    parts = block(plain=True)
     for part in parts[:frozen]:
         for op in part.ops:
             op.requires_grad_(False)
@@ -130,7 +129,7 @@ def test_parts_that_owe_no_gradient(edges: Sequence[Edge], frozen: int) -> None:
 @pytest.mark.parametrize("frozen", [0, 1, 2, 3])
 @each_edges
 def test_parameters_that_need_no_gradient(edges: Sequence[Edge], frozen: int) -> None:
-    parts = block(edges)
+    parts = block()
     for op in parts[frozen].ops:
         op.requires_grad_(False)
     compare(*pair(parts, edges), (6, 6, 4), grad=True)
