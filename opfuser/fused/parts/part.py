@@ -100,11 +100,6 @@ class Part:
         """For each operation the gradients of its parameters, if ``parameters_apart``."""
         raise NotImplementedError
 
-    def owes_gradients(self, ctxs: Contexts) -> bool:
-        """Whether any gradient that this part's backward computes will be read."""
-        needs = ctxs[-1].needs  # the last operation's input depends on those before it
-        return needs.input or True in needs.parameters or True in needs.extra_inputs
-
 
 def no_gradients(ctxs: Contexts) -> PartGrads:
     """The gradients of a part that owes none."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from typing_extensions import Unpack
 
-from ...context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
+from ...context import BackwardResult, Contexts, ExtraTensors, ForwardResult
 from ...op import FusedOperation
 from .part import Gradients, Part, no_gradients
 
@@ -68,18 +68,25 @@ class Pipeline(FusedOperation):
         self.parts = tuple(parts)
         self.edges = (Edge.RECOMPUTE,) * (len(parts) - 1) if edges is None else tuple(edges)
         self._places = _places(self.parts, self.edges)
+        self._any_early = any(place.early for place in self._places)
 
+    # Spelled out, as a dictionary of the keywords takes 0.3 us of every call.
     def fuser_forward(
-        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+        self,
+        basic_op_ctxs: Contexts,
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: ExtraTensors,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
     ) -> ForwardResult:
-        y, owes = input_, False
+        y, extra_inputs = input_, basic_op_extra_inputs
         extra_outputs: list[Sequence[Tensor | None]] = []
-        for part, own, recomputed, *_ in self._places:
+        for part, own, recomputed, _, _ in self._places:
             ctxs = basic_op_ctxs[own]
-            y, outputs = part.forward(
-                ctxs, y, given["basic_op_extra_inputs"][own], save_input=not (recomputed and owes)
-            )
-            owes = part.owes_gradients(ctxs)
+            save_input = not (recomputed and ctxs[0].needs.input)
+            y, outputs = part.forward(ctxs, y, extra_inputs[own], save_input=save_input)
             extra_outputs += outputs
         return y, extra_outputs
 
@@ -90,35 +97,28 @@ class Pipeline(FusedOperation):
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> BackwardResult:
-        inputs = self._recomputed_inputs(basic_op_ctxs)
-        waiting: _Waiting | None = None
+        inputs = self._recomputed_inputs(basic_op_ctxs) if self._any_early else None
+        # The part behind, if the gradients of its parameters wait for its input.
+        waiting: tuple[Part, Contexts, Tensor] | None = None
         dy: Tensor | None = grad_output
         parameters: list[Sequence[Gradients]] = []
         extra_inputs: list[Sequence[Gradients]] = []
-        for n in reversed(range(len(inputs))):
-            place, ctxs, x = self._places[n], basic_op_ctxs[self._places[n].own], inputs.pop()
-            part = place.part
+        for part, span, _, _, late in reversed(self._places):
+            ctxs, x = basic_op_ctxs[span], inputs.pop() if inputs else None
             if dy is None:  # the parts left owe no gradient
                 grads = no_gradients(ctxs)
                 parameters.append(grads.parameters)
                 extra_inputs.append(grads.extra_inputs)
                 continue
-            late = place.late and self._owes(n - 1, basic_op_ctxs)
+            waits = late and ctxs[0].needs.input
             own: Sequence[Gradients] | None = None
-            if part.parameters_apart and not late:
+            if part.parameters_apart and not waits:
                 own, x = part.parameter_grads(ctxs, dy, x), None
-            grads = part.backward(
-                ctxs,
-                dy,
-                x,
-                basic_op_grad_extra_outputs[place.own],
-                want_output=waiting is not None and waiting.part.wants_input(waiting.ctxs),
-            )
+            want = waiting is not None and waiting[0].wants_input(waiting[1])
+            grads = part.backward(ctxs, dy, x, basic_op_grad_extra_outputs[span], want_output=want)
             if waiting is not None:
-                parameters[-1] = waiting.part.parameter_grads(
-                    waiting.ctxs, waiting.dy, grads.output
-                )
-            waiting = _Waiting(part, ctxs, dy) if late else None
+                parameters[-1] = waiting[0].parameter_grads(*waiting[1:], grads.output)
+            waiting = (part, ctxs, dy) if waits else None
             dy = grads.input
             parameters.append(grads.parameters if own is None else own)
             extra_inputs.append(grads.extra_inputs)
@@ -127,28 +127,15 @@ class Pipeline(FusedOperation):
             dy = dy.view(*grad_output.shape[:-1], dy.shape[-1])
         return dy, _joined(parameters), _joined(extra_inputs)
 
-    def _owes(self, n: int, ctxs: Contexts) -> bool:
-        place = self._places[n]
-        return place.part.owes_gradients(ctxs[place.own])
-
     def _recomputed_inputs(self, ctxs: Contexts) -> list[Tensor | None]:
         """For each part its input, if it is recomputed before any gradient, else None."""
         x: Tensor | None = None
         inputs = [x]
-        for n, place in enumerate(self._places[1:]):
-            before = self._places[n]
-            recompute = place.early and self._owes(n, ctxs)
-            x = before.part.recompute(ctxs[before.own], x) if recompute else None
+        for before, place in pairwise(self._places):
+            needed = place.early and ctxs[place.own.start].needs.input
+            x = before.part.recompute(ctxs[before.own], x) if needed else None
             inputs.append(x)
         return inputs
-
-
-class _Waiting(NamedTuple):
-    """A part whose gradients of parameters wait for its input, and their other operands."""
-
-    part: Part
-    ctxs: Contexts
-    dy: Tensor
 
 
 def _joined(of_parts: list[Sequence[Gradients]]) -> list[Gradients]:
