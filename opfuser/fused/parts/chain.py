@@ -33,7 +33,7 @@ from ...kernels.pointwise import (
 from ...op import BasicOperation, FusibleOperation
 from .._residual_sum import CHAIN
 from .activation import PLAIN_ACTIVATIONS
-from .part import Gradients, Part, PartGrads, no_gradients
+from .part import Gradients, Part, PartGrads
 
 __all__ = ["ChainCall", "ChainPart", "accepts", "active", "refuse"]
 
@@ -187,18 +187,12 @@ class ChainPart(Part):
         *,
         want_output: bool,
     ) -> PartGrads:
-        shape = ctxs[0].chain.shape
-        return self.gradients(ctxs, dy if dy.dim() == len(shape) else dy.view(shape))
-
-    def gradients(self, ctxs: Contexts, dy: Tensor | None) -> PartGrads:
-        """As :meth:`backward`; all None if dy is None, as no gradient is needed."""
-        if dy is None:
-            return no_gradients(ctxs)
         needs = [ctx.needs for ctx in ctxs]
         params: list[Gradients] = [(None,) * len(need.parameters) for need in needs]
         extras: list[Gradients] = [(None,) * len(need.extra_inputs) for need in needs]
         x, *operands = ctxs[0].saved_tensors
-        chain, owners, dtypes, sums, _ = ctxs[0].chain
+        chain, owners, dtypes, sums, shape = ctxs[0].chain
+        dy = dy if dy.dim() == len(shape) else dy.view(shape)
         wants: list[Any] = []
         for link, owner, dtype in zip(chain.links, owners, sums):
             if link.kind == BIAS:

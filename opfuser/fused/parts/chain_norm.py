@@ -14,7 +14,7 @@ from ...kernels.pointwise import Normed
 from ...op import FusibleOperation, OperationContext, autocast_dtype
 from .chain import ChainCall, ChainPart
 from .norm import NormPart
-from .part import Part, PartGrads
+from .part import Part, PartGrads, no_gradients
 
 __all__ = ["ChainNormPart"]
 
@@ -102,7 +102,12 @@ class ChainNormPart(Part):
         norm = self._norm.backward(
             ctxs[n:], dy, None, grad_extra_outputs[n:], want_output=want_output
         )
-        chain = self._chain.gradients(ctxs[:n], norm.input)
+        if norm.input is None:
+            chain = no_gradients(ctxs[:n])
+        else:
+            chain = self._chain.backward(
+                ctxs[:n], norm.input, None, grad_extra_outputs[:n], want_output=False
+            )
         return PartGrads(
             chain.input,
             [*chain.parameters, *norm.parameters],

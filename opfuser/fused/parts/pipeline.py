@@ -35,15 +35,14 @@ class _Place(NamedTuple):
         own: position of its operations among all.
         recomputed: whether the edge before it is recomputed.
         early: whether it must be recomputed before any gradient: this part's backward reads it, or
-            a later input is recomputed from it.
-        late: whether the backward of the part before recomputes it along with its gradients.
+            a later input is recomputed from it. If not, the backward of the part before recomputes
+            it along with its gradients.
     """
 
     part: Part
     own: slice
     recomputed: bool
     early: bool
-    late: bool
 
 
 class Pipeline(FusedOperation):
@@ -66,8 +65,9 @@ class Pipeline(FusedOperation):
     def __init__(self, parts: Sequence[Part], edges: Sequence[Edge] | None = None) -> None:
         super().__init__(op for part in parts for op in part.ops)
         self.parts = tuple(parts)
-        self.edges = (Edge.RECOMPUTE,) * (len(parts) - 1) if edges is None else tuple(edges)
-        self._places = _places(self.parts, self.edges)
+        if edges is None:
+            edges = (Edge.RECOMPUTE,) * (len(parts) - 1)
+        self._places = _places(self.parts, edges)
         self._any_early = any(place.early for place in self._places)
 
     # Spelled out, as a dictionary of the keywords takes 0.3 us of every call.
@@ -81,12 +81,12 @@ class Pipeline(FusedOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> ForwardResult:
-        y, extra_inputs = input_, basic_op_extra_inputs
+        y = input_
         extra_outputs: list[Sequence[Tensor | None]] = []
-        for part, own, recomputed, _, _ in self._places:
+        for part, own, recomputed, _ in self._places:
             ctxs = basic_op_ctxs[own]
             save_input = not (recomputed and ctxs[0].needs.input)
-            y, outputs = part.forward(ctxs, y, extra_inputs[own], save_input=save_input)
+            y, outputs = part.forward(ctxs, y, basic_op_extra_inputs[own], save_input=save_input)
             extra_outputs += outputs
         return y, extra_outputs
 
@@ -103,14 +103,14 @@ class Pipeline(FusedOperation):
         dy: Tensor | None = grad_output
         parameters: list[Sequence[Gradients]] = []
         extra_inputs: list[Sequence[Gradients]] = []
-        for part, span, _, _, late in reversed(self._places):
+        for part, span, recomputed, early in reversed(self._places):
             ctxs, x = basic_op_ctxs[span], inputs.pop() if inputs else None
             if dy is None:  # the parts left owe no gradient
                 grads = no_gradients(ctxs)
                 parameters.append(grads.parameters)
                 extra_inputs.append(grads.extra_inputs)
                 continue
-            waits = late and ctxs[0].needs.input
+            waits = recomputed and not early and ctxs[0].needs.input
             own: Sequence[Gradients] | None = None
             if part.parameters_apart and not waits:
                 own, x = part.parameter_grads(ctxs, dy, x), None
@@ -162,6 +162,6 @@ def _places(parts: Sequence[Part], edges: Sequence[Edge]) -> tuple[_Place, ...]:
         else:
             early = False
         own = slice(stop - len(part.ops), stop)
-        places.append(_Place(part, own, recomputed, early, recomputed and not early))
+        places.append(_Place(part, own, recomputed, early))
         stop = own.start
     return tuple(reversed(places))
