@@ -8,6 +8,7 @@ from .basic.activation import *  # noqa: F403 - type checkers follow no list tha
 from .basic.gated_activation import *  # noqa: F403
 from .basic.scaled_activation import *  # noqa: F403
 from .engine.plan import FusionRecord, Plan, Step
+from .engine.replay_options import replay
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .linear import Linear
@@ -52,5 +53,6 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "replay",
 ]
 __all__ += basic.__all__

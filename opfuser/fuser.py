@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from .engine.parametrizations import fake_value, one_value_each, read_through, r
 from .engine.plan import Plan, expand
 from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
+from .engine.replay import Replays
+from .engine.replay_options import current
 from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
 from .engine.schedule import Schedule
 from .errors import (
@@ -101,6 +104,8 @@ class OperationFuser:
         self._traced: dict[str, Schedule] = {}
         self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
         self._used: Schedule | None = None
+        self.replay: str | None = None
+        self._replays: Replays | None = None
         self._seen = self._started = -1
 
     @classmethod
@@ -120,6 +125,12 @@ class OperationFuser:
                 self._parametrized = True  # or computed by a hook
                 if parametrize.is_parametrized(module, name):
                     read_through(module, name)
+        self._buffers = [
+            (module._buffers, name)
+            for op in self._basic_ops
+            for module in op.modules()
+            for name in module._buffers
+        ]
         self._places = [(module._parameters, name) for module, name in self._slots]
         self._signature = tuple(
             map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values())
@@ -165,9 +176,20 @@ class OperationFuser:
     def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         parameters = self._read_parameters()
         schedule = self._used = self._schedule(input_, parameters, extra_inputs)
+        options = current()
+        if self.replay is not None:
+            options = options.of_sequence(self.replay)
         active_calls.depth += 1
         try:
-            return execute(schedule, input_, parameters, extra_inputs, kwargs)
+            if options.mode == "off":
+                return execute(schedule, input_, parameters, extra_inputs, kwargs)
+            if self._replays is None:
+                self._replays = Replays()
+            found = [buffers[name] for buffers, name in self._buffers]
+            buffers = [b for b in found if b is not None]
+            return self._replays.call(
+                options, schedule, input_, parameters, buffers, extra_inputs, kwargs
+            )
         finally:
             active_calls.depth -= 1
 
@@ -297,8 +319,13 @@ class OperationFuser:
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan that was used last."""
-        return None if self._used is None else self._used.plan
+        """The plan that was used last, with what is known of replaying it."""
+        if self._used is None:
+            return None
+        plan = self._used.plan
+        if self._replays is None:
+            return plan
+        return dataclasses.replace(plan, replays=(self._replays.record(self._used),))
 
     def _steps(self, stage: str) -> list[tuple[Any, list[int]]]:
         plan = self.last_plan

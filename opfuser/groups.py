@@ -12,7 +12,7 @@ from .change_tracking import Tracked, has_hooks
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known
-from .engine.plan import FusionRecord, Plan, Step, expand
+from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
 from .engine.routing import RoutedGroup, Routes, route
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Refusal
@@ -238,6 +238,7 @@ def join_plans(
     scanned: list[tuple[int, BasicOperation]] = []
     cuts: dict[int, Refusal] = {}
     records: dict[tuple[str, str], FusionRecord] = {}
+    replays: list[ReplayRecord] = []
     env: Env | None = None
     before: Group | None = None
     for group, plans in groups:
@@ -257,6 +258,7 @@ def join_plans(
             forward += [_shift(step, first) for step in plan.forward]
             backward += [_shift(step, first) for step in plan.backward]
             needs += plan.needs
+            replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
             for record in plan.history:
                 _merge(records, record, first)
             scanned += enumerate(plan.basic_ops, first)
@@ -273,6 +275,7 @@ def join_plans(
         tuple(records.values()),
         env,
         assumed=assumed,
+        replays=tuple(replays),
     )
 
 
@@ -284,7 +287,11 @@ _WHY = {
 
 
 def _shift(step: Step, first: int) -> Step:
-    return replace(step, indices=tuple(i + first for i in step.indices))
+    return replace(step, indices=_shifted(step.indices, first))
+
+
+def _shifted(indices: tuple[int, ...], first: int) -> tuple[int, ...]:
+    return tuple(i + first for i in indices)
 
 
 def _merge(records: dict[tuple[str, str], FusionRecord], new: FusionRecord, first: int) -> None:

@@ -58,9 +58,15 @@ class FusibleOperation(Tracked):
     Class attributes:
         read_only: names of attributes that cannot be set once they have a value, because something
             derived from them, such as the shape of a parameter, would not follow.
+        replayable: promises that both passes do nothing but launch kernels on tensors that are
+            their arguments, parameters, buffers, :meth:`BasicOperation.cached_tensors` or made on
+            the way: no value is read by the host, nothing else is changed. Launches can then be
+            recorded and replayed. A class outside of the library must state it itself; it is not
+            inherited.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()
+    replayable: bool = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, Real) and not isinstance(value, (int, float)):
@@ -247,6 +253,10 @@ class BasicOperation(FusibleOperation):
         if settings is None:
             settings = own["_settings"] = self.make_settings()
         return settings
+
+    def cached_tensors(self) -> Sequence[Tensor]:
+        """Tensors besides parameters and buffers that the operation keeps from call to call."""
+        return ()
 
     def frozen_settings(self, ctx: OperationContext) -> Any:
         """The settings of the call that ``ctx`` belongs to.

@@ -14,6 +14,7 @@ from .change_tracking import Clock, has_hooks, stamp
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plan import Plan, expand
+from .engine.replay_options import check_mode
 from .engine.routing import PrivateChannel, Routes, Slot
 from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
 from .fuser import OperationFuser, check_keywords, count_message
@@ -41,6 +42,9 @@ class Sequential(NestedSequential):
 
     Args:
         *args: operations and modules, or one dict from names to them.
+        replay: "off", "on" or "auto": whether its calls are recorded and replayed, see
+            :class:`opfuser.replay`, whatever the program says; None leaves it to the program. The
+            outermost of nested sequences decides.
 
     Call:
         ``seq(input, *extra_inputs, op_kwargs=None)``. Extra inputs are passed in operation order;
@@ -54,14 +58,24 @@ class Sequential(NestedSequential):
         ChannelError: a channel lacks a producer, has a late one, or several.
     """
 
-    def __init__(self, *args: nn.Module | Mapping[str, nn.Module]) -> None:
+    replay: str | None
+
+    def __init__(
+        self, *args: nn.Module | Mapping[str, nn.Module], replay: str | None = None
+    ) -> None:
         super().__init__()
         self._forget()
+        self.replay = replay
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
                 self.add_module(name, module)
         else:
             self.extend(cast("tuple[nn.Module, ...]", args))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "replay" and value is not None:
+            check_mode(value, type(self).__name__)
+        super().__setattr__(name, value)
 
     def _keys(self, index: int | slice) -> list[str]:
         keys = list(self._modules)
@@ -203,7 +217,7 @@ class Sequential(NestedSequential):
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__({"replay": None, **state})  # type: ignore[no-untyped-call]
         self._forget()
 
     def _resolve(self) -> bool:
@@ -221,6 +235,9 @@ class Sequential(NestedSequential):
                 _single=only if isinstance(only, OperationFuser) else None,
                 _hooked=any(split == "HOOK" for split, _ in found),
             )
+        for group in self._groups:
+            if isinstance(group.callee, OperationFuser):
+                group.callee.replay = self.replay
         self.__dict__["_seen"] = now
         return True
 

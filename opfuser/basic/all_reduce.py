@@ -29,6 +29,10 @@ class AllReduce(BasicOperation):
         NotSupportedError: ``reduce_in_backward`` is not True.
     """
 
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return group_size(self.process_group) == 1
+
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, reduce_in_backward: bool = True
     ) -> None:

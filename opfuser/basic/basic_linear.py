@@ -179,6 +179,11 @@ class BasicLinear(BasicOperation):
         """Rows of this rank's weight."""
         return self.sharding.local_out_features
 
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        accumulates = self.accumulate_into_main_grad or self.accumulate_into_grad
+        return self.sharding.mode is None and not accumulates
+
     def reset_parameters(self) -> None:
         """Uniform in ±1/√in_features, as ``torch.nn.Linear`` (He et al., arXiv:1502.01852)."""
         tracker = self._rng_state_tracker_function

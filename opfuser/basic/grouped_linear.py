@@ -98,6 +98,7 @@ class GroupedLinear(BasicOperation):
 
     num_extra_inputs: int = 1
     backward_reads_parameters: ClassVar[bool] = True
+    replayable = False  # the host reads the split sizes
     read_only: ClassVar[frozenset[str]] = frozenset(
         "num_groups in_features out_features use_bias scale_bias single_grouped_weight "
         "single_grouped_bias num_extra_inputs".split()

@@ -33,6 +33,10 @@ class ReduceScatter(BasicOperation):
         InputError: the first dimension of x is no multiple of the group size.
     """
 
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return group_size(self.process_group) == 1
+
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self._group = GroupRef(process_group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +92,10 @@ class RotaryEmbedding(BasicOperation):
         self.max_positions = max_positions
         self._kept = _Kept()
         self.make_settings()
+
+    def cached_tensors(self) -> Sequence[Tensor]:
+        tables = [t for table in self._kept.tables.values() for t in table]
+        return [*tables, *self._kept.frequencies.values()]
 
     @property
     def heads(self) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ context of forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .backward_pass import execute_backward, zeros
 from .forward_pass import Kwargs, Tape, execute_forward
 from .schedule import Schedule
 
-__all__ = ["Kwargs", "execute"]
+__all__ = ["Kwargs", "differentiate", "execute", "separate"]
 
 _OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
@@ -111,24 +111,46 @@ class _SequenceFunction(torch.autograd.Function):
             grad_output = zeros(func_ctx.output_like)
         if torch.compiler.is_compiling():
             return (None, None, *execute_backward(func_ctx, grad_output, grad_outputs, keep=True))
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        try:
-            if not torch.is_grad_enabled():
-                grads = execute_backward(func_ctx, grad_output, grad_outputs, keep)
-            else:
-                func_ctx.create_graph = True  # for operations, which run with grad mode off
-                anchors = _what_gradients_depend_on(func_ctx, (grad_output, *grad_outputs))
-                with torch.no_grad():
-                    grads = execute_backward(func_ctx, grad_output, grad_outputs, keep)
-                made = [g for g in grads if g is not None]
-                guarded = iter(_NotTwice.apply(len(made), *made, *anchors))  # type: ignore[no-untyped-call]
-                grads = [None if g is None else next(guarded) for g in grads]
-            _separate(grads, (grad_output, *grad_outputs))
-        except RuntimeError as error:
-            if any(map(_is_batched, (grad_output, *grad_outputs))):
-                raise NotSupportedError(_NOT_BATCHED) from error
-            raise
-        return (None, None, *grads)
+
+        def compute(keep: bool) -> list[Tensor | None]:
+            grads = execute_backward(func_ctx, grad_output, grad_outputs, keep)
+            separate(grads, (grad_output, *grad_outputs))
+            return grads
+
+        return (None, None, *differentiate(func_ctx, (grad_output, *grad_outputs), compute))
+
+
+def differentiate(
+    func_ctx: Any,
+    received: Sequence[Tensor | None],
+    compute: Callable[[bool], list[Tensor | None]],
+) -> list[Tensor | None]:
+    """The gradients that ``compute`` returns, which raise when they are differentiated.
+
+    Args:
+        func_ctx: of the autograd.Function whose backward runs.
+        received: gradients of its outputs.
+        compute: called with whether another backward pass may follow (``retain_graph``).
+
+    Raises:
+        DoubleBackwardError: it is unknown whether they will be (``create_graph``).
+        NotSupportedError: several gradients were received at once.
+    """
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    try:
+        if not torch.is_grad_enabled():
+            return compute(keep)
+        func_ctx.create_graph = True  # for operations, which run with grad mode off
+        anchors = _what_gradients_depend_on(func_ctx, received)
+        with torch.no_grad():
+            grads = compute(keep)
+        made = [g for g in grads if g is not None]
+        guarded = iter(_NotTwice.apply(len(made), *made, *anchors))  # type: ignore[no-untyped-call]
+        return [None if g is None else next(guarded) for g in grads]
+    except RuntimeError as error:
+        if any(map(_is_batched, received)):
+            raise NotSupportedError(_NOT_BATCHED) from error
+        raise
 
 
 def _is_batched(grad: Tensor | None) -> bool:
@@ -213,7 +235,7 @@ def _distinct_outputs(
     return tuple(results)
 
 
-def _separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> None:
+def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> None:
     """Copies each gradient that shares memory with another one, or with a received one.
 
     Autograd shares one tensor object between several owners safely, by its reference count. Of two

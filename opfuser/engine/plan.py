@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
 from ..fusion import Env, NearMiss, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 
-__all__ = ["FusionRecord", "Plan", "Step", "expand"]
+__all__ = ["FusionRecord", "Plan", "ReplayRecord", "Step", "expand"]
 
 
 class _Compared:
@@ -76,12 +77,38 @@ class FusionRecord:
         )
 
 
+class ReplayRecord(NamedTuple):
+    """What became of the calls of some operations while replay was on.
+
+    Attributes:
+        indices: the operations.
+        instances: recordings that there are.
+        bytes: memory that they keep from others.
+        replayed: calls that replayed one.
+        refusal: why the last call replayed none; None if it did, or if equal calls are counted.
+    """
+
+    indices: tuple[int, ...]
+    instances: int
+    bytes: int
+    replayed: int
+    refusal: Refusal | None
+
+    def __str__(self) -> str:
+        what = f"{self.replayed} calls replayed"
+        if self.instances:
+            recordings = "recording" if self.instances == 1 else "recordings"
+            what += f", {self.instances} {recordings} of {self.bytes / 2**20:.1f} MiB"
+        return what if self.refusal is None else f"{what}; the last one not: {self.refusal}"
+
+
 @dataclass(frozen=True, eq=False)
 class Plan(_Compared):
     """The steps of both passes, and how they were decided.
 
-    Plans are equal, and hash alike, if all fields but ``assumed`` are: operations compare by type
-    and name, not by object or parameters, and records compare everything but durations.
+    Plans are equal, and hash alike, if all fields but ``assumed`` and ``replays`` are: operations
+    compare by type and name, not by object or parameters, and records compare everything but
+    durations.
 
     Attributes:
         basic_ops: the basic operations, in forward order.
@@ -93,6 +120,7 @@ class Plan(_Compared):
         env: what the fusions could read of the call.
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
+        replays: of ``last_plan``, for each group of operations; not compared.
     """
 
     basic_ops: tuple[BasicOperation, ...]
@@ -103,6 +131,7 @@ class Plan(_Compared):
     env: Env
     names: tuple[str, ...] = field(default=())
     assumed: tuple[str, ...] = field(default=())
+    replays: tuple[ReplayRecord, ...] = field(default=())
 
     def _says(self) -> Hashable:
         kinds = tuple(type(op) for op in self.basic_ops)
@@ -150,6 +179,7 @@ class Plan(_Compared):
             widths = [max((len(label[c]) for label in labels), default=0) for c in (0, 1)]
             lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in labels]
         lines += [f"assumed: {what}" for what in self.assumed]
+        lines += [f"replay of {_span(replay.indices)}: {replay}" for replay in self.replays]
         lines.append("fusions:")
         for record in self.history:
             lines.append(f"  {record.summary()}")

@@ -1,0 +1,138 @@
+"""Recorded launches of a function, which a device repeats without the host: CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+__all__ = ["CudaGraph", "Graph", "graph_type"]
+
+T = TypeVar("T")
+
+# One at a time: a capture changes how the allocator of its device serves its thread.
+_capturing = threading.Lock()
+
+
+class Graph(Protocol):
+    """Launches that were recorded, in memory of their own."""
+
+    bytes: int
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def capture(self, function: Callable[[], T]) -> T:
+        """Records the launches of ``function()``; its result is written by :meth:`replay`."""
+
+    def replay(self) -> None:
+        """Repeats the launches on the current stream."""
+
+    @staticmethod
+    def stream(device: torch.device) -> int:
+        """Identifies the current stream of ``device``."""
+
+    @staticmethod
+    def under_way() -> bool:
+        """Whether somebody else is capturing this thread's launches."""
+
+    @staticmethod
+    def memory(device: torch.device) -> int:
+        """Bytes of memory that ``device`` has."""
+
+
+class CudaGraph:
+    """A ``torch.cuda.CUDAGraph`` with a memory pool that no other one uses.
+
+    What was allocated while it was captured keeps its address as long as the graph lives, and
+    nothing else is ever placed there: neither other graphs nor the rest of the program write to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes = 0
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, function: Callable[[], T]) -> T:
+        device = self.device
+        current = torch.cuda.current_stream(device)
+        aside = torch.cuda.Stream(device)
+        aside.wait_stream(current)
+        with _capturing, _no_collection(), _own_workspaces(), torch.cuda.stream(aside):
+            before = _reserved(device)
+            # Other threads may allocate meanwhile, as data loaders and NCCL do.
+            self._graph.capture_begin(
+                pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
+            )
+            try:
+                result = function()
+            except BaseException:
+                self._abandon()
+                raise
+            self._graph.capture_end()
+            self.bytes = max(0, _reserved(device) - before)
+        current.wait_stream(aside)
+        return result
+
+    def _abandon(self) -> None:
+        """Ends a capture in which something was raised, perhaps because of the capture."""
+        try:
+            self._graph.capture_end()
+        except RuntimeError:  # what was raised in it says more
+            return
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    @staticmethod
+    def stream(device: torch.device) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+    @staticmethod
+    def under_way() -> bool:
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+    @staticmethod
+    def memory(device: torch.device) -> int:
+        return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+_TYPES: dict[str, type[Graph]] = {"cuda": CudaGraph}
+
+
+def graph_type(device: torch.device) -> type[Graph] | None:
+    """How launches on ``device`` are recorded; None if they cannot be."""
+    return _TYPES.get(device.type)
+
+
+def _reserved(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device).get("reserved_bytes.all.current", 0))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps Python's collector from freeing CUDA objects in the middle of a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Has cuBLAS take its workspace from the memory of the graph, and forget it afterwards.
+
+    Otherwise all graphs and eager calls of a stream would share one, also where they overlap.
+    """
+    clear: Any = torch._C._cuda_clearCublasWorkspaces
+    clear()
+    try:
+        yield
+    finally:
+        clear()

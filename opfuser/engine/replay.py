@@ -1,0 +1,265 @@
+"""Which calls of a fuser are replayed, and why others are not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fusion import Refusal
+from ..op import is_built_in
+from .autograd import Kwargs, execute
+from .captured import Captured, Flight, lock, make_room, replayed
+from .graphs import Graph, graph_type
+from .plan import ReplayRecord
+from .replay_options import ReplayOptions
+from .schedule import Schedule
+
+__all__ = ["Replays"]
+
+logger = logging.getLogger("opfuser")
+
+# Kinds of calls that are told apart. One of them is a call with other addresses of parameters; if
+# there are many of those, nothing is ever replayed often enough.
+_MAX_KINDS = 64
+_MAX_ADDRESSES = 8
+
+# Recordings of one kind. If it had to be recorded as often, others take its memory in turns.
+_MAX_CAPTURES = 16
+
+_told: set[Refusal] = set()
+
+
+@dataclass
+class _Kind:
+    """Calls that launch the same kernels on parameters at the same addresses."""
+
+    calls: int = 0
+    captures: int = 0
+    captured: list[Captured] = field(default_factory=list)
+    refusal: Refusal | None = None
+
+
+class Replays:
+    """The recorded calls of one fuser."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._addresses: dict[Hashable, set[Hashable]] = {}
+        self._of_schedule: dict[Schedule, Refusal | None] = {}
+        self._count = 0
+        self._refusal: Refusal | None = None
+
+    def call(
+        self,
+        options: ReplayOptions,
+        schedule: Schedule,
+        input_: Tensor,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kwargs: Kwargs,
+    ) -> Any:
+        """The output of a call of ``schedule``, or a tuple of it and the extra outputs.
+
+        Args:
+            options: in effect.
+            schedule, input_, parameters, extra_inputs, kwargs: as for :func:`execute`.
+            buffers: of the operations.
+        """
+        found = self._find(options, schedule, input_, parameters, buffers, extra_inputs, kwargs)
+        if isinstance(found, Flight):
+            self._refusal = None
+            self._count += 1
+            for op, needed in schedule.prepared_ops:
+                op.pre_fuser_forward(requires_grad=needed)
+            return replayed(found, input_, parameters, extra_inputs)
+        self._refusal = found
+        if found is not None and found not in _told:
+            _told.add(found)
+            level = logging.WARNING if options.mode == "on" else logging.INFO
+            logger.log(level, "[replay] steps aside: %s", found)
+        return execute(schedule, input_, parameters, extra_inputs, kwargs)
+
+    def _find(
+        self,
+        options: ReplayOptions,
+        schedule: Schedule,
+        input_: Tensor,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kwargs: Kwargs,
+    ) -> Flight | Refusal | None:
+        """A recording for a call, or why there is none; None if there may be one later."""
+        graphs = graph_type(input_.device)
+        if graphs is None:
+            return Refusal("DEVICE", f"launches on {input_.device.type} are not recorded")
+        refusal = _refusal_of_call(graphs, [input_, *parameters, *extra_inputs], kwargs)
+        if refusal is None:
+            if schedule not in self._of_schedule:
+                self._of_schedule[schedule] = _refusal_of_schedule(schedule)
+            refusal = self._of_schedule[schedule]
+        if refusal is not None:
+            return refusal
+        kind = self._kind(graphs, schedule, input_, [*parameters, *buffers], extra_inputs)
+        if kind.refusal is not None:
+            return kind.refusal
+        kind.calls += 1
+        with lock:
+            if any(c.too_large for c in kind.captured) or kind.captures > _MAX_CAPTURES:
+                kind.captured, kind.refusal = [], _TOO_LARGE
+                return kind.refusal
+            kind.captured = [c for c in kind.captured if not c.released]
+            for captured in kind.captured:
+                if captured.is_free():
+                    return captured.take(parameters)
+            if kind.calls <= options.calls_before:
+                return None
+            if len(kind.captured) >= options.instances:
+                return Refusal("IN_FLIGHT", "all recordings wait for their backward pass")
+            return self._capture(options, kind, schedule, input_, parameters, extra_inputs)
+
+    def _kind(
+        self,
+        graphs: type[Graph],
+        schedule: Schedule,
+        input_: Tensor,
+        kept: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+    ) -> _Kind:
+        """What is known of calls like this one.
+
+        Args:
+            graphs: how launches on this device are recorded.
+            schedule, input_, extra_inputs: of the call.
+            kept: parameters and buffers, which the launches read where they are.
+        """
+        layouts = [(t.shape, t.stride()) for t in (input_, *extra_inputs)]
+        call = schedule, tuple(layouts), graphs.stream(input_.device), _modes()
+        addresses = tuple([t.data_ptr() for t in kept])
+        key = call, addresses
+        kind = self._kinds.get(key)
+        if kind is None:
+            known = self._addresses.setdefault(call, set())
+            if len(known) < _MAX_ADDRESSES:
+                known.add(addresses)
+            elif addresses not in known:
+                return _Kind(refusal=_ADDRESSES_MOVE)
+            if len(self._kinds) >= _MAX_KINDS:
+                del self._kinds[next(iter(self._kinds))]
+            kind = self._kinds[key] = _Kind()
+        return kind
+
+    def _capture(
+        self,
+        options: ReplayOptions,
+        kind: _Kind,
+        schedule: Schedule,
+        input_: Tensor,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+    ) -> Flight | Refusal:
+        kind.captures += 1
+        try:
+            captured = Captured(schedule, input_, parameters, extra_inputs, options.memory)
+        except torch.OutOfMemoryError as error:
+            kind.refusal = Refusal("MEMORY", str(error).partition("\n")[0])
+        except Exception as error:  # noqa: BLE001 - whatever a capture does not allow
+            kind.refusal = Refusal("CAPTURE", f"{type(error).__name__}: {error}".partition("\n")[0])
+        else:
+            if make_room(captured):
+                kind.captured.append(captured)
+                logger.info("[replay] captured %s: %d bytes", _place(schedule), captured.bytes)
+                return captured.take(parameters)
+            kind.refusal = _TOO_LARGE
+        return kind.refusal
+
+    def record(self, schedule: Schedule) -> ReplayRecord:
+        """What became of the calls that followed ``schedule``."""
+        own = [kind for key, kind in self._kinds.items() if key[0][0] is schedule]  # type: ignore[index]
+        captured = [c for kind in own for c in kind.captured if not c.released]
+        size = sum(c.bytes for c in captured)
+        return ReplayRecord(
+            tuple(range(len(schedule.plan.basic_ops))),
+            len(captured),
+            size,
+            self._count,
+            self._refusal,
+        )
+
+
+_ADDRESSES_MOVE = Refusal("ADDRESSES_MOVE", "parameters are elsewhere at every call")
+_TOO_LARGE = Refusal("MEMORY", "recordings would take more than opfuser.replay(memory=...) allows")
+_PLAIN = {Tensor, nn.Parameter}
+
+
+def _refusal_of_call(
+    graphs: type[Graph], tensors: Sequence[Tensor], kwargs: Kwargs
+) -> Refusal | None:
+    """Why a call is not replayed whatever its plan."""
+    if kwargs is not None:
+        return Refusal("OP_KWARGS", "keyword arguments of operations are not recorded")
+    if not _PLAIN.issuperset(map(type, tensors)):
+        return Refusal("TENSOR_TYPE", "tensors of a subclass may do more than launch kernels")
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return Refusal("TORCH_MODE", "a TorchDispatchMode or TorchFunctionMode is to see all calls")
+    if torch._C._are_functorch_transforms_active():
+        return Refusal("TRANSFORM", "a transform of torch.func is under way")
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return Refusal("SAVED_TENSOR_HOOKS", "hooks, as of a checkpoint, are to see saved tensors")
+    if torch.is_anomaly_enabled():
+        return Refusal("ANOMALY_MODE", "errors are to be traced to operations")
+    if graphs.under_way():
+        return Refusal("CAPTURING", "the caller captures a graph of its own")
+    device = tensors[0].device
+    if any(t.device != device for t in tensors):
+        return Refusal("DEVICE", "the tensors of the call are on several devices")
+    return None
+
+
+def _refusal_of_schedule(schedule: Schedule) -> Refusal | None:
+    """Why no call of a schedule is replayed."""
+    plan = schedule.plan
+    for step in (*plan.forward, *plan.backward):
+        for op in (step.op, *[plan.basic_ops[i] for i in step.indices]):
+            if not _is_replayable(op):
+                where = f"op {step.indices[0]}, {type(op).__name__},"
+                return Refusal(
+                    "OPERATION", f"{where} does not promise that it only launches kernels"
+                )
+    return None
+
+
+def _is_replayable(op: nn.Module) -> bool:
+    if op.__dict__.get("_state_names"):  # its forward has changed numbers of its own
+        return False
+    if is_built_in(op):
+        return bool(op.replayable)
+    # Not inherited: a subclass may do something else.
+    return bool(vars(type(op)).get("replayable", False))
+
+
+def _modes() -> Hashable:
+    """Settings of the process that decide which kernels torch launches."""
+    c = torch._C
+    return (
+        torch.is_inference_mode_enabled(),
+        c._get_deterministic_algorithms(),
+        c._get_float32_matmul_precision(),
+        c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+    )
+
+
+def _place(schedule: Schedule) -> str:
+    ops = schedule.plan.basic_ops
+    return f"{type(ops[0]).__name__} to {type(ops[-1]).__name__} ({len(ops)} operations)"
