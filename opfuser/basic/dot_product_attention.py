@@ -270,7 +270,7 @@ class DotProductAttention(BasicOperation):
     ) -> Tensor:
         settings = ctx.settings or self.frozen_settings(ctx)
         _check_input(input_, settings)
-        qkv = input_.to(compute_dtype(input_)).contiguous()
+        qkv = _aligned(input_.to(compute_dtype(input_)).contiguous())
         x = _split(qkv, settings)
         scale = _scale_of(x, settings)
         kernel = _choose(x, settings.causal, scale, ctx.requires_grad)
@@ -291,7 +291,7 @@ class DotProductAttention(BasicOperation):
         settings = ctx.settings or self.frozen_settings(ctx)
         qkv, *result = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         x = _split(qkv, settings)
-        dy = grad_output.to(qkv.dtype).contiguous()
+        dy = _aligned(grad_output.to(qkv.dtype).contiguous())
         dy = dy.unflatten(2, (settings.num_heads, -1)).transpose(1, 2)
         kernel = _KERNELS[ctx.kernel]
         if not kernel.grouped:
@@ -317,6 +317,13 @@ class DotProductAttention(BasicOperation):
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.num_kv_heads}, causal={self.causal}, scale={self.scale}"
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x``, or a copy of one that begins at an odd address: torch's kernels read 16 bytes."""
+    if x.is_cuda and type(x) is Tensor and not torch.compiler.is_compiling():
+        return x.clone() if not transforms_active() and x.data_ptr() % 16 else x
+    return x
 
 
 def _split(qkv: Tensor, settings: DotProductAttention.Settings) -> _Heads:

@@ -24,7 +24,10 @@ FLOORS = {
     torch.bfloat16: 2e-3,
     torch.float16: 2e-4,
 }
-ONE_UNIT = {**FLOORS, **{dtype: torch.finfo(dtype).eps for dtype in HALF}}
+ONE_UNIT = {
+    **FLOORS,
+    **{dtype: torch.finfo(dtype).eps for dtype in (torch.float32, *HALF)},
+}
 # Not more than twice the error of plain torch.
 EXACT = {**dict.fromkeys(FLOORS, 0.0), torch.float64: 1e-14}
 
