@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .. import gemm
 from ..context import OperationContext
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError, NotSupportedError, explain
+from ..recording import assume, callers_stream, is_recording, repeat
 from ._autograd_state import Destination, backward_pass, destination, is_first_write, note_forward
 
 __all__ = [
@@ -115,6 +116,14 @@ def main_grad_buffer(
     Raises:
         ArgumentError: ``param.main_grad`` is missing or cannot be seen in the shape of ``param``.
     """
+    changing = hasattr(param, "__fsdp_param__") or getattr(param, "overwrite_main_grad", False)
+    if changing and is_recording():
+        raise NotSupportedError(
+            explain(
+                "A main_grad that is handed out on request or overwritten is not recorded",
+                where=where,
+            )
+        )
     if hasattr(param, "__fsdp_param__"):  # Megatron-FSDP hands out the buffer on request
         param.main_grad = param.get_main_grad()  # type: ignore[attr-defined]
     buffer = getattr(param, "main_grad", None)
@@ -143,7 +152,7 @@ def mark_added(param: nn.Parameter) -> Tensor:
         Zeros to hand to autograd as the gradient, so that its hooks fire. A new tensor every time:
         autograd may keep it as ``param.grad``, and a hook may write to it.
     """
-    param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    repeat(lambda: setattr(param, "grad_added_to_main_grad", True))
     return torch.zeros_like(param, memory_format=torch.contiguous_format)
 
 
@@ -184,7 +193,7 @@ def grad_buffer(weight: Tensor, x: Tensor) -> Tensor | None:
         return None
     # Autograd has its node for the weight, and the caller, wait for the stream of a GPU in which a
     # gradient was made, but not where it gets none. In the default stream they are there too.
-    if grad.is_cuda and torch._C._cuda_getCurrentRawStream(grad.get_device()):
+    if grad.is_cuda and callers_stream(grad.get_device()):
         return None
     return grad if destination(weight) is Destination.ACCUMULATED else None
 
@@ -196,11 +205,18 @@ def into_grad(gradient: Product, weight: nn.Parameter | None) -> Tensor | None:
         gradient: of the weight.
         weight: that forward used, or None if it is not known.
     """
-    grad = None if weight is None else grad_buffer(weight, gradient.x)
+    if weight is None:
+        return gradient.value()
+    grad, like = grad_buffer(weight, gradient.x), gradient.x.new_empty(0)
+    assume(lambda: _address(grad_buffer(weight, like)))
     if grad is None:
         return gradient.value()
     gradient.write(grad, accumulate=True)
     return None
+
+
+def _address(buffer: Tensor | None) -> int | None:
+    return None if buffer is None else buffer.data_ptr()
 
 
 def into_main_grad(
@@ -222,6 +238,7 @@ def into_main_grad(
         ArgumentError: see :func:`main_grad_buffer`.
     """
     goes = destination(weight)
+    assume(lambda: (destination(weight), _address(getattr(weight, "main_grad", None))))
     if goes is Destination.NOWHERE and of_forward:
         return None
     if goes is not Destination.ACCUMULATED:  # or the weight of now is not that of forward

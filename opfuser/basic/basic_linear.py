@@ -181,8 +181,7 @@ class BasicLinear(BasicOperation):
 
     @property
     def replayable(self) -> bool:  # type: ignore[override]
-        accumulates = self.accumulate_into_main_grad or self.accumulate_into_grad
-        return self.sharding.mode is None and not accumulates
+        return self.sharding.mode is None
 
     def reset_parameters(self) -> None:
         """Uniform in ±1/√in_features, as ``torch.nn.Linear`` (He et al., arXiv:1502.01852)."""

@@ -19,16 +19,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..fusion import Refusal
+from ..recording import Assumptions, recorded
 from .autograd import differentiate, separate
 from .backward_pass import execute_backward, zeros
 from .forward_pass import Tape, execute_forward
 from .graphs import Graph, graph_type
 from .schedule import Schedule
 
-__all__ = ["Captured", "Flight", "lock", "make_room", "replayed"]
+__all__ = [
+    "TOO_LARGE",
+    "Captured",
+    "Flight",
+    "lock",
+    "make_room",
+    "refusal_of_capture",
+    "replayed",
+]
 
 logger = logging.getLogger("opfuser")
 _clock = count()
+
+# Per recorded forward pass and kind of gradients. They differ in where gradients are accumulated.
+_MAX_BACKWARDS = 4
+
 _references_to = torch._C._storage_Use_Count
 
 
@@ -68,10 +82,11 @@ class _BackwardGraph:
     """
 
     def __init__(self, captured: Captured, received: Sequence[Tensor | None]) -> None:
-        schedule = captured.schedule
+        schedule, device = captured.schedule, captured.device
         with torch.inference_mode(False):
             self.received = [None if g is None else _room_for(g) for g in received]
-        self.graph = captured.graph_type(captured.device)
+        self.graph = captured.graph_type(device)
+        self.assumptions = Assumptions(self.graph.stream(device))
 
         def backward() -> list[Tensor | None]:
             dy, *dys = self.received
@@ -81,7 +96,7 @@ class _BackwardGraph:
             separate(grads, self.received)
             return grads
 
-        with recording():
+        with _uncached_casts(), recorded(self.assumptions):
             self.grads = self.graph.capture(backward)
         others = [*self.received, *captured.tensors]
         own = [g for g in self.grads if g is not None]
@@ -131,18 +146,19 @@ class Captured:
         assert kind is not None
         self.graph_type = kind
         self.limit = memory * kind.memory(self.device)
-        self.released = self.too_large = False
+        self.released = False
         self.used = next(_clock)
         self.flight: weakref.ref[Flight] | None = None
         self.hands_out_memory = True
-        self._backwards: dict[tuple[bool, ...], _BackwardGraph] = {}
+        self.refusal: Refusal | None = None
+        self._backwards: dict[tuple[bool, ...], list[_BackwardGraph]] = {}
         self._graph: Graph = kind(self.device)
         tape = Tape() if schedule.needs_backward else None
         # Memory of others that the graphs must not be deprived of.
         self._tables = _cached_tensors(schedule)
         with torch.inference_mode(False):
             self._inputs = [_room_for(t) for t in (input_, *extra_inputs)]
-        with recording(), torch.no_grad():
+        with _uncached_casts(), torch.no_grad():
             self._output, self._outputs = self._graph.capture(
                 lambda: execute_forward(schedule, None, self._inputs[0], self._inputs[1:], tape)
             )
@@ -167,7 +183,9 @@ class Captured:
     def bytes(self) -> int:
         """Memory that it keeps from others."""
         inputs = sum(t.untyped_storage().nbytes() for t in self._inputs)
-        graphs = self._graph.bytes + sum(b.graph.bytes for b in self._backwards.values())
+        graphs = self._graph.bytes + sum(
+            b.graph.bytes for own in self._backwards.values() for b in own
+        )
         return inputs + graphs
 
     def is_free(self) -> bool:
@@ -217,35 +235,50 @@ class Captured:
         received = grad_output, *grad_outputs
         if [p.data_ptr() for p in read] != self._addresses:
             return self._eager_backward(read, received)
-        given = tuple(g is not None for g in received)
-        recorded = self._backwards.get(given)
-        if recorded is None:
-            recorded = self._backwards[given] = _BackwardGraph(self, received)
-            self.too_large = not make_room(self)
-        elif not self._make_way(recorded, flight.parameters):
+        found = self._recorded_backward(received)
+        if found is None or not self._make_way(found, flight.parameters):
             return self._eager_backward(read, received)
-        for own, grad in zip(recorded.received, received):
+        for own, grad in zip(found.received, received):
             if own is not None and grad is not None and own.data_ptr() != grad.data_ptr():
                 own.copy_(grad)
-        recorded.graph.replay()
-        grads: list[Tensor | None] = [None] * len(recorded.grads)
-        for n in recorded.fetches:
-            grads[n] = recorded.grads[n].clone()  # type: ignore[union-attr]
+        found.graph.replay()
+        found.assumptions.repeat_effects()
+        grads: list[Tensor | None] = [None] * len(found.grads)
+        for n in found.fetches:
+            grads[n] = found.grads[n].clone()  # type: ignore[union-attr]
         if self.hands_out_memory:
-            for position, grad, _, _ in recorded.handed_out:
+            for position, grad, _, _ in found.handed_out:
                 grads[position + 1] = grad.detach()
         else:
-            for position, grad, _, _ in recorded.handed_out:
+            for position, grad, _, _ in found.handed_out:
                 grads[position + 1] = grad.clone()
         return grads
 
-    def _make_way(self, recorded: _BackwardGraph, parameters: Sequence[Tensor]) -> bool:
+    def _recorded_backward(self, received: Sequence[Tensor | None]) -> _BackwardGraph | None:
+        """A recorded backward pass for these gradients of the outputs, made if need be."""
+        known = self._backwards.setdefault(tuple(g is not None for g in received), [])
+        for found in known:
+            if found.assumptions.hold():
+                return found
+        if self.refusal is None and len(known) < _MAX_BACKWARDS:
+            try:
+                found = _BackwardGraph(self, received)
+            except Exception as error:  # noqa: BLE001 - whatever a capture does not allow
+                self.refusal = refusal_of_capture(error)
+            else:
+                known.append(found)
+                if not make_room(self):
+                    self.refusal = TOO_LARGE
+                return found
+        return None
+
+    def _make_way(self, found: _BackwardGraph, parameters: Sequence[Tensor]) -> bool:
         """Whether nobody holds the gradients that a replay writes over.
 
         What only ``parameter.grad`` holds moves to other memory. Nobody else can notice: backward
         accumulates into it, on this stream, in any case.
         """
-        for position, _, storage, references in recorded.handed_out:
+        for position, _, storage, references in found.handed_out:
             held = _references_to(storage) - references
             if not held:
                 continue
@@ -331,8 +364,8 @@ _apply = super(torch.autograd.Function, _ReplayedFunction).apply
 
 
 @contextmanager
-def recording() -> Iterator[None]:
-    """The state in which launches are recorded: weights that autocast has cast are not reused."""
+def _uncached_casts() -> Iterator[None]:
+    """Within it, weights that autocast has cast are not used again: they are freed with its block."""
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -343,6 +376,17 @@ def recording() -> Iterator[None]:
 
 def _cached_tensors(schedule: Schedule) -> list[Tensor]:
     return [t for op in schedule.plan.basic_ops for t in op.cached_tensors()]
+
+
+TOO_LARGE = Refusal("MEMORY", "recordings would take more than opfuser.replay(memory=...) allows")
+
+
+def refusal_of_capture(error: Exception) -> Refusal:
+    """Why launches could not be recorded."""
+    text = str(error).partition("\n")[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return Refusal("MEMORY", text)
+    return Refusal("CAPTURE", f"{type(error).__name__}: {text}")
 
 
 # Guards which recordings are taken and which are released.

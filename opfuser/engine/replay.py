@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from ..fusion import Refusal
 from ..op import is_built_in
 from .autograd import Kwargs, execute
-from .captured import Captured, Flight, lock, make_room, replayed
+from .captured import (
+    TOO_LARGE,
+    Captured,
+    Flight,
+    lock,
+    make_room,
+    refusal_of_capture,
+    replayed,
+)
 from .graphs import Graph, graph_type
 from .plan import ReplayRecord
 from .replay_options import ReplayOptions
@@ -111,8 +119,9 @@ class Replays:
             return kind.refusal
         kind.calls += 1
         with lock:
-            if any(c.too_large for c in kind.captured) or kind.captures > _MAX_CAPTURES:
-                kind.captured, kind.refusal = [], _TOO_LARGE
+            refusals = [c.refusal for c in kind.captured if c.refusal is not None]
+            if refusals or kind.captures > _MAX_CAPTURES:
+                kind.captured, kind.refusal = [], [*refusals, TOO_LARGE][0]
                 return kind.refusal
             kind.captured = [c for c in kind.captured if not c.released]
             for captured in kind.captured:
@@ -167,16 +176,14 @@ class Replays:
         kind.captures += 1
         try:
             captured = Captured(schedule, input_, parameters, extra_inputs, options.memory)
-        except torch.OutOfMemoryError as error:
-            kind.refusal = Refusal("MEMORY", str(error).partition("\n")[0])
         except Exception as error:  # noqa: BLE001 - whatever a capture does not allow
-            kind.refusal = Refusal("CAPTURE", f"{type(error).__name__}: {error}".partition("\n")[0])
+            kind.refusal = refusal_of_capture(error)
         else:
             if make_room(captured):
                 kind.captured.append(captured)
                 logger.info("[replay] captured %s: %d bytes", _place(schedule), captured.bytes)
                 return captured.take(parameters)
-            kind.refusal = _TOO_LARGE
+            kind.refusal = TOO_LARGE
         return kind.refusal
 
     def record(self, schedule: Schedule) -> ReplayRecord:
@@ -194,7 +201,6 @@ class Replays:
 
 
 _ADDRESSES_MOVE = Refusal("ADDRESSES_MOVE", "parameters are elsewhere at every call")
-_TOO_LARGE = Refusal("MEMORY", "recordings would take more than opfuser.replay(memory=...) allows")
 _PLAIN = {Tensor, nn.Parameter}
 
 

@@ -1,0 +1,82 @@
+"""What recorded launches take for granted of the world outside of them.
+
+While a pass is recorded (``engine.captured``), an operation may look at state that no plan's key
+holds, such as ``weight.grad``, and may change some. It tells what it saw, so that the launches are
+repeated only where it would see the same, and what is to be done again at every replay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["Assumptions", "assume", "callers_stream", "is_recording", "recorded", "repeat"]
+
+
+class Assumptions:
+    """Of one recorded pass.
+
+    Attributes:
+        seen: what was read, and how to read it again.
+        effects: what replaying does besides launching.
+        stream: of the caller, while the pass is recorded on another one.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self.seen: list[tuple[Callable[[], Hashable], Hashable]] = []
+        self.effects: list[Callable[[], None]] = []
+
+    def hold(self) -> bool:
+        """Whether everything would be seen again as it was."""
+        return all(read() == value for read, value in self.seen)
+
+    def repeat_effects(self) -> None:
+        """Does what replaying does besides launching."""
+        for effect in self.effects:
+            effect()
+
+
+class _State(threading.local):
+    under_way: Assumptions | None = None
+
+
+_state = _State()
+
+
+@contextmanager
+def recorded(assumptions: Assumptions) -> Iterator[None]:
+    """Within it, :func:`assume` and :func:`repeat` note things in ``assumptions``."""
+    _state.under_way = assumptions
+    try:
+        yield
+    finally:
+        _state.under_way = None
+
+
+def is_recording() -> bool:
+    """Whether a pass is recorded on this thread."""
+    return _state.under_way is not None
+
+
+def assume(read: Callable[[], Hashable]) -> None:
+    """While a pass is recorded, notes that it depends on what ``read`` returns."""
+    if _state.under_way is not None:
+        _state.under_way.seen.append((read, read()))
+
+
+def repeat(effect: Callable[[], None]) -> None:
+    """Calls ``effect``, now and whenever the pass that is recorded is replayed."""
+    effect()
+    if _state.under_way is not None:
+        _state.under_way.effects.append(effect)
+
+
+def callers_stream(device: int) -> int:
+    """The stream in which a pass runs, or will be replayed if it is recorded now."""
+    if _state.under_way is not None:
+        return _state.under_way.stream
+    return int(torch._C._cuda_getCurrentRawStream(device))
