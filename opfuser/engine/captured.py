@@ -9,6 +9,7 @@ memory tells whether anybody still holds one.
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -141,6 +142,7 @@ class Captured:
         memory: float,
     ) -> None:
         self.schedule = schedule
+        self.parameters = list(parameters)
         self.device = input_.device
         kind = graph_type(self.device)
         assert kind is not None
@@ -183,10 +185,12 @@ class Captured:
     def bytes(self) -> int:
         """Memory that it keeps from others."""
         inputs = sum(t.untyped_storage().nbytes() for t in self._inputs)
-        graphs = self._graph.bytes + sum(
-            b.graph.bytes for own in self._backwards.values() for b in own
-        )
-        return inputs + graphs
+        backwards = [b.graph.bytes for own in self._backwards.values() for b in own]
+        return inputs + self._graph.bytes + sum(backwards)
+
+    def is_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether it was recorded with these very parameters, and still has its memory."""
+        return not self.released and all(map(operator.is_, self.parameters, parameters))
 
     def is_free(self) -> bool:
         """Whether no backward pass can still come for the last forward pass."""
@@ -233,7 +237,7 @@ class Captured:
             grad_output, grad_outputs: of output and extra outputs.
         """
         received = grad_output, *grad_outputs
-        if [p.data_ptr() for p in read] != self._addresses:
+        if self._graph.under_way() or [p.data_ptr() for p in read] != self._addresses:
             return self._eager_backward(read, received)
         found = self._recorded_backward(received)
         if found is None or not self._make_way(found, flight.parameters):
@@ -301,8 +305,11 @@ class Captured:
         dy, *dys = received
         forwarded = _Forwarded(saved, (self.schedule, self.contexts, False))
         grads = execute_backward(forwarded, dy, dys, keep=True)
-        separate(grads, (*received, *self.tensors))
-        return grads
+        separate(grads, received)
+        own = {t.untyped_storage()._cdata for t in self.tensors if t is not None}
+        return [
+            g.clone() if g is not None and g.untyped_storage()._cdata in own else g for g in grads
+        ]
 
 
 def replayed(
@@ -365,7 +372,7 @@ _apply = super(torch.autograd.Function, _ReplayedFunction).apply
 
 @contextmanager
 def _uncached_casts() -> Iterator[None]:
-    """Within it, weights that autocast has cast are not used again: they are freed with its block."""
+    """Within it, weights that autocast has cast are not kept: its end would free them."""
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

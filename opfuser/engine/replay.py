@@ -107,7 +107,7 @@ class Replays:
         graphs = graph_type(input_.device)
         if graphs is None:
             return Refusal("DEVICE", f"launches on {input_.device.type} are not recorded")
-        refusal = _refusal_of_call(graphs, [input_, *parameters, *extra_inputs], kwargs)
+        refusal = _refusal_of_call(graphs, [input_, *extra_inputs], parameters, kwargs)
         if refusal is None:
             if schedule not in self._of_schedule:
                 self._of_schedule[schedule] = _refusal_of_schedule(schedule)
@@ -123,7 +123,7 @@ class Replays:
             if refusals or kind.captures > _MAX_CAPTURES:
                 kind.captured, kind.refusal = [], [*refusals, TOO_LARGE][0]
                 return kind.refusal
-            kind.captured = [c for c in kind.captured if not c.released]
+            kind.captured = [c for c in kind.captured if c.is_of(parameters)]
             for captured in kind.captured:
                 if captured.is_free():
                     return captured.take(parameters)
@@ -162,6 +162,8 @@ class Replays:
             if len(self._kinds) >= _MAX_KINDS:
                 del self._kinds[next(iter(self._kinds))]
             kind = self._kinds[key] = _Kind()
+            if any(t.device != input_.device for t in kept):
+                kind.refusal = _SEVERAL_DEVICES
         return kind
 
     def _capture(
@@ -201,16 +203,17 @@ class Replays:
 
 
 _ADDRESSES_MOVE = Refusal("ADDRESSES_MOVE", "parameters are elsewhere at every call")
+_SEVERAL_DEVICES = Refusal("DEVICE", "the tensors of the call are on several devices")
 _PLAIN = {Tensor, nn.Parameter}
 
 
 def _refusal_of_call(
-    graphs: type[Graph], tensors: Sequence[Tensor], kwargs: Kwargs
+    graphs: type[Graph], inputs: Sequence[Tensor], parameters: Sequence[Tensor], kwargs: Kwargs
 ) -> Refusal | None:
     """Why a call is not replayed whatever its plan."""
     if kwargs is not None:
         return Refusal("OP_KWARGS", "keyword arguments of operations are not recorded")
-    if not _PLAIN.issuperset(map(type, tensors)):
+    if not (_PLAIN.issuperset(map(type, inputs)) and _PLAIN.issuperset(map(type, parameters))):
         return Refusal("TENSOR_TYPE", "tensors of a subclass may do more than launch kernels")
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return Refusal("TORCH_MODE", "a TorchDispatchMode or TorchFunctionMode is to see all calls")
@@ -222,9 +225,8 @@ def _refusal_of_call(
         return Refusal("ANOMALY_MODE", "errors are to be traced to operations")
     if graphs.under_way():
         return Refusal("CAPTURING", "the caller captures a graph of its own")
-    device = tensors[0].device
-    if any(t.device != device for t in tensors):
-        return Refusal("DEVICE", "the tensors of the call are on several devices")
+    if len(inputs) > 1 and any(t.device != inputs[0].device for t in inputs):
+        return _SEVERAL_DEVICES
     return None
 
 
