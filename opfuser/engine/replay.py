@@ -58,7 +58,6 @@ class Replays:
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
         self._addresses: dict[Hashable, set[Hashable]] = {}
-        self._of_schedule: dict[Schedule, Refusal | None] = {}
         self._count = 0
         self._refusal: Refusal | None = None
 
@@ -108,10 +107,6 @@ class Replays:
         if graphs is None:
             return Refusal("DEVICE", f"launches on {input_.device.type} are not recorded")
         refusal = _refusal_of_call(graphs, [input_, *extra_inputs], parameters, kwargs)
-        if refusal is None:
-            if schedule not in self._of_schedule:
-                self._of_schedule[schedule] = _refusal_of_schedule(schedule)
-            refusal = self._of_schedule[schedule]
         if refusal is not None:
             return refusal
         kind = self._kind(graphs, schedule, input_, [*parameters, *buffers], extra_inputs)
@@ -129,6 +124,9 @@ class Replays:
                     return captured.take(parameters)
             if kind.calls <= options.calls_before:
                 return None
+            kind.refusal = _refusal_of_schedule(schedule)
+            if kind.refusal is not None:
+                return kind.refusal
             if len(kind.captured) >= options.instances:
                 return Refusal("IN_FLIGHT", "all recordings wait for their backward pass")
             return self._capture(options, kind, schedule, input_, parameters, extra_inputs)

@@ -1,13 +1,14 @@
 """Launches recorded on a CPU, so that the logic of replaying is tested without a GPU.
 
 What a CUDA graph does to memory, this does too: every result has one address, and a replay writes
-new values there, whoever holds it. Python numbers are as they were when it was recorded.
+new values there, whoever holds it. Python numbers are as they were when it was recorded, and
+recording changes nothing outside of the recording.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,55 +16,82 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+class _Call(NamedTuple):
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
 class _Recorder(TorchDispatchMode):
     active = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[_Call] = []
+        self.made: dict[int, int] = {}
+        """Bytes of each memory that was allocated, by its address."""
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        """What was written to and not allocated here, with its value before."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
+        kwargs = kwargs or {}
+        for t in _written(func, args, kwargs):
+            memory = t.untyped_storage()._cdata
+            if memory not in self.made and memory not in self.before:
+                self.before[memory] = t, t.clone()
+        given = {_memory(t) for t in _tensors((args, kwargs))}
+        result = func(*args, **kwargs)
+        self.calls.append(_Call(func, args, kwargs, result))
+        for t in _tensors(result):
+            if _memory(t) not in given:
+                self.made[_memory(t)] = t.untyped_storage().nbytes()
+        return result
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (t for t in tree_leaves(tree) if isinstance(t, Tensor))
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for n, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[n] if n < len(args) else kwargs.get(argument.name)
+            yield from _tensors(value)
 
 
 class RecordedGraph:
     """Stands for a CUDA graph; see :class:`opfuser.engine.graphs.Graph`."""
 
-    made = 0
     limit = 2**30
 
     def __init__(self, device: torch.device) -> None:
         self.bytes = 0
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.calls: list[_Call] = []
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        type(self).made += 1
         recorder = _Recorder()
         _Recorder.active += 1
         try:
-            # As in a capture, no random number is used up.
             with torch.random.fork_rng(devices=[]), recorder:
                 result = function()
         finally:
             _Recorder.active -= 1
+            for t, value in recorder.before.values():
+                t.copy_(value)
         self.calls = recorder.calls
-        made = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-            for _, _, _, out in self.calls
-            for t in tree_leaves(out)
-            if isinstance(t, Tensor)
-        }
-        self.bytes = sum(made.values())
+        self.bytes = sum(recorder.made.values())
         return result
 
     def replay(self) -> None:
-        for func, args, kwargs, out in self.calls:
-            new = func(*args, **kwargs)
-            for old, made in zip(tree_leaves(out), tree_leaves(new)):
-                if isinstance(old, Tensor) and old.data_ptr() != made.data_ptr():
-                    old.copy_(made)
+        for function, args, kwargs, result in self.calls:
+            for old, new in zip(_tensors(result), _tensors(function(*args, **kwargs))):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
 
     @staticmethod
     def stream(device: torch.device) -> int:

@@ -1,0 +1,239 @@
+"""What changes between calls is seen: another recording, or a call as usual."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import opfuser
+from tests.replay.models import (
+    DIM,
+    assert_equal,
+    assert_same_grads,
+    block,
+    code,
+    count,
+    draw,
+    twin,
+    warm,
+)
+
+pytestmark = pytest.mark.usefixtures("replaying")
+
+Model = opfuser.Sequential
+
+
+def replace_parameter(model: Model) -> None:
+    model[2].weight = nn.Parameter(model[2].weight.detach() * 2)
+
+
+def swap_data(model: Model) -> None:
+    model[2].weight.data = model[2].weight.detach() * 3
+
+
+def swap_layout(model: Model) -> None:
+    weight = model[2].weight
+    weight.data = weight.detach().t().clone().t()
+
+
+def load(model: Model) -> None:
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+
+
+def load_and_assign(model: Model) -> None:
+    state = {k: v + 1 for k, v in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def update(model: Model) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+
+
+def freeze(model: Model) -> None:
+    model[2].weight.requires_grad_(False)
+
+
+def set_attribute(model: Model) -> None:
+    model[1].eps = 0.5
+
+
+def evaluate(model: Model) -> None:
+    model.eval()
+
+
+def cast(model: Model) -> None:
+    model.double()
+
+
+def insert(model: Model) -> None:
+    model.insert(3, opfuser.ConstantScale(2.0))
+
+
+def hook(model: Model) -> None:
+    model[3].register_forward_hook(lambda module, args, y: y * 2)
+
+
+def hook_on_parameter(model: Model) -> None:
+    model[2].weight.register_hook(lambda grad: grad * 2)
+
+
+CHANGES = [
+    replace_parameter, swap_data, swap_layout, load, load_and_assign, update, freeze, set_attribute,
+    evaluate, cast, insert, hook, hook_on_parameter,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_changes_of_a_model(change: Callable[[Model], None], device: torch.device) -> None:
+    model = block(device, dropout=0.5)
+    other = twin(model)
+    warm(model, device, 3)
+    for m in (model, other):
+        change(m)
+    x = draw(device).to(model[2].weight.dtype)
+    for seed in range(4):
+        results = []
+        for m in (model, other):
+            m.zero_grad()
+            torch.manual_seed(seed)
+            y = m(x)
+            y.square().mean().backward()
+            results.append(y)
+        assert_equal(*results)
+        for a, b in zip(model.parameters(), other.parameters()):
+            if b.grad is None:
+                assert a.grad is None
+            else:
+                assert_equal(a.grad, b.grad)
+    assert count(model) > 3 or change in (hook, insert)
+
+
+def test_shapes_dtypes_and_modes(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    calls = [
+        lambda m: m(torch.ones(3, DIM, device=device)),
+        lambda m: m(torch.ones(5, DIM, device=device)),
+        lambda m: m(torch.ones(2, 3, DIM, device=device)),
+        lambda m: m(torch.ones(DIM, 5, device=device).t()),
+        lambda m: m(torch.ones(1, DIM, device=device).expand(5, DIM)),
+        lambda m: m(torch.ones(5, DIM, device=device, requires_grad=True)),
+        lambda m: m(torch.ones(0, DIM, device=device)),
+        lambda m: torch.no_grad()(m)(torch.ones(5, DIM, device=device)),
+        lambda m: torch.inference_mode()(m)(torch.ones(5, DIM, device=device)),
+    ]
+    for _ in range(3):
+        for call in calls:
+            y, expected = call(model), call(other)
+            assert y.requires_grad == expected.requires_grad
+            assert y.is_inference() == expected.is_inference()
+            assert_equal(y.detach(), expected.detach())
+    assert count(model) == 2 * len(calls)
+
+
+def test_autocast(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    for step in range(6):
+        x = draw(device)
+        grads = []
+        for m in (model, other):
+            m.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=step % 2 == 0):
+                y = m(x)
+                m(x)  # weights that autocast has cast before
+            y.float().sum().backward()
+            grads.append(y.detach())
+            with torch.no_grad():
+                for p in m.parameters():
+                    p.mul_(1.5)
+        assert_equal(*grads)
+        assert_same_grads(model, other)
+    assert count(model) > 4
+
+
+def test_fusions_switched(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    x = draw(device)
+    for _ in range(3):
+        with opfuser.disable("*"):
+            assert_equal(model(x).detach(), other(x).detach())
+        assert_equal(model(x).detach(), other(x).detach())
+    assert count(model) == 4
+
+
+def test_functional_call(device: torch.device) -> None:
+    model = block(device)
+    warm(model, device)
+    x = draw(device)
+    expected = {}
+    for scale in (1.0, 2.0, 1.0, 3.0, 2.0):
+        state = {name: p.detach() * scale for name, p in model.named_parameters()}
+        y = torch.func.functional_call(model, state, (x,))
+        expected.setdefault(scale, y)
+        assert_equal(y, expected[scale])
+    assert not torch.equal(expected[1.0], expected[2.0])
+
+
+def test_parameters_that_move_at_every_call(device: torch.device) -> None:
+    model, x = block(device), draw(device)
+    held = []
+    for _ in range(20):
+        model[2].weight.data = model[2].weight.detach().clone()
+        held.append(model[2].weight.detach())
+        model(x)
+    assert count(model) == 0
+    assert code(model) == "ADDRESSES_MOVE"
+
+
+def test_memory_moves_between_the_passes(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    warm(model, device)
+    x, dy = draw(device), draw(device)
+    y = model(x)
+    old = [p.data for p in model.parameters()]
+    for p in model.parameters():  # as FSDP does, which gathers parameters once more for backward
+        p.data = p.data.clone()
+    for t in old:
+        t.fill_(float("nan"))
+    y.backward(dy)
+    other(x).backward(dy)
+    assert_same_grads(model, other)
+
+
+def test_copies_have_recordings_of_their_own(device: torch.device) -> None:
+    model = block(device)
+    warm(model, device)
+    other = copy.deepcopy(model)
+    update(other)
+    x = draw(device)
+    for _ in range(3):
+        assert not torch.equal(model(x), other(x))
+    assert count(other) == 2
+
+
+def test_operations_behind_a_plain_module(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = opfuser.Sequential(
+        opfuser.Linear(DIM, DIM, device=device),
+        opfuser.GELU(),
+        nn.Tanh(),
+        opfuser.Linear(DIM, DIM, device=device),
+    )
+    other = twin(model)
+    for _ in range(5):
+        x = draw(device)
+        for m in (model, other):
+            m(x).square().sum().backward()
+        assert_same_grads(model, other)
+    plan = model.last_plan
+    assert plan is not None
+    assert [(r.indices, r.replayed) for r in plan.replays] == [((0, 1, 2), 4), ((3, 4), 4)]
