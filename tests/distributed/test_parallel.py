@@ -11,11 +11,14 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -30,8 +33,10 @@ from opfuser import (
     ReduceScatter,
     Sequential,
 )
+from opfuser.engine import graphs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from tests.contract.gradients import handed_over
+from tests.replay.recorded import RecordedGraph
 
 pytestmark = pytest.mark.distributed
 
@@ -225,6 +230,67 @@ def data_parallel_grad_accumulation(rank: int, ranks: int) -> None:
                 assert told == [[step == 0 and to_none]] * 2
             for p, grad in zip(model.parameters(), exact):
                 close(p.grad, grad)
+
+
+def replayable_pair() -> tuple[Sequential, nn.Sequential]:
+    """A model whose calls are replayed, and the same in torch.nn."""
+    torch.manual_seed(2)
+    to = {"dtype": torch.float64}
+    model = Sequential(Linear(IN, OUT, **to), GELU(), Linear(OUT, 5, **to), replay="on")
+    twin = nn.Sequential(
+        nn.Linear(IN, OUT, **to), nn.GELU(approximate="tanh"), nn.Linear(OUT, 5, **to)
+    )
+    for p, q in zip(twin.parameters(), model.parameters()):
+        p.data = q.detach().clone()
+    return model, twin
+
+
+def train_both(models: list[nn.Module], wrapped: list[nn.Module], rank: int, ranks: int) -> None:
+    """Steps with a different input on each rank, in which the models must remain equal."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    for _ in range(6):
+        x = torch.randn(ranks, ROWS, IN, dtype=torch.float64)[rank]
+        ys = [m(x) for m in wrapped]
+        close(ys[0], ys[1])
+        for y, optimizer in zip(ys, optimizers):
+            y.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@check
+def replayed_data_parallel(rank: int, ranks: int) -> None:
+    """Also with ``no_sync``, and where gradients are views of the buckets."""
+    for as_view in (False, True):
+        models = replayable_pair()
+        wrapped = [DistributedDataParallel(m, gradient_as_bucket_view=as_view) for m in models]
+        with mock.patch.dict(graphs._TYPES, cpu=RecordedGraph):
+            train_both(list(models), wrapped, rank, ranks)
+            for _ in range(3):
+                x = torch.randn(ranks, ROWS, IN, dtype=torch.float64)[rank]
+                for sync in (False, False, True):
+                    for m in wrapped:
+                        with contextlib.nullcontext() if sync else m.no_sync():
+                            m(x).square().sum().backward()
+                    for p, q in zip(*(m.parameters() for m in models)):
+                        close(p.grad, q.grad)
+                for m in models:
+                    m.zero_grad()
+        plan = models[0].last_plan
+        assert plan is not None
+        assert [r.replayed > 12 for r in plan.replays] == [True]
+
+
+@check
+def replayed_fully_sharded(rank: int, ranks: int) -> None:
+    """Parameters move: they are gathered for each pass."""
+    for reshard in (False, True):
+        models = replayable_pair()
+        mesh = init_device_mesh("cpu", (ranks,))
+        for m in models:
+            fully_shard(m, mesh=mesh, reshard_after_forward=reshard)
+        with mock.patch.dict(graphs._TYPES, cpu=RecordedGraph):
+            train_both(list(models), list(models), rank, ranks)
 
 
 @check

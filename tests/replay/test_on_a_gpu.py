@@ -1,0 +1,194 @@
+"""Replayed calls among streams, threads, captures and optimisers of a GPU."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.models import DecoderConfig, decoder_lm
+from tests.replay.models import DIM, assert_equal, block, count, draw, twin, warm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("replaying")]
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+def close(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> None:
+    assert actual is not None
+    assert expected is not None
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
+    assert (actual - expected).norm() <= tolerance * expected.norm() + 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recompute", [None, "mlp"])
+def test_a_decoder_trains_alike(dtype: torch.dtype, recompute: str | None) -> None:
+    config = DecoderConfig(
+        997, 64, 2, 4, num_kv_heads=2, dtype=dtype, device="cuda", recompute=recompute
+    )
+    model = decoder_lm(config)
+    other = twin(model)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, other)]
+    for step in range(8):
+        tokens, targets = torch.randint(0, 997, (2, 3, 33), device="cuda")
+        losses = []
+        for m, optimizer in zip((model, other), optimizers):
+            losses.append(m(tokens, targets))
+            losses[-1].backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        for p, q in zip(model.parameters(), other.parameters()):
+            close(p.grad, q.grad, dtype)
+        close(*losses, dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for p, q in zip(model.parameters(), other.parameters()):
+            q.data.copy_(p)  # else rounding errors grow
+    assert count(model) == 7
+
+
+def test_grad_scaler(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, other)]
+    scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**40) for _ in pairs]
+    for _ in range(8):
+        x = draw(device)
+        for (m, optimizer), scaler in zip(pairs, scalers):
+            with torch.autocast("cuda", torch.float16):
+                loss = m(x).square().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        for p, q in zip(model.parameters(), other.parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
+            q.data.copy_(p)
+    assert count(model) == 7
+
+
+def test_streams(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results: list[tuple[Tensor, Tensor]] = []
+    for step in range(12):
+        stream = streams[step % 2]
+        stream.wait_stream(torch.cuda.current_stream())
+        x = draw(device)
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream())
+            y = model(x)
+            torch.cuda._sleep(100_000)
+            (dx, *_), (dz, *_) = (
+                torch.autograd.grad(m(v).square().sum(), [v, *m.parameters()])
+                for m in (model, other)
+                if (v := x.clone().requires_grad_()) is not None
+            )
+            results += [(y.detach(), other(x).detach()), (dx, dz)]
+    torch.cuda.synchronize()
+    for a, b in results:
+        assert_equal(a, b)
+    assert count(model) > 8
+
+
+def test_threads(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            generator = torch.Generator("cuda").manual_seed(seed)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(20):
+                    x = torch.randn(6, DIM, device=device, generator=generator)
+                    grads = []
+                    for m in (model, other):
+                        own = x.clone().requires_grad_()
+                        grads.append(torch.autograd.grad(m(own).square().sum(), own)[0])
+                    assert_equal(*grads)
+                torch.cuda.current_stream().synchronize()
+        except BaseException as failure:
+            failures.append(failure)
+            raise
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert count(model) > 20
+
+
+def test_inside_a_capture_of_the_callers(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    warm(model, device, 3)
+    x, y = draw(device), draw(device)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            static = model(x)
+        x.copy_(y)
+        graph.replay()
+        assert_equal(static, other(y))
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+def test_graphed_callables(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    graphed: Any = torch.cuda.make_graphed_callables(model, (draw(device),))
+    for _ in range(3):
+        x = draw(device)
+        y, z = graphed(x), other(x)
+        assert_equal(y.detach(), z.detach())
+
+
+def test_nothing_of_others_is_written(device: torch.device) -> None:
+    """Memory that is free when a call is recorded belongs to others later."""
+    model = block(device)
+    warm(model, device, 4)
+    others = [torch.full((64, DIM), 7.0, device=device) for _ in range(200)]
+    warm(model, device, 4)
+    for t in others:
+        assert bool((t == 7).all())
+
+
+def test_memory_comes_back(device: torch.device) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    model = block(device)
+    warm(model, device, 3)
+    assert count(model) == 2
+    del model
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 2**21
+
+
+def test_random_numbers_are_distributed_as_in_eager_calls(device: torch.device) -> None:
+    model = opfuser.Sequential(opfuser.Dropout(0.3), opfuser.GELU())
+    x = torch.ones(512, DIM, device=device)
+    masks = torch.stack([model(x) != 0 for _ in range(64)])
+    assert count(model) == 63
+    kept = masks.double()
+    assert abs(kept.mean().item() - 0.7) < 5 * (0.21 / kept.numel()) ** 0.5
+    # Of no two calls the masks agree more often than by chance.
+    agree = (masks[1:, None] == masks[None, :-1]).double().mean((2, 3))
+    lower = agree[torch.ones_like(agree).tril().bool()]
+    assert (lower - (0.49 + 0.09)).abs().max() < 6 * (0.25 / x.numel()) ** 0.5
