@@ -12,94 +12,28 @@ import torch
 from torch import Tensor
 
 from benchmarks import timing
+from benchmarks.gpu.compiled import COMPILED, compiled
+from benchmarks.gpu.passes import leaves, ready
 from benchmarks.gpu.problem import (
     REFERENCE,
     STEP,
     STEP_AS_GRAPH,
-    STEP_BY_CALLER,
     Case,
     Function,
     Inputs,
     Options,
     Problem,
     Row,
+    Within,
 )
+from benchmarks.gpu.reserved import peak_reserved, reserved
 
 COPY = "copy of as many bytes"
-COMPILED = {"default": "torch.compile", "max-autotune-no-cudagraphs": "torch.compile max-autotune"}
 MOST_SETS = 64
 EQUAL_COPY = 1 << 31  # bytes; beyond that, the large copy is as good
 # Largest norm of a difference, relative to the reference: a bf16 sum of bf16 products has an error
 # of some units of 2**-8. tf32 may be on.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-
-
-def tensors(result: Any) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
-
-
-def leaves(inputs: Inputs, *, copied: bool) -> tuple[Tensor, ...]:
-    """The arguments as leaves of autograd's graph."""
-    own = tuple(t.clone() if copied else t.detach() for t in inputs.args)
-    return tuple(t.requires_grad_() if t.is_floating_point() else t for t in own)
-
-
-def ready(problem: Problem, function: Function, passed: str, inputs: Inputs) -> timing.Call:
-    """Runs everything that precedes the pass; the returned function runs the pass.
-
-    It returns outputs and gradients in one list.
-    """
-    args = leaves(inputs, copied=problem.fresh)
-    wanted = [t for t in (*args, *problem.parameters) if t.requires_grad]
-
-    def forward() -> list[Tensor]:
-        return list(tensors(function(*args)))
-
-    def backward(outputs: list[Tensor]) -> list[Tensor]:
-        # Accumulation into .grad would copy gradients that two arguments share.
-        gradients = torch.autograd.grad(outputs, wanted, inputs.grads, allow_unused=True)
-        if any(gradient is None for gradient in gradients):
-            raise AssertionError("a gradient is missing")
-        if problem.after is not None:
-            problem.after(gradients[len(gradients) - len(problem.parameters) :])
-        return [*outputs, *gradients]
-
-    if passed == "forward":
-        return forward
-    if passed == STEP:
-        return lambda: backward(forward())
-    if passed == STEP_BY_CALLER:
-        return lambda: by_caller(forward(), backward)
-    if passed == STEP_AS_GRAPH:
-        return as_graph(lambda: backward(forward()))
-    held = [forward()]
-    return lambda: backward(held.pop())
-
-
-def by_caller(outputs: list[Tensor], backward: Callable[[list[Tensor]], list[Tensor]]) -> Any:
-    """Backward in the calling thread, not in autograd's thread for the device."""
-    with torch.autograd.set_multithreading_enabled(False):
-        return backward(outputs)
-
-
-def as_graph(step: timing.Call) -> timing.Call:
-    """The step as a CUDA graph, which the host launches once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        # Otherwise autograd's graph would outlive the capture and bind parameters to its stream.
-        results = [t.detach() for t in step()]
-
-    def replay() -> Any:
-        graph.replay()
-        return results
-
-    return replay
 
 
 def distance(result: list[Tensor], wanted: list[Tensor]) -> float:
@@ -116,18 +50,6 @@ def distance(result: list[Tensor], wanted: list[Tensor]) -> float:
     return math.nan if any(map(math.isnan, ratios)) else max(ratios)
 
 
-def compiled(problem: Problem, modes: tuple[str, ...]) -> dict[str, Function]:
-    """The reference in torch.compile, specialised to these shapes."""
-    if not modes:
-        return {}
-    torch.compiler.reset()  # otherwise one function reaches the limit of recompilations
-    reference = problem.functions[REFERENCE]
-    return {
-        COMPILED[mode]: torch.compile(reference, mode=mode, dynamic=False, fullgraph=True)
-        for mode in modes
-    }
-
-
 def checked(
     problem: Problem, functions: Mapping[str, Function], options: Options
 ) -> tuple[dict[str, Row], dict[str, str]]:
@@ -136,25 +58,40 @@ def checked(
     tolerance = problem.tolerance or TOLERANCE[options.dtype]
     reference = ready(problem, functions[REFERENCE], STEP, inputs)()
     wanted = [t.detach().clone() for t in problem.observe(reference)]
+    if problem.exact is not None:
+        plain, wanted = wanted, problem.observe(problem.exact(inputs))
+        tolerance = max(tolerance, 2 * distance(plain, wanted))
+        del plain
     del reference
     memory: dict[str, Row] = {}
     failures: dict[str, str] = {}
 
     def check(function: Function) -> Row:
+        before = reserved(options.device)
         step = ready(problem, function, STEP, inputs)
         error = distance(problem.observe([t.detach() for t in step()]), wanted)
         if not error <= tolerance:
             raise AssertionError(f"the result is off by {error:.2g}, {tolerance:.2g} is allowed")
-        args = leaves(inputs, copied=problem.fresh)
+        args = leaves(problem, inputs)
         with timing.saved_bytes(problem.parameters) as saved:
             outputs = function(*args)
         kept = saved()
         del outputs, step
         step = ready(problem, function, STEP, inputs)
         extra = timing.extra_bytes(step, options.device)
-        return {"error": error, "saved_bytes": kept, "extra_bytes": extra}
+        peak = peak_reserved(step, options.device)
+        return {
+            "error": error,
+            "saved_bytes": kept,
+            "extra_bytes": extra,
+            "reserved_bytes": None if peak is None else peak - before,
+            **(function.figures() if isinstance(function, Within) else {}),
+        }
 
     for name, function in functions.items():
+        if name in COMPILED.values() and options.out_of_time():
+            failures[name] = "not run: no time was left"
+            continue
         own, error = timing.attempt(lambda function=function: check(function))
         if error is None:
             memory[name] = own
@@ -248,10 +185,17 @@ def contest(problem: Problem, options: Options, modes: tuple[str, ...]) -> list[
     functions = {**problem.functions, **compiled(problem, modes)}
     memory, failures = checked(problem, functions, options)
     functions = {name: function for name, function in functions.items() if name in memory}
+    left_out = {name: f"not run: {reason}" for name, reason in problem.left_out.items()}
     rows: list[Row] = []
     for passed in problem.traffic:
-        times, more = timed(problem, functions, passed, options)
-        for name, text in {**failures, **more}.items():
+        # What captures CUDA graphs by itself has no place inside one.
+        takes_part = {
+            name: function
+            for name, function in functions.items()
+            if passed != STEP_AS_GRAPH or not isinstance(function, Within)
+        }
+        times, more = timed(problem, takes_part, passed, options)
+        for name, text in {**left_out, **failures, **more}.items():
             rows.append({"pass": passed, "contestant": name, "failure": text})
         for name in times:
             rows.append({**figures(problem, passed, name, times), **memory.get(name, {})})

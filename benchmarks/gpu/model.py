@@ -6,10 +6,10 @@ vocabulary. AdamW has a learning rate of 0, so that all contestants keep the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu import peers
 from benchmarks.gpu.blocks import randomise
@@ -25,6 +25,19 @@ TOLERANCE = {torch.bfloat16: 0.1}
 LLAMA_1B = {"vocab_size": 128256, "dim": 2048, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 8192}
 LLAMA_8B = {"vocab_size": 128256, "dim": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14336}
 SMALL = {"vocab_size": 67, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 64}
+
+
+def adamw_update(parameters: Sequence[nn.Parameter]) -> Callable[[Sequence[Tensor]], None]:
+    """A step of AdamW from given gradients; the parameters keep their values."""
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)
+
+    def update(gradients: Sequence[Tensor]) -> None:
+        for p, gradient in zip(parameters, gradients):
+            p.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
 
 
 def training(
@@ -48,13 +61,6 @@ def training(
             for name, parts in peers.model_parts().items()
         },
     }
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, fused=True)
-
-    def update(gradients: Sequence[Tensor]) -> None:
-        for p, gradient in zip(parameters, gradients):
-            p.grad = gradient
-        optimizer.step()
-        optimizer.zero_grad()
 
     def draw() -> Inputs:
         tokens = torch.randint(config.vocab_size, (2, batch, length), device=options.device)
@@ -67,7 +73,7 @@ def training(
         parameters,
         tolerance=TOLERANCE.get(options.dtype),
         wall=1,
-        after=update if adamw else None,
+        after=adamw_update(parameters) if adamw else None,
     )
 
 

@@ -59,6 +59,14 @@ def liger(name: str) -> Function:
     return function
 
 
+def liger_layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Any:
+    return liger("LayerNorm")(x, w, b, eps)
+
+
+def liger_loss(x: Tensor, w: Tensor, t: Tensor, b: Tensor | None = None) -> Any:
+    return liger("FusedLinearCrossEntropy")(x, w, t, b)[0]
+
+
 def quack_loss(x: Tensor, w: Tensor, t: Tensor) -> Any:
     return attribute("quack.linear_cross_entropy:chunked_linear_cross_entropy")(x, w, t)
 
@@ -168,8 +176,8 @@ def linear_cross_entropy(w: nn.Parameter) -> Functions:
     }
 
 
-def model_parts() -> dict[str, Parts]:
-    """The modules that each library replaces in a torch.nn model."""
+def model_parts(*names: str) -> dict[str, Parts]:
+    """The modules that each library, or each one named, replaces in a torch.nn model."""
     offers = {
         LIGER: Parts(
             rms_norm=lambda x, w, eps: liger("RMSNorm")(x, w, eps, 0.0, "llama", False),
@@ -177,14 +185,16 @@ def model_parts() -> dict[str, Parts]:
             swiglu=lambda x: liger("FusedGateUpSiLUMul")(x.flatten(0, -2), False).unflatten(
                 0, x.shape[:-1]
             ),
-            linear_cross_entropy=lambda x, w, t: liger("FusedLinearCrossEntropy")(x, w, t)[0],
+            layer_norm=liger_layer_norm,
+            linear_cross_entropy=liger_loss,
         ),
         QUACK: Parts(
             rms_norm=lambda x, w, eps: attribute("quack.rmsnorm:rmsnorm")(x, w, eps=eps),
             linear_cross_entropy=quack_loss,
         ),
     }
-    return {name: parts for name, parts in offers.items() if installed(name)}
+    chosen = names or tuple(offers)
+    return {n: parts for n, parts in offers.items() if n in chosen and installed(n)}
 
 
 def swiglu_block(norm: nn.Parameter, fc1: nn.Parameter, fc2: nn.Parameter, eps: float) -> Functions:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from benchmarks import timing
 
 Row = dict[str, Any]
-Function = Callable[..., Any]  # from arguments to an output or a tuple of them
+Result = Any  # an output, or a tuple of them
+Function = Callable[..., Result]
 
 REFERENCE = "torch"
 OURS = "opfuser"
@@ -65,7 +67,7 @@ class Problem:
     """What to compute, and the contestants.
 
     Attributes:
-        draw: draws random inputs; the floating-point arguments get gradients.
+        draw: draws random inputs.
         functions: contestants by name, ``"torch"`` among them.
         traffic: for each pass to measure, "forward", "backward" or a step of both, the least bytes
             that it has to move; None where memory does not limit it.
@@ -74,9 +76,13 @@ class Problem:
         floor_name: name of that work.
         observe: from the list of outputs and gradients, what is compared.
         tolerance: of the comparison; None is the usual one of the dtype.
+        exact: from the arguments, outputs and gradients of a higher precision to compare with; the
+            error may then also be twice that of torch. None compares with torch.
         fresh: whether some contestant overwrites its arguments.
         wall: None to measure device time; else wall time, with so many calls per sample.
         after: ends a step, given the gradients of the parameters, which must keep their values.
+        input_grads: whether the floating-point arguments get gradients.
+        left_out: contestants that cannot take part, with the reason.
     """
 
     draw: Callable[[], Inputs]
@@ -87,9 +93,30 @@ class Problem:
     floor_name: str = "bare GEMMs"
     observe: Callable[[list[Tensor]], list[Tensor]] = list
     tolerance: float | None = None
+    exact: Callable[[Inputs], list[Tensor]] | None = None
     fresh: bool = False
     wall: int | None = None
     after: Callable[[Sequence[Tensor]], None] | None = None
+    input_grads: bool = True
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Within:
+    """A contestant that needs a context around its passes, both of them in a step.
+
+    Attributes:
+        context: makes the context of one call.
+        figures: further values of its rows, asked after some steps.
+    """
+
+    function: Function
+    context: Callable[[], AbstractContextManager[Any]]
+    figures: Callable[[], Row] = dict
+
+    def __call__(self, *args: Tensor) -> Result:
+        with self.context():
+            return self.function(*args)
 
 
 # Largest relative difference of norms where each contestant draws its own random numbers; without

@@ -17,8 +17,10 @@ def swiglu(packed: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight).float(), targets)
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight, bias).float(), targets)
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,11 @@ class Parts:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = lambda x, w, eps: F.rms_norm(
         x, w.shape, w, eps
     )
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = lambda x, w, b, eps: (
+        F.layer_norm(x, w.shape, w, b, eps)
+    )
     swiglu: Callable[[Tensor], Tensor] = swiglu
-    linear_cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = linear_cross_entropy
+    linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
 
 
 class Norm(nn.Module):
@@ -84,17 +89,17 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention over packed queries, keys and values."""
+    """Attention over packed queries, keys and values."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, heads: int, kv_heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.sizes = (config.num_heads, config.key_heads, config.key_heads)
+        self.sizes, self.causal = (heads, kv_heads, kv_heads), causal
 
     def forward(self, qkv: Tensor) -> Tensor:
         heads = qkv.unflatten(-1, (sum(self.sizes), -1)).transpose(1, 2)
         q, k, v = heads.split(self.sizes, dim=1)
         grouped = self.sizes[0] != self.sizes[1]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
         return y.transpose(1, 2).flatten(2)
 
 
@@ -125,7 +130,7 @@ def attention_block(config: DecoderConfig, parts: Parts, length: int) -> nn.Modu
         Norm(parts, config),
         linear(config, config.dim, (heads + 2 * kv_heads) * config.head_dim),
         Rotary(heads, kv_heads, config.head_dim, length, base, device),
-        Attention(config),
+        Attention(heads, kv_heads),
         linear(config, config.dim, config.dim),
     )
 
