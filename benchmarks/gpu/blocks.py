@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import opfuser
 from benchmarks import timing
-from benchmarks.gpu import peers, torch_models
+from benchmarks.gpu import peers, replay, torch_models
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.problem import (
     RANDOM_TOLERANCE,
@@ -108,6 +108,7 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
     norm, fc1, fc2 = parameters = tuple(source.parameters())
     functions: dict[str, Function] = {
         "opfuser": share(swiglu_block(config), source),
+        **replay.replayed(share(swiglu_block(config), source), options.device),
         "opfuser, recompute": share(swiglu_block(replace(config, recompute="mlp")), source),
         "torch": source,
         **{
@@ -124,6 +125,7 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
         parameters,
         floor=lambda x: gemms(x, [(2 * ffn, dim), (dim, ffn)]),
         wall=calls(dim),
+        left_out=replay.left_out(options.device),
     )
 
 
@@ -135,6 +137,7 @@ def attention_swiglu(options: Options, dim: int, tokens: int) -> Problem:
     randomise(source)
     functions: dict[str, Function] = {
         "opfuser": share(decoder_layer(config), source),
+        **replay.replayed(share(decoder_layer(config), source), options.device),
         "torch": source,
         **{
             name: share(torch_models.decoder_layer(config, parts, length), source)
@@ -148,6 +151,7 @@ def attention_swiglu(options: Options, dim: int, tokens: int) -> Problem:
         tuple(source.parameters()),
         tolerance=ATTENTION_TOLERANCE.get(options.dtype),
         wall=calls(dim),
+        left_out=replay.left_out(options.device),
     )
 
 
@@ -157,14 +161,22 @@ def gpt(options: Options, dim: int, tokens: int, dropout: float = 0.0) -> Proble
     source = torch_models.gpt_block(dim, hidden, dropout, EPS, to)
     randomise(source)
     parameters = tuple(source.parameters())
-    ours = opfuser.Residual(
-        opfuser.LayerNorm(dim, eps=EPS, **to),
-        opfuser.Linear(dim, hidden, **to),
-        opfuser.GELU(),
-        opfuser.Linear(hidden, dim, **to),
-        *([opfuser.Dropout(dropout)] if dropout else []),
-    )
-    functions: dict[str, Function] = {"opfuser": share(ours, source), "torch": source}
+
+    def ours() -> nn.Module:
+        block = opfuser.Residual(
+            opfuser.LayerNorm(dim, eps=EPS, **to),
+            opfuser.Linear(dim, hidden, **to),
+            opfuser.GELU(),
+            opfuser.Linear(hidden, dim, **to),
+            *([opfuser.Dropout(dropout)] if dropout else []),
+        )
+        return share(block, source)
+
+    functions: dict[str, Function] = {
+        "opfuser": ours(),
+        **replay.replayed(ours(), options.device),
+        "torch": source,
+    }
     if not dropout:
         functions.update(peers.gpt_block(parameters, EPS))
     return Problem(
@@ -176,6 +188,7 @@ def gpt(options: Options, dim: int, tokens: int, dropout: float = 0.0) -> Proble
         observe=norms if dropout else list,
         tolerance=RANDOM_TOLERANCE if dropout else None,
         wall=calls(dim),
+        left_out=replay.left_out(options.device),
     )
 
 

@@ -1,10 +1,10 @@
 """Benchmarks on a GPU: ``python benchmarks/gpu/run.py --out runs/gpu``, the repository on the path.
 
-Parts: ``kernels``, ``sums``, ``blocks``, ``model``, ``host``. Each writes ``<part>.json`` into the
-output folder row by row, so that an interrupted run keeps its rows. A failure is a row with the
-text of its error. torch.compile takes part only in the sizes that a case names, one or a few,
-since it compiles for each of them. ``--device cpu`` rehearses with tiny sizes: its figures mean
-nothing.
+Parts: ``kernels``, ``sums``, ``blocks``, ``model``, ``small``, ``host``. Each writes
+``<part>.json`` into the output folder row by row, so that an interrupted run keeps its rows. A
+failure is a row with the text of its error. torch.compile takes part only in the sizes that a case
+names, one or a few, since it compiles for each of them. ``--device cpu`` rehearses with tiny sizes:
+its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from benchmarks.gpu import blocks, host, kernels, model, sums
-from benchmarks.gpu.contest import COMPILED, COPY
+from benchmarks.gpu import blocks, host, kernels, model, small, sums
+from benchmarks.gpu.compiled import COMPILED
+from benchmarks.gpu.contest import COPY
+from benchmarks.gpu.first_steps import FIRST_STEPS
 from benchmarks.gpu.problem import OURS, REFERENCE, Options, Row
 from benchmarks.machine import machine
 
@@ -29,8 +31,11 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "sums": sums.rows,
     "blocks": blocks.rows,
     "model": model.rows,
+    "small": small.rows,
     "host": host.rows,
 }
+BUDGETS = {"small": 225.0}  # seconds, of the parts that do not have BUDGET
+BUDGET = 540.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -51,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
             args.quick,
             args.seconds,
             () if args.no_compile else args.modes and tuple(args.modes),
-            time.monotonic() + args.budget,
+            time.monotonic() + (args.budget or BUDGETS.get(part, BUDGET)),
             args.case,
         )
         documents.append(run(part, options, args.out, measured_on))
@@ -69,7 +74,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--seconds", type=float, default=0.5, help="of sampling per measurement")
     parser.add_argument(
-        "--budget", type=float, default=540, help="seconds per part; nothing is begun afterwards"
+        "--budget",
+        type=float,
+        help="seconds per part; nothing is begun afterwards",
     )
     parser.add_argument("--modes", nargs="+", choices=COMPILED, help="of torch.compile")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
@@ -98,9 +105,11 @@ def run(part: str, options: Options, out: Path, measured_on: Row) -> dict[str, A
 
 def line(row: Row) -> str:
     size = " ".join(str(value) for value in row["size"].values())
-    start = f"{row['case']:<26}{size:<20}{row['pass']:<30}{row['contestant']:<26}"
+    start = f"{row['case']:<26}{size:<20}{row['pass']:<30}{row['contestant']:<30}"
     if "failure" in row:
         return start + row["failure"]
+    if FIRST_STEPS in row:
+        return start + " ".join(f"{time:.1f}" for time in row[FIRST_STEPS]) + " ms"
     low, high = row["quartiles_us"]
     text = f"{start}{row['median_us']:>11.1f} us{f'({low:.1f} - {high:.1f})':>24}"
     for key, unit, factor in COLUMNS:
@@ -118,6 +127,8 @@ COLUMNS = (
     ("tokens_per_s", "k tokens/s", 1e-3),
     ("saved_bytes", "MB saved", 1e-6),
     ("extra_bytes", "MB extra", 1e-6),
+    ("reserved_bytes", "MB reserved", 1e-6),
+    ("captured_bytes", "MB captured", 1e-6),
 )
 
 

@@ -16,8 +16,10 @@ TITLES = {
     "sums": "Residual sums behind a GEMM",
     "blocks": "Blocks",
     "model": "Models",
+    "small": "Small models",
     "host": "Host time",
 }
+MEMORY = {"reserved_bytes": "reserved", "captured_bytes": "captured"}
 
 
 def tables(folder: Path) -> Iterator[str]:
@@ -50,6 +52,8 @@ def columns_of(rows: list[Row]) -> list[str]:
 
 def cell(row: Row, part: str) -> str:
     """The time, with its share of the copy, its ratio to the GEMMs, and memory."""
+    if "first_ten_steps" in row:
+        return ", ".join(f"{time:.1f}" for time in row["first_ten_steps"]) + " ms"
     time = row.get("median_us")
     if time is None:
         return "failed" if "failure" in row else ""
@@ -60,6 +64,11 @@ def cell(row: Row, part: str) -> str:
         extras.append(" / ".join(f"{100 * share:.0f}" for share in shares if share) + "%")
     if row.get("over_floor") and row["contestant"] != "bare GEMMs":
         extras.append(f"{row['over_floor']:.2f} x GEMMs")
+    if part == "small" and row.get("speedup"):
+        extras.append(f"{row['speedup']:.2f} x torch")
+    for key, what in MEMORY.items() if part == "small" else ():
+        if row.get(key):
+            extras.append(f"{row[key] / 2**20:.0f} MiB {what}")
     if part in ("blocks", "model") and row.get("saved_bytes"):
         extras.append(f"{row['saved_bytes'] / 2**20:.0f} MiB saved")
     return text + (f" ({', '.join(extras)})" if extras else "")
