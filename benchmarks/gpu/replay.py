@@ -20,8 +20,6 @@ def context() -> Any:
 
 def missing(device: torch.device) -> str | None:
     """Why the contestant cannot take part."""
-    if not hasattr(opfuser, "replay"):
-        return "opfuser.replay does not exist"
     return None if device.type == "cuda" else "replaying needs a CUDA device"
 
 
@@ -38,8 +36,9 @@ def left_out(device: torch.device) -> dict[str, str]:
 
 
 def captured(model: nn.Module) -> Row:
-    """The bytes of captured instances, as far as plans tell them."""
+    """The memory of recordings, and why the last call was not replayed, if it was not."""
     plans = [m.last_plan for m in model.modules() if isinstance(m, opfuser.Sequential)]
-    told = [getattr(plan, "captured_bytes", None) for plan in plans]
-    known = [count for count in told if count is not None]
-    return {"captured_bytes": sum(known)} if known else {}
+    records = [record for plan in plans if plan is not None for record in plan.replays]
+    row: Row = {"captured_bytes": sum(record.bytes for record in records)}
+    refusals = [str(record.refusal) for record in records if record.refusal is not None]
+    return {**row, "not_replayed": refusals} if refusals else row
