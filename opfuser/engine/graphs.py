@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -61,28 +61,34 @@ class CudaGraph:
         current = torch.cuda.current_stream(device)
         aside = torch.cuda.Stream(device)
         aside.wait_stream(current)
+        pool = torch.cuda.graph_pool_handle()
         with _capturing, _no_collection(), _own_workspaces(), torch.cuda.stream(aside):
             before = _reserved(device)
             # Other threads may allocate meanwhile, as data loaders and NCCL do.
-            self._graph.capture_begin(
-                pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
-            )
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 result = function()
             except BaseException:
-                self._abandon()
+                self._abandon(pool)
                 raise
             self._graph.capture_end()
             self.bytes = max(0, _reserved(device) - before)
         current.wait_stream(aside)
         return result
 
-    def _abandon(self) -> None:
+    def _abandon(self, pool: Any) -> None:
         """Ends a capture in which something was raised, perhaps because of the capture."""
         try:
             self._graph.capture_end()
-        except RuntimeError:  # what was raised in it says more
-            return
+        except RuntimeError:
+            # Where the host waited for the device, the capture is void, and torch leaves its
+            # allocator and its generator of random numbers as if it still went on.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, pool)
+            other = torch.cuda.CUDAGraph()
+            other.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device=self.device)
+            other.capture_end()
 
     def replay(self) -> None:
         self._graph.replay()

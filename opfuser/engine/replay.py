@@ -209,6 +209,8 @@ def _refusal_of_call(
     graphs: type[Graph], inputs: Sequence[Tensor], parameters: Sequence[Tensor], kwargs: Kwargs
 ) -> Refusal | None:
     """Why a call is not replayed whatever its plan."""
+    if not inputs[0].numel():
+        return Refusal("SHAPE", "an empty tensor launches nothing")
     if kwargs is not None:
         return Refusal("OP_KWARGS", "keyword arguments of operations are not recorded")
     if not (_PLAIN.issuperset(map(type, inputs)) and _PLAIN.issuperset(map(type, parameters))):

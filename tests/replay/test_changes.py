@@ -134,7 +134,7 @@ def test_shapes_dtypes_and_modes(device: torch.device) -> None:
             assert y.requires_grad == expected.requires_grad
             assert y.is_inference() == expected.is_inference()
             assert_equal(y.detach(), expected.detach())
-    assert count(model) == 2 * len(calls)
+    assert count(model) == 2 * (len(calls) - 1), "all but those without rows"
 
 
 def test_autocast(device: torch.device) -> None:
