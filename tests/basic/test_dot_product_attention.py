@@ -38,7 +38,7 @@ def plain(op: DotProductAttention, x: Tensor) -> Tensor:
     """What a model in plain PyTorch would write."""
     h, g = op.num_heads, op.num_kv_heads
     if not x.numel():  # on a GPU, torch returns None
-        return x[..., : x.shape[2] * h // (h + 2 * g)]
+        return 1 * x[..., : x.shape[2] * h // (h + 2 * g)]
     if x.data_ptr() % 16:  # on a GPU, torch's kernels read beside it, or raise
         x = x.clone()
     q, k, v = x.unflatten(2, (h + 2 * g, -1)).transpose(1, 2).split([h, g, g], dim=1)
