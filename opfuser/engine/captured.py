@@ -259,8 +259,15 @@ class Captured:
         return grads
 
     def _recorded_backward(self, received: Sequence[Tensor | None]) -> _BackwardGraph | None:
-        """A recorded backward pass for these gradients of the outputs, made if need be."""
-        known = self._backwards.setdefault(tuple(g is not None for g in received), [])
+        """A recorded backward pass for these gradients of the outputs, made if need be.
+
+        None for the first one, which is to compile and load its kernels: a capture cannot.
+        """
+        given = tuple(g is not None for g in received)
+        if given not in self._backwards:
+            self._backwards[given] = []
+            return None
+        known = self._backwards[given]
         for found in known:
             if found.assumptions.hold():
                 return found

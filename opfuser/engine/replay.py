@@ -81,7 +81,6 @@ class Replays:
         found = self._find(options, schedule, input_, parameters, buffers, extra_inputs, kwargs)
         if isinstance(found, Flight):
             self._refusal = None
-            self._count += 1
             for op, needed in schedule.prepared_ops:
                 op.pre_fuser_forward(requires_grad=needed)
             return replayed(found, input_, parameters, extra_inputs)
@@ -109,11 +108,11 @@ class Replays:
         refusal = _refusal_of_call(graphs, [input_, *extra_inputs], parameters, kwargs)
         if refusal is not None:
             return refusal
-        kind = self._kind(graphs, schedule, input_, [*parameters, *buffers], extra_inputs)
-        if kind.refusal is not None:
-            return kind.refusal
-        kind.calls += 1
         with lock:
+            kind = self._kind(graphs, schedule, input_, [*parameters, *buffers], extra_inputs)
+            if kind.refusal is not None:
+                return kind.refusal
+            kind.calls += 1
             refusals = [c.refusal for c in kind.captured if c.refusal is not None]
             if refusals or kind.captures > _MAX_CAPTURES:
                 kind.captured, kind.refusal = [], [*refusals, TOO_LARGE][0]
@@ -121,6 +120,7 @@ class Replays:
             kind.captured = [c for c in kind.captured if c.is_of(parameters)]
             for captured in kind.captured:
                 if captured.is_free():
+                    self._count += 1
                     return captured.take(parameters)
             if kind.calls <= options.calls_before:
                 return None
@@ -181,6 +181,7 @@ class Replays:
         else:
             if make_room(captured):
                 kind.captured.append(captured)
+                self._count += 1
                 logger.info("[replay] captured %s: %d bytes", _place(schedule), captured.bytes)
                 return captured.take(parameters)
             kind.refusal = TOO_LARGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from dataclasses import dataclass, replace
@@ -36,9 +37,10 @@ class ReplayOptions:
         """Equal calls that run as usual."""
         return 1 if self.mode == "on" else self.after
 
+    @functools.cache  # noqa: B019 - there are few, and they are small
     def of_sequence(self, mode: str) -> ReplayOptions:
         """The same with the mode that a sequence asks for."""
-        return self if mode == self.mode else replace(self, mode=mode)
+        return replace(self, mode=mode)
 
 
 def check_mode(mode: str, where: str) -> str:
