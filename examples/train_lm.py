@@ -72,7 +72,9 @@ def make_exact(device: str) -> None:
 def build_model(config: TrainConfig) -> opfuser.Sequential:
     """The network with the initial weights of the seed."""
     torch.manual_seed(config.seed)
-    return decoder_lm(config.model)
+    model = decoder_lm(config.model)
+    model.replay = "auto"  # a GPU would wait for the host
+    return model
 
 
 def training_plan(trainer: Trainer, model: opfuser.Sequential) -> opfuser.Plan:
