@@ -1,0 +1,78 @@
+"""Replayed calls on two GPUs, with gradients that NCCL reduces and parameters that it gathers."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+from opfuser.models import DecoderConfig, decoder_lm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
+
+RANKS = 2
+CONFIG = DecoderConfig(997, 128, 3, 4, device="cuda")
+
+
+def models(rank: int) -> tuple[nn.Module, nn.Module]:
+    """The same model twice; the calls of the first one are replayed."""
+    torch.manual_seed(1)
+    model, twin = decoder_lm(CONFIG), decoder_lm(CONFIG)
+    twin.load_state_dict(model.state_dict())
+    model.replay = "on"
+    return model, twin
+
+
+def steps(rank: int, pair: list[nn.Module], count: int) -> None:
+    """Training steps of two micro-batches, in which the models must remain equal."""
+    torch.manual_seed(2 + rank)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in pair]
+    for _ in range(count):
+        for last in (False, True):
+            tokens, targets = torch.randint(0, 997, (2, 2, 33), device="cuda")
+            losses = []
+            for m in pair:
+                with contextlib.ExitStack() as stack:
+                    if isinstance(m, DistributedDataParallel) and not last:
+                        stack.enter_context(m.no_sync())
+                    losses.append(m(tokens, targets))
+                    losses[-1].backward()
+            torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def work(rank: int, store: str, kind: str) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    try:
+        model, twin = models(rank)
+        pair: list[nn.Module] = [model, twin]
+        if kind == "sharded":
+            for m in pair:
+                fully_shard(m, mesh=init_device_mesh("cuda", (RANKS,)))
+        else:
+            as_view = kind == "views of buckets"
+            pair = [DistributedDataParallel(m, gradient_as_bucket_view=as_view) for m in pair]
+        steps(rank, pair, 6)
+        (record,) = model.last_plan.replays
+        assert kind == "sharded" or record.replayed >= 10, record
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["buckets", "views of buckets", "sharded"])
+def test_replayed(kind: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two CUDA devices")
+    spawn(work, (str(tmp_path / "store"), kind), nprocs=RANKS)
