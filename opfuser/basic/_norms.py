@@ -18,6 +18,7 @@ __all__ = [
     "per_row",
     "refuse_input",
     "refuse_sm_margin",
+    "side_by_side",
 ]
 
 
@@ -85,6 +86,11 @@ def as_rows(x: Tensor, cols: int) -> Tensor:
         # Without columns, -1 could be any number.
         x = x.reshape(-1 if cols else math.prod(x.shape[:-1]), cols)
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """``x``, the elements of a row next to each other; copied only if need be."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_vector(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from ..errors import InputError, NotSupportedError, explain
 from ..kernels.norm import norm_backward, norm_forward
 from ..kernels.scalar import cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
-from ._norms import as_rows, as_vector, check_eps, per_row
+from ._norms import check_eps, side_by_side
 
 __all__ = ["L2Normalization"]
 
@@ -90,12 +90,9 @@ class L2Normalization(BasicOperation):
                 )
             )
         x = cast(input_, compute_dtype(input_, self))
-        rows = as_rows(x, x.shape[-1])
         y: Tensor
         (eps,) = ctx.settings or self.frozen_settings(ctx)
-        y, _, _, rnorm = norm_forward(rows, None, None, None, eps, False, False)
-        if rows is not x:
-            y, rnorm = y.view_as(x), per_row(rnorm, x.shape[:-1])
+        y, _, _, rnorm = norm_forward(side_by_side(x), None, None, None, eps, False, False)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rnorm))
         return y
@@ -109,13 +106,12 @@ class L2Normalization(BasicOperation):
         x, rnorm = ctx.saved_tensors
         assert x is not None
         assert rnorm is not None
-        cols = x.shape[-1]
         (eps,) = ctx.settings or self.frozen_settings(ctx)
         dx, *_ = norm_backward(
-            as_rows(grad_output, cols), as_rows(x, cols), None, None, None, as_vector(rnorm), None,
+            side_by_side(grad_output), side_by_side(x), None, None, None, rnorm, None,
             eps, False, True, False, False,
         )  # fmt: skip
-        return dx.view_as(grad_output), ()
+        return dx, ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         wide = input_.to(wide_dtype(input_.dtype))

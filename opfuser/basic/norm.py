@@ -21,6 +21,7 @@ from ._norms import (
     per_row,
     refuse_input,
     refuse_sm_margin,
+    side_by_side,
 )
 
 __all__ = ["Norm"]
@@ -128,16 +129,18 @@ class Norm(BasicOperation):
     def _normalise(
         self, ctx: OperationContext, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        cols = self._cols
-        rows = as_rows(x, cols)
-        other = None if residual is None else as_rows(residual, cols)
+        flat = len(self.normalized_shape) != 1
+        rows = as_rows(x, self._cols) if flat else side_by_side(x)
+        other = None
+        if residual is not None:
+            other = as_rows(residual, self._cols) if flat else side_by_side(residual)
         weight, bias = self.weight_and_bias()
         eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
         y: Tensor
         y, total, mean, rstd = norm_forward(
             rows, other, weight, bias, eps, zero_centered, self.with_mean
         )
-        if rows is not x:
+        if flat:
             y, leading = y.view_as(x), x.shape[: -len(self.normalized_shape)]
             rstd = per_row(rstd, leading)
             mean = None if mean is None else per_row(mean, leading)
@@ -181,29 +184,36 @@ class Norm(BasicOperation):
             residual_grad: added to the gradient of the input.
             want_y: whether to recompute the output, in the shape of ``grad_output``.
         """
-        cols, needs_dx, needs = self._cols, ctx.needs.input, ctx.needs.parameters
+        needs_dx, needs = ctx.needs.input, ctx.needs.parameters
         x, mean, rstd = self._saved(ctx)
         weight, bias = _parameters(ctx)
         eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
-        dy = as_rows(grad_output, cols)
+        dy, cols = grad_output, self._cols
+        # A view takes a microsecond: there is none where all shapes are as the kernels take them.
+        flat = x.shape != dy.shape or len(self.normalized_shape) != 1
+        if flat:
+            dy, x, rstd = as_rows(dy, cols), as_rows(x, cols), as_vector(rstd)
+            mean = None if mean is None else as_vector(mean)
+        if residual_grad is not None and residual_grad.shape != dy.shape:
+            residual_grad = as_rows(residual_grad, cols)
         dx, dw, db, y = norm_backward(
-            dy,
-            as_rows(x, cols),
+            side_by_side(dy),
+            side_by_side(x),
             as_vector(weight),
             None if bias is None else as_vector(bias),
-            None if mean is None else as_vector(mean),
-            as_vector(rstd),
-            None if residual_grad is None else as_rows(residual_grad, cols),
+            mean,
+            rstd,
+            None if residual_grad is None else side_by_side(residual_grad),
             eps,
             zero_centered,
             needs_dx,
             True in needs,
             want_y,
         )
-        if dy is not grad_output:
+        grads = (dw, db)[: len(needs)]
+        if flat:
             dx = None if dx is None else dx.view_as(grad_output)
             y = None if y is None else y.view_as(grad_output)
-        grads = (dw, db)[: len(needs)]
         if weight.dim() > 1:
             grads = tuple([None if grad is None else grad.view_as(weight) for grad in grads])
         if False in needs:  # those of weight and bias are computed together
@@ -218,7 +228,7 @@ class Norm(BasicOperation):
         settings = ctx.settings or self.frozen_settings(ctx)
         y: Tensor
         y, *_ = norm_forward(rows, None, as_vector(weight), shift, *settings, self.with_mean)
-        return y if rows is x else y.view_as(x)
+        return y.view_as(x)
 
     def _saved(self, ctx: OperationContext) -> tuple[Tensor, Tensor | None, Tensor]:
         """Input, mean and rstd."""

@@ -1,9 +1,9 @@
 """RMSNorm, LayerNorm and L2 normalisation of rows: forward, also of a residual sum, and backward.
 
-Dimensions: R rows, D columns. All tensors but weight and bias ``(D,)`` and the statistics ``(R,)``
-are ``(R, D)``; the elements of a row are contiguous, rows any distance apart. Which of the three
-norms it is follows from the arguments: LayerNorm has a mean, RMSNorm none, and L2 normalisation
-no weight either. Formulas: ``norm_plain``.
+Dimensions: R rows, D columns. All tensors but weight and bias ``(D,)`` and the statistics ``(…)``
+are ``(…, D)``, of one shape; the elements of a row are side by side. Which of the three norms it is
+follows from the arguments: LayerNorm has a mean, RMSNorm none, and L2 normalisation no weight
+either. Formulas: ``norm_plain``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["NormForward", "NormGrads", "norm_backward", "norm_forward"]
 
 
 def _has_kernel(x: Tensor, residual: Tensor | None) -> bool:
-    return 0 < x.shape[1] <= MAX_COLS and (residual is None or residual.dtype != torch.float64)
+    return 0 < x.shape[-1] <= MAX_COLS and (residual is None or residual.dtype != torch.float64)
 
 
 def _forward_wants(

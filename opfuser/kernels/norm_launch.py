@@ -16,7 +16,7 @@ from torch import Tensor
 from .column_sums import sum_columns
 from .launch import Launch, multiprocessors
 from .norm_plain import NormForward, NormGrads
-from .tiling import cdiv
+from .tiling import cdiv, empty_contiguous
 
 __all__ = ["MAX_CHAIN_ROW", "MAX_COLS", "backward", "chain_forward_launch", "forward"]
 
@@ -172,16 +172,19 @@ def _share(weight: Tensor | None, cols: int) -> float:
     return 1.0 if weight is None else 1 / cols
 
 
-def _row_stride(x: Tensor | None) -> int:
-    if x is None:
-        return 0
+def _rows_of(x: Tensor) -> tuple[Tensor, int]:
+    """``x`` with its rows at one distance, and that distance."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    if x.dim() != 2:
+        x = x.flatten(0, -2)
     row, col = x.stride()
     if col != 1 and x.shape[1] != 1:
         raise ValueError(
             "Kernels of norms take tensors with the elements of a row side by side, but received "
             f"strides {(row, col)}. Pass x.contiguous()."
         )
-    return row
+    return x, row
 
 
 def forward(
@@ -198,12 +201,13 @@ def forward(
     Raises:
         ValueError: the elements of a row are not side by side.
     """
-    rows, cols = x.shape
-    strides = (_row_stride(x), _row_stride(residual))
-    # Integers are unpacked faster than a tuple, and x.new_empty needs no device.
-    y = x.new_empty(rows, cols)
+    cols = x.shape[-1]
+    y = empty_contiguous(x)
     total = None if residual is None else torch.empty_like(y)
-    rstd = x.new_empty(rows, dtype=torch.float32)
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    x, stride = _rows_of(x)
+    residual, residual_stride = (None, 0) if residual is None else _rows_of(residual)
+    rows = rstd.numel()
     mean = torch.empty_like(rstd) if with_mean else None
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -211,7 +215,7 @@ def forward(
     launch(
         (cdiv(rows, block_rows), 1, 1),
         (x, residual, weight, bias, y, total, mean, rstd),
-        (rows, cols, *strides),
+        (rows, cols, stride, residual_stride),
         (eps, _share(weight, cols)),
     )
     return NormForward(y, total, mean, rstd)
@@ -238,13 +242,16 @@ def backward(
     """
     if not want_dx:
         residual_grad = None
-    rows, cols = x.shape
-    ints = (rows, cols, _row_stride(dy), _row_stride(x), _row_stride(residual_grad))
-    dx = x.new_empty(rows, cols) if want_dx else None
+    rows, cols = rstd.numel(), x.shape[-1]
+    dx = empty_contiguous(x) if want_dx else None
     if residual_grad is not None and residual_grad.dtype != x.dtype:
         dtype = torch.promote_types(x.dtype, residual_grad.dtype)
-        dx = x.new_empty(rows, cols, dtype=dtype)
-    y = x.new_empty(rows, cols) if want_y else None
+        dx = x.new_empty(x.shape, dtype=dtype)
+    y = empty_contiguous(x) if want_y else None
+    dy, dy_stride = _rows_of(dy)
+    x, x_stride = _rows_of(x)
+    residual_grad, residual_stride = (None, 0) if residual_grad is None else _rows_of(residual_grad)
+    ints = (rows, cols, dy_stride, x_stride, residual_stride)
     dw = weight.new_empty(cols) if want_dw and weight is not None else None
     db = bias.new_empty(cols) if want_dw and bias is not None else None
     weight = None if weight is None else weight.contiguous()

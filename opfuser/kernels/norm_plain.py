@@ -1,7 +1,7 @@
 """The norms of rows in plain torch: the path of a CPU, and of what no kernel takes.
 
-Dimensions: R rows, D columns. Statistics and arithmetic are in fp32, in fp64 for fp64; y, total and
-dx have the dtype of x, dw and db that of the parameter. With ``zero_centered``, the scale is
+Dimensions as in ``norm``. Statistics and arithmetic are in fp32, in fp64 for fp64; y, total and dx
+have the dtype of x, dw and db that of the parameter. With ``zero_centered``, the scale is
 ``weight + 1``.
 """
 
@@ -22,10 +22,10 @@ class NormForward(NamedTuple):
     """A norm and what was computed on the way; None is what was not asked for.
 
     Attributes:
-        y: (R, D), the norm.
-        total: (R, D), ``x + residual``, of which y is the norm.
-        mean: (R,), of the rows.
-        rstd: (R,), one over the root of the mean square, of the variance or of the sum of squares.
+        y: (…, D), the norm.
+        total: (…, D), ``x + residual``, of which y is the norm.
+        mean: (…), of the rows.
+        rstd: (…), one over the root of the mean square, of the variance or of the sum of squares.
     """
 
     y: Tensor
@@ -38,10 +38,10 @@ class NormGrads(NamedTuple):
     """Gradients of a norm, and its output recomputed; None is what was not asked for.
 
     Attributes:
-        dx: (R, D), that of the residual added.
+        dx: (…, D), that of the residual added.
         dw: (D,).
         db: (D,).
-        y: (R, D), with the bits that forward gave it.
+        y: (…, D), with the bits that forward gave it.
     """
 
     dx: Tensor | None
@@ -70,18 +70,18 @@ def norm_forward(
         x = total = cast(x + residual, x.dtype).contiguous()
     if with_mean:
         y, mean, rstd = _layer_norm(x, weight, bias, eps, zero_centered)
-        return NormForward(y, total, mean.view(-1), rstd.view(-1))
+        return NormForward(y, total, mean.squeeze(-1), rstd.squeeze(-1))
     x = x.contiguous()
     wide = cast(x, wide_dtype(x.dtype))
     squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     if weight is not None:
-        squares.mul_(1 / x.shape[1])
+        squares.mul_(1 / x.shape[-1])
     rstd = squares.add_(eps).rsqrt_()
     # What was widened is ours to overwrite; x is not.
     y = wide * rstd if wide is x else wide.mul_(rstd)
     if weight is not None:
         y.mul_(_scale(weight, wide.dtype, zero_centered))
-    return NormForward(cast(y, x.dtype), total, None, rstd.view(-1))
+    return NormForward(cast(y, x.dtype), total, None, rstd.squeeze(-1))
 
 
 def norm_backward(
@@ -119,7 +119,7 @@ def norm_backward(
     assert weight is not None
     needs = want_dx, want_dw, want_dw and bias is not None
     scale = _scale(weight, _operand_dtype(x), zero_centered)
-    dx, dw, db = _layer_gradients(dy, x, mean.view(-1, 1), rstd.view(-1, 1), scale, needs)
+    dx, dw, db = _layer_gradients(dy, x, mean.unsqueeze(-1), rstd.unsqueeze(-1), scale, needs)
     return NormGrads(
         None if dx is None else _add_residual(dx, residual_grad, x.dtype),
         None if dw is None else cast(dw, weight.dtype),
@@ -139,8 +139,10 @@ def _rms_backward(
 ) -> NormGrads:
     want_dx, want_dw, want_y = wants
     scale = None if weight is None else _scale(weight, rstd.dtype, zero_centered)
+    shape, dtype, cols = x.shape, x.dtype, x.shape[-1]
+    # ATen's backward of weight normalisation takes two dimensions.
+    x, dy, rstd = x.reshape(-1, cols), dy.reshape(-1, cols), rstd.reshape(-1, 1)
     wide, dy = cast(x, rstd.dtype).contiguous(), cast(dy, rstd.dtype).contiguous()
-    rstd = rstd.view(-1, 1)
     dx = dw = y = buffer = None
     if want_dw and weight is not None:
         # Not by the fast weight gradient of layer norm: it adds one row after the other, and is ten
@@ -155,14 +157,14 @@ def _rms_backward(
         # dx = rstd (dh - x rstd² mean(dh x)) is the gradient of weight normalisation g x / n with
         # norms n = g / rstd and gains g = √D, or 1 where it is the sum and not the mean. ATen has
         # one pass for that: about half the time of writing the formula out.
-        gain = torch.full_like(rstd, 1.0 if scale is None else math.sqrt(x.shape[1]))
+        gain = torch.full_like(rstd, 1.0 if scale is None else math.sqrt(cols))
         dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
             dh, wide, gain, gain / rstd, 0
         )
-        dx = _add_residual(dx, residual_grad, x.dtype)
+        dx = _add_residual(dx.view(shape), residual_grad, dtype)
     if want_y:
         xhat = torch.mul(wide, rstd, out=_reuse(buffer))
-        y = cast(xhat if scale is None else xhat.mul_(scale), x.dtype)
+        y = cast(xhat if scale is None else xhat.mul_(scale), dtype).view(shape)
     return NormGrads(dx, dw, None, y)
 
 
@@ -174,7 +176,7 @@ def _layer_norm(
     dtype = _operand_dtype(x)
     y, mean, rstd = torch.native_layer_norm(
         x,
-        (x.shape[1],),
+        (x.shape[-1],),
         _scale(weight, dtype, zero_centered),
         None if bias is None else cast(bias, dtype),
         eps,
@@ -201,29 +203,32 @@ def _layer_gradients(
     by a third. So it is given copies in fp32, block by block so that they stay in the cache, which
     takes 1.1 to 1.5 times as long.
     """
-    backward, shape = torch.ops.aten.native_layer_norm_backward.default, (x.shape[1],)
-    in_wide = x.is_cpu and x.dtype != rstd.dtype and any(needs[1:])
-    block = x.shape[0]  # a tracer would take len(x) to be fixed
+    backward, cols = torch.ops.aten.native_layer_norm_backward.default, x.shape[-1]
+    in_wide = x.dtype != rstd.dtype and x.is_cpu and any(needs[1:])
+    block = 0  # rows; 0 for all at once, as while a tracer would take their number to be fixed
     if in_wide and not torch.compiler.is_compiling():
-        block = max(1, _BLOCK * torch.get_num_threads() // x.shape[1])
-    if block >= x.shape[0]:
+        block = max(1, _BLOCK * torch.get_num_threads() // cols)
+    if not block or block * cols >= x.numel():
         dtype = rstd.dtype if in_wide else x.dtype
         dy, x = cast(dy, dtype), cast(x, dtype)
         # The bias is read for nothing but its dtype.
-        dx, dw, db = backward(dy, x, shape, mean, rstd, scale, scale, needs)
+        dx, dw, db = backward(dy, x, (cols,), mean, rstd, scale, scale, needs)
         return dx, dw, db
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
+    shape = x.shape
+    x, dy = x.reshape(-1, cols), dy.reshape(-1, cols)
+    mean, rstd = mean.reshape(-1, 1), rstd.reshape(-1, 1)
+    dx = x.new_empty(x.shape) if needs[0] else None
     sums = []
     for start in range(0, x.shape[0], block):
         rows = slice(start, start + block)
         wide = dy[rows].to(rstd.dtype), x[rows].to(rstd.dtype)
-        part, dw, db = backward(*wide, shape, mean[rows], rstd[rows], scale, scale, needs)
+        part, dw, db = backward(*wide, (cols,), mean[rows], rstd[rows], scale, scale, needs)
         sums.append((dw, db))
         if dx is not None:
             dx[rows] = part
     dws, dbs = zip(*sums)
     dw, db = (None if parts[0] is None else torch.stack(parts).sum(0) for parts in (dws, dbs))
-    return dx, dw, db
+    return None if dx is None else dx.view(shape), dw, db
 
 
 def _reuse(buffer: Tensor | None) -> Tensor | None:
