@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ArgumentError, InputError, explain
 from ..kernels.launch import transforms_active
+from ..kernels.scalar import cast
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 
 __all__ = ["DotProductAttention"]
@@ -270,17 +271,18 @@ class DotProductAttention(BasicOperation):
     ) -> Tensor:
         settings = ctx.settings or self.frozen_settings(ctx)
         _check_input(input_, settings)
-        qkv = _aligned(input_.to(compute_dtype(input_)).contiguous())
+        qkv = _aligned(cast(input_, compute_dtype(input_)).contiguous())
         x = _split(qkv, settings)
         scale = _scale_of(x, settings)
         kernel = _choose(x, settings.causal, scale, ctx.requires_grad)
-        if not _KERNELS[kernel].grouped:
+        chosen = _KERNELS[kernel]
+        if not chosen.grouped:
             x = _expand(x)
-        result = _KERNELS[kernel].forward(x, settings.causal, scale)
+        result = chosen.forward(x, settings.causal, scale)
         if ctx.requires_grad:
             ctx.kernel = kernel
             output = None if kernel == "fallback" else result.output
-            ctx.save_for_backward(*self.Saved(qkv, output, *result[1:]))
+            ctx.save_for_backward(qkv, output, *result[1:])
         return result.output.transpose(1, 2).flatten(2)
 
     def op_backward(
@@ -289,20 +291,20 @@ class DotProductAttention(BasicOperation):
         if not ctx.needs.input:
             return None, ()
         settings = ctx.settings or self.frozen_settings(ctx)
-        qkv, *result = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        qkv, *result = ctx.saved_tensors
         x = _split(qkv, settings)
-        dy = _aligned(grad_output.to(qkv.dtype).contiguous())
-        dy = dy.unflatten(2, (settings.num_heads, -1)).transpose(1, 2)
+        dy = _aligned(cast(grad_output, qkv.dtype).contiguous())
+        dy = dy.view(*dy.shape[:2], settings.num_heads, x.q.shape[-1]).transpose(1, 2)
         kernel = _KERNELS[ctx.kernel]
         if not kernel.grouped:
             x = _expand(x)
         scale = _scale_of(x, settings)
         grads = kernel.backward(dy, x, _Result(*result), settings.causal, scale)
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads[:3])
+        dq, dk, dv = [grad.transpose(1, 2) for grad in grads[:3]]
         if not kernel.grouped:
             groups = settings.num_kv_heads, -1
-            dk, dv = (grad.unflatten(2, groups).sum(3) for grad in (dk, dv))
-        return torch.cat([dq, dk, dv], 2).flatten(2), ()
+            dk, dv = [grad.unflatten(2, groups).sum(3) for grad in (dk, dv)]
+        return torch.cat([dq, dk, dv], 2).view(qkv.shape), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         settings = self.make_settings()
@@ -328,7 +330,10 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _split(qkv: Tensor, settings: DotProductAttention.Settings) -> _Heads:
     sizes = [settings.num_heads, settings.num_kv_heads, settings.num_kv_heads]
-    return _Heads(*qkv.unflatten(2, (sum(sizes), -1)).transpose(1, 2).split(sizes, dim=1))
+    batch, length, width = qkv.shape
+    heads = qkv.view(batch, length, sum(sizes), width // sum(sizes)).transpose(1, 2)
+    # Not by Tensor.split, which takes as long in Python as here.
+    return _Heads(*heads.split_with_sizes(sizes, 1))
 
 
 def _scale_of(x: _Heads, settings: DotProductAttention.Settings) -> float:

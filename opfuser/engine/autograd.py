@@ -96,7 +96,9 @@ class _SequenceFunction(torch.autograd.Function):
             # shares memory with another one, gets a wrong gradient.
             output = output.view_as(output)
             outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
-        elif output._is_view() and not any(_share_memory(output, t) for t in (input_, *tensors)):
+        elif output._is_view() and output.untyped_storage().data_ptr() not in [
+            t.untyped_storage().data_ptr() for t in (input_, *tensors)
+        ]:
             # A view of an intermediate result, which autograd would not let the caller change.
             output = output.detach()
         if not outputs:
@@ -259,12 +261,8 @@ def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> N
                 grads[n] = grad.clone()
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    if not _share_memory(a, b):
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     (a_start, a_stop), (b_start, b_stop) = _extent(a), _extent(b)
     return a_start < b_stop and b_start < a_stop

@@ -63,10 +63,10 @@ def forward(
         add: z, of the shape and dtype of y.
         in_place: whether y may be written over z. Else the GEMM starts from a copy of z.
     """
+    if add is None and scale is None:
+        return linear(x, w, bias)
     if add is not None:
         return _forward_add(add, x, w, bias, scale, in_place=in_place)
-    if scale is None:
-        return linear(x, w, bias)
     y = _mm(as_rows(x), w.t(), scale).view(*x.shape[:-1], w.shape[0])
     return y if bias is None else y.add_(bias)
 
@@ -115,8 +115,12 @@ def dgrad(
         add: g, gradient of x from elsewhere, (..., K).
         in_place: whether dx may be written over g. Else the GEMM starts from a copy of g.
     """
-    dy = cast(dy, w.dtype)
+    if dy.dtype != w.dtype:
+        dy = dy.to(w.dtype)
     if add is None:
+        if scale is None and dy.is_contiguous():
+            # Flattens and restores dimensions by itself: in Python 2 us more.
+            return torch.matmul(dy, w)
         if dy.dim() == 2:
             return _mm(dy, w, scale)
         return _mm(as_rows(dy), w, scale).view(*dy.shape[:-1], w.shape[1])
@@ -149,7 +153,13 @@ def wgrad(
     """
     if dtype is not None and x.dtype == torch.float16:
         x = cast(x, dtype)
-    dw = _mm(as_rows(cast(dy, x.dtype)).t(), as_rows(x), scale)
+    if dy.dtype != x.dtype:
+        dy = dy.to(x.dtype)
+    if dy.dim() != 2:
+        dy = as_rows(dy)
+    if x.dim() != 2:
+        x = as_rows(x)
+    dw = torch.mm(dy.t(), x) if scale is None else _mm(dy.t(), x, scale)
     return dw if dtype is None else cast(dw, dtype)
 
 

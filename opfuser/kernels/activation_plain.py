@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import cpu_blocks
-from .cpu_blocks import block_size, row_blocks
+from .cpu_blocks import at_once, block_size, row_blocks
 from .scalar import FunctionSpec, ScalarFunction, cast, wide_dtype
 from .tiling import empty_contiguous
 
@@ -40,6 +40,8 @@ def forward_plain(x: Tensor, spec: FunctionSpec, bias: Tensor | None) -> Tensor:
     if bias is None:
         return cast(f.value(x), x.dtype)  # autocast runs some in fp32
     x, wide = x.contiguous(), wide_dtype(x.dtype)
+    if x.dtype == wide and at_once(x):
+        return f.value(x + cast(bias, wide))
     b, y = cast(bias, wide), empty_contiguous(x)
     for x_rows, y_rows in row_blocks(x, y):
         z = cast(x_rows, wide) + b
@@ -101,6 +103,11 @@ def _backward_with_bias(
 ) -> ActivationGrads:
     wide = wide_dtype(x.dtype)
     b = cast(bias, wide)
+    if x.dtype == wide and at_once(x):
+        z = x + b
+        dz = f.backward(cast(dy, wide), z) if want_dx or want_db else None
+        db = cast(_sum(dz), bias.dtype) if want_db and dz is not None else None
+        return ActivationGrads(dz if want_dx else None, db, f.value(z) if want_y else None)
     dx, y = (empty_contiguous(x) if wanted else None for wanted in (want_dx, want_y))
     sums = []
     for x_rows, dy_rows, dx_rows, y_rows in row_blocks(x, dy, dx, y):

@@ -100,8 +100,7 @@ class LinearPart(Part):
     ) -> PartGrads:
         dx = None
         if ctxs[0].needs.input:
-            # As rows: the part before accepts flattened dimensions.
-            dx = gemm.dgrad(gemm.as_rows(dy), ctxs[0].saved_tensors[1])
+            dx = gemm.dgrad(dy, ctxs[0].saved_tensors[1])
         extra_inputs: list[Gradients] = [()] * len(self.ops)
         if self.add is not None:
             extra_inputs[-1] = (dy,)
