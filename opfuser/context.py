@@ -24,6 +24,7 @@ __all__ = [
     "any_autocast",
     "autocast_dtype",
     "compute_dtype",
+    "in_compute_dtype",
     "new_context",
     "refuse_dtype",
 ]
@@ -175,6 +176,21 @@ def compute_dtype(input_: Tensor, op: object = None) -> torch.dtype:
     if dtype not in COMPUTE_DTYPES:
         refuse_dtype(input_, op)
     return autocast_dtype(input_.device) or dtype
+
+
+def in_compute_dtype(x: Tensor, op: object = None) -> Tensor:
+    """``x`` in its :func:`compute_dtype`; itself where that is its own.
+
+    Args:
+        x: the operation's input.
+        op: the operation, for the error text.
+
+    Raises:
+        InputError: as :func:`compute_dtype`.
+    """
+    if x.dtype in COMPUTE_DTYPES and not any_autocast():
+        return x
+    return x.to(compute_dtype(x, op))
 
 
 def refuse_dtype(input_: Tensor, op: object = None) -> NoReturn:

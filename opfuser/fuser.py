@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from . import fused as _fused
 from .change_tracking import Clock, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
-from .engine.autograd import Kwargs, execute
+from .engine.autograd import Kwargs, execute, execute_eagerly
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
 from .engine.plan import Plan, expand
 from .engine.plan_key import CallFacts, PlanKey, call_facts
@@ -182,7 +182,7 @@ class OperationFuser:
         active_calls.depth += 1
         try:
             if options.mode == "off":
-                return execute(schedule, input_, parameters, extra_inputs, kwargs)
+                return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
             if self._replays is None:
                 self._replays = Replays()
             found = [buffers[name] for buffers, name in self._buffers]

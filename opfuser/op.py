@@ -17,6 +17,7 @@ from .context import (
     OperationContext,
     autocast_dtype,
     compute_dtype,
+    in_compute_dtype,
     new_context,
 )
 from .errors import (
@@ -39,6 +40,7 @@ __all__ = [
     "OperationContext",
     "autocast_dtype",
     "compute_dtype",
+    "in_compute_dtype",
     "new_context",
 ]
 

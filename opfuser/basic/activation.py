@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..kernels import functions
 from ..kernels.activation import activation_dx, activation_forward
-from ..kernels.scalar import FunctionSpec, ScalarFunction, cast, grad_input, reuse, rounded_once
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ..kernels.scalar import FunctionSpec, ScalarFunction, grad_input, reuse, rounded_once
+from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "Sigmoid", "Softplus", "Tanh"]
 
@@ -67,7 +67,7 @@ class _Activation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        x = cast(input_, compute_dtype(input_, self))
+        x = in_compute_dtype(input_, self)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
         (function,) = ctx.settings or self.frozen_settings(ctx)

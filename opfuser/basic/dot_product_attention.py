@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import ArgumentError, InputError, explain
 from ..kernels.launch import transforms_active
 from ..kernels.scalar import cast
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 
 __all__ = ["DotProductAttention"]
 
@@ -271,7 +271,7 @@ class DotProductAttention(BasicOperation):
     ) -> Tensor:
         settings = ctx.settings or self.frozen_settings(ctx)
         _check_input(input_, settings)
-        qkv = _aligned(cast(input_, compute_dtype(input_)).contiguous())
+        qkv = _aligned(in_compute_dtype(input_).contiguous())
         x = _split(qkv, settings)
         scale = _scale_of(x, settings)
         kernel = _choose(x, settings.causal, scale, ctx.requires_grad)

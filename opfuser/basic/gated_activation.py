@@ -10,8 +10,7 @@ from torch import Tensor
 from ..errors import NotSupportedError, explain
 from ..kernels import functions
 from ..kernels.gated import ProductSpec, gated_backward, gated_forward, product_spec
-from ..kernels.scalar import cast
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from . import _gated_math as gated
 
 __all__ = [
@@ -82,7 +81,7 @@ class _GatedActivation(BasicOperation):
     ) -> Tensor:
         (product,) = ctx.settings or self.frozen_settings(ctx)
         gated.check_glu_input(product.function, input_, type(self).__name__)
-        x = cast(input_, compute_dtype(input_, self))
+        x = in_compute_dtype(input_, self)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
         y: Tensor = gated_forward(x, product, None)

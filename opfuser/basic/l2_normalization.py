@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, explain
 from ..kernels.norm import norm_backward, norm_forward
-from ..kernels.scalar import cast, wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ..kernels.scalar import wide_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from ._norms import check_eps, side_by_side
 
 __all__ = ["L2Normalization"]
@@ -89,7 +89,7 @@ class L2Normalization(BasicOperation):
                     received="a tensor of shape ()",
                 )
             )
-        x = cast(input_, compute_dtype(input_, self))
+        x = in_compute_dtype(input_, self)
         y: Tensor
         (eps,) = ctx.settings or self.frozen_settings(ctx)
         y, _, _, rnorm = norm_forward(side_by_side(x), None, None, None, eps, False, False)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.norm import norm_backward, norm_forward
-from ..kernels.scalar import cast
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from ._dtypes import check_parameter_dtype
 from ._norms import (
     as_rows,
@@ -92,11 +91,11 @@ class Norm(BasicOperation):
         own = self._parameters  # without the 0.5 us of nn.Module.__getattr__
         weight: Tensor | None = own.get("weight")
         weight = self.weight if weight is None else weight  # parametrised
-        if not self.with_bias:
-            return as_vector(weight), None
-        bias: Tensor | None = own.get("bias")
-        bias = self.bias if bias is None else bias
-        return as_vector(weight), None if bias is None else as_vector(bias)
+        bias: Tensor | None = None
+        if self.with_bias:
+            bias = own.get("bias")
+            bias = self.bias if bias is None else bias
+        return _vectors(weight, bias)
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -109,7 +108,7 @@ class Norm(BasicOperation):
         shape = self.normalized_shape
         if input_.shape[-len(shape) :] != shape:
             refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
-        y, _ = self._normalise(ctx, cast(input_, compute_dtype(input_, self)), None)
+        y, _ = self._normalise(ctx, in_compute_dtype(input_, self), None)
         return y
 
     def forward_of_sum(
@@ -187,6 +186,8 @@ class Norm(BasicOperation):
         needs_dx, needs = ctx.needs.input, ctx.needs.parameters
         x, mean, rstd = self._saved(ctx)
         weight, bias = _parameters(ctx)
+        shape = weight.shape
+        weight, bias = _vectors(weight, bias)
         eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
         dy, cols = grad_output, self._cols
         # A view takes a microsecond: there is none where all shapes are as the kernels take them.
@@ -199,8 +200,8 @@ class Norm(BasicOperation):
         dx, dw, db, y = norm_backward(
             side_by_side(dy),
             side_by_side(x),
-            as_vector(weight),
-            None if bias is None else as_vector(bias),
+            weight,
+            bias,
             mean,
             rstd,
             None if residual_grad is None else side_by_side(residual_grad),
@@ -214,8 +215,8 @@ class Norm(BasicOperation):
         if flat:
             dx = None if dx is None else dx.view_as(grad_output)
             y = None if y is None else y.view_as(grad_output)
-        if weight.dim() > 1:
-            grads = tuple([None if grad is None else grad.view_as(weight) for grad in grads])
+        if len(shape) > 1:
+            grads = tuple([None if grad is None else grad.view(shape) for grad in grads])
         if False in needs:  # those of weight and bias are computed together
             grads = tuple([grad if need else None for grad, need in zip(grads, needs)])
         return dx, grads, y
@@ -223,11 +224,10 @@ class Norm(BasicOperation):
     def recompute(self, ctx: OperationContext) -> Tensor:
         """In backward, the output again, in the shape of the input that was saved."""
         x = self._saved(ctx)[0]
-        weight, bias = _parameters(ctx)
-        rows, shift = as_rows(x, self._cols), None if bias is None else as_vector(bias)
+        rows, parameters = as_rows(x, self._cols), _vectors(*_parameters(ctx))
         settings = ctx.settings or self.frozen_settings(ctx)
         y: Tensor
-        y, *_ = norm_forward(rows, None, as_vector(weight), shift, *settings, self.with_mean)
+        y, *_ = norm_forward(rows, None, *parameters, *settings, self.with_mean)
         return y.view_as(x)
 
     def _saved(self, ctx: OperationContext) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -247,3 +247,10 @@ def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
     """Weight and bias as forward saw them."""
     weight, bias = (*ctx.parameters, None)[:2]
     return weight, bias
+
+
+def _vectors(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both in one dimension."""
+    if weight.dim() == 1:
+        return weight, bias
+    return as_vector(weight), None if bias is None else as_vector(bias)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ArgumentError, MissingImplementationError, explain
 from ..kernels.pointwise import FUNCTION, Chain, Link, has_kernels
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from ._numbers import real_number
 
 __all__ = ["PointwiseOperation"]
@@ -146,7 +146,7 @@ class PointwiseOperation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        x = cast(input_, compute_dtype(input_, self))
+        x = in_compute_dtype(input_, self)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
         _, constants, _ = ctx.settings or self.frozen_settings(ctx)

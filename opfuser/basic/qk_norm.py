@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError, explain
 from ..kernels.rotary import Rotation, qk_norm, qk_norm_backward
-from ..kernels.scalar import cast, wide_dtype
-from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
+from ..kernels.scalar import wide_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from ._dtypes import check_parameter_dtype
 from ._norms import check_eps
 
@@ -124,7 +124,7 @@ class QKNorm(BasicOperation):
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
         self.check_input(input_, ctx.settings or self.frozen_settings(ctx))
-        x = cast(input_, compute_dtype(input_, self))
+        x = in_compute_dtype(input_, self)
         return self.normalise(ctx, x, None)
 
     def normalise(self, ctx: OperationContext, x: Tensor, rotation: Rotation | None) -> Tensor:

@@ -18,7 +18,7 @@ from .backward_pass import execute_backward, zeros
 from .forward_pass import Kwargs, Tape, execute_forward
 from .schedule import Schedule
 
-__all__ = ["Kwargs", "differentiate", "execute", "separate"]
+__all__ = ["Kwargs", "differentiate", "execute", "execute_eagerly", "separate"]
 
 _OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
@@ -31,16 +31,29 @@ def execute(
     kwargs: Kwargs,
 ) -> Any:
     """The output of a schedule, or a tuple of it and the extra outputs."""
+    if not (schedule.needs_backward and torch.compiler.is_compiling()):
+        return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
+    for op, needed in schedule.prepared_ops:
+        op.pre_fuser_forward(requires_grad=needed)
+    if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():
+        # The tracer of torch 2.11 fails where a later operation requires a size that it
+        # treats as variable to be that of a parameter. Reading the size fixes it here.
+        range(input_.shape[-1])
+    tensors = _each_once([input_, *parameters, *extra_inputs])
+    return _SequenceFunction.apply(schedule, kwargs, *tensors)  # type: ignore[no-untyped-call]
+
+
+def execute_eagerly(
+    schedule: Schedule,
+    input_: Tensor,
+    parameters: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs,
+) -> Any:
+    """As :func:`execute`, where torch.compile traces no backward."""
     for op, needed in schedule.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
     if schedule.needs_backward:
-        if torch.compiler.is_compiling():
-            if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():
-                # The tracer of torch 2.11 fails where a later operation requires a size that it
-                # treats as variable to be that of a parameter. Reading the size fixes it here.
-                range(input_.shape[-1])
-            tensors = _each_once([input_, *parameters, *extra_inputs])
-            return _SequenceFunction.apply(schedule, kwargs, *tensors)  # type: ignore[no-untyped-call]
         if torch._C._are_functorch_transforms_active():
             return _SequenceFunction.apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
         return _apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..fusion import Refusal
 from ..op import is_built_in
-from .autograd import Kwargs, execute
+from .autograd import Kwargs, execute_eagerly
 from .captured import (
     TOO_LARGE,
     Captured,
@@ -89,7 +89,7 @@ class Replays:
             _told.add(found)
             level = logging.WARNING if options.mode == "on" else logging.INFO
             logger.log(level, "[replay] steps aside: %s", found)
-        return execute(schedule, input_, parameters, extra_inputs, kwargs)
+        return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
 
     def _find(
         self,

@@ -9,8 +9,7 @@ from ..basic.qk_norm import QKNorm
 from ..basic.rotary_embedding import RotaryEmbedding
 from ..context import Contexts, ForwardArguments, ForwardResult
 from ..fusion import Env, Fusion, Refusal
-from ..kernels.scalar import cast
-from ..op import FusedOperation, compute_dtype
+from ..op import FusedOperation, in_compute_dtype
 from ._linear import insist
 
 __all__ = ["FUSION", "ForwardQKNormRotary"]
@@ -48,7 +47,7 @@ class ForwardQKNormRotary(FusedOperation):
             insist(_refuses(qk_norm, rotary), type(self).__name__)
         positions = given["basic_op_kwargs"][1].get("positions")
         qk_norm.check_input(input_, settings)
-        x = cast(input_, compute_dtype(input_, qk_norm))
+        x = in_compute_dtype(input_, qk_norm)
         rotary.check_input(x, positions, how)
         if rotary_ctx.requires_grad:
             rotary_ctx.save_for_backward(*rotary.Saved(positions))

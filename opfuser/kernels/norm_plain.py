@@ -120,8 +120,10 @@ def norm_backward(
     needs = want_dx, want_dw, want_dw and bias is not None
     scale = _scale(weight, _operand_dtype(x), zero_centered)
     dx, dw, db = _layer_gradients(dy, x, mean.unsqueeze(-1), rstd.unsqueeze(-1), scale, needs)
+    if dx is not None and (residual_grad is not None or dx.dtype != x.dtype):
+        dx = _add_residual(dx, residual_grad, x.dtype)
     return NormGrads(
-        None if dx is None else _add_residual(dx, residual_grad, x.dtype),
+        dx,
         None if dw is None else cast(dw, weight.dtype),
         None if db is None or bias is None else cast(db, bias.dtype),
         _layer_norm(x, weight, bias, eps, zero_centered)[0] if want_y else None,
@@ -140,8 +142,9 @@ def _rms_backward(
     want_dx, want_dw, want_y = wants
     scale = None if weight is None else _scale(weight, rstd.dtype, zero_centered)
     shape, dtype, cols = x.shape, x.dtype, x.shape[-1]
-    # ATen's backward of weight normalisation takes two dimensions.
-    x, dy, rstd = x.reshape(-1, cols), dy.reshape(-1, cols), rstd.reshape(-1, 1)
+    if x.dim() != 2:  # ATen's backward of weight normalisation takes two
+        x, dy, rstd = x.reshape(-1, cols), dy.reshape(-1, cols), rstd.reshape(-1)
+    rstd = rstd.unsqueeze(1)
     wide, dy = cast(x, rstd.dtype).contiguous(), cast(dy, rstd.dtype).contiguous()
     dx = dw = y = buffer = None
     if want_dw and weight is not None:
@@ -161,10 +164,12 @@ def _rms_backward(
         dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
             dh, wide, gain, gain / rstd, 0
         )
-        dx = _add_residual(dx.view(shape), residual_grad, dtype)
+        dx = dx if len(shape) == 2 else dx.view(shape)
+        dx = _add_residual(dx, residual_grad, dtype)
     if want_y:
         xhat = torch.mul(wide, rstd, out=_reuse(buffer))
-        y = cast(xhat if scale is None else xhat.mul_(scale), dtype).view(shape)
+        y = cast(xhat if scale is None else xhat.mul_(scale), dtype)
+        y = y if len(shape) == 2 else y.view(shape)
     return NormGrads(dx, dw, None, y)
 
 
@@ -174,15 +179,11 @@ def _layer_norm(
     """y, mean and rstd, the statistics as columns."""
     assert weight is not None
     dtype = _operand_dtype(x)
-    y, mean, rstd = torch.native_layer_norm(
-        x,
-        (x.shape[-1],),
-        _scale(weight, dtype, zero_centered),
-        None if bias is None else cast(bias, dtype),
-        eps,
-    )
+    scale = _scale(weight, dtype, zero_centered)
+    shift = bias if bias is None or bias.dtype == dtype else bias.to(dtype)
+    y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), scale, shift, eps)
     # Autocast runs it in fp32 on a GPU.
-    return cast(y, x.dtype), mean, rstd
+    return y if y.dtype == x.dtype else y.to(x.dtype), mean, rstd
 
 
 # Elements whose fp32 copies a core's cache (1 to 2 MiB) holds.
@@ -236,7 +237,7 @@ def _reuse(buffer: Tensor | None) -> Tensor | None:
 
 
 def _scale(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:
-    scale = cast(weight, dtype)
+    scale = weight if weight.dtype == dtype else weight.to(dtype)
     return scale + 1 if zero_centered else scale
 
 

@@ -15,8 +15,7 @@ from ...context import Contexts, ExtraTensors
 from ...fusion import Refusal
 from ...kernels.activation import activation_backward, activation_forward
 from ...kernels.gated import gated_backward, gated_backward_, gated_forward
-from ...kernels.scalar import cast
-from ...op import compute_dtype
+from ...op import in_compute_dtype
 from .._linear import insist
 from .part import Gradients, Part, PartGrads
 
@@ -71,7 +70,7 @@ class ActivationPart(Part):
             )
         else:
             assert isinstance(self.activation, _Activation)
-            x = cast(x, compute_dtype(x, self.activation))
+            x = in_compute_dtype(x, self.activation)
             (function,) = self.activation.frozen_settings(ctx)
             y = activation_forward(x, function, b)
             if ctx.requires_grad:
