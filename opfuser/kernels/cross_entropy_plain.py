@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .scalar import cast, wide_dtype
+
 __all__ = [
     "LossGradient",
     "MeanLoss",
@@ -25,7 +27,10 @@ _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 
 def _blocks(x: Tensor) -> list[slice]:
-    """Blocks of rows whose fp32 copy is small; all rows at once for a tracer, which fuses them."""
+    """Blocks of rows whose fp32 copy is small; all rows at once for a tracer, which fuses them.
+
+    Callers take tensors as they are where there is one block: slices take a microsecond each.
+    """
     rows, cols = x.shape
     limit = _BLOCK.get(x.device.type)
     if limit is None or torch.compiler.is_compiling():
@@ -40,7 +45,7 @@ def _classes(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Which rows count, and a class for every row (0 for those that do not), each (rows, 1)."""
     targets = targets.unsqueeze(1)
     valid = targets != ignore_index
-    return valid, torch.where(valid, targets, 0).long()
+    return valid, cast(torch.where(valid, targets, 0), torch.int64)
 
 
 class Terms(NamedTuple):
@@ -96,7 +101,7 @@ def _by_softmax(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> _Rows:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = cast(x, wide_dtype(x.dtype))
     row_max = x.amax(1, keepdim=True)
     if _by_softmax(x):
         p = torch.softmax(x, 1)
@@ -149,8 +154,13 @@ def _gradient(
 def forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
     """Losses and statistics of logits (rows, classes)."""
     valid, index = _classes(targets, terms.ignore_index)
+    blocks = _blocks(x)
+    if len(blocks) == 1:
+        rows = _rows(x)
+        loss = torch.where(valid, _losses(x, rows, index, terms), 0.0)
+        return RowLosses(loss.squeeze(1), rows.row_max.squeeze(1), rows.sum_exp.squeeze(1))
     parts = []
-    for block in _blocks(x):
+    for block in blocks:
         part = x[block]
         rows = _rows(part)
         loss = _losses(part, rows, index[block], terms)
@@ -181,8 +191,12 @@ def backward(
     scale = dloss if count is None else dloss / count
     scale = torch.where(valid, scale.unsqueeze(1) if scale.dim() else scale, 0.0)
     row_max, sum_exp = row_max.unsqueeze(1), sum_exp.unsqueeze(1)
+    blocks = _blocks(x)
+    if len(blocks) == 1:
+        rows = _softmax_rows(x, row_max, sum_exp)
+        return cast(_gradient(rows, index, scale, terms, None), x.dtype).contiguous()
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for block in _blocks(x):
+    for block in blocks:
         rows = _softmax_rows(x[block], row_max[block], sum_exp[block])
         _write(dx[block], rows, index[block], scale[block], terms)
     return dx
@@ -200,11 +214,17 @@ def gradient(x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms) -> 
     """Losses, and their gradient for 1, or 1 / count, written over the logits."""
     valid, index = _classes(targets, terms.ignore_index)
     wide = torch.promote_types(x.dtype, torch.float32)
-    losses = x.new_empty((x.shape[0], 1), dtype=wide)
     scale = valid.to(wide)
     if count is not None:
         scale /= count.clamp_min(1)
-    for block in _blocks(x):
+    blocks = _blocks(x)
+    if len(blocks) == 1:
+        rows = _rows(x)
+        losses = _losses(x, rows, index, terms)
+        _write(x, rows, index, scale, terms)
+        return LossGradient(torch.where(valid, losses, 0.0).squeeze(1), x)
+    losses = x.new_empty((x.shape[0], 1), dtype=wide)
+    for block in blocks:
         part = x[block]
         rows = _rows(part)
         losses[block] = _losses(part, rows, index[block], terms)
