@@ -85,6 +85,20 @@ def _revive(
     return ctx
 
 
+def _revive_all(
+    general: GeneralBackward,
+    contexts: Sequence[OperationContext],
+    saved: list[Tensor | None],
+    base: int,
+) -> list[OperationContext]:
+    """The contexts of a step; ``base`` is where the kept parameters begin in ``saved``."""
+    ctxs = []
+    for i, reads in general.contexts:
+        span = None if reads is None else (base + reads[0], base + reads[1])
+        ctxs.append(_revive(contexts[i], saved, span))
+    return ctxs
+
+
 def execute_backward(
     func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
 ) -> list[Tensor | None]:
@@ -106,10 +120,7 @@ def execute_backward(
 
     for op, index, (start, stop), reads, constant, general in schedule.backward:
         if general is not None:
-            ctxs = [
-                _revive(contexts[i], saved, r and (base + r[0], base + r[1]))
-                for i, r in zip(general.indices, general.reads)
-            ]
+            ctxs = _revive_all(general, contexts, saved, base)
             dx = _general_backward(
                 schedule, op, general, ctxs, dx, grads_of, param_grads, extra_grads
             )
@@ -160,9 +171,13 @@ def _general_backward(
     param_grads: list[Tensor | None],
     extra_grads: list[Tensor | None],
 ) -> Tensor | None:
-    grad_extra_outputs = [
-        [grads_of.pop(slot, None) for slot in slots] if slots else () for slots in general.outputs
-    ]
+    count = len(ctxs)
+    grad_extra_outputs: list[Sequence[Tensor | None]] = [()] * count
+    if not general.silent:
+        grad_extra_outputs = [
+            [grads_of.pop(slot, None) for slot in slots] if slots else ()
+            for slots in general.outputs
+        ]
     if dx is None:
         # The operations behind this step return no gradient, so that of its output is zero.
         given = [g for gs in grad_extra_outputs for g in gs if g is not None]
@@ -171,7 +186,7 @@ def _general_backward(
         like = ctxs[-1].output_like or (given[0].shape, given[0].dtype, given[0].device)
         dx = zeros(like)
     dx, params, extras = op.fuser_backward(ctxs, dx, basic_op_grad_extra_outputs=grad_extra_outputs)
-    if len(params) != len(general.indices) or len(extras) != len(general.indices):
+    if len(params) != count or len(extras) != count:
         raise ParameterGradientCountError(
             explain(
                 f"Expected gradients for {len(general.indices)} basic operations, but got "

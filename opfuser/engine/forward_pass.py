@@ -73,10 +73,7 @@ def execute_forward(
     try:
         for op, first, needs, constant, freezes, general in schedule.forward:
             if general is not None:
-                ctxs = [
-                    new_context(need, None if basic is None else _settings(basic, traced))
-                    for need, basic in zip(general.needs, general.freezes)
-                ]
+                ctxs = _contexts(general, traced)
                 if tape is None and general.overwrites:
                     _permit_overwriting(general, ctxs, x, extra_inputs, produced)
                 x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
@@ -111,6 +108,20 @@ def execute_forward(
     return x, [produced[slot] for slot in schedule.outputs]
 
 
+def _contexts(general: GeneralForward, traced: bool) -> list[OperationContext]:
+    ctxs = []
+    for needs, basic in general.contexts:
+        ctx = OperationContext()  # as new_context, without a call for each
+        if basic is not None:
+            ctx.settings = _settings(basic, traced)
+        if needs is None:
+            ctx.requires_grad = False
+        else:
+            ctx.needs = needs
+        ctxs.append(ctx)
+    return ctxs
+
+
 def _settings(op: Any, traced: bool) -> Any:
     """``op.settings``, without one check per operation whether torch.compile traces."""
     return op.make_settings() if traced else op.__dict__.get("_settings") or op.settings
@@ -125,7 +136,8 @@ def _general_forward(
     kwargs: Kwargs,
     produced: dict[Slot, Tensor],
 ) -> Tensor:
-    given: list[Sequence[Tensor | None]] = [()] * len(ctxs)
+    count = len(ctxs)
+    given: list[Sequence[Tensor | None]] = [()] * count
     if general.sources is not None:
         given = [
             [_fetch(*source, extra_inputs, produced) for source in zip(row, asks)]
@@ -139,9 +151,9 @@ def _general_forward(
         basic_op_extra_inputs=given,
         prev_op_grad_output_quantizer=None,
         next_op_input_quantizer=None,
-        basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
+        basic_op_kwargs=[{}] * count if kwargs is None else [kwargs[i] for i in general.indices],
     )
-    if len(extra_outputs) != len(general.indices):
+    if len(extra_outputs) != count:
         raise ExtraOutputCountError(
             explain(
                 f"Expected extra outputs for {len(general.indices)} basic operations, "

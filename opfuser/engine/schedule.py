@@ -36,9 +36,8 @@ class ForwardStep(NamedTuple):
 
 class GeneralForward(NamedTuple):
     indices: tuple[int, ...]
-    needs: tuple[GradNeeds | None, ...]
-    freezes: tuple[BasicOperation | None, ...]
-    """The operations that have settings."""
+    contexts: tuple[tuple[GradNeeds | None, BasicOperation | None], ...]
+    """Needs of the operations, and those operations that have settings."""
     sources: tuple[tuple[Slot | int | None, ...], ...] | None
     """None: none of the operations has extra inputs."""
     asks: tuple[tuple[bool, ...], ...]
@@ -73,13 +72,16 @@ class BackwardStep(NamedTuple):
 class GeneralBackward(NamedTuple):
     indices: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    reads: tuple[tuple[int, int] | None, ...]
+    contexts: tuple[tuple[int, tuple[int, int] | None], ...]
+    """Indices once more, and which of the kept parameters backward reads."""
     targets: tuple[tuple[Slot | int | None, ...], ...]
     """The slot or argument that the gradient of each extra input belongs to."""
     takes: bool
     """Whether any of the operations has extra inputs."""
     outputs: tuple[tuple[Slot, ...], ...]
     """Slots of extra outputs."""
+    silent: bool
+    """Whether none of the operations has extra outputs."""
     name: str
 
 
@@ -231,8 +233,7 @@ def _lay_out_forward(
         )
         general = GeneralForward(
             step.indices,
-            tuple(needs[i] for i in step.indices),
-            tuple(ops[i] if _has_settings(ops[i]) else None for i in step.indices),
+            tuple((needs[i], ops[i] if _has_settings(ops[i]) else None) for i in step.indices),
             sources if any(sources) else None,
             asks,
             tuple(
@@ -275,12 +276,13 @@ def _lay_out_backward(
         general = GeneralBackward(
             step.indices,
             tuple(spans[i] for i in step.indices),
-            tuple(reads[i] for i in step.indices),
+            tuple((i, reads[i]) for i in step.indices),
             tuple(_outside(routing.sources[i], own) for i in step.indices),
             any(routing.sources[i] for i in step.indices),
             tuple(
                 tuple(Slot(i, s) for s in range(len(routing.consumers[i]))) for i in step.indices
             ),
+            not any(routing.consumers[i] for i in step.indices),
             _name(step),
         )
         out.append(BackwardStep(step.op, step.indices[0], (0, 0), None, None, general))
