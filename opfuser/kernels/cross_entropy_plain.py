@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .scalar import cast, wide_dtype
 
@@ -151,10 +152,21 @@ def _gradient(
     return dx.scatter_add_(1, index, (smoothing - 1) * scale)
 
 
+def _by_nll_loss(x: Tensor, targets: Tensor, ignore_index: int) -> RowLosses:
+    """As :func:`forward`, without further terms, in six calls of ATen in place of fifteen."""
+    x = cast(x, wide_dtype(x.dtype))
+    log_p = torch.log_softmax(x, 1)
+    targets = cast(targets, torch.int64)
+    loss = F.nll_loss(log_p, targets, ignore_index=ignore_index, reduction="none")
+    return RowLosses(loss, x.amax(1), log_p.amax(1).neg_().exp_())
+
+
 def forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
     """Losses and statistics of logits (rows, classes)."""
-    valid, index = _classes(targets, terms.ignore_index)
     blocks = _blocks(x)
+    if len(blocks) == 1 and _by_softmax(x) and not (terms.label_smoothing or terms.z_loss):
+        return _by_nll_loss(x, targets, terms.ignore_index)
+    valid, index = _classes(targets, terms.ignore_index)
     if len(blocks) == 1:
         rows = _rows(x)
         loss = torch.where(valid, _losses(x, rows, index, terms), 0.0)
