@@ -118,7 +118,7 @@ class Embedding(BasicOperation):
         assert ctx.saved_tensors is not None
         (indices,) = ctx.saved_tensors
         (padding,) = ctx.settings or self.frozen_settings(ctx)
-        grad_weight = torch.ops.aten.embedding_dense_backward(
+        grad_weight = torch.ops.aten.embedding_dense_backward.default(
             grad_output, indices, self.num_embeddings, padding, False
         )
         return None, (grad_weight,)

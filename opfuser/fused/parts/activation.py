@@ -104,15 +104,17 @@ class ActivationPart(Part):
         want_output: bool,
     ) -> PartGrads:
         """All gradients and the output in one kernel; dx of a gated x may overwrite it."""
-        ours = x is not None or only_reference(ctxs[-1].saved_tensors)
-        x = ctxs[-1].saved_tensors[0] if x is None else x
+        saved = ctxs[-1].saved_tensors
+        gated = isinstance(self.activation, _GatedActivation)
+        ours = gated and (x is not None or only_reference(saved))
+        x = saved[0] if x is None else x
         if dy.dim() != x.dim():
             dy = dy.view(*x.shape[:-1], dy.shape[-1])
         needs = ctxs[0].needs
         want_dx, want_db = needs.input, self.bias is not None and any(needs.parameters)
         (function,) = self.activation.frozen_settings(ctxs[-1])
         grads: Any
-        if isinstance(self.activation, _Activation):
+        if not gated:
             bias = self._saved_bias(ctxs)
             grads = activation_backward(dy, x, function, bias, want_dx, want_db, want_output)
         elif ours and want_dx:

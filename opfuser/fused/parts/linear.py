@@ -116,5 +116,6 @@ class LinearPart(Part):
             dw = self.linear.weight_grad(dy, cast(saved if x is None else x, w.dtype), ctx)
         own: list[Gradients] = [(dw,)]
         if self.bias is not None:
-            own.append(tuple(bias_grad(dy) if need else None for need in ctxs[1].needs.parameters))
+            needs = ctxs[1].needs.parameters
+            own.append((bias_grad(dy),) if True in needs else (None,) * len(needs))
         return own if self.add is None else [*own, ()]
