@@ -259,13 +259,15 @@ def _modes() -> Hashable:
     return (
         torch.is_inference_mode_enabled(),
         c._get_deterministic_algorithms(),
-        c._get_float32_matmul_precision(),
+        # The older getter raises once the newer setter was used.
+        c._get_fp32_precision_getter("cuda", "matmul"),
         c._get_cublas_allow_bf16_reduced_precision_reduction(),
         c._get_cublas_allow_fp16_reduced_precision_reduction(),
         c._get_flash_sdp_enabled(),
         c._get_mem_efficient_sdp_enabled(),
         c._get_math_sdp_enabled(),
         c._get_cudnn_sdp_enabled(),
+        tuple(c._get_sdp_priority_order()),
     )
 
 

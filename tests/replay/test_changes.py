@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 
 import opfuser
 from tests.replay.models import (
@@ -167,6 +170,36 @@ def test_fusions_switched(device: torch.device) -> None:
             assert_equal(model(x).detach(), other(x).detach())
         assert_equal(model(x).detach(), other(x).detach())
     assert count(model) == 4
+
+
+@contextlib.contextmanager
+def matmul_in_tf32() -> Iterator[None]:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [matmul_in_tf32, deterministic, lambda: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)],
+    ids=["tf32", "deterministic", "attention"],
+)
+def test_modes_that_choose_kernels(mode: Callable[[], Any], device: torch.device) -> None:
+    model, x = block(device), draw(device)
+    for _ in range(3):
+        with mode():
+            model(x)
+        model(x)
+    plan = model.last_plan
+    assert plan is not None
+    assert plan.replays[0].instances == 2
 
 
 def test_functional_call(device: torch.device) -> None:
