@@ -134,9 +134,7 @@ class Sets(BasicOperation):
 CHANGES = [(name, *change) for name, run in SEQUENCES.items() for change in run.attributes()]
 
 
-def check_change(
-    name: str, n: int, attribute: str, how: Change, device: torch.device | None = None
-) -> None:
+def check_change(name: str, n: int, attribute: str, how: Change, device: torch.device) -> None:
     """Fails unless backward computes with what forward found, and a value set later counts."""
     run = SEQUENCES[name]
     seq, inputs = run.make().to(device), [t.to(device) for t in run.inputs()]

@@ -1,4 +1,7 @@
-"""Attributes set after construction count or cannot be set; backward uses what forward used."""
+"""Attributes set after construction count or cannot be set; backward uses what forward used.
+
+tests/kernels/test_interpreter.py runs this file with kernels too.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from opfuser import ConstantScale, CrossEntropy, RotaryEmbedding, Sequential, basic
 from opfuser.basic import BasicLinear, Dropout, Embedding, QKNorm, SiLU
 from opfuser.errors import InputError, NotSupportedError, OpfuserError, ReadOnlyAttributeError
+from opfuser.op import BasicOperation
 from tests.basic.attributes import (
     CASES,
     Change,
@@ -29,6 +34,10 @@ SETTABLE = attributes_of(Change)
 CHECKED = [(name, a) for name, a in SETTABLE if CASES[name].attributes[a].bad is not None]
 
 
+def on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
+    return [t.to(device) for t in tensors]
+
+
 def test_every_operation_is_in_the_table() -> None:
     assert set(CASES) == set(basic.__all__)
 
@@ -39,21 +48,21 @@ def test_every_attribute_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(("name", "attribute"), SETTABLE)
 def test_backward_uses_what_forward_used_and_a_value_set_later_counts(
-    name: str, attribute: str
+    name: str, attribute: str, device: torch.device
 ) -> None:
     """The first in a sequence; alone, check_op sees to it."""
-    case, op = CASES[name], make(name)
+    case, op = CASES[name], make(name).to(device)
     change: Any = case.attributes[attribute]
-    other = make(name, **{change.argument or attribute: change.value})
+    other = make(name, **{change.argument or attribute: change.value}).to(device)
     other.load_state_dict(op.state_dict())
-    module, inputs, alone = Sequential(op), case.inputs(), copy.deepcopy(op)
+    module, inputs, alone = Sequential(op), on(device, case.inputs()), copy.deepcopy(op)
     wanted = results(module, inputs)
     results(alone, inputs)
     assert same(results(module, inputs, lambda: setattr(op, attribute, change.value)), wanted)
     setattr(alone, attribute, change.value)
     if change.inputs is None:
         assert same(results(module, inputs), wanted) == change.neutral
-    inputs = (change.inputs or case.inputs)()
+    inputs = on(device, (change.inputs or case.inputs)())
     wanted = results(other, inputs)
     assert same(results(module, inputs), wanted)
     assert same(results(alone, inputs), wanted)
@@ -133,8 +142,8 @@ def test_the_sequences_are_fused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "n", "attribute", "how"), CHANGES)
-def test_in_a_fusion(name: str, n: int, attribute: str, how: Change) -> None:
-    check_change(name, n, attribute, how)
+def test_in_a_fusion(name: str, n: int, attribute: str, how: Change, device: torch.device) -> None:
+    check_change(name, n, attribute, how, device)
     if how.bad is not None:
         check_bad_value(name, n, attribute, how)
 
@@ -153,19 +162,27 @@ def check_bad_value(name: str, n: int, attribute: str, how: Change) -> None:
     assert str(called.value) == str(constructed.value)
 
 
-def test_a_factor_that_a_neighbour_sets() -> None:
+def test_a_factor_that_a_neighbour_sets(device: torch.device) -> None:
+    """Where kernels run, it is a link of a chain."""
     scale, factors = ConstantScale(2.0), [3.0, 5.0, 5.0, 7.0, 3.0]
-    seq, x = Sequential(Sets(scale, "scale", *factors), scale, SiLU()), torch.randn(3, 8)
+    x = torch.randn(3, 8, device=device)
+    seq = Sequential(Sets(scale, "scale", *factors), scale, SiLU())
     for factor in factors:
-        wanted = results(Sequential(ConstantScale(factor), SiLU()), [x])
-        assert same(results(seq, [x]), wanted)
+        assert same(results(seq, [x]), results(Sequential(ConstantScale(factor), SiLU()), [x]))
+    scale.scale = 4.0
+    wanted = results(Sequential(ConstantScale(4.0), SiLU()), [x])
+    assert same(results(Sequential(scale, SiLU()), [x]), wanted)
 
 
-def test_a_probability_that_a_neighbour_sets() -> None:
+@pytest.mark.parametrize("behind", [[], [ConstantScale(2.0), SiLU()]], ids=["alone", "chain"])
+def test_a_probability_that_a_neighbour_sets(
+    behind: list[BasicOperation], device: torch.device
+) -> None:
     dropout, values = Dropout(0.5), [0.9, 0.0, 0.3, 0.3, 0.5]
-    seq, x = Sequential(Sets(dropout, "dropout_probability", *values), dropout), torch.ones(9, 9)
+    x = torch.ones(9, 9, device=device)
+    seq = Sequential(Sets(dropout, "dropout_probability", *values), dropout, *behind)
     for p in values:
-        assert same(results(seq, [x]), results(Dropout(p), [x]))
+        assert same(results(seq, [x]), results(Sequential(Dropout(p), *behind), [x]))
 
 
 def test_what_a_fusion_does_not_compute_set_by_a_neighbour() -> None:

@@ -30,6 +30,7 @@ from opfuser import (
     SiLU,
     SwiGLU,
 )
+from opfuser.engine.plan import Plan
 from opfuser.errors import InputError
 from opfuser.fused import FUSIONS
 from opfuser.fusion import Fusion, Optional, Repeated
@@ -181,6 +182,13 @@ def call(
 
 
 # Which fusions there are, and where they match.
+
+
+def plan_on(device: str, *ops: nn.Module, dtype: torch.dtype = F32, grad: bool = True) -> Plan:
+    """A plan needs no data: one for tensors of meta tells what becomes of those of a GPU."""
+    seq = Sequential(*ops).to(device, dtype)
+    x = torch.empty(2, 3, 6, device=device, dtype=dtype, requires_grad=grad)
+    return seq.plan(x, *[x] * seq.num_extra_inputs)
 
 
 def only(*names: str) -> AbstractContextManager[None]:

@@ -406,15 +406,3 @@ def test_all_fusions_compile_into_one_graph(switch: str) -> None:
             inputs = inputs_of_everything(rows)
             want = results(seq, seq.parameters(), *inputs)
             assert_same(results(compiled, seq.parameters(), *inputs), want)
-
-
-# The tracer of torch.compile makes an instance of Function, against torch's own advice.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(OF_CHAINS))
-def test_chains_placed_by_hand_compile_into_one_graph(name: str) -> None:
-    torch.compiler.reset()
-    fused, apart, inputs = by_hand(name)
-    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
-    with only():
-        want = results(apart, apart.parameters(), *inputs)
-    assert_same(results(compiled, apart.parameters(), *inputs), want)

@@ -1,8 +1,7 @@
-"""What goes into a norm's kernel, and the same in plain torch; for kernels see kernels/numerics."""
+"""What goes into a norm's kernel; for values tests/kernels/numerics/test_chains_in_sequences.py."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -28,24 +27,11 @@ from opfuser.errors import InputError, NotSupportedError
 from opfuser.fused import NormLinear, PointwiseNorm
 from opfuser.fused.pointwise_norm import FUSION
 from opfuser.kernels import launch
-from tests.fused.chains import LAID_OUT, check_by_hand, plan_on
-from tests.fused.examples import (
-    F64,
-    Cube,
-    assert_same,
-    elements,
-    filled,
-    leaf,
-    only,
-    results,
-    saved_by,
-)
+from tests.fused.examples import Cube, plan_on
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 pytestmark = pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter's kernels run anywhere")
 NAME = FUSION.name
-NORMS: dict[str, Any] = {"rms": RMSNorm, "layer": LayerNorm}
-each_norm = pytest.mark.parametrize("kind", NORMS)
 TO_GEMM = "CONFLICT: left to the linear operation that may stand before it"
 
 
@@ -169,127 +155,10 @@ def test_refused_where_only_its_end_needs_a_gradient() -> None:
     ]
 
 
-# Placed by hand, where it runs in plain torch on a CPU.
-
-RUNS: dict[str, list[nn.Module]] = {
-    "everything": [Bias(6), SiLU(), ConstantScale(0.5), Cube(), AddExtraInput(), Bias(6)],
-    "sums first": [AddExtraInput(), SiLU(), AddExtraInput(), Cube()],
-    "a sum": [AddExtraInput()],
-    "nothing": [Dropout(0.0)],
-}
-
-
-def by_hand(
-    name: str, kind: str, form: str = "tl", shape: int | tuple[int, ...] = 6
-) -> tuple[Sequential, list[nn.Module]]:
-    """Fused, and the operations; t: with a tap, l: with a linear operation."""
-    run = filled(copy.deepcopy(RUNS[name]))
-    tap = MakeExtraOutput() if "t" in form else None
-    norm, linear, bias = filled([NORMS[kind](shape), BasicLinear(6, 4), Bias(4)])
-    fused: Any = PointwiseNorm(before=run, norm=norm, make_extra=tap)
-    ops = [*run, *([] if tap is None else [tap]), norm]
-    if "l" in form:
-        fused = NormLinear(norm=fused, linear=linear, bias=bias)
-        ops += [linear, bias]
-    assert list(fused.basic_ops) == ops
-    return Sequential(fused), ops
-
-
-def inputs_of(seq: Sequential) -> list[torch.Tensor]:
-    return [leaf(2, 3, 6) for _ in range(1 + seq.num_extra_inputs)]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "form"),
-    [
-        (name, kind, ("", "t", "l", "tl")[(n + 2 * m) % 4])
-        for n, name in enumerate(RUNS)
-        for m, kind in enumerate(NORMS)
-    ],
-)
-def test_in_plain_torch(name: str, kind: str, form: str) -> None:
-    for shape in (6, (3, 6)):
-        fused, ops = by_hand(name, kind, form, shape)
-        check_by_hand(fused, ops, F64, "contiguous")
-
-
-@pytest.mark.parametrize(("lies", "dtype"), LAID_OUT[1:])
-@each_norm
-def test_layouts_and_dtypes_in_plain_torch(lies: str, dtype: torch.dtype, kind: str) -> None:
-    check_by_hand(*by_hand("sums first", kind), dtype, lies)
-
-
-def test_autocast_in_plain_torch() -> None:
-    fused, ops = by_hand("sums first", "rms", "t")
-    tensors = inputs_of(fused)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = fused(*tensors)
-        with only():
-            want = Sequential(*ops)(*tensors)
-    for ours, theirs in zip(got, want):
-        assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
-    grads = [torch.autograd.grad([t.sum() for t in y], tensors) for y in (got, want)]
-    for ours, theirs in zip(*grads):
-        torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1)
-
-
-def test_dropout_in_plain_torch() -> None:
-    seq = Sequential(
-        PointwiseNorm(before=[Dropout(0.25)], norm=RMSNorm(41), make_extra=MakeExtraOutput())
-    )
-    x = torch.ones(50, 41, requires_grad=True)
-    y, total = seq(x)
-    (dx,) = torch.autograd.grad(total, x, torch.ones_like(y), retain_graph=True)
-    assert torch.equal(total, dx)
-    assert torch.equal(y != 0, dx != 0)
-    torch.testing.assert_close(total, (total != 0) / 0.75)
-    assert 0.7 < (y != 0).double().mean().item() < 0.8
-    assert torch.equal(seq.eval()(x)[1], x)
-
-
-@each_norm
-@pytest.mark.parametrize(
-    ("name", "form", "saved"),
-    [
-        ("a sum", "t", 1),
-        ("a sum", "tl", 1),
-        ("everything", "", 2),
-        ("everything", "l", 2),
-        ("sums first", "tl", 3),
-    ],
-)
-def test_saves_the_sum_and_what_the_run_saves(name: str, form: str, saved: int, kind: str) -> None:
-    """Besides, statistics of six rows, and the bias that the activation's input contains."""
-    fused, _ = by_hand(name, kind, form)
-    statistics = 6 if kind == "rms" else 12
-    assert elements(saved_by(fused, *inputs_of(fused))) == 36 * saved + statistics
-    with torch.no_grad():
-        assert saved_by(fused, *inputs_of(fused)) == []
-
-
-@pytest.mark.parametrize("frozen", ["run", "norm", "linear", "all"])
-@pytest.mark.parametrize("input_grad", [True, False])
-def test_gradients_that_nobody_needs(input_grad: bool, frozen: str) -> None:
-    fused, ops = by_hand("everything", "layer")
-    fused.double()
-    x, z = (leaf(2, 3, 6, dtype=F64).requires_grad_(False) for _ in range(2))
-    x.requires_grad_(input_grad)
-    parameters = list(Sequential(*ops).parameters())
-    parts = {"run": slice(0, 2), "norm": slice(2, 4), "linear": slice(4, 6), "all": slice(0, 5)}
-    for parameter in parameters[parts[frozen]]:
-        parameter.requires_grad_(False)
-    got = results(fused, parameters, x, z)
-    with only():
-        assert_same(got, results(Sequential(*ops), parameters, x, z))
-
-
 def test_placed_by_hand_it_runs_on_its_own() -> None:
-    fused, _ = by_hand("a sum", "rms", "")
-    seq = Sequential(fused[0], BasicLinear(6, 4)).to("meta")
-    x = torch.empty(3, 6, device="meta", requires_grad=True)
-    plan = seq.plan(x, x)
-    assert plan.forward[0].op is fused[0]
+    fused = PointwiseNorm(before=[SiLU()], norm=RMSNorm(6))
+    plan = plan_on("meta", fused, BasicLinear(6, 4))
+    assert plan.forward[0].op is fused
     assert [(at, str(why)) for at, why in plan.record("norm_linear").refusals] == [
         (0, "LAYOUT: PointwiseNorm was placed by hand, and runs on its own")
     ]

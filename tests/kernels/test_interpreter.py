@@ -1,4 +1,4 @@
-"""Starts the numerics tests of the kernels under Triton's interpreter, in a process per file."""
+"""Starts tests of kernels under Triton's interpreter, in a process per file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 
 import pytest
 
-NUMERICS = Path(__file__).parent / "numerics"
-ROOT = NUMERICS.parents[2]
+ROOT = Path(__file__).parents[2]
+FILES = [*sorted(Path(__file__).parent.glob("numerics/test_*.py"))]
+FILES.append(ROOT / "tests" / "basic" / "test_attributes.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in NUMERICS.glob("test_*.py")))
-def test_kernels_under_the_interpreter(name: str) -> None:
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_kernels_under_the_interpreter(path: Path) -> None:
     pytest.importorskip("triton", reason="Triton exists for Linux only")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
     result = subprocess.run(
-        [*command, str(NUMERICS / f"{name}.py")],
+        [*command, str(path)],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

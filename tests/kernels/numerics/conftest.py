@@ -1,4 +1,8 @@
-"""Numerics of kernels: under Triton's interpreter, or on a GPU where there is one."""
+"""Numerics of kernels and of their plain twins: each test holds both to the same.
+
+On a CPU it is plain torch, all at once and block by block; in the process that test_interpreter.py
+starts, kernels under Triton's interpreter; and where there is a GPU, kernels there.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser.kernels.launch import INTERPRETED
-
-# The interpreter has to be chosen before Triton is imported: test_interpreter.py starts a process
-# of its own for these tests.
-if not INTERPRETED and not torch.cuda.is_available():
-    collect_ignore_glob = ["test_*.py"]
+from opfuser.fused.parts import chain
+from opfuser.kernels import pointwise
+from opfuser.kernels.launch import INTERPRETED, runs
+from tests.kernels.blocks import small_blocks
 
 
 @pytest.fixture
-def device() -> torch.device:
-    return torch.device("cpu" if INTERPRETED else "cuda")
+def device(device: torch.device, request: pytest.FixtureRequest) -> torch.device:
+    if request.node.get_closest_marker("kernels") and not runs(torch.ones(1, device=device)):
+        pytest.skip("plain torch differs")
+    return device
+
+
+@pytest.fixture(params=["kernels"] if INTERPRETED else ["at once", "block by block"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "block by block":
+        small_blocks(monkeypatch)
+    # Chains are planned on a CPU too, and drop the same elements there.
+    for module in (chain, pointwise):
+        monkeypatch.setattr(module, "INTERPRETED", True)
 
 
 def _filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -33,8 +46,10 @@ def _filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def nan_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+def nan_filled(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a launcher allocates holds NaN: an element that no program writes shows."""
+    if not runs(torch.ones(1, device=device)):
+        return
     monkeypatch.setattr(torch, "empty", _filled(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _filled(torch.empty_like))
     monkeypatch.setattr(Tensor, "new_empty", _filled(Tensor.new_empty))

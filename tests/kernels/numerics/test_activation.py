@@ -11,6 +11,7 @@ from opfuser.kernels import activation, tiling
 from opfuser.kernels.activation import activation_backward, activation_forward
 from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp
 from opfuser.kernels.functions import Relu, Swish
+from opfuser.kernels.launch import runs
 from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.activations import (
     FUNCTIONS,
@@ -21,6 +22,7 @@ from tests.kernels.activations import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ALL_DTYPES = [*DTYPES, torch.float64]
 each_function = pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
 
 # A GPU is silent about overflow and infinities; the interpreter's numpy is not.
@@ -83,14 +85,23 @@ def test_flat_parts_stop_infinite_gradients(device: torch.device) -> None:
     assert dx.tolist() == [0, 0, math.inf]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_clamps_pass_the_gradient_at_their_limits(dtype: torch.dtype, device: torch.device) -> None:
-    at = torch.tensor([0.75, -0.75], dtype=dtype)
-    x = torch.cat((at, torch.nextafter(at, 2 * at))).to(device)
+@pytest.mark.parametrize(
+    ("dtype", "limit"),
+    [*((dtype, 0.75) for dtype in ALL_DTYPES), (torch.float32, 0.1), (torch.float64, 0.1)],
+    ids=str,
+)
+def test_clamps_pass_the_gradient_at_their_limits(
+    dtype: torch.dtype, limit: float, device: torch.device
+) -> None:
+    at = torch.tensor([limit, -limit], dtype=dtype, device=device)
+    beyond = at
+    for _ in range(1 if runs(at) else 3):  # plain torch divides by the limit
+        beyond = torch.nextafter(beyond, 2 * at)
+    x = torch.cat((at, beyond))
     dy = torch.ones_like(x)
     for f, passes in (
-        (ClampedSwish(1.0, 0.75), [True, True, False, True]),
-        (ShiftedClamp(0.75, 1.0), [True, True, False, False]),
+        (ClampedSwish(1.0, limit), [True, True, False, True]),
+        (ShiftedClamp(limit, 1.0), [True, True, False, False]),
     ):
         dx = activation_backward(dy, x, f.spec, None, True, False, False).dx
         assert dx.ne(0).tolist() == passes

@@ -31,6 +31,7 @@ from tests.kernels.norms import EPS, Case, compare, truth
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALF = scale(0.5)
+pytestmark = pytest.mark.kernels
 CHAINS: dict[str, list[Link]] = {
     "function": [SIGMOID],
     "dropout": [DROPPED],

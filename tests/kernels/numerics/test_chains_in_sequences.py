@@ -26,11 +26,12 @@ from opfuser import (
     Sequential,
     SiLU,
 )
-from opfuser.fused import PointwiseNorm, norm_linear, pointwise_norm
+from opfuser.fused import PointwiseChain, PointwiseNorm, norm_linear, pointwise_norm
 from opfuser.fused.norm_linear import NormLinear
 from opfuser.fusion import Optional
 from opfuser.kernels.launch import recorded
 from opfuser.testing import check_fusion, check_op
+from tests.basic.values import saved_by
 from tests.kernels.chains import example, results
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -68,6 +69,8 @@ def test_a_chain_against_separate_operations(
 ) -> None:
     seq, tensors = example(name, device, shape=shape)
     check_fusion("pointwise_chain", list(seq), *tensors, dtypes=[dtype])
+    transposed = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in tensors]
+    assert Sequential(PointwiseChain(list(seq)))(*transposed).is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -144,6 +147,14 @@ def test_with_the_linear_operation_behind_it(
     check_fusion(WITH_LINEAR, list(seq), *tensors, dtypes=[dtype])
 
 
+def test_a_norm_over_several_dimensions(device: torch.device) -> None:
+    """In no plan: it is a kernel of its own behind that of the chain."""
+    fusion = replace(pointwise_norm.FUSION, name="several_dimensions", refuses=None)
+    norm = LayerNorm((3, 6))
+    seq, tensors = example("sums before functions", device, norm, shape=(5, 3, 6))
+    check_fusion(fusion, list(seq), *tensors, dtypes=[FP32, BF16])
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_parameters_and_extra_inputs_of_another_dtype(
     dtype: torch.dtype, device: torch.device
@@ -189,27 +200,35 @@ def test_a_chain_and_a_norm_are_one_launch_forward_and_two_backward(
 
 
 @pytest.mark.parametrize(
-    ("name", "saved"),
+    ("name", "kind", "linear", "saved"),
     [
-        ("end of a feed-forward", 8),
-        ("everything", 8 + 120 + 24),
-        ("sums before functions", 240),
-        ("nothing but sums", 0),
-        ("functions", 120),
+        ("end of a feed-forward", "", False, 8),
+        ("everything", "", False, 8 + 120 + 24),
+        ("sums before functions", "", False, 240),
+        ("nothing but sums", "", False, 0),
+        ("functions", "", False, 120),
+        ("bias and sum", "rms", False, 120 + 20),
+        ("bias and sum", "layer", True, 120 + 40),
+        ("everything", "rms", True, 8 + 120 + 24 + 120 + 20),
+        ("everything", "layer", False, 8 + 120 + 24 + 120 + 40),
+        ("sums before functions", "rms", True, 240 + 120 + 20),
     ],
 )
-def test_what_a_chain_saves(name: str, saved: int, device: torch.device) -> None:
-    """Seeds of 8 bytes, tensors of 120, and the bias of 24 that the activation's input contains."""
-    seq, tensors = example(name, device)
-    bytes_of: dict[int, int] = {}
+def test_what_is_saved(
+    name: str, kind: str, linear: bool, saved: int, device: torch.device
+) -> None:
+    """Seeds of 8 bytes, tensors of 120, and the bias of 24 that the activation's input contains.
 
-    def pack(t: Tensor) -> Tensor:
-        bytes_of[t.data_ptr()] = t.numel() * t.element_size()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        seq(*[t.requires_grad_() for t in tensors])
+    A norm saves the sum before it and statistics of five rows; the linear operation nothing.
+    """
+    norm = [MakeExtraOutput(), NORMS[kind](6)] if kind else []
+    seq, tensors = example(name, device, *norm, *[BasicLinear(6, 4)] * linear)
+    known = {p.data_ptr() for p in seq[-2:].parameters()} if kind else set()
+    found = saved_by(lambda: seq(*[t.requires_grad_() for t in tensors]))
+    bytes_of = {t.data_ptr(): t.nbytes for t in found if t.data_ptr() not in known}
     assert sum(bytes_of.values()) == saved
+    with torch.no_grad():
+        assert not saved_by(lambda: seq(*tensors))
 
 
 def test_without_gradients_nothing_is_kept(device: torch.device) -> None:
@@ -341,6 +360,7 @@ def test_backward_twice(device: torch.device) -> None:
 # What it imports warns of itself in torch 2.11.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("with_norm", [False, True])
 def test_compiled_whole(with_norm: bool, device: torch.device) -> None:
     torch.compiler.reset()  # its limit of recompilations counts those of all tests

@@ -14,7 +14,7 @@ from opfuser.kernels.cross_entropy import (
     cross_entropy_mean,
     scaled,
 )
-from opfuser.kernels.launch import recorded
+from opfuser.kernels.launch import recorded, runs
 from tests.kernels.cross_entropies import ALL_TERMS, IGNORE, Terms, check, logits, some_targets
 
 PLAIN, ALL = Terms().arguments, Terms(0.1, 1e-3).arguments
@@ -119,6 +119,7 @@ def test_nothing_counts(device: torch.device) -> None:
     check(x, torch.full((3,), IGNORE, device=device))
 
 
+@pytest.mark.kernels
 def test_ignored_rows_are_not_read(device: torch.device) -> None:
     for cols in (40, 43):
         x = torch.full((3, cols), math.nan, device=device)
@@ -130,6 +131,7 @@ def test_ignored_rows_are_not_read(device: torch.device) -> None:
             assert not result.any()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("target", [-1, 40, 1 << 40])
 def test_a_target_that_is_no_class_gives_nan(target: int, device: torch.device) -> None:
     x = logits(2, 40, FP32, device)
@@ -189,6 +191,9 @@ def test_logits_along_columns(device: torch.device) -> None:
     rest = targets, *losses[1:], torch.ones_like(losses.loss), None, ALL
     dx, want_dx = (cross_entropy_backward(t, *rest) for t in (x, x.contiguous()))
     assert torch.equal(dx, want_dx)
+    if not runs(x):
+        check(x, targets)
+        return
     with pytest.raises(ValueError, match=r"must be contiguous along a row.*strides \(1, 4\)"):
         cross_entropy_gradient(x, targets, None, ALL)
 

@@ -53,7 +53,15 @@ SHAPES.append((2, WIDE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at", range(len(SHAPES)), ids=map(str, SHAPES))
+@pytest.mark.parametrize(
+    "at",
+    [
+        # Plain torch computes a variance of zero, and the sum of a long row, less exactly.
+        pytest.param(n, marks=[pytest.mark.kernels] * (shape in ((3, 1), (2, WIDE_BACK))))
+        for n, shape in enumerate(SHAPES)
+    ],
+    ids=map(str, SHAPES),
+)
 def test_values_and_gradients(at: int, kind: str, device: torch.device) -> None:
     """Dtypes and flags come in turn: each kernel gets all of them with its shapes and kinds."""
     turn = at + KINDS.index(kind)
@@ -80,7 +88,7 @@ def test_rows_that_are_apart(kind: str, shape: tuple[int, int], device: torch.de
         (LAYER, (7, 40), FP32, BF16),
         (LAYER, (7, 40), FP16, torch.float64),
         (LAYER, (2, WIDE), BF16, FP32),
-        (RMS, (2, WIDE), FP16, torch.float64),
+        pytest.param(RMS, (2, WIDE), FP16, torch.float64, marks=pytest.mark.kernels),
     ],
     ids=str,
 )
@@ -214,6 +222,7 @@ def test_longer_rows_have_no_kernel(device: torch.device) -> None:
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (x.shape[1],), eps=EPS))
 
 
+@pytest.mark.kernels
 def test_columns_must_be_side_by_side(device: torch.device) -> None:
     x = torch.ones(4, 3, device=device).t()
     weight, row = torch.ones(4, device=device), torch.ones(3, device=device)

@@ -207,6 +207,7 @@ def test_gradients_of_biases_have_memory_of_their_own(device: torch.device) -> N
     assert got.dx is made.dy
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_in_another_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Rounded to the dtypes that are asked for, at the end and where something is kept."""
@@ -289,6 +290,7 @@ def cubed(x, P: tl.constexpr):
 """
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("by_name", [True, False])
 def test_function_of_another_module(
     by_name: bool, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

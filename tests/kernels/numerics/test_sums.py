@@ -7,6 +7,8 @@ import torch
 
 from opfuser.kernels.column_sums import sum_columns
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.mark.parametrize(
     ("counts", "cols", "dtype"),
