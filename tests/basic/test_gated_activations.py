@@ -29,7 +29,6 @@ from opfuser.errors import ArgumentError, InputError
 from opfuser.op import BasicOperation
 from opfuser.testing import check_op
 from tests.basic.values import DTYPES, HALF, check_values, held_to, saved_by
-from tests.kernels.activations import assert_rounded_once
 
 
 def in_blocks(size: int, formula: Any) -> Any:
@@ -126,48 +125,9 @@ def test_as_exact_as_torch(name: str, device: torch.device) -> None:
     check_values(op, *[t.to(device) for t in inputs(op, 2, 3, 12)])
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [(name, HALF[n % 2]) for n, name in enumerate(CASES)], ids=str
-)
-def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype) -> None:
-    op = held(name)
-    # The last is worked on in blocks of rows, the last of them smaller.
-    for rows, cols in ((7, 12), (800, 1008)):
-        leaves = [t.to(dtype).requires_grad_() for t in inputs(op, rows, cols)]
-        exact = [t.detach().double().requires_grad_() for t in leaves]
-        y, exact_y = op(*leaves), op.reference(*exact)
-        dy = torch.randn(y.shape[-1], rows).to(dtype).t()
-        got = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-        truth = [exact_y.detach(), *torch.autograd.grad(exact_y, exact, dy.double())]
-        for what, ours, wanted in zip(("y", "dx", "dscales"), got, truth):
-            assert_rounded_once(ours, wanted, f"{what}, {rows} rows")
-
-
 def test_glu_swaps_the_halves_of_torch() -> None:
     x = torch.randn(3, 8)
     torch.testing.assert_close(GLU()(x), F.glu(x.roll(4, -1)))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "limit"),
-    [*((dtype, 7.0) for dtype in DTYPES), (torch.float32, 0.1), (torch.float64, 0.1)],
-    ids=str,
-)
-def test_clamping_passes_the_gradient_at_the_limits_only_up_to_them(
-    dtype: torch.dtype, limit: float, device: torch.device
-) -> None:
-    at = torch.tensor(limit, dtype=dtype)
-    inf = torch.tensor(torch.inf, dtype=dtype)
-    beyond = at
-    for _ in range(3):
-        beyond = torch.nextafter(beyond, inf)
-    edges = torch.stack((at, beyond, -at, -beyond)).to(device)
-    one = torch.ones_like(edges)
-    # Rows: gates at the edges, then linear units at the edges.
-    x = torch.stack((torch.cat((edges, one / 16)), torch.cat((one / 16, edges)))).requires_grad_()
-    (dx,) = torch.autograd.grad(ClampedSwiGLU(limit=limit)(x).sum(), x)
-    assert dx[0, :4].ne(0).tolist() == [True, False, True, True]
-    assert dx[1, 4:].ne(0).tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize("name", [name for name in GATED if "blocks" not in name])
@@ -199,14 +159,6 @@ def test_fp32_scales_are_cast_to_the_dtype_of_the_input(
     torch.testing.assert_close(y, op(x, scales.to(dtype)), rtol=0, atol=0)
     dx, dscales = torch.autograd.grad(y.float().sum(), (x, scales))
     assert (y.dtype, dx.dtype, dscales.dtype) == (dtype, dtype, torch.float32)
-
-
-def test_summing_many_bf16_products_loses_nothing() -> None:
-    x = torch.full((2, 8192), 1.0, dtype=torch.bfloat16)
-    scales = torch.ones(2, dtype=torch.float32, requires_grad=True)
-    y = ScaledSReLU()(x, scales)
-    (dscales,) = torch.autograd.grad(y, scales, torch.ones_like(y))
-    assert dscales.tolist() == [8192, 8192]
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("Scaled")])

@@ -179,14 +179,6 @@ def test_rows_of_zeros_and_of_tiny_and_large_numbers(
             torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
-def test_layer_norm_keeps_its_accuracy_far_from_zero(device: torch.device) -> None:
-    x = 300 + torch.randn(16, 64, device=device)
-    op = LayerNorm(64).to(device)
-    expected = F.layer_norm(x.double(), (64,))
-    plain = (F.layer_norm(x, (64,)) - expected).abs().max()
-    assert (op(x) - expected).abs().max() <= 2 * plain + 1e-6
-
-
 @pytest.mark.parametrize("cls", AFFINE)
 def test_start(cls: Any) -> None:
     op, centred, x = cls(6), cls(6, zero_centered_gamma=True), torch.randn(3, 6)

@@ -50,18 +50,6 @@ def test_as_exact_as_torch(
         check_op(op, x, zero_rows=bool(rows))
 
 
-def test_many_rows(device: torch.device) -> None:
-    """On a CPU they are computed in blocks."""
-    op = make("grouped", 64).to(device)
-    rows = 2**20 * torch.get_num_threads() // features(op)
-    x = torch.randn(rows, features(op), device=device, requires_grad=True)
-    leaves = [x, *op.parameters()]
-    ys = op(x), norm_of_each_head(op, x)
-    torch.testing.assert_close(*ys)
-    grads = [torch.autograd.grad(y.square().sum(), leaves) for y in ys]
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
-
-
 def test_starts_as_the_norm_alone() -> None:
     for centred in (False, True):
         op = QKNorm(2, 8, zero_centered_gamma=centred)

@@ -64,16 +64,6 @@ def test_against_complex_numbers(variant: str, device: torch.device) -> None:
         check_values(op, x, floors=ROUNDING)
 
 
-@pytest.mark.parametrize("variant", ["grouped", "partial interleaved"])
-def test_large_inputs_are_computed_in_blocks_of_positions(variant: str) -> None:
-    op = make(variant)
-    batch = 2**20 * torch.get_num_threads() // (41 * features(op))
-    x = torch.randn(batch, 41, features(op), requires_grad=True)
-    torch.testing.assert_close(op(x), turned(op, x))
-    dx, want = (torch.autograd.grad(y.square().sum(), x)[0] for y in (op(x), turned(op, x)))
-    torch.testing.assert_close(dx, want, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("variant", "kind"),
     [

@@ -7,16 +7,12 @@ from torch import nn
 from opfuser import AddExtraInput, BasicLinear, Bias, L2Normalization, Sequential, SwiGLU
 from opfuser.basic.activation import GELU, QGELU, ReLU, Sigmoid, SiLU, Softplus, SReLU, Tanh
 from opfuser.fused import BackwardActivationBias
-from opfuser.kernels import activation_plain, cpu_blocks
-from opfuser.kernels.launch import INTERPRETED
 from opfuser.op import GradNeeds, OperationContext
 from opfuser.testing import assert_not_fused
 from tests.fused.examples import BF16, DTYPES, F32, F64, FP16, Case, check, leaf, without_bias
+from tests.kernels.blocks import small_blocks
 
 NAME = "backward_activation_bias"
-in_plain_torch = pytest.mark.skipif(
-    INTERPRETED, reason="where kernels run, nothing is done block by block"
-)
 ACTIVATIONS = [GELU, QGELU, ReLU, SReLU, SiLU, Softplus, Tanh, Sigmoid]
 
 
@@ -61,43 +57,11 @@ def test_activations(activation: type[nn.Module]) -> None:
     check(NAME, Case(lambda: biased(activation), dtypes=(F32, BF16)))
 
 
-@pytest.fixture
-def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Blocks of so few rows that the tensors here count as large; notes each use of them."""
-    uses: list[int] = []
-    monkeypatch.setattr(cpu_blocks, "BLOCK", 6 * request.param)
-    monkeypatch.setattr(activation_plain, "_MIN_BLOCKS", 1e-3)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: uses.append(1) or 1)
-    return uses
-
-
-@in_plain_torch
-@pytest.mark.parametrize(
-    ("activation", "small_blocks", "shape"),
-    [
-        (activation, (1, 3, 100)[n % 3], ((2, 3, 6), (131, 6), (1, 6), (2, 0, 6))[n % 4])
-        for n, activation in enumerate(ACTIVATIONS)
-    ],
-    indirect=["small_blocks"],
-)
-def test_block_by_block(
-    activation: type[nn.Module], shape: tuple[int, ...], small_blocks: list[int]
-) -> None:
-    for transposed in (False, True):
-        case = Case(lambda: biased(activation), shape, dtypes=(F32, BF16), transposed=transposed)
-        check(NAME, case)
-    assert small_blocks or 0 in shape
-
-
-@in_plain_torch
-@pytest.mark.parametrize("small_blocks", [2], indirect=True)
-def test_block_by_block_under_autocast(small_blocks: list[int]) -> None:
-    check(NAME, CASES["sum under autocast"])
-    assert small_blocks
-
-
-def test_rows_saved_flat() -> None:
+@pytest.mark.parametrize("block_by_block", [False, True])
+def test_rows_saved_flat(block_by_block: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As forward fusions written for te.ops save them."""
+    if block_by_block:
+        small_blocks(monkeypatch, 8)
     x, dy = torch.randn(6, 4), torch.randn(2, 3, 4)
     ctxs = [OperationContext(), OperationContext()]
     ctxs[0].needs = GradNeeds(True, (True,), ())
@@ -108,27 +72,6 @@ def test_rows_saved_flat() -> None:
     want = dy * (x > 0).view(2, 3, 4)
     assert torch.equal(dx, want)
     torch.testing.assert_close(db, want.sum((0, 1)))
-
-
-@in_plain_torch
-@pytest.mark.parametrize("small_blocks", [2], indirect=True)
-def test_block_by_block_with_rows_saved_flat(small_blocks: list[int]) -> None:
-    test_rows_saved_flat()
-    assert small_blocks
-
-
-@in_plain_torch
-def test_a_large_tensor() -> None:
-    torch_threads = torch.get_num_threads()
-    rows = 2**21 * torch_threads // 1024 + 3
-    seq = Sequential(Bias(1024), ReLU()).bfloat16()
-    x = torch.randn(rows, 1024, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn(rows, 1024, dtype=torch.bfloat16)
-    dx, db = torch.autograd.grad(seq(x), [x, seq[0].bias], dy)
-    want = dy * (x > 0)
-    assert torch.equal(dx, want)
-    exact = want.double().sum(0)
-    assert (db.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])

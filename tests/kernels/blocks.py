@@ -13,15 +13,13 @@ from opfuser.kernels import (
     rotary_plain,
 )
 
-ELEMENTS = 50
 
-
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 50 elements, or a row."""
+def small_blocks(monkeypatch: pytest.MonkeyPatch, elements: int = 50) -> None:
+    """Blocks of so many elements, or of a row."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(cpu_blocks, "BLOCK", ELEMENTS)
-    monkeypatch.setattr(norm_plain, "_BLOCK", ELEMENTS)
-    monkeypatch.setattr(rotary_plain, "_BLOCK", ELEMENTS)
-    monkeypatch.setattr(cross_entropy_plain, "_BLOCK", {"cpu": ELEMENTS})
+    monkeypatch.setattr(cpu_blocks, "BLOCK", elements)
+    monkeypatch.setattr(norm_plain, "_BLOCK", elements)
+    monkeypatch.setattr(rotary_plain, "_BLOCK", elements)
+    monkeypatch.setattr(cross_entropy_plain, "_BLOCK", {"cpu": elements})
     for module in (activation_plain, rotary_plain):
         monkeypatch.setattr(module, "_MIN_BLOCKS", 1)
