@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opfuser import BasicLinear, ConstantScale, Embedding, Linear, Sequential
+from opfuser import Embedding, Linear, Sequential
 from opfuser.errors import ArgumentError, InputError
 from tests.basic.values import check_values, held_to
 
@@ -57,15 +57,6 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     assert not op(torch.tensor([1])).requires_grad
     Sequential(op, Linear(2, 2))(torch.tensor([1, 2])).sum().backward()
     assert op.weight.grad is None
-
-
-def test_hazard_15_weight_shared_with_the_output_layer() -> None:
-    embedding, head = Embedding(9, 4), BasicLinear(4, 9)
-    head.weight = embedding.weight
-    model = Sequential(embedding, ConstantScale(0.5), head)
-    x, dy, weight = torch.randint(0, 9, (3, 2)), torch.randn(3, 2, 9), embedding.weight
-    expected = grad(0.5 * F.embedding(x, weight) @ weight.t(), weight, dy)
-    torch.testing.assert_close(grad(model(x), weight, dy), expected)
 
 
 def test_output_keeps_the_weights_dtype_under_autocast(device: torch.device) -> None:

@@ -113,7 +113,7 @@ def test_training_flag_reaches_the_parts() -> None:
 
 
 def test_a_plain_key_wins_over_that_of_te_ops() -> None:
-    """Both kinds load, see tests/contract/test_checkpoints.py."""
+    """Both kinds load; as parts of a sequence, see tests/contract/test_checkpoints.py."""
     op, of_te = (
         Linear(3, 2),
         {"basic_ops.0.weight": torch.ones(2, 3), "basic_ops.1.bias": 3 * torch.ones(2)},

@@ -117,16 +117,6 @@ def test_a_checkpoint_of_te_ops_with_a_missing_part() -> None:
     assert result.missing_keys == ["1.bias"]
 
 
-def test_a_linear_of_its_own_loads_both_kinds_of_keys() -> None:
-    source, target = fill(of.Linear(8, 4, **F64)), of.Linear(8, 4, **F64)
-    target.load_state_dict(
-        {"basic_ops.0.weight": source.weight.detach(), "basic_ops.1.bias": source.bias.detach()}
-    )
-    assert torch.equal(target.weight, source.weight)
-    assert torch.equal(target.bias, source.bias)
-    assert list(target.state_dict()) == ["weight", "bias"]
-
-
 # ------------------------------------------------------------------------------ aliases
 
 

@@ -60,20 +60,6 @@ def test_a_shallow_copy_shares_its_modules() -> None:
     assert seq[:1][0].weight is seq[0].weight
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, by_torch_save])
-def test_copies_of_operations_alone(how: Callable[[Any], Any]) -> None:
-    op, x = Times(), randn(2, 3)
-    op(x)
-    twin = how(op)
-    assert twin.w is not op.w
-    same(twin(x), op(x))
-    linear = opfuser.Linear(3, 3)
-    twin = how(linear)
-    twin.bias = None
-    assert linear.bias is not None
-    assert twin.basic_ops[1].bias is None
-
-
 def test_shared_parameters_stay_shared_in_copies() -> None:
     one, two = opfuser.Linear(3, 3), opfuser.Linear(3, 3)
     two.weight = one.weight

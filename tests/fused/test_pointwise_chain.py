@@ -19,6 +19,7 @@ from opfuser import (
     Linear,
     MakeExtraOutput,
     ReLU,
+    RMSNorm,
     Sequential,
     SiLU,
     Softplus,
@@ -29,7 +30,7 @@ from opfuser.engine.plan import Plan
 from opfuser.errors import InputError, NotSupportedError
 from opfuser.fused.pointwise_chain import FUSION, PointwiseChain
 from opfuser.kernels import launch
-from tests.fused.examples import Cube, plan_on, with_subclass
+from tests.fused.examples import Cube, plan_on
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 pytestmark = pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter's kernels run anywhere")
@@ -80,14 +81,6 @@ def test_a_users_operation_between_linear_and_dropout() -> None:
     assert runs(Linear(6, 6), Cube(), Dropout(0.1), Linear(6, 6)) == [(1, 2, 3)]
 
 
-@pytest.mark.parametrize("at", range(6))
-def test_a_subclass_is_not_taken_for_its_parent(at: int) -> None:
-    ops = [Bias(6), SiLU(), ConstantScale(2.0), Dropout(0.1), AddExtraInput(), GELU()]
-    expected = {0: [(1, 2, 3, 4, 5)], 1: [(2, 3, 4, 5)], 2: [(0, 1), (3, 4, 5)]}
-    expected |= {3: [(0, 1, 2), (4, 5)], 4: [(0, 1, 2, 3)], 5: [(0, 1, 2, 3, 4)]}
-    assert runs(*with_subclass(ops, at)) == expected[at]
-
-
 def own(method: str) -> type[Cube]:
     """A class that has that method of its own, and does the same."""
 
@@ -127,6 +120,39 @@ def test_a_users_operation_may_be_derived_further() -> None:
     assert runs(Deeper(), SiLU()) == [(0, 1)]
 
 
+# What holds for a chain alone and for one before a norm.
+
+BEHIND: dict[str, list[nn.Module]] = {NAME: [], "pointwise_norm": [RMSNorm(6)]}
+with_and_without_a_norm = pytest.mark.parametrize("name", BEHIND)
+
+
+@with_and_without_a_norm
+def test_refused_without_kernels(name: str) -> None:
+    run = [Bias(6), SiLU(), *BEHIND[name]]
+    for device, dtype, why in (
+        ("cpu", torch.float32, "DEVICE: there is no kernel for cpu"),
+        ("meta", torch.float64, "DTYPE: there is no kernel for fp64"),
+    ):
+        record = plan_on(device, *run, dtype=dtype).record(name)
+        assert not record.matches
+        assert str(record.refusals[0][1]) == f"{why}; the steps would be the same"
+
+
+@with_and_without_a_norm
+def test_refused_where_only_its_end_needs_a_gradient(name: str) -> None:
+    record = plan_on("meta", SiLU(), *(BEHIND[name] or [Bias(6)]), grad=False).record(name)
+    assert [str(why) for _, why in record.refusals] == [
+        "NO_GRAD: the first operation that needs a gradient lies inside it"
+    ]
+
+
+@with_and_without_a_norm
+def test_skipped_without_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    record = plan_on("meta", Bias(6), SiLU(), *BEHIND[name]).record(name)
+    assert (record.status, record.detail) == ("skipped", "needs the package triton")
+
+
 def test_left_to_the_gemm_before_them() -> None:
     for before in (Bias(6), ConstantScale(2.0)):
         plan = plan_on("meta", BasicLinear(6, 6), before, AddExtraInput())
@@ -141,32 +167,12 @@ def test_refused_where_too_little_is_computed() -> None:
         assert runs(Bias(6), idle, SiLU()) == [(0, 1, 2)]
 
 
-def test_refused_without_kernels() -> None:
-    assert refusal(plan_on("cpu", Bias(6), SiLU())) == (
-        "DEVICE",
-        "there is no kernel for cpu; the steps would be the same",
-    )
-    plan = plan_on("meta", Bias(6), SiLU(), dtype=torch.float64)
-    assert refusal(plan) == ("DTYPE", "there is no kernel for fp64; the steps would be the same")
-
-
-def test_skipped_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    record = plan_on("meta", Bias(6), SiLU()).record(NAME)
-    assert (record.status, record.detail) == ("skipped", "needs the package triton")
-
-
 def test_as_many_tensors_as_kernels_take() -> None:
     plan = plan_on("meta", *[Bias(6) for _ in range(8)])
     detail = plan.record(NAME).refusals[0][1].detail
     assert detail == "kernels take 7 tensors besides x and y, not more"
     assert runs(*[Bias(6) for _ in range(7)]) == [tuple(range(7))]
     assert runs(SiLU(), *[AddExtraInput() for _ in range(4)]) == [(2, 3, 4)]
-
-
-def test_refused_where_only_its_end_needs_a_gradient() -> None:
-    plan = plan_on("meta", SiLU(), Bias(6), grad=False)
-    assert refusal(plan).code == "NO_GRAD"
 
 
 def test_a_copy_has_numbers_of_its_own() -> None:

@@ -134,27 +134,6 @@ def test_a_norm_over_several_dimensions() -> None:
     assert plan.fused("forward") == {"pointwise_chain": 1}
 
 
-def test_refused_without_kernels() -> None:
-    run = [Bias(6), SiLU(), RMSNorm(6)]
-    cpu = "DEVICE: there is no kernel for cpu; the steps would be the same"
-    assert refusals(plan_on("cpu", *run)) == [(0, cpu), (1, cpu)]
-    fp64 = "DTYPE: there is no kernel for fp64; the steps would be the same"
-    assert refusals(plan_on("meta", *run, dtype=torch.float64)) == [(0, fp64), (1, fp64)]
-
-
-def test_skipped_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    record = plan_on("meta", SiLU(), RMSNorm(6)).record(NAME)
-    assert (record.status, record.detail) == ("skipped", "needs the package triton")
-
-
-def test_refused_where_only_its_end_needs_a_gradient() -> None:
-    plan = plan_on("meta", SiLU(), RMSNorm(6), grad=False)
-    assert [why for _, why in refusals(plan)] == [
-        "NO_GRAD: the first operation that needs a gradient lies inside it"
-    ]
-
-
 def test_placed_by_hand_it_runs_on_its_own() -> None:
     fused = PointwiseNorm(before=[SiLU()], norm=RMSNorm(6))
     plan = plan_on("meta", fused, BasicLinear(6, 4))

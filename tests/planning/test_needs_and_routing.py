@@ -82,20 +82,6 @@ def test_channels_stay_inside_a_group() -> None:
     assert path.gives == ((None, True),)
 
 
-def test_a_channel_that_the_caller_gets_too() -> None:
-    (path,) = route([group(Extra((), ("r",)), Extra(("r",)))]).groups
-    assert path.routing is not None
-    assert path.routing.outputs == (Slot(0, 0),)
-    assert path.gives == ((None, True),)
-
-
-def test_one_producer_and_several_consumers() -> None:
-    (path,) = route([group(Extra((), ("r!",)), Extra(("r", "r")), Extra(("r",)))]).groups
-    assert path.routing is not None
-    assert path.routing.sources == ((), (Slot(0, 0), Slot(0, 0)), (Slot(0, 0),))
-    assert path.routing.consumers[0] == ((1, 1, 2),)
-
-
 def test_channels_cross_a_plain_module() -> None:
     routes = route([group(Extra((), ("r!", None))), PLAIN, group(Extra(("r", None)))])
     before, plain, after = routes.groups
