@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from opfuser.kernels.activation import activation_backward, activation_forward
 from opfuser.kernels.scalar import FunctionSpec, scalar_function
+from tests.kernels.shipping import Family, empty
 
 ROWS = 8192
 GELU = scalar_function("gelu_tanh", ()).spec
@@ -22,45 +20,34 @@ FUNCTIONS: dict[str, FunctionSpec] = {
 }
 
 
-def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def forward(cols: int, dtype: torch.dtype, *, function=GELU, bias: bool = False) -> object:
-    x = tensor(ROWS, cols, dtype=dtype)
-    return activation_forward(x, function, tensor(cols, dtype=dtype) if bias else None)
+def forward(x: Tensor, *, bias: bool = False) -> object:
+    return activation_forward(x, GELU, torch.empty_like(x[0]) if bias else None)
 
 
 def backward(
-    cols: int, dtype: torch.dtype, *, function=GELU, bias=False, dx=True, db=False, y=False
+    x: Tensor,
+    *,
+    function: FunctionSpec = GELU,
+    bias: bool = False,
+    db: bool = False,
+    y: bool = False,
 ) -> object:
-    x = tensor(ROWS, cols, dtype=dtype)
-    b = tensor(cols, dtype=dtype) if bias else None
-    dy = tensor(ROWS, cols, dtype=dtype)
-    return activation_backward(dy, x, function, b, dx, db, y)
+    b = torch.empty_like(x[0]) if bias else None
+    return activation_backward(torch.empty_like(x), x, function, b, True, db, y)
 
 
-LAUNCHES: dict[str, Callable[[], object]] = {}
-TRAFFIC: dict[str, int] = {}
-
-
-def add(name: str, call: Callable[[], object], passes: int, cols: int, dtype: torch.dtype) -> None:
-    LAUNCHES[name] = call
-    TRAFFIC[name] = passes * ROWS * cols * dtype.itemsize
-
-
+SHIPPED = Family()
 for dtype in (torch.bfloat16, torch.float32):
     for cols in (1024, 4096, 16384):
-        size = f"{cols} {dtype}"
-        add(f"forward {size}", partial(forward, cols, dtype), 2, cols, dtype)
-        add(f"bias {size}", partial(forward, cols, dtype, bias=True), 2, cols, dtype)
-        add(f"backward {size}", partial(backward, cols, dtype), 3, cols, dtype)
-        add(f"db {size}", partial(backward, cols, dtype, db=True), 3, cols, dtype)
+        size, x = f"{cols} {dtype}", empty(ROWS, cols, dtype=dtype)
+        SHIPPED.ship(f"forward {size}", 2, forward, x)
+        SHIPPED.ship(f"bias {size}", 2, forward, x, bias=True)
+        SHIPPED.ship(f"backward {size}", 3, backward, x)
+        SHIPPED.ship(f"db {size}", 3, backward, x, db=True)
     for cols in (4096, 28672):
-        size = f"{cols} {dtype}"
-        again = partial(backward, cols, dtype, bias=True, db=True, y=True)
-        add(f"bias, db, y {size}", again, 4, cols, dtype)
-    add(f"y {dtype}", partial(backward, 4096, dtype, function=SILU, y=True), 4, 4096, dtype)
+        x = empty(ROWS, cols, dtype=dtype)
+        SHIPPED.ship(f"bias, db, y {cols} {dtype}", 4, backward, x, bias=True, db=True, y=True)
+    x = empty(ROWS, 4096, dtype=dtype)
+    SHIPPED.ship(f"y {dtype}", 4, backward, x, function=SILU, y=True)
 for name, function in FUNCTIONS.items():
-    both = partial(backward, 4096, torch.bfloat16, function=function, db=True)
-    add(f"{name} db", both, 3, 4096, torch.bfloat16)
+    SHIPPED.ship(f"{name} db", 3, backward, empty(ROWS, 4096), function=function, db=True)

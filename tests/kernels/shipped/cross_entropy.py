@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,70 +15,48 @@ from opfuser.kernels.cross_entropy import (
     cross_entropy_mean,
     scaled,
 )
+from tests.kernels.shipping import Family, Shipped, empty
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = 2048
 IGNORE = -100
+TARGETS, COUNT = empty(ROWS, dtype=torch.int64), empty(dtype=torch.int64)
+OF_ROWS, NUMBER = empty(ROWS, dtype=FP32), empty(dtype=FP32)
 
 
-def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def forward(x: Tensor, *, terms: Terms) -> object:
+    return cross_entropy_forward(x, TARGETS, terms)
 
 
-def targets() -> Tensor:
-    return tensor(ROWS, dtype=torch.int64)
+def backward(x: Tensor, *, terms: Terms) -> object:
+    return cross_entropy_backward(x, TARGETS, OF_ROWS, OF_ROWS, NUMBER, COUNT, terms)
 
 
-def count() -> Tensor:
-    return tensor(dtype=torch.int64)
+def gradient(x: Tensor, *, terms: Terms) -> object:
+    return cross_entropy_gradient(x, TARGETS, COUNT, terms)
 
 
-def forward(cols: int, dtype: torch.dtype, smoothing: float) -> object:
-    x = tensor(ROWS, cols, dtype=dtype)
-    return cross_entropy_forward(x, targets(), Terms(IGNORE, smoothing, 0.0))
-
-
-def backward(cols: int, dtype: torch.dtype, smoothing: float) -> object:
-    x, row = tensor(ROWS, cols, dtype=dtype), tensor(ROWS)
-    return cross_entropy_backward(
-        x, targets(), row, row, tensor(), count(), Terms(IGNORE, smoothing, 0.0)
-    )
-
-
-def gradient(cols: int, dtype: torch.dtype, smoothing: float) -> object:
-    x = tensor(ROWS, cols, dtype=dtype)
-    return cross_entropy_gradient(x, targets(), count(), Terms(IGNORE, smoothing, 0.0))
-
-
-def scale(dtype: torch.dtype, to: torch.dtype, in_place: bool) -> object:
-    return scaled(tensor(ROWS, 4096, dtype=dtype), tensor(), None, to, in_place=in_place)
-
-
-LAUNCHES: dict[str, Callable[[], object]] = {
-    "mean": lambda: cross_entropy_mean(tensor(ROWS), targets(), IGNORE)
-}
+SHIPPED = Family()
 # The targets are read too.
-TRAFFIC: dict[str, int] = {"mean": ROWS * (4 + 8) + 4 + 8}
-
+SHIPPED["mean"] = Shipped(
+    partial(cross_entropy_mean, OF_ROWS, TARGETS, IGNORE), ROWS * (4 + 8) + 4 + 8
+)
 # Passes over the logits. The gradient that takes their place may read them twice: where they come
 # from the second time is the cache's affair.
 for call, passes in ((forward, 1), (backward, 2), (gradient, 3)):
     for cols, dtype, smoothing in (
-        (1000, torch.bfloat16, 0.0),
-        (1000, torch.float32, 0.1),
-        (50257, torch.bfloat16, 0.1),
-        (50257, torch.float32, 0.0),
-        (128256, torch.bfloat16, 0.0),
-        (128256, torch.float32, 0.0),
-        (262144, torch.bfloat16, 0.1),
+        (1000, BF16, 0.0),
+        (1000, FP32, 0.1),
+        (50257, BF16, 0.1),
+        (50257, FP32, 0.0),
+        (128256, BF16, 0.0),
+        (128256, FP32, 0.0),
+        (262144, BF16, 0.1),
     ):
-        name = f"{call.__name__} {cols} {dtype} {smoothing}"
-        LAUNCHES[name] = partial(call, cols, dtype, smoothing)
-        TRAFFIC[name] = passes * ROWS * cols * dtype.itemsize
-
-for dtype, to, in_place in (
-    (torch.bfloat16, torch.bfloat16, True),
-    (torch.float32, torch.float32, True),
-    (torch.float32, torch.float16, False),
-):
-    LAUNCHES[f"scale {dtype} {to}"] = partial(scale, dtype, to, in_place)
-    TRAFFIC[f"scale {dtype} {to}"] = ROWS * 4096 * (dtype.itemsize + to.itemsize)
+        name, terms = f"{call.__name__} {cols} {dtype} {smoothing}", Terms(IGNORE, smoothing, 0.0)
+        SHIPPED.ship(name, passes, call, empty(ROWS, cols, dtype=dtype), terms=terms)
+for dtype, to, in_place in ((BF16, BF16, True), (FP32, FP32, True), (FP32, FP16, False)):
+    x = empty(ROWS, 4096, dtype=dtype)
+    SHIPPED[f"scale {dtype} {to}"] = Shipped(
+        partial(scaled, x, NUMBER, None, to, in_place=in_place), x.nbytes + x.numel() * to.itemsize
+    )

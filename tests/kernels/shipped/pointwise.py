@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from opfuser.kernels import functions
 from opfuser.kernels.pointwise import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Chain, Link
 from opfuser.kernels.scalar import ScalarFunction
+from tests.kernels.shipping import Family, empty, operands
 
 ROWS = 8192
 
@@ -24,8 +24,8 @@ HALF = Link(FUNCTION, "@scalar:scale", (0.5,), functions.Scale(0.5))
 DROPPED = Link(DROPOUT, parameters=(0.1,))
 BIASED, ADDED, KEPT = Link(BIAS), Link(ADD), Link(KEEP)
 
-# The passes over A elements that each direction may take: x and y, dy and dx; what is added or
-# kept; what backward makes values from.
+# The passes over x that each direction may take: x and y, dy and dx; what is added or kept; what
+# backward makes values from.
 CHAINS: dict[str, tuple[list[Link], int, int]] = {
     "dropout": ([DROPPED], 2, 2),
     "dropout, add": ([DROPPED, ADDED], 3, 2),
@@ -39,46 +39,26 @@ CHAINS: dict[str, tuple[list[Link], int, int]] = {
 EVERY_SIZE = {"dropout", "bias, dropout, add", "bias, silu, dropout, add"}
 
 
-def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def forward(x: Tensor, *, links: Sequence[Link]) -> object:
+    return Chain(links).forward(x, operands(links, x), (x.dtype,) * len(links))
 
 
-def operands(links: Sequence[Link], x: Tensor) -> list[Tensor | None]:
-    # Each has memory of its own: what is read twice comes from a GPU's cache.
-    made: dict[int, Callable[[], Tensor]] = {
-        BIAS: lambda: torch.empty_like(x[0]),
-        ADD: lambda: torch.empty_like(x),
-        DROPOUT: lambda: tensor(1, dtype=torch.int64),
-    }
-    return [made[link.kind]() if link.kind in made else None for link in links]
-
-
-def forward(links: Sequence[Link], cols: int, dtype: torch.dtype) -> object:
-    x = tensor(ROWS, cols, dtype=dtype)
-    return Chain(links).forward(x, operands(links, x), (dtype,) * len(links))
-
-
-def backward(links: Sequence[Link], cols: int, dtype: torch.dtype) -> object:
-    x = tensor(ROWS, cols, dtype=dtype)
+def backward(x: Tensor, *, links: Sequence[Link]) -> object:
     chain = Chain(links)
     given = [
         None if not reads else torch.empty_like(x) if link.kind == KEEP else operand
         for link, operand, reads in zip(links, operands(links, x), chain.reads)
     ]
-    wanted: dict[int, torch.dtype | bool] = {BIAS: dtype, ADD: True}
+    wanted: dict[int, torch.dtype | bool] = {BIAS: x.dtype, ADD: True}
     wants = (*(wanted.get(link.kind, False) for link in links), True)
-    dtypes = (dtype,) * len(links)
-    dy = torch.empty_like(x)
+    dy, dtypes = torch.empty_like(x), (x.dtype,) * len(links)
     return chain.backward(dy, x if chain.reads_x else None, given, wants, dtypes)
 
 
-LAUNCHES: dict[str, Callable[[], object]] = {}
-TRAFFIC: dict[str, int] = {}
-
+SHIPPED = Family()
 for name, (links, ahead, back) in CHAINS.items():
     for cols in (1024, 4096, 16384) if name in EVERY_SIZE else (4096,):
         for dtype in (torch.bfloat16, torch.float32):
-            for run, passes in ((forward, ahead), (backward, back)):
-                call = f"{name}: {run.__name__} {cols} {dtype}"
-                LAUNCHES[call] = partial(run, links, cols, dtype)
-                TRAFFIC[call] = passes * ROWS * cols * dtype.itemsize
+            x = empty(ROWS, cols, dtype=dtype)
+            SHIPPED.ship(f"{name}: forward {cols} {dtype}", ahead, forward, x, links=links)
+            SHIPPED.ship(f"{name}: backward {cols} {dtype}", back, backward, x, links=links)
