@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuser import (
     AddExtraInput,
@@ -316,21 +314,3 @@ def saved_by(seq: Sequential, *inputs: Tensor) -> list[Tensor]:
 
 def elements(tensors: Sequence[Tensor]) -> int:
     return sum(t.untyped_storage().nbytes() // t.itemsize for t in tensors)
-
-
-class Counting(TorchDispatchMode):
-    """Counts matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def gemms(self) -> int:
-        return sum(self.calls[name] for name in ("mm", "addmm", "addmm_", "bmm"))
