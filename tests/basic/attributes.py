@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from opfuser import PointwiseOperation, basic
+from opfuser.errors import ArgumentError, ArgumentTypeError, OpfuserError
 from opfuser.op import BasicOperation
 
 __all__ = [
     "CASES",
     "EACH_KIND",
+    "Bad",
     "Case",
     "Change",
     "Inputs",
@@ -21,6 +23,7 @@ __all__ = [
     "attributes_of",
     "f32",
     "make",
+    "outside",
     "public",
     "results",
     "rows",
@@ -35,17 +38,33 @@ class Change(NamedTuple):
 
     Attributes:
         value: another legal one.
-        bad: one outside its domain, if there is any.
         argument: of the constructor; None is that with the name of the attribute.
         inputs: that go with ``value``; None are those of the case.
         neutral: whether it changes neither output nor gradients.
     """
 
     value: Any
-    bad: Any = None
     argument: str | None = None
     inputs: Inputs | None = None
     neutral: bool = False
+
+
+class Bad(NamedTuple):
+    """Values outside of a domain.
+
+    Attributes:
+        text: how the error begins, up to the name of the operation.
+        values: some of them.
+        error: its class.
+    """
+
+    text: str
+    values: tuple[Any, ...]
+    error: type[OpfuserError]
+
+
+def bad(text: str, *values: Any, error: type[OpfuserError] = ArgumentError) -> Bad:
+    return Bad(text, values, error)
 
 
 class ReadOnly(NamedTuple):
@@ -80,13 +99,13 @@ def rows(*, scales: bool = False) -> Inputs:
     return f32((3, 8), (3,)) if scales else f32((3, 8))
 
 
-EPS = {"eps": Change(0.5, bad=-1.0)}
+EPS = {"eps": Change(0.5)}
 GAMMA = {"zero_centered_gamma": Change(True)}
 NORM = {"normalized_shape": ReadOnly((4,)), **EPS, **GAMMA}
-INTERLEAVE = {"glu_interleave_size": Change(2, bad=0)}
-CAPS = {"beta1": Change(1.0, bad=0.0), "beta2": Change(2.0, bad=-1.0)}
+INTERLEAVE = {"glu_interleave_size": Change(2)}
+CAPS = {"beta1": Change(1.0), "beta2": Change(2.0)}
 CLAMP = {
-    "limit": Change(0.5, bad=-1.0),
+    "limit": Change(0.5),
     "alpha": Change(1.0),
     "glu_linear_offset": Change(0.0),
 }
@@ -101,8 +120,62 @@ ACCUMULATE = {
 }
 HEADS = {"num_heads": 2, "head_dim": 4, "num_kv_heads": 1}
 MORE_HEADS = {
-    "num_heads": Change(4, bad=0, inputs=f32((2, 5, 24))),
-    "num_kv_heads": Change(2, bad=0, inputs=f32((2, 5, 24))),
+    "num_heads": Change(4, inputs=f32((2, 5, 24))),
+    "num_kv_heads": Change(2, inputs=f32((2, 5, 24))),
+}
+INF, NAN = float("inf"), float("nan")
+HEADS_OF_ATTENTION = "num_heads must be a positive multiple of num_kv_heads"
+
+# By attribute, or by operation and attribute.
+DOMAINS: dict[str, list[Bad]] = {
+    "eps": [
+        bad("eps must be finite and not negative", -1.0, -1e-9, INF, NAN),
+        bad("eps must be a Python number", None, "1e-5", error=ArgumentTypeError),
+    ],
+    "glu_interleave_size": [bad("glu_interleave_size must be positive or None.", 0, -2)],
+    "beta1": [bad("beta1 must be finite and positive.", 0.0, -1.0, INF, NAN)],
+    "beta2": [bad("beta2 must be finite and positive.", 0.0, -1.0, INF, NAN)],
+    "limit": [bad("limit must be positive.", 0.0, -7.0, NAN)],
+    "num_heads": [bad("num_heads must be positive", 0, -4)],
+    "num_kv_heads": [bad("num_kv_heads must be positive", 0, -4)],
+    "head_dim": [bad("head_dim must be positive", 0, -4)],
+    "DotProductAttention.num_heads": [bad(HEADS_OF_ATTENTION, 0, -2)],
+    "DotProductAttention.num_kv_heads": [bad(HEADS_OF_ATTENTION, 0, 3, 4)],
+    "base": [bad("base must be positive", 0.0, -1.0)],
+    "rotary_dim": [bad("rotary_dim must be even and at most head_dim", 3, 6)],
+    "max_positions": [bad("max_positions must be positive", 0, -1)],
+    "label_smoothing": [bad("label_smoothing must be between 0 and 1", -0.1, 1.1)],
+    "reduction": [bad('reduction must be "mean", "sum" or "none"', "max")],
+    "z_loss": [bad("z_loss must be a finite number, and not negative", -1.0, INF, NAN)],
+    "dropout_probability": [
+        bad("p must be between 0 and 1", -0.1, 1.5, NAN),
+        bad("p must be a real Python number", torch.tensor(0.5), "a", error=ArgumentTypeError),
+    ],
+    "padding_idx": [bad("padding_idx must be a row of the table", 7, -8)],
+    "approximate": [bad("approximate must be 'tanh' or 'none'", "erf")],
+    "Softplus.beta": [bad("beta must not be zero", 0, 0.0)],
+    "ConstantScale.scale": [
+        bad(
+            "The scale must be a real Python number",
+            *(torch.tensor(2.0), "two", None, 1j),
+            error=ArgumentTypeError,
+        )
+    ],
+    "constants": [
+        bad(
+            "A constant of a pointwise operation must be a real Python number",
+            *(("two",), (torch.ones(()),)),
+            error=ArgumentTypeError,
+        )
+    ],
+    "shape": [
+        bad("Sizes must be non-negative, except for at most one -1", (-1, -1), (2, -2)),
+        bad(
+            "The shape must be an integer or an iterable of integers",
+            *(2.5, (2.0, 3), "6", None),
+            error=ArgumentTypeError,
+        ),
+    ],
 }
 
 CASES: dict[str, Case] = {
@@ -130,41 +203,39 @@ CASES: dict[str, Case] = {
         },
     ),
     "ClampedSwiGLU": Case({}, rows(), {**CLAMP, **INTERLEAVE}),
-    "ConstantScale": Case({"scale": 2.0}, rows(), {"scale": Change(3.0, bad="two")}),
+    "ConstantScale": Case({"scale": 2.0}, rows(), {"scale": Change(3.0)}),
     "CrossEntropy": Case(
         {},
         lambda: [torch.randn(5, 7), torch.tensor([0, 1, 2, 5, 3])],
         {
             "ignore_index": Change(1),
-            "label_smoothing": Change(0.2, bad=2.0),
-            "reduction": Change("sum", bad="max"),
-            "z_loss": Change(0.1, bad=-1.0),
+            "label_smoothing": Change(0.2),
+            "reduction": Change("sum"),
+            "z_loss": Change(0.1),
         },
     ),
     "DotProductAttention": Case(
         {"num_heads": 2, "num_kv_heads": 1},
         f32((2, 5, 24)),
         {
-            "num_heads": Change(4, bad=0),
-            "num_kv_heads": Change(2, bad=3),
+            "num_heads": Change(4),
+            "num_kv_heads": Change(2),
             "causal": Change(False),
             "scale": Change(0.7),
         },
     ),
-    "Dropout": Case(
-        {"p": 0.5}, rows(), {"dropout_probability": Change(0.9, bad=2.0, argument="p")}
-    ),
+    "Dropout": Case({"p": 0.5}, rows(), {"dropout_probability": Change(0.9, argument="p")}),
     "Embedding": Case(
         {"num_embeddings": 7, "embedding_dim": 4},
         lambda: [torch.tensor([0, 1, 6, 1])],
         {
             "num_embeddings": ReadOnly(9),
             "embedding_dim": ReadOnly(9),
-            "padding_idx": Change(-6, bad=7),
+            "padding_idx": Change(-6),
         },
     ),
     "GEGLU": FIXED_LAYOUT,
-    "GELU": Case({}, rows(), {"approximate": Change("none", bad="erf")}),
+    "GELU": Case({}, rows(), {"approximate": Change("none")}),
     "GLU": FIXED_LAYOUT,
     "GroupedLinear": Case(
         {"num_groups": 2, "in_features": 8, "out_features": 6},
@@ -185,9 +256,7 @@ CASES: dict[str, Case] = {
     "L2Normalization": Case({}, rows(), EPS),
     "LayerNorm": Case({"normalized_shape": 8}, rows(), NORM),
     "MakeExtraOutput": Case({}, rows(), IN_PLACE),
-    "PointwiseOperation": Case(
-        {}, rows(), {"constants": Change((3.0,), bad=("two",)), "exponent": Change(2)}
-    ),
+    "PointwiseOperation": Case({}, rows(), {"constants": Change((3.0,)), "exponent": Change(2)}),
     "QGEGLU": FIXED_LAYOUT,
     "QGELU": NOTHING,
     "QKNorm": Case(HEADS, f32((2, 5, 16)), {"head_dim": ReadOnly(8), **MORE_HEADS, **EPS, **GAMMA}),
@@ -203,17 +272,17 @@ CASES: dict[str, Case] = {
     "ReGLU": FIXED_LAYOUT,
     "ReLU": NOTHING,
     "ReduceScatter": NOTHING,
-    "Reshape": Case({"shape": (4, 6)}, rows(), {"shape": Change((2, -1), bad=(-1, -1))}),
+    "Reshape": Case({"shape": (4, 6)}, rows(), {"shape": Change((2, -1))}),
     "RotaryEmbedding": Case(
         {**HEADS, "base": 100.0, "rotary_dim": 4, "max_positions": 9},
         f32((2, 5, 16)),
         {
             **MORE_HEADS,
-            "head_dim": Change(8, bad=0, inputs=f32((2, 5, 32))),
-            "base": Change(10.0, bad=0.0),
+            "head_dim": Change(8, inputs=f32((2, 5, 32))),
+            "base": Change(10.0),
             "interleaved": Change(True),
-            "rotary_dim": Change(2, bad=3),
-            "max_positions": Change(20, bad=0, neutral=True),
+            "rotary_dim": Change(2),
+            "max_positions": Change(20, neutral=True),
         },
     ),
     "SReGLU": FIXED_LAYOUT,
@@ -225,7 +294,7 @@ CASES: dict[str, Case] = {
     "SiLU": NOTHING,
     "SiTUGLU": Case({}, rows(), {**CAPS, **INTERLEAVE}),
     "Sigmoid": NOTHING,
-    "Softplus": Case({}, rows(), {"beta": Change(3.0, bad=0), "threshold": Change(0.1)}),
+    "Softplus": Case({}, rows(), {"beta": Change(3.0), "threshold": Change(0.1)}),
     "SwiGLU": Case({}, rows(), INTERLEAVE),
     "Tanh": NOTHING,
 }
@@ -235,6 +304,11 @@ EACH_KIND = sorted(
     - {"AllReduce", "QGEGLU", "QGELU", "ReGLU", "ReLU", "ReduceScatter", "SReGLU", "SReLU"}
     - {"Sigmoid", "Tanh"}
 )
+
+
+def outside(name: str, attribute: str) -> list[Bad]:
+    """Values that an attribute of an operation must not have."""
+    return DOMAINS.get(f"{name}.{attribute}", DOMAINS.get(attribute, []))
 
 
 def make(name: str, **arguments: Any) -> BasicOperation:

@@ -103,6 +103,18 @@ def test_hazard_11_meta_construction_then_materialisation_then_backward(name: st
     assert same(results(op, inputs), results(fresh, inputs))
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_device_and_dtype_default_to_those_of_torch(name: str) -> None:
+    assert {(p.device.type, p.dtype) for p in make(name).parameters()} == {("cpu", torch.float32)}
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert {p.dtype for p in make(name).parameters()} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert {p.device.type for p in make(name).parameters()} == {"meta"}
+
+
 @pytest.mark.parametrize("name", sorted({*EACH_KIND} - {"GroupedLinear"}))
 def test_shapes_on_the_meta_device(name: str) -> None:
     """Those of groups of rows are values."""

@@ -6,6 +6,7 @@ tests/kernels/test_interpreter.py runs this file with kernels too.
 from __future__ import annotations
 
 import copy
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -20,10 +21,12 @@ from opfuser.errors import InputError, NotSupportedError, OpfuserError, ReadOnly
 from opfuser.op import BasicOperation
 from tests.basic.attributes import (
     CASES,
+    Bad,
     Change,
     ReadOnly,
     attributes_of,
     make,
+    outside,
     public,
     results,
     same,
@@ -31,7 +34,12 @@ from tests.basic.attributes import (
 from tests.basic.attributes_in_sequences import CHANGES, SEQUENCES, Sets, check_change, parts
 
 SETTABLE = attributes_of(Change)
-CHECKED = [(name, a) for name, a in SETTABLE if CASES[name].attributes[a].bad is not None]
+CHECKED = [
+    pytest.param(name, attribute, bad, value, id=f"{name}-{attribute}-{value}")
+    for name, attribute in SETTABLE
+    for bad in outside(name, attribute)
+    for value in bad.values
+]
 
 
 def on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
@@ -116,20 +124,24 @@ def test_the_text_about_a_value_that_cannot_be_set() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "attribute"), CHECKED)
-def test_a_bad_value_set_later(name: str, attribute: str) -> None:
-    """Alone, and in a sequence that was called before."""
+@pytest.mark.parametrize(("name", "attribute", "bad", "value"), CHECKED)
+def test_a_bad_value(name: str, attribute: str, bad: Bad, value: Any) -> None:
+    """Passed to the constructor; or set later, alone and in a sequence that was called before."""
     case, ops = CASES[name], (make(name), make(name))
     change: Any = case.attributes[attribute]
-    with pytest.raises(OpfuserError) as constructed:
-        make(name, **{change.argument or attribute: change.bad})
+    with pytest.raises(bad.error) as constructed:
+        make(name, **{change.argument or attribute: value})
+    text = str(constructed.value)
+    where = "" if bad.text.endswith(".") else f" ({type(ops[0]).__name__})."
+    received = "a tensor" if "tensor" in repr(value) else repr(value).strip("(),")
+    assert re.match(rf"{re.escape(bad.text + where)} Received: .*{re.escape(received)}", text)
     modules, inputs = (ops[0], Sequential(ops[1])), case.inputs()
     results(modules[1], inputs)
     for op, module in zip(ops, modules):
-        setattr(op, attribute, change.bad)
-        with pytest.raises(constructed.type) as called:
+        setattr(op, attribute, value)
+        with pytest.raises(bad.error) as called:
             module(*inputs)
-        assert str(called.value) == str(constructed.value)
+        assert str(called.value) == text
 
 
 @pytest.mark.parametrize("name", [name for name, run in SEQUENCES.items() if run.fusions])
@@ -144,19 +156,20 @@ def test_the_sequences_are_fused(name: str) -> None:
 @pytest.mark.parametrize(("name", "n", "attribute", "how"), CHANGES)
 def test_in_a_fusion(name: str, n: int, attribute: str, how: Change, device: torch.device) -> None:
     check_change(name, n, attribute, how, device)
-    if how.bad is not None:
-        check_bad_value(name, n, attribute, how)
+    bad = outside(SEQUENCES[name].ops[n][0], attribute)
+    if bad:
+        check_bad_value(name, n, attribute, how, bad[0].values[0])
 
 
-def check_bad_value(name: str, n: int, attribute: str, how: Change) -> None:
+def check_bad_value(name: str, n: int, attribute: str, how: Change, value: Any) -> None:
     """The error is that of the constructor."""
     run = SEQUENCES[name]
     seq, inputs = run.make(), run.inputs()
     with pytest.raises(OpfuserError) as constructed:
-        run.make(n, **{how.argument or attribute: how.bad})
+        run.make(n, **{how.argument or attribute: value})
     with run.switched():
         results(seq, inputs)
-        setattr(parts(seq)[n], attribute, how.bad)
+        setattr(parts(seq)[n], attribute, value)
         with pytest.raises(constructed.type) as called:
             results(seq, inputs)
     assert str(called.value) == str(constructed.value)

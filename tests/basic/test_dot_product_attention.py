@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from opfuser import DotProductAttention
 from opfuser.basic import dot_product_attention as module
-from opfuser.errors import ArgumentError, InputError
+from opfuser.errors import InputError
 from opfuser.op import GradNeeds, OperationContext
 from opfuser.testing import check_op
-from tests.basic.values import DTYPES, HALF, ONE_UNIT, check_values, held_to, saved_by
+from tests.basic.values import DTYPES, HALF, ONE_UNIT, check_values, held_to
 
 HEADS = pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 GPU_KERNELS = pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
@@ -90,14 +90,6 @@ def test_large_scores_do_not_overflow() -> None:
     assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 
 
-def test_no_attention_matrix_is_saved() -> None:
-    op = DotProductAttention(4, 2)
-    x = packed(op, 2, 64, 8).requires_grad_()
-    saved = {t.data_ptr(): t.untyped_storage().nbytes() for t in saved_by(lambda: op(x))}
-    rows = 2 * 64
-    assert sum(saved.values()) == 4 * rows * (8 * 8 + 4 * 8 + 4)  # qkv, output, log-sum-exp
-
-
 @HEADS
 @GPU_KERNELS
 def test_gpu_kernels_are_called_as_declared(
@@ -139,12 +131,6 @@ def test_tracers_get_the_kernel_of_eager_calls(heads: tuple[int, int], head_dim:
         with FakeTensorMode() as mode:
             traced = module._split(mode.from_tensor(x), op.settings)
             assert module._choose(traced, True, 0.5, True) == want
-
-
-@pytest.mark.parametrize("heads", [(0, None), (4, 3), (4, 0), (2, 4)], ids=str)
-def test_refuses_arguments(heads: tuple[int, int | None]) -> None:
-    with pytest.raises(ArgumentError, match=r"positive multiple of num_kv_heads .*num_heads="):
-        DotProductAttention(*heads)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 63), (2, 3, 0), (3, 64)], ids=str)

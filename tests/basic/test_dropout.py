@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from opfuser import Dropout, Identity, OperationContext, Sequential
-from opfuser.errors import ArgumentError, ArgumentTypeError
 from opfuser.kernels.pointwise import draws_seeds
 from opfuser.kernels.pointwise_plain import survivors
 from opfuser.op import GradNeeds
@@ -75,24 +74,6 @@ def test_mode_is_that_of_the_call() -> None:
     assert (model(x) == 0).any()
     assert not (model.eval()(x) == 0).any()
     assert (model.train()(x) == 0).any()
-
-
-@pytest.mark.parametrize(
-    ("p", "error", "text"),
-    [
-        *((p, ArgumentError, r"p must be between 0 and 1 \(Dropout\).*p=") for p in (-0.1, 1.5)),
-        (float("nan"), ArgumentError, "p must be between 0 and 1"),
-        (
-            torch.tensor(0.5),
-            ArgumentTypeError,
-            r"^p must be a real Python number \(Dropout\)\. Received: a tensor\.$",
-        ),
-        ("a", ArgumentTypeError, r"Received: 'a'\.$"),
-    ],
-)
-def test_refuses_what_is_no_probability(p: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        Dropout(p)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

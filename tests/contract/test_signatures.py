@@ -207,28 +207,3 @@ def test_what_is_accepted_but_not_supported_is_not_ignored() -> None:
         assert argument in text, "the text names the argument"
         assert len(text) > len(name) + len(argument) + 20, "and gives the reason"
     of.RMSNorm(8, sm_margin=0)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **kw: of.BasicLinear(4, 3, **kw),
-        lambda **kw: of.Linear(4, 3, **kw),
-        lambda **kw: of.Bias(4, **kw),
-        lambda **kw: of.RMSNorm(4, **kw),
-        lambda **kw: of.LayerNorm(4, **kw),
-        lambda **kw: of.GroupedLinear(2, 4, 3, **kw),
-    ],
-)
-def test_device_and_dtype_default_to_those_of_torch(make: Callable[..., torch.nn.Module]) -> None:
-    assert {(p.device.type, p.dtype) for p in make().parameters()} == {("cpu", torch.float32)}
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert {p.dtype for p in make().parameters()} == {torch.float64}
-    finally:
-        torch.set_default_dtype(before)
-    with torch.device("meta"):
-        assert {p.device.type for p in make().parameters()} == {"meta"}
-    got = {(p.device.type, p.dtype) for p in make(device="meta", dtype=torch.bfloat16).parameters()}
-    assert got == {("meta", torch.bfloat16)}
