@@ -103,6 +103,7 @@ def test_a_chain_and_a_norm_against_separate_operations(
     [
         ("everything", "pointwise_chain", FP32),
         ("bias and sum", "pointwise_norm", FP32),
+        ("sums before functions", "pointwise_norm", FP32),
         ("end of a feed-forward", "pointwise_norm", BF16),
     ],
     ids=str,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels import rotary as family
+from opfuser.kernels import rotary_plain
 from opfuser.kernels.launch import recorded
 from opfuser.kernels.rotary import Rotation, qk_norm, qk_norm_backward, rotary
 from tests.kernels.accuracy import assert_accurate, cut_off
@@ -290,9 +291,11 @@ def test_values_pass_whatever_they_are(device: torch.device) -> None:
 
 
 def test_rows_in_turns(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few programs each takes several rows."""
+    """With few programs each takes several rows, as a block of plain torch does."""
     monkeypatch.setattr(family, "multiprocessors", lambda _: 1)
     heads = CASES["partial halves"]
+    monkeypatch.setattr(rotary_plain, "_BLOCK", 2 * 3 * heads.features // torch.get_num_threads())
+    monkeypatch.setattr(rotary_plain, "_MIN_BLOCKS", 1)
     for dtype in (torch.float32, torch.float16):
         check_norm(given(heads, dtype, device, (3, 3)), heads, turn=True)
 
