@@ -114,7 +114,11 @@ def test_autocast(name: str, fusion: str, dtype: torch.dtype, device: torch.devi
     seq, tensors = example(name, device, *rest)
     with torch.autocast(device.type, BF16):
         # The reference runs in bf16 throughout.
-        check_fusion(fusion, list(seq), *[t.to(dtype) for t in tensors], floor=2**-6)
+        tensors = [t.to(dtype) for t in tensors]
+        check_fusion(fusion, list(seq), *tensors, floor=2**-6)
+        dtypes = [t.dtype for t in results(seq, tensors)]
+        with opfuser.disable("*"):
+            assert dtypes == [t.dtype for t in results(seq, tensors)]
 
 
 # With the chain as a part of the pattern, so that one fusion is all that has to be switched on.
