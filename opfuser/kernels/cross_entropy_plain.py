@@ -146,6 +146,11 @@ def _gradient(
     p_scale = scale
     if z_loss:
         p_scale = scale * (1 + 2 * z_loss * (row_max + sum_exp.log()))
+    if torch.compiler.is_compiling():
+        # A scatter would make the compiler write dx twice.
+        hit = torch.arange(dx.shape[1], device=dx.device) == index
+        target = torch.where(hit, 1 - smoothing, 0.0) + smoothing / dx.shape[1]
+        return dx * p_scale - target * scale
     dx = torch.mul(dx, p_scale, out=dx if out is None else out)
     if smoothing:
         dx.sub_(smoothing / dx.shape[1] * scale)

@@ -160,10 +160,15 @@ def _rms_backward(
         # dx = rstd (dh - x rstd² mean(dh x)) is the gradient of weight normalisation g x / n with
         # norms n = g / rstd and gains g = √D, or 1 where it is the sum and not the mean. ATen has
         # one pass for that: about half the time of writing the formula out.
-        gain = torch.full_like(rstd, 1.0 if scale is None else math.sqrt(cols))
-        dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
-            dh, wide, gain, gain / rstd, 0
-        )
+        if torch.compiler.is_compiling():  # which has one pass for the formula
+            total = (dh * wide).sum(1, keepdim=True)
+            share = total if scale is None else total / cols
+            dx = rstd * (dh - wide * (rstd * rstd * share))
+        else:
+            gain = torch.full_like(rstd, 1.0 if scale is None else math.sqrt(cols))
+            dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
+                dh, wide, gain, gain / rstd, 0
+            )
         dx = dx if len(shape) == 2 else dx.view(shape)
         dx = _add_residual(dx, residual_grad, dtype)
     if want_y:

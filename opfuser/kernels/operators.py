@@ -1,8 +1,10 @@
-"""Kernels as operators of torch, so that what torch.compile traces can hold them.
+"""Kernels, their twins in plain torch, and which of them torch.compile traces.
 
 In eager mode a call goes to the launcher or to plain torch directly: torch's dispatcher would cost
-some microseconds. Operators are functional: they write to nothing that they are given, and return
-nothing that they were given. What works in place is :func:`kernel_or_plain` alone.
+some microseconds. Traced, it is plain torch, for which the compiler makes kernels of its own, fused
+with what stands around; or an operator ``opfuser::…``, which runs the kernel. Operators are
+functional: they write to nothing that they are given, and return nothing that they were given. What
+works in place is :func:`kernel_or_plain` alone.
 
 Where there is both a kernel and plain torch, one of these two functions decides between them; for
 chains of element-wise operations, which are no operators, ``pointwise.Chain`` does.
@@ -18,11 +20,22 @@ from torch import Tensor
 
 from .launch import runs
 
-__all__ = ["kernel_or_plain", "operator"]
+__all__ = ["Traced", "kernel_or_plain", "operator"]
 
 _LIBRARY = torch.library.Library("opfuser", "DEF")
 
 _Function = Callable[..., Any]
+
+
+class Traced:
+    """What torch.compile traces where there are kernels.
+
+    Attributes:
+        as_operators: whether it is the operators; else plain torch. Compiled code calls each of
+            them through Python.
+    """
+
+    as_operators: bool = False
 
 
 def kernel_or_plain(
@@ -108,9 +121,9 @@ def operator(
     def call(*args: Any) -> Any:  # 0.05 us less than with a name for the first one
         if not runs(args[0]):
             return plain(*args)
-        # Traced, it is the operator that asks: the graph is to hold for every size.
+        # The operator itself asks what ``accepts`` decides: the graph is to hold for every size.
         if torch.compiler.is_compiling():
-            return traced(*args)
+            return traced(*args) if Traced.as_operators else plain(*args)
         if accepts is None or accepts(*args):
             return launch(*args)
         return plain(*args)

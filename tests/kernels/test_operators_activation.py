@@ -19,6 +19,7 @@ from opfuser.kernels.gated import (
     product_spec,
 )
 from opfuser.kernels.launch import INTERPRETED, recorded
+from opfuser.kernels.operators import Traced
 from opfuser.kernels.scalar import FUNCTIONS as BY_NAME
 from opfuser.kernels.scalar import ScalarFunction, scalar_function
 from tests.kernels.activations import (
@@ -163,7 +164,8 @@ def test_opcheck(operator: Any, args: tuple[Any, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
-def test_kernels_are_one_operator_each_while_compiling() -> None:
+def test_kernels_are_one_operator_each_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Traced, "as_operators", True)
     torch.compiler.reset()
     targets: list[str] = []
 

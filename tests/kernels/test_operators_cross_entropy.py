@@ -17,6 +17,7 @@ from opfuser.kernels.cross_entropy import (
     scaled,
 )
 from opfuser.kernels.launch import INTERPRETED, recorded
+from opfuser.kernels.operators import Traced
 from tests.kernels.cross_entropies import (
     ALL_TERMS,
     IGNORE,
@@ -91,7 +92,8 @@ def test_traced_functions_write_to_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
-def test_kernels_are_one_operator_each_while_compiling() -> None:
+def test_kernels_are_one_operator_each_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Traced, "as_operators", True)
     torch.compiler.reset()
     names: list[str] = []
 
