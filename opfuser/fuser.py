@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from . import fused as _fused
 from .change_tracking import Clock, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
+from .engine import in_graph
 from .engine.autograd import Kwargs, execute, execute_eagerly
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
 from .engine.plan import Plan, expand
@@ -102,6 +103,7 @@ class OperationFuser:
         self.num_extra_inputs = len(routing.inputs)
         self._schedules: dict[PlanKey, Schedule] = {}
         self._traced: dict[str, Schedule] = {}
+        self._in_graph: dict[str, Callable[..., Any]] = {}
         self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
         self._used: Schedule | None = None
         self.replay: str | None = None
@@ -242,7 +244,9 @@ class OperationFuser:
         parameters = [getattr(module, name) for module, name in self._slots]
         stamps = (registry.stamp, *[op._stamp for op in self._stamped])
         facts = call_facts(input_, parameters, extra_inputs)
-        name = self._plan_for_tracing(stamps, facts)
+        name, whole = self._plan_for_tracing(stamps, facts, kwargs is None)
+        if whole:
+            return self._in_graph[name](input_, *parameters, *extra_inputs)
         return execute(self._traced[name], input_, parameters, extra_inputs, kwargs)
 
     def _prepare_tracing(self) -> bool:
@@ -255,13 +259,22 @@ class OperationFuser:
         stamp(self._stamped)
         return True
 
-    def _plan_for_tracing(self, stamps: tuple[str, ...], facts: tuple[Any, ...]) -> str:
-        """The name of a call's schedule. The arguments are constants that guard the traced code."""
+    def _plan_for_tracing(
+        self, stamps: tuple[str, ...], facts: tuple[Any, ...], without_keywords: bool
+    ) -> tuple[str, bool]:
+        """The name of a call's schedule, and whether it is one function of the graph.
+
+        The arguments are constants that guard the traced code.
+        """
         schedule = self._used = self._find(facts)
         # A name of its own, so that code traced before need not be traced again.
         name = f"schedule {id(schedule)}"
         self._traced[name] = schedule
-        return name
+        whole = without_keywords and not self._parametrized
+        whole = whole and in_graph.fits(schedule, self._read_parameters())
+        if whole and name not in self._in_graph:
+            self._in_graph[name] = in_graph.as_function(schedule, lambda: self._places)
+        return name, whole
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
     _prepare_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]

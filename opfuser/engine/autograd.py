@@ -7,7 +7,8 @@ context of forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .backward_pass import execute_backward, zeros
 from .forward_pass import Kwargs, Tape, execute_forward
 from .schedule import Schedule
 
-__all__ = ["Kwargs", "differentiate", "execute", "execute_eagerly", "separate"]
+__all__ = ["Kwargs", "compiling", "differentiate", "execute", "execute_eagerly", "separate"]
 
 _OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
@@ -35,6 +36,8 @@ def execute(
         return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
     for op, needed in schedule.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
+    if not torch.compiler.is_dynamo_compiling():
+        return _InGraphFunction.apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
     if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():
         # The tracer of torch 2.11 fails where a later operation requires a size that it
         # treats as variable to be that of a parameter. Reading the size fixes it here.
@@ -104,14 +107,16 @@ class _SequenceFunction(torch.autograd.Function):
             mark = [torch.empty(0, schedule.layout())] if marked else ()
             func_ctx.save_for_backward(*mark, *tape.saved, *kept)
         func_ctx.forwarded = (schedule, tape.contexts, marked)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # In a trace of torch 2.11, an output that an in-place operation returned, or that
             # shares memory with another one, gets a wrong gradient.
             output = output.view_as(output)
             outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
-        elif output._is_view() and output.untyped_storage().data_ptr() not in [
-            t.untyped_storage().data_ptr() for t in (input_, *tensors)
-        ]:
+        elif output._is_view() and (
+            torch.compiler.is_compiling()  # tensors without memory, and functional in any case
+            or output.untyped_storage().data_ptr()
+            not in [t.untyped_storage().data_ptr() for t in (input_, *tensors)]
+        ):
             # A view of an intermediate result, which autograd would not let the caller change.
             output = output.detach()
         if not outputs:
@@ -166,6 +171,29 @@ def differentiate(
         if any(map(_is_batched, received)):
             raise NotSupportedError(_NOT_BATCHED) from error
         raise
+
+
+class _InGraphFunction(_SequenceFunction):
+    """The same for AOTAutograd, which traces backward when ``execute`` has returned."""
+
+    @staticmethod
+    def backward(func_ctx: Any, *grad_outputs: Tensor | None) -> Any:
+        with compiling():
+            return _SequenceFunction.backward(func_ctx, *grad_outputs)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """``torch.compiler.is_compiling()`` is true, as in code that Dynamo interprets.
+
+    As torch.export does it; torch.compile itself does from 2.13 on.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _is_batched(grad: Tensor | None) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import opfuser
@@ -137,6 +138,65 @@ def test_kernels_for_any_number_of_rows_compile_once(op: str) -> None:
     assert counts == counts[:1] * 3
 
 
+def residual_block() -> opfuser.Sequential:
+    """Of the library's own operations."""
+    return opfuser.Residual(
+        opfuser.LayerNorm(6), opfuser.Linear(6, 8), opfuser.GELU(), opfuser.Linear(8, 6)
+    )
+
+
+def test_own_operations_are_one_function_of_the_graph() -> None:
+    """So that nothing is guarded that the plan's execution reads."""
+    called: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        called.extend(n.target.__name__ for n in graph.graph.nodes if n.op == "call_function")
+        return graph
+
+    torch.compile(residual_block(), backend=backend, fullgraph=True)(f32(4, 6))
+    assert called == ["opfuser_sequence"]
+
+
+def test_parameters_are_those_of_each_call() -> None:
+    model = residual_block()
+    compiled, counter = counting(model)
+    for _ in range(2):
+        check(model, compiled, f32(4, 6))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+    assert counter.frame_count == 1
+    assert all(type(p) is nn.Parameter and p.is_leaf for p in model.parameters())
+    own = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    x = f32(4, 6)
+    call = torch.compile(torch.func.functional_call, backend="aot_eager")
+    torch.testing.assert_close(call(model, own, (x,)), torch.func.functional_call(model, own, (x,)))
+
+
+@pytest.mark.parametrize("behind", [[], [opfuser.Reshape((-1,))]])
+def test_an_output_that_is_changed_in_place(behind: list[nn.Module]) -> None:
+    model = opfuser.Sequential(opfuser.Linear(6, 6), opfuser.GELU(), *behind)
+
+    def doubled(x: Tensor) -> Tensor:
+        return model(x).mul_(2)
+
+    x = f32(4, 6)
+    wrt = [x, *model.parameters()]
+    ours, expected = compile_(doubled)(x), doubled(x)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(grads(ours, wrt), grads(expected, wrt))
+
+
+def test_in_a_checkpoint() -> None:
+    model = residual_block()
+
+    def step(x: Tensor) -> Tensor:
+        y: Tensor = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        return y
+
+    check(model, compile_(step), f32(4, 6))
+
+
 def test_one_tensor_in_several_places() -> None:
     """Tied weights, and one tensor as both input and extra input."""
     seq = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Linear(3, 3), opfuser.AddExtraInput())
@@ -252,9 +312,10 @@ def test_export() -> None:
         torch.testing.assert_close(program.module()(*tensors), model(*tensors))
 
 
-def test_switching_to_evaluation_and_back_compiles_twice() -> None:
+@pytest.mark.parametrize("last", [Square, opfuser.GELU], ids=["user's", "own"])
+def test_switching_to_evaluation_and_back_compiles_twice(last: Callable[[], nn.Module]) -> None:
     """Whatever else was made or changed meanwhile."""
-    model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Dropout(0.5), Square())
+    model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.Dropout(0.5), last())
     compiled, counter = counting(model)
     x = f32(64, 3)
     for _ in range(3):
