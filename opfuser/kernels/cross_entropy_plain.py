@@ -149,7 +149,7 @@ def _gradient(
     if torch.compiler.is_compiling():
         # A scatter would make the compiler write dx twice.
         hit = torch.arange(dx.shape[1], device=dx.device) == index
-        target = torch.where(hit, 1 - smoothing, 0.0) + smoothing / dx.shape[1]
+        target = hit.to(dx.dtype) * (1 - smoothing) + smoothing / dx.shape[1]
         return dx * p_scale - target * scale
     dx = torch.mul(dx, p_scale, out=dx if out is None else out)
     if smoothing:

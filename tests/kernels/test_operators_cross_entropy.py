@@ -90,6 +90,19 @@ def test_traced_functions_write_to_nothing() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_gradient_as_traced(smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the scatter, which a compiler does not fuse."""
+    x, targets = torch.randn(5, 7, dtype=torch.float64), torch.tensor([0, 6, -100, 3, 3])
+    terms, dloss = OfRows(-100, smoothing, 1e-2), torch.randn(5, dtype=torch.float64)
+    _, row_max, sum_exp = cross_entropy_forward(x, targets, terms)
+    args = x, targets, row_max, sum_exp, dloss, torch.tensor(4), terms
+    wanted = cross_entropy_backward(*args)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    got = cross_entropy_backward(*args)
+    torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-14)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
 def test_kernels_are_one_operator_each_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:

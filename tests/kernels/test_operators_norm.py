@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opfuser.kernels.launch import INTERPRETED
-from tests.kernels.norms import EPS, Case, check_norm, make
+from tests.kernels.norms import EPS, Case, backward, check_norm, forward, make
 
 if INTERPRETED:
     pytest.skip("the interpreter's process runs kernels instead", allow_module_level=True)
@@ -41,6 +41,17 @@ def test_in_fp64(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_torch_takes_columns_that_are_apart(kind: str, dtype: torch.dtype) -> None:
     check_norm(transposed(make(kind, (7, 33), dtype, CPU, add=True)))
+
+
+@pytest.mark.parametrize("kind", ["rms", "l2"])
+def test_the_gradient_as_traced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its formula, which a compiler fuses, and not by ATen's pass."""
+    case = make(kind, (5, 8), torch.float64, CPU, add=True)
+    saved = forward(case)
+    wanted = backward(case, saved)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for name, grad in backward(case, saved).items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-12, atol=1e-13)
 
 
 def samples() -> dict[str, tuple[Any, tuple[Any, ...]]]:
