@@ -136,7 +136,7 @@ class CrossEntropy(BasicOperation):
         elif reduction == "sum":
             loss = loss.sum()
         else:
-            loss = loss.view(targets.shape)
+            loss = loss.view_as(targets)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(input_, targets, row_max, sum_exp, count))
         return loss, [()]
@@ -163,7 +163,7 @@ class CrossEntropy(BasicOperation):
             count,
             terms,
         )
-        return dx.view(input_.shape), [()], [(None,)]
+        return dx.view_as(input_), [()], [(None,)]
 
     def refuse_keywords(self, kwargs: dict[str, Any]) -> None:
         """Raises OpKwargsError if there are any."""

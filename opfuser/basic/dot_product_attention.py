@@ -304,7 +304,7 @@ class DotProductAttention(BasicOperation):
         if not kernel.grouped:
             groups = settings.num_kv_heads, -1
             dk, dv = [grad.unflatten(2, groups).sum(3) for grad in (dk, dv)]
-        return torch.cat([dq, dk, dv], 2).view(qkv.shape), ()
+        return torch.cat([dq, dk, dv], 2).view_as(qkv), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         settings = self.make_settings()

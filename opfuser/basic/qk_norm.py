@@ -157,7 +157,7 @@ class QKNorm(BasicOperation):
             grad_output, x, *ctx.parameters, rstd, rotation, zero_centered, *wants
         )
         if dx is not None:
-            dx = dx.view(grad_output.shape)
+            dx = dx.view_as(grad_output)
         return dx, (dq if need_dq else None, dk if need_dk else None)
 
     def check_input(self, input_: Tensor, settings: QKNorm.Settings) -> None:

@@ -50,7 +50,7 @@ class BackwardActivationBias(FusedOperation):
         needs_db = bool(needs.parameters) and needs.parameters[0]
         (x,) = basic_op_ctxs[1].saved_tensors
         if x.shape != grad_output.shape:  # saved as rows by a forward fusion
-            x = x.view(grad_output.shape)
+            x = x.view_as(grad_output)
         grads = activation_backward(grad_output, x, function, None, needs.input, needs_db, False)
         return grads.dx, [(grads.db,) if needs.parameters else (), ()], [(), ()]
 

@@ -90,7 +90,7 @@ def _forward_add(
         y = torch.addmm(as_rows(z), as_rows(x), w.t(), alpha=alpha)
     else:
         y = (as_rows(z) + bias).addmm_(as_rows(x), w.t(), alpha=alpha)
-    return y if z.dim() == 2 else y.view(z.shape)
+    return y if z.dim() == 2 else y.view_as(z)  # 1 us less than by a torch.Size
 
 
 def forward_into(out: Tensor, x: Operand, w: Operand) -> Tensor:
@@ -131,7 +131,7 @@ def dgrad(
         as_rows(add).addmm_(as_rows(dy), w, alpha=alpha)
         return add
     dx = torch.addmm(as_rows(add), as_rows(dy), w, alpha=alpha)
-    return dx if add.dim() == 2 else dx.view(add.shape)
+    return dx if add.dim() == 2 else dx.view_as(add)
 
 
 def dgrad_into(out: Tensor, dy: Operand, w: Operand) -> Tensor:

@@ -204,7 +204,8 @@ def forward(
     cols = x.shape[-1]
     y = empty_contiguous(x)
     total = None if residual is None else torch.empty_like(y)
-    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    # Integers are unpacked in half the time that a torch.Size takes, but there must be one.
+    rstd = x.new_empty(*x.shape[:-1] or ((),), dtype=torch.float32)
     x, stride = _rows_of(x)
     residual, residual_stride = (None, 0) if residual is None else _rows_of(residual)
     rows = rstd.numel()
@@ -246,7 +247,7 @@ def backward(
     dx = empty_contiguous(x) if want_dx else None
     if residual_grad is not None and residual_grad.dtype != x.dtype:
         dtype = torch.promote_types(x.dtype, residual_grad.dtype)
-        dx = x.new_empty(x.shape, dtype=dtype)
+        dx = empty_contiguous(x, dtype)
     y = empty_contiguous(x) if want_y else None
     dy, dy_stride = _rows_of(dy)
     x, x_stride = _rows_of(x)

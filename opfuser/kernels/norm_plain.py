@@ -169,12 +169,12 @@ def _rms_backward(
             dx, _ = torch.ops.aten._weight_norm_interface_backward.default(
                 dh, wide, gain, gain / rstd, 0
             )
-        dx = dx if len(shape) == 2 else dx.view(shape)
+        dx = dx if len(shape) == 2 else dx.view(*shape)
         dx = _add_residual(dx, residual_grad, dtype)
     if want_y:
         xhat = torch.mul(wide, rstd, out=_reuse(buffer))
         y = cast(xhat if scale is None else xhat.mul_(scale), dtype)
-        y = y if len(shape) == 2 else y.view(shape)
+        y = y if len(shape) == 2 else y.view(*shape)
     return NormGrads(dx, dw, None, y)
 
 

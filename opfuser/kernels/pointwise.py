@@ -39,7 +39,7 @@ from .pointwise_plain import (
     ChainResult,
     Link,
 )
-from .tiling import TiledLaunch, cdiv
+from .tiling import TiledLaunch, cdiv, empty_contiguous
 
 __all__ = [
     "ADD",
@@ -143,7 +143,7 @@ class Chain:
         pointers = self._pointers(x, operands, dtypes, kept)
         if pointers is None:
             return plain.forward(self.links, x, operands, dtypes)
-        y = torch.empty(x.shape, dtype=dtypes[-1], device=x.device)
+        y = empty_contiguous(x, dtypes[-1])
         rows, cols = size_of(x, self._by_rows)
         key = cols, x.dtype
         tiled = self._forwards.get(key)
@@ -195,9 +195,9 @@ class Chain:
                 self.links, cols, x.itemsize, zero_centered
             )
         launch, block_rows = found
-        y = torch.empty(x.shape, dtype=dtype, device=x.device)
+        y = empty_contiguous(x, dtype)
         total = torch.empty_like(y) if want_total else None
-        rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        rstd = x.new_empty(*x.shape[:-1] or ((),), dtype=torch.float32)
         mean = torch.empty_like(rstd) if with_mean else None
         rows = rstd.numel()
         parameters = weight.contiguous(), None if bias is None else bias.contiguous()
@@ -222,7 +222,7 @@ class Chain:
         for i, kind in self._holders:
             operand = operands[i]
             if kind == KEEP:
-                operand = kept[i] = torch.empty(x.shape, dtype=dtypes[i], device=x.device)
+                operand = kept[i] = empty_contiguous(x, dtypes[i])
             elif operand is None or not _fits(kind, operand):
                 return None
             pointers.append(operand.contiguous())

@@ -19,7 +19,7 @@ from .column_sums import sum_columns
 from .launch import Launch, multiprocessors
 from .operators import operator
 from .rotary_plain import NormedHeads, QKNormGrads, Rotation
-from .tiling import cdiv, rows_of
+from .tiling import cdiv, empty_contiguous, rows_of
 
 __all__ = ["NormedHeads", "QKNormGrads", "Rotation", "qk_norm", "qk_norm_backward", "rotary"]
 
@@ -165,7 +165,7 @@ def _launch_rotary(
     queries = x.shape[-1] // head_dim - 2 * kv_heads
     shape = _Shape(queries, kv_heads, kv_heads, head_dim, cos.shape[1], interleaved)
     heads, rows = _turn_launch(shape, back), _count(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty_contiguous(x)
     x, stride = rows_of(x)
     tensors = (x, y, cos, sin, None, None, None)
     heads.launch((rows, heads.q_tiles, 1), tensors, (rows, stride, period), (0.0,))
@@ -186,7 +186,7 @@ def _launch_qk_norm(
     shape, tables, period = _shape(queries, kv_heads, head_dim, rotation)
     heads = _norm_launch(shape, zero_centered)
     rows, tiles = _count(x), heads.q_tiles + heads.k_tiles + heads.v_tiles
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty_contiguous(x)
     rstd = torch.empty((*x.shape[:-1], queries + kv_heads), dtype=torch.float32, device=x.device)
     programs = heads.row_programs(x, rows, _RULE.forward_warps, tiles)
     x, stride = rows_of(x)
@@ -216,7 +216,7 @@ def _launch_qk_norm_backward(
     counts = heads.q_tiles * programs, heads.k_tiles * programs
     dx = dq = dk = partial = None
     if want_dx:
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = empty_contiguous(x)
     if want_dw:
         partial = torch.empty((sum(counts), head_dim), dtype=torch.float32, device=x.device)
     dy, dy_stride = rows_of(dy)

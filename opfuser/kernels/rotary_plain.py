@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .launch import transforms_active
 from .scalar import cast, wide_dtype
+from .tiling import empty_contiguous
 
 __all__ = ["NormedHeads", "QKNormGrads", "Rotation", "qk_norm", "qk_norm_backward", "rotary"]
 
@@ -59,7 +60,7 @@ class QKNormGrads(NamedTuple):
 def rotary(x: Tensor, rotation: Rotation, kv_heads: int, head_dim: int, back: bool) -> Tensor:
     """Queries and keys turned by the angles, or back by them; and the values."""
     period, interleaved = rotation.period, rotation.interleaved
-    y = x.new_empty(x.shape)
+    y = empty_contiguous(x)
     if not y.numel():
         return y
     xs, ys = _heads(x, period, head_dim), _heads(y, period, head_dim)
@@ -84,7 +85,7 @@ def qk_norm(
     """Queries and keys normalised, and turned if there is a rotation."""
     head_dim = q_weight.shape[0]
     active, dtype = x.shape[-1] // head_dim - kv_heads, wide_dtype(x.dtype)
-    y = x.new_empty(x.shape)
+    y = empty_contiguous(x)
     rstd = x.new_empty((*x.shape[:-1], active), dtype=dtype)
     if not y.numel():
         return NormedHeads(y, rstd)
@@ -125,7 +126,7 @@ def qk_norm_backward(
     """
     head_dim, active = q_weight.shape[0], rstd.shape[-1]
     queries = 2 * active - x.shape[-1] // head_dim
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_dx else None
+    dx = empty_contiguous(x) if want_dx else None
     sums = torch.zeros((active, head_dim), dtype=rstd.dtype, device=x.device)
     if x.numel():
         period = _count(x) if rotation is None else rotation.period

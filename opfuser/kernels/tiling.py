@@ -30,9 +30,12 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
-def empty_contiguous(x: Tensor) -> Tensor:
-    """Memory for a contiguous result in the shape and dtype of x."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for a contiguous result in the shape of x, and in its dtype if none is given.
+
+    A microsecond less than from ``x.shape``, whose integers torch unpacks one by one.
+    """
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def tile(cols: int, elements: int) -> tuple[int, int]:
