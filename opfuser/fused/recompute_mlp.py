@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
@@ -48,6 +48,8 @@ class RecomputeMLP(Pipeline):
         NotSupportedError: a linear operation exchanges data between ranks.
         InputError: in forward, as in the operations that it replaces.
     """
+
+    small: ClassVar[int] = 0  # who asks for it asks for memory
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ from opfuser import (
     SwiGLU,
 )
 from opfuser.fused import FUSIONS
+from opfuser.fused.parts.pipeline import Pipeline
 from opfuser.fusion import Fusion, Optional
 from opfuser.kernels.launch import INTERPRETED
 from opfuser.op import BasicOperation, FusedOperation
@@ -80,6 +81,13 @@ def test_check_fusion(fusion: Fusion, device: torch.device) -> None:
     else:
         # There are no kernels for float64, and so no chain of them.
         check_fusion(fusion.name, ops, *tensors, dtypes=DTYPES[chain:])
+
+
+@pytest.mark.parametrize("name", ["activation_linear_add", "activation_linear", "norm_linear"])
+def test_check_fusion_of_small_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pipeline, "small", 1 << 16)
+    ops = filled(EXAMPLES[name][0]())
+    check_fusion(name, ops, torch.randn(3, 5, 6), *extras(name, 3, 5), dtypes=DTYPES)
 
 
 @each_fusion

@@ -25,6 +25,7 @@ from opfuser.fused.parts.linear import LinearPart
 from opfuser.fused.parts.norm import NormPart
 from opfuser.fused.parts.part import Part
 from opfuser.fused.parts.pipeline import Edge, Pipeline
+from opfuser.fused.recompute_mlp import RecomputeMLP
 from tests.fused.examples import F64, assert_same, elements, filled, leaf, only, results, saved_by
 
 SAVE, RECOMPUTE = Edge.SAVE, Edge.RECOMPUTE
@@ -174,3 +175,44 @@ def test_edges_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             Pipeline(parts, edges)
+
+
+# In fp64 the edges of the block have 20 rows of 6, 16 and 16 (or 8) numbers.
+SMALL = [20 * 6 * 8, 20 * 8 * 8, 1 << 16]
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1, 3])
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("small", SMALL)
+@each_edges
+def test_small_edges_are_saved_on_a_cpu(
+    edges: Sequence[Edge],
+    small: int,
+    plain: bool,
+    frozen: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Pipeline, "small", small)
+    parts = block(plain=plain)
+    for op in () if frozen is None else parts[frozen].ops:
+        op.requires_grad_(False)
+    fused, apart = pair(parts, edges)
+    if frozen is None:
+        behind = (6, 16, 16 if plain else 8)
+        kept = [w for w, e in zip(behind, edges) if e is SAVE or 20 * w * 8 <= small]
+        inputs = [leaf(*ROWS, width, dtype=F64) for width in (6, 6, 4)]
+        assert elements(saved_by(fused, *inputs)) == 20 * (6 + 2 + sum(kept))
+    compare(fused, apart, (6, 6, 4), grad=True)
+
+
+def test_a_small_edge_is_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pipeline, "small", 1 << 16)
+    parts = block()
+    for part in parts:
+        monkeypatch.setattr(part, "recompute", None)
+    fused, _ = pair(parts, [RECOMPUTE] * 3)
+    results(fused, fused.parameters(), *(leaf(*ROWS, width, dtype=F64) for width in (6, 6, 4)))
+
+
+def test_recompute_mlp_recomputes_what_is_small_too() -> None:
+    assert RecomputeMLP.small == 0
