@@ -7,6 +7,7 @@ contestants read it too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -30,6 +31,16 @@ Functions = dict[str, Function]
 def installed(name: str) -> bool:
     """Whether the library can take part; all of them need a GPU."""
     return torch.cuda.is_available() and importlib.util.find_spec(PACKAGES[name]) is not None
+
+
+def load_cudnn() -> None:
+    """Imports Transformer Engine, which loads the system's cuDNN, before torch loads its own.
+
+    With two of them in a process attention falls back to a slower kernel.
+    """
+    if installed(TE):
+        with contextlib.suppress(ImportError, OSError):  # then its rows say so
+            importlib.import_module("transformer_engine.pytorch")
 
 
 def peer(name: str, build: Callable[[], Function]) -> Functions:

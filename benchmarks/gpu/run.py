@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from benchmarks.gpu import blocks, host, kernels, model, small, sums
+from benchmarks.gpu import blocks, host, kernels, model, peers, small, sums
 from benchmarks.gpu.compiled import COMPILED
 from benchmarks.gpu.contest import COPY
 from benchmarks.gpu.first_steps import FIRST_STEPS
@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         print("The GPU benchmarks were not run: there is no CUDA device.")
         return
     device = torch.device(args.device)
+    peers.load_cudnn()
     args.out.mkdir(parents=True, exist_ok=True)
     measured_on = machine()
     print(", ".join(f"{key} {value}" for key, value in measured_on.items()), flush=True)
