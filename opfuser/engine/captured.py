@@ -44,6 +44,9 @@ _clock = count()
 # Per recorded forward pass and kind of gradients. They differ in where gradients are accumulated.
 _MAX_BACKWARDS = 4
 
+# Backward passes in a row that find a gradient held. From then on all gradients are copied.
+_PATIENCE = 2
+
 _references_to = torch._C._storage_Use_Count
 
 
@@ -151,7 +154,7 @@ class Captured:
         self.released = False
         self.used = next(_clock)
         self.flight: weakref.ref[Flight] | None = None
-        self.hands_out_memory = True
+        self._times_held = 0
         self.refusal: Refusal | None = None
         self._backwards: dict[tuple[bool, ...], list[_BackwardGraph]] = {}
         self._graph: Graph = kind(self.device)
@@ -250,12 +253,14 @@ class Captured:
         grads: list[Tensor | None] = [None] * len(found.grads)
         for n in found.fetches:
             grads[n] = found.grads[n].clone()  # type: ignore[union-attr]
-        if self.hands_out_memory:
-            for position, grad, _, _ in found.handed_out:
-                grads[position + 1] = grad.detach()
+        memory = [grad for _, grad, _, _ in found.handed_out]
+        if self._times_held < _PATIENCE:
+            given = [grad.detach() for grad in memory]
         else:
-            for position, grad, _, _ in found.handed_out:
-                grads[position + 1] = grad.clone()
+            given = [torch.empty_like(grad) for grad in memory]
+            torch._foreach_copy_(given, memory)
+        for (position, *_), grad in zip(found.handed_out, given):
+            grads[position + 1] = grad
         return grads
 
     def _recorded_backward(self, received: Sequence[Tensor | None]) -> _BackwardGraph | None:
@@ -295,10 +300,11 @@ class Captured:
                 continue
             theirs = parameters[position].grad
             if held > 1 or theirs is None or theirs.untyped_storage()._cdata != storage:
-                # Somebody collects gradients, and will do so again.
-                self.hands_out_memory = False
+                self._times_held += 1
                 return False
             theirs.data = theirs.clone()
+        if self._times_held < _PATIENCE:
+            self._times_held = 0
         return True
 
     def _eager_backward(
