@@ -49,10 +49,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_is_small() -> Iterator[None]:
     """Tests are of small tensors, while nearly all that they promise of memory is for others."""
-    monkeypatch.setattr(Pipeline, "small", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pipeline, "small", 0)
+        yield
 
 
 @pytest.fixture(params=DEVICES)
