@@ -95,7 +95,7 @@ def torch_gpt_block(**to: Any) -> list[nn.Module]:
         torch_models.Residual(
             nn.LayerNorm(DIM, **to),
             nn.Linear(DIM, 3 * DIM, **to),
-            torch_models.Attention(config(**to)),
+            torch_models.Attention(HEADS, HEADS),
             nn.Linear(DIM, DIM, **to),
         ),
         torch_models.Residual(
