@@ -154,6 +154,12 @@ def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
         return _choose_for_tracer(q.device, q.dtype, *sizes, causal, scale, differentiable)
     if transforms_active():  # of whose tensors torch cannot tell which kernel takes them
         return "fallback"
+    return _choice_of_torch(x, causal, scale, differentiable)
+
+
+def _choice_of_torch(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
+    """The kernel that torch would take for real tensors."""
+    q, k, v = x
     grouped = q.shape[1] != k.shape[1]
     with torch.set_grad_enabled(differentiable):  # some kernels have no backward on some GPUs
         q = q.detach().requires_grad_(differentiable)
@@ -179,7 +185,7 @@ def _choose_for_tracer(
         sizes = [heads, kv_heads, kv_heads]
         qkv = torch.empty(1, _SOME_LENGTH, sum(sizes), head_dim, dtype=dtype, device=device)
         x = _Heads(*qkv.transpose(1, 2).split(sizes, dim=1))
-        return _choose(x, causal, scale, differentiable)
+        return _choice_of_torch(x, causal, scale, differentiable)
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
