@@ -143,7 +143,7 @@ _BY_CHOICE = {1: "flash", 2: "efficient", 3: "cudnn"}  # torch.nn.attention.SDPB
 
 def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
     """Names the kernel for these inputs. On a GPU it is the one that torch would take."""
-    q, k, v = x
+    q, k, _ = x
     if q.is_cpu and q.numel():  # without elements it divides by zero
         return "cpu"
     # torch's flash and cuDNN kernels expect other head sizes to be padded.

@@ -44,8 +44,15 @@ _told: set[Refusal] = set()
 
 @dataclass
 class _Kind:
-    """Calls that launch the same kernels on parameters at the same addresses."""
+    """Calls that launch the same kernels on parameters at the same addresses.
 
+    Attributes:
+        addresses: of the parameters and buffers.
+        unproven: all such addresses for which there was no recording yet.
+    """
+
+    addresses: Hashable
+    unproven: set[Hashable]
     calls: int = 0
     captures: int = 0
     captured: list[Captured] = field(default_factory=list)
@@ -57,7 +64,7 @@ class Replays:
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
-        self._addresses: dict[Hashable, set[Hashable]] = {}
+        self._unproven: dict[Hashable, set[Hashable]] = {}
         self._count = 0
         self._refusal: Refusal | None = None
 
@@ -152,14 +159,16 @@ class Replays:
         key = call, addresses
         kind = self._kinds.get(key)
         if kind is None:
-            known = self._addresses.setdefault(call, set())
-            if len(known) < _MAX_ADDRESSES:
-                known.add(addresses)
-            elif addresses not in known:
-                return _Kind(refusal=_ADDRESSES_MOVE)
-            if len(self._kinds) >= _MAX_KINDS:
-                del self._kinds[next(iter(self._kinds))]
-            kind = self._kinds[key] = _Kind()
+            unproven = self._unproven.setdefault(call, set())
+            kind = _Kind(addresses, unproven)
+            if len(unproven) < _MAX_ADDRESSES:
+                unproven.add(addresses)
+            elif addresses not in unproven:
+                kind.refusal = _ADDRESSES_MOVE
+                return kind
+            _shorten(self._unproven)
+            _shorten(self._kinds)
+            self._kinds[key] = kind
             if any(t.device != input_.device for t in kept):
                 kind.refusal = _SEVERAL_DEVICES
         return kind
@@ -181,6 +190,7 @@ class Replays:
         else:
             if make_room(captured):
                 kind.captured.append(captured)
+                kind.unproven.discard(kind.addresses)
                 self._count += 1
                 logger.info("[replay] captured %s: %d bytes", _place(schedule), captured.bytes)
                 return captured.take(parameters)
@@ -204,6 +214,13 @@ class Replays:
 _ADDRESSES_MOVE = Refusal("ADDRESSES_MOVE", "parameters are elsewhere at every call")
 _SEVERAL_DEVICES = Refusal("DEVICE", "the tensors of the call are on several devices")
 _PLAIN = {Tensor, nn.Parameter}
+
+
+def _shorten(kinds: dict[Hashable, Any]) -> None:
+    """Forgets the oldest entry if there are too many; one with recordings last."""
+    if len(kinds) >= _MAX_KINDS:
+        idle = (key for key, kind in kinds.items() if not getattr(kind, "captured", None))
+        del kinds[next(idle, next(iter(kinds)))]
 
 
 def _refusal_of_call(

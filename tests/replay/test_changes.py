@@ -226,6 +226,30 @@ def test_parameters_that_move_at_every_call(device: torch.device) -> None:
     assert code(model) == "ADDRESSES_MOVE"
 
 
+def test_parameters_that_move_now_and_then(device: torch.device) -> None:
+    model, x = block(device), draw(device)
+    held = []
+    for step in range(40):
+        if step % 3 == 0:
+            model[2].weight.data = model[2].weight.detach().clone()
+            held.append(model[2].weight.detach())
+        model(x)
+    assert count(model) == 26
+
+
+def test_many_shapes_do_not_displace_a_recording(device: torch.device) -> None:
+    model, x = block(device), draw(device)
+    for rows in range(1, 200):
+        model(draw(device, rows))
+    for _ in range(3):
+        model(x)
+    assert count(model) == 2
+    for rows in range(200, 300):
+        model(draw(device, rows))
+    model(x)
+    assert count(model) == 3
+
+
 def test_memory_moves_between_the_passes(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
