@@ -104,8 +104,8 @@ def _backward_with_bias(
     wide = wide_dtype(x.dtype)
     b = cast(bias, wide)
     if x.dtype == wide and at_once(x):
-        z = x + b
-        dz = f.backward(cast(dy, wide), z) if want_dx or want_db else None
+        z = x.contiguous() + b
+        dz = f.backward(cast(dy, wide).contiguous(), z) if want_dx or want_db else None
         db = cast(_sum(dz), bias.dtype) if want_db and dz is not None else None
         return ActivationGrads(dz if want_dx else None, db, f.value(z) if want_y else None)
     dx, y = (empty_contiguous(x) if wanted else None for wanted in (want_dx, want_y))
