@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class _Call(NamedTuple):
@@ -42,7 +42,9 @@ class _Recorder(TorchDispatchMode):
                 self.before[memory] = t, t.clone()
         given = {_memory(t) for t in _tensors((args, kwargs))}
         result = func(*args, **kwargs)
-        self.calls.append(_Call(func, args, kwargs, result))
+        # Addresses, as a graph has them: a tensor whose data is swapped later is not followed.
+        call = tree_map_only(Tensor, Tensor.detach, (args, kwargs, result))
+        self.calls.append(_Call(func, *call))
         for t in _tensors(result):
             if _memory(t) not in given:
                 self.made[_memory(t)] = t.untyped_storage().nbytes()
