@@ -59,6 +59,15 @@ def warm(model: Callable[[Tensor], Tensor], device: torch.device, steps: int = 2
         model.zero_grad()
 
 
+def warm_both(model: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    """As :func:`warm`, for inputs that require grad and others, and with recorded backwards."""
+    warm(model, device, 3)
+    for _ in range(3):
+        model(draw(device)).sum().backward()
+    if isinstance(model, torch.nn.Module):
+        model.zero_grad()
+
+
 def assert_equal(actual: Tensor | None, expected: Tensor | None) -> None:
     """On a CPU, the same kernels ran. While a GPU captures, cuBLAS may take another one."""
     assert actual is not None

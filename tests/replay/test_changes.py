@@ -22,7 +22,7 @@ from tests.replay.models import (
     count,
     draw,
     twin,
-    warm,
+    warm_both,
 )
 
 pytestmark = pytest.mark.usefixtures("replaying")
@@ -96,7 +96,7 @@ CHANGES = [
 def test_changes_of_a_model(change: Callable[[Model], None], device: torch.device) -> None:
     model = block(device, dropout=0.5)
     other = twin(model)
-    warm(model, device, 3)
+    warm_both(model, device)
     for m in (model, other):
         change(m)
     x = draw(device).to(model[2].weight.dtype)
@@ -204,7 +204,7 @@ def test_modes_that_choose_kernels(mode: Callable[[], Any], device: torch.device
 
 def test_functional_call(device: torch.device) -> None:
     model = block(device)
-    warm(model, device)
+    warm_both(model, device)
     x = draw(device)
     expected = {}
     for scale in (1.0, 2.0, 1.0, 3.0, 2.0):
@@ -253,7 +253,7 @@ def test_many_shapes_do_not_displace_a_recording(device: torch.device) -> None:
 def test_memory_moves_between_the_passes(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
-    warm(model, device)
+    warm_both(model, device)
     x, dy = draw(device), draw(device)
     y = model(x)
     old = [p.data for p in model.parameters()]
@@ -268,7 +268,7 @@ def test_memory_moves_between_the_passes(device: torch.device) -> None:
 
 def test_copies_have_recordings_of_their_own(device: torch.device) -> None:
     model = block(device)
-    warm(model, device)
+    warm_both(model, device)
     other = copy.deepcopy(model)
     update(other)
     x = draw(device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser.models import DecoderConfig, decoder_lm
-from tests.replay.models import DIM, assert_equal, block, count, draw, twin, warm
+from tests.replay.models import DIM, assert_equal, block, count, draw, twin, warm_both
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("replaying")]
 
@@ -135,7 +135,7 @@ def test_threads(device: torch.device) -> None:
 def test_inside_a_capture_of_the_callers(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
-    warm(model, device, 3)
+    warm_both(model, device)
     x, y = draw(device), draw(device)
     with torch.no_grad():
         for _ in range(3):
@@ -162,9 +162,9 @@ def test_graphed_callables(device: torch.device) -> None:
 def test_nothing_of_others_is_written(device: torch.device) -> None:
     """Memory that is free when a call is recorded belongs to others later."""
     model = block(device)
-    warm(model, device, 4)
+    warm_both(model, device)
     others = [torch.full((64, DIM), 7.0, device=device) for _ in range(200)]
-    warm(model, device, 4)
+    warm_both(model, device)
     for t in others:
         assert bool((t == 7).all())
 
@@ -174,8 +174,8 @@ def test_memory_comes_back(device: torch.device) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     model = block(device)
-    warm(model, device, 3)
-    assert count(model) == 2
+    warm_both(model, device)
+    assert count(model) == 4
     del model
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

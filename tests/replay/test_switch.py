@@ -326,7 +326,7 @@ def test_backward_that_cannot_be_recorded(device: torch.device) -> None:
 def test_more_forwards_than_recordings(device: torch.device) -> None:
     model = block(device)
     with opfuser.replay("on", instances=1):
-        warm(model, device)
+        warm(model, device, 3)
         ys = [model(draw(device)) for _ in range(3)]
         assert code(model) == "IN_FLIGHT"
         for y in ys:

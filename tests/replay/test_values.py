@@ -14,7 +14,7 @@ from tests.replay.models import (
     count,
     draw,
     twin,
-    warm,
+    warm_both,
 )
 
 pytestmark = pytest.mark.usefixtures("replaying")
@@ -96,7 +96,7 @@ def test_zeroed_in_place(device: torch.device) -> None:
 
 def test_held_gradients_survive_zero_grad(device: torch.device) -> None:
     model = block(device)
-    warm(model, device)
+    warm_both(model, device)
     held: list[tuple[Tensor, Tensor]] = []
     for _ in range(4):
         model(draw(device)).sum().backward()
@@ -109,7 +109,7 @@ def test_held_gradients_survive_zero_grad(device: torch.device) -> None:
 def test_interleaved(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
-    warm(model, device)
+    warm_both(model, device)
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
         xs = [draw(device).requires_grad_() for _ in order]
         mine = [model(x) for x in xs]
@@ -127,7 +127,7 @@ def test_interleaved(device: torch.device) -> None:
 def test_backward_twice(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
-    warm(model, device)
+    warm_both(model, device)
     x, dy, dz = draw(device), draw(device), draw(device)
     for m in (model, other):
         y = m(x)
@@ -141,7 +141,7 @@ def test_backward_twice(device: torch.device) -> None:
 def test_retained_while_others_run(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
-    warm(model, device)
+    warm_both(model, device)
     x = draw(device)
     y, z = model(x), other(x)
     y.sum().backward(retain_graph=True)
@@ -158,7 +158,7 @@ def test_retained_while_others_run(device: torch.device) -> None:
 def test_forward_without_backward(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
-    warm(model, device)
+    warm_both(model, device)
     for _ in range(4):
         model(draw(device))
     x, dy = draw(device), draw(device)
@@ -170,7 +170,7 @@ def test_forward_without_backward(device: torch.device) -> None:
 def test_exception_between_the_passes(device: torch.device) -> None:
     model = block(device)
     other = twin(model)
-    warm(model, device)
+    warm_both(model, device)
     before = count(model)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
@@ -184,7 +184,7 @@ def test_exception_between_the_passes(device: torch.device) -> None:
 
 def test_parameters_changed_before_backward(device: torch.device) -> None:
     model = block(device)
-    warm(model, device)
+    warm_both(model, device)
     y = model(draw(device))
     with torch.no_grad():
         model[2].weight.mul_(2)
@@ -195,7 +195,7 @@ def test_parameters_changed_before_backward(device: torch.device) -> None:
 def test_random_numbers(device: torch.device) -> None:
     model = block(device, dropout=0.5)
     other = twin(model)
-    warm(model, device)
+    warm_both(model, device)
     x = draw(device)
     outputs = []
     for m in (model, model, other):
@@ -215,7 +215,7 @@ def test_random_numbers(device: torch.device) -> None:
 
 def test_second_derivatives_raise(device: torch.device) -> None:
     model = block(device)
-    warm(model, device)
+    warm_both(model, device)
     x = draw(device).requires_grad_()
     (dx,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     with pytest.raises(opfuser.errors.DoubleBackwardError):
