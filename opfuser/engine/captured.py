@@ -60,29 +60,16 @@ class Flight:
         self.parameters = parameters
 
 
-class _Grad(NamedTuple):
-    """The memory of one gradient of a parameter.
-
-    Attributes:
-        position: among the parameters.
-        grad: written by the graph.
-        storage, references: its address, and the number of references while nobody else has any.
-    """
-
-    position: int
-    grad: Tensor
-    storage: int
-    references: int
-
-
 class _BackwardGraph:
     """The recorded backward pass for one choice of gradients that came in.
 
     Attributes:
         received: where they are copied to.
         grads: of input, parameters and extra inputs.
-        handed_out: gradients of parameters that callers get without a copy.
-        fetches: positions of the gradients that they get as copies.
+        handed_out: positions of the gradients that callers get without a copy, of parameters.
+        copied: of the others.
+        storages, references: addresses of the memory of those handed out, and the numbers of
+            references while nobody else has any.
     """
 
     def __init__(self, captured: Captured, received: Sequence[Tensor | None]) -> None:
@@ -104,19 +91,36 @@ class _BackwardGraph:
             self.grads = self.graph.capture(backward)
         others = [*self.received, *captured.tensors]
         own = [g for g in self.grads if g is not None]
-        taken = [t.untyped_storage()._cdata for t in (*others, *own) if t is not None]
-        self.handed_out: list[_Grad] = []
-        for n in range(1, 1 + schedule.num_parameters):
-            grad = self.grads[n]
+        taken = [_memory(t) for t in (*others, *own) if t is not None]
+        self.handed_out: list[int] = []
+        self.copied: list[int] = []
+        self.storages: list[int] = []
+        for n, grad in enumerate(self.grads):
             if grad is None:
                 continue
-            storage = grad.untyped_storage()._cdata
-            if taken.count(storage) == 1:
-                self.handed_out.append(_Grad(n - 1, grad, storage, _references_to(storage)))
-        positions = {grad.position + 1 for grad in self.handed_out}
-        self.fetches = [
-            n for n, grad in enumerate(self.grads) if grad is not None and n not in positions
-        ]
+            storage = _memory(grad)
+            if 0 < n <= schedule.num_parameters and taken.count(storage) == 1:
+                self.handed_out.append(n)
+                self.storages.append(storage)
+            else:
+                self.copied.append(n)
+        self.references = list(map(_references_to, self.storages))
+
+    def results(self, *, copies: bool) -> list[Tensor | None]:
+        """The gradients, for the caller; all of them as copies if asked for."""
+        grads = list(self.grads)
+        for n in self.copied:
+            grads[n] = grads[n].clone()  # type: ignore[union-attr]
+        if not copies:
+            for n in self.handed_out:
+                grads[n] = grads[n].detach()  # type: ignore[union-attr]
+        elif self.handed_out:
+            memory = [grads[n] for n in self.handed_out]
+            given = [torch.empty_like(grad) for grad in memory]  # type: ignore[arg-type]
+            torch._foreach_copy_(given, memory)  # type: ignore[arg-type]
+            for n, grad in zip(self.handed_out, given):
+                grads[n] = grad
+        return grads
 
 
 class _Forwarded(NamedTuple):
@@ -250,18 +254,7 @@ class Captured:
                 own.copy_(grad)
         found.graph.replay()
         found.assumptions.repeat_effects()
-        grads: list[Tensor | None] = [None] * len(found.grads)
-        for n in found.fetches:
-            grads[n] = found.grads[n].clone()  # type: ignore[union-attr]
-        memory = [grad for _, grad, _, _ in found.handed_out]
-        if self._times_held < _PATIENCE:
-            given = [grad.detach() for grad in memory]
-        else:
-            given = [torch.empty_like(grad) for grad in memory]
-            torch._foreach_copy_(given, memory)
-        for (position, *_), grad in zip(found.handed_out, given):
-            grads[position + 1] = grad
-        return grads
+        return found.results(copies=self._times_held >= _PATIENCE)
 
     def _recorded_backward(self, received: Sequence[Tensor | None]) -> _BackwardGraph | None:
         """A recorded backward pass for these gradients of the outputs, made if need be.
@@ -294,15 +287,17 @@ class Captured:
         What only ``parameter.grad`` holds moves to other memory. Nobody else can notice: backward
         accumulates into it, on this stream, in any case.
         """
-        for position, _, storage, references in found.handed_out:
-            held = _references_to(storage) - references
-            if not held:
-                continue
-            theirs = parameters[position].grad
-            if held > 1 or theirs is None or theirs.untyped_storage()._cdata != storage:
-                self._times_held += 1
-                return False
-            theirs.data = theirs.clone()
+        references = list(map(_references_to, found.storages))
+        if references != found.references:
+            held = zip(found.handed_out, found.storages, references, found.references)
+            for n, storage, now, alone in held:
+                if now == alone:
+                    continue
+                theirs = parameters[n - 1].grad
+                if now > alone + 1 or theirs is None or _memory(theirs) != storage:
+                    self._times_held += 1
+                    return False
+                theirs.data = theirs.clone()
         if self._times_held < _PATIENCE:
             self._times_held = 0
         return True
@@ -319,10 +314,8 @@ class Captured:
         forwarded = _Forwarded(saved, (self.schedule, self.contexts, False))
         grads = execute_backward(forwarded, dy, dys, keep=True)
         separate(grads, received)
-        own = {t.untyped_storage()._cdata for t in self.tensors if t is not None}
-        return [
-            g.clone() if g is not None and g.untyped_storage()._cdata in own else g for g in grads
-        ]
+        own = {_memory(t) for t in self.tensors if t is not None}
+        return [g.clone() if g is not None and _memory(g) in own else g for g in grads]
 
 
 def replayed(
@@ -428,6 +421,11 @@ def make_room(new: Captured) -> bool:
                 size -= other.bytes
                 other.release()
         return size <= new.limit
+
+
+def _memory(t: Tensor) -> int:
+    """The address of what counts the references to the memory of ``t``."""
+    return int(t.untyped_storage()._cdata)
 
 
 def _room_for(t: Tensor) -> Tensor:
