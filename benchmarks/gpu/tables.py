@@ -17,6 +17,7 @@ TITLES = {
     "blocks": "Blocks",
     "model": "Models",
     "small": "Small models",
+    "first_steps": "First steps of a small model",
     "host": "Host time",
 }
 MEMORY = {"reserved_bytes": "reserved", "captured_bytes": "captured"}

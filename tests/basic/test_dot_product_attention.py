@@ -68,7 +68,10 @@ def test_as_exact_as_torch(
     device: torch.device,
 ) -> None:
     op = DotProductAttention(*heads, causal=causal, scale=scale)
-    check_values(held_to(op, plain), packed(op, *shape, device=device), floors=ONE_UNIT)
+    # On a GPU torch has a kernel for groups only in half precision; what it does otherwise gives a
+    # single key the weight 1, and its kernel a rounded one, whose product is rounded again.
+    floors = {**ONE_UNIT, torch.float32: 2 * ONE_UNIT[torch.float32]}
+    check_values(held_to(op, plain), packed(op, *shape, device=device), floors=floors)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -115,7 +118,8 @@ def test_gpu_kernels_are_called_as_declared(
 def test_gpu_kernels(
     kernel: str, causal: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_choose", lambda *_: kernel)
+    # cuDNN's takes no empty tensors; nor is it chosen for them.
+    monkeypatch.setattr(module, "_choose", lambda x, *_: kernel if x.q.numel() else "fallback")
     op = DotProductAttention(*heads, causal=causal)
     check_op(op, packed(op, 2, 70, 64, device="cuda"), dtypes=HALF[:1])
 

@@ -73,9 +73,10 @@ def test_ten_first_steps(rehearsed: Path) -> None:
 
 def test_tables(rehearsed: Path) -> None:
     lines = list(tables.tables(rehearsed))
-    assert {line[3:].split("\n")[0] for line in lines if line.startswith("## ")} == set(
-        tables.TITLES.values()
-    )
+    titles = {part: tables.TITLES[part] for part in run.PARTS}
+    assert [line[3:].split("\n")[0] for line in lines if line.startswith("## ")] == [
+        *titles.values()
+    ]
     assert [line for line in lines if "first ten steps" in line and line.count(", ") >= 18]
 
 

@@ -35,7 +35,7 @@ def decoder() -> tuple[nn.Module, list[Tensor]]:
 
 
 @pytest.mark.slow
-def test_compiled_whole_with_our_operators() -> None:
+def test_compiled_whole_without_our_operators() -> None:
     model, inputs = decoder()
     plan = model.plan(*inputs)
     assert plan.fused("forward").keys() >= {"norm_linear", "activation_linear"}
@@ -53,9 +53,9 @@ def test_compiled_whole_with_our_operators() -> None:
         compiled = torch.compile(model, backend=how, fullgraph=True)
         for ours, theirs in zip(gradients(compiled, model, *inputs), want):
             assert (ours - theirs).norm() <= 0.02 * theirs.norm()
-    names = {str(node.target).split(".")[1] for graph in graphs for node in graph.graph.nodes
-             if str(node.target).startswith("opfuser.")}  # fmt: skip
-    assert names >= {"norm_forward", "norm_backward", "gated_backward", "rotary"}
+    assert graphs
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert not [target for target in targets if target.startswith("opfuser.")]
 
 
 def block() -> tuple[opfuser.Sequential, Tensor]:
