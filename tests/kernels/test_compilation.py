@@ -25,8 +25,8 @@ FAMILIES: dict[str, Family] = {
 # KiB that a program may be lent, of an A100 and of later ones.
 SHARED = {80: 163, 90: 227, 100: 227}
 # Bytes of a thread. 16 warps may have 128 registers per thread; with the --regAllocOptLevel=2 that
-# Triton 3.7 passes, ptxas needs more for the first. Without the option it does not. The second is of
-# Triton 3.9, whose code for 8 warps takes 64 registers.
+# Triton 3.7 passes, ptxas needs more for the first. Without the option it does not. The second is
+# of Triton 3.9, where 8 warps have 64 registers per thread.
 SPILLED = {
     (100, "layer, y 8192 torch.bfloat16"): 16,
     (100, "gradient 50257 torch.bfloat16 0.1"): 8,
