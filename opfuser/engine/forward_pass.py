@@ -151,7 +151,7 @@ def _general_forward(
         basic_op_extra_inputs=given,
         prev_op_grad_output_quantizer=None,
         next_op_input_quantizer=None,
-        basic_op_kwargs=[{}] * count if kwargs is None else [kwargs[i] for i in general.indices],
+        basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
     )
     if len(extra_outputs) != count:
         raise ExtraOutputCountError(
