@@ -1,4 +1,4 @@
-"""A call of a schedule whose launches were recorded, and the autograd.Function that repeats them.
+"""A call of a schedule whose launches were recorded.
 
 What a replay writes is memory of the graph, and is overwritten by the next one. Outputs and
 gradients of inputs are therefore copied for the caller. Gradients of parameters, which are large,
@@ -12,18 +12,23 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..fusion import Refusal
-from ..recording import Assumptions, recorded
-from .autograd import differentiate, separate
-from .backward_pass import execute_backward, zeros
+from .autograd import separate
+from .backward_pass import execute_backward
+from .captured_backward import (
+    BackwardGraph,
+    Forwarded,
+    memory_of,
+    references,
+    room_for,
+    uncached_casts,
+)
 from .forward_pass import Tape, execute_forward
 from .graphs import Graph, graph_type
 from .schedule import Schedule
@@ -35,7 +40,6 @@ __all__ = [
     "lock",
     "make_room",
     "refusal_of_capture",
-    "replayed",
 ]
 
 logger = logging.getLogger("opfuser")
@@ -47,8 +51,6 @@ _MAX_BACKWARDS = 4
 # Backward passes in a row that find a gradient held. From then on all gradients are copied.
 _PATIENCE = 2
 
-_references_to = torch._C._storage_Use_Count
-
 
 class Flight:
     """A forward pass whose backward pass may still come."""
@@ -58,76 +60,6 @@ class Flight:
     def __init__(self, captured: Captured, parameters: Sequence[Tensor]) -> None:
         self.captured = captured
         self.parameters = parameters
-
-
-class _BackwardGraph:
-    """The recorded backward pass for one choice of gradients that came in.
-
-    Attributes:
-        received: where they are copied to.
-        grads: of input, parameters and extra inputs.
-        handed_out: positions of the gradients that callers get without a copy, of parameters.
-        copied: of the others.
-        storages, references: addresses of the memory of those handed out, and the numbers of
-            references while nobody else has any.
-    """
-
-    def __init__(self, captured: Captured, received: Sequence[Tensor | None]) -> None:
-        schedule, device = captured.schedule, captured.device
-        with torch.inference_mode(False):
-            self.received = [None if g is None else _room_for(g) for g in received]
-        self.graph = captured.graph_type(device)
-        self.assumptions = Assumptions(self.graph.stream(device))
-
-        def backward() -> list[Tensor | None]:
-            dy, *dys = self.received
-            saved = [*captured.saved, *captured.kept_parameters]
-            forwarded = schedule, captured.contexts, False
-            grads = execute_backward(_Forwarded(saved, forwarded), dy, dys, keep=True)
-            separate(grads, self.received)
-            return grads
-
-        with _uncached_casts(), recorded(self.assumptions):
-            self.grads = self.graph.capture(backward)
-        others = [*self.received, *captured.tensors]
-        own = [g for g in self.grads if g is not None]
-        taken = [_memory(t) for t in (*others, *own) if t is not None]
-        self.handed_out: list[int] = []
-        self.copied: list[int] = []
-        self.storages: list[int] = []
-        for n, grad in enumerate(self.grads):
-            if grad is None:
-                continue
-            storage = _memory(grad)
-            if 0 < n <= schedule.num_parameters and taken.count(storage) == 1:
-                self.handed_out.append(n)
-                self.storages.append(storage)
-            else:
-                self.copied.append(n)
-        self.references = list(map(_references_to, self.storages))
-
-    def results(self, *, copies: bool) -> list[Tensor | None]:
-        """The gradients, for the caller; all of them as copies if asked for."""
-        grads = list(self.grads)
-        for n in self.copied:
-            grads[n] = grads[n].clone()  # type: ignore[union-attr]
-        if not copies:
-            for n in self.handed_out:
-                grads[n] = grads[n].detach()  # type: ignore[union-attr]
-        elif self.handed_out:
-            memory = [grads[n] for n in self.handed_out]
-            given = [torch.empty_like(grad) for grad in memory]  # type: ignore[arg-type]
-            torch._foreach_copy_(given, memory)  # type: ignore[arg-type]
-            for n, grad in zip(self.handed_out, given):
-                grads[n] = grad
-        return grads
-
-
-class _Forwarded(NamedTuple):
-    """What :func:`execute_backward` reads of the context of an autograd.Function."""
-
-    saved_tensors: Sequence[Tensor | None]
-    forwarded: tuple[Schedule, Sequence[Any], bool]
 
 
 class Captured:
@@ -160,14 +92,14 @@ class Captured:
         self.flight: weakref.ref[Flight] | None = None
         self._times_held = 0
         self.refusal: Refusal | None = None
-        self._backwards: dict[tuple[bool, ...], list[_BackwardGraph]] = {}
+        self._backwards: dict[tuple[bool, ...], list[BackwardGraph]] = {}
         self._graph: Graph = kind(self.device)
         tape = Tape() if schedule.needs_backward else None
         # Memory of others that the graphs must not be deprived of.
         self._tables = _cached_tensors(schedule)
         with torch.inference_mode(False):
-            self._inputs = [_room_for(t) for t in (input_, *extra_inputs)]
-        with _uncached_casts(), torch.no_grad():
+            self._inputs = [room_for(t) for t in (input_, *extra_inputs)]
+        with uncached_casts(), torch.no_grad():
             self._output, self._outputs = self._graph.capture(
                 lambda: execute_forward(schedule, None, self._inputs[0], self._inputs[1:], tape)
             )
@@ -256,7 +188,7 @@ class Captured:
         found.assumptions.repeat_effects()
         return found.results(copies=self._times_held >= _PATIENCE)
 
-    def _recorded_backward(self, received: Sequence[Tensor | None]) -> _BackwardGraph | None:
+    def _recorded_backward(self, received: Sequence[Tensor | None]) -> BackwardGraph | None:
         """A recorded backward pass for these gradients of the outputs, made if need be.
 
         None for the first one, which is to compile and load its kernels: a capture cannot.
@@ -271,7 +203,7 @@ class Captured:
                 return found
         if self.refusal is None and len(known) < _MAX_BACKWARDS:
             try:
-                found = _BackwardGraph(self, received)
+                found = self._record(received)
             except Exception as error:  # noqa: BLE001 - whatever a capture does not allow
                 self.refusal = refusal_of_capture(error)
             else:
@@ -281,20 +213,27 @@ class Captured:
                 return found
         return None
 
-    def _make_way(self, found: _BackwardGraph, parameters: Sequence[Tensor]) -> bool:
+    def _record(self, received: Sequence[Tensor | None]) -> BackwardGraph:
+        forwarded = self._forwarded([*self.saved, *self.kept_parameters])
+        return BackwardGraph(self.graph_type(self.device), forwarded, self.tensors, received)
+
+    def _forwarded(self, saved: Sequence[Tensor | None]) -> Forwarded:
+        return Forwarded(saved, (self.schedule, self.contexts, False))
+
+    def _make_way(self, found: BackwardGraph, parameters: Sequence[Tensor]) -> bool:
         """Whether nobody holds the gradients that a replay writes over.
 
         What only ``parameter.grad`` holds moves to other memory. Nobody else can notice: backward
         accumulates into it, on this stream, in any case.
         """
-        references = list(map(_references_to, found.storages))
-        if references != found.references:
-            held = zip(found.handed_out, found.storages, references, found.references)
+        now_held = references(found.storages)
+        if now_held != found.references:
+            held = zip(found.handed_out, found.storages, now_held, found.references)
             for n, storage, now, alone in held:
                 if now == alone:
                     continue
                 theirs = parameters[n - 1].grad
-                if now > alone + 1 or theirs is None or _memory(theirs) != storage:
+                if now > alone + 1 or theirs is None or memory_of(theirs) != storage:
                     self._times_held += 1
                     return False
                 theirs.data = theirs.clone()
@@ -311,80 +250,10 @@ class Captured:
         for n, number in self._read:
             saved[n] = now[number]
         dy, *dys = received
-        forwarded = _Forwarded(saved, (self.schedule, self.contexts, False))
-        grads = execute_backward(forwarded, dy, dys, keep=True)
+        grads = execute_backward(self._forwarded(saved), dy, dys, keep=True)
         separate(grads, received)
-        own = {_memory(t) for t in self.tensors if t is not None}
-        return [g.clone() if g is not None and _memory(g) in own else g for g in grads]
-
-
-def replayed(
-    flight: Flight,
-    input_: Tensor,
-    parameters: Sequence[Tensor],
-    extra_inputs: Sequence[Tensor],
-) -> Any:
-    """The output of a call, or a tuple of it and the extra outputs."""
-    captured = flight.captured
-    if captured.schedule.needs_backward:
-        return _apply(flight, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        results = captured.forward((input_, *extra_inputs))
-    return tuple(results) if len(results) > 1 else results[0]
-
-
-class _ReplayedFunction(torch.autograd.Function):
-    """Replays a recorded forward pass, and later the backward pass."""
-
-    @staticmethod
-    def forward(func_ctx: Any, flight: Flight, input_: Tensor, *tensors: Tensor) -> Any:
-        captured = flight.captured
-        schedule = captured.schedule
-        extra_inputs = tensors[schedule.num_parameters :]
-        results = captured.forward((input_, *extra_inputs))
-        # The inputs were copied. They are saved for a second differentiation to be noticed, and so
-        # that there always is something that tells a second backward pass.
-        inputs = [t for t in (input_, *extra_inputs) if t.requires_grad]
-        func_ctx.save_for_backward(*captured.saves(tensors), *(inputs or [input_]))
-        func_ctx.flight = flight
-        if len(results) == 1:
-            return results[0]
-        func_ctx.set_materialize_grads(False)
-        func_ctx.output_like = (results[0].shape, results[0].dtype, results[0].device)
-        if schedule.without_grad:
-            func_ctx.mark_non_differentiable(*[results[1 + n] for n in schedule.without_grad])
-        return tuple(results)
-
-    @staticmethod
-    def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
-        flight: Flight = func_ctx.flight
-        captured = flight.captured
-        # Raises if this was done before, or if a parameter has changed since.
-        read = func_ctx.saved_tensors[: len(captured.saves(flight.parameters))]
-        grad = zeros(func_ctx.output_like) if grad_output is None else grad_output
-
-        def compute(keep: bool) -> list[Tensor | None]:
-            grads = captured.backward(flight, read, grad, grad_outputs)
-            if not keep:
-                captured.flight = None
-            return grads
-
-        return (None, *differentiate(func_ctx, (grad, *grad_outputs), compute))
-
-
-# As in engine.autograd, without the wrapper in Python.
-_apply = super(torch.autograd.Function, _ReplayedFunction).apply
-
-
-@contextmanager
-def _uncached_casts() -> Iterator[None]:
-    """Within it, weights that autocast has cast are not kept: its end would free them."""
-    caches = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(caches)
+        own = {memory_of(t) for t in self.tensors if t is not None}
+        return [g.clone() if g is not None and memory_of(g) in own else g for g in grads]
 
 
 def _cached_tensors(schedule: Schedule) -> list[Tensor]:
@@ -421,13 +290,3 @@ def make_room(new: Captured) -> bool:
                 size -= other.bytes
                 other.release()
         return size <= new.limit
-
-
-def _memory(t: Tensor) -> int:
-    """The address of what counts the references to the memory of ``t``."""
-    return int(t.untyped_storage()._cdata)
-
-
-def _room_for(t: Tensor) -> Tensor:
-    """Memory in the layout of ``t``."""
-    return torch.empty_like(t, requires_grad=False).copy_(t.detach())

@@ -20,11 +20,11 @@ from .captured import (
     lock,
     make_room,
     refusal_of_capture,
-    replayed,
 )
 from .graphs import Graph, graph_type
 from .plan import ReplayRecord
 from .replay_options import ReplayOptions
+from .replayed_call import replayed
 from .schedule import Schedule
 
 __all__ = ["Replays"]
