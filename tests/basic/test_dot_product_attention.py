@@ -118,7 +118,7 @@ def test_gpu_kernels_are_called_as_declared(
 def test_gpu_kernels(
     kernel: str, causal: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # cuDNN's takes no empty tensors; nor is it chosen for them.
+    # Empty tensors go to the fallback, as they do where nothing is forced.
     monkeypatch.setattr(module, "_choose", lambda x, *_: kernel if x.q.numel() else "fallback")
     op = DotProductAttention(*heads, causal=causal)
     check_op(op, packed(op, 2, 70, 64, device="cuda"), dtypes=HALF[:1])
