@@ -207,8 +207,10 @@ def into_grad(gradient: Product, weight: nn.Parameter | None) -> Tensor | None:
     """
     if weight is None:
         return gradient.value()
-    grad, like = grad_buffer(weight, gradient.x), gradient.x.new_empty(0)
-    assume(lambda: _address(grad_buffer(weight, like)))
+    grad = grad_buffer(weight, gradient.x)
+    if is_recording():
+        like = gradient.x.new_empty(0)
+        assume(lambda: _address(grad_buffer(weight, like)))
     if grad is None:
         return gradient.value()
     gradient.write(grad, accumulate=True)
