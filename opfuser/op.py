@@ -198,6 +198,7 @@ class BasicOperation(FusibleOperation):
             ``ctx.parameters``, so that backward never reads a parameter that was replaced since.
         forward_leaves_nothing: promises that forward neither saves tensors nor sets attributes on
             its context. One context then serves every call, which saves host time. Not inherited.
+        communicates: whether ranks may exchange data in its passes.
         Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
             the contract between every forward (fused or not) and every backward of this operation.
     """
@@ -206,6 +207,7 @@ class BasicOperation(FusibleOperation):
     num_extra_outputs: int = 0
     backward_reads_parameters: ClassVar[bool] = False
     forward_leaves_nothing: ClassVar[bool] = False
+    communicates: bool = False
     Saved: ClassVar[type[tuple[Any, ...]] | None] = None
 
     _extra_input_channels: list[str | None]

@@ -33,6 +33,8 @@ class AllGather(BasicOperation):
         InputError: x has no dimensions.
     """
 
+    communicates = True
+
     @property
     def replayable(self) -> bool:  # type: ignore[override]
         return group_size(self.process_group) == 1

@@ -29,6 +29,8 @@ class AllReduce(BasicOperation):
         NotSupportedError: ``reduce_in_backward`` is not True.
     """
 
+    communicates = True
+
     @property
     def replayable(self) -> bool:  # type: ignore[override]
         return group_size(self.process_group) == 1

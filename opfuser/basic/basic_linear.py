@@ -180,8 +180,12 @@ class BasicLinear(BasicOperation):
         return self.sharding.local_out_features
 
     @property
+    def communicates(self) -> bool:  # type: ignore[override]
+        return self.sharding.mode is not None
+
+    @property
     def replayable(self) -> bool:  # type: ignore[override]
-        return self.sharding.mode is None
+        return not self.communicates
 
     def reset_parameters(self) -> None:
         """Uniform in ±1/√in_features, as ``torch.nn.Linear`` (He et al., arXiv:1502.01852)."""

@@ -33,6 +33,8 @@ class ReduceScatter(BasicOperation):
         InputError: the first dimension of x is no multiple of the group size.
     """
 
+    communicates = True
+
     @property
     def replayable(self) -> bool:  # type: ignore[override]
         return group_size(self.process_group) == 1

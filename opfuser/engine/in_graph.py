@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..basic.all_gather import AllGather
-from ..basic.all_reduce import AllReduce
-from ..basic.reduce_scatter import ReduceScatter
 from ..op import BasicOperation, is_built_in
 from .autograd import compiling, execute
 from .schedule import Schedule
@@ -43,15 +40,13 @@ def fits(schedule: Schedule, parameters: Iterable[Tensor | None]) -> bool:
 
 def _is_functional(op: BasicOperation) -> bool:
     state = op.__dict__
-    sharding = state.get("sharding")
     return (
         is_built_in(op)
         and not state.get("_state_names")
         and not op._buffers
         and not op._modules
         and not state.get("accumulate_into_main_grad")
-        and not isinstance(op, (AllGather, AllReduce, ReduceScatter))
-        and (sharding is None or sharding.mode is None)
+        and not op.communicates
     )
 
 
