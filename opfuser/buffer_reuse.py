@@ -13,14 +13,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["only_memory", "only_reference"]
+__all__ = ["memory_of", "only_memory", "only_reference", "references"]
+
+_references_to = torch._C._storage_Use_Count
+
+
+def memory_of(t: Tensor) -> int:
+    """The address of what counts the references to the memory of ``t``."""
+    return int(t.untyped_storage()._cdata)
+
+
+def references(memories: Sequence[int]) -> list[int]:
+    """The numbers of references to memory, given what :func:`memory_of` returned."""
+    return list(map(_references_to, memories))
 
 
 def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int]:
     """Number of references to a tensor from Python, from C++ (autograd), and to its memory."""
     tensor = holder[index]
     assert tensor is not None
-    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    memory = _references_to(memory_of(tensor))
     return sys.getrefcount(tensor), tensor._use_count(), memory  # type: ignore[attr-defined]
 
 

@@ -18,14 +18,13 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from ..buffer_reuse import memory_of, references
 from ..fusion import Refusal
 from .autograd import separate
 from .backward_pass import execute_backward
 from .captured_backward import (
     BackwardGraph,
     Forwarded,
-    memory_of,
-    references,
     room_for,
     uncached_casts,
 )
@@ -105,20 +104,20 @@ class Captured:
             )
         if len(_cached_tensors(schedule)) != len(self._tables):
             raise RuntimeError("an operation has cached what exists once the graph was replayed")
-        self.saved = [] if tape is None else tape.saved
-        self.contexts = [] if tape is None else tape.contexts
-        self.kept_parameters = [parameters[n] for n in schedule.kept_parameters]
+        kept = [parameters[n] for n in schedule.kept_parameters]
+        self._saved = [] if tape is None else [*tape.saved, *kept]
+        self._contexts = [] if tape is None else tape.contexts
         numbers = {id(p): n for n, p in reversed(list(enumerate(parameters)))}
-        read = [*self.saved, *self.kept_parameters]
         # The parameters that backward reads, and which of the saved tensors they are.
-        self._read = [(n, numbers[id(t)]) for n, t in enumerate(read) if id(t) in numbers]
+        self._read = [(n, numbers[id(t)]) for n, t in enumerate(self._saved) if id(t) in numbers]
         self._read_parameters = sorted({number for _, number in self._read})
+        self.num_read = len(self._read_parameters)
         self._addresses = [parameters[n].data_ptr() for n in self._read_parameters]
 
     @property
     def tensors(self) -> list[Tensor | None]:
         """Its memory, as far as it outlives a pass."""
-        return [*self._inputs, self._output, *self._outputs, *self.saved, *self.kept_parameters]
+        return [*self._inputs, self._output, *self._outputs, *self._saved]
 
     @property
     def bytes(self) -> int:
@@ -154,7 +153,7 @@ class Captured:
         """Gives its memory back."""
         self.released = True
         self._backwards.clear()
-        self._inputs, self._outputs, self.saved, self._tables = [], [], [], []
+        self._inputs, self._outputs, self._saved, self._tables = [], [], [], []
         self._graph = self._output = None  # type: ignore[assignment]
 
     def saves(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -214,11 +213,11 @@ class Captured:
         return None
 
     def _record(self, received: Sequence[Tensor | None]) -> BackwardGraph:
-        forwarded = self._forwarded([*self.saved, *self.kept_parameters])
-        return BackwardGraph(self.graph_type(self.device), forwarded, self.tensors, received)
+        graph = self.graph_type(self.device)
+        return BackwardGraph(graph, self._forwarded(self._saved), self.tensors, received)
 
     def _forwarded(self, saved: Sequence[Tensor | None]) -> Forwarded:
-        return Forwarded(saved, (self.schedule, self.contexts, False))
+        return Forwarded(saved, (self.schedule, self._contexts, False))
 
     def _make_way(self, found: BackwardGraph, parameters: Sequence[Tensor]) -> bool:
         """Whether nobody holds the gradients that a replay writes over.
@@ -245,7 +244,7 @@ class Captured:
         self, read: Sequence[Tensor], received: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """As :meth:`backward`, of what the last replay has saved, with launches of its own."""
-        saved = [*self.saved, *self.kept_parameters]
+        saved = list(self._saved)
         now = dict(zip(self._read_parameters, read))
         for n, number in self._read:
             saved[n] = now[number]

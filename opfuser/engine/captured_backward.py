@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..buffer_reuse import memory_of, references
 from ..recording import Assumptions, recorded
 from .autograd import separate
 from .backward_pass import execute_backward
 from .graphs import Graph
 from .schedule import Schedule
 
-__all__ = ["BackwardGraph", "Forwarded", "memory_of", "references", "room_for", "uncached_casts"]
-
-_references_to = torch._C._storage_Use_Count
+__all__ = ["BackwardGraph", "Forwarded", "room_for", "uncached_casts"]
 
 
 class Forwarded(NamedTuple):
@@ -109,16 +108,6 @@ def uncached_casts() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(caches)
-
-
-def references(storages: Sequence[int]) -> list[int]:
-    """The numbers of references to memory, given what :func:`memory_of` returned."""
-    return list(map(_references_to, storages))
-
-
-def memory_of(t: Tensor) -> int:
-    """The address of what counts the references to the memory of ``t``."""
-    return int(t.untyped_storage()._cdata)
 
 
 def room_for(t: Tensor) -> Tensor:

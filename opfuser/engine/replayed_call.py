@@ -57,7 +57,7 @@ class _ReplayedFunction(torch.autograd.Function):
         flight: Flight = func_ctx.flight
         captured = flight.captured
         # Raises if this was done before, or if a parameter has changed since.
-        read = func_ctx.saved_tensors[: len(captured.saves(flight.parameters))]
+        read = func_ctx.saved_tensors[: captured.num_read]
         grad = zeros(func_ctx.output_like) if grad_output is None else grad_output
 
         def compute(keep: bool) -> list[Tensor | None]:
