@@ -20,7 +20,7 @@ from .engine.parametrizations import fake_value, one_value_each, read_through, r
 from .engine.plan import Plan, expand
 from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
-from .engine.replay import Replays
+from .engine.replay import ReplayCall, Replays
 from .engine.replay_options import current
 from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
 from .engine.schedule import Schedule
@@ -189,9 +189,8 @@ class OperationFuser:
                 self._replays = Replays()
             found = [buffers[name] for buffers, name in self._buffers]
             buffers = [b for b in found if b is not None]
-            return self._replays.call(
-                options, schedule, input_, parameters, buffers, extra_inputs, kwargs
-            )
+            call = ReplayCall(schedule, input_, parameters, buffers, extra_inputs, kwargs)
+            return self._replays.call(options, call)
         finally:
             active_calls.depth -= 1
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..fusion import Refusal
@@ -27,7 +28,7 @@ from .replay_options import ReplayOptions
 from .replayed_call import replayed
 from .schedule import Schedule
 
-__all__ = ["Replays"]
+__all__ = ["ReplayCall", "Replays"]
 
 logger = logging.getLogger("opfuser")
 
@@ -59,6 +60,21 @@ class _Kind:
     refusal: Refusal | None = None
 
 
+class ReplayCall(NamedTuple):
+    """A call of ``schedule``, with arguments as for :func:`execute_eagerly`.
+
+    Attributes:
+        buffers: of the operations.
+    """
+
+    schedule: Schedule
+    input_: Tensor
+    parameters: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    extra_inputs: Sequence[Tensor]
+    kwargs: Kwargs
+
+
 class Replays:
     """The recorded calls of one fuser."""
 
@@ -68,24 +84,10 @@ class Replays:
         self._count = 0
         self._refusal: Refusal | None = None
 
-    def call(
-        self,
-        options: ReplayOptions,
-        schedule: Schedule,
-        input_: Tensor,
-        parameters: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor],
-        kwargs: Kwargs,
-    ) -> Any:
-        """The output of a call of ``schedule``, or a tuple of it and the extra outputs.
-
-        Args:
-            options: in effect.
-            schedule, input_, parameters, extra_inputs, kwargs: as for :func:`execute`.
-            buffers: of the operations.
-        """
-        found = self._find(options, schedule, input_, parameters, buffers, extra_inputs, kwargs)
+    def call(self, options: ReplayOptions, call: ReplayCall) -> Any:
+        """The output of a call, or a tuple of it and the extra outputs."""
+        schedule, input_, parameters, _, extra_inputs, kwargs = call
+        found = self._find(options, call)
         if isinstance(found, Flight):
             self._refusal = None
             for op, needed in schedule.prepared_ops:
@@ -98,25 +100,17 @@ class Replays:
             logger.log(level, "[replay] steps aside: %s", found)
         return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
 
-    def _find(
-        self,
-        options: ReplayOptions,
-        schedule: Schedule,
-        input_: Tensor,
-        parameters: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor],
-        kwargs: Kwargs,
-    ) -> Flight | Refusal | None:
+    def _find(self, options: ReplayOptions, call: ReplayCall) -> Flight | Refusal | None:
         """A recording for a call, or why there is none; None if there may be one later."""
-        graphs = graph_type(input_.device)
+        device = call.input_.device
+        graphs = graph_type(device)
         if graphs is None:
-            return Refusal("DEVICE", f"launches on {input_.device.type} are not recorded")
-        refusal = _refusal_of_call(graphs, [input_, *extra_inputs], parameters, kwargs)
+            return Refusal("DEVICE", f"launches on {device.type} are not recorded")
+        refusal = _refusal_of_call(graphs, call)
         if refusal is not None:
             return refusal
         with lock:
-            kind = self._kind(graphs, schedule, input_, [*parameters, *buffers], extra_inputs)
+            kind = self._kind(graphs, call)
             if kind.refusal is not None:
                 return kind.refusal
             kind.calls += 1
@@ -124,42 +118,35 @@ class Replays:
             if refusals or kind.captures > _MAX_CAPTURES:
                 kind.captured, kind.refusal = [], [*refusals, TOO_LARGE][0]
                 return kind.refusal
-            kind.captured = [c for c in kind.captured if c.is_of(parameters)]
+            kind.captured = [c for c in kind.captured if c.is_of(call.parameters)]
             for captured in kind.captured:
                 if captured.is_free():
                     self._count += 1
-                    return captured.take(parameters)
+                    return captured.take(call.parameters)
             if kind.calls <= options.calls_before:
                 return None
-            kind.refusal = _refusal_of_schedule(schedule)
+            kind.refusal = _refusal_of_schedule(call.schedule)
             if kind.refusal is not None:
                 return kind.refusal
             if len(kind.captured) >= options.instances:
                 return Refusal("IN_FLIGHT", "all recordings wait for their backward pass")
-            return self._capture(options, kind, schedule, input_, parameters, extra_inputs)
+            return self._capture(options, kind, call)
 
-    def _kind(
-        self,
-        graphs: type[Graph],
-        schedule: Schedule,
-        input_: Tensor,
-        kept: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor],
-    ) -> _Kind:
+    def _kind(self, graphs: type[Graph], call: ReplayCall) -> _Kind:
         """What is known of calls like this one.
 
         Args:
             graphs: how launches on this device are recorded.
-            schedule, input_, extra_inputs: of the call.
-            kept: parameters and buffers, which the launches read where they are.
+            call: its launches read parameters and buffers where they are.
         """
-        layouts = [(t.shape, t.stride()) for t in (input_, *extra_inputs)]
-        call = schedule, tuple(layouts), graphs.stream(input_.device), _modes()
+        input_, kept = call.input_, [*call.parameters, *call.buffers]
+        layouts = [(t.shape, t.stride()) for t in (input_, *call.extra_inputs)]
+        alike = call.schedule, tuple(layouts), graphs.stream(input_.device), _modes()
         addresses = tuple([t.data_ptr() for t in kept])
-        key = call, addresses
+        key = alike, addresses
         kind = self._kinds.get(key)
         if kind is None:
-            unproven = self._unproven.setdefault(call, set())
+            unproven = self._unproven.setdefault(alike, set())
             kind = _Kind(addresses, unproven)
             if len(unproven) < _MAX_ADDRESSES:
                 unproven.add(addresses)
@@ -173,15 +160,8 @@ class Replays:
                 kind.refusal = _SEVERAL_DEVICES
         return kind
 
-    def _capture(
-        self,
-        options: ReplayOptions,
-        kind: _Kind,
-        schedule: Schedule,
-        input_: Tensor,
-        parameters: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor],
-    ) -> Flight | Refusal:
+    def _capture(self, options: ReplayOptions, kind: _Kind, call: ReplayCall) -> Flight | Refusal:
+        schedule, input_, parameters, _, extra_inputs, _ = call
         kind.captures += 1
         try:
             captured = Captured(schedule, input_, parameters, extra_inputs, options.memory)
@@ -223,13 +203,12 @@ def _shorten(kinds: dict[Hashable, Any]) -> None:
         del kinds[next(idle, next(iter(kinds)))]
 
 
-def _refusal_of_call(
-    graphs: type[Graph], inputs: Sequence[Tensor], parameters: Sequence[Tensor], kwargs: Kwargs
-) -> Refusal | None:
+def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
     """Why a call is not replayed whatever its plan."""
+    inputs, parameters = [call.input_, *call.extra_inputs], call.parameters
     if not inputs[0].numel():
         return Refusal("SHAPE", "an empty tensor launches nothing")
-    if kwargs is not None:
+    if call.kwargs is not None:
         return Refusal("OP_KWARGS", "keyword arguments of operations are not recorded")
     if not (_PLAIN.issuperset(map(type, inputs)) and _PLAIN.issuperset(map(type, parameters))):
         return Refusal("TENSOR_TYPE", "tensors of a subclass may do more than launch kernels")
@@ -271,7 +250,7 @@ def _is_replayable(op: nn.Module) -> bool:
 
 
 def _modes() -> Hashable:
-    """Settings of the process that decide which kernels torch launches."""
+    """States of the process that decide what is launched."""
     c = torch._C
     return (
         torch.is_inference_mode_enabled(),
@@ -285,6 +264,8 @@ def _modes() -> Hashable:
         c._get_math_sdp_enabled(),
         c._get_cudnn_sdp_enabled(),
         tuple(c._get_sdp_priority_order()),
+        # Without it collectives are identities.
+        dist.is_available() and dist.is_initialized(),
     )
 
 

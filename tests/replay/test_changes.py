@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import SDPBackend
 
@@ -186,10 +187,22 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@contextlib.contextmanager
+def with_ranks() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "mode",
-    [matmul_in_tf32, deterministic, lambda: torch.nn.attention.sdpa_kernel(SDPBackend.MATH)],
-    ids=["tf32", "deterministic", "attention"],
+    [
+        matmul_in_tf32,
+        deterministic,
+        with_ranks,
+        lambda: torch.nn.attention.sdpa_kernel(SDPBackend.MATH),
+    ],
+    ids=["tf32", "deterministic", "ranks", "attention"],
 )
 def test_modes_that_choose_kernels(mode: Callable[[], Any], device: torch.device) -> None:
     model, x = block(device), draw(device)
