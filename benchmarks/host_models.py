@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu import torch_models
+from gpu import gpt_layers, torch_models
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -74,37 +74,11 @@ def config(**to: Any) -> DecoderConfig:
 
 
 def gpt_block(**to: Any) -> list[nn.Module]:
-    return [
-        opfuser.Residual(
-            opfuser.LayerNorm(DIM, **to),
-            opfuser.Linear(DIM, 3 * DIM, **to),
-            opfuser.DotProductAttention(HEADS),
-            opfuser.Linear(DIM, DIM, **to),
-        ),
-        opfuser.Residual(
-            opfuser.LayerNorm(DIM, **to),
-            opfuser.Linear(DIM, 4 * DIM, **to),
-            opfuser.GELU(),
-            opfuser.Linear(4 * DIM, DIM, **to),
-        ),
-    ]
+    return gpt_layers.our_layer(DIM, HEADS, to)
 
 
 def torch_gpt_block(**to: Any) -> list[nn.Module]:
-    return [
-        torch_models.Residual(
-            nn.LayerNorm(DIM, **to),
-            nn.Linear(DIM, 3 * DIM, **to),
-            torch_models.Attention(HEADS, HEADS),
-            nn.Linear(DIM, DIM, **to),
-        ),
-        torch_models.Residual(
-            nn.LayerNorm(DIM, **to),
-            nn.Linear(DIM, 4 * DIM, **to),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(4 * DIM, DIM, **to),
-        ),
-    ]
+    return gpt_layers.torch_layer(DIM, HEADS, lambda: nn.LayerNorm(DIM, **to), to)
 
 
 def language_model(layers: int, **to: Any) -> nn.Module:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from benchmarks.gpu.torch_models import Attention, Parts, Residual
+from benchmarks.gpu.gpt_layers import EPS, our_layer, torch_layer
+from benchmarks.gpu.torch_models import Parts
 
 HEAD_DIM = 64
 PATCH = 16
-EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -52,49 +52,18 @@ class LayerNorm(nn.LayerNorm):
 
 
 def layers(config: Config, parts: Parts) -> nn.Sequential:
-    dim, to = config.dim, config.to
-    return nn.Sequential(
-        *(
-            nn.Sequential(
-                Residual(
-                    LayerNorm(config, parts),
-                    nn.Linear(dim, 3 * dim, **to),
-                    Attention(config.heads, config.heads, causal=config.causal),
-                    nn.Linear(dim, dim, **to),
-                ),
-                Residual(
-                    LayerNorm(config, parts),
-                    nn.Linear(dim, 4 * dim, **to),
-                    nn.GELU(approximate="tanh"),
-                    nn.Linear(4 * dim, dim, **to),
-                ),
-            )
-            for _ in range(config.layers)
-        )
-    )
+    def norm() -> nn.Module:
+        return LayerNorm(config, parts)
+
+    how = config.dim, config.heads, norm, config.to
+    made = (torch_layer(*how, causal=config.causal) for _ in range(config.layers))
+    return nn.Sequential(*(nn.Sequential(*layer) for layer in made))
 
 
 def our_layers(config: Config) -> opfuser.Sequential:
-    dim, to = config.dim, config.to
-    return opfuser.Sequential(
-        *(
-            opfuser.Sequential(
-                opfuser.Residual(
-                    opfuser.LayerNorm(dim, eps=EPS, **to),
-                    opfuser.Linear(dim, 3 * dim, **to),
-                    opfuser.DotProductAttention(config.heads, causal=config.causal),
-                    opfuser.Linear(dim, dim, **to),
-                ),
-                opfuser.Residual(
-                    opfuser.LayerNorm(dim, eps=EPS, **to),
-                    opfuser.Linear(dim, 4 * dim, **to),
-                    opfuser.GELU(),
-                    opfuser.Linear(4 * dim, dim, **to),
-                ),
-            )
-            for _ in range(config.layers)
-        )
-    )
+    how = config.dim, config.heads, config.to
+    made = (our_layer(*how, causal=config.causal) for _ in range(config.layers))
+    return opfuser.Sequential(*(opfuser.Sequential(*layer) for layer in made))
 
 
 class GPT(nn.Module):
