@@ -77,7 +77,7 @@ def measured(contestant: str, options: Options) -> list[float]:
         child = start(FIRST, contestant, options, STEPS, caches)
         output, errors = communicate(child, LONGEST)
     if child.returncode:
-        raise RuntimeError((errors.strip().splitlines() or ["no output"])[-1])
+        raise RuntimeError(" / ".join(errors.strip().splitlines()[-3:]) or "no output")
     times: list[float] = json.loads(output.splitlines()[-1])
     return times
 

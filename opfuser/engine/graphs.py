@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
@@ -71,7 +72,10 @@ class CudaGraph:
             except BaseException:
                 self._abandon(pool)
                 raise
-            self._graph.capture_end()
+            with warnings.catch_warnings():
+                # A sequence of views launches nothing, and is repeated like any other.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                self._graph.capture_end()
             self.bytes = max(0, _reserved(device) - before)
         current.wait_stream(aside)
         return result

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import opfuser
 from opfuser import gemm
+from opfuser.gemm import products
 
 N, K = 6, 8
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -29,6 +31,13 @@ def close(got: Tensor, exact: Tensor) -> None:
 
 def rand(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to(dtype)
+
+
+@pytest.fixture(params=["whole", "cut"])
+def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products at once, and of two pieces, as of long odd rows on a GPU."""
+    if request.param == "cut":
+        monkeypatch.setattr(products, "_cut", lambda y: y.shape[-1] - 1 if y.shape[-1] == N else 0)
 
 
 @pytest.mark.parametrize("added", ["nothing", "copied", "in place", "transposed"])
@@ -75,6 +84,7 @@ def test_wgrad(dtype: torch.dtype) -> None:
         close(dw, exact)
 
 
+@pytest.mark.usefixtures("cut")
 @pytest.mark.parametrize("of_out", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wgrad_into(dtype: torch.dtype, of_out: torch.dtype) -> None:
@@ -100,6 +110,7 @@ def test_the_sum_of_fp16_gradients_is_not_formed_in_fp16() -> None:
         assert (out == 2.0**20).all()
 
 
+@pytest.mark.usefixtures("cut")
 def test_into_given_memory() -> None:
     x, dy, w = (rand(*shape, dtype=torch.float64) for shape in ((5, K), (5, N), (N, K)))
     y, dx = torch.full_like(dy, torch.nan), torch.full_like(x, torch.nan)
@@ -107,6 +118,50 @@ def test_into_given_memory() -> None:
     assert gemm.dgrad_into(dx, dy, w) is dx
     close(y, x @ w.t())
     close(dx, dy @ w)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "dtype", "at"),
+    [
+        ((2, 50257), (50304, 1), torch.bfloat16, 50256),
+        ((2, 50257), (50304, 1), torch.float32, 50256),
+        ((2, 50257), (50257, 1), torch.bfloat16, 0),  # no row but the first begins at 16 bytes
+        ((2, 50264), (50304, 1), torch.bfloat16, 0),
+        ((2, 257), (264, 1), torch.bfloat16, 0),
+    ],
+    ids=str,
+)
+def test_where_odd_rows_are_cut(
+    shape: tuple[int, int], stride: tuple[int, int], dtype: torch.dtype, at: int
+) -> None:
+    with FakeTensorMode():
+        y = torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
+        assert products._cut(y) == at
+        assert products._cut(torch.empty_strided(shape, stride, dtype=dtype)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_odd_rows_are_as_exact_as_whole_ones(dtype: torch.dtype) -> None:
+    classes = 4099
+    x, w, buffer = (
+        torch.randn(rows, columns, dtype=dtype, device="cuda")
+        for rows, columns in ((300, 64), (classes, 64), (300, 4160))
+    )
+    y, dx, dw = buffer[:, :classes], torch.empty_like(x), torch.zeros_like(w)
+    dy = torch.randn(300, classes, dtype=dtype, device="cuda")
+
+    def error(got: Tensor, exact: Tensor) -> float:
+        return (got - exact).norm().item()
+
+    exact = x.double() @ w.double().t()
+    assert error(gemm.forward_into(y, x, w), exact) <= 1.1 * error(x @ w.t(), exact)
+    y.copy_(dy)
+    exact = dy.double() @ w.double()
+    assert error(gemm.dgrad_into(dx, y, w), exact) <= 1.1 * error(dy @ w, exact)
+    gemm.wgrad_into(dw, y, x, accumulate=True)
+    exact = dy.double().t() @ x.double()
+    assert error(dw, exact) <= 1.1 * error(dy.t() @ x, exact)
 
 
 def test_no_product_of_a_linear_operation_is_made_elsewhere() -> None:

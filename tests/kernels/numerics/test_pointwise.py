@@ -298,6 +298,7 @@ def test_function_of_another_module(
     name = f"cubed_{by_name}_device"
     (tmp_path / f"{name}.py").write_text(FUNCTION_OF_A_USER)
     monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop(name, None)
     function = f"{name}:cubed" if by_name else __import__(name).cubed
     assert (name in sys.modules) != by_name
     link = Link(FUNCTION, function, (0.5, 2.0), None, linear=False)
