@@ -17,7 +17,6 @@ TITLES = {
     "blocks": "Blocks",
     "model": "Models",
     "small": "Small models",
-    "first_steps": "First steps of a small model",
     "host": "Host time",
 }
 MEMORY = {"reserved_bytes": "reserved", "captured_bytes": "captured"}
