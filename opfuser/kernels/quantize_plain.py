@@ -1,0 +1,173 @@
+"""Quantisation to fp8 in plain torch. Dimensions and layouts as in ``opfuser.kernels.quantize``.
+
+Codes, scales and maxima are those of the kernels, bit for bit; only the sign of a NaN is open.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+__all__ = [
+    "BLOCK",
+    "Codes",
+    "amax_of",
+    "by_blocks_plain",
+    "by_squares_plain",
+    "by_tensor_plain",
+    "encode",
+    "largest",
+    "raise_amax",
+    "scale_for_plain",
+    "tensor_codes",
+]
+
+# Columns, or rows, that share a scale; and what rows are padded to.
+BLOCK = 128
+
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+class Codes(NamedTuple):
+    """A quantised matrix of R rows and C columns, row by row, column by column or both.
+
+    What is not wanted is None. Rp is R rounded up to a multiple of 128; codes of padding are 0.
+    Scales are inverse, in fp32: code times scale is the value.
+
+    Attributes:
+        rows: (Rp, C), fp8.
+        row_scale: its scales: (1,); or (C/128, Rp), of blocks; or (Rp/128, up4(C/128)), of squares,
+            up4 being the next multiple of 4.
+        cols: (C, Rp), fp8: the transpose, contiguous.
+        col_scale: its scales: (1,); or (Rp/128, C), of blocks; or (C/128, up4(Rp/128)), of squares.
+        column_sum: (C,), what was quantised summed over the rows, in its dtype.
+    """
+
+    rows: Tensor | None
+    row_scale: Tensor | None
+    cols: Tensor | None
+    col_scale: Tensor | None
+    column_sum: Tensor | None
+
+
+def largest(dtype: torch.dtype) -> float:
+    """The largest finite value of an fp8 dtype."""
+    return _LARGEST[dtype]
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """``max |x|`` in fp32, shape (1,): NaN if one element is; 0 of an empty x. Reads x once."""
+    if x.numel() == 0:
+        return x.new_zeros(1, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, float("inf"))
+    return norm.to(torch.float32).view(1)
+
+
+def raise_amax(amax: Tensor | None, x: Tensor) -> None:
+    """``amax`` becomes ``max(amax, max |x|)``, in place; NaN wins."""
+    if amax is not None:
+        torch.maximum(amax, amax_of(x), out=amax)
+
+
+def scale_for_plain(
+    amax: Tensor, dtype: torch.dtype, power_of_two: bool = False, margin: int = 0
+) -> Tensor:
+    """As ``quantize.scale_for``."""
+    top = torch.scalar_tensor(_LARGEST[dtype], dtype=torch.float32, device=amax.device)
+    s = (top / amax).clamp_(max=torch.finfo(torch.float32).max)  # rounded once, unlike 448 / amax
+    s.masked_fill_(amax == 0, 1.0)
+    if power_of_two:
+        s.view(torch.int32).bitwise_and_(0x7F800000)
+    s.masked_fill_(amax.isfinite().logical_not_(), float("nan"))
+    return s.mul_(2.0**-margin) if margin else s
+
+
+def encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes of ``x s``, rounded to nearest even, saturating; NaN stays NaN."""
+    top = _LARGEST[dtype]
+    return (x.to(torch.float32) * scale).clamp_(-top, top).to(dtype)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """With rows of zeros up to a multiple of 128."""
+    missing = -x.shape[0] % BLOCK
+    return pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def tensor_codes(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool, column_sum: bool = False
+) -> Codes:
+    """Codes of a matrix with one scale."""
+    codes = _padded(encode(x, scale, dtype))
+    inverse = scale.reciprocal()
+    return Codes(
+        codes if rows else None,
+        inverse if rows else None,
+        codes.t().contiguous() if cols else None,
+        inverse if cols else None,
+        _column_sum(x) if column_sum else None,
+    )
+
+
+def _column_sum(x: Tensor) -> Tensor:
+    return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def by_tensor_plain(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    cols: bool,
+    amax: Tensor | None,
+    column_sum: bool,
+) -> Codes:
+    """As ``quantize.quantize_by_tensor``."""
+    raise_amax(amax, x)
+    return tensor_codes(x, scale, dtype, rows, cols, column_sum)
+
+
+def by_blocks_plain(
+    x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, power_of_two: bool, column_sum: bool
+) -> Codes:
+    """As ``quantize.quantize_by_blocks``."""
+    values = _padded(x.to(torch.float32))
+    row_codes = row_scale = col_codes = col_scale = None
+    if rows:
+        blocks = values.unflatten(1, (-1, BLOCK))  # (Rp, C/128, 128)
+        s = scale_for_plain(blocks.abs().amax(2), dtype, power_of_two)
+        row_codes = encode(blocks, s.unsqueeze(2), dtype).flatten(1)
+        row_scale = s.reciprocal().t().contiguous()
+    if cols:
+        blocks = values.unflatten(0, (-1, BLOCK))  # (Rp/128, 128, C)
+        s = scale_for_plain(blocks.abs().amax(1), dtype, power_of_two)
+        col_codes = encode(blocks, s.unsqueeze(1), dtype).flatten(0, 1).t().contiguous()
+        col_scale = s.reciprocal()
+    sums = _column_sum(x) if column_sum else None
+    return Codes(row_codes, row_scale, col_codes, col_scale, sums)
+
+
+def by_squares_plain(
+    x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, power_of_two: bool
+) -> Codes:
+    """As ``quantize.quantize_by_squares``."""
+    values = _padded(x.to(torch.float32))
+    squares = values.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (·, 128, ·, 128)
+    s = scale_for_plain(squares.abs().amax((1, 3)), dtype, power_of_two)
+    codes = encode(squares, s[:, None, :, None], dtype).flatten(2).flatten(0, 1)
+    inverse = s.reciprocal()
+    return Codes(
+        codes if rows else None,
+        _in_fours(inverse) if rows else None,
+        codes.t().contiguous() if cols else None,
+        _in_fours(inverse.t()) if cols else None,
+        None,
+    )
+
+
+def _in_fours(scales: Tensor) -> Tensor:
+    """Contiguous, with columns of ones up to a multiple of 4."""
+    return pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous()
