@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import basic
+from . import basic, recipe
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
 from .basic.gated_activation import *  # noqa: F403
@@ -13,6 +13,8 @@ from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .linear import Linear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from .quantization.quantizers import keep_quantized_weights
+from .quantization.region import autocast, fp8_autocast
 from .registry import (
     FusionHandle,
     disable,
@@ -46,10 +48,14 @@ __all__ = [
     "Residual",
     "Sequential",
     "Step",
+    "autocast",
     "disable",
     "enable",
+    "fp8_autocast",
     "fusion",
     "fusions",
+    "keep_quantized_weights",
+    "recipe",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

@@ -76,6 +76,10 @@ class OpKwargsError(OpfuserError, ValueError):
     """``op_kwargs`` names no basic operation of the Sequential, or a keyword it does not accept."""
 
 
+class QuantizedWeightError(OpfuserError, RuntimeError):
+    """A weight changed while its quantised form was kept."""
+
+
 class PlanError(OpfuserError, RuntimeError):
     """A fusion returned operations that do not tile the basic operations exactly, in order."""
 

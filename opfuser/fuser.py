@@ -38,6 +38,8 @@ from .op import (
     StandaloneCalls,
     has_called_parts,
 )
+from .quantization.region import active_recipe
+from .recipe import Recipe
 from .registry import registry
 
 __all__ = ["OperationFuser"]
@@ -107,6 +109,7 @@ class OperationFuser:
         self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
         self._used: Schedule | None = None
         self.replay: str | None = None
+        self.recipe: Recipe | None = None
         self._replays: Replays | None = None
         self._seen = self._started = -1
 
@@ -200,7 +203,8 @@ class OperationFuser:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
     ) -> Schedule:
-        facts, version = call_facts(input_, parameters, extra_inputs), registry.version
+        recipe = self.recipe or active_recipe()
+        facts, version = call_facts(input_, parameters, extra_inputs, recipe), registry.version
         last = self._last
         if last is not None and last[1] == facts and last[0] == version:
             return last[2]
@@ -230,6 +234,7 @@ class OperationFuser:
             facts.autocast_dtype,
             facts.grad_enabled,
             tuple(need is not None for need in needs),
+            facts.recipe,
         )
         registry.tell_unknown()
         plan = make_plan(self._units, env, needs, registry)
@@ -242,7 +247,7 @@ class OperationFuser:
         self._prepare_tracing()
         parameters = [getattr(module, name) for module, name in self._slots]
         stamps = (registry.stamp, *[op._stamp for op in self._stamped])
-        facts = call_facts(input_, parameters, extra_inputs)
+        facts = call_facts(input_, parameters, extra_inputs, None)
         name, whole = self._plan_for_tracing(stamps, facts, kwargs is None)
         if whole:
             return self._in_graph[name](input_, *parameters, *extra_inputs)

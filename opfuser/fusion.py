@@ -12,6 +12,7 @@ import torch
 
 from .errors import FusionError, explain
 from .op import FusedOperation, FusibleOperation
+from .recipe import Recipe
 
 __all__ = ["Env", "Fusion", "Optional", "Refusal", "Repeated", "Requires"]
 
@@ -75,7 +76,7 @@ class Env:
         autocast_dtype: dtype of the active autocast region, or None.
         grad_enabled: whether grad mode is on.
         needs_backward: for each basic operation, whether its backward will run.
-        recipe: quantisation recipe; always None, as there is no quantised compute.
+        recipe: of quantised compute, or None.
     """
 
     device: torch.device
@@ -83,7 +84,7 @@ class Env:
     autocast_dtype: torch.dtype | None = None
     grad_enabled: bool = False
     needs_backward: tuple[bool, ...] = ()
-    recipe: Any | None = None
+    recipe: Recipe | None = None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -290,7 +291,8 @@ class Fusion:
             of alternatives, ``Optional(...)`` or ``Repeated(...)``. A compound such as ``Linear``
             means its basic operations.
         build: called with the matched operations, one argument per pattern element (None for an
-            absent optional one, a tuple for a repeated one); returns the FusedOperation.
+            absent optional one, a tuple for a repeated one), and with ``env=`` if it accepts that
+            keyword; returns the FusedOperation.
         refuses: called like ``build`` with ``env=``, and with ``behind=``, the operations that
             follow the match, if it accepts that keyword; returns a :class:`Refusal`, or None.
         requires: requirements on the machine.
@@ -308,6 +310,7 @@ class Fusion:
     enabled: bool = True
     elements: tuple[_Element, ...] = field(init=False, repr=False, compare=False)
     looks_behind: bool = field(init=False, repr=False, compare=False)
+    builds_for_env: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.stage not in STAGES:
@@ -321,6 +324,8 @@ class Fusion:
         object.__setattr__(self, "elements", _expand(self.pattern, self.name))
         takes = () if self.refuses is None else inspect.signature(self.refuses).parameters
         object.__setattr__(self, "looks_behind", "behind" in takes)
+        takes = inspect.signature(self.build).parameters
+        object.__setattr__(self, "builds_for_env", "env" in takes)
 
     def __call__(
         self, ops: Sequence[FusibleOperation], *, recipe: Any | None = None, env: Env | None = None
@@ -353,7 +358,8 @@ class Fusion:
                     more = {"behind": ops[found.stop :]} if self.looks_behind else {}
                     no = self._checked(self.refuses(*found.parts, env=env, **more))
                 if no is None:
-                    out.append(self.build(*found.parts))
+                    known = {"env": env} if self.builds_for_env else {}
+                    out.append(self.build(*found.parts, **known))
                     matches.append(found)
                     at = found.stop
                     continue

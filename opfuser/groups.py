@@ -239,6 +239,8 @@ def join_plans(
     cuts: dict[int, Refusal] = {}
     records: dict[tuple[str, str], FusionRecord] = {}
     replays: list[ReplayRecord] = []
+    quantized: list[int] = []
+    high_precision: list[tuple[int, Refusal]] = []
     env: Env | None = None
     before: Group | None = None
     for group, plans in groups:
@@ -258,6 +260,8 @@ def join_plans(
             forward += [_shift(step, first) for step in plan.forward]
             backward += [_shift(step, first) for step in plan.backward]
             needs += plan.needs
+            quantized += _shifted(plan.quantized, first)
+            high_precision += [(first + n, why) for n, why in plan.high_precision]
             replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
             for record in plan.history:
                 _merge(records, record, first)
@@ -274,6 +278,8 @@ def join_plans(
         tuple(needs),
         tuple(records.values()),
         env,
+        tuple(quantized),
+        tuple(high_precision),
         assumed=assumed,
         replays=tuple(replays),
     )

@@ -90,6 +90,11 @@ class FusibleOperation(Tracked):
         """Whether this operation replaces basic operations."""
         raise NotImplementedError
 
+    @property
+    def quantized_ops(self) -> Sequence[BasicOperation]:
+        """The operations among those that it covers whose GEMMs take quantised operands."""
+        return ()
+
     def pre_first_fuser_forward(self) -> None:
         """Called once, before the first forward that includes this operation."""
 
@@ -257,6 +262,15 @@ class BasicOperation(FusibleOperation):
         if settings is None:
             settings = own["_settings"] = self.make_settings()
         return settings
+
+    takes_part_in_recipes: ClassVar[bool] = False
+
+    def quantized_refusal(self, env: Any) -> Any | None:
+        """Why an operation with GEMMs is not computed as the recipe of ``env`` says, or None.
+
+        Asked where ``takes_part_in_recipes`` is set.
+        """
+        return None
 
     def cached_tensors(self) -> Sequence[Tensor]:
         """Tensors besides parameters and buffers that the operation keeps from call to call."""

@@ -28,6 +28,8 @@ from .groups import (
     stretches,
 )
 from .op import BasicOperation, FusedOperation, FusibleOperation
+from .quantization.region import check_recipe
+from .recipe import Recipe
 
 __all__ = ["Residual", "Sequential"]
 
@@ -45,6 +47,8 @@ class Sequential(NestedSequential):
         replay: "off", "on" or "auto": whether its calls are recorded and replayed, see
             :class:`opfuser.replay`, whatever the program says; None leaves it to the program. The
             outermost of nested sequences decides.
+        recipe: of quantised compute, for its calls, whatever the region; None leaves it to
+            :class:`opfuser.autocast`. The outermost of nested sequences decides.
 
     Call:
         ``seq(input, *extra_inputs, op_kwargs=None)``. Extra inputs are passed in operation order;
@@ -59,13 +63,18 @@ class Sequential(NestedSequential):
     """
 
     replay: str | None
+    recipe: Recipe | None
 
     def __init__(
-        self, *args: nn.Module | Mapping[str, nn.Module], replay: str | None = None
+        self,
+        *args: nn.Module | Mapping[str, nn.Module],
+        replay: str | None = None,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         self._forget()
         self.replay = replay
+        self.recipe = recipe
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -75,6 +84,8 @@ class Sequential(NestedSequential):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "replay" and value is not None:
             check_mode(value, type(self).__name__)
+        if name == "recipe" and value is not None:
+            check_recipe(value, type(self).__name__)
         super().__setattr__(name, value)
 
     def _keys(self, index: int | slice) -> list[str]:
@@ -217,7 +228,7 @@ class Sequential(NestedSequential):
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"replay": None, **state})  # type: ignore[no-untyped-call]
+        super().__setstate__({"replay": None, "recipe": None, **state})  # type: ignore[no-untyped-call]
         self._forget()
 
     def _resolve(self) -> bool:
@@ -238,6 +249,7 @@ class Sequential(NestedSequential):
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
                 group.callee.replay = self.replay
+                group.callee.recipe = self.recipe
         self.__dict__["_seen"] = now
         return True
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .. import gemm
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..fusion import Env, Refusal
 from ..op import BasicOperation, Dtypes, OperationContext
 from ._distributed import (
     gather_input,
@@ -47,6 +48,9 @@ class BasicLinear(BasicOperation):
     W: of its rows in mode ``"column"`` (y is sliced along its last dimension), of its columns in
     mode ``"row"`` (x is). With sequence parallelism (Korthikanti et al., arXiv:2205.05198) the
     side that is not sliced along the last dimension is sliced along the first.
+
+    In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take FP8 operands;
+    ``linear.recipe = None`` leaves this operation out, ``"inherit"`` takes it back in.
 
     Args:
         in_features: last dimension of x, over all ranks.
@@ -94,6 +98,8 @@ class BasicLinear(BasicOperation):
         accumulate_into_grad: bool
 
     weight: nn.Parameter
+    recipe: str | None = "inherit"
+    takes_part_in_recipes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -201,7 +207,30 @@ class BasicLinear(BasicOperation):
     def make_settings(self) -> BasicLinear.Settings:
         both = self.accumulate_into_main_grad, self.accumulate_into_grad
         refuse_both(*both, type(self).__name__)
+        if self.recipe not in ("inherit", None):
+            raise ArgumentError(
+                explain(
+                    "The recipe of an operation is 'inherit' or None",
+                    where=type(self).__name__,
+                    received=repr(self.recipe),
+                    remedy="Give a recipe of its own to a Sequential, or open opfuser.autocast",
+                )
+            )
         return self.Settings(*both)
+
+    def quantized_refusal(self, env: Env) -> Refusal | None:
+        recipe = env.recipe
+        if self.recipe is None:
+            return Refusal("NO_RECIPE", "its recipe is None")
+        if self.communicates:
+            return Refusal("COMMUNICATION", "its ranks exchange what its GEMMs read or write")
+        shape = self.local_out_features, self.local_in_features
+        multiple = 1 if recipe is None else recipe.multiple
+        if any(size % multiple or not size for size in shape):
+            return Refusal("SHAPE", f"its features, {shape}, are no multiples of {multiple}")
+        if (env.autocast_dtype or self.weight.dtype) == torch.float64:
+            return Refusal("DTYPE", "fp64 is not quantised")
+        return None
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,

@@ -118,6 +118,8 @@ class Plan(_Compared):
             does not run.
         history: one record per registered fusion, in the order in which they were tried.
         env: what the fusions could read of the call.
+        quantized: operations that compute as the recipe says, by index.
+        high_precision: operations that could, and why they do not.
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
         replays: of ``last_plan``, for each group of operations; not compared.
@@ -129,6 +131,8 @@ class Plan(_Compared):
     needs: tuple[GradNeeds | None, ...]
     history: tuple[FusionRecord, ...]
     env: Env
+    quantized: tuple[int, ...] = field(default=())
+    high_precision: tuple[tuple[int, Refusal], ...] = field(default=())
     names: tuple[str, ...] = field(default=())
     assumed: tuple[str, ...] = field(default=())
     replays: tuple[ReplayRecord, ...] = field(default=())
@@ -136,7 +140,8 @@ class Plan(_Compared):
     def _says(self) -> Hashable:
         kinds = tuple(type(op) for op in self.basic_ops)
         steps = self.forward, self.backward
-        return kinds, self.names, steps, self.needs, self.history, self.env
+        precision = self.quantized, self.high_precision
+        return kinds, self.names, steps, self.needs, self.history, self.env, precision
 
     def record(self, name: str) -> FusionRecord:
         """The record of the fusion called ``name``."""
@@ -178,6 +183,9 @@ class Plan(_Compared):
                 ]
             widths = [max((len(label[c]) for label in labels), default=0) for c in (0, 1)]
             lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in labels]
+        if env.recipe is not None:
+            lines.append(f"quantised, {type(env.recipe).__name__}: {_listed(self.quantized)}")
+            lines += [f"  not op {at}: {why}" for at, why in self.high_precision]
         lines += [f"assumed: {what}" for what in self.assumed]
         lines += [f"replay of {_span(replay.indices)}: {replay}" for replay in self.replays]
         lines.append("fusions:")
@@ -193,6 +201,10 @@ def _span(indices: tuple[int, ...]) -> str:
     if not indices:
         return "-"
     return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+
+
+def _listed(indices: tuple[int, ...]) -> str:
+    return ", ".join(map(str, indices)) or "none"
 
 
 def _becomes(step: Step) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..context import TensorFacts, any_autocast, autocast_dtype
+from ..recipe import Recipe
 
 __all__ = ["CallFacts", "PlanKey", "call_facts"]
 
@@ -22,6 +23,7 @@ class CallFacts(NamedTuple):
         parameter_dtypes, parameter_shapes: of all parameters, in order.
         parameters_require_grad: likewise; None without grad mode.
         extra_inputs: dtype of each, and whether it requires grad.
+        recipe: of quantised compute, or None.
     """
 
     grad_enabled: bool
@@ -33,6 +35,7 @@ class CallFacts(NamedTuple):
     parameter_shapes: tuple[torch.Size, ...]
     parameters_require_grad: tuple[bool, ...] | None
     extra_inputs: tuple[tuple[torch.dtype, bool], ...]
+    recipe: Recipe | None
 
     @classmethod
     def frozen(cls, facts: tuple[Any, ...]) -> CallFacts:
@@ -44,6 +47,7 @@ def call_facts(
     input_: Tensor | TensorFacts,
     parameters: Sequence[Tensor],
     extra_inputs: Sequence[Tensor | TensorFacts],
+    recipe: Recipe | None,
 ) -> tuple[Any, ...]:
     """The fields of :class:`CallFacts` for a call with these tensors in the current modes.
 
@@ -61,6 +65,7 @@ def call_facts(
         [p.shape for p in parameters],
         [p.requires_grad for p in parameters] if grad else None,
         [(t.dtype, grad and t.requires_grad) for t in extra_inputs] if extra_inputs else (),
+        recipe,
     )
 
 

@@ -77,16 +77,38 @@ def make_plan(
         forward = maker.show_outputs(forward, backward)
     else:
         maker.skip([h for h in ordered if h.stage == "backward"], "no gradient is needed")
+    steps = maker.steps(forward)
     plan = Plan(
         basic_ops,
-        maker.steps(forward),
+        steps,
         maker.steps(backward),
         needs,
         tuple(maker.history),
         env,
+        *_precision(basic_ops, steps, env),
     )
     _log(plan)
     return plan
+
+
+def _precision(
+    ops: Sequence[BasicOperation], forward: Sequence[Step], env: Env
+) -> tuple[tuple[int, ...], tuple[tuple[int, Refusal], ...]]:
+    """The operations that a plan computes quantised, and those that it could but does not."""
+    if env.recipe is None:
+        return (), ()
+    quantized: list[int] = []
+    others: list[tuple[int, Refusal]] = []
+    for step in forward:
+        assert isinstance(step.op, FusibleOperation)
+        own = set(map(id, step.op.quantized_ops))
+        for n in step.indices:
+            if id(ops[n]) in own:
+                quantized.append(n)
+            elif ops[n].takes_part_in_recipes:
+                why = f"{type(step.op).__name__} computes it without"
+                others.append((n, ops[n].quantized_refusal(env) or Refusal("CONFLICT", why)))
+    return tuple(quantized), tuple(others)
 
 
 def _for_pass(ops: Iterable[FusibleOperation], method: str) -> list[FusibleOperation]:

@@ -19,6 +19,7 @@ from . import (
     norm_linear,
     pointwise_chain,
     pointwise_norm,
+    quantized_linear,
     recompute_mlp,
 )
 from .activation_linear import ActivationLinear
@@ -36,6 +37,7 @@ from .linear_cross_entropy import LinearCrossEntropy
 from .norm_linear import NormLinear
 from .pointwise_chain import PointwiseChain
 from .pointwise_norm import PointwiseNorm
+from .quantized_linear import QuantizedLinear
 from .recompute_mlp import RecomputeMLP
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "NormLinear",
     "PointwiseChain",
     "PointwiseNorm",
+    "QuantizedLinear",
     "RecomputeMLP",
 ]
 
@@ -71,6 +74,7 @@ __all__ = [
 #   then does the linear behind that norm join, for A less to save: the bias behind the linear may
 #   begin another chain, where backward moves A less for it than as a part of the linear.
 # - A sum alone joins a norm or a GEMM, as _residual_sum decides.
+# - Where a recipe of quantised compute is active, what is left of linear operations follows it.
 # - A residual gradient joins the norm's kernel or the GEMM before a factor joins the GEMM.
 FUSIONS: tuple[Fusion, ...] = (
     linear_cross_entropy.FUSION,
@@ -81,6 +85,7 @@ FUSIONS: tuple[Fusion, ...] = (
     pointwise_norm.FUSION,
     pointwise_chain.FUSION,
     norm_linear.FUSION,
+    quantized_linear.FUSION,
     forward_qk_norm_rotary.FUSION,
     forward_linear_scale_add.FUSION,
     forward_linear_bias_add.FUSION,

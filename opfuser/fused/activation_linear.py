@@ -12,8 +12,9 @@ from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusibleOperation
 from ._residual_sum import GEMM
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
-from .parts.linear import LinearPart, refuse
+from .parts.linear import refuse
 from .parts.pipeline import Pipeline
+from .parts.quantized_linear import linear_part
 
 __all__ = ["FUSION", "FUSION_WITH_SUM", "ActivationLinear"]
 
@@ -41,6 +42,7 @@ class ActivationLinear(Pipeline):
         bias: the bias before the activation, or None.
         linear_bias: the bias after the linear operation, or None.
         add: the sum with the extra input, which comes last, or None.
+        env: of the call, whose recipe the linear operation follows; None: there is none.
 
     Raises:
         NotSupportedError: a bias before a gated activation, or ``linear`` exchanges data between
@@ -56,12 +58,13 @@ class ActivationLinear(Pipeline):
         bias: Bias | None = None,
         linear_bias: Bias | None = None,
         add: AddExtraInput | None = None,
+        env: Env | None = None,
     ) -> None:
         where = type(self).__name__
         super().__init__(
             [
                 ActivationPart(bias, activation, where),
-                LinearPart(linear, linear_bias, where, add=add),
+                linear_part(linear, linear_bias, where, add=add, env=env),
             ]
         )
 
@@ -78,9 +81,11 @@ def _build(
     linear: BasicLinear,
     linear_bias: Bias | None,
     add: AddExtraInput | None = None,
+    *,
+    env: Env | None = None,
 ) -> ActivationLinear:
     return ActivationLinear(
-        activation=activation, linear=linear, bias=bias, linear_bias=linear_bias, add=add
+        activation=activation, linear=linear, bias=bias, linear_bias=linear_bias, add=add, env=env
     )
 
 

@@ -11,10 +11,11 @@ from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Fusion, Optional, Refusal
 from ._linear import insist
 from ._residual_sum import NORM_AND_GEMM
-from .parts.linear import LinearPart, refuse
+from .parts.linear import refuse
 from .parts.norm import NormPart
 from .parts.part import Part
 from .parts.pipeline import Pipeline
+from .parts.quantized_linear import linear_part
 from .pointwise_norm import PointwiseNorm
 
 __all__ = ["FUSION", "NormLinear"]
@@ -44,6 +45,7 @@ class NormLinear(Pipeline):
         add: the sum with the extra input, which comes first, or None.
         make_extra: publishes the sum, or None.
         bias: the bias after the linear operation, or None.
+        env: of the call, whose recipe the linear operation follows; None: there is none.
 
     Raises:
         NotSupportedError: ``linear`` exchanges data between ranks, or there is a sum or a
@@ -59,6 +61,7 @@ class NormLinear(Pipeline):
         add: AddExtraInput | None = None,
         make_extra: MakeExtraOutput | None = None,
         bias: Bias | None = None,
+        env: Env | None = None,
     ) -> None:
         where = type(self).__name__
         first: Part
@@ -67,7 +70,7 @@ class NormLinear(Pipeline):
             (first,) = norm.parts
         else:
             first = NormPart(add, make_extra, norm)
-        super().__init__([first, LinearPart(linear, bias, where)])
+        super().__init__([first, linear_part(linear, bias, where, env=env)])
 
 
 def _run_refusal(add: AddExtraInput | None, make_extra: MakeExtraOutput | None) -> Refusal | None:
@@ -106,7 +109,7 @@ FUSION = Fusion(
         Optional(Bias),
     ),
     refuses=_refuses,
-    build=lambda add, make_extra, norm, linear, bias: NormLinear(
-        add=add, make_extra=make_extra, norm=norm, linear=linear, bias=bias
+    build=lambda add, make_extra, norm, linear, bias, *, env=None: NormLinear(
+        add=add, make_extra=make_extra, norm=norm, linear=linear, bias=bias, env=env
     ),
 )

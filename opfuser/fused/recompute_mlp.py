@@ -14,9 +14,10 @@ from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Fusion, Optional, Refusal
 from ._residual_sum import NORM_AND_GEMM
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
-from .parts.linear import LinearPart, refuse
+from .parts.linear import refuse
 from .parts.norm import NormPart
 from .parts.pipeline import Pipeline
+from .parts.quantized_linear import linear_part
 
 __all__ = ["FUSION", "FUSION_WHERE_ASKED", "RecomputeMLP"]
 
@@ -43,6 +44,7 @@ class RecomputeMLP(Pipeline):
         make_extra: publishes the sum, or None.
         bias1: the bias after the first linear operation, or None.
         bias2: the bias after the second one, or None.
+        env: of the call, whose recipe the linear operations follow; None: there is none.
 
     Raises:
         NotSupportedError: a linear operation exchanges data between ranks.
@@ -51,7 +53,7 @@ class RecomputeMLP(Pipeline):
 
     small: ClassVar[int] = 0  # who asks for it asks for memory
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each operation
         self,
         *,
         norm: RMSNorm | LayerNorm,
@@ -62,15 +64,16 @@ class RecomputeMLP(Pipeline):
         make_extra: MakeExtraOutput | None = None,
         bias1: Bias | None = None,
         bias2: Bias | None = None,
+        env: Env | None = None,
     ) -> None:
         where = type(self).__name__
         in_gemm = bias_refusal(bias1, activation) is not None
         super().__init__(
             [
                 NormPart(add, make_extra, norm),
-                LinearPart(linear1, bias1 if in_gemm else None, where),
+                linear_part(linear1, bias1 if in_gemm else None, where, env=env),
                 ActivationPart(None if in_gemm else bias1, activation, where),
-                LinearPart(linear2, bias2, where),
+                linear_part(linear2, bias2, where, env=env),
             ]
         )
 
@@ -84,6 +87,13 @@ def _refuses_unless_asked(*parts: Any, env: Env) -> Refusal | None:
     if not any(getattr(part, "recompute_mlp", False) for part in parts):
         return Refusal("DISABLED", "no operation in it has recompute_mlp set")
     return _refuses(*parts, env=env)
+
+
+_NAMES = "add make_extra norm linear1 bias1 activation linear2 bias2".split()
+
+
+def _build(*ops: Any, env: Env | None = None) -> RecomputeMLP:
+    return RecomputeMLP(**dict(zip(_NAMES, ops)), env=env)
 
 
 FUSION = Fusion(
@@ -100,16 +110,7 @@ FUSION = Fusion(
         Optional(Bias),
     ),
     refuses=_refuses,
-    build=lambda add, make_extra, norm, linear1, bias1, activation, linear2, bias2: RecomputeMLP(
-        add=add,
-        make_extra=make_extra,
-        norm=norm,
-        linear1=linear1,
-        bias1=bias1,
-        activation=activation,
-        linear2=linear2,
-        bias2=bias2,
-    ),
+    build=_build,
     enabled=False,
 )
 

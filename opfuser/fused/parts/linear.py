@@ -12,7 +12,7 @@ from ...basic.add_extra_input import AddExtraInput
 from ...basic.basic_linear import BasicLinear
 from ...basic.bias import Bias, bias_grad
 from ...buffer_reuse import only_reference
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, ExtraTensors, OperationContext
 from ...fusion import Env, Refusal
 from ...kernels.scalar import cast
 from .._linear import backward_refusal, forward_refusal, insist, linear_sum
@@ -98,13 +98,14 @@ class LinearPart(Part):
         *,
         want_output: bool,
     ) -> PartGrads:
-        dx = None
-        if ctxs[0].needs.input:
-            dx = gemm.dgrad(dy, ctxs[0].saved_tensors[1])
+        dx = self._input_grad(ctxs[0], dy) if ctxs[0].needs.input else None
         extra_inputs: list[Gradients] = [()] * len(self.ops)
         if self.add is not None:
             extra_inputs[-1] = (dy,)
         return PartGrads(dx, [], extra_inputs)
+
+    def _input_grad(self, ctx: OperationContext, dy: Tensor) -> Tensor:
+        return gemm.dgrad(dy, ctx.saved_tensors[1])
 
     def wants_input(self, ctxs: Contexts) -> bool:
         return ctxs[0].needs.parameters[0]

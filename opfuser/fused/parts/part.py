@@ -39,6 +39,7 @@ class Part:
 
     Attributes:
         ops: the operations, in forward order.
+        quantized_ops: those of them whose GEMMs take quantised operands.
         recomputed: whether :meth:`recompute` will be called; set by the pipeline.
 
     Class attributes:
@@ -53,6 +54,7 @@ class Part:
     recomputes: ClassVar[bool] = True
 
     ops: tuple[BasicOperation, ...]
+    quantized_ops: tuple[BasicOperation, ...] = ()
     recomputed: bool = False
 
     def forward(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...context import BackwardResult, Contexts, ExtraTensors, ForwardResult
-from ...op import FusedOperation
+from ...op import BasicOperation, FusedOperation
 from .part import Gradients, Part, no_gradients
 
 __all__ = ["Edge", "Pipeline"]
@@ -79,6 +79,10 @@ class Pipeline(FusedOperation):
             edges = (Edge.RECOMPUTE,) * (len(parts) - 1)
         self._places = _places(self.parts, edges)
         self._any_early = any(place.early for place in self._places)
+
+    @property
+    def quantized_ops(self) -> Sequence[BasicOperation]:
+        return [op for part in self.parts for op in part.quantized_ops]
 
     # Spelled out, as a dictionary of the keywords takes 0.3 us of every call.
     def fuser_forward(

@@ -1,0 +1,56 @@
+"""A linear operation whose GEMMs take FP8 operands, in both passes."""
+
+from __future__ import annotations
+
+from ..basic.basic_linear import BasicLinear
+from ..basic.bias import Bias
+from ..fusion import Env, Fusion, Optional, Refusal
+from ..recipe import Recipe
+from .parts.pipeline import Pipeline
+from .parts.quantized_linear import QuantizedLinearPart
+
+__all__ = ["FUSION", "QuantizedLinear"]
+
+
+class QuantizedLinear(Pipeline):
+    r"""BasicLinear and Bias, as a recipe of quantised compute says.
+
+    .. math:: y = x\, W^T + b
+
+    x, W and the gradient of y are rounded to FP8 with scales; the products are those of the
+    rounded tensors. Saves the codes of x by columns, one byte each, and W.
+
+    Kernels: ``torch.nn.functional.scaled_mm``; opfuser's quantisation of both layouts in one pass.
+
+    Args:
+        linear: the linear operation.
+        bias: the bias after it, or None.
+        recipe: of :mod:`opfuser.recipe`.
+
+    Raises:
+        NotSupportedError: ``linear`` exchanges data between ranks.
+        InputError: in forward, as in the operations that it replaces.
+    """
+
+    def __init__(self, *, linear: BasicLinear, recipe: Recipe, bias: Bias | None = None) -> None:
+        super().__init__([QuantizedLinearPart(linear, bias, type(self).__name__, recipe=recipe)])
+
+
+def _refuses(linear: BasicLinear, bias: Bias | None, *, env: Env) -> Refusal | None:
+    if env.recipe is None:
+        return Refusal("NO_RECIPE", "no quantised compute is asked for")
+    return linear.quantized_refusal(env)
+
+
+def _build(linear: BasicLinear, bias: Bias | None, *, env: Env) -> QuantizedLinear:
+    assert env.recipe is not None
+    return QuantizedLinear(linear=linear, bias=bias, recipe=env.recipe)
+
+
+FUSION = Fusion(
+    name="quantized_linear",
+    stage="joint",
+    pattern=(BasicLinear, Optional(Bias)),
+    refuses=_refuses,
+    build=_build,
+)

@@ -1,0 +1,328 @@
+"""Recipes of quantised compute: in which format, and with which scales, GEMMs take their operands.
+
+A recipe is a frozen dataclass, equal by value. Names and fields are those of Transformer Engine's
+``common.recipe``; ``fprop``, ``dgrad`` and ``wgrad`` are opfuser's own. Which formats and scalings
+are right for training: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+
+import torch
+
+from .errors import ArgumentError, NotSupportedError, explain
+
+__all__ = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8PredictedScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "Recipe",
+]
+
+Mode = Literal["fp8", "bf16"]
+
+
+class _Largest(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """The 8-bit formats of forward and backward; the value holds their largest numbers.
+
+    E4M3: 4 bits of exponent, largest 448. E5M2: 5 bits of exponent, largest 57344. HYBRID: E4M3 in
+    forward, E5M2 for gradients of outputs.
+    """
+
+    E4M3 = _Largest(448.0, 448.0)
+    E5M2 = _Largest(57344.0, 57344.0)
+    HYBRID = _Largest(448.0, 57344.0)
+
+    @property
+    def forward(self) -> torch.dtype:
+        """The dtype of inputs and weights."""
+        return torch.float8_e5m2 if self is Format.E5M2 else torch.float8_e4m3fn
+
+    @property
+    def backward(self) -> torch.dtype:
+        """The dtype of gradients of outputs."""
+        return torch.float8_e4m3fn if self is Format.E4M3 else torch.float8_e5m2
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """Of one GEMM.
+
+    Attributes:
+        use_split_accumulator: add up in fp32 after every 128 products. Without it the GPU keeps
+            about 14 bits of a sum.
+    """
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How one kind of tensor is quantised.
+
+    Attributes:
+        power_2_scale: whether scales are powers of two.
+        amax_epsilon: a lower bound of the amax that a scale is computed from.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Abstract. What all recipes have.
+
+    Attributes:
+        fp8_format: of the operands.
+        fp8_dpa, fp8_mha: attention in FP8; not supported.
+        backward_override: ``"high_precision"`` computes both gradients without quantisation, as
+            ``dgrad="bf16", wgrad="bf16"`` does.
+        fprop, dgrad, wgrad: ``"fp8"``, or ``"bf16"`` for the dtype that the operation computes in
+            without a recipe: of the forward GEMM, and of those of the gradients of input and
+            weight.
+
+    Raises:
+        ArgumentError: a value outside its domain.
+        NotSupportedError: attention in FP8; another ``backward_override``.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    fprop: Mode = "fp8"
+    dgrad: Mode = "fp8"
+    wgrad: Mode = "fp8"
+
+    # Features of a linear operation are multiples of this.
+    multiple: ClassVar[int] = 16
+
+    def __post_init__(self) -> None:
+        if self.fp8_dpa or self.fp8_mha:
+            self._refuse("Attention is not computed in FP8", "fp8_dpa or fp8_mha")
+        if self.backward_override not in (None, "high_precision"):
+            self._refuse(
+                "backward_override is None or 'high_precision'", repr(self.backward_override)
+            )
+        if self.fp8_format is Format.E5M2:
+            self._refuse("No GPU multiplies E5M2 by E5M2", "Format.E5M2")
+        modes = self.fprop, self.dgrad, self.wgrad
+        if not set(modes) <= {"fp8", "bf16"}:
+            self._wrong("fprop, dgrad and wgrad are 'fp8' or 'bf16'", repr(modes))
+        if not isinstance(self.fp8_format, Format):
+            self._wrong("fp8_format is a Format", repr(self.fp8_format))
+        if self.backward_override is not None:
+            object.__setattr__(self, "dgrad", "bf16")
+            object.__setattr__(self, "wgrad", "bf16")
+
+    def _wrong(self, invariant: str, received: str) -> NoReturn:
+        raise ArgumentError(explain(invariant, where=type(self).__name__, received=received))
+
+    def _refuse(self, invariant: str, received: str) -> NoReturn:
+        raise NotSupportedError(explain(invariant, where=type(self).__name__, received=received))
+
+    def dtype(self, role: str) -> torch.dtype:
+        """The format of an ``"input"``, a ``"weight"`` or a ``"grad_output"``."""
+        return self.fp8_format.backward if role == "grad_output" else self.fp8_format.forward
+
+    def splits(self, gemm: str) -> bool:
+        """Whether the GEMM ``"fprop"``, ``"dgrad"`` or ``"wgrad"`` adds up in fp32."""
+        return gemm != "fprop"
+
+    @classmethod
+    def delayed(cls) -> bool:
+        """Whether this is delayed scaling."""
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        """Whether this is current scaling of whole tensors."""
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether a tensor has one scale."""
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling, Float8PredictedScaling))
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        """Whether blocks have scales of their own."""
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        """Whether the format is MXFP8."""
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        """Whether the format is NVFP4."""
+        return issubclass(cls, NVFP4BlockScaling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """One scale for a tensor, from the largest values of the calls before.
+
+    ``s = largest / amax / 2^margin``, with the amax that ``amax_compute_algo`` finds in the
+    history; 1 as long as there is none. A call that exceeds the history saturates.
+
+    Attributes:
+        margin: powers of two that are left for values to grow.
+        amax_history_len: calls that the history holds.
+        amax_compute_algo: ``"max"`` of the history, or its ``"most_recent"`` entry.
+        scaling_factor_compute_algo: not supported.
+        reduce_amax: whether ranks of the region's group agree on the largest values.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    scaling_factor_compute_algo: Any = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            self._refuse(
+                "amax_compute_algo is 'max' or 'most_recent'", repr(self.amax_compute_algo)
+            )
+        if self.scaling_factor_compute_algo is not None:
+            self._refuse(
+                "Scales are computed by the library", repr(self.scaling_factor_compute_algo)
+            )
+        if self.amax_history_len < 1:
+            self._wrong("amax_history_len is positive", repr(self.amax_history_len))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8PredictedScaling(Recipe):
+    """One scale for a tensor, from the amax of the call before, with room to grow.
+
+    ``s = largest / amax / 2^margin``. The first call computes its amax before it quantises. In
+    E4M3 a scale that is too small by 2^margin costs no precision as long as the small values stay
+    normal: 2^-6 to 448 times 1/s.
+
+    Attributes:
+        margin: powers of two that are left for values to grow from call to call.
+        reduce_amax: whether ranks of the region's group agree on the largest values.
+    """
+
+    margin: int = 4
+    fp8_format: Format = Format.HYBRID
+    reduce_amax: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """One scale for a tensor, from its own largest value: every tensor is read twice.
+
+    ``s = largest / amax``.
+
+    Attributes:
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: of inputs, weights, and
+            gradients of outputs.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of the GEMMs.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    fp8_quant_fwd_inp: QParams = QParams()
+    fp8_quant_fwd_weight: QParams = QParams()
+    fp8_quant_bwd_grad: QParams = QParams()
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+
+    def splits(self, gemm: str) -> bool:
+        params: MMParams = getattr(self, f"fp8_gemm_{gemm}")
+        return params.use_split_accumulator
+
+
+_POWERS = QParams(power_2_scale=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """A scale for each 128 consecutive values of inputs and gradients, and 128 x 128 of weights.
+
+    ``s = largest / amax`` of the block, by default rounded down to a power of two. The scheme of
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437.
+
+    Attributes:
+        fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad: of inputs, weights, and
+            gradients of outputs.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1, 2 and 1; others are
+            not supported.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of the GEMMs; sums are always split.
+    """
+
+    fp8_format: Format = Format.E4M3
+    fp8_quant_fwd_inp: QParams = _POWERS
+    fp8_quant_fwd_weight: QParams = _POWERS
+    fp8_quant_bwd_grad: QParams = _POWERS
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams()
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+
+    multiple: ClassVar[int] = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dims = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
+        if dims != (1, 2, 1):
+            self._refuse("Blocks are 1 x 128, 128 x 128 and 1 x 128", f"dimensions {dims}")
+        if self.fp8_format is not Format.E4M3:
+            self._refuse("Blocks are in E4M3", str(self.fp8_format))
+        gemms = self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad
+        if not all(params.use_split_accumulator for params in gemms):
+            self._refuse("GEMMs of blocks split their sums", "use_split_accumulator=False")
+
+    def splits(self, gemm: str) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """Blocks of 32 values; a format of GPUs that opfuser does not support yet.
+
+    Raises:
+        NotSupportedError: always.
+    """
+
+    fp8_format: Format = Format.E4M3
+
+    def __post_init__(self) -> None:
+        self._refuse("MXFP8 is not supported", "MXFP8BlockScaling()")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """4-bit blocks of 16 values; a format of GPUs that opfuser does not support yet.
+
+    Raises:
+        NotSupportedError: always.
+    """
+
+    fp8_format: Format = Format.E4M3
+
+    def __post_init__(self) -> None:
+        self._refuse("NVFP4 is not supported", "NVFP4BlockScaling()")
