@@ -27,6 +27,7 @@ from .engine.schedule import Schedule
 from .errors import (
     ArgumentTypeError,
     ExtraInputCountError,
+    NotSupportedError,
     OpKwargsError,
     explain,
 )
@@ -38,7 +39,7 @@ from .op import (
     StandaloneCalls,
     has_called_parts,
 )
-from .quantization.region import active_recipe
+from .quantization.region import active_recipe, in_backward, open_regions
 from .recipe import Recipe
 from .registry import registry
 
@@ -109,7 +110,7 @@ class OperationFuser:
         self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
         self._used: Schedule | None = None
         self.replay: str | None = None
-        self.recipe: Recipe | None = None
+        self._recipe_of_forward: Recipe | None = None
         self._replays: Replays | None = None
         self._seen = self._started = -1
 
@@ -203,7 +204,7 @@ class OperationFuser:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
     ) -> Schedule:
-        recipe = self.recipe or active_recipe()
+        recipe = self._recipe()
         facts, version = call_facts(input_, parameters, extra_inputs, recipe), registry.version
         last = self._last
         if last is not None and last[1] == facts and last[0] == version:
@@ -211,6 +212,18 @@ class OperationFuser:
         schedule = self._find(facts)
         self._last = version, facts, schedule
         return schedule
+
+    def _recipe(self) -> Recipe | None:
+        """The recipe of the region that the call is in.
+
+        In a backward pass a checkpoint computes a forward again, where the region is closed.
+        """
+        recipe = active_recipe()
+        if recipe is not self._recipe_of_forward:
+            if recipe is None and in_backward():
+                return self._recipe_of_forward
+            self._recipe_of_forward = recipe
+        return recipe
 
     def _find(self, facts: tuple[Any, ...]) -> Schedule:
         """The schedule of a call, from the cache or made anew."""
@@ -248,10 +261,24 @@ class OperationFuser:
         parameters = [getattr(module, name) for module, name in self._slots]
         stamps = (registry.stamp, *[op._stamp for op in self._stamped])
         facts = call_facts(input_, parameters, extra_inputs, None)
+        if open_regions.count:
+            self._refuse_to_quantize()
         name, whole = self._plan_for_tracing(stamps, facts, kwargs is None)
         if whole:
             return self._in_graph[name](input_, *parameters, *extra_inputs)
         return execute(self._traced[name], input_, parameters, extra_inputs, kwargs)
+
+    def _refuse_to_quantize(self) -> bool:
+        recipe = active_recipe()
+        if recipe is None:
+            return True
+        raise NotSupportedError(
+            explain(
+                "Quantised compute is not traced by torch.compile",
+                received=type(recipe).__name__,
+                remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
+            )
+        )
 
     def _prepare_tracing(self) -> bool:
         self._start()
@@ -281,6 +308,7 @@ class OperationFuser:
         return name, whole
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+    _refuse_to_quantize._dynamo_marked_constant = True  # type: ignore[attr-defined]
     _prepare_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
     _plan_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

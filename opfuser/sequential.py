@@ -28,7 +28,7 @@ from .groups import (
     stretches,
 )
 from .op import BasicOperation, FusedOperation, FusibleOperation
-from .quantization.region import check_recipe
+from .quantization.region import active_recipe, check_recipe, region, region_of_call
 from .recipe import Recipe
 
 __all__ = ["Residual", "Sequential"]
@@ -48,7 +48,8 @@ class Sequential(NestedSequential):
             :class:`opfuser.replay`, whatever the program says; None leaves it to the program. The
             outermost of nested sequences decides.
         recipe: of quantised compute, for its calls, whatever the region; None leaves it to
-            :class:`opfuser.autocast`. The outermost of nested sequences decides.
+            :class:`opfuser.autocast`. A nested sequence with a recipe is called, not fused with its
+            neighbours.
 
     Call:
         ``seq(input, *extra_inputs, op_kwargs=None)``. Extra inputs are passed in operation order;
@@ -249,7 +250,6 @@ class Sequential(NestedSequential):
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
                 group.callee.replay = self.replay
-                group.callee.recipe = self.recipe
         self.__dict__["_seen"] = now
         return True
 
@@ -293,6 +293,9 @@ class Sequential(NestedSequential):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
+        if self.recipe is not None and self.recipe is not active_recipe():
+            with region_of_call(self.recipe):
+                return self.forward(input, *extra_inputs, op_kwargs=op_kwargs)
         if torch.compiler.is_compiling():
             self._resolve_for_tracing()
             self._guard(tuple([seq._stamp for seq in self._stamped]))
@@ -406,8 +409,6 @@ class Sequential(NestedSequential):
                 )
         self._resolve()
         self._check_count(extra_inputs)
-        if self._single is not None:
-            return self._named(self._single.plan(input, *extra_inputs))
         (plan,) = self.planned_groups(input, extra_inputs).plans or (None,)
         return self._named(plan)
 
@@ -427,6 +428,9 @@ class Sequential(NestedSequential):
         return out
 
     def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedGroup:
+        if self.recipe is not None and self.recipe is not active_recipe():
+            with region(self.recipe):
+                return self.planned_groups(x, extra_inputs)
         self._resolve()
         done = self._planned(x, extra_inputs)
         assumed = tuple(what for group in done for what in group.assumed)
@@ -470,10 +474,15 @@ def _operations(seq: Sequential) -> list[BasicOperation]:
     return [op for m in seq.modules() if isinstance(m, FusibleOperation) for op in expand(m)]
 
 
+def _is_called(seq: Sequential) -> bool:
+    """Whether a nested Sequential is called instead of run as a part of the outer one."""
+    return has_hooks(seq) or seq.overrides_forward() or seq.recipe is not None
+
+
 def _flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.Module, Hashable]]:
     """The modules of a Sequential and of nested ones, each with the path to its Sequential."""
     for position, module in enumerate(seq):
-        if type(module) is Sequential and not (has_hooks(module) or module.overrides_forward()):
+        if type(module) is Sequential and not _is_called(module):
             yield from _flatten(module, (*path, position))
         else:
             yield module, path

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
+from ..basic.cross_entropy import CrossEntropy
 from ..fusion import Env, Fusion, Optional, Refusal
+from ..op import FusibleOperation
 from ..recipe import Recipe
 from .parts.pipeline import Pipeline
 from .parts.quantized_linear import QuantizedLinearPart
@@ -36,9 +40,13 @@ class QuantizedLinear(Pipeline):
         super().__init__([QuantizedLinearPart(linear, bias, type(self).__name__, recipe=recipe)])
 
 
-def _refuses(linear: BasicLinear, bias: Bias | None, *, env: Env) -> Refusal | None:
+def _refuses(
+    linear: BasicLinear, bias: Bias | None, *, env: Env, behind: Sequence[FusibleOperation]
+) -> Refusal | None:
     if env.recipe is None:
         return Refusal("NO_RECIPE", "no quantised compute is asked for")
+    if behind and isinstance(behind[0], CrossEntropy):
+        return Refusal("NO_RECIPE", "a loss takes its logits in high precision")
     return linear.quantized_refusal(env)
 
 

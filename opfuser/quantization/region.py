@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..recipe import DelayedScaling, Recipe
-from . import state
+from .state import in_backward, update_scales
 
 __all__ = [
     "Region",
@@ -20,6 +20,9 @@ __all__ = [
     "autocast",
     "check_recipe",
     "fp8_autocast",
+    "in_backward",
+    "open_regions",
+    "region",
     "region_of_call",
 ]
 
@@ -38,6 +41,15 @@ class Region(NamedTuple):
 
 _NOWHERE = Region(None, None)
 _region: ContextVar[Region] = ContextVar("opfuser_region", default=_NOWHERE)
+
+
+class _OpenRegions:
+    """How many regions are open in the process. Traced code reads it, and is guarded by it."""
+
+    count = 0
+
+
+open_regions = _OpenRegions()
 
 
 def active_recipe() -> Recipe | None:
@@ -112,11 +124,13 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
 
     def __enter__(self) -> autocast:
         if _region.get() is _NOWHERE and self.region is not _NOWHERE:
-            state.update_scales()
+            update_scales()
         self._tokens.append(_region.set(self.region))
+        open_regions.count += 1
         return self
 
     def __exit__(self, *_: object) -> None:
+        open_regions.count -= 1
         _region.reset(self._tokens.pop())
 
 
@@ -130,8 +144,16 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
-@contextmanager
-def region_of_call(recipe: Recipe) -> Iterator[None]:
+def region_of_call(recipe: Recipe) -> autocast:
     """The region of one call of a Sequential that has a recipe of its own."""
-    with autocast(recipe=recipe, amax_reduction_group=_region.get().group):
+    return autocast(recipe=recipe, amax_reduction_group=amax_group())
+
+
+@contextmanager
+def region(recipe: Recipe) -> Iterator[None]:
+    """The same for its plan alone, which changes no scales."""
+    token = _region.set(Region(recipe, amax_group()))
+    try:
         yield
+    finally:
+        _region.reset(token)

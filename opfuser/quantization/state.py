@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from ..kernels.quantize import amax_of, scale_for
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
 
-__all__ = ["ROLES", "QuantizationState", "state_of", "update_scales"]
+__all__ = ["ROLES", "QuantizationState", "in_backward", "state_of", "update_scales"]
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -42,6 +43,8 @@ class QuantizationState(nn.Module):
         self.register_buffer("scale", torch.ones(len(ROLES), **fp32))
         self.register_buffer("amax_history", torch.zeros(length, len(ROLES), **fp32))
         self.register_buffer("amax", torch.zeros(len(ROLES), **fp32), persistent=False)
+        self.number = next(_numbers)  # the same order in every rank
+        _all.add(self)
         self.recipe: Stateful | None = None
         self.group: dist.ProcessGroup | None = None
         # Whether each scale comes from values, so that a first call can look at its own.
@@ -62,15 +65,16 @@ class QuantizationState(nn.Module):
         return self.amax[n : n + 1]
 
     def update(self) -> None:
-        """Enters the largest values since the last update into the history."""
+        """Enters the largest values since the last update into the history, if there are any."""
         recipe = self.recipe
-        assert recipe is not None
+        if recipe is None:
+            return
         seen, history = self.amax, self.amax_history
         # What overflowed says nothing of the calls to come.
         usable = torch.where(seen.isfinite(), seen, 0.0)
         if len(history) > 1:
-            history.copy_(history.roll(1, 0))
-            history[0] = usable
+            entered = torch.cat([usable[None], history[:-1]])
+            history.copy_(torch.where(usable.any(), entered, history))
         else:  # what was not seen keeps its entry: one of the passes may not have run
             history[0] = torch.where(usable > 0, usable, history[0])
         most_recent = isinstance(recipe, Float8PredictedScaling)
@@ -103,7 +107,10 @@ class QuantizationState(nn.Module):
         self.amax.zero_()
 
 
-_waiting: dict[int, weakref.ref[QuantizationState]] = {}
+# Whether one of them has seen values since the last update, only the device knows: a replayed call
+# leaves no trace on the host.
+_all: weakref.WeakSet[QuantizationState] = weakref.WeakSet()
+_numbers = count()
 
 
 def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> QuantizationState:
@@ -121,21 +128,27 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
         state.amax_history = old.new_zeros(length, len(ROLES))
         kept = min(length, len(old))
         state.amax_history[:kept] = old[:kept]
-    state.recipe, state.group = recipe, group
-    _waiting.setdefault(id(state), weakref.ref(state))
+    if state.recipe is not recipe:
+        state.recipe = recipe
+    if not in_backward():  # there the region is closed
+        state.group = group
     return state
 
 
+def in_backward() -> bool:
+    """Whether autograd is running in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def update_scales() -> None:
-    """Updates the scales of all operations that have quantised since the last time.
+    """Updates the scales of all operations from what they have seen since the last time.
 
     Not within a backward pass, where a checkpoint computes a forward again: it is to see the scales
     of the first time.
     """
-    if not _waiting or torch._C._current_graph_task_id() != -1:
+    if not _all or in_backward():
         return
-    states = [state for ref in _waiting.values() if (state := ref()) is not None]
-    _waiting.clear()
+    states = sorted(_all, key=lambda state: state.number)
     _agree(states)
     for state in states:
         state.update()
