@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .activation_plain import ActivationGrads, backward_plain, dx_plain, forward_plain
+from .choice import kernel_or_plain
 from .column_sums import sum_columns
 from .launch import DTYPES, Launch
-from .operators import operator
-from .scalar import FunctionSpec, scalar_function
+from .scalar import FunctionSpec
 from .tiling import TiledLaunch, TileRule, cdiv, empty_contiguous, rows_of
 
 __all__ = ["ActivationGrads", "activation_backward", "activation_dx", "activation_forward"]
@@ -129,32 +129,7 @@ def _takes(dy: Tensor, x: Tensor, *_: Any) -> bool:
     return x.dtype in DTYPES
 
 
-activation_forward = operator(
-    "activation_forward(Tensor x, str function, float[] parameters, Tensor? bias) -> Tensor",
-    launch=_launch_forward,
-    plain=forward_plain,
-    flatten=lambda x, spec, bias: (x, spec.name, spec.parameters, bias),
-    unflatten=lambda x, name, parameters, bias: (x, scalar_function(name, parameters).spec, bias),
-)
-activation_backward = operator(
-    "activation_backward(Tensor dy, Tensor x, str function, float[] parameters, Tensor? bias,"
-    " bool want_dx, bool want_db, bool want_y) -> Tensor[]",
-    launch=_launch_backward,
-    plain=backward_plain,
-    accepts=_takes,
-    results=ActivationGrads,
-    wanted=lambda dy, x, spec, bias, *wants: wants,
-    flatten=lambda dy, x, spec, *rest: (dy, x, spec.name, spec.parameters, *rest),
-    unflatten=lambda dy, x, name, parameters, *rest: (
-        dy, x, scalar_function(name, parameters).spec, *rest,
-    ),
-)  # fmt: skip
+activation_forward = kernel_or_plain(launch=_launch_forward, plain=forward_plain)
+activation_backward = kernel_or_plain(launch=_launch_backward, plain=backward_plain, accepts=_takes)
 # What an activation by itself needs: on a CPU, the other results would take 0.5 us.
-activation_dx = operator(
-    "activation_dx(Tensor dy, Tensor x, str function, float[] parameters) -> Tensor",
-    launch=_launch_dx,
-    plain=dx_plain,
-    accepts=_takes,
-    flatten=lambda dy, x, spec: (dy, x, spec.name, spec.parameters),
-    unflatten=lambda dy, x, name, parameters: (dy, x, scalar_function(name, parameters).spec),
-)
+activation_dx = kernel_or_plain(launch=_launch_dx, plain=dx_plain, accepts=_takes)

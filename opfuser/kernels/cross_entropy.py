@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from . import cross_entropy_plain as plain
+from .choice import kernel_or_plain
 from .cross_entropy_plain import LossGradient, MeanLoss, RowLosses, Terms
 from .launch import Launch, multiprocessors
-from .operators import kernel_or_plain, operator
 from .tiling import cdiv
 
 __all__ = [
@@ -168,54 +168,10 @@ def _launch_mean(loss: Tensor, targets: Tensor, ignore_index: int) -> MeanLoss:
 
 _MEAN = Launch("cross_entropy:mean_kernel", {"BLOCK": 4096}, num_warps=16)
 
-_TERMS = "int ignore_index, float label_smoothing, float z_loss"
-
-cross_entropy_forward = operator(
-    f"cross_entropy_forward(Tensor x, Tensor targets, {_TERMS}) -> (Tensor, Tensor, Tensor)",
-    launch=_launch_forward,
-    plain=plain.forward,
-    results=RowLosses,
-    flatten=lambda x, targets, terms: (x, targets, *terms),
-    unflatten=lambda x, targets, *terms: (x, targets, Terms(*terms)),
-)
-cross_entropy_backward = operator(
-    "cross_entropy_backward(Tensor x, Tensor targets, Tensor row_max, Tensor sum_exp, "
-    f"Tensor dloss, Tensor? count, {_TERMS}) -> Tensor",
-    launch=_launch_backward,
-    plain=plain.backward,
-    flatten=lambda *args: (*args[:-1], *args[-1]),
-    unflatten=lambda *args: (*args[:-3], Terms(*args[-3:])),
-)
-cross_entropy_mean = operator(
-    "cross_entropy_mean(Tensor loss, Tensor targets, int ignore_index) -> (Tensor, Tensor)",
-    launch=_launch_mean,
-    plain=plain.mean,
-    results=MeanLoss,
-)
-_gradient_over_x = kernel_or_plain(launch=_launch_gradient, plain=plain.gradient)
-
-
-def cross_entropy_gradient(
-    x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms
-) -> LossGradient:
-    """Losses, and their gradient for 1, or 1 / count, written over the logits.
-
-    Args:
-        x: logits (rows, classes), the caller's own: while torch.compile traces, the gradient is a
-            tensor of its own.
-        targets: (rows,).
-        count: () of int64.
-        terms: of the loss.
-    """
-    both: LossGradient
-    if torch.compiler.is_compiling():
-        loss, row_max, sum_exp = cross_entropy_forward(x, targets, terms)
-        one = loss.new_ones(())
-        dx = cross_entropy_backward(x, targets, row_max, sum_exp, one, count, terms)
-        both = LossGradient(loss, dx)
-    else:
-        both = _gradient_over_x(x, targets, count, terms)
-    return both
+cross_entropy_forward = kernel_or_plain(launch=_launch_forward, plain=plain.forward)
+cross_entropy_backward = kernel_or_plain(launch=_launch_backward, plain=plain.backward)
+cross_entropy_mean = kernel_or_plain(launch=_launch_mean, plain=plain.mean)
+cross_entropy_gradient = kernel_or_plain(launch=_launch_gradient, plain=plain.gradient)
 
 
 @dataclass(frozen=True)
@@ -259,7 +215,5 @@ def scaled(
         dtype: of the result.
         in_place: whether ``x`` may be written to and returned.
     """
-    if torch.compiler.is_compiling():
-        return plain.scaled(x, factor, count, dtype, False)
     y: Tensor = _scaled(x, factor, count, dtype, in_place and x.dtype == dtype)
     return y

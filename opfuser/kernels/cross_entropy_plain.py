@@ -228,7 +228,19 @@ def _write(out: Tensor, rows: _Rows, index: Tensor, scale: Tensor, terms: Terms)
 
 
 def gradient(x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms) -> LossGradient:
-    """Losses, and their gradient for 1, or 1 / count, written over the logits."""
+    """Losses, and their gradient for 1, or 1 / count, written over the logits.
+
+    Args:
+        x: logits (rows, classes), the caller's own: while torch.compile traces, the gradient is a
+            tensor of its own.
+        targets: (rows,).
+        count: () of int64.
+        terms: of the loss.
+    """
+    if torch.compiler.is_compiling():
+        losses, row_max, sum_exp = forward(x, targets, terms)
+        one = losses.new_ones(())
+        return LossGradient(losses, backward(x, targets, row_max, sum_exp, one, count, terms))
     valid, index = _classes(targets, terms.ignore_index)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = valid.to(wide)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .choice import kernel_or_plain
 from .gated_plain import (
     GatedGrads,
     Glu,
@@ -22,10 +23,8 @@ from .gated_plain import (
     backward_plain,
     forward_plain,
     product_spec,
-    spec_of_arguments,
 )
 from .launch import DTYPES
-from .operators import kernel_or_plain, operator
 from .tiling import TiledLaunch, TileRule, cdiv, empty_contiguous, rows_of
 
 __all__ = [
@@ -54,7 +53,7 @@ def _tiled_launch(
     kernel: str,
     gate: str,
     gate_parameters: tuple[float, ...],
-    up: str,
+    up: str | None,
     up_parameters: tuple[float, ...],
     interleave: int,
     itemsize: int,
@@ -145,6 +144,8 @@ def _takes(dy: Tensor, x: Tensor, *_: Any) -> bool:
     return x.dtype in DTYPES
 
 
+gated_forward = kernel_or_plain(launch=_launch_forward, plain=forward_plain)
+gated_backward = kernel_or_plain(launch=_launch_backward, plain=backward_plain, accepts=_takes)
 _over_x = kernel_or_plain(
     launch=_launch_backward_over_x, plain=backward_over_x_plain, accepts=_takes
 )
@@ -163,32 +164,9 @@ def gated_backward_(
     dx is written over a contiguous x, except where torch.compile traces.
     """
     grads: GatedGrads
+    # Traced, the layout is not asked for: it is unknown where data decide the number of rows.
     if torch.compiler.is_compiling() or not x.is_contiguous():
         grads = gated_backward(dy, x, spec, scales, True, want_y, want_dscales)
     else:
         grads = _over_x(dy, x, spec, scales, want_y, want_dscales)
     return grads
-
-
-_PRODUCT = "str gate, float[] gate_parameters, str up, float[] up_parameters, int interleave"
-
-gated_forward = operator(
-    f"gated_forward(Tensor x, {_PRODUCT}, Tensor? scales) -> Tensor",
-    launch=_launch_forward,
-    plain=forward_plain,
-    flatten=lambda x, spec, scales: (x, *spec[1:], scales),
-    unflatten=lambda x, *rest: (x, spec_of_arguments(*rest[:5]), rest[5]),
-)
-gated_backward = operator(
-    f"gated_backward(Tensor dy, Tensor x, {_PRODUCT}, Tensor? scales, bool want_dx, bool want_y,"
-    " bool want_dscales=True) -> Tensor[]",
-    launch=_launch_backward,
-    plain=backward_plain,
-    accepts=_takes,
-    results=GatedGrads,
-    wanted=lambda dy, x, spec, scales, want_dx, want_y, want_dscales=True: (
-        want_dx, want_dscales and scales is not None, want_y,
-    ),
-    flatten=lambda dy, x, spec, *rest: (dy, x, *spec[1:], *rest),
-    unflatten=lambda dy, x, *rest: (dy, x, spec_of_arguments(*rest[:5]), *rest[5:]),
-)  # fmt: skip

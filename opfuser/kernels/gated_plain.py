@@ -5,7 +5,6 @@ fp16 and bf16 are converted to fp32, computed there and rounded once, in blocks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .cpu_blocks import at_once, row_blocks
-from .scalar import ScalarFunction, cast, scalar_function, wide_dtype
+from .scalar import ScalarFunction, cast, wide_dtype
 
 __all__ = [
     "GatedGrads",
@@ -23,7 +22,6 @@ __all__ = [
     "backward_plain",
     "forward_plain",
     "product_spec",
-    "spec_of_arguments",
 ]
 
 
@@ -64,7 +62,7 @@ class ProductSpec(NamedTuple):
         function: the product; of a scalar function alone, without linear units.
         gate: name of the gates' function, as in ``FunctionSpec``.
         gate_parameters: its constants.
-        up: name of the linear units' function, empty if there are none.
+        up: name of the linear units' function, None if there are none.
         up_parameters: its constants.
         interleave: columns per block, 0 for the two halves of the last dimension.
     """
@@ -72,34 +70,19 @@ class ProductSpec(NamedTuple):
     function: _Function
     gate: str
     gate_parameters: tuple[float, ...]
-    up: str
+    up: str | None
     up_parameters: tuple[float, ...]
     interleave: int
 
 
 def product_spec(function: _Function) -> ProductSpec:
-    """How operators take it. Worth keeping: it takes some microseconds."""
+    """How launchers and plain torch take it. Worth keeping: it takes some microseconds."""
     if isinstance(function, ScalarFunction):
-        return ProductSpec(function, function.name, function.parameters, "", (), 0)
+        return ProductSpec(function, function.name, function.parameters, None, (), 0)
     gate, up = function.gate, function.up
     name, parameters = ("identity", ()) if up is None else (up.name, up.parameters)
     interleave = function.interleave or 0
     return ProductSpec(function, gate.name, gate.parameters, name, parameters, interleave)
-
-
-def spec_of_arguments(
-    gate: str,
-    gate_parameters: Sequence[float],
-    up: str,
-    up_parameters: Sequence[float],
-    interleave: int,
-) -> ProductSpec:
-    """The product that an operator's arguments describe."""
-    function = scalar_function(gate, gate_parameters)
-    if not up:
-        return product_spec(function)
-    units = None if up == "identity" else scalar_function(up, up_parameters)
-    return product_spec(Glu(function, units, interleave or None))
 
 
 class GatedGrads(NamedTuple):

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import rotary_plain as plain
+from .choice import kernel_or_plain
 from .column_sums import sum_columns
 from .launch import Launch, multiprocessors
-from .operators import operator
 from .rotary_plain import NormedHeads, QKNormGrads, Rotation
 from .tiling import cdiv, empty_contiguous, rows_of
 
@@ -242,50 +242,18 @@ def _shape(
     return shape, (cos, sin), period
 
 
-def _flat(rotation: Rotation | None) -> tuple[Any, ...]:
-    return (None, None, 0, False) if rotation is None else rotation
-
-
-def _rotation(cos: Tensor | None, sin: Tensor | None, *rest: Any) -> Rotation | None:
-    return None if cos is None or sin is None else Rotation(cos, sin, *rest)
-
-
-rotary = operator(
-    "rotary(Tensor x, Tensor cos, Tensor sin, SymInt period, bool interleaved, int kv_heads,"
-    " int head_dim, bool back) -> Tensor",
+rotary = kernel_or_plain(
     launch=_launch_rotary,
     plain=plain.rotary,
     accepts=lambda x, rotation, kv_heads, head_dim, back: head_dim <= _RULE.widest_head,
-    flatten=lambda x, rotation, *rest: (x, *rotation, *rest),
-    unflatten=lambda x, cos, sin, period, interleaved, *rest: (
-        x, Rotation(cos, sin, period, interleaved), *rest,
-    ),
-)  # fmt: skip
-qk_norm = operator(
-    "qk_norm(Tensor x, Tensor q_weight, Tensor k_weight, Tensor? cos, Tensor? sin, SymInt period,"
-    " bool interleaved, int kv_heads, float eps, bool zero_centered) -> (Tensor, Tensor)",
+)
+qk_norm = kernel_or_plain(
     launch=_launch_qk_norm,
     plain=plain.qk_norm,
     accepts=lambda x, q_weight, *_: q_weight.shape[0] <= _RULE.widest_head,
-    results=NormedHeads,
-    flatten=lambda x, q, k, rotation, *rest: (x, q, k, *_flat(rotation), *rest),
-    unflatten=lambda x, q, k, cos, sin, period, interleaved, *rest: (
-        x, q, k, _rotation(cos, sin, period, interleaved), *rest,
-    ),
-)  # fmt: skip
-qk_norm_backward = operator(
-    "qk_norm_backward(Tensor dy, Tensor x, Tensor q_weight, Tensor k_weight, Tensor rstd,"
-    " Tensor? cos, Tensor? sin, SymInt period, bool interleaved, bool zero_centered, bool want_dx,"
-    " bool want_dw) -> Tensor[]",
+)
+qk_norm_backward = kernel_or_plain(
     launch=_launch_qk_norm_backward,
     plain=plain.qk_norm_backward,
     accepts=lambda dy, x, q_weight, *_: q_weight.shape[0] <= _RULE.widest_head and x.numel() > 0,
-    results=QKNormGrads,
-    wanted=lambda *args: (args[-2], args[-1], args[-1]),
-    flatten=lambda dy, x, q, k, rstd, rotation, *rest: (
-        dy, x, q, k, rstd, *_flat(rotation), *rest,
-    ),
-    unflatten=lambda dy, x, q, k, rstd, cos, sin, period, interleaved, *rest: (
-        dy, x, q, k, rstd, _rotation(cos, sin, period, interleaved), *rest,
-    ),
-)  # fmt: skip
+)

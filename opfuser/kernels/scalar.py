@@ -1,4 +1,4 @@
-"""What scalar functions have in common: their interface, dtypes, how they reach operators.
+"""What scalar functions have in common: their interface, dtypes, how launchers take them.
 
 A function has two forms. That in plain torch is a subclass of :class:`ScalarFunction`, in
 ``functions`` or, if one operation alone applies it, beside that operation. That for kernels is the
@@ -8,7 +8,7 @@ Triton function in ``device.scalar`` under the same :attr:`ScalarFunction.name`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -24,7 +24,6 @@ __all__ = [
     "grad_input",
     "reuse",
     "rounded_once",
-    "scalar_function",
     "wide_dtype",
 ]
 
@@ -108,15 +107,10 @@ class ScalarFunction:
     ``out``, where the last step of a backward writes.
 
     Class attributes:
-        name: of the device function; also what :func:`scalar_function` knows the class under.
+        name: of the device function.
     """
 
     name: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "name" in cls.__dict__:
-            FUNCTIONS[cls.name] = cls
 
     @property
     def parameters(self) -> tuple[float, ...]:
@@ -127,7 +121,7 @@ class ScalarFunction:
 
     @property
     def spec(self) -> FunctionSpec:
-        """How operators take it. Worth keeping: it is built at every access."""
+        """How launchers and plain torch take it. Worth keeping: it is built at every access."""
         return FunctionSpec(self, self.name, self.parameters)
 
     def value(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -149,12 +143,3 @@ class ScalarFunction:
     def reference(self, x: Tensor) -> Tensor:
         """``f(x)`` in plain differentiable torch."""
         raise NotImplementedError
-
-
-FUNCTIONS: dict[str, type[ScalarFunction]] = {}
-"""Every function by its name."""
-
-
-def scalar_function(name: str, parameters: Sequence[float]) -> ScalarFunction:
-    """The function with that name and those parameters: what a spec was made from."""
-    return FUNCTIONS[name](*parameters)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from opfuser import Softplus, Tanh
 from opfuser.kernels.activation import activation_backward, activation_forward
 from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
 from opfuser.kernels.functions import (
@@ -26,15 +27,15 @@ from opfuser.kernels.gated import (
     product_spec,
 )
 from opfuser.kernels.launch import runs
-from opfuser.kernels.scalar import ScalarFunction, scalar_function
+from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.accuracy import assert_accurate
 
 FUNCTIONS: dict[str, ScalarFunction] = {
     "scale": Scale(-0.7),
     "sigmoid": Sigmoid(),
-    "tanh": scalar_function("tanh", ()),
-    "softplus": scalar_function("softplus", (1.0, 20.0)),
-    "softplus_sharp": scalar_function("softplus", (2.0, 3.0)),
+    "tanh": Tanh().make_function(),
+    "softplus": Softplus().make_function(),
+    "softplus_sharp": Softplus(2.0, 3.0).make_function(),
     "relu": Relu(),
     "squared_relu": SquaredRelu(),
     "swish": Swish(),

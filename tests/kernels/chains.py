@@ -23,7 +23,7 @@ from opfuser import (
 )
 from opfuser.kernels import functions
 from opfuser.kernels.pointwise import ADD, BIAS, DROPOUT, FUNCTION, KEEP, Link, draw_seed
-from opfuser.kernels.scalar import ScalarFunction, scalar_function
+from opfuser.kernels.scalar import ScalarFunction
 
 
 def link_of(function: ScalarFunction) -> Link:
@@ -37,7 +37,7 @@ def scale(factor: float) -> Link:
 SILU, GELU_TANH = link_of(functions.Swish()), link_of(functions.GeluTanh())
 # A sigmoid is not zero where its argument is, as it is beyond the end of a row.
 SIGMOID = link_of(functions.Sigmoid())
-SOFTPLUS = link_of(scalar_function("softplus", (2.0, 20.0)))
+SOFTPLUS = link_of(Softplus(2.0).make_function())
 BIASED, ADDED, KEPT = Link(BIAS), Link(ADD), Link(KEEP)
 DROPPED = Link(DROPOUT, parameters=(0.3,))
 

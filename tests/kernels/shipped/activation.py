@@ -5,18 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opfuser import Softplus, Tanh
 from opfuser.kernels.activation import activation_backward, activation_forward
-from opfuser.kernels.scalar import FunctionSpec, scalar_function
+from opfuser.kernels.functions import GeluErf, GeluTanh, SquaredRelu, Swish
+from opfuser.kernels.scalar import FunctionSpec
 from tests.kernels.shipping import Family, empty
 
 ROWS = 8192
-GELU = scalar_function("gelu_tanh", ()).spec
-SILU = scalar_function("swish", (1.0,)).spec
+GELU = GeluTanh().spec
+SILU = Swish().spec
 FUNCTIONS: dict[str, FunctionSpec] = {
-    "gelu_erf": scalar_function("gelu_erf", ()).spec,
-    "squared_relu": scalar_function("squared_relu", ()).spec,
-    "softplus": scalar_function("softplus", (1.0, 20.0)).spec,
-    "tanh": scalar_function("tanh", ()).spec,
+    "gelu_erf": GeluErf().spec,
+    "squared_relu": SquaredRelu().spec,
+    "softplus": Softplus().make_function().spec,
+    "tanh": Tanh().make_function().spec,
 }
 
 

@@ -1,13 +1,12 @@
-"""Activations as operators, in fp64, and in half precision on a CPU."""
+"""Activations in plain torch: in fp64, in half precision on a CPU, and as traced."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from opfuser.kernels.activation import activation_backward, activation_forward
 from opfuser.kernels.functions import Swish
@@ -19,9 +18,7 @@ from opfuser.kernels.gated import (
     product_spec,
 )
 from opfuser.kernels.launch import INTERPRETED, recorded
-from opfuser.kernels.operators import Traced
-from opfuser.kernels.scalar import FUNCTIONS as BY_NAME
-from opfuser.kernels.scalar import ScalarFunction, scalar_function
+from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.activations import (
     FUNCTIONS,
     PRODUCTS,
@@ -115,87 +112,49 @@ def test_activations_in_half_precision_are_rounded_once(dtype: torch.dtype) -> N
             assert_rounded_once(got_again, again, f"y of backward, {what}")
 
 
-@pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_a_function_is_found_by_its_name_and_parameters(f: ScalarFunction) -> None:
-    _, name, parameters = f.spec
-    found = scalar_function(name, list(parameters))
-    assert type(found) is type(f)
-    assert found.spec[1:] == f.spec[1:]
-
-
 def test_every_function_has_its_device_function() -> None:
     pytest.importorskip("triton", reason="Triton exists for Linux only")
     from opfuser.kernels.device import scalar  # noqa: PLC0415  # Triton takes long to import
 
-    assert all(callable(getattr(scalar, name).fn) for name in BY_NAME)
-    assert {type(f) for f in FUNCTIONS.values()} == set(BY_NAME.values())
-
-
-def samples() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    bias, scales = torch.randn(8), torch.randn(6)
-    ops = torch.ops.opfuser
-    found: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-    # With and without the bias or the scales each layout once, and each thing that is wanted.
-    for lies, (x, dy), with_rest, wanted in (
-        ("straight", torch.randn(2, 6, 8), True, (True, False, False)),
-        ("transposed", torch.randn(2, 8, 6).mT, True, (True, True, True)),
-        ("straight", torch.randn(2, 6, 8), False, (True, True, True)),
-        ("transposed", torch.randn(2, 8, 6).mT, False, (False, True, False)),
-    ):
-        half = dy[:, :4].t().contiguous().t()
-        b, s = (bias, scales) if with_rest else (None, None)
-        what = f"{lies} {with_rest}"
-        found[f"forward {what}"] = ops.activation_forward, (x, *SWISH[1:], b)
-        found[f"backward {what}"] = ops.activation_backward, (dy, x, *SWISH[1:], b, *wanted)
-        found[f"gated forward {what}"] = ops.gated_forward, (x, *GLU[1:], s)
-        found[f"gated backward {what}"] = ops.gated_backward, (half, x, *GLU[1:], s, *wanted)
-    return found
-
-
-SAMPLES = samples()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
-@pytest.mark.parametrize(("operator", "args"), SAMPLES.values(), ids=SAMPLES)
-def test_opcheck(operator: Any, args: tuple[Any, ...]) -> None:
-    # The default of want_dscales is that of the schema, as every caller's.
-    torch.library.opcheck(operator.default, args)
+    named = {f for f in ScalarFunction.__subclasses__() if "name" in vars(f)}
+    assert all(callable(getattr(scalar, f.name).fn) for f in named)
+    assert {type(f) for f in FUNCTIONS.values()} == named
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
-def test_kernels_are_one_operator_each_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Traced, "as_operators", True)
-    torch.compiler.reset()
-    targets: list[str] = []
-
-    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
-        targets.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
-        return graph
-
-    def step(x: Tensor, dy: Tensor, packed: Tensor, bias: Tensor) -> list[Tensor]:
+def test_traced_functions_are_plain_torch_and_write_to_nothing() -> None:
+    def step(x: Tensor, dy: Tensor, packed: Tensor, bias: Tensor) -> list[Tensor | None]:
         y = activation_forward(x, SWISH, bias)
-        dx, db, _ = activation_backward(dy, x, SWISH, bias, True, True, False)
-        h = gated_forward(packed, GLU, None)
-        packed_grads = gated_backward_(dy, packed, GLU, None, True)
-        return [y, dx, db, h, packed_grads.dx, packed_grads.y]
+        grads = activation_backward(dy, x, SWISH, bias, True, True, True)
+        h = gated_forward(packed, GLU, bias)
+        return [y, *grads, h, *gated_backward_(dy, packed, GLU, bias, True)]
 
-    inputs = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6, 16), torch.randn(8)
-    with recorded() as noted:
-        torch.compile(step, backend=backend, fullgraph=True)(*inputs)
-    names = [t.split(".")[1] for t in targets if t.startswith("opfuser")]
-    assert names == ["activation_forward", "activation_backward", "gated_forward", "gated_backward"]
-    launched = [launch.launch.name for launch in noted]
-    assert launched == [
-        "activation:forward_rows",
-        "activation:backward_rows",
-        "gated:forward",
-        "gated:backward",
-    ]
     torch.compiler.reset()
-    plain = torch.compile(step, backend="aot_eager", fullgraph=True)(*inputs)
-    for got, want in zip(plain, step(*inputs), strict=True):
+    inputs = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8, 16), torch.randn(8)
+    before = [t.clone() for t in inputs]
+    with recorded() as noted:  # as if the CPU had kernels
+        traced = torch.compile(step, backend="aot_eager", fullgraph=True)(*inputs)
+    assert not noted
+    for t, b in zip(inputs, before, strict=True):
+        assert torch.equal(t, b)
+    for got, want in zip(traced, step(*inputs), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
+def test_data_may_decide_how_many_rows_are_traced() -> None:
+    def step(chosen: Tensor, dy: Tensor, packed: Tensor) -> list[Tensor | None]:
+        rows = chosen.nonzero().squeeze(1)
+        return [*gated_backward_(dy[rows], packed.t()[:, rows].t(), GLU, None, True)]
+
+    torch.compiler.reset()
+    dy, packed = torch.randn(5, 8), torch.randn(5, 16)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for chosen in (torch.tensor([1, 0, 1, 1, 0]), torch.zeros(5), torch.eye(5)[2]):
+            got, want = compiled(chosen, dy, packed), step(chosen, dy, packed)
+            torch.testing.assert_close(got, want)
 
 
 def test_what_is_computed_in_fp64_goes_to_plain_torch() -> None:

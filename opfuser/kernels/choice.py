@@ -1,0 +1,43 @@
+"""Which is called: a kernel, or the same in plain torch.
+
+While torch.compile traces, it is plain torch, for which the compiler makes kernels of its own,
+fused with what stands around. For chains of element-wise operations ``pointwise.Chain`` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .launch import runs
+
+__all__ = ["kernel_or_plain"]
+
+_Function = Callable[..., Any]
+
+
+def kernel_or_plain(
+    *, launch: _Function, plain: _Function, accepts: Callable[..., bool] | None = None
+) -> _Function:
+    """The function that calls ``launch`` where a kernel takes its arguments, and else ``plain``.
+
+    It takes positional arguments; the device and dtype of the first, a tensor, decide, and then
+    ``accepts``.
+
+    Args:
+        launch: runs the kernel.
+        plain: the same in plain torch, for every device and dtype, also without data. While
+            torch.compile traces, it writes to nothing that it is given.
+        accepts: from the arguments, whether the kernel takes them; None is always.
+    """
+
+    def call(*args: Any) -> Any:  # 0.05 us less than with a name for the first one
+        if not runs(args[0]) or torch.compiler.is_compiling():
+            return plain(*args)
+        if accepts is None or accepts(*args):
+            return launch(*args)
+        return plain(*args)
+
+    return call
