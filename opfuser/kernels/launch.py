@@ -22,6 +22,7 @@ __all__ = [
     "INTERPRETED",
     "Launch",
     "Recorded",
+    "has_fp8",
     "multiprocessors",
     "recorded",
     "runs",
@@ -113,6 +114,20 @@ def multiprocessors(x: Tensor) -> int:
     return count
 
 
+_fp8: dict[int, bool] = {}
+
+
+def has_fp8(x: Tensor) -> bool:
+    """Whether the GPU that ``x`` is on converts to fp8: those from compute capability 8.9 on."""
+    if not x.is_cuda:
+        return True
+    index = x.get_device()
+    found = _fp8.get(index)
+    if found is None:
+        _fp8[index] = found = torch.cuda.get_device_capability(index) >= (8, 9)
+    return found
+
+
 class Launch:
     """A Triton function with its constants chosen. Made once, by a cached launch rule.
 
@@ -126,6 +141,7 @@ class Launch:
             may also stand there itself.
         num_warps: warps of 32 threads per program.
         num_stages: depth of software pipelining of loops.
+        maxnreg: registers of a thread at most; None leaves it to the assembler.
     """
 
     __slots__ = (
@@ -134,18 +150,26 @@ class Launch:
         "_recent",
         "_values",
         "constants",
+        "maxnreg",
         "name",
         "num_stages",
         "num_warps",
     )
 
     def __init__(
-        self, function: str, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
+        self,
+        function: str,
+        constants: dict[str, Any],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        maxnreg: int | None = None,
     ) -> None:
         self.name = function
         self.constants = constants
         self.num_warps = num_warps
         self.num_stages = num_stages
+        self.maxnreg = maxnreg
         self._function: Any = None
         self._values: tuple[Any, ...] = ()
         # By what Triton tells apart, and by the very integers, which are the same at most calls.
@@ -249,11 +273,13 @@ class Launch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
+            **({} if self.maxnreg is None else {"maxnreg": self.maxnreg}),
         }
 
     def __repr__(self) -> str:
         constants = ", ".join(f"{name}={value}" for name, value in self.constants.items())
-        return f"{self.name}({constants}, num_warps={self.num_warps}, num_stages={self.num_stages})"
+        text = f"{self.name}({constants}, num_warps={self.num_warps}, num_stages={self.num_stages}"
+        return text + ("" if self.maxnreg is None else f", maxnreg={self.maxnreg}") + ")"
 
 
 def _general(key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,10 +8,18 @@ the code is ``x s``, rounded to nearest even and saturating at :func:`largest`; 
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .column_sums import sum_columns
+from .launch import Launch, has_fp8
+from .operators import kernel_or_plain
 from .quantize_plain import (
+    BLOCK,
     Codes,
     amax_of,
     by_blocks_plain,
@@ -20,6 +28,7 @@ from .quantize_plain import (
     largest,
     scale_for_plain,
 )
+from .tiling import cdiv, empty_contiguous, rows_of
 
 __all__ = [
     "Codes",
@@ -32,6 +41,193 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns of a program, its warps, and how its threads take them.
+
+    Attributes:
+        rows, cols, warps: as the names say.
+        group: neighbours along a column that follow one another.
+        access: bytes of an operand that a thread reads at once.
+        maxnreg: as in :class:`Launch`.
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    group: int = 1
+    access: int = 16
+    maxnreg: int | None = None
+
+    def launch(
+        self, function: str, dtype: torch.dtype, itemsize: int, even: bool, **constants: Any
+    ) -> Launch:
+        """The launch of a function whose constants begin with those of the format."""
+        given = {
+            "E5M2": dtype == torch.float8_e5m2,
+            **constants,
+            "EVEN": even,
+            "TILE_ROWS": self.rows,
+            "TILE_COLS": self.cols,
+            "VEC": self.access // itemsize,
+            "GROUP": self.group,
+        }
+        return Launch(function, given, num_warps=self.warps, maxnreg=self.maxnreg)
+
+    def even(self, rows: int, cols: int) -> bool:
+        """Whether tiles hold nothing but elements of such a matrix."""
+        return rows % BLOCK == 0 and cols % self.cols == 0
+
+    def programs(self, padded: int, cols: int) -> int:
+        """How many tiles such a matrix has."""
+        return padded // self.rows * cdiv(cols, self.cols)
+
+
+# Shares are those of a device-to-device copy of as many bytes on an H200.
+_BOTH = Tile(128, 64, 4)  # bf16 to both layouts, with amax: 0.90, and 0.88 for 2048 x 3584
+_ROWS = Tile(32, 128, 4)  # two accesses of 16 bytes by each thread and row of four
+# 64 registers: two programs fit a multiprocessor. The sums of bf16 take more.
+_SQUARE = Tile(BLOCK, BLOCK, 16)
+_SCALES = 128
+
+
+@functools.lru_cache(None)
+def _scales_launch(dtype: torch.dtype, power_of_two: bool) -> Launch:
+    constants = {"E5M2": dtype == torch.float8_e5m2, "POWER_OF_TWO": power_of_two}
+    return Launch("quantize:scales", {**constants, "BLOCK": _SCALES}, num_warps=1)
+
+
+@functools.lru_cache(None)
+def _tensor_launch(tile: Tile, dtype: torch.dtype, itemsize: int, even: bool) -> Launch:
+    return tile.launch("quantize:by_tensor", dtype, itemsize, even)
+
+
+@functools.lru_cache(None)
+def _square_launch(
+    kernel: str, dtype: torch.dtype, itemsize: int, even: bool, power_of_two: bool
+) -> Launch:
+    return _SQUARE.launch(f"quantize:{kernel}", dtype, itemsize, even, POWER_OF_TWO=power_of_two)
+
+
+def _launch_scales(amax: Tensor, dtype: torch.dtype, power_of_two: bool, margin: int) -> Tensor:
+    s, amax, count = empty_contiguous(amax), amax.contiguous(), amax.numel()
+    launch = _scales_launch(dtype, power_of_two)
+    launch((cdiv(count, _SCALES), 1, 1), (amax, s), (count,), (2.0**-margin,))
+    return s
+
+
+def _codes(
+    x: Tensor, dtype: torch.dtype, rows: bool, cols: bool
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """Rows with padding, and memory for codes in the layouts that are wanted."""
+    count, features = x.shape
+    padded = cdiv(count, BLOCK) * BLOCK
+    by_rows = x.new_empty((padded, features), dtype=dtype) if rows else None
+    by_cols = x.new_empty((features, padded), dtype=dtype) if cols else None
+    return padded, by_rows, by_cols
+
+
+def _sums(x: Tensor, padded: int, tile: Tile, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for sums of columns and for those of each tile: the same one for a single tile."""
+    if not wanted:
+        return None, None
+    tiles, features = padded // tile.rows, x.shape[1]
+    sums = x.new_empty(features)
+    return sums, sums if tiles == 1 else x.new_empty((tiles, features), dtype=torch.float32)
+
+
+def _add_up(sums: Tensor | None, parts: Tensor | None) -> None:
+    if sums is not None and parts is not None and sums is not parts:
+        sum_columns(parts, (sums,), (parts.shape[0],))
+
+
+def _launch_by_tensor(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    cols: bool,
+    amax: Tensor | None,
+    column_sum: bool,
+) -> Codes:
+    count, features = x.shape
+    tile = _BOTH if cols or column_sum else _ROWS
+    padded, by_rows, by_cols = _codes(x, dtype, rows, cols)
+    inverse = torch.empty_like(scale)
+    sums, parts = _sums(x, padded, tile, column_sum)
+    launch = _tensor_launch(tile, dtype, x.element_size(), tile.even(count, features))
+    x, stride = rows_of(x)
+    tensors = (x, scale, by_rows, by_cols, inverse, amax, parts)
+    launch((tile.programs(padded, features), 1, 1), tensors, (count, padded, features, stride))
+    _add_up(sums, parts)
+    return Codes(by_rows, inverse if rows else None, by_cols, inverse if cols else None, sums)
+
+
+def _launch_by_blocks(
+    x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, power_of_two: bool, column_sum: bool
+) -> Codes:
+    count, features = x.shape
+    padded, by_rows, by_cols = _codes(x, dtype, rows, cols)
+    row_scale = col_scale = None
+    if rows:
+        row_scale = x.new_empty((features // BLOCK, padded), dtype=torch.float32)
+    if cols:
+        col_scale = x.new_empty((padded // BLOCK, features), dtype=torch.float32)
+    sums, parts = _sums(x, padded, _SQUARE, column_sum)
+    even = _SQUARE.even(count, features)
+    launch = _square_launch("by_blocks", dtype, x.element_size(), even, power_of_two)
+    x, stride = rows_of(x)
+    tensors = (x, by_rows, row_scale, by_cols, col_scale, parts)
+    grid = (_SQUARE.programs(padded, features), 1, 1)
+    launch(grid, tensors, (count, padded, features, stride))
+    _add_up(sums, parts)
+    return Codes(by_rows, row_scale, by_cols, col_scale, sums)
+
+
+def _launch_by_squares(
+    x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, power_of_two: bool
+) -> Codes:
+    count, features = x.shape
+    padded, by_rows, by_cols = _codes(x, dtype, rows, cols)
+    down, across = padded // BLOCK, features // BLOCK
+    row_scale = _scales_in_fours(x, down, across) if rows else None
+    col_scale = _scales_in_fours(x, across, down) if cols else None
+    even = _SQUARE.even(count, features)
+    launch = _square_launch("by_squares", dtype, x.element_size(), even, power_of_two)
+    x, stride = rows_of(x)
+    strides = [0 if s is None else s.shape[1] for s in (row_scale, col_scale)]
+    tensors = (x, by_rows, row_scale, by_cols, col_scale)
+    launch((down * across, 1, 1), tensors, (count, padded, features, stride, *strides))
+    return Codes(by_rows, row_scale, by_cols, col_scale, None)
+
+
+def _scales_in_fours(x: Tensor, rows: int, cols: int) -> Tensor:
+    """Memory for scales of squares, with columns of ones up to a multiple of 4."""
+    shape = rows, cdiv(cols, 4) * 4
+    make = x.new_empty if shape[1] == cols else x.new_ones
+    return make(shape, dtype=torch.float32)
+
+
+def _takes(x: Tensor, *_: Any) -> bool:
+    return x.numel() > 0 and has_fp8(x)
+
+
+def _takes_blocks(x: Tensor, *_: Any) -> bool:
+    return x.shape[1] % BLOCK == 0 and _takes(x)  # plain torch raises for others
+
+
+def _takes_maxima(amax: Tensor, *_: Any) -> bool:
+    return amax.dtype == torch.float32
+
+
+_scale_for = kernel_or_plain(launch=_launch_scales, plain=scale_for_plain, accepts=_takes_maxima)
+_by_tensor = kernel_or_plain(launch=_launch_by_tensor, plain=by_tensor_plain, accepts=_takes)
+_by_blocks = kernel_or_plain(launch=_launch_by_blocks, plain=by_blocks_plain, accepts=_takes_blocks)
+_by_squares = kernel_or_plain(
+    launch=_launch_by_squares, plain=by_squares_plain, accepts=_takes_blocks
+)
+
+
 def scale_for(
     amax: Tensor, dtype: torch.dtype, *, power_of_two: bool = False, margin: int = 0
 ) -> Tensor:
@@ -41,7 +237,8 @@ def scale_for(
     where amax is not finite: a saturating code would hide that. With ``power_of_two`` it is rounded
     down to a power of two.
     """
-    return scale_for_plain(amax, dtype, power_of_two, margin)
+    scale: Tensor = _scale_for(amax, dtype, power_of_two, margin)
+    return scale
 
 
 def quantize_by_tensor(
@@ -64,7 +261,8 @@ def quantize_by_tensor(
         amax: (1,) in fp32, not negative; becomes ``max(amax, max |x|)`` in place, and NaN wins.
         column_sum: whether sums over the rows of x are wanted, accumulated in fp32.
     """
-    return by_tensor_plain(x, scale, dtype, rows, cols, amax, column_sum)
+    codes: Codes = _by_tensor(x, scale, dtype, rows, cols, amax, column_sum)
+    return codes
 
 
 def quantize_by_blocks(
@@ -80,7 +278,8 @@ def quantize_by_blocks(
 
     Args as in :func:`quantize_by_tensor` and :func:`scale_for`; C is a multiple of 128.
     """
-    return by_blocks_plain(x, dtype, rows, cols, power_of_two, column_sum)
+    codes: Codes = _by_blocks(x, dtype, rows, cols, power_of_two, column_sum)
+    return codes
 
 
 def quantize_by_squares(
@@ -90,4 +289,5 @@ def quantize_by_squares(
 
     Args as in :func:`quantize_by_tensor` and :func:`scale_for`; C is a multiple of 128.
     """
-    return by_squares_plain(x, dtype, rows, cols, power_of_two)
+    codes: Codes = _by_squares(x, dtype, rows, cols, power_of_two)
+    return codes

@@ -88,6 +88,7 @@ def scale_for_plain(
 def encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of ``x s``, rounded to nearest even, saturating; NaN stays NaN."""
     top = _LARGEST[dtype]
+    # Clamped first: torch 2.11 makes NaN of what is larger.
     return (x.to(torch.float32) * scale).clamp_(-top, top).to(dtype)
 
 
@@ -110,6 +111,12 @@ def tensor_codes(
         inverse if cols else None,
         _column_sum(x) if column_sum else None,
     )
+
+
+def _without_padding(codes: Tensor, rows: int) -> Tensor:
+    """``codes`` with 0 in padding, also where a scale is NaN."""
+    codes.view(torch.uint8)[rows:].zero_()
+    return codes
 
 
 def _column_sum(x: Tensor) -> Tensor:
@@ -144,7 +151,8 @@ def by_blocks_plain(
     if cols:
         blocks = values.unflatten(0, (-1, BLOCK))  # (Rp/128, 128, C)
         s = scale_for_plain(blocks.abs().amax(1), dtype, power_of_two)
-        col_codes = encode(blocks, s.unsqueeze(1), dtype).flatten(0, 1).t().contiguous()
+        codes = encode(blocks, s.unsqueeze(1), dtype).flatten(0, 1)
+        col_codes = _without_padding(codes, x.shape[0]).t().contiguous()
         col_scale = s.reciprocal()
     sums = _column_sum(x) if column_sum else None
     return Codes(row_codes, row_scale, col_codes, col_scale, sums)
@@ -158,6 +166,7 @@ def by_squares_plain(
     squares = values.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # (·, 128, ·, 128)
     s = scale_for_plain(squares.abs().amax((1, 3)), dtype, power_of_two)
     codes = encode(squares, s[:, None, :, None], dtype).flatten(2).flatten(0, 1)
+    codes = _without_padding(codes, x.shape[0])
     inverse = s.reciprocal()
     return Codes(
         codes if rows else None,

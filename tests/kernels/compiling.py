@@ -24,6 +24,8 @@ TYPES = {
     torch.int32: "i32",
     torch.uint8: "u8",
     torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }
 DIVISIBLE = [["tt.divisibility", 16]]
 CUOBJDUMP = knobs.nvidia.cuobjdump.path

@@ -23,10 +23,10 @@ class Family(dict[str, Shipped]):
     """The calls of a family by name."""
 
     def ship(
-        self, name: str, passes: int, call: Callable[..., object], x: Tensor, **how: Any
+        self, name: str, passes: float, call: Callable[..., object], x: Tensor, **how: Any
     ) -> None:
         """``call(x, **how)``, which may move x so often."""
-        self[name] = Shipped(partial(call, x, **how), passes * x.nbytes)
+        self[name] = Shipped(partial(call, x, **how), round(passes * x.nbytes))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

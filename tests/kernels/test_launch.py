@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from opfuser.kernels.launch import Launch, multiprocessors, recorded, runs
+from opfuser.kernels.launch import Launch, has_fp8, multiprocessors, recorded, runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +58,26 @@ def test_a_launch_shows_what_it_runs() -> None:
     assert repr(Launch("norm:f", {"BLOCK": 8, "F": "@scalar:swish"}, num_warps=2)) == (
         "norm:f(BLOCK=8, F=@scalar:swish, num_warps=2, num_stages=3)"
     )
+
+
+def test_registers_are_limited_only_where_that_is_said() -> None:
+    launch = Launch("norm:f", {}, maxnreg=80)
+    assert launch.options["maxnreg"] == 80
+    assert repr(launch).endswith("maxnreg=80)")
+    assert "maxnreg" not in Launch("norm:f", {}).options
+
+
+@pytest.mark.parametrize(
+    ("capability", "converts"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+)
+def test_gpus_that_convert_to_fp8(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], converts: bool
+) -> None:
+    monkeypatch.setattr("opfuser.kernels.launch._fp8", {})
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capability)
+    on_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: 7)
+    assert [has_fp8(on_gpu), has_fp8(on_gpu)] == [converts, converts]
+    assert has_fp8(torch.empty(0, device="meta")), "plans for it are those for a GPU that does"
 
 
 def test_triton_is_imported_at_the_first_launch_only() -> None:

@@ -1,0 +1,214 @@
+"""Codes of fp8, and tiles that leave by rows and as their transpose.
+
+A tile comes as four tensors: row t of the i-th is row 4t + i of the tile. So a thread holds four
+neighbours of each of its columns, packs their codes into one 32-bit word, and the transpose moves
+words between threads, not bytes.
+
+Dimensions: R rows, RP of them with padding, C columns; tiles of TILE_ROWS rows and TILE_COLS.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..launch import INTERPRETED
+
+# ptxas 12.8, which Triton 3.6 brings, miscompiles Triton's own casts where their codes are both
+# stored and shifted into words; the interpreter has no assembly.
+ASSEMBLY = tl.constexpr(not INTERPRETED)
+HUGE = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _interpreted_codes(v, E5M2: tl.constexpr):
+    """Rounded to the grid before the cast, in which the interpreter loses carries."""
+    mantissa: tl.constexpr = 2 if E5M2 else 3
+    least_exponent: tl.constexpr = -14 if E5M2 else -6
+    top: tl.constexpr = 57344.0 if E5M2 else 448.0
+    bits = v.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80  # rounding drops that of a zero
+    bounded = tl.minimum(tl.maximum(v, -top), top)
+    exponent = ((bounded.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+    # Added to a value, 1.5 · 2^(e - mantissa + 23) leaves no bits below the grid's spacing.
+    shift = (tl.maximum(exponent, least_exponent) - mantissa + 23 + 127) << 23
+    rounder = shift.to(tl.float32, bitcast=True) * 1.5
+    rounded = (bounded + rounder) - rounder
+    codes = rounded.to(tl.float8e5 if E5M2 else tl.float8e4nv).to(tl.uint8, bitcast=True)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(is_nan, 0x7F, codes | sign.to(tl.uint8)).to(tl.uint8)
+
+
+@triton.jit
+def codes_of(v, E5M2: tl.constexpr):
+    """Codes (uint8) of fp32 values: rounded to nearest even, saturating; NaN stays NaN."""
+    if not ASSEMBLY:
+        codes = _interpreted_codes(v, E5M2)
+    elif E5M2:
+        codes = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1;"
+            " cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [v], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        codes = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [v], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    return codes
+
+
+@triton.jit
+def _words(v0, v1, v2, v3, E5M2: tl.constexpr):
+    """Words (uint32) of four rows' codes, the first row in the lowest byte."""
+    if not ASSEMBLY:
+        low = _interpreted_codes(v0, E5M2).to(tl.uint32)
+        low |= _interpreted_codes(v1, E5M2).to(tl.uint32) << 8
+        high = _interpreted_codes(v2, E5M2).to(tl.uint32)
+        high |= _interpreted_codes(v3, E5M2).to(tl.uint32) << 8
+        words = low | (high << 16)
+    elif E5M2:
+        words = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1;"
+            " cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [v0, v1, v2, v3], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        words = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
+            " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f", [v0, v1, v2, v3], dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return words
+
+
+@triton.jit
+def larger(a, b):
+    """The larger one, element by element; NaN if one of them is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of_four(v0, v1, v2, v3):
+    """The largest absolute value of four, element by element; NaN if one of them is."""
+    return larger(larger(tl.abs(v0), tl.abs(v1)), larger(tl.abs(v2), tl.abs(v3)))
+
+
+@triton.jit
+def largest_along(sizes, AXIS: tl.constexpr):
+    """The largest one of absolute values along an axis; NaN if one of them is.
+
+    They are ordered as their bits are as integers, NaN above infinity.
+    """
+    return tl.max(sizes.to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def raise_amax(amax_ptr, sizes):
+    """``amax`` becomes the larger one of itself and of a tile's absolute values.
+
+    As integers, so that the order of programs does not matter and NaN wins.
+    """
+    most = largest_along(largest_along(sizes, 1), 0).to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), most, sem="relaxed")
+
+
+@triton.jit
+def inverse_of(scale):
+    """``1 / s`` as plain torch rounds it."""
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale of what is at most amax, as ``quantize.scale_for`` defines it."""
+    top = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
+    scale = tl.minimum(tl.div_rn(top, tl.where(amax == 0.0, top, amax)), HUGE)
+    if POWER_OF_TWO:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def place(RP, C, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, GROUP: tl.constexpr):
+    """The tile of this program, by row and column of tiles.
+
+    GROUP neighbours along a column follow one another, and complete the transpose's cache lines.
+    """
+    across = tl.cdiv(C, TILE_COLS)
+    down = RP // TILE_ROWS
+    at = tl.program_id(0)
+    first = at // (GROUP * across) * GROUP
+    size = tl.minimum(GROUP, down - first)
+    at %= GROUP * across
+    return first + at % size, at // size
+
+
+@triton.jit
+def tile_rows(tile_row, TILE_ROWS: tl.constexpr):
+    """Rows of the first of the four tensors of a tile, (TILE_ROWS / 4, 1)."""
+    return (tile_row * TILE_ROWS + 4 * tl.arange(0, TILE_ROWS // 4)).to(tl.int64)[:, None]
+
+
+@triton.jit
+def tile_cols(tile_col, TILE_COLS: tl.constexpr, VEC: tl.constexpr):
+    """Columns of a tile, (1, TILE_COLS).
+
+    Loads and stores by rows have VEC of them per thread whatever the type: then they have one
+    layout, and nothing is exchanged in between.
+    """
+    col = tile_col * TILE_COLS + tl.arange(0, TILE_COLS)
+    return tl.max_contiguous(tl.multiple_of(col, VEC), VEC)[None, :]
+
+
+@triton.jit
+def load(ptr, inside, EVEN: tl.constexpr):
+    """Elements in fp32, zeros outside; EVEN says that none is."""
+    v = tl.load(ptr) if EVEN else tl.load(ptr, mask=inside, other=0.0)
+    return v.to(tl.float32)
+
+
+@triton.jit
+def load_four(ptr, row, stride, col, R, C, EVEN: tl.constexpr):
+    """The four tensors of a tile."""
+    at = ptr + row * stride + col
+    v0 = load(at, (row < R) & (col < C), EVEN)
+    v1 = load(at + stride, (row + 1 < R) & (col < C), EVEN)
+    v2 = load(at + 2 * stride, (row + 2 < R) & (col < C), EVEN)
+    v3 = load(at + 3 * stride, (row + 3 < R) & (col < C), EVEN)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def times(v, scale, row, R, EVEN: tl.constexpr):
+    """``v s``; 0 in padding, also where s is NaN."""
+    scaled = v * scale
+    if not EVEN:
+        scaled = tl.where(row < R, scaled, 0.0)
+    return scaled
+
+
+@triton.jit
+def store_rows(ptr, row, stride, col, C, v0, v1, v2, v3, E5M2: tl.constexpr, EVEN: tl.constexpr):
+    """Codes of a tile, by rows, to ptr (RP, …), whose rows are ``stride`` bytes apart."""
+    at = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * stride + col
+    inside = None if EVEN else (row >= 0) & (col < C)
+    tl.store(at, codes_of(v0, E5M2), mask=inside)
+    tl.store(at + stride, codes_of(v1, E5M2), mask=inside)
+    tl.store(at + 2 * stride, codes_of(v2, E5M2), mask=inside)
+    tl.store(at + 3 * stride, codes_of(v3, E5M2), mask=inside)
+
+
+@triton.jit
+def store_cols(
+    ptr, tile_row, tile_col, first, RP, C, v0, v1, v2, v3,
+    E5M2: tl.constexpr, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile, transposed, to ptr (…, RP), from its row ``first`` on."""
+    word = tile_row * (TILE_ROWS // 4) + tl.arange(0, TILE_ROWS // 4)
+    col = tile_col * TILE_COLS + tl.arange(0, TILE_COLS)
+    inside = None if EVEN else (col < C)[:, None] & (word >= 0)[None, :]
+    at = ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    at += (first + col).to(tl.int64)[:, None] * (RP // 4) + word[None, :]
+    tl.store(at, tl.trans(_words(v0, v1, v2, v3, E5M2)), mask=inside)

@@ -1,0 +1,156 @@
+"""Matrices to fp8, by rows, by columns or both from one read; a tile per program.
+
+Dimensions: R rows, RP of them with padding, C columns; T tiles down a column. What is None is left
+out.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .fp8 import (
+    codes_of,
+    inverse_of,
+    largest_along,
+    largest_of_four,
+    load_four,
+    place,
+    raise_amax,
+    scale_of,
+    store_cols,
+    store_rows,
+    tile_cols,
+    tile_rows,
+    times,
+)
+
+
+@triton.jit
+def scales(
+    amax_ptr, scale_ptr,
+    n,
+    factor,
+    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scales of n maxima, times ``factor``."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    amax = tl.load(amax_ptr + at, mask=at < n, other=0.0)
+    tl.store(scale_ptr + at, scale_of(amax, E5M2, POWER_OF_TWO) * factor, mask=at < n)
+
+
+@triton.jit
+def _store_sums(sums_ptr, tile_row, tile_col, C, v0, v1, v2, v3, TILE_COLS: tl.constexpr):
+    """Sums of a tile's columns, to sums (T, C)."""
+    col = tile_col * TILE_COLS + tl.arange(0, TILE_COLS)
+    sums = tl.sum((v0 + v1) + (v2 + v3), axis=0)
+    at = sums_ptr + tile_row.to(tl.int64) * C + col
+    tl.store(at, sums.to(sums_ptr.dtype.element_ty), mask=col < C)
+
+
+@triton.jit
+def by_tensor(
+    x_ptr, scale_ptr, rows_ptr, cols_ptr, inverse_ptr, amax_ptr, sums_ptr,
+    R, RP, C, x_stride,
+    E5M2: tl.constexpr, EVEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Codes of ``x s``, 1 / s, ``max |x|``, and sums of the tiles' columns (T, C)."""
+    scale = tl.load(scale_ptr)
+    tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
+    row = tile_rows(tile_row, TILE_ROWS)
+    col = tile_cols(tile_col, TILE_COLS, VEC)
+    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, C, EVEN)
+    tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
+    if amax_ptr is not None:
+        raise_amax(amax_ptr, largest_of_four(v0, v1, v2, v3))
+    if sums_ptr is not None:
+        _store_sums(sums_ptr, tile_row, tile_col, C, v0, v1, v2, v3, TILE_COLS)
+    v0 = times(v0, scale, row, R, EVEN)
+    v1 = times(v1, scale, row + 1, R, EVEN)
+    v2 = times(v2, scale, row + 2, R, EVEN)
+    v3 = times(v3, scale, row + 3, R, EVEN)
+    if rows_ptr is not None:
+        store_rows(rows_ptr, row, C, col, C, v0, v1, v2, v3, E5M2, EVEN)
+    if cols_ptr is not None:
+        store_cols(
+            cols_ptr, tile_row, tile_col, 0, RP, C, v0, v1, v2, v3,
+            E5M2, EVEN, TILE_ROWS, TILE_COLS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_row(
+    rows_ptr, row_scale_ptr, v, row, col, tile_col, RP, C,
+    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Codes of one of a tile's four tensors with a scale for each row, and 1 / s."""
+    scale = scale_of(largest_along(tl.abs(v), 1)[:, None], E5M2, POWER_OF_TWO)
+    tl.store(row_scale_ptr + tile_col.to(tl.int64) * RP + row, inverse_of(scale))
+    at = rows_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * C + col
+    tl.store(at, codes_of(v * scale, E5M2))
+
+
+@triton.jit
+def by_blocks(
+    x_ptr, rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr, sums_ptr,
+    R, RP, C, x_stride,
+    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, EVEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Codes with a scale for each row and each column of a tile, and sums of its columns (T, C).
+
+    row_scale (C / TILE_COLS, RP), col_scale (RP / TILE_ROWS, C); C is a multiple of TILE_COLS.
+    """
+    tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
+    row = tile_rows(tile_row, TILE_ROWS)
+    col = tile_cols(tile_col, TILE_COLS, VEC)
+    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, C, EVEN)
+    if rows_ptr is not None:
+        _store_row(rows_ptr, row_scale_ptr, v0, row, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
+        _store_row(rows_ptr, row_scale_ptr, v1, row + 1, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
+        _store_row(rows_ptr, row_scale_ptr, v2, row + 2, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
+        _store_row(rows_ptr, row_scale_ptr, v3, row + 3, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
+    if sums_ptr is not None:
+        _store_sums(sums_ptr, tile_row, tile_col, C, v0, v1, v2, v3, TILE_COLS)
+    if cols_ptr is not None:
+        amax = largest_along(largest_of_four(v0, v1, v2, v3), 0)[None, :]
+        scale = scale_of(amax, E5M2, POWER_OF_TWO)
+        tl.store(col_scale_ptr + tile_row.to(tl.int64) * C + col, inverse_of(scale))
+        v0 = times(v0, scale, row, R, EVEN)
+        v1 = times(v1, scale, row + 1, R, EVEN)
+        v2 = times(v2, scale, row + 2, R, EVEN)
+        v3 = times(v3, scale, row + 3, R, EVEN)
+        store_cols(
+            cols_ptr, tile_row, tile_col, 0, RP, C, v0, v1, v2, v3,
+            E5M2, True, TILE_ROWS, TILE_COLS,
+        )  # fmt: skip
+
+
+@triton.jit
+def by_squares(
+    x_ptr, rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr,
+    R, RP, C, x_stride, row_scale_stride, col_scale_stride,
+    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, EVEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Codes with a scale for each tile; C is a multiple of TILE_COLS."""
+    tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
+    row = tile_rows(tile_row, TILE_ROWS)
+    col = tile_cols(tile_col, TILE_COLS, VEC)
+    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, C, EVEN)
+    amax = largest_along(largest_along(largest_of_four(v0, v1, v2, v3), 1), 0)
+    scale = scale_of(amax, E5M2, POWER_OF_TWO)
+    v0 = times(v0, scale, row, R, EVEN)
+    v1 = times(v1, scale, row + 1, R, EVEN)
+    v2 = times(v2, scale, row + 2, R, EVEN)
+    v3 = times(v3, scale, row + 3, R, EVEN)
+    if rows_ptr is not None:
+        tl.store(row_scale_ptr + tile_row * row_scale_stride + tile_col, inverse_of(scale))
+        store_rows(rows_ptr, row, C, col, C, v0, v1, v2, v3, E5M2, True)
+    if cols_ptr is not None:
+        tl.store(col_scale_ptr + tile_col * col_scale_stride + tile_row, inverse_of(scale))
+        store_cols(
+            cols_ptr, tile_row, tile_col, 0, RP, C, v0, v1, v2, v3,
+            E5M2, True, TILE_ROWS, TILE_COLS,
+        )  # fmt: skip

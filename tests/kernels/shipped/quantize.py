@@ -1,0 +1,61 @@
+"""Launches of quantisation in the sizes of real models, and the bytes that they may move."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opfuser.kernels.quantize import (
+    quantize_by_blocks,
+    quantize_by_squares,
+    quantize_by_tensor,
+    scale_for,
+)
+from tests.kernels.shipping import Family, empty
+
+BF16, FP32 = torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def by_tensor(x: Tensor, *, dtype: torch.dtype, amax: bool, **how: bool) -> object:
+    one = empty(1, dtype=FP32)
+    return quantize_by_tensor(x, one, dtype, amax=torch.empty_like(one) if amax else None, **how)
+
+
+SHIPPED = Family()
+SHIPPED.ship("scales", 2, scale_for, empty(128, dtype=FP32), dtype=E4M3)
+for rows, cols, source in (
+    (8192, 4096, BF16),
+    (8192, 14336, BF16),
+    (2048, 1024, BF16),
+    (8100, 4096, BF16),
+    (28672, 4096, FP32),
+):
+    x = empty(rows, cols, dtype=source)
+    size = f"{rows} x {cols} {source}"
+    padded = -(-rows // 128) * 128
+    layout = padded / rows / source.itemsize  # bytes of codes by rows, as a share of those of x
+    scales = layout * 4 / 128
+    both, by_rows = {"rows": True, "cols": True}, {"rows": True, "cols": False}
+    for dtype in (E4M3, E5M2):
+        SHIPPED.ship(
+            f"{size} {dtype}", 1 + 2 * layout, by_tensor, x, dtype=dtype, amax=True, **both
+        )
+    SHIPPED.ship(
+        f"{size} with sums", 1 + 2 * layout, by_tensor, x,
+        dtype=E5M2, amax=True, column_sum=True, **both,
+    )  # fmt: skip
+    SHIPPED.ship(f"{size} rows", 1 + layout, by_tensor, x, dtype=E4M3, amax=True, **by_rows)
+    SHIPPED.ship(
+        f"{size} cols", 1 + layout, by_tensor, x, dtype=E4M3, amax=False, rows=False, cols=True
+    )
+    if cols == 4096:
+        for name, how, layouts in (
+            ("both", {**both, "power_of_two": False}, 2),
+            ("both with sums", {**both, "column_sum": True}, 2),
+            ("rows", by_rows, 1),
+            ("cols", {"rows": False, "cols": True}, 1),
+        ):
+            passes = 1 + layouts * (layout + scales)
+            SHIPPED.ship(f"{size} blocks {name}", passes, quantize_by_blocks, x, dtype=E4M3, **how)
+        SHIPPED.ship(f"{size} squares", 1 + 2 * layout, quantize_by_squares, x, dtype=E4M3, **both)
