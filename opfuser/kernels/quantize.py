@@ -86,8 +86,9 @@ class Tile:
 # Shares are those of a device-to-device copy of as many bytes on an H200.
 _BOTH = Tile(128, 64, 4)  # bf16 to both layouts, with amax: 0.90, and 0.88 for 2048 x 3584
 _ROWS = Tile(32, 128, 4)  # two accesses of 16 bytes by each thread and row of four
-# 64 registers: two programs fit a multiprocessor. The sums of bf16 take more.
-_SQUARE = Tile(BLOCK, BLOCK, 16)
+# 128 registers at most on sm_90, so that two programs fit a multiprocessor; sums take 142. Of 16
+# warps some would have 65 to 81, which is one program.
+_SQUARE = Tile(BLOCK, BLOCK, 8)
 _SCALES = 128
 
 

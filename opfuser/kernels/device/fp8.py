@@ -152,13 +152,18 @@ def tile_rows(tile_row, TILE_ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile_cols(tile_col, TILE_COLS: tl.constexpr, VEC: tl.constexpr):
-    """Columns of a tile, (1, TILE_COLS).
+def tile_cols(tile_col, TILE_COLS: tl.constexpr):
+    """Columns of a tile, (TILE_COLS,)."""
+    return tile_col * TILE_COLS + tl.arange(0, TILE_COLS)
 
-    Loads and stores by rows have VEC of them per thread whatever the type: then they have one
-    layout, and nothing is exchanged in between.
+
+@triton.jit
+def in_row(col, VEC: tl.constexpr):
+    """Columns as (1, TILE_COLS) for loads and stores by rows, with VEC of them per thread.
+
+    So whatever the type; else each type had a layout of its own, and values changed threads on the
+    way from loads to stores. VEC neighbours are at successive places, from a multiple of VEC on.
     """
-    col = tile_col * TILE_COLS + tl.arange(0, TILE_COLS)
     return tl.max_contiguous(tl.multiple_of(col, VEC), VEC)[None, :]
 
 
@@ -170,18 +175,18 @@ def load(ptr, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_four(ptr, row, stride, col, R, C, EVEN: tl.constexpr):
-    """The four tensors of a tile."""
-    at = ptr + row * stride + col
-    v0 = load(at, (row < R) & (col < C), EVEN)
-    v1 = load(at + stride, (row + 1 < R) & (col < C), EVEN)
-    v2 = load(at + 2 * stride, (row + 2 < R) & (col < C), EVEN)
-    v3 = load(at + 3 * stride, (row + 3 < R) & (col < C), EVEN)
+def load_four(ptr, row, stride, at, R, within, EVEN: tl.constexpr):
+    """The four tensors of a tile, at ``at`` in their rows; ``within`` says which columns exist."""
+    ptr += row * stride + at
+    v0 = load(ptr, (row < R) & within, EVEN)
+    v1 = load(ptr + stride, (row + 1 < R) & within, EVEN)
+    v2 = load(ptr + 2 * stride, (row + 2 < R) & within, EVEN)
+    v3 = load(ptr + 3 * stride, (row + 3 < R) & within, EVEN)
     return v0, v1, v2, v3
 
 
 @triton.jit
-def times(v, scale, row, R, EVEN: tl.constexpr):
+def _times(v, scale, row, R, EVEN: tl.constexpr):
     """``v s``; 0 in padding, also where s is NaN."""
     scaled = v * scale
     if not EVEN:
@@ -190,25 +195,36 @@ def times(v, scale, row, R, EVEN: tl.constexpr):
 
 
 @triton.jit
-def store_rows(ptr, row, stride, col, C, v0, v1, v2, v3, E5M2: tl.constexpr, EVEN: tl.constexpr):
-    """Codes of a tile, by rows, to ptr (RP, …), whose rows are ``stride`` bytes apart."""
-    at = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * stride + col
-    inside = None if EVEN else (row >= 0) & (col < C)
-    tl.store(at, codes_of(v0, E5M2), mask=inside)
-    tl.store(at + stride, codes_of(v1, E5M2), mask=inside)
-    tl.store(at + 2 * stride, codes_of(v2, E5M2), mask=inside)
-    tl.store(at + 3 * stride, codes_of(v3, E5M2), mask=inside)
+def four_times(v0, v1, v2, v3, scale, row, R, EVEN: tl.constexpr):
+    """The four tensors of a tile times the scale; 0 in padding."""
+    v0 = _times(v0, scale, row, R, EVEN)
+    v1 = _times(v1, scale, row + 1, R, EVEN)
+    v2 = _times(v2, scale, row + 2, R, EVEN)
+    v3 = _times(v3, scale, row + 3, R, EVEN)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def store_rows(
+    ptr, row, stride, at, within, v0, v1, v2, v3, E5M2: tl.constexpr, EVEN: tl.constexpr
+):
+    """Codes of a tile, by rows, as :func:`load_four` loads."""
+    ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * stride + at
+    inside = None if EVEN else (row >= 0) & within
+    tl.store(ptr, codes_of(v0, E5M2), mask=inside)
+    tl.store(ptr + stride, codes_of(v1, E5M2), mask=inside)
+    tl.store(ptr + 2 * stride, codes_of(v2, E5M2), mask=inside)
+    tl.store(ptr + 3 * stride, codes_of(v3, E5M2), mask=inside)
 
 
 @triton.jit
 def store_cols(
-    ptr, tile_row, tile_col, first, RP, C, v0, v1, v2, v3,
-    E5M2: tl.constexpr, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+    ptr, line, within, tile_row, RP, v0, v1, v2, v3,
+    E5M2: tl.constexpr, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile, transposed, to ptr (…, RP), from its row ``first`` on."""
+    """Codes of a tile, transposed: its columns to the rows ``line`` of ptr (…, RP)."""
     word = tile_row * (TILE_ROWS // 4) + tl.arange(0, TILE_ROWS // 4)
-    col = tile_col * TILE_COLS + tl.arange(0, TILE_COLS)
-    inside = None if EVEN else (col < C)[:, None] & (word >= 0)[None, :]
-    at = ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-    at += (first + col).to(tl.int64)[:, None] * (RP // 4) + word[None, :]
-    tl.store(at, tl.trans(_words(v0, v1, v2, v3, E5M2)), mask=inside)
+    ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    ptr += line.to(tl.int64)[:, None] * (RP // 4) + word[None, :]
+    inside = None if EVEN else within[:, None] & (word >= 0)[None, :]
+    tl.store(ptr, tl.trans(_words(v0, v1, v2, v3, E5M2)), mask=inside)

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from .fp8 import (
     codes_of,
+    four_times,
+    in_row,
     inverse_of,
     largest_along,
     largest_of_four,
@@ -22,7 +24,6 @@ from .fp8 import (
     store_rows,
     tile_cols,
     tile_rows,
-    times,
 )
 
 
@@ -40,9 +41,8 @@ def scales(
 
 
 @triton.jit
-def _store_sums(sums_ptr, tile_row, tile_col, C, v0, v1, v2, v3, TILE_COLS: tl.constexpr):
+def _store_sums(sums_ptr, tile_row, col, C, v0, v1, v2, v3):
     """Sums of a tile's columns, to sums (T, C)."""
-    col = tile_col * TILE_COLS + tl.arange(0, TILE_COLS)
     sums = tl.sum((v0 + v1) + (v2 + v3), axis=0)
     at = sums_ptr + tile_row.to(tl.int64) * C + col
     tl.store(at, sums.to(sums_ptr.dtype.element_ty), mask=col < C)
@@ -59,24 +59,19 @@ def by_tensor(
     scale = tl.load(scale_ptr)
     tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
     row = tile_rows(tile_row, TILE_ROWS)
-    col = tile_cols(tile_col, TILE_COLS, VEC)
-    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, C, EVEN)
+    line = tile_cols(tile_col, TILE_COLS)
+    col = in_row(line, VEC)
+    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
     tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
     if amax_ptr is not None:
         raise_amax(amax_ptr, largest_of_four(v0, v1, v2, v3))
     if sums_ptr is not None:
-        _store_sums(sums_ptr, tile_row, tile_col, C, v0, v1, v2, v3, TILE_COLS)
-    v0 = times(v0, scale, row, R, EVEN)
-    v1 = times(v1, scale, row + 1, R, EVEN)
-    v2 = times(v2, scale, row + 2, R, EVEN)
-    v3 = times(v3, scale, row + 3, R, EVEN)
+        _store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
+    v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
     if rows_ptr is not None:
-        store_rows(rows_ptr, row, C, col, C, v0, v1, v2, v3, E5M2, EVEN)
+        store_rows(rows_ptr, row, C, col, col < C, v0, v1, v2, v3, E5M2, EVEN)
     if cols_ptr is not None:
-        store_cols(
-            cols_ptr, tile_row, tile_col, 0, RP, C, v0, v1, v2, v3,
-            E5M2, EVEN, TILE_ROWS, TILE_COLS,
-        )  # fmt: skip
+        store_cols(cols_ptr, line, line < C, tile_row, RP, v0, v1, v2, v3, E5M2, EVEN, TILE_ROWS)
 
 
 @triton.jit
@@ -104,27 +99,22 @@ def by_blocks(
     """
     tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
     row = tile_rows(tile_row, TILE_ROWS)
-    col = tile_cols(tile_col, TILE_COLS, VEC)
-    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, C, EVEN)
+    line = tile_cols(tile_col, TILE_COLS)
+    col = in_row(line, VEC)
+    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
     if rows_ptr is not None:
         _store_row(rows_ptr, row_scale_ptr, v0, row, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
         _store_row(rows_ptr, row_scale_ptr, v1, row + 1, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
         _store_row(rows_ptr, row_scale_ptr, v2, row + 2, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
         _store_row(rows_ptr, row_scale_ptr, v3, row + 3, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
     if sums_ptr is not None:
-        _store_sums(sums_ptr, tile_row, tile_col, C, v0, v1, v2, v3, TILE_COLS)
+        _store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
     if cols_ptr is not None:
         amax = largest_along(largest_of_four(v0, v1, v2, v3), 0)[None, :]
         scale = scale_of(amax, E5M2, POWER_OF_TWO)
         tl.store(col_scale_ptr + tile_row.to(tl.int64) * C + col, inverse_of(scale))
-        v0 = times(v0, scale, row, R, EVEN)
-        v1 = times(v1, scale, row + 1, R, EVEN)
-        v2 = times(v2, scale, row + 2, R, EVEN)
-        v3 = times(v3, scale, row + 3, R, EVEN)
-        store_cols(
-            cols_ptr, tile_row, tile_col, 0, RP, C, v0, v1, v2, v3,
-            E5M2, True, TILE_ROWS, TILE_COLS,
-        )  # fmt: skip
+        v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
+        store_cols(cols_ptr, line, line < C, tile_row, RP, v0, v1, v2, v3, E5M2, True, TILE_ROWS)
 
 
 @triton.jit
@@ -137,20 +127,15 @@ def by_squares(
     """Codes with a scale for each tile; C is a multiple of TILE_COLS."""
     tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
     row = tile_rows(tile_row, TILE_ROWS)
-    col = tile_cols(tile_col, TILE_COLS, VEC)
-    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, C, EVEN)
+    line = tile_cols(tile_col, TILE_COLS)
+    col = in_row(line, VEC)
+    v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
     amax = largest_along(largest_along(largest_of_four(v0, v1, v2, v3), 1), 0)
     scale = scale_of(amax, E5M2, POWER_OF_TWO)
-    v0 = times(v0, scale, row, R, EVEN)
-    v1 = times(v1, scale, row + 1, R, EVEN)
-    v2 = times(v2, scale, row + 2, R, EVEN)
-    v3 = times(v3, scale, row + 3, R, EVEN)
+    v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
     if rows_ptr is not None:
         tl.store(row_scale_ptr + tile_row * row_scale_stride + tile_col, inverse_of(scale))
-        store_rows(rows_ptr, row, C, col, C, v0, v1, v2, v3, E5M2, True)
+        store_rows(rows_ptr, row, C, col, col < C, v0, v1, v2, v3, E5M2, True)
     if cols_ptr is not None:
         tl.store(col_scale_ptr + tile_col * col_scale_stride + tile_row, inverse_of(scale))
-        store_cols(
-            cols_ptr, tile_row, tile_col, 0, RP, C, v0, v1, v2, v3,
-            E5M2, True, TILE_ROWS, TILE_COLS,
-        )  # fmt: skip
+        store_cols(cols_ptr, line, line < C, tile_row, RP, v0, v1, v2, v3, E5M2, True, TILE_ROWS)
