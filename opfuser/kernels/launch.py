@@ -141,7 +141,6 @@ class Launch:
             may also stand there itself.
         num_warps: warps of 32 threads per program.
         num_stages: depth of software pipelining of loops.
-        maxnreg: registers of a thread at most; None leaves it to the assembler.
     """
 
     __slots__ = (
@@ -150,26 +149,18 @@ class Launch:
         "_recent",
         "_values",
         "constants",
-        "maxnreg",
         "name",
         "num_stages",
         "num_warps",
     )
 
     def __init__(
-        self,
-        function: str,
-        constants: dict[str, Any],
-        *,
-        num_warps: int = 4,
-        num_stages: int = 3,
-        maxnreg: int | None = None,
+        self, function: str, constants: dict[str, Any], *, num_warps: int = 4, num_stages: int = 3
     ) -> None:
         self.name = function
         self.constants = constants
         self.num_warps = num_warps
         self.num_stages = num_stages
-        self.maxnreg = maxnreg
         self._function: Any = None
         self._values: tuple[Any, ...] = ()
         # By what Triton tells apart, and by the very integers, which are the same at most calls.
@@ -273,13 +264,11 @@ class Launch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
             "enable_fp_fusion": True,
-            **({} if self.maxnreg is None else {"maxnreg": self.maxnreg}),
         }
 
     def __repr__(self) -> str:
         constants = ", ".join(f"{name}={value}" for name, value in self.constants.items())
-        text = f"{self.name}({constants}, num_warps={self.num_warps}, num_stages={self.num_stages}"
-        return text + ("" if self.maxnreg is None else f", maxnreg={self.maxnreg}") + ")"
+        return f"{self.name}({constants}, num_warps={self.num_warps}, num_stages={self.num_stages})"
 
 
 def _general(key: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ the code is ``x s``, rounded to nearest even and saturating at :func:`largest`; 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,9 @@ from .tiling import cdiv, empty_contiguous, rows_of
 
 __all__ = [
     "Codes",
+    "Tile",
     "amax_of",
+    "empty_codes",
     "largest",
     "quantize_by_blocks",
     "quantize_by_squares",
@@ -49,7 +52,6 @@ class Tile:
         rows, cols, warps: as the names say.
         group: neighbours along a column that follow one another.
         access: bytes of an operand that a thread reads at once.
-        maxnreg: as in :class:`Launch`.
     """
 
     rows: int
@@ -57,22 +59,34 @@ class Tile:
     warps: int
     group: int = 1
     access: int = 16
-    maxnreg: int | None = None
 
     def launch(
-        self, function: str, dtype: torch.dtype, itemsize: int, even: bool, **constants: Any
+        self,
+        function: str,
+        constants: dict[str, Any],
+        itemsize: int,
+        even: bool,
+        interleave: int = 0,
     ) -> Launch:
-        """The launch of a function whose constants begin with those of the format."""
-        given = {
-            "E5M2": dtype == torch.float8_e5m2,
-            **constants,
+        """The launch of a function for tensors of so many bytes per element.
+
+        Args:
+            function: as :class:`Launch` takes it.
+            constants: the first ones; those of tiles come last.
+            itemsize: bytes of an element.
+            even: as :meth:`even` says.
+            interleave: columns in one piece, where they are not all.
+        """
+        access = self.access // itemsize
+        tile = {
             "EVEN": even,
             "TILE_ROWS": self.rows,
             "TILE_COLS": self.cols,
-            "VEC": self.access // itemsize,
+            "VEC": math.gcd(access, interleave),
             "GROUP": self.group,
         }
-        return Launch(function, given, num_warps=self.warps, maxnreg=self.maxnreg)
+        given = {**constants, **tile}
+        return Launch(function, given, num_warps=self.warps)
 
     def even(self, rows: int, cols: int) -> bool:
         """Whether tiles hold nothing but elements of such a matrix."""
@@ -100,14 +114,15 @@ def _scales_launch(dtype: torch.dtype, power_of_two: bool) -> Launch:
 
 @functools.lru_cache(None)
 def _tensor_launch(tile: Tile, dtype: torch.dtype, itemsize: int, even: bool) -> Launch:
-    return tile.launch("quantize:by_tensor", dtype, itemsize, even)
+    return tile.launch("quantize:by_tensor", {"E5M2": dtype == torch.float8_e5m2}, itemsize, even)
 
 
 @functools.lru_cache(None)
 def _square_launch(
     kernel: str, dtype: torch.dtype, itemsize: int, even: bool, power_of_two: bool
 ) -> Launch:
-    return _SQUARE.launch(f"quantize:{kernel}", dtype, itemsize, even, POWER_OF_TWO=power_of_two)
+    constants = {"E5M2": dtype == torch.float8_e5m2, "POWER_OF_TWO": power_of_two}
+    return _SQUARE.launch(f"quantize:{kernel}", constants, itemsize, even)
 
 
 def _launch_scales(amax: Tensor, dtype: torch.dtype, power_of_two: bool, margin: int) -> Tensor:
@@ -117,12 +132,11 @@ def _launch_scales(amax: Tensor, dtype: torch.dtype, power_of_two: bool, margin:
     return s
 
 
-def _codes(
-    x: Tensor, dtype: torch.dtype, rows: bool, cols: bool
+def empty_codes(
+    x: Tensor, features: int, dtype: torch.dtype, rows: bool, cols: bool
 ) -> tuple[int, Tensor | None, Tensor | None]:
-    """Rows with padding, and memory for codes in the layouts that are wanted."""
-    count, features = x.shape
-    padded = cdiv(count, BLOCK) * BLOCK
+    """How many rows x has with padding, and memory for codes in the layouts that are wanted."""
+    padded = cdiv(x.shape[0], BLOCK) * BLOCK
     by_rows = x.new_empty((padded, features), dtype=dtype) if rows else None
     by_cols = x.new_empty((features, padded), dtype=dtype) if cols else None
     return padded, by_rows, by_cols
@@ -153,7 +167,7 @@ def _launch_by_tensor(
 ) -> Codes:
     count, features = x.shape
     tile = _BOTH if cols or column_sum else _ROWS
-    padded, by_rows, by_cols = _codes(x, dtype, rows, cols)
+    padded, by_rows, by_cols = empty_codes(x, features, dtype, rows, cols)
     inverse = torch.empty_like(scale)
     sums, parts = _sums(x, padded, tile, column_sum)
     launch = _tensor_launch(tile, dtype, x.element_size(), tile.even(count, features))
@@ -168,7 +182,7 @@ def _launch_by_blocks(
     x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, power_of_two: bool, column_sum: bool
 ) -> Codes:
     count, features = x.shape
-    padded, by_rows, by_cols = _codes(x, dtype, rows, cols)
+    padded, by_rows, by_cols = empty_codes(x, features, dtype, rows, cols)
     row_scale = col_scale = None
     if rows:
         row_scale = x.new_empty((features // BLOCK, padded), dtype=torch.float32)
@@ -189,7 +203,7 @@ def _launch_by_squares(
     x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, power_of_two: bool
 ) -> Codes:
     count, features = x.shape
-    padded, by_rows, by_cols = _codes(x, dtype, rows, cols)
+    padded, by_rows, by_cols = empty_codes(x, features, dtype, rows, cols)
     down, across = padded // BLOCK, features // BLOCK
     row_scale = _scales_in_fours(x, down, across) if rows else None
     col_scale = _scales_in_fours(x, across, down) if cols else None

@@ -60,13 +60,6 @@ def test_a_launch_shows_what_it_runs() -> None:
     )
 
 
-def test_registers_are_limited_only_where_that_is_said() -> None:
-    launch = Launch("norm:f", {}, maxnreg=80)
-    assert launch.options["maxnreg"] == 80
-    assert repr(launch).endswith("maxnreg=80)")
-    assert "maxnreg" not in Launch("norm:f", {}).options
-
-
 @pytest.mark.parametrize(
     ("capability", "converts"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
 )

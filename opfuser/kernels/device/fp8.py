@@ -60,25 +60,33 @@ def codes_of(v, E5M2: tl.constexpr):
 
 
 @triton.jit
-def _words(v0, v1, v2, v3, E5M2: tl.constexpr):
-    """Words (uint32) of four rows' codes, the first row in the lowest byte."""
+def pairs_of(v0, v1, E5M2: tl.constexpr):
+    """Codes of two neighbouring rows in one (uint16), the first one in the lower byte."""
     if not ASSEMBLY:
-        low = _interpreted_codes(v0, E5M2).to(tl.uint32)
-        low |= _interpreted_codes(v1, E5M2).to(tl.uint32) << 8
-        high = _interpreted_codes(v2, E5M2).to(tl.uint32)
-        high |= _interpreted_codes(v3, E5M2).to(tl.uint32) << 8
-        words = low | (high << 16)
+        low, high = _interpreted_codes(v0, E5M2), _interpreted_codes(v1, E5M2)
+        pairs = low.to(tl.uint16) | (high.to(tl.uint16) << 8)
     elif E5M2:
-        words = tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, $2, $1;"
-            " cvt.rn.satfinite.e5m2x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
-            "=r,f,f,f,f", [v0, v1, v2, v3], dtype=tl.uint32, is_pure=True, pack=1,
+        pairs = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;",
+            "=h,f,f", [v0, v1], dtype=tl.uint16, is_pure=True, pack=1,
         )  # fmt: skip
     else:
+        pairs = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
+            "=h,f,f", [v0, v1], dtype=tl.uint16, is_pure=True, pack=1,
+        )  # fmt: skip
+    return pairs
+
+
+@triton.jit
+def words_of(low, high):
+    """Codes of four neighbouring rows in one word (uint32), from two pairs."""
+    if not ASSEMBLY:
+        words = low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+    else:
         words = tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
-            " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
-            "=r,f,f,f,f", [v0, v1, v2, v3], dtype=tl.uint32, is_pure=True, pack=1,
+            "mov.b32 $0, {$1, $2};",
+            "=r,h,h", [low, high], dtype=tl.uint32, is_pure=True, pack=1,
         )  # fmt: skip
     return words
 
@@ -169,14 +177,16 @@ def in_row(col, VEC: tl.constexpr):
 
 @triton.jit
 def load(ptr, inside, EVEN: tl.constexpr):
-    """Elements in fp32, zeros outside; EVEN says that none is."""
-    v = tl.load(ptr) if EVEN else tl.load(ptr, mask=inside, other=0.0)
-    return v.to(tl.float32)
+    """Elements, zeros outside; EVEN says that none is."""
+    return tl.load(ptr) if EVEN else tl.load(ptr, mask=inside, other=0.0)
 
 
 @triton.jit
 def load_four(ptr, row, stride, at, R, within, EVEN: tl.constexpr):
-    """The four tensors of a tile, at ``at`` in their rows; ``within`` says which columns exist."""
+    """The four tensors of a tile, at ``at`` in their rows; ``within`` says which columns exist.
+
+    All are loaded before anything is stored: the assembler would not move a load across a store.
+    """
     ptr += row * stride + at
     v0 = load(ptr, (row < R) & within, EVEN)
     v1 = load(ptr + stride, (row + 1 < R) & within, EVEN)
@@ -186,7 +196,7 @@ def load_four(ptr, row, stride, at, R, within, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _times(v, scale, row, R, EVEN: tl.constexpr):
+def times(v, scale, row, R, EVEN: tl.constexpr):
     """``v s``; 0 in padding, also where s is NaN."""
     scaled = v * scale
     if not EVEN:
@@ -197,34 +207,38 @@ def _times(v, scale, row, R, EVEN: tl.constexpr):
 @triton.jit
 def four_times(v0, v1, v2, v3, scale, row, R, EVEN: tl.constexpr):
     """The four tensors of a tile times the scale; 0 in padding."""
-    v0 = _times(v0, scale, row, R, EVEN)
-    v1 = _times(v1, scale, row + 1, R, EVEN)
-    v2 = _times(v2, scale, row + 2, R, EVEN)
-    v3 = _times(v3, scale, row + 3, R, EVEN)
+    v0 = times(v0, scale, row, R, EVEN)
+    v1 = times(v1, scale, row + 1, R, EVEN)
+    v2 = times(v2, scale, row + 2, R, EVEN)
+    v3 = times(v3, scale, row + 3, R, EVEN)
     return v0, v1, v2, v3
+
+
+@triton.jit
+def store_row(ptr, row, stride, at, within, v, E5M2: tl.constexpr, EVEN: tl.constexpr):
+    """Codes of one of a tile's four tensors, by rows, as :func:`load_four` loads."""
+    ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * stride + at
+    tl.store(ptr, codes_of(v, E5M2), mask=None if EVEN else (row >= 0) & within)
 
 
 @triton.jit
 def store_rows(
     ptr, row, stride, at, within, v0, v1, v2, v3, E5M2: tl.constexpr, EVEN: tl.constexpr
 ):
-    """Codes of a tile, by rows, as :func:`load_four` loads."""
-    ptr = ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * stride + at
-    inside = None if EVEN else (row >= 0) & within
-    tl.store(ptr, codes_of(v0, E5M2), mask=inside)
-    tl.store(ptr + stride, codes_of(v1, E5M2), mask=inside)
-    tl.store(ptr + 2 * stride, codes_of(v2, E5M2), mask=inside)
-    tl.store(ptr + 3 * stride, codes_of(v3, E5M2), mask=inside)
+    """Codes of a tile, by rows."""
+    store_row(ptr, row, stride, at, within, v0, E5M2, EVEN)
+    store_row(ptr, row + 1, stride, at, within, v1, E5M2, EVEN)
+    store_row(ptr, row + 2, stride, at, within, v2, E5M2, EVEN)
+    store_row(ptr, row + 3, stride, at, within, v3, E5M2, EVEN)
 
 
 @triton.jit
 def store_cols(
-    ptr, line, within, tile_row, RP, v0, v1, v2, v3,
-    E5M2: tl.constexpr, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Codes of a tile, transposed: its columns to the rows ``line`` of ptr (…, RP)."""
+    ptr, line, within, tile_row, RP, low, high, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr
+):
+    """Pairs of codes of a tile, transposed: its columns to the rows ``line`` of ptr (…, RP)."""
     word = tile_row * (TILE_ROWS // 4) + tl.arange(0, TILE_ROWS // 4)
     ptr = ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     ptr += line.to(tl.int64)[:, None] * (RP // 4) + word[None, :]
     inside = None if EVEN else within[:, None] & (word >= 0)[None, :]
-    tl.store(ptr, tl.trans(_words(v0, v1, v2, v3, E5M2)), mask=inside)
+    tl.store(ptr, tl.trans(words_of(low, high)), mask=inside)

@@ -10,17 +10,18 @@ import triton
 import triton.language as tl
 
 from .fp8 import (
-    codes_of,
     four_times,
     in_row,
     inverse_of,
     largest_along,
     largest_of_four,
     load_four,
+    pairs_of,
     place,
     raise_amax,
     scale_of,
     store_cols,
+    store_row,
     store_rows,
     tile_cols,
     tile_rows,
@@ -62,6 +63,7 @@ def by_tensor(
     line = tile_cols(tile_col, TILE_COLS)
     col = in_row(line, VEC)
     v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
+    v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
     tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
     if amax_ptr is not None:
         raise_amax(amax_ptr, largest_of_four(v0, v1, v2, v3))
@@ -71,19 +73,19 @@ def by_tensor(
     if rows_ptr is not None:
         store_rows(rows_ptr, row, C, col, col < C, v0, v1, v2, v3, E5M2, EVEN)
     if cols_ptr is not None:
-        store_cols(cols_ptr, line, line < C, tile_row, RP, v0, v1, v2, v3, E5M2, EVEN, TILE_ROWS)
+        low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
+        store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, EVEN, TILE_ROWS)
 
 
 @triton.jit
-def _store_row(
+def _store_blocks(
     rows_ptr, row_scale_ptr, v, row, col, tile_col, RP, C,
     E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """Codes of one of a tile's four tensors with a scale for each row, and 1 / s."""
     scale = scale_of(largest_along(tl.abs(v), 1)[:, None], E5M2, POWER_OF_TWO)
     tl.store(row_scale_ptr + tile_col.to(tl.int64) * RP + row, inverse_of(scale))
-    at = rows_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + row * C + col
-    tl.store(at, codes_of(v * scale, E5M2))
+    store_row(rows_ptr, row, C, col, col < C, v * scale, E5M2, True)
 
 
 @triton.jit
@@ -102,11 +104,18 @@ def by_blocks(
     line = tile_cols(tile_col, TILE_COLS)
     col = in_row(line, VEC)
     v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
+    v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
     if rows_ptr is not None:
-        _store_row(rows_ptr, row_scale_ptr, v0, row, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
-        _store_row(rows_ptr, row_scale_ptr, v1, row + 1, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
-        _store_row(rows_ptr, row_scale_ptr, v2, row + 2, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
-        _store_row(rows_ptr, row_scale_ptr, v3, row + 3, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
+        _store_blocks(rows_ptr, row_scale_ptr, v0, row, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
+        _store_blocks(
+            rows_ptr, row_scale_ptr, v1, row + 1, col, tile_col, RP, C, E5M2, POWER_OF_TWO
+        )
+        _store_blocks(
+            rows_ptr, row_scale_ptr, v2, row + 2, col, tile_col, RP, C, E5M2, POWER_OF_TWO
+        )
+        _store_blocks(
+            rows_ptr, row_scale_ptr, v3, row + 3, col, tile_col, RP, C, E5M2, POWER_OF_TWO
+        )
     if sums_ptr is not None:
         _store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
     if cols_ptr is not None:
@@ -114,7 +123,8 @@ def by_blocks(
         scale = scale_of(amax, E5M2, POWER_OF_TWO)
         tl.store(col_scale_ptr + tile_row.to(tl.int64) * C + col, inverse_of(scale))
         v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
-        store_cols(cols_ptr, line, line < C, tile_row, RP, v0, v1, v2, v3, E5M2, True, TILE_ROWS)
+        low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
+        store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, True, TILE_ROWS)
 
 
 @triton.jit
@@ -130,6 +140,7 @@ def by_squares(
     line = tile_cols(tile_col, TILE_COLS)
     col = in_row(line, VEC)
     v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
+    v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
     amax = largest_along(largest_along(largest_of_four(v0, v1, v2, v3), 1), 0)
     scale = scale_of(amax, E5M2, POWER_OF_TWO)
     v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
@@ -138,4 +149,5 @@ def by_squares(
         store_rows(rows_ptr, row, C, col, col < C, v0, v1, v2, v3, E5M2, True)
     if cols_ptr is not None:
         tl.store(col_scale_ptr + tile_col * col_scale_stride + tile_row, inverse_of(scale))
-        store_cols(cols_ptr, line, line < C, tile_row, RP, v0, v1, v2, v3, E5M2, True, TILE_ROWS)
+        low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
+        store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, True, TILE_ROWS)
