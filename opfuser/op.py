@@ -52,6 +52,10 @@ class StandaloneCalls:
     run_alone: Callable[..., Any]
 
 
+# Children that an operation has only once it needs them, and what makes one that a state dict has.
+RESTORED_CHILDREN: dict[str, Callable[[FusibleOperation, dict[str, Any], str], None]] = {}
+
+
 class FusibleOperation(Tracked):
     """An operation that can take part in fusion: a basic operation or a fused one.
 
@@ -187,6 +191,9 @@ class FusibleOperation(Tracked):
         # te.ops pickles quantisation state into every operation; without quantised compute there
         # is nothing to restore from it.
         state_dict.pop(prefix + "_extra_state", None)
+        for name, restore in RESTORED_CHILDREN.items():
+            if name not in self._modules:
+                restore(self, state_dict, f"{prefix}{name}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .choice import kernel_or_plain
 from .gated_plain import ProductSpec
 from .gated_quantized_plain import (
     GatedGrads,
@@ -20,7 +21,6 @@ from .gated_quantized_plain import (
     forward_quantized_plain,
 )
 from .launch import DTYPES, Launch, has_fp8
-from .operators import kernel_or_plain
 from .quantize import Tile, empty_codes
 from .quantize_plain import Codes
 from .tiling import rows_of

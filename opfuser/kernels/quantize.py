@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .choice import kernel_or_plain
 from .column_sums import sum_columns
 from .launch import Launch, has_fp8
-from .operators import kernel_or_plain
 from .quantize_plain import (
     BLOCK,
     Codes,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..kernels.quantize import amax_of, scale_for
+from ..op import RESTORED_CHILDREN, FusibleOperation
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
 
 __all__ = ["ROLES", "QuantizationState", "in_backward", "state_of", "update_scales"]
@@ -116,13 +117,16 @@ _numbers = count()
 def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> QuantizationState:
     """The state of an operation that computes with a recipe that keeps scales."""
     assert isinstance(recipe, Stateful)
-    state = op._modules.get("quantization")
+    # A compound such as Linear has the parameters and the state of its operations.
+    owner = getattr(op, "_owner", None) or op
+    state = owner._modules.get("quantization")
     length = 1 if isinstance(recipe, Float8PredictedScaling) else recipe.amax_history_len
     if state is None:
-        device = next(op.parameters()).device
-        state = QuantizationState(length, device)
-        op.add_module("quantization", state)
+        state = QuantizationState(length, next(op.parameters()).device)
+        owner.add_module("quantization", state)
     assert isinstance(state, QuantizationState)
+    if op._modules.get("quantization") is not state:
+        op.add_module("quantization", state)
     if len(state.amax_history) != length:
         old = state.amax_history
         state.amax_history = old.new_zeros(length, len(ROLES))
@@ -133,6 +137,15 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
     if not in_backward():  # there the region is closed
         state.group = group
     return state
+
+
+def _restore(op: FusibleOperation, state_dict: dict[str, Any], prefix: str) -> None:
+    history = state_dict.get(prefix + "amax_history")
+    if history is not None:
+        op.add_module("quantization", QuantizationState(len(history), next(op.parameters()).device))
+
+
+RESTORED_CHILDREN["quantization"] = _restore
 
 
 def in_backward() -> bool:

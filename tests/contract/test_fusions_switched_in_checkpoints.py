@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import opfuser as of
-from opfuser.fused import FUSIONS
-from tests.fused.examples import EXAMPLES, OF_CHAINS, extras, filled
+from tests.fused.examples import EXAMPLES, OF_CHAINS, UNQUANTIZED, extras, filled
 
 EACH = pytest.mark.parametrize(
-    "fusion", [f for f in FUSIONS if f.name not in OF_CHAINS], ids=lambda f: f.name
+    "fusion", [f for f in UNQUANTIZED if f.name not in OF_CHAINS], ids=lambda f: f.name
 )
 
 

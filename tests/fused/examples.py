@@ -50,6 +50,9 @@ def residual_mlp(activation: nn.Module) -> list[nn.Module]:
     return [*norm, BasicLinear(6, 10), Bias(10), activation, BasicLinear(5, 4), Bias(4)]
 
 
+# The others compute other numbers on purpose; tests/quantization has theirs.
+UNQUANTIZED = tuple(fusion for fusion in FUSIONS if fusion.name != "quantized_linear")
+
 EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
     "linear_cross_entropy": (lambda: [BasicLinear(6, 9), CrossEntropy(reduction="sum")], 0),
     "recompute_mlp": (lambda: residual_mlp(SwiGLU()), 6),

@@ -42,6 +42,7 @@ from tests.fused.examples import (
     EXAMPLES,
     F64,
     OF_CHAINS,
+    UNQUANTIZED,
     asking,
     assert_same,
     built,
@@ -55,14 +56,14 @@ from tests.fused.examples import (
     with_subclass,
 )
 
-each_fusion = pytest.mark.parametrize("fusion", FUSIONS, ids=lambda fusion: fusion.name)
+each_fusion = pytest.mark.parametrize("fusion", UNQUANTIZED, ids=lambda fusion: fusion.name)
 forward_fusions = pytest.mark.parametrize(
-    "fusion", [f for f in FUSIONS if f.stage == "forward"], ids=lambda fusion: fusion.name
+    "fusion", [f for f in UNQUANTIZED if f.stage == "forward"], ids=lambda fusion: fusion.name
 )
 
 
 def test_every_fusion_has_an_example_and_is_registered_in_order() -> None:
-    assert [fusion.name for fusion in FUSIONS] == list(EXAMPLES)
+    assert [fusion.name for fusion in UNQUANTIZED] == list(EXAMPLES)
     listed = [info for info in opfuser.fusions() if info.origin == "opfuser"]
     for stage in ("joint", "forward", "backward"):
         names = [fusion.name for fusion in FUSIONS if fusion.stage == stage]
@@ -111,7 +112,7 @@ def test_a_subclass_is_not_matched(fusion: Fusion) -> None:
 
 def by_hand(name: str, *, bare: bool = False) -> tuple[Sequential, Sequential, list[Tensor]]:
     """The fused operation alone, those that it covers, and inputs, in float64."""
-    fusion = next(fusion for fusion in FUSIONS if fusion.name == name)
+    fusion = next(fusion for fusion in UNQUANTIZED if fusion.name == name)
     ops = filled(EXAMPLES[name][0]())
     for op in ops:
         if isinstance(op, Dropout):
@@ -374,7 +375,7 @@ def inputs_of_everything(rows: int) -> list[Tensor]:
 
 
 FORWARD, BACKWARD, JOINT = (
-    [f.name for f in FUSIONS if f.stage == stage] for stage in ("forward", "backward", "joint")
+    [f.name for f in UNQUANTIZED if f.stage == stage] for stage in ("forward", "backward", "joint")
 )
 SWITCHED: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "as they are": nullcontext,
@@ -397,7 +398,7 @@ def test_all_fusions_in_one_sequence() -> None:
                 got = results(seq, seq.parameters(), *inputs)
             with only():
                 assert_same(got, results(seq, seq.parameters(), *inputs))
-    assert found == {f.name for f in FUSIONS} - OF_CHAINS
+    assert found == {f.name for f in UNQUANTIZED} - OF_CHAINS
 
 
 # The tracer of torch.compile makes an instance of Function, against torch's own advice.

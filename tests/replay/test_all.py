@@ -11,11 +11,10 @@ from torch import Tensor
 
 import opfuser
 from opfuser import Sequential
-from opfuser.fused import FUSIONS
 from opfuser.op import is_built_in
 from tests.basic.attributes import CASES, make
 from tests.basic.values import fill
-from tests.fused.examples import EXAMPLES, extras, filled
+from tests.fused.examples import EXAMPLES, UNQUANTIZED, extras, filled
 from tests.replay.models import assert_equal, code, count, twin
 
 pytestmark = pytest.mark.usefixtures("replaying")
@@ -62,7 +61,7 @@ def test_operations(name: str, device: torch.device) -> None:
     assert count(model) == (0 if code(model) else CALLS - 1)
 
 
-@pytest.mark.parametrize("fusion", FUSIONS, ids=lambda fusion: fusion.name)
+@pytest.mark.parametrize("fusion", UNQUANTIZED, ids=lambda fusion: fusion.name)
 def test_fusions(fusion: opfuser.Fusion, device: torch.device) -> None:
     model = Sequential(*filled(EXAMPLES[fusion.name][0]())).to(device)
     inputs = [torch.randn(2, 3, 6), *extras(fusion.name, 2, 3)]

@@ -1,0 +1,334 @@
+"""Where quantised compute applies, the scales that are kept, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import opfuser
+from opfuser import recipe as recipes
+from opfuser.errors import ArgumentError, NotSupportedError, QuantizedWeightError
+from opfuser.quantization import quantizers
+from opfuser.recipe import DelayedScaling, Float8CurrentScaling, Float8PredictedScaling, Recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+
+CURRENT = Float8CurrentScaling()
+
+
+def model(**how: Any) -> opfuser.Sequential:
+    torch.manual_seed(0)
+    return opfuser.Sequential(opfuser.Linear(32, 48), opfuser.GELU(), opfuser.Linear(48, 16), **how)
+
+
+def quantized(seq: opfuser.Sequential) -> tuple[int, ...]:
+    assert seq.last_plan is not None
+    return seq.last_plan.quantized
+
+
+X = torch.randn(5, 32)
+
+
+def test_a_region_and_its_end() -> None:
+    seq = model()
+    with opfuser.autocast(recipe=CURRENT):
+        seq(X)
+        assert quantized(seq) == (0, 3)
+        with opfuser.autocast(enabled=False):
+            seq(X)
+            assert quantized(seq) == ()
+        with opfuser.fp8_autocast(fp8_recipe=recipes.Float8PredictedScaling()):
+            seq(X)
+        assert seq.last_plan is not None
+        assert isinstance(seq.last_plan.env.recipe, Float8PredictedScaling)
+    seq(X)
+    assert quantized(seq) == ()
+    opfuser.autocast(recipe=CURRENT)(seq)(X)
+    assert quantized(seq) == (0, 3)
+
+
+def test_the_default_recipe() -> None:
+    seq = model()
+    with opfuser.autocast():
+        assert seq.plan(X).env.recipe == DelayedScaling()
+
+
+def test_other_threads_are_outside() -> None:
+    seq, found = model(), []
+    with opfuser.autocast(recipe=CURRENT):
+        thread = threading.Thread(target=lambda: found.append(seq.plan(X).quantized))
+        thread.start()
+        thread.join()
+        assert seq.plan(X).quantized == (0, 3)
+    assert found == [()]
+
+
+def test_a_sequence_with_a_recipe_of_its_own() -> None:
+    seq = model(recipe=CURRENT)
+    assert seq.plan(X).quantized == (0, 3)
+    seq(X)
+    assert quantized(seq) == (0, 3)
+    seq.recipe = None
+    seq(X)
+    assert quantized(seq) == ()
+    outer = opfuser.Sequential(opfuser.Linear(32, 32), model(recipe=CURRENT))
+    outer(X)
+    assert quantized(outer) == (2, 5)
+    assert outer.plan(X).quantized == (2, 5)
+    assert pickle.loads(pickle.dumps(outer))[1].recipe == CURRENT
+
+
+def test_the_plan_says_what_stays_in_high_precision() -> None:
+    odd = opfuser.Sequential(opfuser.Linear(32, 20), opfuser.ReLU(), opfuser.Linear(20, 16))
+    with opfuser.autocast(recipe=CURRENT):
+        plan = odd.plan(X)
+    assert [(at, why.code) for at, why in plan.high_precision] == [(0, "SHAPE"), (3, "SHAPE")]
+    assert "quantised, Float8CurrentScaling: none" in str(plan)
+    assert "not op 0: SHAPE: its features, (20, 32), are no multiples of 16" in str(plan)
+    seq = model()
+    seq[0].basic_ops[0].recipe = None
+    with opfuser.autocast(recipe=CURRENT):
+        plan = seq.plan(X)
+        assert plan.quantized == (3,)
+        assert [why.code for _, why in plan.high_precision] == ["NO_RECIPE"]
+        assert [why.code for _, why in model().double().plan(X.double()).high_precision] == [
+            "DTYPE",
+            "DTYPE",
+        ]
+    seq[0].basic_ops[0].recipe = "inherit"
+    with opfuser.autocast(recipe=CURRENT):
+        assert seq.plan(X).quantized == (0, 3)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_head_is_left_in_high_precision(grad: bool) -> None:
+    head = opfuser.Sequential(opfuser.BasicLinear(32, 16), opfuser.CrossEntropy())
+    targets = torch.zeros(5, dtype=torch.int64)
+    with opfuser.autocast(recipe=CURRENT), torch.set_grad_enabled(grad):
+        plan = head.plan(X, targets)
+    assert plan.quantized == ()
+    assert [at for at, _ in plan.high_precision] == [0]
+
+
+def steps(seq: opfuser.Sequential, inputs: list[Tensor], recipe: Recipe) -> list[Tensor]:
+    out = []
+    for x in inputs:
+        with opfuser.autocast(recipe=recipe):
+            y = seq(x)
+        y.square().sum().backward()
+        out.append(y.detach())
+    return out
+
+
+def test_delayed_scales_follow_the_history() -> None:
+    seq = opfuser.Sequential(opfuser.BasicLinear(32, 16))
+    recipe = DelayedScaling(amax_history_len=2)
+    inputs = [X / X.abs().max() * amax for amax in (2.0, 8.0, 1.0, 1.0, 1.0)]
+    expected = [1.0, 448 / 2, 448 / 8, 448 / 8, 448]
+    op: Any = seq[0]
+    for x, scale in zip(inputs, expected):
+        with opfuser.autocast(recipe=recipe):
+            seq(x).sum().backward()
+            assert op.quantization.scale[0].item() == pytest.approx(scale)
+    assert list(seq.state_dict()) == [
+        "0.weight",
+        "0.quantization.scale",
+        "0.quantization.amax_history",
+    ]
+    assert op.quantization.bfloat16().scale.dtype == torch.float32
+
+
+def test_predicted_scales_look_at_the_first_tensor() -> None:
+    seq = opfuser.Sequential(opfuser.BasicLinear(32, 16))
+    op: Any = seq[0]
+    with opfuser.autocast(recipe=Float8PredictedScaling(margin=2)):
+        seq(X)
+    assert op.quantization.scale[0].item() == pytest.approx(448 / X.abs().max().item())
+    with opfuser.autocast(recipe=Float8PredictedScaling(margin=2)):
+        seq(X)
+    assert op.quantization.scale[0].item() == pytest.approx(448 / X.abs().max().item() / 4)
+
+
+def test_what_overflows_does_not_enter_the_history() -> None:
+    seq = opfuser.Sequential(opfuser.BasicLinear(32, 16))
+    op: Any = seq[0]
+    recipe = DelayedScaling()
+    for x in (X, X * float("inf"), X):
+        with opfuser.autocast(recipe=recipe), torch.no_grad():
+            seq(x)
+    with opfuser.autocast(recipe=recipe):
+        assert op.quantization.scale[0].item() == pytest.approx(448 / X.abs().max().item())
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8PredictedScaling()], ids=str)
+def test_training_resumes_with_the_same_scales(recipe: Recipe) -> None:
+    inputs = [torch.randn(5, 32) * 3**n for n in range(4)]
+    whole = model()
+    wanted = steps(whole, inputs, recipe)
+    first = model()
+    steps(first, inputs[:2], recipe)
+    with opfuser.autocast(recipe=recipe):  # scales follow the last call when a region opens
+        pass
+    resumed = model()
+    with opfuser.autocast(recipe=recipe):
+        resumed(inputs[0])  # or one that has state already
+    resumed.load_state_dict(first.state_dict())
+    got = steps(resumed, inputs[2:], recipe)
+    for own, other in zip(got, wanted[2:]):
+        torch.testing.assert_close(own, other, rtol=0, atol=0)
+    fresh = model()
+    fresh.load_state_dict(first.state_dict())
+    torch.testing.assert_close(steps(fresh, inputs[2:], recipe)[-1], wanted[-1], rtol=0, atol=0)
+    torch.testing.assert_close(
+        steps(copy.deepcopy(whole), inputs[:1], recipe), steps(whole, inputs[:1], recipe)
+    )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("recipe", [DelayedScaling(), CURRENT], ids=lambda r: type(r).__name__)
+def test_checkpoints_compute_the_same_again(recipe: Recipe, closed: bool, reentrant: bool) -> None:
+    plain, saving = model(), model()
+    for x in (X, 5 * X, X):
+        grads = []
+        for seq in (plain, saving):
+            own = x.clone().requires_grad_()
+            region = opfuser.autocast(recipe=recipe)
+            with region:
+                y = checkpoint(seq, own, use_reentrant=reentrant) if seq is saving else seq(own)
+                loss = y.square().sum()
+                if not closed:
+                    loss.backward()
+            if closed:
+                loss.backward()
+            grads.append([own.grad, *(p.grad for p in seq.parameters())])
+        for a, b in zip(*grads):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_kept_weights() -> None:
+    seq, plain = model(), model()
+    x = X.clone().requires_grad_()
+    with opfuser.autocast(recipe=CURRENT):
+        wanted = torch.autograd.grad(plain(x).sum(), [x, *plain.parameters()])
+    with opfuser.keep_quantized_weights():
+        for _ in range(2):
+            with opfuser.autocast(recipe=CURRENT):
+                got = torch.autograd.grad(seq(x).sum(), [x, *seq.parameters()])
+            for a, b in zip(got, wanted):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+        with torch.no_grad():
+            next(seq.parameters()).mul_(2)
+        with (
+            opfuser.autocast(recipe=CURRENT),
+            pytest.raises(
+                QuantizedWeightError, match="A weight does not change within keep_quantized_weights"
+            ),
+        ):
+            seq(x)
+    with opfuser.autocast(recipe=CURRENT):
+        assert not torch.equal(seq(x), plain(x))
+
+
+def test_emulation_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizers, "_warned", set())
+    seq = model()
+    with opfuser.autocast(recipe=CURRENT):
+        with pytest.warns(UserWarning, match="FP8 is emulated"):
+            seq(X)
+        seq(X)
+
+
+@pytest.mark.slow
+def test_compiled_calls_are_refused() -> None:
+    seq = model()
+    compiled = torch.compile(seq, backend="eager", fullgraph=True)
+    compiled(X)
+    with opfuser.autocast(recipe=CURRENT), pytest.raises(Exception, match="not traced by torch"):
+        compiled(X)
+    compiled(X)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (
+            lambda: opfuser.autocast(recipe="fp8"),
+            ArgumentError,
+            "A recipe is one of opfuser.recipe",
+        ),
+        (lambda: opfuser.autocast(recipe=Recipe()), ArgumentError, "A recipe is one of"),
+        (lambda: opfuser.autocast(calibrating=True), NotSupportedError, "Scales are taken from"),
+        (lambda: model(recipe=1), ArgumentError, "A recipe is one of opfuser.recipe"),
+        (lambda: DelayedScaling(fp8_mha=True), NotSupportedError, "Attention is not computed"),
+        (lambda: DelayedScaling(backward_override="x"), NotSupportedError, "backward_override is"),
+        (lambda: DelayedScaling(fprop="fp4"), ArgumentError, "fprop, dgrad and wgrad are"),
+        (lambda: DelayedScaling(fp8_format="E4M3"), ArgumentError, "fp8_format is a Format"),
+        (
+            lambda: DelayedScaling(fp8_format=recipes.Format.E5M2),
+            NotSupportedError,
+            "No GPU multiplies E5M2 by E5M2",
+        ),
+        (lambda: DelayedScaling(amax_compute_algo="mean"), NotSupportedError, "amax_compute_algo"),
+        (
+            lambda: DelayedScaling(scaling_factor_compute_algo=max),
+            NotSupportedError,
+            "Scales are computed by the library",
+        ),
+        (lambda: DelayedScaling(amax_history_len=0), ArgumentError, "amax_history_len is positive"),
+        (
+            lambda: recipes.Float8BlockScaling(w_block_scaling_dim=1),
+            NotSupportedError,
+            "Blocks are 1 x 128, 128 x 128 and 1 x 128",
+        ),
+        (
+            lambda: recipes.Float8BlockScaling(fp8_format=recipes.Format.HYBRID),
+            NotSupportedError,
+            "Blocks are in E4M3",
+        ),
+        (
+            lambda: recipes.Float8BlockScaling(fp8_gemm_fprop=recipes.MMParams(False)),
+            NotSupportedError,
+            "GEMMs of blocks split their sums",
+        ),
+        (recipes.MXFP8BlockScaling, NotSupportedError, "MXFP8 is not supported"),
+        (recipes.NVFP4BlockScaling, NotSupportedError, "NVFP4 is not supported"),
+    ],
+)
+def test_refused(make: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_an_operation_inherits_its_recipe_or_has_none() -> None:
+    op = opfuser.BasicLinear(16, 16)
+    op.recipe = "fp8"
+    with pytest.raises(ArgumentError, match="The recipe of an operation is 'inherit' or None"):
+        op(torch.randn(2, 16))
+
+
+def test_recipes_are_equal_by_value_and_tell_their_kind() -> None:
+    assert DelayedScaling(margin=1) == DelayedScaling(margin=1) != DelayedScaling()
+    assert hash(DelayedScaling()) == hash(DelayedScaling())
+    kinds = {
+        recipes.DelayedScaling: ("delayed", "float8_per_tensor_scaling"),
+        recipes.Float8CurrentScaling: ("float8_current_scaling", "float8_per_tensor_scaling"),
+        recipes.Float8PredictedScaling: ("float8_per_tensor_scaling",),
+        recipes.Float8BlockScaling: ("float8_block_scaling",),
+        recipes.MXFP8BlockScaling: ("mxfp8",),
+        recipes.NVFP4BlockScaling: ("nvfp4",),
+    }
+    every = {name for names in kinds.values() for name in names}
+    for kind, names in kinds.items():
+        assert {name for name in every if getattr(kind, name)()} == set(names)
+    assert recipes.Format.HYBRID.value.max_bwd == 57344
+    override = DelayedScaling(backward_override="high_precision")
+    assert (override.fprop, override.dgrad, override.wgrad) == ("fp8", "bf16", "bf16")

@@ -1,0 +1,201 @@
+"""Linear operations on FP8 operands, against the products of the rounded operands in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+    Recipe,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+
+CURRENT = Float8CurrentScaling()
+RECIPES: tuple[Recipe, ...] = (
+    CURRENT,
+    DelayedScaling(),
+    Float8PredictedScaling(),
+    Float8BlockScaling(),
+)
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def rounded(t: Tensor, dtype: torch.dtype, *, blocks: int | None = None) -> Tensor:
+    """What FP8 keeps of a matrix whose amax, or that of each block along ``blocks``, fits best."""
+    top = 448.0 if dtype is E4M3 else 57344.0
+    if blocks is not None:
+        missing = -t.shape[blocks] % 128
+        widths = (0, missing) if blocks == 1 else (0, 0, 0, missing)
+        padded = nn.functional.pad(t, widths).unflatten(blocks, (-1, 128))
+        scale = power(top / padded.abs().amax(blocks + 1, keepdim=True))
+        values = (padded.float() * scale).to(dtype).double() / scale
+        return values.flatten(blocks, blocks + 1).narrow(blocks, 0, t.shape[blocks])
+    scale = top / t.float().abs().amax()
+    return (t.float() * scale).clamp(-top, top).to(dtype).double() / scale
+
+
+def squares(t: Tensor) -> Tensor:
+    blocks = t.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = power(448 / blocks.abs().amax((1, 3), keepdim=True))
+    return ((blocks * scale).to(E4M3).double() / scale).flatten(2).flatten(0, 1)
+
+
+def power(scale: Tensor) -> Tensor:
+    finite = torch.where(scale.isfinite(), scale, 1.0)
+    return torch.exp2(torch.log2(finite.double()).floor()).float()
+
+
+def results(
+    call: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor], dy: Tensor
+) -> list[Tensor]:
+    y = call(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *parameters], dy)]
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 127, 129])
+def test_one_scale(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = opfuser.Sequential(opfuser.Linear(48, 32, dtype=dtype))
+    w, b = model.parameters()
+    x, dy = torch.randn(rows, 48, dtype=dtype), torch.randn(rows, 32, dtype=dtype)
+    with opfuser.autocast(recipe=CURRENT):
+        got = results(model, x.requires_grad_(), [w, b], dy)
+    xq, wq, dq = rounded(x.detach(), E4M3), rounded(w.detach(), E4M3), rounded(dy, E5M2)
+    exact = xq @ wq.t() + b.detach().double(), dq @ wq, dq.t() @ xq, dy.double().sum(0)
+    eps = torch.finfo(dtype).eps
+    for own, true in zip(got, exact, strict=True):
+        assert own.dtype == dtype
+        assert error(own, true) < 4 * eps  # of operands, product, scales and result
+
+
+@pytest.mark.parametrize("rows", [1, 127, 129])
+def test_blocks(rows: int) -> None:
+    torch.manual_seed(0)
+    model = opfuser.Sequential(opfuser.BasicLinear(256, 128))
+    (w,) = model.parameters()
+    x, dy = torch.randn(rows, 256), torch.randn(rows, 128)
+    x[:, 128:] *= 2**9
+    with opfuser.autocast(recipe=Float8BlockScaling()):
+        got = results(model, x.requires_grad_(), [w], dy)
+    x, w = x.detach(), w.detach()
+    by_rows = rounded(x, E4M3, blocks=1) @ squares(w).t()
+    dx = rounded(dy, E4M3, blocks=1) @ squares(w)
+    dw = rounded(dy, E4M3, blocks=0).t() @ rounded(x, E4M3, blocks=0)
+    for own, true in zip(got, (by_rows, dx, dw), strict=True):
+        assert error(own, true) < 1e-6
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> opfuser.Sequential:
+    torch.manual_seed(1)
+    return opfuser.Residual(
+        opfuser.RMSNorm(128, dtype=dtype),
+        opfuser.Linear(128, 512, dtype=dtype),
+        opfuser.SwiGLU(),
+        opfuser.Linear(256, 128, dtype=dtype),
+    )
+
+
+@each_recipe
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_block_is_as_close_as_its_format(recipe: Recipe, fused: bool) -> None:
+    """E5M2 rounds gradients by up to an eighth; a wrong scale or layout is far beyond that."""
+    model, x = mlp(), torch.randn(3, 43, 128, requires_grad=True)
+    dy = torch.randn(3, 43, 128)
+    double, own = mlp().double(), x.detach().double().requires_grad_()
+    exact = results(double, own, [*double.parameters()], dy.double())
+    names = () if fused else ("norm_linear", "activation_linear", "activation_linear_add")
+    with opfuser.disable(*names):
+        for _ in range(2):  # the second call has the scales of the first
+            with opfuser.autocast(recipe=recipe):
+                got = results(model, x, [*model.parameters()], dy)
+    plan = model.last_plan
+    assert plan is not None
+    assert plan.quantized == (2, 5)
+    assert plan.high_precision == ()
+    assert ("norm_linear" in plan.fused("forward")) == fused
+    for result, true in zip(got, exact, strict=True):
+        assert error(result, true) < 0.125
+
+
+@pytest.mark.parametrize("mode", ["fprop", "dgrad", "wgrad"])
+def test_modes_of_each_gemm(mode: str) -> None:
+    """What is left in high precision is exact; the others are not."""
+    model = opfuser.Sequential(opfuser.BasicLinear(48, 32, dtype=torch.float32))
+    x, dy = torch.randn(5, 48, requires_grad=True), torch.randn(5, 32)
+    plain = results(model, x, [*model.parameters()], dy)
+    only: Any = {mode: "bf16"}
+    with opfuser.autocast(recipe=Float8CurrentScaling(**only)):
+        got = results(model, x, [*model.parameters()], dy)
+    found = [error(own, true.double()) for own, true in zip(got, plain)]
+    at = ["fprop", "dgrad", "wgrad"].index(mode)
+    assert found[at] < 1e-6
+    assert all(e > 1e-3 for n, e in enumerate(found) if n != at)
+
+
+@each_recipe
+def test_no_rows(recipe: Recipe) -> None:
+    model = mlp()
+    x = torch.empty(0, 128, requires_grad=True)
+    with opfuser.autocast(recipe=recipe):
+        got = results(model, x, [*model.parameters()], torch.empty(0, 128))
+    assert got[0].shape == (0, 128)
+    assert all((grad == 0).all() for grad in got[2:])
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    model = opfuser.Sequential(opfuser.BasicLinear(16, 16))
+    for bad in (float("nan"), float("inf")):
+        x = torch.ones(4, 16)
+        x[1, 2] = bad
+        with opfuser.autocast(recipe=CURRENT), torch.no_grad():
+            assert not model(x).isfinite().any()
+
+
+@pytest.mark.parametrize("accumulate", ["main_grad", "grad"])
+def test_gradients_accumulate(accumulate: str) -> None:
+    how: Any = {f"accumulate_into_{accumulate}": True}
+    model = opfuser.Sequential(opfuser.BasicLinear(32, 16, **how))
+    plain = opfuser.Sequential(opfuser.BasicLinear(32, 16))
+    plain.load_state_dict(model.state_dict())
+    w: Any = next(model.parameters())
+    w.main_grad = torch.zeros(16, 32)
+    x = torch.randn(5, 32)
+    for m in (model, plain):
+        for _ in range(2):
+            with opfuser.autocast(recipe=CURRENT):
+                m(x).square().sum().backward()
+    found = w.main_grad if accumulate == "main_grad" else w.grad
+    torch.testing.assert_close(found, next(plain.parameters()).grad)
+
+
+def test_saves_one_byte_for_each_input() -> None:
+    model = opfuser.Sequential(opfuser.BasicLinear(64, 64), opfuser.BasicLinear(64, 64))
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    x = torch.randn(128, 64)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with hooks, opfuser.autocast(recipe=CURRENT):
+        model(x)
+    weights = {p.data_ptr() for p in model.parameters()}
+    sizes = [t.nbytes for t in saved if t.data_ptr() not in weights]
+    assert sum(sizes) == 2 * (128 * 64 + 4)
