@@ -38,17 +38,19 @@ class Refusal(NamedTuple):
 
 @dataclass(frozen=True)
 class Requires:
-    """What a fusion requires of the machine; where that is missing, the fusion is skipped.
+    """What a fusion requires of machine and call; where that is missing, the fusion is skipped.
 
     Args:
         device: device type the fusion is for, such as ``"cuda"``; None for any.
         min_capability: lowest compute capability as major * 10 + minor, such as 90.
         package: a package that must be importable.
+        recipe: whether a recipe of quantised compute must be active.
     """
 
     device: str | None = None
     min_capability: int | None = None
     package: str | None = None
+    recipe: bool = False
 
     def missing(self, env: Env) -> Refusal | None:
         if self.device is not None and env.device.type != self.device:
@@ -61,6 +63,8 @@ class Requires:
                 )
         if self.package is not None and importlib.util.find_spec(self.package) is None:
             return Refusal("MISSING_PACKAGE", f"needs the package {self.package}")
+        if self.recipe and env.recipe is None:
+            return Refusal("NO_RECIPE", "no recipe of quantised compute is active")
         return None
 
 

@@ -106,7 +106,7 @@ class FusibleOperation(Tracked):
         """Called before every forward. Override only if needed: it costs host time."""
 
     def get_input_quantizer(self) -> Any | None:
-        """The quantizer for this operation's input: None, as there is no quantised compute."""
+        """The quantizer for this operation's input: None, as operations quantise for themselves."""
         return None
 
     def get_grad_output_quantizer(self) -> Any | None:
@@ -211,6 +211,7 @@ class BasicOperation(FusibleOperation):
         forward_leaves_nothing: promises that forward neither saves tensors nor sets attributes on
             its context. One context then serves every call, which saves host time. Not inherited.
         communicates: whether ranks may exchange data in its passes.
+        takes_part_in_recipes: whether it has GEMMs that a recipe of quantised compute is about.
         Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
             the contract between every forward (fused or not) and every backward of this operation.
     """
@@ -220,6 +221,7 @@ class BasicOperation(FusibleOperation):
     backward_reads_parameters: ClassVar[bool] = False
     forward_leaves_nothing: ClassVar[bool] = False
     communicates: bool = False
+    takes_part_in_recipes: ClassVar[bool] = False
     Saved: ClassVar[type[tuple[Any, ...]] | None] = None
 
     _extra_input_channels: list[str | None]
@@ -269,8 +271,6 @@ class BasicOperation(FusibleOperation):
         if settings is None:
             settings = own["_settings"] = self.make_settings()
         return settings
-
-    takes_part_in_recipes: ClassVar[bool] = False
 
     def quantized_refusal(self, env: Any) -> Any | None:
         """Why an operation with GEMMs is not computed as the recipe of ``env`` says, or None.

@@ -52,7 +52,7 @@ class _GatedActivation(BasicOperation):
         if cache_quantized_input:
             raise NotSupportedError(
                 explain(
-                    "The saved input cannot be quantised: there is no quantised compute",
+                    "The saved input of an activation is not quantised",
                     where=type(self).__name__,
                     received="cache_quantized_input=True",
                     remedy="Leave cache_quantized_input out",

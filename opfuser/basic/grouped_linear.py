@@ -22,6 +22,7 @@ from ..context import (
     refuse_dtype,
 )
 from ..errors import ArgumentError, explain
+from ..fusion import Env, Refusal
 from ..gemm import (
     RowGroups,
     as_rows,
@@ -98,6 +99,7 @@ class GroupedLinear(BasicOperation):
 
     num_extra_inputs: int = 1
     backward_reads_parameters: ClassVar[bool] = True
+    takes_part_in_recipes: ClassVar[bool] = True
     replayable = False  # the host reads the split sizes
     read_only: ClassVar[frozenset[str]] = frozenset(
         "num_groups in_features out_features use_bias scale_bias single_grouped_weight "
@@ -233,6 +235,9 @@ class GroupedLinear(BasicOperation):
                 )
             )
         return present
+
+    def quantized_refusal(self, env: Env) -> Refusal:
+        return Refusal("NO_RECIPE", "products of groups are not quantised")
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.autocast or dtypes.first_parameter

@@ -12,9 +12,9 @@ __all__ = ["Quantize"]
 
 
 class Quantize(BasicOperation):
-    """Marks where a tensor is quantised. Without a quantisation recipe it is the identity.
+    """Marks where a tensor is quantised; for now the identity.
 
-    There is no quantised compute, so no recipe can be active: ``y = x`` and ``dx = dy``.
+    No tensor between operations is quantised yet, whatever the recipe: ``y = x`` and ``dx = dy``.
 
     Args:
         forward: whether the output is to be quantised.

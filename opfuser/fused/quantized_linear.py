@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..basic.cross_entropy import CrossEntropy
-from ..fusion import Env, Fusion, Optional, Refusal
+from ..fusion import Env, Fusion, Optional, Refusal, Requires
 from ..op import FusibleOperation
 from ..recipe import Recipe
 from .parts.pipeline import Pipeline
@@ -43,8 +43,6 @@ class QuantizedLinear(Pipeline):
 def _refuses(
     linear: BasicLinear, bias: Bias | None, *, env: Env, behind: Sequence[FusibleOperation]
 ) -> Refusal | None:
-    if env.recipe is None:
-        return Refusal("NO_RECIPE", "no quantised compute is asked for")
     if behind and isinstance(behind[0], CrossEntropy):
         return Refusal("NO_RECIPE", "a loss takes its logits in high precision")
     return linear.quantized_refusal(env)
@@ -61,4 +59,5 @@ FUSION = Fusion(
     pattern=(BasicLinear, Optional(Bias)),
     refuses=_refuses,
     build=_build,
+    requires=Requires(recipe=True),
 )

@@ -102,6 +102,10 @@ def test_the_plan_says_what_stays_in_high_precision() -> None:
             "DTYPE",
             "DTYPE",
         ]
+    groups = opfuser.Sequential(opfuser.GroupedLinear(2, 32, 16))
+    with opfuser.autocast(recipe=CURRENT):
+        plan = groups.plan(X, torch.tensor([2, 3]))
+    assert [(at, why.code) for at, why in plan.high_precision] == [(0, "NO_RECIPE")]
     seq[0].basic_ops[0].recipe = "inherit"
     with opfuser.autocast(recipe=CURRENT):
         assert seq.plan(X).quantized == (0, 3)
@@ -211,6 +215,25 @@ def test_checkpoints_compute_the_same_again(recipe: Recipe, closed: bool, reentr
             grads.append([own.grad, *(p.grad for p in seq.parameters())])
         for a, b in zip(*grads):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_of_a_sequence_with_a_recipe(reentrant: bool) -> None:
+    """Its region opens again in backward, where scales stay those of the first time."""
+    plain, saving = (model(recipe=DelayedScaling()) for _ in range(2))
+    for x in (X, 5 * X, X):
+        own = [x.clone().requires_grad_() for _ in range(2)]
+        plain(own[0]).square().sum().backward()
+        checkpoint(saving, own[1], use_reentrant=reentrant).square().sum().backward()
+        torch.testing.assert_close(own[1].grad, own[0].grad, rtol=0, atol=0)
+
+
+def test_it_is_skipped_where_no_recipe_is_active() -> None:
+    seq = model()
+    record = seq.plan(X).record("quantized_linear")
+    assert (record.status, record.detail) == ("skipped", "no recipe of quantised compute is active")
+    with opfuser.autocast(recipe=CURRENT), torch.no_grad():
+        assert seq.plan(X).record("quantized_linear").matches == ((0, 1), (3, 4))
 
 
 def test_kept_weights() -> None:
