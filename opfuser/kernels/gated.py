@@ -48,6 +48,23 @@ _RULE = TileRule(
 )
 
 
+def product_constants(
+    gate: str,
+    gate_parameters: tuple[float, ...],
+    up: str | None,
+    up_parameters: tuple[float, ...],
+    interleave: int,
+) -> dict[str, Any]:
+    """A product of scalar functions as constants of a launch."""
+    return {
+        "GATE": f"@scalar:{gate}",
+        "GATE_P": gate_parameters,
+        "UP": f"@scalar:{up}" if up else None,
+        "UP_P": up_parameters,
+        "INTERLEAVE": interleave,
+    }
+
+
 @functools.lru_cache(None)
 def _tiled_launch(
     kernel: str,
@@ -59,14 +76,8 @@ def _tiled_launch(
     itemsize: int,
     cols: int,
 ) -> TiledLaunch:
-    constants = {
-        "GATE": f"@scalar:{gate}",
-        "GATE_P": gate_parameters,
-        "UP": f"@scalar:{up}" if up else None,
-        "UP_P": up_parameters,
-        "INTERLEAVE": interleave,
-        "NARROW": bool(up) and interleave in _NARROW,
-    }
+    constants = product_constants(gate, gate_parameters, up, up_parameters, interleave)
+    constants["NARROW"] = bool(up) and interleave in _NARROW
     return _RULE.launch(f"gated:{kernel}", constants, cols, itemsize)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .choice import kernel_or_plain
+from .gated import product_constants
 from .gated_plain import ProductSpec
 from .gated_quantized_plain import (
     GatedGrads,
@@ -40,20 +41,14 @@ def _launch(
     tile: Tile,
     gate: str,
     gate_parameters: tuple[float, ...],
-    up: str,
+    up: str | None,
     up_parameters: tuple[float, ...],
     interleave: int,
     dtypes: tuple[torch.dtype, ...],
     itemsize: int,
     even: bool,
 ) -> Launch:
-    constants = {
-        "GATE": f"@scalar:{gate}",
-        "GATE_P": gate_parameters,
-        "UP": f"@scalar:{up}" if up else None,
-        "UP_P": up_parameters,
-        "INTERLEAVE": interleave,
-    }
+    constants = product_constants(gate, gate_parameters, up, up_parameters, interleave)
     names = ("E5M2", "H_E5M2")
     constants.update((n, d == torch.float8_e5m2) for n, d in zip(names, dtypes))
     return tile.launch(f"gated_quantized:{kernel}", constants, itemsize, even, interleave)

@@ -23,9 +23,10 @@ from ..kernels.quantize import (
     scale_for,
 )
 from ..recipe import Float8BlockScaling, Float8CurrentScaling, QParams, Recipe
+from ..recording import is_recording
 from .state import Stateful, state_of
 
-__all__ = ["OperandQuantizer", "has_hardware", "keep_quantized_weights"]
+__all__ = ["OperandQuantizer", "has_hardware", "keep_quantized_weights", "weights_are_kept"]
 
 
 class OperandQuantizer(NamedTuple):
@@ -58,7 +59,8 @@ class OperandQuantizer(NamedTuple):
             rows, cols: which layouts are wanted.
         """
         kept = _kept.get()
-        if kept is None or source is None:
+        # A recording outlives the block, and would read what it kept.
+        if kept is None or source is None or is_recording():
             return self._quantize("weight", w, rows=rows, cols=cols)
         key = id(self.op), self.recipe
         found = kept.get(key)
@@ -113,6 +115,11 @@ class _Kept(NamedTuple):
 
 
 _kept: ContextVar[dict[object, _Kept] | None] = ContextVar("opfuser_weights", default=None)
+
+
+def weights_are_kept() -> bool:
+    """Whether the caller is within :func:`keep_quantized_weights`."""
+    return _kept.get() is not None
 
 
 @contextmanager

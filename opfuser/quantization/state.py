@@ -132,8 +132,7 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
         state.amax_history = old.new_zeros(length, len(ROLES))
         kept = min(length, len(old))
         state.amax_history[:kept] = old[:kept]
-    if state.recipe is not recipe:
-        state.recipe = recipe
+    state.recipe = recipe
     if not in_backward():  # there the region is closed
         state.group = group
     return state

@@ -118,7 +118,7 @@ def test_a_head_is_left_in_high_precision(grad: bool) -> None:
     with opfuser.autocast(recipe=CURRENT), torch.set_grad_enabled(grad):
         plan = head.plan(X, targets)
     assert plan.quantized == ()
-    assert [at for at, _ in plan.high_precision] == [0]
+    assert [(at, why.code) for at, why in plan.high_precision] == [(0, "CONFLICT")]
 
 
 def steps(seq: opfuser.Sequential, inputs: list[Tensor], recipe: Recipe) -> list[Tensor]:

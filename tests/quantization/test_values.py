@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,6 +147,24 @@ def test_modes_of_each_gemm(mode: str) -> None:
     at = ["fprop", "dgrad", "wgrad"].index(mode)
     assert found[at] < 1e-6
     assert all(e > 1e-3 for n, e in enumerate(found) if n != at)
+
+
+@each_recipe
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_one_gradient_alone(recipe: Recipe, wanted: str) -> None:
+    """It is the one that all three together give."""
+    model, x = opfuser.Sequential(opfuser.Linear(128, 128)), torch.randn(5, 128)
+    dy = torch.randn(5, 128)
+    grads = []
+    for alone in (False, True):
+        own = copy.deepcopy(model)
+        tensors = {"x": x.clone(), **dict(own[0].named_parameters())}
+        for name, t in tensors.items():
+            t.requires_grad_(not alone or name == wanted)
+        with opfuser.autocast(recipe=recipe):
+            y = own(tensors["x"])
+        grads.append(torch.autograd.grad(y, tensors[wanted], dy)[0])
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
 
 
 @each_recipe

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from ...quantization.quantizers import OperandQuantizer, has_hardware
 from ...quantization.region import amax_group
 from ...recipe import Recipe
 from .linear import LinearPart
-from .part import Gradients, PartGrads
+from .part import Gradients
 
 __all__ = ["QuantizedLinearPart", "linear_part"]
 
@@ -69,6 +67,7 @@ class QuantizedLinearPart(LinearPart):
     ) -> tuple[Tensor, ExtraTensors]:
         ctx = ctxs[0]
         ctx.group = amax_group()
+        ctx.sums_columns = self.bias is not None and True in ctxs[1].needs.parameters
         x, w = self.linear.operands(ctx, x, save=False)
         b = None if self.bias is None else self.bias.operand(x, w)
         save_input = save_input and ctx.requires_grad
@@ -115,23 +114,6 @@ class QuantizedLinearPart(LinearPart):
             codes = quantizer.input(gemm.as_rows(x), rows=True, cols=False)
         return self._product(ctxs[0], x, codes, w, b)
 
-    def backward(
-        self,
-        ctxs: Contexts,
-        dy: Tensor,
-        x: Tensor | None,
-        grad_extra_outputs: ExtraTensors,
-        *,
-        want_output: bool,
-    ) -> PartGrads:
-        self._note_bias(ctxs)
-        return super().backward(ctxs, dy, x, grad_extra_outputs, want_output=want_output)
-
-    def _note_bias(self, ctxs: Contexts) -> None:
-        """Has whoever quantises the gradient of the output first sum its columns."""
-        if self.bias is not None and True in ctxs[1].needs.parameters:
-            ctxs[0].wants_column_sum = True
-
     def _input_grad(self, ctx: OperationContext, dy: Tensor) -> Tensor:
         w = ctx.saved_tensors[1]
         if self.recipe.dgrad != "fp8":
@@ -144,7 +126,6 @@ class QuantizedLinearPart(LinearPart):
 
     def parameter_grads(self, ctxs: Contexts, dy: Tensor, x: Tensor | None) -> list[Gradients]:
         ctx, dw, db = ctxs[0], None, None
-        self._note_bias(ctxs)
         if ctx.needs.parameters[0]:
             dw = self._weight_grad(ctx, dy, x)
         own: list[Gradients] = [(dw,)]
@@ -171,19 +152,19 @@ class QuantizedLinearPart(LinearPart):
         return self.linear.hand_over(Computed(dw), ctx)
 
     def _grad_codes(self, ctx: OperationContext, dy: Tensor) -> Codes:
-        """The gradient of the output, quantised once for the GEMMs that take it."""
-        own: dict[str, Any] = ctx.__dict__
-        codes: Codes | None = own.get("grad_codes")
+        """The gradient of the output, quantised once for the GEMMs that take it.
+
+        Its columns are summed for the bias where the weight's gradient reads them anyway.
+        """
+        codes: Codes | None = ctx.__dict__.get("grad_codes")
         if codes is None:
             w = ctx.saved_tensors[1]
             rows = ctx.needs.input and self.recipe.dgrad == "fp8"
             cols = ctx.needs.parameters[0] and self.recipe.wgrad == "fp8"
             dy = gemm.as_rows(cast(dy, w.dtype)).contiguous()
-            codes = self._quantizer(ctx).grad_output(
-                dy, rows=rows, cols=cols, column_sum=own.get("wants_column_sum", False)
+            codes = ctx.grad_codes = self._quantizer(ctx).grad_output(
+                dy, rows=rows, cols=cols, column_sum=ctx.sums_columns and cols
             )
-            if rows and cols:
-                ctx.grad_codes = codes
         return codes
 
     def _quantizer(self, ctx: OperationContext) -> OperandQuantizer:
