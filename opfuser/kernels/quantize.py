@@ -21,7 +21,10 @@ from .column_sums import sum_columns
 from .launch import Launch, has_fp8
 from .quantize_plain import (
     BLOCK,
+    BlockScaling,
     Codes,
+    Scaling,
+    TensorScaling,
     amax_of,
     by_blocks_plain,
     by_squares_plain,
@@ -32,7 +35,10 @@ from .quantize_plain import (
 from .tiling import cdiv, empty_contiguous, rows_of
 
 __all__ = [
+    "BlockScaling",
     "Codes",
+    "Scaling",
+    "TensorScaling",
     "Tile",
     "amax_of",
     "empty_codes",

@@ -13,7 +13,10 @@ from torch.nn.functional import pad
 
 __all__ = [
     "BLOCK",
+    "BlockScaling",
     "Codes",
+    "Scaling",
+    "TensorScaling",
     "amax_of",
     "by_blocks_plain",
     "by_squares_plain",
@@ -51,6 +54,36 @@ class Codes(NamedTuple):
     cols: Tensor | None
     col_scale: Tensor | None
     column_sum: Tensor | None
+
+
+class TensorScaling(NamedTuple):
+    """One given scale for a tensor.
+
+    Attributes:
+        scale: s, (1,) in fp32; None: nothing is encoded, amax alone is raised.
+        dtype: of the codes.
+        amax: (1,) in fp32, not negative, or None; becomes ``max(amax, max |x|)`` in place, and NaN
+            wins.
+    """
+
+    scale: Tensor | None
+    dtype: torch.dtype
+    amax: Tensor | None = None
+
+
+class BlockScaling(NamedTuple):
+    """A scale for each 128 neighbours along a row, for columns along a column.
+
+    Attributes:
+        dtype: of the codes.
+        power_of_two: whether scales are powers of two.
+    """
+
+    dtype: torch.dtype
+    power_of_two: bool = True
+
+
+Scaling = TensorScaling | BlockScaling
 
 
 def largest(dtype: torch.dtype) -> float:
