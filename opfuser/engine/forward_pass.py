@@ -149,8 +149,8 @@ def _general_forward(
         ctxs,
         x,
         basic_op_extra_inputs=given,
-        prev_op_grad_output_quantizer=None,
-        next_op_input_quantizer=None,
+        prev_op_grad_output_quantizer=general.quantizers[0],
+        next_op_input_quantizer=general.quantizers[1],
         basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
     )
     if len(extra_outputs) != count:

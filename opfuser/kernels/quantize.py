@@ -29,6 +29,7 @@ from .quantize_plain import (
     by_blocks_plain,
     by_squares_plain,
     by_tensor_plain,
+    dequantize,
     largest,
     scale_for_plain,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "TensorScaling",
     "Tile",
     "amax_of",
+    "dequantize",
     "empty_codes",
     "largest",
     "quantize_by_blocks",

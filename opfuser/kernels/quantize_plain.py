@@ -21,6 +21,7 @@ __all__ = [
     "by_blocks_plain",
     "by_squares_plain",
     "by_tensor_plain",
+    "dequantize",
     "encode",
     "largest",
     "raise_amax",
@@ -144,6 +145,23 @@ def tensor_codes(
         inverse if cols else None,
         _column_sum(x) if column_sum else None,
     )
+
+
+def dequantize(codes: Codes, rows: int, dtype: torch.dtype) -> Tensor:
+    """The values of a matrix of so many rows, (R, C); scales are (1,) or of blocks."""
+    matrix, scale = codes.rows, codes.row_scale
+    if matrix is None:
+        matrix, scale = codes.cols, codes.col_scale
+    assert matrix is not None
+    assert scale is not None
+    values = matrix.to(torch.float32)
+    if scale.dim() == 1:
+        values *= scale
+    else:
+        values *= scale.t().repeat_interleave(BLOCK, 1)
+    if codes.rows is None:
+        values = values.t()
+    return values[:rows].to(dtype).contiguous()
 
 
 def _without_padding(codes: Tensor, rows: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..kernels.quantize import amax_of, scale_for
+from ..kernels.quantize import scale_for
 from ..op import RESTORED_CHILDREN, FusibleOperation
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
 
@@ -51,14 +51,19 @@ class QuantizationState(nn.Module):
         # Whether each scale comes from values, so that a first call can look at its own.
         self.known = [False] * len(ROLES)
 
-    def scale_of(self, role: str, x: Tensor, recipe: Stateful) -> Tensor:
-        """(1,): the scale for ``x``."""
+    def knows(self, role: str, recipe: Stateful) -> bool:
+        """Whether there is a scale for the role; predicted scaling takes its first from values."""
+        return self.known[ROLES.index(role)] or not isinstance(recipe, Float8PredictedScaling)
+
+    def learn(self, role: str, amax: Tensor, recipe: Stateful) -> None:
+        """Takes the first scale for the role from a largest value, (1,)."""
+        self.known[ROLES.index(role)] = True
+        self.scale_of(role).copy_(scale_for(amax, recipe.dtype(role)))
+
+    def scale_of(self, role: str) -> Tensor:
+        """(1,): what values are multiplied by."""
         n = ROLES.index(role)
-        scale = self.scale[n : n + 1]
-        if isinstance(recipe, Float8PredictedScaling) and not self.known[n]:
-            self.known[n] = True
-            scale.copy_(scale_for(amax_of(x), recipe.dtype(role)))
-        return scale
+        return self.scale[n : n + 1]
 
     def amax_seen(self, role: str) -> Tensor:
         """(1,): raised by whoever quantises a tensor."""
