@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from opfuser.kernels.launch import INTERPRETED, Recorded, recorded
+from opfuser.kernels.scales import KeptScales, update_scales
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 if INTERPRETED:
     pytest.skip("the interpreter's process compiles nothing", allow_module_level=True)
 
 from tests.kernels.compiling import Report, compiled, identity
-from tests.kernels.shipping import Family
+from tests.kernels.shipping import Family, empty
 
 SHIPPED = Path(__file__).parent / "shipped"
 FAMILIES: dict[str, Family] = {
@@ -94,6 +95,16 @@ def test_what_is_shipped_compiles_and_spills_nothing(family: str) -> None:
         for capability in (80, 100):
             if exists(all_of_them[binary][1], capability):
                 check(*all_of_them[binary], capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_updates_of_scales_compile(capability: int) -> None:
+    """Not among the above: rows of three elements are no wide accesses."""
+    buffers = empty(3, dtype=torch.float32), empty(1024, 3, dtype=torch.float32)
+    e4m3 = torch.float8_e4m3fn
+    kept = KeptScales(*buffers, torch.empty_like(buffers[0]), (e4m3,) * 3, 0, False)
+    (noted,) = launches(lambda: update_scales([kept]))
+    assert compiled(noted, capability).stack == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -129,13 +129,19 @@ def inverse_of(scale):
 
 
 @triton.jit
-def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The scale of what is at most amax, as ``quantize.scale_for`` defines it."""
-    top = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
+def scale_to(top, amax, POWER_OF_TWO: tl.constexpr):
+    """The scale that takes amax to ``top``, as ``quantize.scale_for`` defines it."""
     scale = tl.minimum(tl.div_rn(top, tl.where(amax == 0.0, top, amax)), HUGE)
     if POWER_OF_TWO:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale of what is at most amax, as ``quantize.scale_for`` defines it."""
+    top = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
+    return scale_to(top, amax, POWER_OF_TWO)
 
 
 @triton.jit
