@@ -49,6 +49,8 @@ class LinearPart(Part):
     """
 
     parameters_apart: ClassVar[bool] = True
+    # Whether ranks exchange data around its GEMMs.
+    communicates: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -58,7 +60,8 @@ class LinearPart(Part):
         *,
         add: AddExtraInput | None = None,
     ) -> None:
-        insist(forward_refusal(linear) or backward_refusal(linear), where)
+        if not self.communicates:
+            insist(forward_refusal(linear) or backward_refusal(linear), where)
         self.ops = tuple(op for op in (linear, bias, add) if op is not None)
         self.linear, self.bias, self.add = linear, bias, add
 

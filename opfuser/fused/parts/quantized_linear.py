@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ... import gemm
-from ...basic._weight_grad import Computed
+from ...basic._distributed import (
+    gather_input,
+    gather_output_grad,
+    reduce_input_grad,
+    reduce_output,
+)
+from ...basic._weight_grad import ScaledProduct
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.basic_linear import BasicLinear
 from ...basic.bias import Bias, bias_grad
 from ...context import Contexts, ExtraTensors
 from ...fusion import Env
-from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward, scaled_wgrad
+from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
 from ...kernels.quantize import Codes
 from ...kernels.scalar import cast
 from ...quantization.quantizers import (
@@ -39,7 +45,12 @@ def linear_part(
     env: Env | None = None,
 ) -> LinearPart:
     """The part for a linear operation in a call, quantised where its recipe says so."""
-    if env is None or env.recipe is None or linear.quantized_refusal(env) is not None:
+    if (
+        env is None
+        or env.recipe is None
+        or linear.communicates  # LinearPart refuses it
+        or linear.quantized_refusal(env) is not None
+    ):
         return LinearPart(linear, bias, where, add=add)
     return QuantizedLinearPart(linear, bias, where, add=add, recipe=env.recipe)
 
@@ -50,10 +61,16 @@ class QuantizedLinearPart(LinearPart):
     Saves the weight, and of its input the codes by columns, one byte each, unless the part before
     recomputes it. The weight is quantised in each pass for the layout that it needs there.
 
+    Where ranks exchange data, it is in the dtype of the operation: an input or a gradient is
+    gathered before it is quantised, and outputs of GEMMs are reduced. A gathered input is not
+    saved, but that of this rank, and gathered again in backward.
+
     Args:
         linear, bias, where, add: as of :class:`LinearPart`.
         recipe: how it is quantised.
     """
+
+    communicates: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -70,7 +87,8 @@ class QuantizedLinearPart(LinearPart):
 
     def input_quantizer(self, ctxs: Contexts, *, save_input: bool) -> Quantizer | None:
         by_cols = self._saves(ctxs, save_input)
-        if self.recipe.fprop != "fp8" or (by_cols and not self._saves_codes):
+        gathers = self.linear.sharding.gathers_input
+        if self.recipe.fprop != "fp8" or (by_cols and not self._saves_codes) or gathers:
             return None
         return Quantizer(self._operands, "input", True, by_cols)
 
@@ -83,7 +101,8 @@ class QuantizedLinearPart(LinearPart):
     @property
     def _saves_codes(self) -> bool:
         # What recomputes the output needs more of the input than wgrad does.
-        return not self.recomputed and self.recipe.wgrad == "fp8"
+        gathers = self.linear.sharding.gathers_input
+        return not self.recomputed and self.recipe.wgrad == "fp8" and not gathers
 
     def forward(
         self,
@@ -94,8 +113,9 @@ class QuantizedLinearPart(LinearPart):
         save_input: bool,
         quantizer: Quantizer | None = None,
     ) -> tuple[Tensor, ExtraTensors]:
-        ctx = ctxs[0]
-        x, w = self.linear.operands(ctx, x, save=False)
+        ctx, sharding = ctxs[0], self.linear.sharding
+        local, w = self.linear.operands(ctx, x, save=False, gather=False)
+        x = gather_input(local, sharding)
         b = None if self.bias is None else self.bias.operand(x, w)
         saves = self._saves(ctxs, save_input)
         by_cols = saves and self._saves_codes
@@ -107,10 +127,14 @@ class QuantizedLinearPart(LinearPart):
             codes = Quantizer(self._operands, "input", rows, by_cols).codes(gemm.as_rows(x))
         if ctx.requires_grad:
             kept = (codes.cols, codes.col_scale) if by_cols and codes is not None else (None, None)
-            ctx.save_for_backward(x if saves and not by_cols else None, w, *kept)
+            ctx.save_for_backward(local if saves and not by_cols else None, w, *kept)
             if self.recomputed and self.bias is not None:
                 ctxs[1].save_for_backward(b)
-        y = self._product(x, codes, w, b)
+        reduced = sharding.mode == "row"
+        y = self._product(x, codes, w, None if reduced else b)
+        if reduced:
+            y = reduce_output(y, sharding)
+            y = y if b is None else y.add_(b)
         nothing = [()] * len(self.ops)
         if self.add is None:
             return y, nothing
@@ -139,30 +163,34 @@ class QuantizedLinearPart(LinearPart):
     def grad_output_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         wanted, needs = self._grad_quantizer(ctxs), ctxs[0].needs
         plain = (needs.input and not wanted.rows) or (needs.parameters[0] and not wanted.cols)
-        if plain or self.add is not None or not (wanted.rows or wanted.cols):
+        gathers = self.linear.sharding.scatters_output
+        if plain or gathers or self.add is not None or not (wanted.rows or wanted.cols):
             return None
         return wanted
 
     def _grad_quantizer(self, ctxs: Contexts) -> Quantizer:
         """For the gradient of the output, once for both GEMMs, and the sums for the bias."""
         needs, recipe = ctxs[0].needs, self.recipe
+        # The bias behind the operation sees the rows of this rank, the GEMMs those of all.
+        sums = not self.linear.sharding.scatters_output and self.bias is not None
         return Quantizer(
             self._operands,
             "grad_output",
             needs.input and recipe.dgrad == "fp8",
             needs.parameters[0] and recipe.wgrad == "fp8",
-            self.bias is not None and True in ctxs[1].needs.parameters,
+            sums and True in ctxs[1].needs.parameters,
         )
 
     def _input_grad(self, ctxs: Contexts, dy: Any) -> Tensor:
-        w = ctxs[0].saved_tensors[1]
+        w, sharding = ctxs[0].saved_tensors[1], self.linear.sharding
+        dy = self._whole(ctxs, dy)
         if self.recipe.dgrad != "fp8":
-            return gemm.dgrad(dy, w)
+            return reduce_input_grad(gemm.dgrad(dy, w), sharding)
         rows = dy.numel() // dy.shape[-1]
         weight = self._operands.weight(w, self._source(), rows=False, cols=True)
         how = self._how("dgrad", w, w.dtype)
         dx = scaled_dgrad(self._grad_codes(ctxs, dy), weight, rows, how)
-        return dx.view(*dy.shape[:-1], w.shape[1])
+        return reduce_input_grad(dx.view(*dy.shape[:-1], w.shape[1]), sharding)
 
     def recomputed_input_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         if self.recipe.wgrad != "fp8":
@@ -172,13 +200,14 @@ class QuantizedLinearPart(LinearPart):
     def parameter_grads(self, ctxs: Contexts, dy: Any, x: Any) -> list[Gradients]:
         dw = db = None
         if ctxs[0].needs.parameters[0]:
-            dw = self._weight_grad(ctxs, dy, x)
+            dw = self._weight_grad(ctxs, self._whole(ctxs, dy), x)
         own: list[Gradients] = [(dw,)]
         if self.bias is not None:
             needs = ctxs[1].needs.parameters
             if True in needs:
-                codes = self._grad_codes(ctxs, dy)
-                db = codes.column_sum
+                wanted = self._grad_quantizer(ctxs)
+                if wanted.column_sum and (wanted.rows or wanted.cols):
+                    db = self._grad_codes(ctxs, dy).column_sum
                 db = bias_grad(dy) if db is None else cast(db, dy.dtype)
             own.append((db,) if True in needs else (None,) * len(needs))
         return own if self.add is None else [*own, ()]
@@ -186,18 +215,28 @@ class QuantizedLinearPart(LinearPart):
     def _weight_grad(self, ctxs: Contexts, dy: Any, x: Any) -> Tensor | None:
         ctx = ctxs[0]
         saved, w, cols, col_scale = ctx.saved_tensors
-        if self.recipe.wgrad != "fp8":
-            return self.linear.weight_grad(dy, saved if x is None else cast(x, w.dtype), ctx)
         if isinstance(x, QuantizedTensor):
             codes = x.codes
-        elif x is not None or cols is None:
-            x = saved if x is None else cast(x, w.dtype)
+        elif self.recipe.wgrad != "fp8" or cols is None:
+            x = gather_input(saved if x is None else cast(x, w.dtype), self.linear.sharding)
+            if self.recipe.wgrad != "fp8":
+                return self.linear.weight_grad(dy, x, ctx)
             codes = Quantizer(self._operands, "input", False, True).codes(gemm.as_rows(x))
         else:
             codes = Codes(None, None, cols, col_scale, None)
         dtype = self.linear.weight_grad_dtype(ctx, w)
-        dw = scaled_wgrad(self._grad_codes(ctxs, dy), codes, self._how("wgrad", w, dtype))
-        return self.linear.hand_over(Computed(dw), ctx)
+        product = ScaledProduct(self._grad_codes(ctxs, dy), codes, self._how("wgrad", w, dtype))
+        return self.linear.hand_over(product, ctx)
+
+    def _whole(self, ctxs: Contexts, dy: Any) -> Any:
+        """The gradient of the output as the GEMMs take it, gathered once for both."""
+        sharding, ctx = self.linear.sharding, ctxs[0]
+        if not sharding.scatters_output:
+            return dy
+        whole: Tensor | None = ctx.__dict__.get("whole_output_grad")
+        if whole is None:
+            whole = ctx.whole_output_grad = gather_output_grad(dy, sharding)
+        return whole
 
     def _grad_codes(self, ctxs: Contexts, dy: Any) -> Codes:
         """The gradient of the output, quantised once."""
