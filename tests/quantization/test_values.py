@@ -186,23 +186,6 @@ def test_what_is_not_finite_stays_so() -> None:
             assert not model(x).isfinite().any()
 
 
-@pytest.mark.parametrize("accumulate", ["main_grad", "grad"])
-def test_gradients_accumulate(accumulate: str) -> None:
-    how: Any = {f"accumulate_into_{accumulate}": True}
-    model = opfuser.Sequential(opfuser.BasicLinear(32, 16, **how))
-    plain = opfuser.Sequential(opfuser.BasicLinear(32, 16))
-    plain.load_state_dict(model.state_dict())
-    w: Any = next(model.parameters())
-    w.main_grad = torch.zeros(16, 32)
-    x = torch.randn(5, 32)
-    for m in (model, plain):
-        for _ in range(2):
-            with opfuser.autocast(recipe=CURRENT):
-                m(x).square().sum().backward()
-    found = w.main_grad if accumulate == "main_grad" else w.grad
-    torch.testing.assert_close(found, next(plain.parameters()).grad)
-
-
 def test_saves_one_byte_for_each_input() -> None:
     model = opfuser.Sequential(opfuser.BasicLinear(64, 64), opfuser.BasicLinear(64, 64))
     saved: list[Tensor] = []
