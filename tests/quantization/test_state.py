@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser
 from opfuser.kernels.launch import recorded
+from opfuser.kernels.quantize import TensorScaling
+from opfuser.quantization.quantizers import OperandQuantizer
 from opfuser.quantization.state import QuantizationState, state_of, update_scales
 from opfuser.recipe import DelayedScaling, Float8PredictedScaling, Recipe
 
@@ -42,7 +44,10 @@ def state(seq: Any) -> QuantizationState:
 def used_scale(seq: Any, recipe: Recipe = RECIPES[0]) -> float:
     """That of the next call's input."""
     with opfuser.autocast(recipe=recipe):
-        return state(seq).scale_of("input", X, recipe).item()  # type: ignore[arg-type]
+        scaling = OperandQuantizer(seq[0], recipe).given("input")
+    assert isinstance(scaling, TensorScaling)
+    assert scaling.scale is not None
+    return scaling.scale.item()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
@@ -154,8 +159,8 @@ def test_views_of_buffers_are_made_once() -> None:
     with Calls() as calls:
         own = state_of(seq[0], recipe, None)
         for role in ("input", "weight", "grad_output"):
-            scale, amax = own.scale_of(role, X, recipe), own.amax_seen(role)
+            scale, amax = own.scale_of(role), own.amax_seen(role)
             assert scale.shape == amax.shape == (1,)
     assert calls.names == []
     own.scale.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    assert own.scale_of("weight", X, recipe).item() == 2.0
+    assert own.scale_of("weight").item() == 2.0
