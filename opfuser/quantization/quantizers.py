@@ -36,9 +36,9 @@ __all__ = [
     "Quantizer",
     "has_hardware",
     "keep_quantized_weights",
+    "kept_weights",
     "rounded",
     "scalings",
-    "weights_are_kept",
 ]
 
 
@@ -137,15 +137,23 @@ class OperandQuantizer(NamedTuple):
         state.learn(role, amax, recipe)
         return TensorScaling(state.scale_of(role), dtype, state.amax_seen(role))
 
-    def weight(self, w: Tensor, source: Tensor | None, *, rows: bool, cols: bool) -> Codes:
+    def weight(
+        self,
+        w: Tensor,
+        source: Tensor | None,
+        kept: KeptWeights | None,
+        *,
+        rows: bool,
+        cols: bool,
+    ) -> Codes:
         """(N, K); both layouts, once, within :func:`keep_quantized_weights`.
 
         Args:
             w: the weight in the dtype that the operation computes in.
             source: the parameter that it comes from; None if it is computed anew at every call.
+            kept: :func:`kept_weights` in forward; autograd's threads do not see the block.
             rows, cols: which layouts are wanted.
         """
-        kept = _kept.get()
         # A recording outlives the block, and would read what it kept.
         if kept is None or source is None or is_recording():
             return self.quantize("weight", w, rows=rows, cols=cols)
@@ -248,12 +256,13 @@ class _Kept(NamedTuple):
     codes: Codes
 
 
-_kept: ContextVar[dict[object, _Kept] | None] = ContextVar("opfuser_weights", default=None)
+KeptWeights = dict[object, _Kept]
+_kept: ContextVar[KeptWeights | None] = ContextVar("opfuser_weights", default=None)
 
 
-def weights_are_kept() -> bool:
-    """Whether the caller is within :func:`keep_quantized_weights`."""
-    return _kept.get() is not None
+def kept_weights() -> KeptWeights | None:
+    """What is kept, if the caller is within :func:`keep_quantized_weights`."""
+    return _kept.get()
 
 
 @contextmanager

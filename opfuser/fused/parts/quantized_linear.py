@@ -18,7 +18,7 @@ from ...basic._weight_grad import ScaledProduct
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.basic_linear import BasicLinear
 from ...basic.bias import Bias, bias_grad
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, ExtraTensors, OperationContext
 from ...fusion import Env
 from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
 from ...kernels.quantize import Codes
@@ -28,6 +28,7 @@ from ...quantization.quantizers import (
     QuantizedTensor,
     Quantizer,
     has_hardware,
+    kept_weights,
 )
 from ...recipe import Recipe
 from .linear import LinearPart
@@ -114,6 +115,7 @@ class QuantizedLinearPart(LinearPart):
         quantizer: Quantizer | None = None,
     ) -> tuple[Tensor, ExtraTensors]:
         ctx, sharding = ctxs[0], self.linear.sharding
+        ctx.kept_weights = kept_weights()
         local, w = self.linear.operands(ctx, x, save=False, gather=False)
         x = gather_input(local, sharding)
         b = None if self.bias is None else self.bias.operand(x, w)
@@ -131,7 +133,7 @@ class QuantizedLinearPart(LinearPart):
             if self.recomputed and self.bias is not None:
                 ctxs[1].save_for_backward(b)
         reduced = sharding.mode == "row"
-        y = self._product(x, codes, w, None if reduced else b)
+        y = self._product(ctx, x, codes, w, None if reduced else b)
         if reduced:
             y = reduce_output(y, sharding)
             y = y if b is None else y.add_(b)
@@ -142,11 +144,13 @@ class QuantizedLinearPart(LinearPart):
         assert z is not None
         return self.add.reference(y, z), nothing
 
-    def _product(self, x: Any, codes: Codes | None, w: Tensor, b: Tensor | None) -> Tensor:
+    def _product(
+        self, ctx: OperationContext, x: Any, codes: Codes | None, w: Tensor, b: Tensor | None
+    ) -> Tensor:
         if self.recipe.fprop != "fp8":
             return gemm.forward(x, w, b)
         assert codes is not None
-        weight = self._operands.weight(w, self._source(), rows=True, cols=False)
+        weight = self._weight(ctx, w, rows=True)
         shape = x.numel() // x.shape[-1], w.shape[0]
         y = scaled_forward(codes, weight, shape, b, self._how("fprop", w, w.dtype))
         return y.view(*x.shape[:-1], w.shape[0])
@@ -158,7 +162,7 @@ class QuantizedLinearPart(LinearPart):
         codes = None
         if self.recipe.fprop == "fp8":
             codes = Quantizer(self._operands, "input", True, False).codes(gemm.as_rows(x))
-        return self._product(x, codes, w, b)
+        return self._product(ctxs[0], x, codes, w, b)
 
     def grad_output_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         wanted, needs = self._grad_quantizer(ctxs), ctxs[0].needs
@@ -187,7 +191,7 @@ class QuantizedLinearPart(LinearPart):
         if self.recipe.dgrad != "fp8":
             return reduce_input_grad(gemm.dgrad(dy, w), sharding)
         rows = dy.numel() // dy.shape[-1]
-        weight = self._operands.weight(w, self._source(), rows=False, cols=True)
+        weight = self._weight(ctxs[0], w, rows=False)
         how = self._how("dgrad", w, w.dtype)
         dx = scaled_dgrad(self._grad_codes(ctxs, dy), weight, rows, how)
         return reduce_input_grad(dx.view(*dy.shape[:-1], w.shape[1]), sharding)
@@ -253,8 +257,9 @@ class QuantizedLinearPart(LinearPart):
     def _operands(self) -> OperandQuantizer:
         return OperandQuantizer(self.linear, self.recipe)
 
-    def _source(self) -> Tensor | None:
-        return self.linear._parameters.get("weight")
+    def _weight(self, ctx: OperationContext, w: Tensor, *, rows: bool) -> Codes:
+        source = self.linear._parameters.get("weight")
+        return self._operands.weight(w, source, ctx.kept_weights, rows=rows, cols=not rows)
 
     def _how(self, product: str, w: Tensor, dtype: torch.dtype) -> Accumulation:
         return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device))
