@@ -41,9 +41,12 @@ __all__ = [
     "Scaling",
     "TensorScaling",
     "Tile",
+    "add_up",
     "amax_of",
     "dequantize",
+    "empty_block_scales",
     "empty_codes",
+    "empty_sums",
     "largest",
     "quantize_by_blocks",
     "quantize_by_squares",
@@ -150,7 +153,20 @@ def empty_codes(
     return padded, by_rows, by_cols
 
 
-def _sums(x: Tensor, padded: int, tile: Tile, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+def empty_block_scales(
+    x: Tensor, features: int, rows: bool, cols: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for scales of blocks in the layouts that are wanted."""
+    blocks = cdiv(x.shape[0], BLOCK)
+    of_rows, of_cols = (features // BLOCK, blocks * BLOCK), (blocks, features)
+    by_rows = x.new_empty(of_rows, dtype=torch.float32) if rows else None
+    by_cols = x.new_empty(of_cols, dtype=torch.float32) if cols else None
+    return by_rows, by_cols
+
+
+def empty_sums(
+    x: Tensor, padded: int, tile: Tile, wanted: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Memory for sums of columns and for those of each tile: the same one for a single tile."""
     if not wanted:
         return None, None
@@ -159,7 +175,8 @@ def _sums(x: Tensor, padded: int, tile: Tile, wanted: bool) -> tuple[Tensor | No
     return sums, sums if tiles == 1 else x.new_empty((tiles, features), dtype=torch.float32)
 
 
-def _add_up(sums: Tensor | None, parts: Tensor | None) -> None:
+def add_up(sums: Tensor | None, parts: Tensor | None) -> None:
+    """Fills in sums of columns from those of each tile."""
     if sums is not None and parts is not None and sums is not parts:
         sum_columns(parts, (sums,), (parts.shape[0],))
 
@@ -177,12 +194,12 @@ def _launch_by_tensor(
     tile = _BOTH if cols or column_sum else _ROWS
     padded, by_rows, by_cols = empty_codes(x, features, dtype, rows, cols)
     inverse = torch.empty_like(scale)
-    sums, parts = _sums(x, padded, tile, column_sum)
+    sums, parts = empty_sums(x, padded, tile, column_sum)
     launch = _tensor_launch(tile, dtype, x.element_size(), tile.even(count, features))
     x, stride = rows_of(x)
     tensors = (x, scale, by_rows, by_cols, inverse, amax, parts)
     launch((tile.programs(padded, features), 1, 1), tensors, (count, padded, features, stride))
-    _add_up(sums, parts)
+    add_up(sums, parts)
     return Codes(by_rows, inverse if rows else None, by_cols, inverse if cols else None, sums)
 
 
@@ -191,19 +208,15 @@ def _launch_by_blocks(
 ) -> Codes:
     count, features = x.shape
     padded, by_rows, by_cols = empty_codes(x, features, dtype, rows, cols)
-    row_scale = col_scale = None
-    if rows:
-        row_scale = x.new_empty((features // BLOCK, padded), dtype=torch.float32)
-    if cols:
-        col_scale = x.new_empty((padded // BLOCK, features), dtype=torch.float32)
-    sums, parts = _sums(x, padded, _SQUARE, column_sum)
+    row_scale, col_scale = empty_block_scales(x, features, rows, cols)
+    sums, parts = empty_sums(x, padded, _SQUARE, column_sum)
     even = _SQUARE.even(count, features)
     launch = _square_launch("by_blocks", dtype, x.element_size(), even, power_of_two)
     x, stride = rows_of(x)
     tensors = (x, by_rows, row_scale, by_cols, col_scale, parts)
     grid = (_SQUARE.programs(padded, features), 1, 1)
     launch(grid, tensors, (count, padded, features, stride))
-    _add_up(sums, parts)
+    add_up(sums, parts)
     return Codes(by_rows, row_scale, by_cols, col_scale, sums)
 
 

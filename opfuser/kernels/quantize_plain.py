@@ -24,6 +24,7 @@ __all__ = [
     "dequantize",
     "encode",
     "largest",
+    "quantize_plain",
     "raise_amax",
     "scale_for_plain",
     "tensor_codes",
@@ -207,6 +208,20 @@ def by_blocks_plain(
         col_scale = s.reciprocal()
     sums = _column_sum(x) if column_sum else None
     return Codes(row_codes, row_scale, col_codes, col_scale, sums)
+
+
+def quantize_plain(
+    x: Tensor, scaling: Scaling, rows: bool, cols: bool, column_sum: bool = False
+) -> Codes:
+    """Codes of a matrix as ``scaling`` says; amax is raised."""
+    if isinstance(scaling, BlockScaling):
+        dtype, power_of_two = scaling
+        return by_blocks_plain(x, dtype, rows, cols, power_of_two, column_sum)
+    scale, dtype, amax = scaling
+    raise_amax(amax, x)
+    if scale is None:
+        return Codes(None, None, None, None, _column_sum(x) if column_sum else None)
+    return tensor_codes(x, scale, dtype, rows, cols, column_sum)
 
 
 def by_squares_plain(
