@@ -42,3 +42,15 @@ with opfuser.autocast(recipe=decoder.recipe):
 resumed = decoder_lm(config)
 resumed.load_state_dict(state)
 assert torch.equal(resumed(tokens[:, :-1], tokens[:, 1:]), decoder(tokens[:, :-1], tokens[:, 1:]))
+
+# --8<-- [start:watch]
+with opfuser.watch_quantization(model) as tensors:
+    with opfuser.autocast(recipe=DelayedScaling()):
+        loss = model(x).square().mean()
+    loss.backward()
+for tensor in tensors:
+    if tensor.saturated or tensor.underflowed > 0.1 * tensor.elements:
+        print(tensor)
+# --8<-- [end:watch]
+assert {tensor.role for tensor in tensors} == {"input", "weight", "grad_output"}
+assert {tensor.operation for tensor in tensors} == {"0"}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ExtraInputGradientCountError, ParameterGradientCountError, explain
 from ..op import OperationContext
+from ..quantization.watch import is_watched
 from .routing import Slot
 from .schedule import GeneralBackward, Schedule
 
@@ -101,7 +102,7 @@ def _revive_all(
     for i, reads in general.contexts:
         span = None if reads is None else (base + reads[0], base + reads[1])
         ctxs.append(_revive(contexts[i], saved, span))
-    if general.quantizer is not None:
+    if general.quantizer is not None and not is_watched():
         if ctxs[0] is contexts[general.contexts[0][0]]:  # that of forward, never written to
             ctxs[0] = _revived(ctxs[0])
         ctxs[0].grad_input_quantizer = general.quantizer

@@ -17,6 +17,7 @@ from ..errors import (
     explain,
 )
 from ..op import OperationContext, new_context
+from ..quantization.watch import is_watched
 from .routing import Slot
 from .schedule import GeneralForward, Schedule
 
@@ -150,7 +151,8 @@ def _general_forward(
         x,
         basic_op_extra_inputs=given,
         prev_op_grad_output_quantizer=general.quantizers[0],
-        next_op_input_quantizer=general.quantizers[1],
+        # Where codes are told of, who multiplies by them makes them.
+        next_op_input_quantizer=None if is_watched() else general.quantizers[1],
         basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
     )
     if len(extra_outputs) != count:

@@ -29,6 +29,7 @@ from ..recipe import Float8BlockScaling, Float8CurrentScaling, QParams, Recipe
 from ..recording import is_recording
 from .region import amax_group
 from .state import Stateful, state_of
+from .watch import is_watched, tell
 
 __all__ = [
     "OperandQuantizer",
@@ -99,7 +100,12 @@ class OperandQuantizer(NamedTuple):
         self, role: str, x: Tensor, *, rows: bool, cols: bool, column_sum: bool = False
     ) -> Codes:
         """Codes of a matrix in the layouts that are wanted, and the sums of its columns."""
-        wants: Any = {"rows": rows, "cols": cols}
+        codes = self._codes(role, x, {"rows": rows, "cols": cols}, column_sum)
+        if is_watched():
+            tell(self.op, role, x, codes)
+        return codes
+
+    def _codes(self, role: str, x: Tensor, wants: Any, column_sum: bool) -> Codes:
         if role == "weight" and isinstance(self.recipe, Float8BlockScaling):
             powers = self.recipe.fp8_quant_fwd_weight.power_2_scale
             return quantize_by_squares(x, self.recipe.dtype(role), **wants, power_of_two=powers)

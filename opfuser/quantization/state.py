@@ -17,7 +17,7 @@ from ..kernels.scales import update_scales as update_together
 from ..op import RESTORED_CHILDREN, FusibleOperation
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
 
-__all__ = ["ROLES", "QuantizationState", "in_backward", "state_of", "update_scales"]
+__all__ = ["ROLES", "QuantizationState", "enter_region", "in_backward", "state_of", "update_scales"]
 
 ROLES = ("input", "weight", "grad_output")
 _NUMBERS = {role: n for n, role in enumerate(ROLES)}
@@ -77,7 +77,8 @@ class QuantizationState(nn.Module):
     def _enter(self) -> None:
         """Is updated from now on."""
         self.number = next(_numbers)  # the same order in every rank
-        self.group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None  # of ranks that it agrees with
+        self.row = -1  # of the tensor in which they do
         self._parts: _Parts | None = None
         _all[self.number] = self
 
@@ -117,7 +118,7 @@ class QuantizationState(nn.Module):
             or parts.kept.scale is not buffers["scale"]
             or parts.kept.history is not buffers["amax_history"]
             or parts.kept.amax is not buffers["amax"]
-            or (parts.recipe is not recipe and parts.recipe != recipe)
+            or parts.recipe is not recipe
             or parts.addresses != _addresses(parts.kept)  # of .data that was replaced
         ):
             self._parts = parts = self._make_parts()
@@ -188,10 +189,14 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
             state.amax_history = old.new_zeros(length, len(ROLES))
         kept = min(length, len(old))
         state.amax_history[:kept] = old[:kept]
-    if state.recipe is not recipe:  # a module's attribute takes half a microsecond to set
+    if state.recipe is not recipe and state.recipe != recipe:  # a region may have its own object
         state.recipe = recipe
+    if not recipe.reduce_amax:
+        group = None
     if state.group is not group and not in_backward():  # there the region is closed
         state.group = group
+        if group is not None:
+            state.row = _join(group, state.scale.device)
     return state
 
 
@@ -209,27 +214,66 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+class _Members(NamedTuple):
+    """Of a group: the states that have ever agreed in it, and where they do."""
+
+    states: int
+    device: torch.device
+
+
+# States die when the garbage is collected, in each rank at another time. What ranks do together
+# follows from the calls alone: from the regions that were opened, and the states' first calls.
+_members: weakref.WeakKeyDictionary[dist.ProcessGroup, _Members] = weakref.WeakKeyDictionary()
+_groups: dict[dist.ProcessGroup, None] = {}  # of regions since the last update, in their order
+
+
+def _join(group: dist.ProcessGroup, device: torch.device) -> int:
+    """The row of a state that is new to a group."""
+    count, chosen = _members.get(group, (0, device))
+    # NCCL takes no tensors of a CPU.
+    _members[group] = _Members(count + 1, chosen if chosen.type == "cuda" else device)
+    return count
+
+
+def enter_region(recipe: Recipe, group: dist.ProcessGroup | None, *, outermost: bool) -> None:
+    """Updates the scales of all operations, if the region that opens is in no other one."""
+    if not (isinstance(recipe, Stateful) and recipe.reduce_amax):
+        group = None
+    if group is not None:
+        _groups[group] = None
+    if outermost:
+        update_scales()
+    if group is not None:
+        _groups[group] = None
+
+
 def update_scales() -> None:
     """Updates the scales of all operations from what they have seen since the last time.
 
     Not within a backward pass, where a checkpoint computes a forward again: it is to see the scales
-    of the first time.
+    of the first time. States that agree with other ranks wait for a region with their group.
     """
-    if not _all or in_backward():
+    if not (_all or _groups) or in_backward():
         return
+    groups = list(_groups)
+    _groups.clear()
     states = list(_all.values())  # in the order of their numbers
-    _agree(states)
-    update_together([kept for state in states if (kept := state.kept()) is not None])
+    for group in groups:
+        _agree(group, [state for state in states if state.group is group])
+    ready = [state for state in states if state.group is None or state.group in groups]
+    update_together([kept for state in ready if (kept := state.kept()) is not None])
 
 
-def _agree(states: list[QuantizationState]) -> None:
-    """Has the ranks of each group take the largest of their values."""
-    groups: dict[int, list[QuantizationState]] = {}
+def _agree(group: dist.ProcessGroup, states: list[QuantizationState]) -> None:
+    """Has the ranks of a group take the largest of their values, in one reduction."""
+    members = _members.get(group)
+    if members is None or not dist.is_initialized():  # any more
+        return
+    rows = [torch.zeros(len(ROLES), device=members.device)] * members.states
     for state in states:
-        if state.group is not None and state.recipe is not None and state.recipe.reduce_amax:
-            groups.setdefault(id(state.group), []).append(state)
-    for members in groups.values():
-        together = torch.stack([state.amax for state in members])
-        dist.all_reduce(together, dist.ReduceOp.MAX, members[0].group)
-        for state, amax in zip(members, together):
-            state.amax.copy_(amax)
+        rows[state.row] = state.amax.to(members.device, non_blocking=True)
+    # What a backend makes of NaN is its own. What overflowed in one rank says nothing of others.
+    together = torch.stack(rows).nan_to_num_(0.0, 0.0)
+    dist.all_reduce(together, dist.ReduceOp.MAX, group)
+    for state in states:
+        state.amax.copy_(together[state.row], non_blocking=True)

@@ -21,6 +21,7 @@ from ...context import (
 from ...fusion import Env, QuantizedEdge, Stage
 from ...op import BasicOperation, FusedOperation
 from ...quantization.quantizers import Quantizer
+from ...quantization.watch import is_watched
 from .part import Gradients, Part, Quantizers, no_gradients
 
 __all__ = ["Edge", "Pipeline"]
@@ -167,6 +168,8 @@ class Pipeline(FusedOperation):
                 quantizer = self._input_quantizer(behind, basic_op_ctxs)
             elif next_op_input_quantizer is not None and own.stop == len(basic_op_ctxs):
                 quantizer = next_op_input_quantizer
+            if is_watched():  # who multiplies by the codes makes them, and tells of them
+                quantizer = None
             y, outputs = part.forward(
                 ctxs, y, basic_op_extra_inputs[own], save_input=save_input, quantizer=quantizer
             )
@@ -203,6 +206,8 @@ class Pipeline(FusedOperation):
                 of_dx = before.part.grad_output_quantizer(basic_op_ctxs[before.own])
             if behind is not None and want:
                 of_output = behind.part.recomputed_input_quantizer(basic_op_ctxs[behind.own])
+            if is_watched():
+                of_dx = of_output = None
             grads = part.backward(
                 ctxs,
                 dy,
