@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import opfuser
@@ -65,7 +64,7 @@ class Kept:
 
 
 def ours(make: Callable[[], nn.Module], source: nn.Module) -> dict[str, Function]:
-    """opfuser in bf16 and in each recipe; each has scales of its own."""
+    """Opfuser in bf16 and in each recipe; each has scales of its own."""
     delayed = region(RECIPES["delayed"])
     return {
         "opfuser": share(make(), source),

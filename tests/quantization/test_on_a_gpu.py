@@ -1,4 +1,4 @@
-"""Blocks in bf16 on a GPU: as close to float64 as their format, and equal to the CPU's emulation."""
+"""Blocks in bf16 on a GPU: close to float64 as their format is, and equal to the emulation."""
 
 from __future__ import annotations
 
