@@ -34,6 +34,8 @@ _FORWARD = Tile(32, BLOCK, 4)  # 1.01 of 8192 x 14336 in blocks; with 8 warps 0.
 # groups 0.342 ms. With an access of 16 bytes and 4 warps, 0.340.
 _BACKWARD = Tile(64, 64, 8, group=4, access=8)
 _MAXIMA = Tile(32, BLOCK, 4)  # not measured; nothing is transposed
+# Not measured. 99 to 136 registers on sm_90, mostly below the 128 with which two programs fit a
+# multiprocessor; of 64 rows at a time 169 to 192.
 _BACKWARD_BLOCKS = Tile(BLOCK, BLOCK, 8)
 _STEP = 32  # rows at a time
 
