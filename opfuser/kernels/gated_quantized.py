@@ -116,7 +116,7 @@ def _launch_backward(
         h_scale = _inverse(h)
         how = dx.scale, h.scale, row_scale, h_scale, dx.amax, h.amax
     sums, parts = empty_sums(x, padded, tile, column_sum)
-    formats = *_formats(dx), *_formats(h, "H_")
+    formats: tuple[tuple[str, int], ...] = (*_formats(dx), *_formats(h, "H_"))
     if tile is _BACKWARD_BLOCKS:
         formats += (("STEP", _STEP),)
     even = tile.even(count, features)
