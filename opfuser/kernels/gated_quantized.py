@@ -29,10 +29,10 @@ from .tiling import rows_of
 __all__ = ["GatedGrads", "gated_backward_quantized", "gated_forward_quantized"]
 
 # Shares are those of a device-to-device copy of as many bytes on an H200, for SwiGLU.
-_FORWARD = Tile(32, BLOCK, 4)  # 1.01 of 8192 x 14336 in blocks; with 8 warps 0.92
-# 0.93 of 8192 x 14336 with amax, 0.330 ms, of a kernel that took all four rows at a time; without
-# groups 0.342 ms. With an access of 16 bytes and 4 warps, 0.340.
-_BACKWARD = Tile(64, 64, 8, group=4, access=8)
+_FORWARD = Tile(32, BLOCK, 4)  # 0.98 of 8192 x 14336, and 0.80 in blocks
+# 0.93 of 8192 x 14336 with amax, 0.333 ms. 64 x 64: 0.340 ms, without groups 0.351, and with 16
+# bytes at once 0.431.
+_BACKWARD = Tile(64, 128, 8, group=4, access=8)
 _MAXIMA = Tile(32, BLOCK, 4)  # not measured; nothing is transposed
 # Not measured. 99 to 136 registers on sm_90, mostly below the 128 with which two programs fit a
 # multiprocessor; of 64 rows at a time 169 to 192.

@@ -41,7 +41,6 @@ def test_blocks(recipe: Recipe, name: str, rows: int) -> None:
         assert plan is not None
         assert bool(plan.edges) == (not off and "two" not in name)
     for fused, apart, emulated, true in zip(*found.values(), exact, strict=True):
-        assert error(fused, true) < 0.125
         # Values that are rounded to bf16 in between, or summed in another order, have other codes.
-        assert error(fused, apart.double()) < 0.05
-        assert error(fused, emulated.double()) < 0.03
+        others = max(error(apart, true), error(emulated, true))
+        assert error(fused, true) < min(0.125, 1.25 * others + 0.005)

@@ -178,7 +178,7 @@ def in_row(col, VEC: tl.constexpr):
     So whatever the type; else each type had a layout of its own, and values changed threads on the
     way from loads to stores. VEC neighbours are at successive places, from a multiple of VEC on.
     """
-    return tl.max_contiguous(tl.multiple_of(col, VEC), VEC)[None, :]
+    return tl.max_contiguous(tl.multiple_of(col[None, :], (1, VEC)), (1, VEC))
 
 
 @triton.jit
