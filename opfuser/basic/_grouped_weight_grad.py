@@ -6,14 +6,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .. import gemm
 from ..errors import InputError, explain
 from ._autograd_state import Destination, destination
-from ._weight_grad import fitting_grad, grad_buffer, main_grad_buffer, mark_added
+from ._weight_grad import ScaledProduct, fitting_grad, grad_buffer, main_grad_buffer, mark_added
 
-__all__ = ["DelayedWgrads", "GroupedLinearSettings", "GroupedWgrad"]
+__all__ = [
+    "DelayedWgrads",
+    "GroupedLinearSettings",
+    "GroupedProduct",
+    "GroupedWgrad",
+    "ScaledGroupedProduct",
+]
 
 _WHERE = "GroupedLinear"
 
@@ -24,13 +31,59 @@ class GroupedLinearSettings(NamedTuple):
     delay_wgrad_compute: bool
 
 
-class GroupedWgrad(NamedTuple):
-    """All that the gradients of the weights are made of, and where they go.
+class GroupedProduct(NamedTuple):
+    """The gradients ``dy[rows of g]ᵀ x[rows of g]``, for GEMMs that compute them where they go.
 
     Attributes:
         dy: gradient of the output, (rows, out).
         x: input, (rows, in), of dy's dtype.
         groups: of the rows.
+    """
+
+    dy: gemm.Operand
+    x: gemm.Operand
+    groups: gemm.RowGroups
+
+    def values(self, *, stacked: bool) -> Tensor | Sequence[Tensor]:
+        """The gradients, as one tensor if ``stacked``."""
+        return gemm.grouped_wgrad(self.dy, self.x, self.groups, stacked=stacked)
+
+    def write(self, outs: Sequence[tuple[Tensor, bool] | None]) -> None:
+        """As :func:`opfuser.gemm.grouped_wgrad_into`."""
+        gemm.grouped_wgrad_into(outs, self.dy, self.x, self.groups)
+
+    def versions(self) -> list[int]:
+        """Change wherever what it is made of is written to."""
+        # torch counts changes, of whatever shares the memory, but for tensors of inference mode.
+        return [0 if t.is_inference() else t._version for t in (self.dy, self.x)]
+
+
+class ScaledGroupedProduct(NamedTuple):
+    """The same from fp8 codes, which are ours alone, group by group."""
+
+    products: Sequence[ScaledProduct]
+
+    def values(self, *, stacked: bool) -> Tensor | Sequence[Tensor]:
+        """The gradients, as one tensor if ``stacked``."""
+        grads = [product.value() for product in self.products]
+        return torch.stack(grads) if stacked else grads
+
+    def write(self, outs: Sequence[tuple[Tensor, bool] | None]) -> None:
+        """As :func:`opfuser.gemm.grouped_wgrad_into`."""
+        for product, target in zip(self.products, outs):
+            if target is not None:
+                product.write(target[0], accumulate=target[1])
+
+    def versions(self) -> list[int]:
+        """As of :class:`GroupedProduct`."""
+        return []
+
+
+class GroupedWgrad(NamedTuple):
+    """All that the gradients of the weights are made of, and where they go.
+
+    Attributes:
+        product: the gradients.
         needed: for each weight whether its gradient is.
         weights: those that forward used; empty if they are not known and not asked for.
         stacked: whether the weights are one tensor.
@@ -38,9 +91,7 @@ class GroupedWgrad(NamedTuple):
         number: the backward pass; None outside of one.
     """
 
-    dy: gemm.Operand
-    x: gemm.Operand
-    groups: gemm.RowGroups
+    product: GroupedProduct | ScaledGroupedProduct
     needed: tuple[bool, ...]
     weights: Sequence[nn.Parameter]
     stacked: bool
@@ -82,7 +133,7 @@ class GroupedWgrad(NamedTuple):
                     weight.grad = cast_dw if weight.grad is None else weight.grad + cast_dw
 
     def _compute(self) -> list[Tensor | None]:
-        dw = gemm.grouped_wgrad(self.dy, self.x, self.groups, stacked=self.stacked)
+        dw = self.product.values(stacked=self.stacked)
         grads = [dw] if isinstance(dw, Tensor) else dw
         return [g if needed else None for g, needed in zip(grads, self.needed)]
 
@@ -95,12 +146,18 @@ class GroupedWgrad(NamedTuple):
         )
 
     def _add_to_grads(self, buffer: Callable[[Tensor, Tensor], Tensor | None]) -> bool:
-        """Adds to the ``grad`` of each weight, if ``buffer`` finds all of them; tells whether."""
-        if self.groups.bounds is None or not self.weights:
+        """Adds to the ``grad`` of each weight, if ``buffer`` finds all of them; tells whether.
+
+        Only where GEMMs can: for others autograd moves no more bytes.
+        """
+        product = self.product
+        if not isinstance(product, GroupedProduct) or product.groups.bounds is None:
+            return False
+        if not self.weights:
             return False
         buffers: list[tuple[Tensor, bool] | None] = []
         for weight, needed in zip(self.weights, self.needed):
-            grad = buffer(weight, self.x) if needed else None
+            grad = buffer(weight, product.x) if needed else None
             if needed and grad is None:
                 return False
             buffers.append(None if grad is None else (grad, True))
@@ -111,7 +168,7 @@ class GroupedWgrad(NamedTuple):
         if self.stacked and buffers[0] is not None:
             whole, add = buffers[0]
             buffers = [(matrix, add) for matrix in whole]
-        gemm.grouped_wgrad_into(buffers, self.dy, self.x, self.groups)
+        self.product.write(buffers)
 
 
 class DelayedWgrads:
@@ -123,7 +180,7 @@ class DelayedWgrads:
 
     def add(self, work: GroupedWgrad) -> None:
         """Has ``work`` wait."""
-        self.pending.append((work, _versions(work)))
+        self.pending.append((work, work.product.versions()))
 
     def take(self) -> GroupedWgrad:
         """The work that waits longest.
@@ -132,7 +189,7 @@ class DelayedWgrads:
             InputError: what it is made of was written to since.
         """
         work, versions = self.pending.popleft()
-        if _versions(work) != versions:
+        if work.product.versions() != versions:
             raise InputError(
                 explain(
                     "Input and gradient of the output must stay as they are until backward_dw",
@@ -145,8 +202,3 @@ class DelayedWgrads:
 
     def __reduce__(self) -> tuple[type[DelayedWgrads], tuple[()]]:
         return type(self), ()
-
-
-def _versions(work: GroupedWgrad) -> list[int]:
-    # torch counts changes, of whatever shares the memory, but for tensors of inference mode.
-    return [0 if t.is_inference() else t._version for t in (work.dy, work.x)]

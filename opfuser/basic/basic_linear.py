@@ -24,6 +24,7 @@ from ._distributed import (
     refuse_reference,
     shard_linear,
 )
+from ._recipes import check_own_recipe, recipe_refusal
 from ._weight_grad import (
     Product,
     WeightGradient,
@@ -207,28 +208,12 @@ class BasicLinear(BasicOperation):
     def make_settings(self) -> BasicLinear.Settings:
         both = self.accumulate_into_main_grad, self.accumulate_into_grad
         refuse_both(*both, type(self).__name__)
-        if self.recipe not in ("inherit", None):
-            raise ArgumentError(
-                explain(
-                    "The recipe of an operation is 'inherit' or None",
-                    where=type(self).__name__,
-                    received=repr(self.recipe),
-                    remedy="Give a recipe of its own to a Sequential, or open opfuser.autocast",
-                )
-            )
+        check_own_recipe(self.recipe, type(self).__name__)
         return self.Settings(*both)
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
-        recipe = env.recipe
-        if self.recipe is None:
-            return Refusal("NO_RECIPE", "its recipe is None")
-        shape = self.local_out_features, self.local_in_features
-        multiple = 1 if recipe is None else recipe.multiple
-        if any(size % multiple or not size for size in shape):
-            return Refusal("SHAPE", f"its features, {shape}, are no multiples of {multiple}")
-        if (env.autocast_dtype or self.weight.dtype) == torch.float64:
-            return Refusal("DTYPE", "fp64 is not quantised")
-        return None
+        features = self.local_out_features, self.local_in_features
+        return recipe_refusal(self.recipe, features, self.weight, env)
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,

@@ -23,19 +23,20 @@ from ..context import (
 )
 from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
-from ..gemm import (
-    RowGroups,
-    as_rows,
-    grouped_dgrad,
-    grouped_forward,
-    has_grouped_gemm,
-    row_groups,
-)
+from ..gemm import as_rows, row_groups
 from ..op import BasicOperation, Dtypes, OperationContext
 from ._autograd_state import backward_pass
 from ._grouped_bias import grouped_bias, grouped_bias_grad, scale_grad
 from ._grouped_inputs import check_grouped_inputs
-from ._grouped_weight_grad import DelayedWgrads, GroupedLinearSettings, GroupedWgrad
+from ._grouped_products import PLAIN, GroupedProducts
+from ._grouped_weight_grad import (
+    DelayedWgrads,
+    GroupedLinearSettings,
+    GroupedProduct,
+    GroupedWgrad,
+    ScaledGroupedProduct,
+)
+from ._recipes import check_own_recipe, recipe_refusal
 from ._result_buffers import buffers_of_call, check_buffers, may_become_grad, overlap
 from ._weight_grad import keep_weights, kept_weights, refuse_both
 
@@ -58,6 +59,9 @@ class GroupedLinear(BasicOperation):
     On a GPU, bf16 with sizes that are multiples of 8 runs torch's grouped GEMM: split sizes on the
     GPU are then neither checked nor read back, and rows past their sum are left undefined. Weights
     stored as one spare that kernel a copy.
+
+    In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take FP8 operands; split
+    sizes on a GPU are then read by the host. ``recipe`` is as in ``BasicLinear``.
 
     Args:
         num_groups: number of transformations.
@@ -99,6 +103,7 @@ class GroupedLinear(BasicOperation):
 
     num_extra_inputs: int = 1
     backward_reads_parameters: ClassVar[bool] = True
+    recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
     replayable = False  # the host reads the split sizes
     read_only: ClassVar[frozenset[str]] = frozenset(
@@ -171,6 +176,7 @@ class GroupedLinear(BasicOperation):
     def make_settings(self) -> GroupedLinearSettings:
         both = self.accumulate_into_main_grad, self.accumulate_into_grad
         refuse_both(*both, type(self).__name__)
+        check_own_recipe(self.recipe, type(self).__name__)
         return self.Settings(*both, self.delay_wgrad_compute)
 
     @property
@@ -236,8 +242,10 @@ class GroupedLinear(BasicOperation):
             )
         return present
 
-    def quantized_refusal(self, env: Env) -> Refusal:
-        return Refusal("NO_RECIPE", "products of groups are not quantised")
+    def quantized_refusal(self, env: Env) -> Refusal | None:
+        features = self.out_features, self.in_features
+        weight = getattr(self, self._weight_names[0])
+        return recipe_refusal(self.recipe, features, weight, env)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.autocast or dtypes.first_parameter
@@ -245,9 +253,18 @@ class GroupedLinear(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
+        return self.forward_by(PLAIN, basic_op_ctxs[0], input_, given)
+
+    def forward_by(
+        self,
+        products: GroupedProducts,
+        ctx: OperationContext,
+        input_: Tensor,
+        given: ForwardArguments,
+    ) -> ForwardResult:
+        """:meth:`fuser_forward` of this operation alone, with other products."""
         where = type(self).__name__
         output, grad_input = buffers_of_call("GroupedLinear", **given["basic_op_kwargs"][0])
-        ctx = basic_op_ctxs[0]
         split_sizes, *others = given["basic_op_extra_inputs"][0]
         scales = others[0] if self.scale_bias else None
         assert split_sizes is not None
@@ -269,26 +286,26 @@ class GroupedLinear(BasicOperation):
             like = {"output": (shape, dtype), "grad_input": (input_.shape, input_.dtype)}
             check_buffers((output, grad_input), like, input_.device, others, where)
         x = as_rows(input_).to(dtype)
-        if split_sizes.is_cuda and not has_grouped_gemm(x, self.out_features):
+        if split_sizes.is_cuda and products.reads_sizes(x, self.out_features):
             split_sizes = split_sizes.cpu()  # backward needs them there too: wait for the GPU once
         groups = row_groups(split_sizes, x, where)
         out = None if output is None else as_rows(output)
-        y = grouped_forward(x, self._matrices(weights, dtype), groups, out=out)
+        save = ctx.requires_grad and self.wants_weights(ctx)
+        y, saved = products.forward(x, weights, groups, out=out, save=save)
         if biases:
             y += grouped_bias(self._table(biases), scales, groups, x.shape[0])
         if any(ctx.settings or self.frozen_settings(ctx)):
             keep_weights(ctx, weights)
         if ctx.requires_grad:
-            wants_weights = any(ctx.needs.parameters[: len(weights)])
-            ctx.save_for_backward(split_sizes, scales, x if wants_weights else None)
+            ctx.save_for_backward(split_sizes, scales, *saved)
             if grad_input is not None and ctx.needs.input:
                 ctx.grad_input = grad_input
         # Autograd must not take the caller's tensor, nor a view of it, for one of its own.
         return y.view(shape) if output is None else output.detach(), [()]
 
-    def _matrices(self, weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor | list[Tensor]:
-        matrices = [w.to(dtype) for w in weights]
-        return matrices[0] if self.single_grouped_weight else matrices
+    def wants_weights(self, ctx: OperationContext) -> bool:
+        """Whether a gradient of a weight will be read."""
+        return any(ctx.needs.parameters[: len(self._weight_names)])
 
     def _table(self, biases: Sequence[Tensor]) -> Tensor:
         return biases[0] if self.single_grouped_bias else torch.stack(list(biases))
@@ -300,27 +317,34 @@ class GroupedLinear(BasicOperation):
         *,
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> BackwardResult:
-        ctx = basic_op_ctxs[0]
-        split_sizes, scales, x = cast("GroupedLinear.Saved", ctx.saved_tensors)
+        return self.backward_by(PLAIN, basic_op_ctxs[0], grad_output)
+
+    def backward_by(
+        self, products: GroupedProducts, ctx: OperationContext, grad_output: Tensor
+    ) -> BackwardResult:
+        """:meth:`fuser_backward` of this operation alone, with other products."""
+        split_sizes, scales, *saved = ctx.saved_tensors
         parameters = cast("tuple[Tensor, ...]", ctx.parameters)
         needs = ctx.needs
         count = len(self._weight_names)
         weights, biases = parameters[:count], parameters[count:]
 
-        dy = as_rows(grad_output)
-        if x is not None:
-            dy = dy.to(x.dtype)
+        dy = products.output_grad(as_rows(grad_output), saved)
         groups = row_groups(split_sizes, dy, type(self).__name__)
         dx = ds = None
         if needs.input:
             buffer = getattr(ctx, "grad_input", None)
             if buffer is not None and overlap(buffer, dy):
                 dy = dy.clone()
-            dx = self._input_grad(dy, weights, groups, buffer)
+            out = None if buffer is None else as_rows(buffer)
+            dx = products.dgrad(dy, weights, groups, out=out)
+            if buffer is not None:
+                dx = buffer.clone() if may_become_grad(buffer) else buffer.detach()
             dx = dx.view(*grad_output.shape[:-1], self.in_features)
         grads: list[Tensor | None] = [None] * len(parameters)
-        if x is not None:
-            grads[:count] = self._weight_grads(ctx, dy, x, groups)
+        if self.wants_weights(ctx):
+            product = products.wgrad(dy, saved, weights, groups)
+            grads[:count] = self._weight_grads(ctx, product)
         if any(needs.parameters[count:]):
             db = grouped_bias_grad(dy, scales, groups).to(biases[0].dtype)
             grads[count:] = [db] if self.single_grouped_bias else db.unbind(0)
@@ -328,17 +352,8 @@ class GroupedLinear(BasicOperation):
             ds = scale_grad(dy, self._table(biases), scales, groups)
         return dx, [grads], [(None, ds) if self.scale_bias else (None,)]
 
-    def _input_grad(
-        self, dy: Tensor, weights: Sequence[Tensor], groups: RowGroups, buffer: Tensor | None
-    ) -> Tensor:
-        matrices = self._matrices(weights, dy.dtype)
-        if buffer is None:
-            return grouped_dgrad(dy, matrices, groups)
-        grouped_dgrad(dy, matrices, groups, out=as_rows(buffer))
-        return buffer.clone() if may_become_grad(buffer) else buffer.detach()
-
     def _weight_grads(
-        self, ctx: OperationContext, dy: Tensor, x: Tensor, groups: RowGroups
+        self, ctx: OperationContext, product: GroupedProduct | ScaledGroupedProduct
     ) -> list[Tensor | None]:
         """What autograd gets for the weights."""
         settings, needed = (
@@ -350,7 +365,7 @@ class GroupedLinear(BasicOperation):
         if not of_forward and (settings.accumulate_into_main_grad or settings.delay_wgrad_compute):
             weights = self._current_weights()
         stacked, number = self.single_grouped_weight, backward_pass()
-        work = GroupedWgrad(dy, x, groups, needed, weights, stacked, settings, number)
+        work = GroupedWgrad(product, needed, weights, stacked, settings, number)
         return work.grads(self._delayed, of_forward=of_forward)
 
     def need_backward_dw(self) -> bool:

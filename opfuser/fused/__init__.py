@@ -19,6 +19,7 @@ from . import (
     norm_linear,
     pointwise_chain,
     pointwise_norm,
+    quantized_grouped_linear,
     quantized_linear,
     recompute_mlp,
 )
@@ -37,6 +38,7 @@ from .linear_cross_entropy import LinearCrossEntropy
 from .norm_linear import NormLinear
 from .pointwise_chain import PointwiseChain
 from .pointwise_norm import PointwiseNorm
+from .quantized_grouped_linear import QuantizedGroupedLinear
 from .quantized_linear import QuantizedLinear
 from .recompute_mlp import RecomputeMLP
 
@@ -59,6 +61,7 @@ __all__ = [
     "NormLinear",
     "PointwiseChain",
     "PointwiseNorm",
+    "QuantizedGroupedLinear",
     "QuantizedLinear",
     "RecomputeMLP",
 ]
@@ -86,6 +89,7 @@ FUSIONS: tuple[Fusion, ...] = (
     pointwise_chain.FUSION,
     norm_linear.FUSION,
     quantized_linear.FUSION,
+    quantized_grouped_linear.FUSION,
     forward_qk_norm_rotary.FUSION,
     forward_linear_scale_add.FUSION,
     forward_linear_bias_add.FUSION,

@@ -143,6 +143,28 @@ class OperandQuantizer(NamedTuple):
         state.learn(role, amax, recipe)
         return TensorScaling(state.scale_of(role), dtype, state.amax_seen(role))
 
+    def weights(
+        self,
+        ws: Sequence[Tensor],
+        sources: Sequence[Tensor | None],
+        kept: KeptWeights | None,
+        *,
+        rows: bool,
+        cols: bool,
+    ) -> list[Codes]:
+        """Of groups; a scale that is kept from call to call is one for all of them.
+
+        Args as of :meth:`weight`; weights and parameters of each group.
+        """
+        if isinstance(self.recipe, Stateful):
+            state = state_of(self.op, self.recipe, amax_group())
+            if not state.knows("weight", self.recipe):
+                state.learn("weight", amax_of(torch.cat([amax_of(w) for w in ws])), self.recipe)
+        return [
+            self.weight(w, source, kept, rows=rows, cols=cols, group=n)
+            for n, (w, source) in enumerate(zip(ws, sources))
+        ]
+
     def weight(
         self,
         w: Tensor,
@@ -151,6 +173,7 @@ class OperandQuantizer(NamedTuple):
         *,
         rows: bool,
         cols: bool,
+        group: int = 0,
     ) -> Codes:
         """(N, K); both layouts, once, within :func:`keep_quantized_weights`.
 
@@ -159,11 +182,12 @@ class OperandQuantizer(NamedTuple):
             source: the parameter that it comes from; None if it is computed anew at every call.
             kept: :func:`kept_weights` in forward; autograd's threads do not see the block.
             rows, cols: which layouts are wanted.
+            group: which of the operation's weights it is.
         """
         # A recording outlives the block, and would read what it kept.
         if kept is None or source is None or is_recording():
             return self.quantize("weight", w, rows=rows, cols=cols)
-        key = id(self.op), self.recipe
+        key = id(self.op), self.recipe, group
         found = kept.get(key)
         if found is None or found.source() is not source:
             codes = self.quantize("weight", w, rows=True, cols=True)

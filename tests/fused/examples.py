@@ -51,7 +51,7 @@ def residual_mlp(activation: nn.Module) -> list[nn.Module]:
 
 
 # The others compute other numbers on purpose; tests/quantization has theirs.
-UNQUANTIZED = tuple(fusion for fusion in FUSIONS if fusion.name != "quantized_linear")
+UNQUANTIZED = tuple(fusion for fusion in FUSIONS if not fusion.name.startswith("quantized_"))
 
 EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], int]] = {
     "linear_cross_entropy": (lambda: [BasicLinear(6, 9), CrossEntropy(reduction="sum")], 0),

@@ -1,0 +1,46 @@
+"""What operations with GEMMs share about recipes of quantised compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, explain
+from ..fusion import Env, Refusal
+
+__all__ = ["check_own_recipe", "recipe_refusal"]
+
+
+def check_own_recipe(recipe: object, where: str) -> None:
+    """Raises ArgumentError for a ``recipe`` of an operation that is none it may have."""
+    if recipe not in ("inherit", None):
+        raise ArgumentError(
+            explain(
+                "The recipe of an operation is 'inherit' or None",
+                where=where,
+                received=repr(recipe),
+                remedy="Give a recipe of its own to a Sequential, or open opfuser.autocast",
+            )
+        )
+
+
+def recipe_refusal(
+    own: str | None, features: tuple[int, int], weight: Tensor | None, env: Env
+) -> Refusal | None:
+    """Why the GEMMs of an operation do not follow the recipe of a call, or None.
+
+    Args:
+        own: the operation's ``recipe``.
+        features: of the matrices (N, K) that this rank multiplies by.
+        weight: one of them, for its dtype; None where it was cleared, of which forward tells.
+        env: of the call.
+    """
+    if own is None:
+        return Refusal("NO_RECIPE", "its recipe is None")
+    multiple = 1 if env.recipe is None else env.recipe.multiple
+    if any(size % multiple or not size for size in features):
+        return Refusal("SHAPE", f"its features, {features}, are no multiples of {multiple}")
+    dtype = env.autocast_dtype or (None if weight is None else weight.dtype)
+    if dtype == torch.float64:
+        return Refusal("DTYPE", "fp64 is not quantised")
+    return None

@@ -1,0 +1,387 @@
+"""GroupedLinear on FP8 operands, against a quantised BasicLinear for each group."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opfuser
+from opfuser import GroupedLinear
+from opfuser.errors import ArgumentError, InputError, QuantizedWeightError
+from opfuser.gemm.row_groups import groups_on_host
+from opfuser.gemm.scaled_groups import padded_groups
+from opfuser.quantization import quantizers
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+    Recipe,
+)
+from tests.contract.gradients import handed_over
+
+pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+
+CURRENT = Float8CurrentScaling()
+RECIPES: tuple[Recipe, ...] = (
+    CURRENT,
+    DelayedScaling(),
+    Float8PredictedScaling(),
+    Float8BlockScaling(),
+)
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+STACKED = pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
+GROUPS, IN, OUT = 3, 256, 128
+SIZES = [5, 0, 130], [128, 256, 7], [0, 1, 0], [0, 0, 0]
+
+
+def grouped(device: torch.device, **how: Any) -> GroupedLinear:
+    torch.manual_seed(1)
+    op = GroupedLinear(GROUPS, IN, OUT, device=device, **how)
+    with torch.no_grad():
+        for matrix in matrices(op):
+            matrix.uniform_(-1, 1)[0, 0] = 2.0
+        for name, p in op.named_parameters():
+            if name.startswith("bias"):
+                nn.init.normal_(p)
+    return op
+
+
+def matrices(op: GroupedLinear) -> list[Tensor]:
+    ws = [p for name, p in op.named_parameters() if name.startswith("weight")]
+    return list(ws[0]) if op.single_grouped_weight else list(ws)
+
+
+def alike(sizes: Sequence[int], features: int, op: GroupedLinear) -> Tensor:
+    """Rows whose groups have one amax, as the weights of :func:`grouped` have: one scale fits."""
+    x = torch.rand(sum(sizes), features).sub_(0.5).to(matrices(op)[0])
+    for start, size in zip(itertools.accumulate([0, *sizes]), sizes):
+        if size:
+            x[start, 3] = 1.5
+    return x
+
+
+def run(op: Any, x: Tensor, sizes: Sequence[int], dy: Tensor, recipe: Recipe) -> list[Tensor]:
+    """Output, and gradients of the input and of the parameters, of the second of two calls."""
+    for _ in range(2):
+        own = x.clone().requires_grad_()
+        with opfuser.autocast(recipe=recipe):
+            y = op(own, torch.tensor(sizes))
+        grads = torch.autograd.grad(y, [own, *op.parameters()], dy)
+    return [y.detach(), *grads]
+
+
+def group_by_group(
+    op: GroupedLinear, x: Tensor, sizes: Sequence[int], dy: Tensor, recipe: Recipe
+) -> list[Tensor]:
+    """The same from a BasicLinear for each group: output, dx, and dW of each."""
+    found = []
+    for w, xs, dys in zip(matrices(op), x.split(list(sizes)), dy.split(list(sizes))):
+        linear = opfuser.BasicLinear(IN, OUT, device=x.device, dtype=x.dtype)
+        linear.weight = nn.Parameter(w.detach().clone())
+        for _ in range(2):
+            own = xs.clone().requires_grad_()
+            with opfuser.autocast(recipe=recipe):
+                y = linear(own)
+            grads = torch.autograd.grad(y, [own, linear.weight], dys)
+        found.append([y.detach(), *grads])
+    ys, dxs, dws = zip(*found)
+    return [torch.cat(ys), torch.cat(dxs), *dws]
+
+
+def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.dtype == other.dtype
+        eps = torch.finfo(own.dtype).eps
+        scale = other.abs().max().item() if other.numel() else 1.0
+        torch.testing.assert_close(own, other, rtol=0, atol=16 * eps * max(scale, 1.0))
+
+
+@each_recipe
+@STACKED
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_each_group_is_a_linear_operation(
+    sizes: list[int], single: bool, recipe: Recipe, device: torch.device
+) -> None:
+    dtype = torch.bfloat16 if single else torch.float32
+    op = grouped(device, bias=False, single_grouped_weight=single, dtype=dtype)
+    x, dy = alike(sizes, IN, op), alike(sizes, OUT, op)
+    got = run(op, x, sizes, dy, recipe)
+    if single:
+        got[2:] = list(got[2])
+    assert_same(got, group_by_group(op, x, sizes, dy, recipe))
+
+
+@each_recipe
+def test_groups_of_other_sizes_share_a_scale(recipe: Recipe, device: torch.device) -> None:
+    """E4M3 keeps its precision over 15 powers of two, E5M2 over 30: no group is rounded worse."""
+    sizes = [40, 0, 60]
+    op = grouped(device, bias=False, dtype=torch.float32)
+    x, dy = torch.randn(100, IN, device=device), torch.randn(100, OUT, device=device)
+    x[:40] *= 2**-4
+    dy[40:] *= 2**-4
+    got = run(op, x, sizes, dy, recipe)
+    ws, xs, dys = (
+        [w.double() for w in matrices(op)],
+        x.double().split(sizes),
+        dy.double().split(sizes),
+    )
+    for g, at in ((0, slice(0, 40)), (2, slice(40, 100))):
+        exact = xs[g] @ ws[g].t(), dys[g] @ ws[g], dys[g].t() @ xs[g]
+        for own, true in zip((got[0][at], got[1][at], got[2 + g]), exact, strict=True):
+            assert ((own.double() - true).norm() / true.norm()).item() < 0.09
+    assert not got[3].any()
+
+
+@each_recipe
+def test_bias_and_its_scales_are_those_of_high_precision(
+    recipe: Recipe, device: torch.device
+) -> None:
+    sizes, results = torch.tensor([5, 0, 130]), []
+    op = grouped(device, scale_bias=True, dtype=torch.float32)
+    scales = torch.rand(135, device=device)
+    x, dy = torch.randn(135, IN, device=device), torch.randn(135, OUT, device=device)
+    with torch.no_grad():
+        for w in matrices(op):
+            w.zero_()
+    for enabled in (True, False):
+        own = scales.clone().requires_grad_()
+        with opfuser.autocast(enabled, recipe=recipe):
+            y = op(x, sizes, own)
+        biases = [p for name, p in op.named_parameters() if name.startswith("bias")]
+        results.append([y.detach(), *torch.autograd.grad(y, [own, *biases], dy)])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("mode", ["fprop", "dgrad", "wgrad"])
+def test_modes_of_each_gemm(mode: str, device: torch.device) -> None:
+    """What is left in high precision is exact; the others are not."""
+    sizes = [5, 0, 130]
+    op = grouped(device, bias=False, dtype=torch.float32)
+    x, dy = torch.randn(135, IN, device=device), torch.randn(135, OUT, device=device)
+    only: Any = {mode: "bf16"}
+    got = run(op, x, sizes, dy, Float8CurrentScaling(**only))
+    own = x.clone().requires_grad_()
+    y = op(own, torch.tensor(sizes))
+    plain = [y, *torch.autograd.grad(y, [own, *op.parameters()], dy)]
+    found = [((a - b).norm() / b.norm().clamp_min(1)).item() for a, b in zip(got, plain)]
+    products = [found[0], found[1], max(found[2:])]
+    at = ["fprop", "dgrad", "wgrad"].index(mode)
+    assert products[at] < 1e-6
+    assert all(e > 1e-3 for n, e in enumerate(products) if n != at)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight0", "weight2"])
+def test_one_gradient_alone(wanted: str, device: torch.device) -> None:
+    """It is the one that all together give."""
+    op, sizes = grouped(device, bias=False), torch.tensor([5, 0, 130])
+    x, dy = torch.randn(135, IN, device=device), torch.randn(135, OUT, device=device)
+    grads = []
+    for alone in (False, True):
+        own = copy.deepcopy(op)
+        tensors = {"x": x.clone(), **dict(own.named_parameters())}
+        for name, t in tensors.items():
+            t.requires_grad_(not alone or name == wanted)
+        with opfuser.autocast(recipe=CURRENT):
+            y = own(tensors["x"], sizes)
+        grads.append(torch.autograd.grad(y, tensors[wanted], dy)[0])
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_the_plan_and_its_refusals() -> None:
+    def plan(op: Any, x: Tensor, recipe: Recipe = CURRENT) -> opfuser.Plan:
+        with opfuser.autocast(recipe=recipe):
+            return opfuser.Sequential(op).plan(x, torch.tensor([2, 3]))
+
+    op, x = GroupedLinear(2, 32, 16), torch.randn(5, 32)
+    found = plan(op, x)
+    assert (found.quantized, found.high_precision) == ((0,), ())
+    assert found.fused("forward") == {"quantized_grouped_linear": 1}
+    refused = plan(op, x, Float8BlockScaling())
+    assert "not op 0: SHAPE: its features, (16, 32), are no multiples of 128" in str(refused)
+    codes = [why.code for _, why in plan(GroupedLinear(2, 32, 20), x).high_precision]
+    assert codes == ["SHAPE"]
+    codes = [why.code for _, why in plan(copy.deepcopy(op).double(), x.double()).high_precision]
+    assert codes == ["DTYPE"]
+    op.recipe = None
+    assert [why.code for _, why in plan(op, x).high_precision] == ["NO_RECIPE"]
+    op.recipe = "inherit"
+    with opfuser.disable("quantized_grouped_linear"):
+        assert [why.code for _, why in plan(op, x).high_precision] == ["CONFLICT"]
+    op.recipe = "fp8"
+    with pytest.raises(ArgumentError, match="The recipe of an operation is 'inherit' or None"):
+        op(x, torch.tensor([2, 3]))
+
+
+def test_errors_are_those_of_the_operation() -> None:
+    op, x = GroupedLinear(2, 32, 16), torch.randn(5, 32)
+    with opfuser.autocast(recipe=CURRENT):
+        with pytest.raises(InputError, match="must not be negative, and add up to the number of"):
+            op(x, torch.tensor([2, 4]))
+        op.weight1 = None
+        with pytest.raises(ArgumentError, match="Every group needs its weight"):
+            op(x, torch.tensor([2, 3]))
+
+
+def test_kept_scales_are_one_for_all_groups() -> None:
+    op = grouped(torch.device("cpu"), bias=False)
+    with torch.no_grad():
+        matrices(op)[1][0, 0] = 8.0  # neither the first nor the last
+    sizes, x = torch.tensor([5, 0, 130]), torch.randn(135, IN)
+    seq: Any = opfuser.Sequential(op)
+    with opfuser.autocast(recipe=Float8PredictedScaling()):
+        seq(x, sizes).sum().backward()
+    # The first scales come from the tensors of the first call.
+    assert op.quantization.scale.tolist() == pytest.approx(
+        [448 / x.abs().max().item(), 448 / 8, 57344 / 1]
+    )
+    with opfuser.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        seq(x, sizes).sum().backward()
+    with opfuser.autocast(recipe=DelayedScaling(amax_history_len=4)):
+        assert op.quantization.scale[1].item() == 448 / 8
+    keys = [key for key in seq.state_dict() if "quantization" in key]
+    assert keys == ["0.quantization.scale", "0.quantization.amax_history"]
+    fresh = opfuser.Sequential(GroupedLinear(GROUPS, IN, OUT, bias=False))
+    fresh.load_state_dict(seq.state_dict())
+    again = []
+    for own in (seq, fresh):
+        with opfuser.autocast(recipe=DelayedScaling(amax_history_len=4)):
+            again.append(own(x, sizes))
+    torch.testing.assert_close(*again, rtol=0, atol=0)
+
+
+@STACKED
+@each_recipe
+def test_kept_weights(recipe: Recipe, single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is quantised once for all micro-batches, in both layouts."""
+    op = grouped(torch.device("cpu"), bias=False, single_grouped_weight=single)
+    sizes, x, dy = [5, 0, 130], torch.randn(135, IN), torch.randn(135, OUT)
+    wanted = run(copy.deepcopy(op), x, sizes, dy, recipe)
+    roles: list[str] = []
+    quantize = quantizers.OperandQuantizer.quantize
+
+    def noted(self: Any, role: str, *args: Any, **how: Any) -> Any:
+        roles.append(role)
+        return quantize(self, role, *args, **how)
+
+    monkeypatch.setattr(quantizers.OperandQuantizer, "quantize", noted)
+    with opfuser.keep_quantized_weights():
+        got = run(op, x, sizes, dy, recipe)
+        assert roles.count("weight") == GROUPS
+        with torch.no_grad():
+            next(op.parameters()).mul_(2)
+        with opfuser.autocast(recipe=recipe), pytest.raises(QuantizedWeightError):
+            op(x, torch.tensor(sizes))
+    if isinstance(recipe, (Float8CurrentScaling, Float8BlockScaling)):
+        assert_same(got, wanted)  # other scales are those of the call that quantised them
+
+
+@STACKED
+@pytest.mark.parametrize("delay", [False, True])
+def test_fp32_main_grad_of_bf16_weights(single: bool, delay: bool) -> None:
+    """Not rounded to bf16 on the way; overwritten by the first of a pass, if asked for."""
+    how: Any = {"bias": False, "single_grouped_weight": single}
+    op = grouped(
+        torch.device("cpu"),
+        dtype=torch.bfloat16,
+        accumulate_into_main_grad=True,
+        delay_wgrad_compute=delay,
+        **how,
+    )
+    wide = grouped(torch.device("cpu"), **how)
+    sizes = [5, 0, 130]
+    x, dy = torch.randn(135, IN).bfloat16(), torch.randn(135, OUT).bfloat16()
+    with torch.no_grad():
+        for p, q in zip(wide.parameters(), op.parameters()):
+            p.copy_(q)
+    _, _, *dws = run(wide, x.float(), sizes, dy.float(), CURRENT)
+    for overwrite in (False, True):
+        for p in op.parameters():
+            main: Any = p
+            main.main_grad = torch.ones(p.shape)
+            main.overwrite_main_grad = overwrite
+        with opfuser.autocast(recipe=CURRENT):
+            y = op(x, torch.tensor(sizes))
+        y.backward(dy)
+        if delay:
+            assert all(p.main_grad.eq(1).all() for p in op.parameters())  # type: ignore[attr-defined]
+            op.backward_dw()
+        for p, dw in zip(op.parameters(), dws):
+            found: Any = p
+            torch.testing.assert_close(
+                found.main_grad, dw if overwrite else 1 + dw, rtol=1e-5, atol=1e-4
+            )
+            assert found.grad_added_to_main_grad
+
+
+@STACKED
+@pytest.mark.parametrize("delay", [False, True])
+def test_grad_accumulates_over_micro_batches(single: bool, delay: bool) -> None:
+    """By autograd, also where GEMMs of other operands would add to it: none of codes does."""
+    how: Any = {"bias": False, "single_grouped_weight": single}
+    device = torch.device("cpu")
+    op = grouped(device, accumulate_into_grad=True, delay_wgrad_compute=delay, **how)
+    exact = [torch.ones_like(p) for p in op.parameters()]
+    for p in op.parameters():
+        p.grad = torch.ones_like(p)
+    for sizes in ([5, 0, 130], [0, 7, 1]):
+        x, dy = torch.randn(sum(sizes), IN), torch.randn(sum(sizes), OUT)
+        _, _, *dws = run(grouped(device, **how), x, sizes, dy, CURRENT)
+        exact = [total + dw for total, dw in zip(exact, dws)]
+        with opfuser.autocast(recipe=CURRENT):
+            y = op(x, torch.tensor(sizes))
+        told = handed_over(y, next(op.parameters()))
+        y.backward(dy)
+        assert told == [not delay]
+        op.backward_dw()
+    assert_same([p.grad for p in op.parameters() if p.grad is not None], exact)
+
+
+def test_results_in_memory_of_the_caller() -> None:
+    op, sizes = grouped(torch.device("cpu")), torch.tensor([5, 0, 130])
+    x, dy = torch.randn(135, IN), torch.randn(135, OUT)
+    found = []
+    for buffers in (False, True):
+        own = x.clone().requires_grad_()
+        how = {"output": torch.empty(135, OUT), "grad_input": torch.empty(135, IN)}
+        with opfuser.autocast(recipe=CURRENT):
+            y = op(own, sizes, **(how if buffers else {}))
+        dx, dw = torch.autograd.grad(y, [own, op.weight2], dy)
+        found.append([y.detach(), dx, dw])
+        if buffers:
+            assert y.data_ptr() == how["output"].data_ptr()
+            torch.testing.assert_close(how["grad_input"], dx, rtol=0, atol=0)
+    assert_same(*found)
+
+
+def test_saves_one_byte_for_each_input_with_padding() -> None:
+    op, saved = grouped(torch.device("cpu"), bias=False), []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    sizes = torch.tensor([5, 0, 130])
+    with hooks, opfuser.autocast(recipe=CURRENT):
+        op(torch.randn(135, IN), sizes)
+    weights = {p.data_ptr() for p in op.parameters()}
+    kept = sum(t.nbytes for t in saved if t.data_ptr() not in weights)
+    assert kept == (128 + 256) * IN + 4 + sizes.nbytes
+
+
+def test_rows_are_not_copied_where_groups_begin_at_blocks() -> None:
+    x = torch.randn(263, 16)
+    for sizes in ([128, 0, 135], [0, 256, 7], [263, 0, 0]):
+        assert padded_groups(x, groups_on_host(torch.tensor(sizes), x)) is x
+    padded = padded_groups(x, groups_on_host(torch.tensor([127, 0, 136]), x))
+    assert padded.shape == (384, 16)
+    torch.testing.assert_close(padded[128:264], x[127:], rtol=0, atol=0)
+    assert not padded[127].any()
+    assert not padded[264:].any()
