@@ -76,10 +76,11 @@ class BasicLinear(BasicOperation):
             Autograd gets the gradient as always where that would not do: ``grad`` is not a
             contiguous tensor of the dtype of the GEMM (or fp32, on a GPU); the weight is no leaf,
             of a subclass, or has hooks; ``torch.autograd.grad``, ``create_graph=True``,
-            torch.compile; on a GPU, another stream than the default one. Hooks on autograd's nodes
-            themselves cannot be seen from here and get None, and anomaly detection sees nothing
-            of dW. DistributedDataParallel, whose hook reads ``grad``, works; on a GPU it must
-            have been constructed in the default stream too.
+            torch.compile; FP8 operands, whose products no GEMM adds to anything; on a GPU, another
+            stream than the default one. Hooks on autograd's nodes themselves cannot be seen from
+            here and get None, and anomaly detection sees nothing of dW. DistributedDataParallel,
+            whose hook reads ``grad``, works; on a GPU it must have been constructed in the default
+            stream too.
 
     Raises:
         ArgumentError: arguments outside their domain.

@@ -77,7 +77,7 @@ class GroupedLinear(BasicOperation):
         delay_wgrad_compute: leave the gradients of the weights to :meth:`backward_dw`.
         scale_bias: take the scales of the bias; has no effect with ``bias=False``.
         accumulate_into_grad: see ``BasicLinear``; for the weights, all of them or none in a call.
-            torch's grouped GEMM cannot add: where that runs, autograd does.
+            torch's grouped GEMM cannot add, nor can those of FP8 operands: there autograd does.
 
     Keywords of forward (``op_kwargs`` of a sequence), for results in memory of the caller's, such
     as that of a communication library:

@@ -54,7 +54,8 @@ def _cut(codes: Codes, start: int, stop: int) -> Codes:
     """Rows from ``start`` to ``stop``, multiples of 128."""
     rows, row_scale, cols, col_scale, _ = codes
     if row_scale is not None and row_scale.dim() == 2:
-        row_scale = row_scale[:, start:stop].contiguous()  # as GEMMs take it
+        # GEMMs look at the strides, also at that of a single row, which contiguous() may leave.
+        row_scale = row_scale[:, start:stop].clone(memory_format=torch.contiguous_format)
     if col_scale is not None and col_scale.dim() == 2:
         col_scale = col_scale[start // BLOCK : stop // BLOCK]
     return Codes(

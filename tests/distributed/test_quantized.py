@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import BasicLinear, Bias, Sequential
-from opfuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+    Recipe,
+)
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
@@ -23,6 +29,7 @@ RANKS = 2
 RECIPES: dict[str, Recipe] = {
     "current": Float8CurrentScaling(),
     "delayed": DelayedScaling(),
+    "predicted": Float8PredictedScaling(),
     "block": Float8BlockScaling(),
 }
 CHECKS: dict[str, Check] = {}

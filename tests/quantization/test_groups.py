@@ -15,7 +15,8 @@ import opfuser
 from opfuser import GroupedLinear
 from opfuser.errors import ArgumentError, InputError, QuantizedWeightError
 from opfuser.gemm.row_groups import groups_on_host
-from opfuser.gemm.scaled_groups import padded_groups
+from opfuser.gemm.scaled_groups import codes_of_groups, padded_groups
+from opfuser.kernels.quantize import quantize_by_blocks
 from opfuser.quantization import quantizers
 from opfuser.recipe import (
     DelayedScaling,
@@ -374,6 +375,38 @@ def test_saves_one_byte_for_each_input_with_padding() -> None:
     weights = {p.data_ptr() for p in op.parameters()}
     kept = sum(t.nbytes for t in saved if t.data_ptr() not in weights)
     assert kept == (128 + 256) * IN + 4 + sizes.nbytes
+
+
+@pytest.mark.gpu
+@each_recipe
+def test_split_sizes_on_a_gpu(recipe: Recipe, device: torch.device) -> None:
+    x = torch.randn(135, IN, dtype=torch.bfloat16, device=device)
+    sizes, found = torch.tensor([5, 0, 130]), []
+    for at in ("cpu", device):
+        op, own = grouped(device, dtype=torch.bfloat16), x.clone().requires_grad_()
+        with opfuser.autocast(recipe=recipe):
+            y = op(own, sizes.to(at))
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), [own, *op.parameters()])])
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("features", [128, 256])
+def test_scales_of_groups_lie_as_those_of_tensors(features: int) -> None:
+    """GEMMs of blocks look at their strides, which kernels and plain torch leave different."""
+    x = torch.randn(135, features)
+    groups = groups_on_host(torch.tensor([5, 0, 130]), x)
+    how: Any = {"dtype": torch.float8_e4m3fn, "rows": True, "cols": True}
+    codes = quantize_by_blocks(padded_groups(x, groups), **how)
+    assert codes.row_scale is not None
+    fresh = codes.row_scale.clone(memory_format=torch.contiguous_format)
+    groups_of_codes = codes_of_groups(codes._replace(row_scale=fresh), groups)
+    for found, rows in zip(groups_of_codes, (x[:5], x[:0], x[5:]), strict=True):
+        for own, alone in zip(found, quantize_by_blocks(rows, **how)):
+            if own is not None:
+                torch.testing.assert_close(own.float(), alone.float(), rtol=0, atol=0)
+        for scale in (found.row_scale, found.col_scale):
+            assert scale is not None
+            assert scale.stride() == torch.empty(scale.shape).stride()
 
 
 def test_rows_are_not_copied_where_groups_begin_at_blocks() -> None:
