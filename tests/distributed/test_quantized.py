@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import opfuser
@@ -222,6 +223,43 @@ def a_block_of_both_modes(rank: int, ranks: int) -> None:
         assert ours is not None
         assert theirs is not None
         assert far(ours, part(theirs, rank, ranks, dim)) < 1e-4
+
+
+@check
+def no_rows(rank: int, ranks: int) -> None:
+    for mode in ("column", "row"):
+        for sequence in (False, True):
+            op = BasicLinear(IN, OUT, tensor_parallel_mode=mode, sequence_parallel=sequence)
+            for recipe in RECIPES.values():
+                x = torch.randn(0, op.local_in_features, requires_grad=True)
+                with region(recipe):
+                    y = op(x)
+                y.sum().backward()
+                assert y.shape == (0, op.local_out_features)
+                assert x.grad is not None
+                assert op.weight.grad is not None
+                assert not op.weight.grad.any()
+
+
+@check
+def ranks_agree_on_scales_where_asked(rank: int, ranks: int) -> None:
+    given, recipe = whole_tensors(ranks), DelayedScaling()
+    for group in (None, dist.group.WORLD):
+        op = BasicLinear(IN, OUT, tensor_parallel_mode="column")
+        op.weight = nn.Parameter(part(given.w, rank, ranks, 0))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FP8 is emulated")
+            with opfuser.autocast(recipe=recipe, amax_reduction_group=group):
+                y = op(given.x)
+            y.backward(part(given.dy, rank, ranks, -1))
+            with opfuser.autocast(recipe=recipe, amax_reduction_group=group):
+                pass
+        seen = [given.x, given.w, given.dy]
+        if group is None:
+            seen[1:] = part(given.w, rank, ranks, 0), part(given.dy, rank, ranks, -1)
+        tops = 448.0, 448.0, 57344.0
+        exact = torch.stack([top / t.abs().max() for top, t in zip(tops, seen)])
+        torch.testing.assert_close(op.quantization.scale, exact)
 
 
 @check
