@@ -1,20 +1,23 @@
-"""Replayed calls on two GPUs, with gradients that NCCL reduces and parameters that it gathers."""
+"""On two GPUs, with NCCL: replayed calls, data-parallel and sharded; sharded FP8 products."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+import opfuser
 from opfuser.models import DecoderConfig, decoder_lm
+from opfuser.recipe import Float8BlockScaling, Float8CurrentScaling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
@@ -76,3 +79,48 @@ def test_replayed(kind: str, tmp_path: Path) -> None:
     if torch.cuda.device_count() < RANKS:
         pytest.skip("needs two CUDA devices")
     spawn(work, (str(tmp_path / "store"), kind), nprocs=RANKS)
+
+
+def linear_results(op: opfuser.BasicLinear, given: list[Tensor], recipe: Any) -> list[Tensor]:
+    """Output, and gradients of input and weight."""
+    x, w, dy = given
+    op.weight = nn.Parameter(w.clone())
+    x = x.clone().requires_grad_()
+    with opfuser.autocast(recipe=recipe):
+        y = op(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, op.weight], dy)]
+
+
+def quantized_products(rank: int, store: str, backend: str, kind: str) -> None:
+    device = torch.device(kind, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    try:
+        torch.manual_seed(1)
+        how: Any = {"device": device, "dtype": torch.bfloat16}
+        shapes = (RANKS * 96, 512), (1024, 512), (RANKS * 96, 1024)
+        x, w, dy = given = [torch.randn(*shape).to(**how) for shape in shapes]
+        # bf16 keeps 8 bits of what ranks add up; with other scales E5M2 rounds by up to an eighth.
+        for recipe, bound in ((Float8BlockScaling(), 0.01), (Float8CurrentScaling(), 1 / 8)):
+            y, dx, dw = linear_results(opfuser.BasicLinear(512, 1024, **how), given, recipe)
+            for mode, sliced in (("column", (0, 0, -1, -1, 0, 0)), ("row", (-1, -1, 0, 0, -1, -1))):
+                op = opfuser.BasicLinear(
+                    512, 1024, tensor_parallel_mode=mode, sequence_parallel=True, **how
+                )
+                mine = [
+                    t.chunk(RANKS, dim)[rank].contiguous()
+                    for t, dim in zip((x, w, dy, y, dx, dw), sliced)
+                ]
+                for ours, theirs in zip(linear_results(op, mine[:3], recipe), mine[3:]):
+                    apart = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+                    assert apart.item() < bound, (mode, recipe)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_sharded_quantized_products(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two CUDA devices")
+    spawn(quantized_products, (str(tmp_path / "store"), "nccl", "cuda"), nprocs=RANKS)
