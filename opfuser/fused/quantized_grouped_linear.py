@@ -114,9 +114,7 @@ class _QuantizedProducts(GroupedProducts):
         rows, cols = self.recipe.fprop == "fp8", save and self.recipe.wgrad == "fp8"
         codes = None
         if rows or cols:
-            codes = self.quantizer.quantize(
-                "input", padded_groups(x, groups), rows=rows, cols=cols
-            )
+            codes = self._quantized("input", x, groups, rows=rows, cols=cols)
         self.ctx.compute_dtype = x.dtype
         saved: tuple[Tensor | None, ...] = (x if save else None, None, None)
         if codes is not None and cols:
@@ -155,13 +153,21 @@ class _QuantizedProducts(GroupedProducts):
         how = self._how("wgrad", dy, weights[0].dtype)
         return ScaledGroupedProduct([ScaledProduct(*pair, how) for pair in zip(dys, xs)])
 
+    def _quantized(
+        self, role: str, x: Tensor, groups: RowGroups, *, rows: bool, cols: bool
+    ) -> Codes:
+        padded = padded_groups(x, groups)
+        padding = padded.shape[0] - x.shape[0]
+        return self.quantizer.quantize(role, padded, rows=rows, cols=cols, padding=padding)
+
     def _codes(self, dy: Tensor, groups: RowGroups) -> Codes:
         """The gradient of the output, quantised once for both GEMMs."""
         if self._grad_codes is None:
             needs = self.ctx.needs
-            self._grad_codes = self.quantizer.quantize(
+            self._grad_codes = self._quantized(
                 "grad_output",
-                padded_groups(dy.contiguous(), groups),
+                dy.contiguous(),
+                groups,
                 rows=needs.input and self.recipe.dgrad == "fp8",
                 cols=self.linear.wants_weights(self.ctx) and self.recipe.wgrad == "fp8",
             )
@@ -172,9 +178,7 @@ class _QuantizedProducts(GroupedProducts):
         ws = list(matrices(weights, dtype))
         sources = [w if isinstance(w, nn.Parameter) else None for w in weights]
         sources = sources * (len(ws) // len(weights))
-        return self.quantizer.weights(
-            ws, sources, self.ctx.kept_weights, rows=rows, cols=not rows
-        )
+        return self.quantizer.weights(ws, sources, self.ctx.kept_weights, rows=rows, cols=not rows)
 
     def _how(self, product: str, x: Tensor, dtype: torch.dtype) -> Accumulation:
         return Accumulation(dtype, self.recipe.splits(product), has_hardware(x.device))

@@ -97,12 +97,27 @@ class OperandQuantizer(NamedTuple):
     recipe: Recipe
 
     def quantize(
-        self, role: str, x: Tensor, *, rows: bool, cols: bool, column_sum: bool = False
+        self,
+        role: str,
+        x: Tensor,
+        *,
+        rows: bool,
+        cols: bool,
+        column_sum: bool = False,
+        padding: int = 0,
     ) -> Codes:
-        """Codes of a matrix in the layouts that are wanted, and the sums of its columns."""
+        """Codes of a matrix in the layouts that are wanted, and the sums of its columns.
+
+        Args:
+            role: of ``x``.
+            x: (R, C).
+            rows, cols: which layouts are wanted.
+            column_sum: whether the sums are.
+            padding: how many rows of ``x`` are zeros that nobody counts.
+        """
         codes = self._codes(role, x, {"rows": rows, "cols": cols}, column_sum)
         if is_watched():
-            tell(self.op, role, x, codes)
+            tell(self.op, role, x, codes, (x.shape[0] - padding) * x.shape[1])
         return codes
 
     def _codes(self, role: str, x: Tensor, wants: Any, column_sum: bool) -> Codes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -281,6 +282,27 @@ def test_kept_weights(recipe: Recipe, single: bool, monkeypatch: pytest.MonkeyPa
             op(x, torch.tensor(sizes))
     if isinstance(recipe, (Float8CurrentScaling, Float8BlockScaling)):
         assert_same(got, wanted)  # other scales are those of the call that quantised them
+
+
+def test_kept_weights_reach_the_thread_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd has threads of its own for GPUs, which see no block of the caller's."""
+    op, x = grouped(torch.device("cpu"), bias=False), torch.randn(135, IN, requires_grad=True)
+    roles: list[str] = []
+    quantize = quantizers.OperandQuantizer.quantize
+
+    def noted(self: Any, role: str, *args: Any, **how: Any) -> Any:
+        roles.append(role)
+        return quantize(self, role, *args, **how)
+
+    monkeypatch.setattr(quantizers.OperandQuantizer, "quantize", noted)
+    with opfuser.keep_quantized_weights():
+        with opfuser.autocast(recipe=CURRENT):
+            y = op(x, torch.tensor([5, 0, 130]))
+        thread = threading.Thread(target=y.sum().backward)
+        thread.start()
+        thread.join()
+    assert x.grad is not None
+    assert roles == ["input", *["weight"] * GROUPS, "grad_output"]
 
 
 @STACKED

@@ -125,6 +125,28 @@ def test_blocks() -> None:
     assert "scales of blocks" in str(tensors[0])
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [DELAYED, Float8CurrentScaling(), Float8BlockScaling()],
+    ids=lambda r: type(r).__name__,
+)
+def test_rows_of_groups_are_told_without_padding(recipe: Recipe) -> None:
+    op = opfuser.GroupedLinear(3, 128, 256, bias=False)
+    x, dy = wide(9), wide(9, 256)
+    seq: Any = opfuser.Sequential(op)
+    with opfuser.watch_quantization(seq) as tensors:
+        with opfuser.autocast(recipe=recipe):
+            y = seq(x.requires_grad_(), torch.tensor([4, 0, 5]))
+        y.backward(dy)
+    sizes = {"input": x.numel(), "weight": op.weight0.numel(), "grad_output": dy.numel()}
+    assert [t.elements for t in tensors] == [sizes[t.role] for t in tensors]
+    # Weights again in backward.
+    assert [t.role for t in tensors] == ["input", *["weight"] * 3, "grad_output", *["weight"] * 3]
+    # Zeros of padding underflow no more than those of the tensor.
+    (whole,) = watched(linear(), x.detach(), wide(9), recipe)[:1]
+    assert tensors[0][1:] == whole[1:]
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
