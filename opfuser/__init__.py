@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import basic, recipe
+from . import basic, optim, recipe
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
 from .basic.gated_activation import *  # noqa: F403
@@ -16,6 +16,7 @@ from .op import BasicOperation, FusedOperation, FusibleOperation, OperationConte
 from .quantization.quantizers import keep_quantized_weights
 from .quantization.region import autocast, fp8_autocast
 from .quantization.watch import QuantizationRecord, watch_quantization
+from .quantization.weights import fp8_model_init, quantized_model_init
 from .registry import (
     FusionHandle,
     disable,
@@ -54,9 +55,12 @@ __all__ = [
     "disable",
     "enable",
     "fp8_autocast",
+    "fp8_model_init",
     "fusion",
     "fusions",
     "keep_quantized_weights",
+    "optim",
+    "quantized_model_init",
     "recipe",
     "register_backward_fusion",
     "register_forward_backward_fusion",

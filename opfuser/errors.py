@@ -80,6 +80,10 @@ class QuantizedWeightError(OpfuserError, RuntimeError):
     """A weight changed while its quantised form was kept."""
 
 
+class MasterWeightError(OpfuserError, RuntimeError):
+    """A parameter was written to behind the back of its master weight."""
+
+
 class PlanError(OpfuserError, RuntimeError):
     """A fusion returned operations that do not tile the basic operations exactly, in order."""
 

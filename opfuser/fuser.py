@@ -40,6 +40,7 @@ from .op import (
     has_called_parts,
 )
 from .quantization.region import active_recipe, in_backward, open_regions
+from .quantization.weights import is_fp8
 from .recipe import Recipe
 from .registry import registry
 
@@ -297,6 +298,16 @@ class OperationFuser:
 
         The arguments are constants that guard the traced code.
         """
+        call = CallFacts.frozen(facts)
+        trained = zip(call.parameter_dtypes, call.parameters_require_grad or ())
+        if any(is_fp8(dtype) and needed for dtype, needed in trained):
+            raise NotSupportedError(
+                explain(
+                    "Gradients of weights in FP8 are not traced by torch.compile, which would round"
+                    " them to FP8",
+                    remedy="Call the sequence as it is, with opfuser.replay, or without grad",
+                )
+            )
         schedule = self._used = self._find(facts)
         # A name of its own, so that code traced before need not be traced again.
         name = f"schedule {id(schedule)}"

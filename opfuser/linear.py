@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .basic._distributed import shard_linear
 from .basic.all_reduce import AllReduce
@@ -17,6 +17,7 @@ from .basic.reduce_scatter import ReduceScatter
 from .errors import ArgumentError, explain
 from .fusion import Optional
 from .op import BasicOperation, FusedOperation
+from .quantization.weights import WeightFormat, stored_in
 
 __all__ = ["Linear"]
 
@@ -152,6 +153,30 @@ class Linear(FusedOperation):
         """The pattern elements that Linear stands for."""
         return (BasicLinear, Optional(Bias))
 
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """How the weight is stored; None: in high precision. See ``BasicLinear``."""
+        return self._basic_linear().weight_format
+
+    def read_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """As of ``BasicLinear``."""
+        return self._basic_linear().read_weight(dtype)
+
+    def write_weight(self, values: Tensor) -> None:
+        """As of ``BasicLinear``."""
+        self._basic_linear().write_weight(values)
+
+    def initialize_weight(self, fill: Callable[[Tensor], Any]) -> None:
+        """As of ``BasicLinear``."""
+        self._basic_linear().initialize_weight(fill)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._basic_linear().set_grad_dtype()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return self._basic_linear().moved_by(super()._apply, fn, recurse)
+
     def _set_parts(self, parts: list[BasicOperation]) -> None:
         self.basic_ops = tuple(parts)
         for part in parts:
@@ -167,7 +192,11 @@ class Linear(FusedOperation):
                     remedy="Construct it with bias=True",
                 )
             )
+        if name == "weight":
+            self._basic_linear().refuse_codes_of_others(param)
         super().register_parameter(name, param)
+        if name == "weight":
+            self._basic_linear().weight_was_set()
 
     def _has_bias_part(self) -> bool:
         return any(isinstance(part, Bias) for part in self.basic_ops)
@@ -195,8 +224,10 @@ class Linear(FusedOperation):
                 if old + name in state_dict:
                     value = state_dict.pop(old + name)
                     state_dict.setdefault(prefix + name, value)
+        self._basic_linear().load_weight(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
-        return text + f", bias={self._has_bias_part()}"
+        text += f", bias={self._has_bias_part()}"
+        return text + stored_in(self.weight_format)

@@ -134,11 +134,11 @@ class FusibleOperation(Tracked):
         """Called before every forward. Override only if needed: it costs host time."""
 
     def get_input_quantizer(self) -> Any | None:
-        """The quantizer for this operation's input: None, as operations quantise for themselves."""
+        """How the input is quantised in the region that the caller is in; None: it is not."""
         return None
 
     def get_grad_output_quantizer(self) -> Any | None:
-        """The quantizer for the gradient of this operation's output: None, likewise."""
+        """How the gradient of the output is quantised there; None: it is not."""
         return None
 
     def fuser_forward(
@@ -306,6 +306,41 @@ class BasicOperation(FusibleOperation):
         Asked where ``takes_part_in_recipes`` is set.
         """
         return None
+
+    def num_quantizers(self, mode: str) -> int:
+        """How many tensors the pass ``mode``, ``"forward"`` or ``"backward"``, may quantise."""
+        return 0
+
+    def get_quantizer(self, mode: str, index: int) -> Any | None:
+        """How a tensor is quantised in the region that the caller is in; None: it is not.
+
+        Args:
+            mode: ``"forward"`` or ``"backward"``.
+            index: of linear operations 0 is the input and 1 the weight in forward, 0 the gradient
+                of the output in backward.
+
+        Raises:
+            ArgumentError: the operation has no such tensor.
+        """
+        if mode in ("forward", "backward") and 0 <= index < self.num_quantizers(mode):
+            return self._quantizer(mode, index)
+        raise ArgumentError(
+            explain(
+                "A quantizer is one of 'forward' or 'backward', by index",
+                where=type(self).__name__,
+                received=f"get_quantizer({mode!r}, {index!r})",
+                remedy="num_quantizers(mode) says how many there are",
+            )
+        )
+
+    def _quantizer(self, mode: str, index: int) -> Any | None:
+        return None
+
+    def get_input_quantizer(self) -> Any | None:
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
 
     def cached_tensors(self) -> Sequence[Tensor]:
         """Tensors besides parameters and buffers that the operation keeps from call to call."""
@@ -603,6 +638,12 @@ class FusedOperation(FusibleOperation):
             cls.fuser_forward is FusibleOperation.fuser_forward
             and cls.fuser_backward is FusibleOperation.fuser_backward
         )
+
+    def get_input_quantizer(self) -> Any | None:
+        return self.basic_ops[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        return self.basic_ops[-1].get_grad_output_quantizer()
 
     def pre_first_fuser_forward(self) -> None:
         for op in self.basic_ops:

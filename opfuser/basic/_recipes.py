@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
@@ -25,14 +24,15 @@ def check_own_recipe(recipe: object, where: str) -> None:
 
 
 def recipe_refusal(
-    own: str | None, features: tuple[int, int], weight: Tensor | None, env: Env
+    own: str | None, features: tuple[int, int], dtype: torch.dtype | None, env: Env
 ) -> Refusal | None:
     """Why the GEMMs of an operation do not follow the recipe of a call, or None.
 
     Args:
         own: the operation's ``recipe``.
         features: of the matrices (N, K) that this rank multiplies by.
-        weight: one of them, for its dtype; None where it was cleared, of which forward tells.
+        dtype: in which it computes without autocast; None where its weight was cleared, of which
+            forward tells.
         env: of the call.
     """
     if own is None:
@@ -40,7 +40,6 @@ def recipe_refusal(
     multiple = 1 if env.recipe is None else env.recipe.multiple
     if any(size % multiple or not size for size in features):
         return Refusal("SHAPE", f"its features, {features}, are no multiples of {multiple}")
-    dtype = env.autocast_dtype or (None if weight is None else weight.dtype)
-    if dtype == torch.float64:
+    if (env.autocast_dtype or dtype) == torch.float64:
         return Refusal("DTYPE", "fp64 is not quantised")
     return None

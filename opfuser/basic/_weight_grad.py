@@ -13,6 +13,7 @@ from ..context import OperationContext
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..gemm.scaled import Accumulation, scaled_wgrad
 from ..kernels.quantize import Codes
+from ..quantization.weights import is_fp8
 from ..recording import assume, callers_stream, is_recording, repeat
 from ._autograd_state import Destination, backward_pass, destination, is_first_write, note_forward
 
@@ -186,7 +187,8 @@ def mark_added(param: nn.Parameter) -> Tensor:
         autograd may keep it as ``param.grad``, and a hook may write to it.
     """
     repeat(lambda: setattr(param, "grad_added_to_main_grad", True))
-    return torch.zeros_like(param, memory_format=torch.contiguous_format)
+    dtype = param.grad_dtype if is_fp8(param.dtype) else None  # codes have gradients of another one
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def fitting_grad(weight: Tensor, x: Tensor) -> Tensor | None:

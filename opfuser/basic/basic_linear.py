@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -15,7 +16,11 @@ from .. import gemm
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..fusion import Env, Refusal
-from ..op import BasicOperation, Dtypes, OperationContext
+from ..op import Dtypes, OperationContext
+from ..quantization.region import active_recipe, amax_group
+from ..quantization.tensor_quantizer import TensorQuantizer
+from ..quantization.weights import encoding_of, stored_in
+from ..recipe import Float8BlockScaling
 from ._distributed import (
     gather_input,
     gather_output_grad,
@@ -25,6 +30,7 @@ from ._distributed import (
     shard_linear,
 )
 from ._recipes import check_own_recipe, recipe_refusal
+from ._stored_weight import StoresWeight
 from ._weight_grad import (
     Product,
     WeightGradient,
@@ -38,7 +44,7 @@ from ._weight_grad import (
 __all__ = ["BasicLinear"]
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(StoresWeight):
     r"""Linear transformation :math:`y = x W^T`, like ``torch.nn.Linear`` with ``bias=False``.
 
     Shapes: x ``(..., in_features)``, W ``(out_features, in_features)``, y ``(..., out_features)``.
@@ -51,7 +57,14 @@ class BasicLinear(BasicOperation):
     side that is not sliced along the last dimension is sliced along the first.
 
     In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take FP8 operands;
-    ``linear.recipe = None`` leaves this operation out, ``"inherit"`` takes it back in.
+    ``linear.recipe = None`` leaves this operation out, ``"inherit"`` takes it back in. Constructed
+    within :func:`opfuser.quantized_model_init`, it stores the codes of its weight alone.
+
+    Attributes:
+        weight: W; or its codes, ``torch.float8_e4m3fn``, with gradients of ``weight_format.dtype``.
+        weight_scale: a buffer, what codes are multiplied by: (1,), or one per 128 x 128 square.
+            Only with codes.
+        weight_format: how the weight is stored; None: in high precision.
 
     Args:
         in_features: last dimension of x, over all ranks.
@@ -99,7 +112,6 @@ class BasicLinear(BasicOperation):
         accumulate_into_main_grad: bool
         accumulate_into_grad: bool
 
-    weight: nn.Parameter
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
 
@@ -152,9 +164,7 @@ class BasicLinear(BasicOperation):
         self.make_settings()  # checks them
         self._rng_state_tracker_function = rng_state_tracker_function
         shape = self.sharding.local_out_features, self.sharding.local_in_features
-        self.register_parameter(
-            "weight", nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        )
+        self.make_weight(*shape, device, dtype)
         self.reset_parameters()
 
     @property
@@ -201,10 +211,11 @@ class BasicLinear(BasicOperation):
         if not self.weight.numel():
             return
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+            self.initialize_weight(partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
-        return dtypes.autocast or dtypes.first_parameter
+        stored = self.weight_format
+        return dtypes.autocast or (dtypes.first_parameter if stored is None else stored.dtype)
 
     def make_settings(self) -> BasicLinear.Settings:
         both = self.accumulate_into_main_grad, self.accumulate_into_grad
@@ -214,7 +225,33 @@ class BasicLinear(BasicOperation):
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
         features = self.local_out_features, self.local_in_features
-        return recipe_refusal(self.recipe, features, self.weight, env)
+        weight: Tensor | None = self.weight
+        stored = self.weight_format
+        dtype = None if weight is None else weight.dtype
+        if stored is not None:
+            dtype = stored.dtype
+        refusal = recipe_refusal(self.recipe, features, dtype, env)
+        if refusal is not None or stored is None or isinstance(env.recipe, Float8BlockScaling):
+            return refusal
+        if isinstance(stored.recipe, Float8BlockScaling):
+            return Refusal("LAYOUT", "its weight has a scale for each square, not a single one")
+        return None
+
+    def num_quantizers(self, mode: str) -> int:
+        return 2 if mode == "forward" else 1
+
+    def _quantizer(self, mode: str, index: int) -> TensorQuantizer | None:
+        recipe = active_recipe()
+        w: Tensor | None = self.weight
+        if recipe is None or w is None:
+            return None
+        env = Env(w.device, w.dtype, autocast_dtype=autocast_dtype(w.device), recipe=recipe)
+        if self.quantized_refusal(env) is not None:
+            return None
+        role = "grad_output" if mode == "backward" else ("input", "weight")[index]
+        if role == "weight" and self.weight_format is not None:
+            recipe = encoding_of(self.weight_format.recipe)
+        return TensorQuantizer(self, recipe, amax_group(), role)
 
     def op_forward(  # type: ignore[override]  # takes no keywords of its own
         self,
@@ -230,7 +267,13 @@ class BasicLinear(BasicOperation):
         return y if sharding.mode is None else reduce_output(y, sharding)
 
     def operands(
-        self, ctx: OperationContext, input_: Tensor, *, save: bool = True, gather: bool = True
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        save: bool = True,
+        gather: bool = True,
+        codes: bool = False,
     ) -> tuple[gemm.Operand, gemm.Operand]:
         """In forward, input and weight as the GEMM takes them: checked, cast, and gathered.
 
@@ -242,9 +285,11 @@ class BasicLinear(BasicOperation):
             input_: its input.
             save: whether to save what :meth:`op_backward` reads.
             gather: whether to gather the input where the GEMM takes that of all ranks.
+            codes: whether a weight that is stored in FP8 comes as it is stored, not dequantised.
 
         Raises:
-            ArgumentError: the weight was cleared.
+            ArgumentError: the weight was cleared, or is in FP8 and has no scale; its gradient would
+                be rounded to FP8.
             InputError: the last dimension of the input is not the local ``in_features``, or its
                 dtype is not one that linear operations take.
         """
@@ -264,11 +309,16 @@ class BasicLinear(BasicOperation):
             dtype = autocast_dtype(x.device) or dtype
         if any(ctx.settings or self.frozen_settings(ctx)):
             keep_weights(ctx, [w])
+        stored = self.weight_format
+        if stored is not None and dtype == w.dtype:
+            dtype = stored.dtype
         if x.dtype != dtype:
             if x.dtype not in COMPUTE_DTYPES:
                 refuse_dtype(x, self)
             x = x.to(dtype)
-        if w.dtype != dtype:
+        if stored is not None:
+            w = self.stored_operand(ctx, w, dtype, codes)
+        elif w.dtype != dtype:
             w = w.to(dtype)
         if save and ctx.requires_grad:
             needs = ctx.needs
@@ -279,7 +329,7 @@ class BasicLinear(BasicOperation):
         raise InputError(
             explain(
                 "The last dimension of the input must be in_features",
-                where=f"{type(self).__name__}({self.extra_repr()})",
+                where=self._where(),
                 received=f"shape {tuple(x.shape)}",
                 remedy=f"Pass a tensor of shape (..., {self.sharding.local_in_features})",
             )
@@ -293,7 +343,7 @@ class BasicLinear(BasicOperation):
         raise ArgumentError(
             explain(
                 "A linear operation needs its weight",
-                where=f"{type(self).__name__}({self.extra_repr()})",
+                where=self._where(),
                 received="weight = None",
                 remedy="Assign a parameter to weight before the call",
             )
@@ -362,15 +412,20 @@ class BasicLinear(BasicOperation):
 
     def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Operand) -> torch.dtype:
         """In forward, the dtype that the gradient of the weight, w of :meth:`operands`, goes to."""
-        weight = self._parameters.get("weight")
+        weight, stored = self._parameters.get("weight"), self.weight_format
         dtype = w.dtype if weight is None else weight.dtype  # None: it is parametrised
+        if stored is not None:
+            dtype = stored.dtype
         into_main_grad = self.frozen_settings(ctx).accumulate_into_main_grad
         return torch.promote_types(dtype, torch.float32) if into_main_grad else dtype
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         if self.sharding.mode is not None:
             refuse_reference(self.sharding.group, type(self).__name__)
-        return input_.to(self.weight.dtype) @ self.weight.t()
+        stored = self.weight_format
+        if stored is None:
+            return input_.to(self.weight.dtype) @ self.weight.t()
+        return input_.to(stored.dtype) @ self.read_weight().t()
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -378,4 +433,4 @@ class BasicLinear(BasicOperation):
             text += f", tensor_parallel_mode={self.sharding.mode!r}"
         if self.sharding.sequence_parallel:
             text += ", sequence_parallel=True"
-        return text
+        return text + stored_in(self.weight_format)

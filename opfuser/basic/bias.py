@@ -128,7 +128,8 @@ class Bias(BasicOperation):
 
         Args:
             x: what it is added to.
-            weight: where it is added to ``x Wᵀ``, that W. The bias is cast to its dtype then.
+            weight: where it is added to ``x Wᵀ``, that W. The bias is cast to the dtype of x then,
+                which is that of W unless W comes as codes.
 
         Raises:
             InputError: the bias is not as long as the rows that it is added to.
@@ -144,7 +145,7 @@ class Bias(BasicOperation):
             return b
         if b.shape[0] != weight.shape[0]:
             self._refuse_input((*x.shape[:-1], weight.shape[0]))
-        return b if b.dtype == weight.dtype else b.to(weight.dtype)
+        return b if b.dtype == x.dtype else b.to(x.dtype)
 
     def _refuse_input(self, shape: Sequence[int]) -> None:
         raise InputError(

@@ -245,7 +245,8 @@ class GroupedLinear(BasicOperation):
     def quantized_refusal(self, env: Env) -> Refusal | None:
         features = self.out_features, self.in_features
         weight = getattr(self, self._weight_names[0])
-        return recipe_refusal(self.recipe, features, weight, env)
+        dtype = None if weight is None else weight.dtype
+        return recipe_refusal(self.recipe, features, dtype, env)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.autocast or dtypes.first_parameter

@@ -33,6 +33,7 @@ __all__ = [
 transforms_active = torch._C._are_functorch_transforms_active
 
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 AVAILABLE = importlib.util.find_spec("triton") is not None
 
@@ -78,12 +79,12 @@ class Recorded(NamedTuple):
         return sum(t.numel() * t.element_size() for t in self.tensors if t is not None)
 
 
-def runs(x: Tensor) -> bool:
-    """Whether there are kernels for ``x``: on a GPU, in fp16, bf16 or fp32, and with Triton.
+def runs(x: Tensor, dtypes: frozenset[torch.dtype] = DTYPES) -> bool:
+    """Whether there are kernels for ``x``: on a GPU, in one of the dtypes, and with Triton.
 
     Under ``torch.vmap`` there are none: what it hands over has no memory of its own.
     """
-    has_kernels = (x.is_cuda or _State.everywhere) and AVAILABLE and x.dtype in DTYPES
+    has_kernels = (x.is_cuda or _State.everywhere) and AVAILABLE and x.dtype in dtypes
     return has_kernels and not transforms_active()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .choice import kernel_or_plain
 from .column_sums import sum_columns
-from .launch import Launch, has_fp8
+from .launch import FP8, Launch, has_fp8
 from .quantize_plain import (
     BLOCK,
     BlockScaling,
@@ -32,10 +32,12 @@ from .quantize_plain import (
     dequantize,
     largest,
     scale_for_plain,
+    transpose_plain,
 )
 from .tiling import cdiv, empty_contiguous, rows_of
 
 __all__ = [
+    "BLOCK",
     "BlockScaling",
     "Codes",
     "Scaling",
@@ -52,6 +54,7 @@ __all__ = [
     "quantize_by_squares",
     "quantize_by_tensor",
     "scale_for",
+    "transpose_codes",
 ]
 
 
@@ -115,6 +118,8 @@ _ROWS = Tile(64, 128, 8)  # 0.96 of 28672 x 4096; 32 rows: 0.89
 # warps some would have 65 to 81, which is one program.
 _SQUARE = Tile(BLOCK, BLOCK, 8)
 _SCALES = 128
+# Whole cache lines on both sides, 16 bytes to a thread of each row of four; not measured.
+_TRANSPOSE = Tile(BLOCK, BLOCK, 8)
 
 
 @functools.lru_cache(None)
@@ -134,6 +139,22 @@ def _square_launch(
 ) -> Launch:
     constants = {"E5M2": dtype == torch.float8_e5m2, "POWER_OF_TWO": power_of_two}
     return _SQUARE.launch(f"quantize:{kernel}", constants, itemsize, even)
+
+
+@functools.lru_cache(None)
+def _transpose_launch(even: bool) -> Launch:
+    return _TRANSPOSE.launch("quantize:transpose", {}, 1, even)
+
+
+def _launch_transpose(codes: Tensor) -> Tensor:
+    count, features = codes.shape
+    made = codes.new_empty((features, count))
+    padded = cdiv(count, _TRANSPOSE.rows) * _TRANSPOSE.rows
+    even = count == padded and features % _TRANSPOSE.cols == 0
+    tensors = (codes.contiguous().view(torch.uint8), made.view(torch.uint8))
+    grid = (_TRANSPOSE.programs(padded, features), 1, 1)
+    _transpose_launch(even)(grid, tensors, (count, padded, features))
+    return made
 
 
 def _launch_scales(amax: Tensor, dtype: torch.dtype, power_of_two: bool, margin: int) -> Tensor:
@@ -256,6 +277,13 @@ def _takes_maxima(amax: Tensor, *_: Any) -> bool:
     return amax.dtype == torch.float32
 
 
+def _takes_words(codes: Tensor) -> bool:
+    return codes.numel() > 0 and codes.shape[0] % 4 == 0
+
+
+_transpose = kernel_or_plain(
+    launch=_launch_transpose, plain=transpose_plain, accepts=_takes_words, dtypes=FP8
+)
 _scale_for = kernel_or_plain(launch=_launch_scales, plain=scale_for_plain, accepts=_takes_maxima)
 _by_tensor = kernel_or_plain(launch=_launch_by_tensor, plain=by_tensor_plain, accepts=_takes)
 _by_blocks = kernel_or_plain(launch=_launch_by_blocks, plain=by_blocks_plain, accepts=_takes_blocks)
@@ -327,3 +355,9 @@ def quantize_by_squares(
     """
     codes: Codes = _by_squares(x, dtype, rows, cols, power_of_two)
     return codes
+
+
+def transpose_codes(codes: Tensor) -> Tensor:
+    """The transpose of fp8 codes (R, C): (C, R), contiguous. Moves two bytes per element."""
+    made: Tensor = _transpose(codes)
+    return made

@@ -28,6 +28,7 @@ __all__ = [
     "raise_amax",
     "scale_for_plain",
     "tensor_codes",
+    "transpose_plain",
 ]
 
 # Columns, or rows, that share a scale; and what rows are padded to.
@@ -246,3 +247,8 @@ def by_squares_plain(
 def _in_fours(scales: Tensor) -> Tensor:
     """Contiguous, with columns of ones up to a multiple of 4."""
     return pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous()
+
+
+def transpose_plain(codes: Tensor) -> Tensor:
+    """As ``quantize.transpose_codes``."""
+    return codes.t().contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -121,7 +122,7 @@ def _norm(config: DecoderConfig) -> RMSNorm:
 
 def _linear(config: DecoderConfig, in_features: int, out_features: int) -> Linear:
     linear = Linear(in_features, out_features, bias=False, device=config.device, dtype=config.dtype)
-    nn.init.normal_(linear.weight, std=config.init_std)
+    linear.initialize_weight(partial(nn.init.normal_, std=config.init_std))
     return linear
 
 
@@ -129,7 +130,7 @@ def _output_linear(config: DecoderConfig, in_features: int) -> Linear:
     """A linear that ends a block, scaled so that the sum over all blocks keeps the size of one."""
     linear = _linear(config, in_features, config.dim)
     std = config.init_std / (2 * config.num_layers) ** 0.5
-    nn.init.normal_(linear.weight, std=std)
+    linear.initialize_weight(partial(nn.init.normal_, std=std))
     return linear
 
 

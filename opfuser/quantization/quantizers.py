@@ -30,6 +30,7 @@ from ..recording import is_recording
 from .region import amax_group
 from .state import Stateful, state_of
 from .watch import is_watched, tell
+from .weights import weight_codes
 
 __all__ = [
     "OperandQuantizer",
@@ -189,6 +190,7 @@ class OperandQuantizer(NamedTuple):
         rows: bool,
         cols: bool,
         group: int = 0,
+        scale: Tensor | None = None,
     ) -> Codes:
         """(N, K); both layouts, once, within :func:`keep_quantized_weights`.
 
@@ -198,14 +200,15 @@ class OperandQuantizer(NamedTuple):
             kept: :func:`kept_weights` in forward; autograd's threads do not see the block.
             rows, cols: which layouts are wanted.
             group: which of the operation's weights it is.
+            scale: what it is to be multiplied by, where it is stored as codes.
         """
         # A recording outlives the block, and would read what it kept.
         if kept is None or source is None or is_recording():
-            return self.quantize("weight", w, rows=rows, cols=cols)
+            return self._weight(w, scale, rows=rows, cols=cols)
         key = id(self.op), self.recipe, group
         found = kept.get(key)
         if found is None or found.source() is not source:
-            codes = self.quantize("weight", w, rows=True, cols=True)
+            codes = self._weight(w, scale, rows=True, cols=True)
             found = kept[key] = _Kept(weakref.ref(source), source._version, codes)
         if found.version != source._version:
             raise QuantizedWeightError(
@@ -217,6 +220,11 @@ class OperandQuantizer(NamedTuple):
                 )
             )
         return found.codes
+
+    def _weight(self, w: Tensor, scale: Tensor | None, *, rows: bool, cols: bool) -> Codes:
+        if scale is not None:
+            return weight_codes(w, scale, self.recipe, rows=rows, cols=cols)
+        return self.quantize("weight", w, rows=rows, cols=cols)
 
 
 class Quantizer(NamedTuple):

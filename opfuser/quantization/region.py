@@ -151,9 +151,14 @@ def region_of_call(recipe: Recipe) -> autocast:
 
 
 @contextmanager
-def region(recipe: Recipe) -> Iterator[None]:
-    """The same for its plan alone, which changes no scales."""
-    token = _region.set(Region(recipe, amax_group()))
+def region(recipe: Recipe, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """A region that changes no scales on opening.
+
+    Args:
+        recipe: the recipe.
+        group: of the ranks that agree; None: that of the region that the caller is in.
+    """
+    token = _region.set(Region(recipe, group or amax_group()))
     try:
         yield
     finally:

@@ -80,10 +80,10 @@ def watch_quantization(
         for tensor in sorted(tensors, key=lambda t: t.saturated / t.elements):
             print(tensor)
 
-    A tensor is told again where it is quantised again: a weight in backward. Operations hand on
-    tensors instead of codes, which are rounded twice, as without fusions. Costs several passes over
-    each tensor, waits for the device, and replays no call. Applies to the whole process; outside of
-    it nothing is counted.
+    A tensor is told again where it is quantised again: a weight in backward. A weight that is
+    stored in FP8 is not quantised, and not told. Operations hand on tensors instead of codes, which
+    are rounded twice, as without fusions. Costs several passes over each tensor, waits for the
+    device, and replays no call. Applies to the whole process; outside of it nothing is counted.
 
     Args:
         model: tells the operations' names.

@@ -64,6 +64,10 @@ FUSED_CONSTRUCTORS = {
     "BackwardLinearScale": "*, scale, linear",
 }
 METHODS = {
+    "num_quantizers": "mode",
+    "get_quantizer": "mode, index",
+    "get_input_quantizer": "",
+    "get_grad_output_quantizer": "",
     "op_forward": "ctx, input_, *, prev_op_grad_output_quantizer, "
     "next_op_input_quantizer, **kwargs",
     "op_backward": "ctx, grad_output",
@@ -162,6 +166,49 @@ def test_methods() -> None:
         of.register_forward_backward_fusion,
     ):
         agree(parameters(function), expected("func, prepend=False, *, name=None"))
+
+
+QUANTISED_COMPUTE = {
+    "autocast": "enabled=True, calibrating=False, recipe=None, amax_reduction_group=None",
+    "fp8_autocast": "enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None",
+    "quantized_model_init": "enabled=True, recipe=None, preserve_high_precision_init_val=False",
+    "fp8_model_init": "enabled=True, recipe=None, preserve_high_precision_init_val=False",
+}
+RECIPES = [
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "Recipe",
+]
+
+
+def test_quantised_compute() -> None:
+    for name, text in QUANTISED_COMPUTE.items():
+        assert parameters(getattr(of, name)) == expected(text)
+    assert set(RECIPES) <= set(of.recipe.__all__)
+    assert (of.recipe.Format.HYBRID.value.max_fwd, of.recipe.Format.HYBRID.value.max_bwd) == (
+        448,
+        57344,
+    )
+    kinds = ["delayed", "float8_current_scaling", "float8_per_tensor_scaling"]
+    kinds += ["float8_block_scaling", "mxfp8", "nvfp4"]
+    found = {
+        name: [kind for kind in kinds if getattr(getattr(of.recipe, name), kind)()]
+        for name in RECIPES
+        if name.endswith("Scaling")
+    }
+    assert found == {
+        "DelayedScaling": ["delayed", "float8_per_tensor_scaling"],
+        "Float8BlockScaling": ["float8_block_scaling"],
+        "Float8CurrentScaling": ["float8_current_scaling", "float8_per_tensor_scaling"],
+        "MXFP8BlockScaling": ["mxfp8"],
+        "NVFP4BlockScaling": ["nvfp4"],
+    }
 
 
 def test_every_operation_can_be_called_as_its_base_class_says() -> None:

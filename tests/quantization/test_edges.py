@@ -60,15 +60,20 @@ def edges(seq: opfuser.Sequential) -> list[str]:
     return [str(edge) for edge in seq.last_plan.edges]
 
 
+@pytest.mark.parametrize("stored", [False, True], ids=["", "stored weights"])
 @pytest.mark.parametrize("name", BLOCKS)
 @each_recipe
-def test_codes_are_those_of_operations_on_their_own(recipe: Recipe, name: str) -> None:
+def test_codes_are_those_of_operations_on_their_own(
+    recipe: Recipe, name: str, stored: bool
+) -> None:
     """In fp32 nothing else is rounded between operations.
 
     Where sums are added in another order, a code in some thousands is a neighbour.
     """
     torch.manual_seed(0)
-    fused = BLOCKS[name]()
+    with opfuser.quantized_model_init(stored, recipe):
+        fused = BLOCKS[name]()
+    assert any(p.itemsize == 1 for p in fused.parameters()) == stored
     for parameter in fused.parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1.0, 0.1)

@@ -243,3 +243,14 @@ def test_what_fused_operations_hand_on_is_told_too(recipe: Recipe) -> None:
     for a, b, c in zip(plain, watched_, backward):
         for other in (b, c):
             torch.testing.assert_close(other, a, rtol=0.05, atol=0.05 * a.abs().max().item())
+
+
+def test_a_stored_weight_is_not_told_of() -> None:
+    """Calls do not quantise it, but what it is multiplied by."""
+    with opfuser.quantized_model_init():
+        seq = linear()
+    with opfuser.watch_quantization(seq) as tensors:
+        with opfuser.autocast(recipe=DELAYED):
+            y = seq(torch.randn(5, 128, requires_grad=True))
+        y.sum().backward()
+    assert [told.role for told in tensors] == ["input", "grad_output"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import opfuser
+from opfuser.optim import MasterWeights
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -35,3 +38,35 @@ def test_quantised_calls(recipe: Recipe, device: torch.device) -> None:
         assert_same_grads(model, other)
     assert code(model) == ""
     assert count(model) >= 5
+
+
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_weights_stored_in_fp8(recipe: Recipe, device: torch.device) -> None:
+    """Steps write codes and scales in place, where recorded launches read them."""
+    with opfuser.quantized_model_init(recipe=recipe):
+        model = opfuser.Sequential(
+            opfuser.Linear(128, 256, device=device),
+            opfuser.SwiGLU(),
+            opfuser.Linear(128, 128, device=device),
+        )
+    other = copy.deepcopy(model)
+    other.replay = "off"
+    losses = []
+    for m in (model, other):
+        torch.manual_seed(0)
+        optimizer = MasterWeights(m, torch.optim.SGD, lr=2e-3)
+        losses.append([])
+        x = torch.randn(5, 128, device=device)
+        for _ in range(8):
+            with opfuser.autocast(recipe=recipe):
+                loss = m(x).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < 0.9 * losses[0][0]
+    assert code(model) == ""
+    assert count(model) >= 4

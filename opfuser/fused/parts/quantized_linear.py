@@ -30,6 +30,7 @@ from ...quantization.quantizers import (
     has_hardware,
     kept_weights,
 )
+from ...quantization.weights import decode_weight
 from ...recipe import Recipe
 from .linear import LinearPart
 from .part import Gradients
@@ -116,7 +117,8 @@ class QuantizedLinearPart(LinearPart):
     ) -> tuple[Tensor, ExtraTensors]:
         ctx, sharding = ctxs[0], self.linear.sharding
         ctx.kept_weights = kept_weights()
-        local, w = self.linear.operands(ctx, x, save=False, gather=False)
+        local, w = self.linear.operands(ctx, x, save=False, gather=False, codes=True)
+        ctx.dtype, scale = local.dtype, self.linear.scale_of(w)
         x = gather_input(local, sharding)
         b = None if self.bias is None else self.bias.operand(x, w)
         saves = self._saves(ctxs, save_input)
@@ -129,11 +131,11 @@ class QuantizedLinearPart(LinearPart):
             codes = Quantizer(self._operands, "input", rows, by_cols).codes(gemm.as_rows(x))
         if ctx.requires_grad:
             kept = (codes.cols, codes.col_scale) if by_cols and codes is not None else (None, None)
-            ctx.save_for_backward(local if saves and not by_cols else None, w, *kept)
+            ctx.save_for_backward(local if saves and not by_cols else None, w, *kept, scale)
             if self.recomputed and self.bias is not None:
                 ctxs[1].save_for_backward(b)
         reduced = sharding.mode == "row"
-        y = self._product(ctx, x, codes, w, None if reduced else b)
+        y = self._product(ctx, x, codes, w, scale, None if reduced else b)
         if reduced:
             y = reduce_output(y, sharding)
             y = y if b is None else y.add_(b)
@@ -145,24 +147,30 @@ class QuantizedLinearPart(LinearPart):
         return self.add.reference(y, z), nothing
 
     def _product(
-        self, ctx: OperationContext, x: Any, codes: Codes | None, w: Tensor, b: Tensor | None
+        self,
+        ctx: OperationContext,
+        x: Any,
+        codes: Codes | None,
+        w: Tensor,
+        scale: Tensor | None,
+        b: Tensor | None,
     ) -> Tensor:
         if self.recipe.fprop != "fp8":
-            return gemm.forward(x, w, b)
+            return gemm.forward(x, _values(w, scale, x.dtype), b)
         assert codes is not None
-        weight = self._weight(ctx, w, rows=True)
+        weight = self._weight(ctx, w, scale, rows=True)
         shape = x.numel() // x.shape[-1], w.shape[0]
-        y = scaled_forward(codes, weight, shape, b, self._how("fprop", w, w.dtype))
+        y = scaled_forward(codes, weight, shape, b, self._how("fprop", w, x.dtype))
         return y.view(*x.shape[:-1], w.shape[0])
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
-        saved, w = ctxs[0].saved_tensors[:2]
+        saved, w, _, _, scale = ctxs[0].saved_tensors
         b = None if self.bias is None else ctxs[1].saved_tensors[0]
-        x = saved if x is None else cast(x, w.dtype)
+        x = saved if x is None else cast(x, ctxs[0].dtype)
         codes = None
         if self.recipe.fprop == "fp8":
             codes = Quantizer(self._operands, "input", True, False).codes(gemm.as_rows(x))
-        return self._product(ctxs[0], x, codes, w, b)
+        return self._product(ctxs[0], x, codes, w, scale, b)
 
     def grad_output_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         wanted, needs = self._grad_quantizer(ctxs), ctxs[0].needs
@@ -186,13 +194,14 @@ class QuantizedLinearPart(LinearPart):
         )
 
     def _input_grad(self, ctxs: Contexts, dy: Any) -> Tensor:
-        w, sharding = ctxs[0].saved_tensors[1], self.linear.sharding
+        ctx, sharding = ctxs[0], self.linear.sharding
+        _, w, _, _, scale = ctx.saved_tensors
         dy = self._whole(ctxs, dy)
         if self.recipe.dgrad != "fp8":
-            return reduce_input_grad(gemm.dgrad(dy, w), sharding)
+            return reduce_input_grad(gemm.dgrad(dy, _values(w, scale, ctx.dtype)), sharding)
         rows = dy.numel() // dy.shape[-1]
-        weight = self._weight(ctxs[0], w, rows=False)
-        how = self._how("dgrad", w, w.dtype)
+        weight = self._weight(ctx, w, scale, rows=False)
+        how = self._how("dgrad", w, ctx.dtype)
         dx = scaled_dgrad(self._grad_codes(ctxs, dy), weight, rows, how)
         return reduce_input_grad(dx.view(*dy.shape[:-1], w.shape[1]), sharding)
 
@@ -218,11 +227,11 @@ class QuantizedLinearPart(LinearPart):
 
     def _weight_grad(self, ctxs: Contexts, dy: Any, x: Any) -> Tensor | None:
         ctx = ctxs[0]
-        saved, w, cols, col_scale = ctx.saved_tensors
+        saved, w, cols, col_scale, _ = ctx.saved_tensors
         if isinstance(x, QuantizedTensor):
             codes = x.codes
         elif self.recipe.wgrad != "fp8" or cols is None:
-            x = gather_input(saved if x is None else cast(x, w.dtype), self.linear.sharding)
+            x = gather_input(saved if x is None else cast(x, ctx.dtype), self.linear.sharding)
             if self.recipe.wgrad != "fp8":
                 return self.linear.weight_grad(dy, x, ctx)
             codes = Quantizer(self._operands, "input", False, True).codes(gemm.as_rows(x))
@@ -249,7 +258,7 @@ class QuantizedLinearPart(LinearPart):
         ctx = ctxs[0]
         codes: Codes | None = ctx.__dict__.get("grad_codes")
         if codes is None:
-            rows = gemm.as_rows(cast(dy, ctx.saved_tensors[1].dtype)).contiguous()
+            rows = gemm.as_rows(cast(dy, ctx.dtype)).contiguous()
             codes = ctx.grad_codes = self._grad_quantizer(ctxs).codes(rows)
         return codes
 
@@ -257,9 +266,16 @@ class QuantizedLinearPart(LinearPart):
     def _operands(self) -> OperandQuantizer:
         return OperandQuantizer(self.linear, self.recipe)
 
-    def _weight(self, ctx: OperationContext, w: Tensor, *, rows: bool) -> Codes:
-        source = self.linear._parameters.get("weight")
-        return self._operands.weight(w, source, ctx.kept_weights, rows=rows, cols=not rows)
+    def _weight(
+        self, ctx: OperationContext, w: Tensor, scale: Tensor | None, *, rows: bool
+    ) -> Codes:
+        source, kept = self.linear._parameters.get("weight"), ctx.kept_weights
+        return self._operands.weight(w, source, kept, rows=rows, cols=not rows, scale=scale)
 
     def _how(self, product: str, w: Tensor, dtype: torch.dtype) -> Accumulation:
         return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device))
+
+
+def _values(w: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A weight for a product in high precision."""
+    return w if scale is None else decode_weight(w, scale, dtype)

@@ -126,3 +126,25 @@ def by_squares(
         tl.store(col_scale_ptr + tile_col * col_scale_stride + tile_row, inverse_of(scale))
         low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
         store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, True, TILE_ROWS)
+
+
+@triton.jit
+def transpose(
+    codes_ptr, out_ptr,
+    R, RP, C,
+    EVEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Bytes (R, C) as (C, R), four rows to a word; R is a multiple of 4, RP of TILE_ROWS."""
+    tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
+    row = tile_rows(tile_row, TILE_ROWS)
+    line = tile_cols(tile_col, TILE_COLS)
+    col = in_row(line, VEC)
+    v0, v1, v2, v3 = load_four(codes_ptr, row, C, col, R, col < C, EVEN)
+    v0, v1, v2, v3 = v0.to(tl.uint32), v1.to(tl.uint32), v2.to(tl.uint32), v3.to(tl.uint32)
+    words = tl.trans(v0 | (v1 << 8) | (v2 << 16) | (v3 << 24))
+    word = tile_row * (TILE_ROWS // 4) + tl.arange(0, TILE_ROWS // 4)
+    at = out_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    at += line.to(tl.int64)[:, None] * (R // 4) + word[None, :]
+    inside = None if EVEN else (line < C)[:, None] & (word < R // 4)[None, :]
+    tl.store(at, words, mask=inside)

@@ -14,6 +14,7 @@ from opfuser.kernels.quantize import (
     quantize_by_squares,
     quantize_by_tensor,
     scale_for,
+    transpose_codes,
 )
 from tests.kernels.activations import LAYOUTS, assert_rounded_once, tensor
 from tests.kernels.codes import (
@@ -329,3 +330,21 @@ def test_the_transpose_is_that_of_the_rows_on_a_gpu(
             made = quantize_by_squares(x, dtype, rows=True, cols=True)
             assert torch.equal(made.rows.view(torch.uint8).t(), made.cols.view(torch.uint8))
             check_by_squares(x, made, dtype, True)
+
+
+@pytest.mark.parametrize(
+    "shape", [(128, 128), (256, 384), (48, 144), (132, 16), (4, 1), (3, 5), (130, 128), (0, 16)]
+)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_codes_are_transposed(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    bits = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    made = transpose_codes(bits.view(dtype))
+    assert made.dtype == dtype
+    assert made.is_contiguous()
+    assert torch.equal(made.view(torch.uint8), bits.t())
+
+
+def test_slices_of_codes_are_transposed(device: str) -> None:
+    bits = torch.randint(0, 256, (128, 256), dtype=torch.uint8, device=device)
+    made = transpose_codes(bits.view(torch.float8_e4m3fn)[:, 64:192])
+    assert torch.equal(made.view(torch.uint8), bits[:, 64:192].t())

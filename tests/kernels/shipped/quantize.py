@@ -10,6 +10,7 @@ from opfuser.kernels.quantize import (
     quantize_by_squares,
     quantize_by_tensor,
     scale_for,
+    transpose_codes,
 )
 from tests.kernels.shipping import Family, empty
 
@@ -59,3 +60,6 @@ for rows, cols, source in (
             passes = 1 + layouts * (layout + scales)
             SHIPPED.ship(f"{size} blocks {name}", passes, quantize_by_blocks, x, dtype=E4M3, **how)
         SHIPPED.ship(f"{size} squares", 1 + 2 * layout, quantize_by_squares, x, dtype=E4M3, **both)
+
+for rows, cols in ((28672, 4096), (1040, 2064)):  # W by columns; the second has no whole tiles
+    SHIPPED.ship(f"transpose {rows} x {cols}", 2, transpose_codes, empty(rows, cols, dtype=E4M3))
