@@ -54,3 +54,18 @@ for tensor in tensors:
 # --8<-- [end:watch]
 assert {tensor.role for tensor in tensors} == {"input", "weight", "grad_output"}
 assert {tensor.operation for tensor in tensors} == {"0"}
+
+# --8<-- [start:stored]
+with opfuser.quantized_model_init(recipe=DelayedScaling(), preserve_high_precision_init_val=True):
+    stored = Sequential(Linear(64, 256), GELU(), Linear(256, 64))
+optimizer = opfuser.optim.MasterWeights(stored, torch.optim.AdamW, lr=1e-3)
+
+with opfuser.autocast(recipe=DelayedScaling()):
+    loss = stored(x).square().mean()
+loss.backward()
+torch.nn.utils.clip_grad_norm_(stored.parameters(), 1.0)
+optimizer.step()
+optimizer.zero_grad()
+# --8<-- [end:stored]
+assert stored[0].weight.dtype == torch.float8_e4m3fn
+assert optimizer.optimizer.param_groups[0]["params"][0].dtype == torch.float32
