@@ -15,7 +15,7 @@ import opfuser
 from examples.lm_data import load_corpus, training_batch
 from examples.lm_recipes import RECIPES
 from opfuser.models import DecoderConfig, decoder_lm
-from opfuser.quantization import region
+from opfuser.quantization import state
 from opfuser.recipe import DelayedScaling, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -102,7 +102,7 @@ def test_scales_that_stay_1_miss_the_loss_of_bf16(
     bf16: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The comparison finds faults: here gradients are lost below the smallest number."""
-    monkeypatch.setattr(region, "update_scales", lambda: None)
+    monkeypatch.setattr(state, "update_scales", lambda: None)
     losses = start(DelayedScaling()).train(0, STEPS // 2)
     assert mean(losses, 20) > (1 + 2 * CLOSE) * mean(bf16[: STEPS // 2], 20)
 
