@@ -206,7 +206,7 @@ class Launch:
         assert first is not None
         device = first.get_device()
         # On an H200 the launcher takes 0.1 to 0.2 us less for a pointer than for a tensor.
-        address = 0
+        address, elsewhere = 0, False
         pointers: list[int | None] = []
         properties: list[Any] = [device, ints]
         for t in tensors:
@@ -215,15 +215,19 @@ class Launch:
                 properties.append(None)
             else:
                 pointer = t.data_ptr()
-                # Triton is to refuse what is elsewhere, which it cannot see from a pointer.
-                address |= pointer if t.get_device() == device else 1
+                address |= pointer
+                if t.get_device() != device:
+                    elsewhere = True
                 pointers.append(pointer)
                 properties.append(t.dtype)
+        if address & 15:  # Triton tells apart which ones are aligned
+            properties.append(tuple([p is None or p & 15 == 0 for p in pointers]))
         key = tuple(properties)
-        entry = None if address & 15 else self._recent.get(key) or self._find(key)
+        # Triton is to refuse what is elsewhere, which it cannot see from a pointer.
+        entry = None if elsewhere else self._recent.get(key) or self._find(key)
         if entry is None or device != torch._C._cuda_getDevice():
             args = (*tensors, *ints, *floats)
-            self._launch_by_triton(None if address & 15 else key, grid, args)
+            self._launch_by_triton(None if elsewhere else key, grid, args)
             return
         run, function, before, packed = entry
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -245,7 +249,7 @@ class Launch:
     def _launch_by_triton(
         self, key: tuple[Any, ...] | None, grid: tuple[int, int, int], args: Sequence[Any]
     ) -> None:
-        """Compiles if need be. Keeps the binary for aligned tensors, which nearly all are."""
+        """Compiles if need be; keeps the binary, unless the key is None."""
         function = self.function
         if INTERPRETED:
             function[grid](*args, *self._values, **self.options)
