@@ -141,6 +141,7 @@ def test_delayed_scales_follow_the_history() -> None:
         "0.weight",
         "0.quantization.scale",
         "0.quantization.amax_history",
+        "0.quantization.amax",
     ]
     assert op.quantization.bfloat16().scale.dtype == torch.float32
 
