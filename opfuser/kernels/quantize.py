@@ -35,13 +35,16 @@ from .quantize_plain import (
 from .tiling import cdiv, empty_contiguous, rows_of
 
 __all__ = [
+    "SQUARE",
     "BlockScaling",
     "Codes",
     "Scaling",
     "TensorScaling",
     "Tile",
+    "add_up",
     "amax_of",
     "empty_codes",
+    "empty_sums",
     "largest",
     "quantize_by_blocks",
     "quantize_by_squares",
@@ -108,7 +111,7 @@ _BOTH = Tile(128, 64, 4)  # bf16 to both layouts, with amax: 0.90, and 0.88 for 
 _ROWS = Tile(32, 128, 4)  # two accesses of 16 bytes by each thread and row of four
 # 128 registers at most on sm_90, so that two programs fit a multiprocessor; sums take 142. Of 16
 # warps some would have 65 to 81, which is one program.
-_SQUARE = Tile(BLOCK, BLOCK, 8)
+SQUARE = Tile(BLOCK, BLOCK, 8)
 _SCALES = 128
 
 
@@ -128,7 +131,7 @@ def _square_launch(
     kernel: str, dtype: torch.dtype, itemsize: int, even: bool, power_of_two: bool
 ) -> Launch:
     constants = {"E5M2": dtype == torch.float8_e5m2, "POWER_OF_TWO": power_of_two}
-    return _SQUARE.launch(f"quantize:{kernel}", constants, itemsize, even)
+    return SQUARE.launch(f"quantize:{kernel}", constants, itemsize, even)
 
 
 def _launch_scales(amax: Tensor, dtype: torch.dtype, power_of_two: bool, margin: int) -> Tensor:
@@ -148,7 +151,9 @@ def empty_codes(
     return padded, by_rows, by_cols
 
 
-def _sums(x: Tensor, padded: int, tile: Tile, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+def empty_sums(
+    x: Tensor, padded: int, tile: Tile, wanted: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Memory for sums of columns and for those of each tile: the same one for a single tile."""
     if not wanted:
         return None, None
@@ -157,7 +162,8 @@ def _sums(x: Tensor, padded: int, tile: Tile, wanted: bool) -> tuple[Tensor | No
     return sums, sums if tiles == 1 else x.new_empty((tiles, features), dtype=torch.float32)
 
 
-def _add_up(sums: Tensor | None, parts: Tensor | None) -> None:
+def add_up(sums: Tensor | None, parts: Tensor | None) -> None:
+    """Fills in what :func:`empty_sums` made, from sums of tiles."""
     if sums is not None and parts is not None and sums is not parts:
         sum_columns(parts, (sums,), (parts.shape[0],))
 
@@ -175,12 +181,12 @@ def _launch_by_tensor(
     tile = _BOTH if cols or column_sum else _ROWS
     padded, by_rows, by_cols = empty_codes(x, features, dtype, rows, cols)
     inverse = torch.empty_like(scale)
-    sums, parts = _sums(x, padded, tile, column_sum)
+    sums, parts = empty_sums(x, padded, tile, column_sum)
     launch = _tensor_launch(tile, dtype, x.element_size(), tile.even(count, features))
     x, stride = rows_of(x)
     tensors = (x, scale, by_rows, by_cols, inverse, amax, parts)
     launch((tile.programs(padded, features), 1, 1), tensors, (count, padded, features, stride))
-    _add_up(sums, parts)
+    add_up(sums, parts)
     return Codes(by_rows, inverse if rows else None, by_cols, inverse if cols else None, sums)
 
 
@@ -194,14 +200,14 @@ def _launch_by_blocks(
         row_scale = x.new_empty((features // BLOCK, padded), dtype=torch.float32)
     if cols:
         col_scale = x.new_empty((padded // BLOCK, features), dtype=torch.float32)
-    sums, parts = _sums(x, padded, _SQUARE, column_sum)
-    even = _SQUARE.even(count, features)
+    sums, parts = empty_sums(x, padded, SQUARE, column_sum)
+    even = SQUARE.even(count, features)
     launch = _square_launch("by_blocks", dtype, x.element_size(), even, power_of_two)
     x, stride = rows_of(x)
     tensors = (x, by_rows, row_scale, by_cols, col_scale, parts)
-    grid = (_SQUARE.programs(padded, features), 1, 1)
+    grid = (SQUARE.programs(padded, features), 1, 1)
     launch(grid, tensors, (count, padded, features, stride))
-    _add_up(sums, parts)
+    add_up(sums, parts)
     return Codes(by_rows, row_scale, by_cols, col_scale, sums)
 
 
@@ -213,7 +219,7 @@ def _launch_by_squares(
     down, across = padded // BLOCK, features // BLOCK
     row_scale = _scales_in_fours(x, down, across) if rows else None
     col_scale = _scales_in_fours(x, across, down) if cols else None
-    even = _SQUARE.even(count, features)
+    even = SQUARE.even(count, features)
     launch = _square_launch("by_squares", dtype, x.element_size(), even, power_of_two)
     x, stride = rows_of(x)
     strides = [0 if s is None else s.shape[1] for s in (row_scale, col_scale)]

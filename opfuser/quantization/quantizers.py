@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import QuantizedWeightError, explain
+from ..kernels.microscaling import quantize_mxfp8, quantize_nvfp4
+from ..kernels.pointwise import draw_seed
 from ..kernels.quantize import (
     Codes,
     amax_of,
@@ -22,7 +24,14 @@ from ..kernels.quantize import (
     quantize_by_tensor,
     scale_for,
 )
-from ..recipe import Float8BlockScaling, Float8CurrentScaling, QParams, Recipe
+from ..recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
 from ..recording import is_recording
 from .state import Stateful, state_of
 
@@ -96,6 +105,13 @@ class OperandQuantizer(NamedTuple):
                 amax = amax.clamp_min(params.amax_epsilon)
             scale = scale_for(amax, dtype, power_of_two=params.power_2_scale)
             return quantize_by_tensor(x, scale, dtype, **wants, column_sum=column_sum)
+        if isinstance(recipe, MXFP8BlockScaling):
+            return quantize_mxfp8(x, dtype, **wants, column_sum=column_sum)
+        if isinstance(recipe, NVFP4BlockScaling):
+            how = recipe.params(role)
+            seed = draw_seed(x) if how.stochastic_rounding else None
+            wants |= {"squares": how.fp4_2d_quantization, "seed": seed, "column_sum": column_sum}
+            return quantize_nvfp4(x, amax_of(x), **wants, transform=how.random_hadamard_transform)
         assert isinstance(recipe, Stateful)
         state = state_of(self.op, recipe, self.group)
         scale, amax = state.scale_of(role, x, recipe), state.amax_seen(role)
@@ -142,20 +158,24 @@ def keep_quantized_weights() -> Iterator[None]:
 _warned: set[str] = set()
 
 
-def has_hardware(device: torch.device) -> bool:
-    """Whether ``device`` multiplies FP8; the first other one is told in a warning.
+def has_hardware(device: torch.device, recipe: Recipe) -> bool:
+    """Whether ``device`` multiplies what the recipe rounds to.
 
-    Elsewhere the same codes and scales are multiplied in fp32.
+    Elsewhere the same codes and scales are multiplied in fp32. The first such device of a format is
+    told in a warning.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+    needed, name = recipe.capability, recipe.operands
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= needed:
         return True
-    if device.type not in _warned:
-        _warned.add(device.type)
+    told = f"{name} on {device.type}"
+    if told not in _warned:
+        _warned.add(told)
+        capability = ".".join(map(str, needed))
         warnings.warn(
             explain(
-                "FP8 is emulated: operands are rounded to FP8 and multiplied in fp32",
+                f"{name} is emulated: operands are rounded to {name} and multiplied in fp32",
                 received=f"tensors on {device}",
-                remedy="Quantised compute is fast on GPUs of compute capability 8.9 and later",
+                remedy=f"GPUs of compute capability {capability} and later multiply {name}",
             ),
             stacklevel=2,
         )

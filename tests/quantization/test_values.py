@@ -16,10 +16,12 @@ from opfuser.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8PredictedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 
 CURRENT = Float8CurrentScaling()
 RECIPES: tuple[Recipe, ...] = (
@@ -27,7 +29,12 @@ RECIPES: tuple[Recipe, ...] = (
     DelayedScaling(),
     Float8PredictedScaling(),
     Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
 )
+# Of a SwiGLU block: measured 0.066 and 0.298. E2M1 rounds values of 1 and more by up to a fifth,
+# and stochastically by up to twice that, so that one product is off by 0.13 to 0.18.
+BOUNDS: dict[type[Recipe], float] = {MXFP8BlockScaling: 0.08, NVFP4BlockScaling: 0.36}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -131,7 +138,7 @@ def test_a_block_is_as_close_as_its_format(recipe: Recipe, fused: bool) -> None:
     assert plan.high_precision == ()
     assert ("norm_linear" in plan.fused("forward")) == fused
     for result, true in zip(got, exact, strict=True):
-        assert error(result, true) < 0.125
+        assert error(result, true) < BOUNDS.get(type(recipe), 0.125)
 
 
 @pytest.mark.parametrize("mode", ["fprop", "dgrad", "wgrad"])
@@ -161,6 +168,7 @@ def test_one_gradient_alone(recipe: Recipe, wanted: str) -> None:
         tensors = {"x": x.clone(), **dict(own[0].named_parameters())}
         for name, t in tensors.items():
             t.requires_grad_(not alone or name == wanted)
+        torch.manual_seed(0)  # of stochastic rounding
         with opfuser.autocast(recipe=recipe):
             y = own(tensors["x"])
         grads.append(torch.autograd.grad(y, tensors[wanted], dy)[0])

@@ -174,4 +174,4 @@ class QuantizedLinearPart(LinearPart):
         return self.linear._parameters.get("weight")
 
     def _how(self, product: str, w: Tensor, dtype: torch.dtype) -> Accumulation:
-        return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device))
+        return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device, self.recipe))

@@ -42,7 +42,7 @@ def scales(
 
 
 @triton.jit
-def _store_sums(sums_ptr, tile_row, col, C, v0, v1, v2, v3):
+def store_sums(sums_ptr, tile_row, col, C, v0, v1, v2, v3):
     """Sums of a tile's columns, to sums (T, C)."""
     sums = tl.sum((v0 + v1) + (v2 + v3), axis=0)
     at = sums_ptr + tile_row.to(tl.int64) * C + col
@@ -68,7 +68,7 @@ def by_tensor(
     if amax_ptr is not None:
         raise_amax(amax_ptr, largest_of_four(v0, v1, v2, v3))
     if sums_ptr is not None:
-        _store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
+        store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
     v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
     if rows_ptr is not None:
         store_rows(rows_ptr, row, C, col, col < C, v0, v1, v2, v3, E5M2, EVEN)
@@ -117,7 +117,7 @@ def by_blocks(
             rows_ptr, row_scale_ptr, v3, row + 3, col, tile_col, RP, C, E5M2, POWER_OF_TWO
         )
     if sums_ptr is not None:
-        _store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
+        store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
     if cols_ptr is not None:
         amax = largest_along(largest_of_four(v0, v1, v2, v3), 0)[None, :]
         scale = scale_of(amax, E5M2, POWER_OF_TWO)
