@@ -109,8 +109,12 @@ class Call:
     def __call__(self, *args: Any, **how: Any) -> Tensor:
         self.args, self.how = args, how
         moved = [self._moved(arg) for arg in args]
-        on_meta = self._scaled_mm(*moved, **{name: self._moved(arg) for name, arg in how.items()})
-        return torch.zeros(on_meta.shape, dtype=on_meta.dtype)
+        on_meta = {name: self._moved(arg) for name, arg in how.items()}
+        try:
+            y = self._scaled_mm(*moved, **on_meta)
+        except NotImplementedError:  # an older torch, which knows no meta device here
+            y = moved[0].new_empty((len(args[0]), args[1].shape[1]), dtype=how["output_dtype"])
+        return torch.zeros(y.shape, dtype=y.dtype)
 
     def _moved(self, arg: Any) -> Any:
         if isinstance(arg, list):

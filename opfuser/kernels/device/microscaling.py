@@ -130,16 +130,16 @@ def mxfp8(
 
 @triton.jit
 def _fp4_code(v):
-    """E2M1 (uint8) of fp32 values, to nearest even; 6 of NaN, as GPUs do.
-
-    A tie goes to the even code: up from 0.75, 1.75 and 3.5. Negated, so that NaN passes all.
-    """
-    size = tl.abs(v)
-    code = (size <= 0.25).to(tl.int32) + (size < 0.75).to(tl.int32) + (size <= 1.25).to(tl.int32)
-    code += (size < 1.75).to(tl.int32) + (size <= 2.5).to(tl.int32) + (size < 3.5).to(tl.int32)
-    code = 7 - (code + (size <= 5.0).to(tl.int32))
-    sign = (v.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(size <= float("inf"), code | sign, 7).to(tl.uint8)
+    """E2M1 (uint8) of fp32 values, to nearest even; 6 of NaN, as GPUs do."""
+    bits = v.to(tl.int32, bitcast=True)
+    size = tl.minimum(tl.abs(v), 6.0)
+    # Codes are 2 apart where the distance of values doubles. Added to 2^23, a value loses what is
+    # below 1, and its last bits are the number of steps.
+    steps = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
+    before = tl.where(size < 2.0, 0, tl.where(size < 4.0, 2, 4))
+    code = ((size * steps + 8388608.0).to(tl.int32, bitcast=True) & 7) + before
+    code |= (bits >> 28) & 8
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 7, code).to(tl.uint8)
 
 
 @triton.jit
