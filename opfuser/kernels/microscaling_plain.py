@@ -96,9 +96,10 @@ def tensor_scale(scale: Tensor) -> Tensor:
 def values_of(codes: Tensor) -> Tensor:
     """What codes of E2M1 stand for, (M, K) in fp32, of codes (M, K/2)."""
     packed = codes.view(torch.uint8)
-    nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-    grid = torch.tensor(_FP4_VALUES, device=codes.device)
-    return torch.cat((grid, -grid))[nibbles.int()]
+    nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(1).int()
+    exponent, mantissa = (nibbles >> 1) & 3, nibbles & 1
+    halves = torch.where(exponent == 0, mantissa, (2 + mantissa << exponent) >> 1)
+    return halves.float() * (0.5 - ((nibbles >> 3) & 1).float())
 
 
 def _exponents(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -161,7 +162,8 @@ def dithered(v: Tensor, bits: Tensor) -> Tensor:
         bits: random ones, 16 of them, as integers.
     """
     size = v.abs().clamp_(max=_TOP)
-    steps = torch.where(size < 2, 2.0, torch.where(size < 4, 1.0, 0.5))  # per unit
+    steps = torch.full_like(size, 0.5)  # per unit
+    steps.masked_fill_(size < 4, 1.0).masked_fill_(size < 2, 2.0)
     number = torch.floor(size * steps + (bits.float() + 0.5) * 2.0**-16)
     return torch.copysign(number / steps, v)
 
@@ -172,8 +174,8 @@ def transformed(x: Tensor) -> Tensor:
     Row n of 16 is multiplied by -1 if bit n of :data:`TRANSFORM` is set; then follow the steps of a
     fast Walsh-Hadamard transform between rows that are 1, 2, 8 and 4 apart, and a division by 4.
     """
-    flips = [1.0 - 2.0 * (TRANSFORM >> n & 1) for n in range(16)]
-    y: Tensor = x.unflatten(0, (-1, 16)) * torch.tensor(flips, device=x.device)[:, None]
+    rows = torch.arange(16, device=x.device)[:, None]
+    y: Tensor = x.unflatten(0, (-1, 16)) * (1 - 2 * (TRANSFORM >> rows & 1))
     for apart in (1, 2, 8, 4):
         pairs = y.unflatten(1, (-1, 2, apart))
         a, b = pairs.unbind(2)

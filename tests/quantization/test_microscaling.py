@@ -216,6 +216,31 @@ def test_stochastic_gradients_are_right_on_average() -> None:
     assert error(many.mean(0), exact) < error(one, exact) / 4
 
 
+@pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
+@pytest.mark.parametrize(
+    ("recipe", "size"),
+    [
+        (MXFP8BlockScaling(), 64 * 256 + 128 * 256 // 32),
+        (NVFP4BlockScaling(), 64 * 256 // 2 + 128 * 256 // 16 + 4),
+    ],
+    ids=["mxfp8", "nvfp4"],
+)
+def test_what_is_saved(recipe: Recipe, size: int) -> None:
+    """Codes by columns, and scales of these, rounded up to 128 columns."""
+    model = opfuser.Sequential(opfuser.BasicLinear(64, 32))
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t)
+        return t
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with hooks, opfuser.autocast(recipe=recipe):
+        model(torch.randn(256, 64))
+    weights = {p.data_ptr() for p in model.parameters()}
+    assert sum(t.nbytes for t in saved if t.data_ptr() not in weights) == size
+
+
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=str)
 def test_emulation_is_told_once_for_each_format(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch

@@ -325,6 +325,25 @@ def test_kernels_give_the_bits_of_plain_torch(
         assert torch.equal(own.cpu().view(torch.uint8), twin.cpu().view(torch.uint8))
 
 
+def test_the_default_dtype_changes_nothing(device: torch.device) -> None:
+    x, seed = uneven(130, 64, torch.float32, device), torch.tensor([77], device=device)
+
+    def codes() -> list[Tensor]:
+        made = nvfp4_plain(x, amax_of(x), True, True, False, True, seed, False)
+        other = mxfp8_plain(x, E4M3, True, True, False)
+        found = [t.view(torch.uint8) for t in (*made[:4], *other[:4])]
+        return [*found, values_of(made.rows)]
+
+    want = codes()
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = codes()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for own, before in zip(got, want, strict=True):
+        assert (own.dtype, own.tolist()) == (before.dtype, before.tolist())
+
+
 @pytest.mark.parametrize("transform", [False, True])
 def test_codes_of_padding_are_0_where_nothing_is_finite(
     transform: bool, device: torch.device
