@@ -324,11 +324,11 @@ class Float8BlockScaling(Recipe):
 class MXFP8BlockScaling(Recipe):
     """A scale for each 32 consecutive values, a power of two in 8 bits (E8M0).
 
-    ``1/s`` is the smallest power of two with ``amax s <= largest``, amax of the block: nothing
-    saturates, as it may with the scales that the OCP Microscaling Formats (MX) Specification v1.0
-    gives as an example, which round down. Rounding up: Mishra et al., "Recipes for Pre-training
-    LLMs with MXFP8", arXiv:2506.08027. Blocks run along what a GEMM sums over, so that a tensor and
-    its transpose are rounded apart.
+    ``1/s`` is the smallest power of two with ``amax s <= largest``, amax of the block. Nothing
+    saturates: the exponent is rounded up, as in Mishra et al., "Recipes for Pre-training LLMs with
+    MXFP8", arXiv:2506.08027, and not down, as in the conversion that OCP, "Microscaling Formats
+    (MX) Specification v1.0", describes. Blocks run along what a GEMM sums over, so that a tensor
+    and its transpose are rounded apart.
 
     GPUs of compute capability 10.0 and later multiply this format; elsewhere it is emulated. It has
     never run on a GPU of that kind: codes, scales and the arguments of the products are tested
@@ -374,9 +374,9 @@ class NVFP4BlockScaling(Recipe):
     - both operands of wgrad are multiplied by an orthogonal 16 x 16 Hadamard matrix with fixed
       random signs along what it sums over, which spreads outliers and leaves the product as it is.
 
-    A tensor is read twice, for its amax and then for its codes. Transformer Engine reads what it
-    transforms once more for the amax of that; here g is taken from ``4 amax``, which nothing
-    transformed exceeds: scales of blocks have the range for it.
+    A tensor is read twice, for its amax and then for its codes. For what is transformed g comes
+    from ``4 amax``, which nothing transformed exceeds, and not, as in Transformer Engine, from an
+    amax of its own: scales of blocks have the range for that.
 
     GPUs of compute capability 10.0 and later multiply this format; elsewhere it is emulated. It has
     never run on a GPU of that kind: codes, scales and the arguments of the products are tested

@@ -240,12 +240,11 @@ def _nvfp4_row(
 
 @triton.jit
 def _transformed_across(v):
-    """The steps of a fast Walsh-Hadamard transform between the first and third of every four."""
+    """The steps between rows that are 8 and then 4 apart, for one of a tile's four tensors."""
     groups: tl.constexpr = v.shape[0] // 4
     cols: tl.constexpr = v.shape[1]
     v = tl.permute(tl.reshape(v, (groups, 2, 2, cols)), (0, 2, 3, 1))
     a, b = tl.split(v)
-    # (groups, 2, cols) of the sums and differences of rows that are two apart
     s0, s1 = tl.split(tl.permute(a + b, (0, 2, 1)))
     d0, d1 = tl.split(tl.permute(a - b, (0, 2, 1)))
     low, high = tl.join(s0 + s1, s0 - s1), tl.join(d0 + d1, d0 - d1)
@@ -260,7 +259,10 @@ def _flipped(v, n, SIGNS: tl.constexpr):
 
 @triton.jit
 def _transformed(v0, v1, v2, v3, row, SIGNS: tl.constexpr):
-    """Every 16 rows of a tile times a Hadamard matrix with signs, divided by 4."""
+    """Every 16 rows of a tile times a Hadamard matrix with signs, divided by 4.
+
+    In the order of steps of ``microscaling_plain.transformed``: rows 1, 2, 8 and 4 apart.
+    """
     v0, v1 = _flipped(v0, row, SIGNS), _flipped(v1, row + 1, SIGNS)
     v2, v3 = _flipped(v2, row + 2, SIGNS), _flipped(v3, row + 3, SIGNS)
     s0, d0, s1, d1 = v0 + v1, v0 - v1, v2 + v3, v2 - v3
@@ -302,7 +304,7 @@ def nvfp4(
     col = in_row(line, VEC)
     v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
     v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
-    b0, b1, b2, b3 = row, row, row, row
+    b0, b1, b2, b3 = row, row, row, row  # without a seed they are not read
     if dithers:
         zero = tl.zeros((quarter, TILE_COLS), tl.uint32)
         counter = zero + (row // 4).to(tl.uint32)
