@@ -1,7 +1,8 @@
 """PNG charts of what benchmarks/gpu/run.py wrote: ``python benchmarks/charts.py FOLDER``.
 
-Writes ``<part>.png`` beside each ``<part>.json``; for blocks also ``memory.png``. Needs matplotlib,
-which the extra ``examples`` installs.
+Writes ``<part>.png`` beside each ``<part>.json``; for blocks also ``memory.png``, and of what
+benchmarks/gpu/fp8_training.py wrote ``fp8_training.png``. Needs matplotlib, which the extra
+``examples`` installs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ Bars = dict[str, dict[str, float]]  # by group, then by contestant
 
 COLORS = {"opfuser": "#c8102e", "torch": "#8a8d8f"}
 OTHERS = ("#005eb8", "#43b02a", "#ffa300", "#6a3d9a", "#00a9ce", "#b58150")
+
+
+TRAINING = "fp8_training"
 
 
 class Chart(NamedTuple):
@@ -96,6 +100,35 @@ def draw(groups: Bars, chart: Chart, machine: dict[str, Any]) -> Figure:
     return figure
 
 
+def draw_training(document: dict[str, Any]) -> Figure:
+    """Losses by step, above the difference of each contestant to the first one."""
+    rows = [row for row in document["rows"] if row["steps"]]
+    reference = rows[0]
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, sharex=True)
+    machine = document["machine"]
+    device = machine.get("device", machine["processor"])
+    for row, color in zip(rows, (COLORS["torch"], "#4d4d4d", COLORS["opfuser"], *OTHERS)):
+        width = row["smoothed"]
+        steps = [min((n + 1) * width, row["steps"]) for n in range(len(row["losses"]))]
+        label = f"{row['contestant']}, {row['median_ms']:.1f} ms"
+        above.plot(steps, row["losses"], color=color, label=label, linewidth=1)
+        if row is not reference:
+            differences = [
+                100 * (own / other - 1) for own, other in zip(row["losses"], reference["losses"])
+            ]
+            below.plot(steps[: len(differences)], differences, color=color, linewidth=1)
+    above.set_ylabel("nats per byte")
+    below.set_ylabel(f"% above {reference['contestant']}")
+    below.set_xlabel(f"step; {device}, torch {machine['torch']}")
+    below.axhline(0, color=COLORS["torch"], linewidth=1)
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8)
+    return figure
+
+
 def make_charts(folder: Path) -> list[Path]:
     """Draws every chart with figures; returns the paths of the pictures."""
     made = []
@@ -110,6 +143,12 @@ def make_charts(folder: Path) -> list[Path]:
         path = folder / f"{chart.name}.png"
         draw(groups, chart, document["machine"]).savefig(path, dpi=120)
         made.append(path)
+    source = folder / f"{TRAINING}.json"
+    if source.exists():
+        document = json.loads(source.read_text())
+        if any(row["steps"] for row in document["rows"]):
+            draw_training(document).savefig(source.with_suffix(".png"), dpi=120)
+            made.append(source.with_suffix(".png"))
     return made
 
 

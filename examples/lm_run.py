@@ -21,12 +21,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 
+def tied_names(model: nn.Module) -> set[str]:
+    """Further names of parameters that have one already."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    return every.keys() - dict(model.named_parameters()).keys()
+
+
 class RunFolder:
     """The folder ``runs/<name>``.
 
-    ``checkpoint.safetensors`` holds parameters as ``model.<name>``, the state of AdamW as
-    ``optimizer.<name>.<key>``, torch's random states as ``rng.<device>``, and counters as metadata.
-    A tied parameter is stored once.
+    ``checkpoint.safetensors`` holds parameters, and the scales of a recipe, as ``model.<name>``,
+    the state of AdamW as ``optimizer.<name>.<key>``, torch's random states as ``rng.<device>``, and
+    counters as metadata. A tied parameter is stored once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,8 +72,10 @@ class RunFolder:
         tensors: dict[str, Tensor] = {"rng.cpu": torch.get_rng_state()}
         if torch.cuda.is_available():
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
+        for name, value in model.state_dict().items():
+            if name not in tied_names(model):
+                tensors[f"model.{name}"] = value.contiguous()
         for name, p in model.named_parameters():
-            tensors[f"model.{name}"] = p.detach().contiguous()
             for key, value in optimizer.state[p].items():
                 tensors[f"optimizer.{name}.{key}"] = value.contiguous()
         new = self.checkpoint.with_suffix(".new")
@@ -79,9 +87,12 @@ class RunFolder:
         with safe_open(self.checkpoint, framework="pt") as file:
             counters = {key: json.loads(value) for key, value in file.metadata().items()}
             names = list(file.keys())
+            own = [key for key in names if key.startswith("model.")]
+            stored = {key[len("model.") :]: file.get_tensor(key) for key in own}
+            missing, unknown = model.load_state_dict(stored, strict=False)
+            if unknown or set(missing) - tied_names(model):
+                raise ValueError(f"{self.checkpoint} is not of this model: {unknown}, {missing}")
             for name, p in model.named_parameters():
-                with torch.no_grad():
-                    p.copy_(file.get_tensor(f"model.{name}"))
                 prefix = f"optimizer.{name}."
                 optimizer.state[p] = {
                     key[len(prefix) :]: file.get_tensor(key).to(p.device)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from lm_data import Batch, Corpus, training_batch, validation_batches
+from lm_recipes import RECIPES
 from lm_run import Interrupt, Progress, RunFolder, SavedBytes
 from torch import Tensor, nn
 
+import opfuser
 from opfuser.models import DecoderConfig
 
 
-def option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def option(default: Any, text: str, choices: Sequence[str] | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,9 @@ class TrainConfig:
     sample: int = option(300, "bytes of text to generate at the end")
     device: str = option("auto", "auto is cuda where there is one, else cpu")
     dtype: str = option("auto", "float32, bfloat16 (autocast), float64; auto is bfloat16 on cuda")
+    recipe: str = option(
+        "none", "of the layers' GEMMs in FP8; emulated without such a GPU", ("none", *RECIPES)
+    )
     register: bool = option(False, "register the user-defined fusion of lm_fusion.py")
     twin: bool = option(False, "train the same network in plain torch.nn and compare the losses")
 
@@ -68,6 +75,7 @@ class TrainConfig:
             tied_head=not self.untied,
             device=self.device,
             dtype=torch.float64 if self.dtype == "float64" else torch.float32,
+            recipe=RECIPES.get(self.recipe),
         )
 
     def learning_rate(self, step: int) -> float:
@@ -126,11 +134,12 @@ class Trainer:
             return self.model(*batch)
 
     def probe(self) -> Probe:
-        """Loss and gradients of the next step; changes nothing."""
-        saved = SavedBytes(self.model)
-        with saved.count():
-            loss = self.loss(self.batch(self.step))
-        grads = torch.autograd.grad(loss, list(self.model.parameters()))
+        """Loss and gradients of the next step, by a copy: a recipe's scales follow each call."""
+        model = copy.deepcopy(self.model)
+        saved = SavedBytes(model)
+        with saved.count(), self.autocast():
+            loss = model(*self.batch(self.step))
+        grads = torch.autograd.grad(loss, list(model.parameters()))
         return Probe(loss.item(), grads, saved.total)
 
     def update(self, first: bool) -> dict[str, float]:
@@ -159,6 +168,10 @@ class Trainer:
         return tokens / self.training_seconds if self.training_seconds else 0.0
 
     def save(self) -> None:
+        recipe = self.config.model.recipe
+        if recipe is not None:
+            with opfuser.autocast(recipe=recipe):
+                pass  # the scales follow the last step, as its largest values are not stored
         counters = {"step": self.step, "seconds": self.seconds, "saved": self.saved.total}
         counters["training_seconds"] = self.training_seconds
         self.folder.save(self.model, self.optimizer, **counters)

@@ -44,6 +44,7 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
             parser.add_argument(
                 name,
                 type=type(f.default),
+                choices=f.metadata["choices"],
                 default=argparse.SUPPRESS,
                 help=f"{text} (default {f.default})",
             )
@@ -53,11 +54,12 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
         return TrainConfig(**TrainConfig(**given).resolved()), RunFolder(path), False
     if not (path / "checkpoint.safetensors").exists():
         parser.error(f"--resume: there is no checkpoint in {path}")
-    stored = json.loads((path / "config.json").read_text())
+    config = TrainConfig(**json.loads((path / "config.json").read_text()))
+    stored = asdict(config)
     other = [f"--{key.replace('_', '-')}" for key in given if given[key] != stored[key]]
     if other:
         parser.error(f"--resume: {', '.join(other)} differs from what the run was started with")
-    return TrainConfig(**stored), RunFolder(path), True
+    return config, RunFolder(path), True
 
 
 def make_exact(device: str) -> None:
@@ -90,6 +92,8 @@ def describe_plan(trainer: Trainer, model: opfuser.Sequential) -> str:
     for stage in ("forward", "backward"):
         counts = ", ".join(f"{name} x{n}" for name, n in sorted(plan.fused(stage).items()))
         parts.append(f"{stage}: {counts or 'nothing fused'}")
+    if trainer.config.recipe != "none":
+        parts.append(f"{len(plan.quantized)} linear operations in FP8, {trainer.config.recipe}")
     return f"{len(plan.basic_ops)} operations; {'; '.join(parts)}"
 
 
@@ -186,7 +190,8 @@ def run(trainer: Trainer, model: opfuser.Sequential, resume: bool) -> int:
         twin = train_twin(trainer, resume)
         if twin.step < config.steps:
             return stopped(twin)
-        if not report_twin(folder, twin.folder, exact=config.dtype != "bfloat16"):
+        exact = config.dtype != "bfloat16" and config.recipe == "none"
+        if not report_twin(folder, twin.folder, exact):
             status = 1
         curves["torch.nn"] = twin.folder.curve("loss")
     folder.plot(curves)

@@ -15,6 +15,7 @@ from .linear import Linear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .quantization.quantizers import keep_quantized_weights
 from .quantization.region import autocast, fp8_autocast
+from .quantization.watch import QuantizationRecord, watch_quantization
 from .registry import (
     FusionHandle,
     disable,
@@ -42,6 +43,7 @@ __all__ = [
     "OperationFuser",
     "Optional",
     "Plan",
+    "QuantizationRecord",
     "Refusal",
     "Repeated",
     "Requires",
@@ -60,5 +62,6 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
     "replay",
+    "watch_quantization",
 ]
 __all__ += basic.__all__

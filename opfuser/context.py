@@ -90,6 +90,8 @@ class OperationContext:
             order; empty unless the operation sets ``backward_reads_parameters = True``.
         settings: the operation's ``settings`` as they were when its forward began, in both passes;
             None for an operation that has none.
+        grad_input_quantizer: in backward, what makes of the gradient of the input what is wanted;
+            None: a tensor is.
         may_overwrite: whether an operation with ``in_place`` may overwrite its first extra input:
             it is the caller's, nothing is recorded for backward, and no other tensor of the call
             shares its memory.
@@ -101,6 +103,7 @@ class OperationContext:
     to_save: tuple[Tensor | None, ...] | None = None
     settings: Any = None
     may_overwrite: bool = False
+    grad_input_quantizer: Any | None = None
 
     # For the engine: position of this context's tensors among all saved ones, and the shape, dtype
     # and device of what its operation returned.

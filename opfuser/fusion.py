@@ -14,7 +14,7 @@ from .errors import FusionError, explain
 from .op import FusedOperation, FusibleOperation
 from .recipe import Recipe
 
-__all__ = ["Env", "Fusion", "Optional", "Refusal", "Repeated", "Requires"]
+__all__ = ["Env", "Fusion", "Optional", "QuantizedEdge", "Refusal", "Repeated", "Requires"]
 
 Stage = Literal["joint", "forward", "backward"]
 STAGES: tuple[Stage, ...] = ("joint", "forward", "backward")
@@ -24,6 +24,34 @@ REFUSAL_CODES = frozenset(
     "DTYPE SHAPE LAYOUT DEVICE MISSING_PACKAGE COMMUNICATION IN_PLACE EXTRA_OUTPUT_USED SHARED_OP "
     "HOOK FORWARD GROUP_SPLIT CONFLICT DISABLED NO_RECIPE NO_GRAD AUTOCAST SUBCLASS ERROR".split()
 )
+
+
+class QuantizedEdge(NamedTuple):
+    """A tensor that one operation hands to another one as codes.
+
+    Attributes:
+        stage: ``"forward"``, from ``source`` to ``target`` behind it, or ``"backward"``, from
+            ``source`` to ``target`` before it.
+        source, target: the basic operations, by index.
+        dtype: of the codes.
+        rows, cols: their layouts.
+    """
+
+    stage: Stage
+    source: int
+    target: int
+    dtype: torch.dtype
+    rows: bool
+    cols: bool
+
+    def behind(self, count: int) -> QuantizedEdge:
+        """The same one behind so many more operations."""
+        return self._replace(source=self.source + count, target=self.target + count)
+
+    def __str__(self) -> str:
+        layouts = " and ".join(n for n, has in zip(("rows", "columns"), self[4:]) if has)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.stage} {self.source} -> {self.target}: {dtype} by {layouts}"
 
 
 class Refusal(NamedTuple):

@@ -15,7 +15,7 @@ from .engine.plain_modules import assumed_output, is_known
 from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
 from .engine.routing import RoutedGroup, Routes, route
 from .fuser import OperationFuser
-from .fusion import Env, Fusion, Refusal
+from .fusion import Env, Fusion, QuantizedEdge, Refusal
 from .op import (
     BasicOperation,
     FusedOperation,
@@ -241,6 +241,7 @@ def join_plans(
     replays: list[ReplayRecord] = []
     quantized: list[int] = []
     high_precision: list[tuple[int, Refusal]] = []
+    edges: list[QuantizedEdge] = []
     env: Env | None = None
     before: Group | None = None
     for group, plans in groups:
@@ -262,6 +263,7 @@ def join_plans(
             needs += plan.needs
             quantized += _shifted(plan.quantized, first)
             high_precision += [(first + n, why) for n, why in plan.high_precision]
+            edges += [edge.behind(first) for edge in plan.edges]
             replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
             for record in plan.history:
                 _merge(records, record, first)
@@ -280,6 +282,7 @@ def join_plans(
         env,
         tuple(quantized),
         tuple(high_precision),
+        tuple(edges),
         assumed=assumed,
         replays=tuple(replays),
     )

@@ -133,6 +133,15 @@ class Linear(FusedOperation):
     def accumulate_into_grad(self, value: bool) -> None:
         self._basic_linear().accumulate_into_grad = value
 
+    @property
+    def recipe(self) -> str | None:
+        """``"inherit"``, or None where recipes of quantised compute leave it out."""
+        return self._basic_linear().recipe
+
+    @recipe.setter
+    def recipe(self, value: str | None) -> None:
+        self._basic_linear().recipe = value
+
     def _basic_linear(self) -> BasicLinear:
         linear = self.basic_ops[0]
         assert isinstance(linear, BasicLinear)

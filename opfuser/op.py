@@ -69,10 +69,16 @@ class FusibleOperation(Tracked):
             the way: no value is read by the host, nothing else is changed. Launches can then be
             recorded and replayed. A class outside of the library must state it itself; it is not
             inherited.
+        emits_quantized: whether forward returns what ``next_op_input_quantizer`` makes of its
+            output, where it is given one.
+        emits_quantized_grad: whether backward returns what ``grad_input_quantizer`` of its first
+            context makes of the gradient of its input, where that is not None.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()
     replayable: bool = True
+    emits_quantized: ClassVar[bool] = False
+    emits_quantized_grad: ClassVar[bool] = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, Real) and not isinstance(value, (int, float)):
@@ -97,6 +103,28 @@ class FusibleOperation(Tracked):
     @property
     def quantized_ops(self) -> Sequence[BasicOperation]:
         """The operations among those that it covers whose GEMMs take quantised operands."""
+        return ()
+
+    def takes_quantized(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
+        """The ``Quantizer`` that makes the input which forward takes; None: a tensor.
+
+        An operation that returns one must take tensors all the same. Asked once per plan.
+
+        Args:
+            env: the ``Env`` of the call.
+            needs: for each basic operation the gradients that will be read.
+        """
+        return None
+
+    def takes_quantized_grad(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
+        """That of the gradient of the output which backward takes, likewise."""
+        return None
+
+    def quantized_edges(self, env: Any, needs: Sequence[GradNeeds | None]) -> Sequence[Any]:
+        """A ``QuantizedEdge`` for each tensor inside that goes from kernel to kernel as codes.
+
+        Operations are numbered from that which comes first in this one.
+        """
         return ()
 
     def pre_first_fuser_forward(self) -> None:

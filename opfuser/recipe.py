@@ -124,6 +124,8 @@ class Recipe:
     capability: ClassVar[tuple[int, int]] = (8, 9)
     # Of the operands, in messages.
     operands: ClassVar[str] = "FP8"
+    # Whether operations hand on codes of what they compute; else whoever takes it quantises it.
+    handed_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.fp8_dpa or self.fp8_mha:
@@ -347,6 +349,7 @@ class MXFP8BlockScaling(Recipe):
     multiple: ClassVar[int] = 32
     capability: ClassVar[tuple[int, int]] = (10, 0)
     operands: ClassVar[str] = "MXFP8"
+    handed_on: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -402,6 +405,7 @@ class NVFP4BlockScaling(Recipe):
     multiple: ClassVar[int] = 32
     capability: ClassVar[tuple[int, int]] = (10, 0)
     operands: ClassVar[str] = "NVFP4"
+    handed_on: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

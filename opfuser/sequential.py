@@ -126,7 +126,8 @@ class Sequential(NestedSequential):
     def __getitem__(self, index: int | slice) -> Any:
         keys = self._keys(index)
         if isinstance(index, slice):
-            return Sequential({key: cast(nn.Module, self._modules[key]) for key in keys})
+            modules = {key: cast(nn.Module, self._modules[key]) for key in keys}
+            return Sequential(modules, recipe=self.recipe)
         return self._modules[keys[0]]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
@@ -193,7 +194,7 @@ class Sequential(NestedSequential):
             raise ArgumentTypeError(
                 explain("A Sequential is repeated a positive number of times", received=repr(times))
             )
-        return Sequential(*(module for _ in range(times) for module in self))
+        return Sequential(*(m for _ in range(times) for m in self), recipe=self.recipe)
 
     __rmul__ = __mul__
 

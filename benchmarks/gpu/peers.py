@@ -215,21 +215,27 @@ def swiglu_block(norm: nn.Parameter, fc1: nn.Parameter, fc2: nn.Parameter, eps: 
         normed, mlp = attribute("quack.rmsnorm:rmsnorm"), attribute("quack.mlp:mlp_func")
         return lambda x: x + mlp(normed(x, norm, eps=eps), fc1, fc2, "swiglu", concat_layout=True)
 
-    def for_te() -> Function:
-        mlp = engine("LayerNormMLP")(
-            fc2.shape[0],
-            fc2.shape[1],
-            eps=eps,
-            bias=False,
-            normalization="RMSNorm",
-            activation="swiglu",
-            params_dtype=norm.dtype,
-            device=norm.device,
-        )
-        mlp.layer_norm_weight, mlp.fc1_weight, mlp.fc2_weight = norm, fc1, fc2
-        return lambda x: x + mlp(x)
+    return {
+        **peer(QUACK, for_quack),
+        **peer(TE, lambda: engine_swiglu_block(norm, fc1, fc2, eps)),
+    }
 
-    return {**peer(QUACK, for_quack), **peer(TE, for_te)}
+
+def engine_swiglu_block(
+    norm: nn.Parameter, fc1: nn.Parameter, fc2: nn.Parameter, eps: float
+) -> Function:
+    mlp = engine("LayerNormMLP")(
+        fc2.shape[0],
+        fc2.shape[1],
+        eps=eps,
+        bias=False,
+        normalization="RMSNorm",
+        activation="swiglu",
+        params_dtype=norm.dtype,
+        device=norm.device,
+    )
+    mlp.layer_norm_weight, mlp.fc1_weight, mlp.fc2_weight = norm, fc1, fc2
+    return lambda x: x + mlp(x)
 
 
 def gpt_block(parameters: tuple[nn.Parameter, ...], eps: float) -> Functions:
@@ -246,18 +252,23 @@ def gpt_block(parameters: tuple[nn.Parameter, ...], eps: float) -> Functions:
 
         return block
 
-    def for_te() -> Function:
-        mlp = engine("LayerNormMLP")(
-            fc2.shape[0],
-            fc2.shape[1],
-            eps=eps,
-            normalization="LayerNorm",
-            activation="gelu",
-            params_dtype=norm.dtype,
-            device=norm.device,
-        )
-        mlp.layer_norm_weight, mlp.layer_norm_bias = norm, norm_bias
-        mlp.fc1_weight, mlp.fc1_bias, mlp.fc2_weight, mlp.fc2_bias = fc1, fc1_bias, fc2, fc2_bias
-        return lambda x: x + mlp(x)
+    return {
+        **peer(LIGER, for_liger),
+        **peer(TE, lambda: engine_gpt_block(parameters, eps)),
+    }
 
-    return {**peer(LIGER, for_liger), **peer(TE, for_te)}
+
+def engine_gpt_block(parameters: tuple[nn.Parameter, ...], eps: float) -> Function:
+    norm, norm_bias, fc1, fc1_bias, fc2, fc2_bias = parameters
+    mlp = engine("LayerNormMLP")(
+        fc2.shape[0],
+        fc2.shape[1],
+        eps=eps,
+        normalization="LayerNorm",
+        activation="gelu",
+        params_dtype=norm.dtype,
+        device=norm.device,
+    )
+    mlp.layer_norm_weight, mlp.layer_norm_bias = norm, norm_bias
+    mlp.fc1_weight, mlp.fc1_bias, mlp.fc2_weight, mlp.fc2_bias = fc1, fc1_bias, fc2, fc2_bias
+    return lambda x: x + mlp(x)

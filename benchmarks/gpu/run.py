@@ -1,6 +1,6 @@
 """Benchmarks on a GPU: ``python benchmarks/gpu/run.py --out runs/gpu``, the repository on the path.
 
-Parts: ``kernels``, ``sums``, ``blocks``, ``model``, ``small``, ``host``. Each writes
+Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``model``, ``small``, ``host``. Each writes
 ``<part>.json`` into the output folder row by row, so that an interrupted run keeps its rows. A
 failure is a row with the text of its error. torch.compile takes part only in the sizes that a case
 names, one or a few, since it compiles for each of them. ``--device cpu`` rehearses with tiny sizes:
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from benchmarks.gpu import blocks, host, kernels, model, peers, small, sums
+from benchmarks.gpu import blocks, host, kernels, model, peers, quantized, small, sums
 from benchmarks.gpu.compiled import COMPILED
 from benchmarks.gpu.contest import COPY
 from benchmarks.gpu.first_steps import FIRST_STEPS
@@ -30,6 +30,7 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "kernels": kernels.rows,
     "sums": sums.rows,
     "blocks": blocks.rows,
+    "quantized": quantized.rows,
     "model": model.rows,
     "small": small.rows,
     "host": host.rows,

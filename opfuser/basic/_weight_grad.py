@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from .. import gemm
 from ..context import OperationContext
 from ..errors import ArgumentError, NotSupportedError, explain
+from ..gemm.scaled import Accumulation, scaled_wgrad
+from ..kernels.quantize import Codes
 from ..recording import assume, callers_stream, is_recording, repeat
 from ._autograd_state import Destination, backward_pass, destination, is_first_write, note_forward
 
 __all__ = [
     "Computed",
     "Product",
+    "ScaledProduct",
+    "WeightGradient",
     "fitting_grad",
     "grad_buffer",
     "into_grad",
@@ -63,6 +67,35 @@ class Computed(NamedTuple):
     def write(self, out: Tensor, *, accumulate: bool) -> None:
         """Adds it to ``out``, or writes it there."""
         out.add_(self.dw) if accumulate else out.copy_(self.dw)
+
+
+class ScaledProduct(NamedTuple):
+    """The gradient ``dyᵀ x`` of a weight (N, K), from fp8 codes.
+
+    No GEMM of torch 2.11 to 2.13 adds a product of fp8 codes to a matrix, so that it never exists
+    but in memory of its own.
+
+    Attributes:
+        dy: gradient of the output, (rows, N), by columns.
+        x: input, (rows, K), by columns.
+        how: how it is computed; the dtype is that of the gradient for autograd.
+    """
+
+    dy: Codes
+    x: Codes
+    how: Accumulation
+
+    def value(self) -> Tensor:
+        """The gradient."""
+        return scaled_wgrad(self.dy, self.x, self.how)
+
+    def write(self, out: Tensor, *, accumulate: bool) -> None:
+        """Adds it to ``out``, or writes it there, rounded once."""
+        how = self.how._replace(dtype=torch.float32)
+        Computed(scaled_wgrad(self.dy, self.x, how)).write(out, accumulate=accumulate)
+
+
+WeightGradient: TypeAlias = Product | Computed | ScaledProduct
 
 
 def refuse_both(accumulate_into_main_grad: bool, accumulate_into_grad: bool, where: str) -> None:
@@ -222,7 +255,7 @@ def _address(buffer: Tensor | None) -> int | None:
 
 
 def into_main_grad(
-    gradient: Product | Computed, weight: nn.Parameter, where: str, *, of_forward: bool
+    gradient: WeightGradient, weight: nn.Parameter, where: str, *, of_forward: bool
 ) -> Tensor | None:
     """What autograd gets with ``accumulate_into_main_grad``.
 

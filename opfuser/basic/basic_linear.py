@@ -25,8 +25,8 @@ from ._distributed import (
     shard_linear,
 )
 from ._weight_grad import (
-    Computed,
     Product,
+    WeightGradient,
     into_grad,
     into_main_grad,
     keep_weights,
@@ -222,8 +222,6 @@ class BasicLinear(BasicOperation):
         recipe = env.recipe
         if self.recipe is None:
             return Refusal("NO_RECIPE", "its recipe is None")
-        if self.communicates:
-            return Refusal("COMMUNICATION", "its ranks exchange what its GEMMs read or write")
         shape = self.local_out_features, self.local_in_features
         multiple = 1 if recipe is None else recipe.multiple
         if any(size % multiple or not size for size in shape):
@@ -246,7 +244,7 @@ class BasicLinear(BasicOperation):
         return y if sharding.mode is None else reduce_output(y, sharding)
 
     def operands(
-        self, ctx: OperationContext, input_: Tensor, *, save: bool = True
+        self, ctx: OperationContext, input_: Tensor, *, save: bool = True, gather: bool = True
     ) -> tuple[gemm.Operand, gemm.Operand]:
         """In forward, input and weight as the GEMM takes them: checked, cast, and gathered.
 
@@ -257,6 +255,7 @@ class BasicLinear(BasicOperation):
             ctx: this operation's context.
             input_: its input.
             save: whether to save what :meth:`op_backward` reads.
+            gather: whether to gather the input where the GEMM takes that of all ranks.
 
         Raises:
             ArgumentError: the weight was cleared.
@@ -288,7 +287,7 @@ class BasicLinear(BasicOperation):
         if save and ctx.requires_grad:
             needs = ctx.needs
             ctx.save_for_backward(x if needs.parameters[0] else None, w if needs.input else None)
-        return (x if sharding.mode is None else gather_input(x, sharding)), w
+        return (x if sharding.mode is None or not gather else gather_input(x, sharding)), w
 
     def _refuse_input(self, x: Tensor) -> NoReturn:
         raise InputError(
@@ -360,12 +359,10 @@ class BasicLinear(BasicOperation):
             return gemm.wgrad(dy, x, scale=scale)
         return self.hand_over(Product(dy, x, scale), ctx)
 
-    def hand_over(
-        self, gradient: Product | Computed, ctx: OperationContext | None
-    ) -> Tensor | None:
-        """As :meth:`weight_grad`, for a gradient in either form.
+    def hand_over(self, gradient: WeightGradient, ctx: OperationContext | None) -> Tensor | None:
+        """As :meth:`weight_grad`, for a gradient in any form.
 
-        One that is computed already goes to ``main_grad``, but never to ``grad``.
+        To ``grad`` goes only one whose GEMM can add to it. For others autograd moves no more bytes.
         """
         settings = self.settings if ctx is None else self.frozen_settings(ctx)
         weight = next(iter(kept_weights(ctx)), None)

@@ -9,8 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.norm import norm_backward, norm_forward
+from ..kernels.norm import NormForward, norm_backward, norm_forward
+from ..kernels.norm_quantized import norm_cols_quantized, norm_forward_quantized
+from ..kernels.quantize import Codes, Scaling
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..quantization.quantizers import QuantizedTensor, Quantizer, scalings
 from ._dtypes import check_parameter_dtype
 from ._norms import (
     as_rows,
@@ -108,26 +111,38 @@ class Norm(BasicOperation):
         shape = self.normalized_shape
         if input_.shape[-len(shape) :] != shape:
             refuse_input(input_, f"{type(self).__name__}({self.extra_repr()})")
-        y, _ = self._normalise(ctx, in_compute_dtype(input_, self), None)
+        x = in_compute_dtype(input_, self)
+        y: Tensor = self._normalise(ctx, x, None, next_op_input_quantizer)[0]
         return y
 
     def forward_of_sum(
-        self, ctx: OperationContext, x: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        ctx: OperationContext,
+        x: Tensor,
+        residual: Tensor,
+        quantizer: Quantizer | None = None,
+    ) -> tuple[Any, Tensor]:
         """Output for the input ``x + residual``, and that input.
 
         Args:
             ctx: context in forward.
             x: of the compute dtype, and ending in ``normalized_shape``.
             residual: of the same dtype and shape.
+            quantizer: how the output is wanted.
         """
-        y, total = self._normalise(ctx, x, residual)
+        y, total = self._normalise(ctx, x, residual, quantizer)
         assert total is not None
         return y, total
 
     def _normalise(
-        self, ctx: OperationContext, x: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        ctx: OperationContext,
+        x: Tensor,
+        residual: Tensor | None,
+        quantizer: Quantizer | None,
+    ) -> tuple[Any, Tensor | None]:
+        if quantizer is not None and quantizer.cols:
+            quantizer = None  # one pass over a tensor for both layouts moves less
         flat = len(self.normalized_shape) != 1
         rows = as_rows(x, self._cols) if flat else side_by_side(x)
         other = None
@@ -135,12 +150,16 @@ class Norm(BasicOperation):
             other = as_rows(residual, self._cols) if flat else side_by_side(residual)
         weight, bias = self.weight_and_bias()
         eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
-        y: Tensor
-        y, total, mean, rstd = norm_forward(
-            rows, other, weight, bias, eps, zero_centered, self.with_mean
-        )
+        args = rows, other, weight, bias, eps, zero_centered, self.with_mean
+        y: Any
+        if quantizer is None:
+            y, total, mean, rstd = norm_forward(*args)
+        else:
+            y, total, mean, rstd = _quantized(args, quantizer)
+            y = QuantizedTensor(y, x.shape, x.dtype)
         if flat:
-            y, leading = y.view_as(x), x.shape[: -len(self.normalized_shape)]
+            y = y.view_as(x) if quantizer is None else y
+            leading = x.shape[: -len(self.normalized_shape)]
             rstd = per_row(rstd, leading)
             mean = None if mean is None else per_row(mean, leading)
             total = None if total is None else total.view_as(x)
@@ -230,6 +249,22 @@ class Norm(BasicOperation):
         y, *_ = norm_forward(rows, None, *parameters, *settings, self.with_mean)
         return y.view_as(x)
 
+    def recompute_quantized(self, ctx: OperationContext, quantizer: Quantizer) -> QuantizedTensor:
+        """As :meth:`recompute`, by columns, which is all that ``quantizer`` wants."""
+        x, mean, rstd = self._saved(ctx)
+        weight, bias = _vectors(*_parameters(ctx))
+        zero_centered = (ctx.settings or self.frozen_settings(ctx)).zero_centered_gamma
+        rows = side_by_side(as_rows(x, self._cols))
+        mean = None if mean is None else as_vector(mean)
+        args = rows, weight, bias, mean, as_vector(rstd), zero_centered
+
+        def run(scaling: Scaling) -> Codes:
+            codes: Codes = norm_cols_quantized(*args, scaling)
+            return codes
+
+        (scaling,) = scalings([quantizer], x, run)
+        return QuantizedTensor(run(scaling), x.shape, x.dtype)
+
     def _saved(self, ctx: OperationContext) -> tuple[Tensor, Tensor | None, Tensor]:
         """Input, mean and rstd."""
         if self.with_mean:
@@ -247,6 +282,17 @@ def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
     """Weight and bias as forward saw them."""
     weight, bias = (*ctx.parameters, None)[:2]
     return weight, bias
+
+
+def _quantized(args: Any, quantizer: Quantizer) -> NormForward:
+    """The norm by rows."""
+
+    def run(scaling: Scaling) -> NormForward:
+        result: NormForward = norm_forward_quantized(*args, scaling)
+        return result
+
+    (scaling,) = scalings([quantizer], args[0], run)
+    return run(scaling)
 
 
 def _vectors(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

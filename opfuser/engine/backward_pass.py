@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ExtraInputGradientCountError, ParameterGradientCountError, explain
 from ..op import OperationContext
+from ..quantization.watch import is_watched
 from .routing import Slot
 from .schedule import GeneralBackward, Schedule
 
@@ -56,6 +57,17 @@ _LEFT_BY_TE_OPS: dict[str, Callable[[OperationContext], Any]] = {
 }
 
 
+def _revived(kept: OperationContext) -> _RevivedContext:
+    ctx = _RevivedContext()
+    ctx.kept = kept
+    ctx.requires_grad = kept.requires_grad
+    ctx.needs = kept.needs
+    ctx.settings = kept.settings
+    if kept.output_like is not None:
+        ctx.output_like = kept.output_like
+    return ctx
+
+
 def _revive(
     kept: OperationContext, saved: list[Tensor | None], parameters: tuple[int, int] | None
 ) -> OperationContext:
@@ -68,13 +80,7 @@ def _revive(
     """
     if kept.span is None and parameters is None:
         return kept
-    ctx = _RevivedContext()
-    ctx.kept = kept
-    ctx.requires_grad = kept.requires_grad
-    ctx.needs = kept.needs
-    ctx.settings = kept.settings
-    if kept.output_like is not None:
-        ctx.output_like = kept.output_like
+    ctx = _revived(kept)
     if kept.span is not None:
         start, stop = kept.span
         ctx.saved_tensors = tuple(saved[start:stop])
@@ -96,6 +102,10 @@ def _revive_all(
     for i, reads in general.contexts:
         span = None if reads is None else (base + reads[0], base + reads[1])
         ctxs.append(_revive(contexts[i], saved, span))
+    if general.quantizer is not None and not is_watched():
+        if ctxs[0] is contexts[general.contexts[0][0]]:  # that of forward, never written to
+            ctxs[0] = _revived(ctxs[0])
+        ctxs[0].grad_input_quantizer = general.quantizer
     return ctxs
 
 

@@ -17,6 +17,7 @@ from ..errors import (
     explain,
 )
 from ..op import OperationContext, new_context
+from ..quantization.watch import is_watched
 from .routing import Slot
 from .schedule import GeneralForward, Schedule
 
@@ -149,8 +150,9 @@ def _general_forward(
         ctxs,
         x,
         basic_op_extra_inputs=given,
-        prev_op_grad_output_quantizer=None,
-        next_op_input_quantizer=None,
+        prev_op_grad_output_quantizer=general.quantizers[0],
+        # Where codes are told of, who multiplies by them makes them.
+        next_op_input_quantizer=None if is_watched() else general.quantizers[1],
         basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
     )
     if len(extra_outputs) != count:

@@ -8,10 +8,22 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..fusion import Env, NearMiss, Refusal, Stage
+from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
+from ..quantization.quantizers import Quantizer
 
-__all__ = ["FusionRecord", "Plan", "ReplayRecord", "Step", "expand"]
+__all__ = [
+    "FusionRecord",
+    "Needs",
+    "Plan",
+    "ReplayRecord",
+    "Step",
+    "expand",
+    "needs_of",
+    "quantizer_between",
+]
+
+Needs = tuple[GradNeeds | None, ...]
 
 
 class _Compared:
@@ -120,6 +132,7 @@ class Plan(_Compared):
         env: what the fusions could read of the call.
         quantized: operations that compute as the recipe says, by index.
         high_precision: operations that could, and why they do not.
+        edges: tensors that go from operation to operation as codes.
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
         replays: of ``last_plan``, for each group of operations; not compared.
@@ -128,11 +141,12 @@ class Plan(_Compared):
     basic_ops: tuple[BasicOperation, ...]
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    needs: tuple[GradNeeds | None, ...]
+    needs: Needs
     history: tuple[FusionRecord, ...]
     env: Env
     quantized: tuple[int, ...] = field(default=())
     high_precision: tuple[tuple[int, Refusal], ...] = field(default=())
+    edges: tuple[QuantizedEdge, ...] = field(default=())
     names: tuple[str, ...] = field(default=())
     assumed: tuple[str, ...] = field(default=())
     replays: tuple[ReplayRecord, ...] = field(default=())
@@ -140,7 +154,7 @@ class Plan(_Compared):
     def _says(self) -> Hashable:
         kinds = tuple(type(op) for op in self.basic_ops)
         steps = self.forward, self.backward
-        precision = self.quantized, self.high_precision
+        precision = self.quantized, self.high_precision, self.edges
         return kinds, self.names, steps, self.needs, self.history, self.env, precision
 
     def record(self, name: str) -> FusionRecord:
@@ -186,6 +200,7 @@ class Plan(_Compared):
         if env.recipe is not None:
             lines.append(f"quantised, {type(env.recipe).__name__}: {_listed(self.quantized)}")
             lines += [f"  not op {at}: {why}" for at, why in self.high_precision]
+            lines += [f"  {edge}" for edge in self.edges]
         lines += [f"assumed: {what}" for what in self.assumed]
         lines += [f"replay of {_span(replay.indices)}: {replay}" for replay in self.replays]
         lines.append("fusions:")
@@ -211,6 +226,30 @@ def _becomes(step: Step) -> str:
     if len(step.indices) < 2 and step.fusion is None:
         return ""
     return f"-> {type(step.op).__name__}" + (f" [{step.fusion}]" if step.fusion else "")
+
+
+def needs_of(step: Step, needs: Needs) -> Needs:
+    """Those of the operations of a step."""
+    return tuple(needs[i] for i in step.indices)
+
+
+def quantizer_between(
+    before: Step, behind: Step, stage: Stage, env: Env, needs: Needs
+) -> Quantizer | None:
+    """How a pass hands a tensor from one step to its neighbour as codes; None: as it is."""
+    first, second = before.op, behind.op
+    assert isinstance(first, FusibleOperation)
+    assert isinstance(second, FusibleOperation)
+    if env.recipe is None:
+        return None
+    if stage == "forward":
+        wanted = first.emits_quantized
+        return second.takes_quantized(env, needs_of(behind, needs)) if wanted else None
+    if not second.emits_quantized_grad or not any(
+        need is not None for need in needs_of(before, needs)
+    ):
+        return None
+    return first.takes_quantized_grad(env, needs_of(before, needs))
 
 
 def expand(op: FusibleOperation) -> list[BasicOperation]:

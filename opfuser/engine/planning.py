@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from ..errors import PlanError, explain
-from ..fusion import Env, Fusion, NearMiss, Refusal, Stage
+from ..fusion import Env, Fusion, NearMiss, QuantizedEdge, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is_built_in
 from ..registry import FusionHandle
-from .plan import FusionRecord, Plan, Step, expand
+from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizer_between
 from .routing import Routing
 
 __all__ = ["grad_needs", "make_plan"]
@@ -77,15 +78,15 @@ def make_plan(
         forward = maker.show_outputs(forward, backward)
     else:
         maker.skip([h for h in ordered if h.stage == "backward"], "no gradient is needed")
-    steps = maker.steps(forward)
+    steps = maker.steps(forward), maker.steps(backward)
     plan = Plan(
         basic_ops,
-        steps,
-        maker.steps(backward),
+        *steps,
         needs,
         tuple(maker.history),
         env,
-        *_precision(basic_ops, steps, env),
+        *_precision(basic_ops, steps[0], env),
+        _quantized_edges(*steps, env, needs),
     )
     _log(plan)
     return plan
@@ -109,6 +110,29 @@ def _precision(
                 why = f"{type(step.op).__name__} computes it without"
                 others.append((n, ops[n].quantized_refusal(env) or Refusal("CONFLICT", why)))
     return tuple(quantized), tuple(others)
+
+
+def _quantized_edges(
+    forward: Sequence[Step], backward: Sequence[Step], env: Env, needs: Needs
+) -> tuple[QuantizedEdge, ...]:
+    """The tensors that a plan hands on as codes: within steps, and from step to step."""
+    if env.recipe is None:
+        return ()
+    edges: list[QuantizedEdge] = []
+    for step in forward:
+        assert isinstance(step.op, FusibleOperation)
+        first = step.indices[0]
+        within = step.op.quantized_edges(env, needs_of(step, needs))
+        edges += [edge.behind(first) for edge in within]
+    passes: tuple[tuple[Sequence[Step], Stage], ...] = (forward, "forward"), (backward, "backward")
+    for steps, stage in passes:
+        for before, behind in pairwise(steps):
+            quantizer = quantizer_between(before, behind, stage, env, needs)
+            if quantizer is not None:
+                ends = before.indices[-1], behind.indices[0]
+                source, target = ends if stage == "forward" else ends[::-1]
+                edges.append(QuantizedEdge(stage, source, target, *quantizer.kind))
+    return tuple(edges)
 
 
 def _for_pass(ops: Iterable[FusibleOperation], method: str) -> list[FusibleOperation]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..fusion import Refusal
 from ..op import is_built_in
-from ..quantization.quantizers import weights_are_kept
+from ..quantization.quantizers import kept_weights
+from ..quantization.watch import is_watched
 from .autograd import Kwargs, execute_eagerly
 from .captured import (
     TOO_LARGE,
@@ -223,8 +224,10 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
         return Refusal("ANOMALY_MODE", "errors are to be traced to operations")
     if graphs.under_way():
         return Refusal("CAPTURING", "the caller captures a graph of its own")
-    if weights_are_kept():
+    if kept_weights() is not None:
         return Refusal("KEPT_WEIGHTS", "quantised weights are kept for calls outside of recordings")
+    if is_watched():
+        return Refusal("WATCHED", "what is quantised is to be told")
     if len(inputs) > 1 and any(t.device != inputs[0].device for t in inputs):
         return _SEVERAL_DEVICES
     return None

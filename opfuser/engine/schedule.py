@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ..fusion import Stage
 from ..op import (
     BasicOperation,
     FusedOperation,
@@ -15,7 +16,8 @@ from ..op import (
     is_built_in,
     new_context,
 )
-from .plan import Plan, Step
+from ..quantization.quantizers import Quantizer
+from .plan import Plan, Step, quantizer_between
 from .routing import Routing, Slot
 
 __all__ = ["Schedule"]
@@ -53,6 +55,8 @@ class GeneralForward(NamedTuple):
     """Whether backward may need zeros as the gradient of the output."""
     frees: tuple[Slot, ...]
     name: str
+    quantizers: tuple[Quantizer | None, Quantizer | None]
+    """How the step before wants the gradient, and the step behind its input."""
 
 
 class BackwardStep(NamedTuple):
@@ -83,6 +87,8 @@ class GeneralBackward(NamedTuple):
     silent: bool
     """Whether none of the operations has extra outputs."""
     name: str
+    quantizer: Quantizer | None
+    """How the step that runs next wants the gradient."""
 
 
 _layouts: dict[Hashable, int] = {}
@@ -180,6 +186,18 @@ def _name(step: Step) -> str:
     return f"op {span} ({type(step.op).__name__})"
 
 
+def _quantizers(plan: Plan, stage: Stage) -> list[Quantizer | None]:
+    """How tensors between each two steps of a pass are handed on."""
+    steps = plan.forward if stage == "forward" else plan.backward
+    return [quantizer_between(*pair, stage, plan.env, plan.needs) for pair in pairwise(steps)]
+
+
+def _grad_quantizers(plan: Plan) -> dict[int, Quantizer]:
+    """Those of gradients that a step hands to the one before it, by its first operation."""
+    found = zip(plan.backward[1:], _quantizers(plan, "backward"))
+    return {step.indices[0]: quantizer for step, quantizer in found if quantizer is not None}
+
+
 def _lay_out_forward(
     plan: Plan, routing: Routing, needs: Sequence[GradNeeds | None]
 ) -> tuple[ForwardStep, ...]:
@@ -196,11 +214,14 @@ def _lay_out_forward(
     }
     ops = plan.basic_ops
     out: list[ForwardStep] = []
+    behind = [*_quantizers(plan, "forward"), None]
+    before = _grad_quantizers(plan)
     for number, step in enumerate(plan.forward):
         own = set(step.indices)
         extras = any(routing.sources[i] or routing.consumers[i] for i in step.indices)
         first = step.indices[0]
-        if _is_plain(step.op, extras):
+        quantizers = before.get(first), behind[number]
+        if _is_plain(step.op, extras or quantizers != (None, None)):
             out.append(
                 ForwardStep(
                     step.op,
@@ -249,6 +270,7 @@ def _lay_out_forward(
                 if last == number and slot not in routing.outputs
             ),
             _name(step),
+            quantizers,
         )  # fmt: skip
         out.append(ForwardStep(step.op, first, None, None, False, general))
     return tuple(out)
@@ -262,12 +284,13 @@ def _lay_out_backward(
     constants: dict[int, OperationContext | None],
 ) -> tuple[BackwardStep, ...]:
     out: list[BackwardStep] = []
+    quantizers = _grad_quantizers(plan)
     for step in reversed(plan.backward):
         if all(plan.needs[i] is None for i in step.indices):
             break
         extras = any(routing.sources[i] or routing.consumers[i] for i in step.indices)
-        if _is_plain(step.op, extras):
-            first = step.indices[0]
+        first = step.indices[0]
+        if _is_plain(step.op, extras or first in quantizers):
             out.append(
                 BackwardStep(step.op, first, spans[first], reads[first], constants.get(first), None)
             )
@@ -284,8 +307,9 @@ def _lay_out_backward(
             ),
             not any(routing.consumers[i] for i in step.indices),
             _name(step),
+            quantizers.get(first),
         )
-        out.append(BackwardStep(step.op, step.indices[0], (0, 0), None, None, general))
+        out.append(BackwardStep(step.op, first, (0, 0), None, None, general))
     return tuple(out)
 
 

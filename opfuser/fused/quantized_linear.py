@@ -32,7 +32,6 @@ class QuantizedLinear(Pipeline):
         recipe: of :mod:`opfuser.recipe`.
 
     Raises:
-        NotSupportedError: ``linear`` exchanges data between ranks.
         InputError: in forward, as in the operations that it replaces.
     """
 

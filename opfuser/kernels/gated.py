@@ -34,7 +34,9 @@ __all__ = [
     "gated_backward",
     "gated_backward_",
     "gated_forward",
+    "product_constants",
     "product_spec",
+    "readable",
 ]
 
 # Blocks of fewer columns than 16 bytes hold.
@@ -88,16 +90,16 @@ def _launch_forward(x: Tensor, spec: ProductSpec, scales: Tensor | None) -> Tens
     rows = math.prod(leading)
     tiled = _tiled_launch("forward", *spec[1:], x.element_size(), cols)
     x, stride = rows_of(x)
-    tensors = (x, _readable(scales, x), y)
+    tensors = (x, readable(scales), y)
     tiled.launch((tiled.tiles(rows, cols), 1, 1), tensors, (rows, cols, stride))
     return y
 
 
-def _readable(scales: Tensor | None, x: Tensor) -> Tensor | None:
-    """The scales, contiguous, in a dtype that kernels read."""
-    if scales is None:
+def readable(tensor: Tensor | None) -> Tensor | None:
+    """``tensor``, contiguous, in a dtype that kernels read."""
+    if tensor is None:
         return None
-    return (scales if scales.dtype in DTYPES else scales.to(x.dtype)).contiguous()
+    return (tensor if tensor.dtype in DTYPES else tensor.to(torch.float32)).contiguous()
 
 
 def _launch_backward(
@@ -146,7 +148,7 @@ def _launch_backward_into(
     x, x_stride = rows_of(x)
     dy, dy_stride = rows_of(dy)
     dx_stride = 0 if dx is None else dx.shape[-1]
-    tensors = (dy, x, _readable(scales, x), dx, dscales, y)
+    tensors = (dy, x, readable(scales), dx, dscales, y)
     tiled.launch((grid, 1, 1), tensors, (rows, cols, dy_stride, x_stride, dx_stride))
     return GatedGrads(dx, dscales, y)
 

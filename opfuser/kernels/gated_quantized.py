@@ -1,8 +1,8 @@
-"""Gated products of scalar functions to fp8, and gradients: one read, one given scale per tensor.
+"""Gated products of scalar functions to fp8, and gradients, from one read.
 
 Dimensions: R rows, F columns of output; ``x (R, 2F)``, or (R, F) where there are no linear units,
-``dy (R, F)``. Products are given as ``gated.product_spec`` makes them; scales, dtypes, maxima and
-results are as in ``opfuser.kernels.quantize``. What is encoded is not rounded before.
+``dy (R, F)``, ``bias (F,)``. Products are given as ``gated.product_spec`` makes them, scales as
+``Scaling``; results are as in ``opfuser.kernels.quantize``. What is encoded is not rounded before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .choice import kernel_or_plain
-from .gated import product_constants
+from .gated import product_constants, readable
 from .gated_plain import ProductSpec
 from .gated_quantized_plain import (
     GatedGrads,
@@ -22,17 +22,22 @@ from .gated_quantized_plain import (
     forward_quantized_plain,
 )
 from .launch import DTYPES, Launch, has_fp8
-from .quantize import Tile, empty_codes
-from .quantize_plain import Codes
+from .quantize import Tile, add_up, empty_block_scales, empty_codes, empty_sums
+from .quantize_plain import BLOCK, BlockScaling, Codes, Scaling, TensorScaling
 from .tiling import rows_of
 
 __all__ = ["GatedGrads", "gated_backward_quantized", "gated_forward_quantized"]
 
 # Shares are those of a device-to-device copy of as many bytes on an H200, for SwiGLU.
-_FORWARD = Tile(32, 128, 4)  # 1.01 of 8192 x 14336 in blocks; with 8 warps 0.92
+_FORWARD = Tile(32, BLOCK, 4)  # 1.01 of 8192 x 14336 in blocks; with 8 warps 0.92
 # 0.93 of 8192 x 14336 with amax, 0.330 ms, of a kernel that took all four rows at a time; without
 # groups 0.342 ms. With an access of 16 bytes and 4 warps, 0.340.
 _BACKWARD = Tile(64, 64, 8, group=4, access=8)
+_MAXIMA = Tile(32, BLOCK, 4)  # not measured; nothing is transposed
+# Not measured. 99 to 136 registers on sm_90, mostly below the 128 with which two programs fit a
+# multiprocessor; of 64 rows at a time 169 to 192.
+_BACKWARD_BLOCKS = Tile(BLOCK, BLOCK, 8)
+_STEP = 32  # rows at a time
 
 
 @functools.lru_cache(None)
@@ -44,64 +49,109 @@ def _launch(
     up: str | None,
     up_parameters: tuple[float, ...],
     interleave: int,
-    dtypes: tuple[torch.dtype, ...],
+    formats: tuple[tuple[str, int], ...],
     itemsize: int,
     even: bool,
 ) -> Launch:
     constants = product_constants(gate, gate_parameters, up, up_parameters, interleave)
-    names = ("E5M2", "H_E5M2")
-    constants.update((n, d == torch.float8_e5m2) for n, d in zip(names, dtypes))
+    constants.update(formats)
     return tile.launch(f"gated_quantized:{kernel}", constants, itemsize, even, interleave)
 
 
-def _launch_forward(
-    x: Tensor, spec: ProductSpec, scale: Tensor, dtype: torch.dtype, amax: Tensor | None
-) -> Codes:
+def _formats(scaling: Scaling, prefix: str = "") -> tuple[tuple[str, bool], ...]:
+    """What ``scaling`` says about codes, as constants of a launch."""
+    e5m2 = f"{prefix}E5M2", scaling.dtype == torch.float8_e5m2
+    if isinstance(scaling, BlockScaling):
+        return e5m2, (f"{prefix}POWER_OF_TWO", scaling.power_of_two)
+    return (e5m2,)
+
+
+def _launch_forward(x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: Scaling) -> Codes:
     count, features = x.shape
     features = features // 2 if spec.up else features
-    padded, rows, _ = empty_codes(x, features, dtype, True, False)
-    inverse = torch.empty_like(scale)
+    padded, rows, _ = empty_codes(x, features, scaling.dtype, _encodes(scaling), False)
+    row_scale: Tensor | None
+    how: tuple[Tensor | None, ...]
+    if isinstance(scaling, BlockScaling):
+        kernel = "forward_by_blocks"
+        row_scale, _ = empty_block_scales(x, features, True, False)
+        how = rows, row_scale
+    else:
+        kernel = "forward"
+        row_scale = _inverse(scaling)
+        how = scaling.scale, rows, row_scale, scaling.amax
     even = _FORWARD.even(count, features)
-    launch = _launch("forward", _FORWARD, *spec[1:], (dtype,), x.element_size(), even)
+    launch = _launch(kernel, _FORWARD, *spec[1:], _formats(scaling), x.element_size(), even)
     x, stride = rows_of(x)
     grid = (_FORWARD.programs(padded, features), 1, 1)
-    launch(grid, (x, scale, rows, inverse, amax), (count, padded, features, stride))
-    return Codes(rows, inverse, None, None, None)
+    launch(grid, (x, readable(bias), *how), (count, padded, features, stride))
+    return Codes(rows, row_scale, None, None, None)
 
 
 def _launch_backward(
     dy: Tensor,
     x: Tensor,
+    bias: Tensor | None,
     spec: ProductSpec,
-    dx_scale: Tensor,
-    dx_dtype: torch.dtype,
-    h_scale: Tensor,
-    h_dtype: torch.dtype,
-    dx_amax: Tensor | None,
-    h_amax: Tensor | None,
+    dx: Scaling,
+    h: Scaling,
+    column_sum: bool,
 ) -> GatedGrads:
     count, features = dy.shape
-    padded, rows, cols = empty_codes(x, x.shape[1], dx_dtype, True, True)
-    _, _, h = empty_codes(x, features, h_dtype, False, True)
-    dx_inverse, h_inverse = torch.empty_like(dx_scale), torch.empty_like(h_scale)
-    even = _BACKWARD.even(count, features)
-    dtypes = dx_dtype, h_dtype
-    launch = _launch("backward", _BACKWARD, *spec[1:], dtypes, x.element_size(), even)
+    width, encodes = x.shape[1], _encodes(dx)
+    padded, rows, cols = empty_codes(x, width, dx.dtype, encodes, encodes)
+    _, _, h_cols = empty_codes(x, features, h.dtype, False, encodes)
+    row_scale: Tensor | None
+    col_scale: Tensor | None
+    h_scale: Tensor | None
+    how: tuple[Tensor | None, ...]
+    if isinstance(dx, BlockScaling) or isinstance(h, BlockScaling):
+        kernel, tile = "backward_by_blocks", _BACKWARD_BLOCKS
+        row_scale, col_scale = empty_block_scales(x, width, True, True)
+        _, h_scale = empty_block_scales(x, features, False, True)
+        how = row_scale, col_scale, h_scale
+    else:
+        kernel, tile = "backward", _BACKWARD if encodes else _MAXIMA
+        row_scale = col_scale = _inverse(dx)
+        h_scale = _inverse(h)
+        how = dx.scale, h.scale, row_scale, h_scale, dx.amax, h.amax
+    sums, parts = empty_sums(x, padded, tile, column_sum)
+    formats: tuple[tuple[str, int], ...] = (*_formats(dx), *_formats(h, "H_"))
+    if tile is _BACKWARD_BLOCKS:
+        formats += (("STEP", _STEP),)
+    even = tile.even(count, features)
+    launch = _launch(kernel, tile, *spec[1:], formats, x.element_size(), even)
     x, x_stride = rows_of(x)
     dy, dy_stride = rows_of(dy)
-    scales = dx_scale, h_scale, dx_inverse, h_inverse, dx_amax, h_amax
+    tensors = dy, x, readable(bias), rows, cols, h_cols, *how, parts
     ints = count, padded, features, dy_stride, x_stride
-    grid = (_BACKWARD.programs(padded, features), 1, 1)
-    launch(grid, (dy, x, rows, cols, h, *scales), ints)
-    dx_codes = Codes(rows, dx_inverse, cols, dx_inverse, None)
-    return GatedGrads(dx_codes, Codes(None, None, h, h_inverse, None))
+    launch((tile.programs(padded, features), 1, 1), tensors, ints)
+    add_up(sums, parts)
+    dx_codes = Codes(rows, row_scale, cols, col_scale, sums)
+    return GatedGrads(dx_codes, Codes(None, None, h_cols, h_scale, None))
 
 
-def _takes_forward(x: Tensor, *_: Any) -> bool:
-    return x.numel() > 0 and has_fp8(x)
+def _encodes(scaling: Scaling) -> bool:
+    return isinstance(scaling, BlockScaling) or scaling.scale is not None
 
 
-def _takes_backward(dy: Tensor, x: Tensor, *_: Any) -> bool:
+def _inverse(scaling: TensorScaling) -> Tensor | None:
+    """Memory for ``1 / s``."""
+    return None if scaling.scale is None else torch.empty_like(scaling.scale)
+
+
+def _takes_forward(x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: Scaling) -> bool:
+    features = x.shape[1] // 2 if spec.up else x.shape[1]
+    blocks = isinstance(scaling, BlockScaling)
+    # Plain torch raises where columns do not fill blocks.
+    return x.numel() > 0 and has_fp8(x) and not (blocks and features % BLOCK)
+
+
+def _takes_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, spec: ProductSpec, dx: Scaling, *_: Any
+) -> bool:
+    if isinstance(dx, BlockScaling) and (dy.shape[1] % BLOCK or spec.interleave % BLOCK):
+        return False  # a block has gates and linear units
     return x.dtype in DTYPES and dy.numel() > 0 and has_fp8(x)
 
 
@@ -114,35 +164,43 @@ _backward = kernel_or_plain(
 
 
 def gated_forward_quantized(
-    x: Tensor,
-    spec: ProductSpec,
-    scale: Tensor,
-    dtype: torch.dtype,
-    *,
-    amax: Tensor | None = None,
+    x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: Scaling
 ) -> Codes:
-    """Codes of ``h = gate(a) up(b)``, (R, F), by rows; ``amax`` is raised to ``max |h|``."""
-    codes: Codes = _forward(x, spec, scale, dtype, amax)
+    """Codes of ``h = gate(a) up(b)``, (R, F), by rows; without linear units ``gate(x + bias)``.
+
+    Args:
+        x: in fp32, bf16 or fp16.
+        bias: None where there are linear units.
+        spec: the product.
+        scaling: of h; F is a multiple of 128 for blocks.
+    """
+    assert bias is None or spec.up is None
+    codes: Codes = _forward(x, bias, spec, scaling)
     return codes
 
 
 def gated_backward_quantized(
     dy: Tensor,
     x: Tensor,
+    bias: Tensor | None,
     spec: ProductSpec,
-    dx_scale: Tensor,
-    dx_dtype: torch.dtype,
-    h_scale: Tensor,
-    h_dtype: torch.dtype,
+    dx: Scaling,
+    h: Scaling,
     *,
-    dx_amax: Tensor | None = None,
-    h_amax: Tensor | None = None,
+    column_sum: bool = False,
 ) -> GatedGrads:
     """Codes of the gradient of x by rows and by columns, and of h by columns.
 
-    ``dx_amax`` is raised to ``max |dx|``, ``h_amax`` to ``max |h|``.
+    Args:
+        dy: gradient of h.
+        x, bias, spec: those of :func:`gated_forward_quantized`.
+        dx, h: their scalings: of one kind, and both with a scale or both without. For blocks the
+            columns of x are a multiple of 128.
+        column_sum: whether the sum of dx over the rows is wanted, before it is rounded: in the
+            dtype of x, accumulated in fp32.
     """
-    grads: GatedGrads = _backward(
-        dy, x, spec, dx_scale, dx_dtype, h_scale, h_dtype, dx_amax, h_amax
-    )
+    assert bias is None or spec.up is None
+    assert isinstance(dx, BlockScaling) == isinstance(h, BlockScaling)
+    assert _encodes(dx) == _encodes(h)
+    grads: GatedGrads = _backward(dy, x, bias, spec, dx, h, column_sum)
     return grads

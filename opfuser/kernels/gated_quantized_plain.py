@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from .gated_plain import ProductSpec, backward_plain, forward_plain
-from .quantize_plain import Codes, raise_amax, tensor_codes
+from .quantize_plain import Codes, Scaling, quantize_plain
 from .scalar import cast, wide_dtype
 
 __all__ = ["GatedGrads", "backward_quantized_plain", "forward_quantized_plain"]
@@ -22,7 +21,7 @@ class GatedGrads(NamedTuple):
     """What backward returns.
 
     Attributes:
-        dx: gradient of x, by rows and by columns.
+        dx: gradient of x, by rows and by columns; ``column_sum`` is that of the bias.
         h: the output again, by columns.
     """
 
@@ -30,33 +29,33 @@ class GatedGrads(NamedTuple):
     h: Codes
 
 
+def _wide(x: Tensor, bias: Tensor | None) -> Tensor:
+    """``x + bias`` in fp32, or fp64 for fp64."""
+    wide = wide_dtype(x.dtype)
+    return cast(x, wide) if bias is None else cast(x, wide) + cast(bias, wide)
+
+
 def forward_quantized_plain(
-    x: Tensor, spec: ProductSpec, scale: Tensor, dtype: torch.dtype, amax: Tensor | None
+    x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: Scaling
 ) -> Codes:
     """As ``gated_quantized.gated_forward_quantized``."""
-    h = forward_plain(cast(x, wide_dtype(x.dtype)), spec, None)
-    raise_amax(amax, h)
-    return tensor_codes(h, scale, dtype, True, False)
+    return quantize_plain(forward_plain(_wide(x, bias), spec, None), scaling, True, False)
 
 
 def backward_quantized_plain(
     dy: Tensor,
     x: Tensor,
+    bias: Tensor | None,
     spec: ProductSpec,
-    dx_scale: Tensor,
-    dx_dtype: torch.dtype,
-    h_scale: Tensor,
-    h_dtype: torch.dtype,
-    dx_amax: Tensor | None,
-    h_amax: Tensor | None,
+    dx_scaling: Scaling,
+    h_scaling: Scaling,
+    column_sum: bool,
 ) -> GatedGrads:
     """As ``gated_quantized.gated_backward_quantized``."""
-    dx, _, h = backward_plain(dy, cast(x, wide_dtype(x.dtype)), spec, None, True, True)
+    dx, _, h = backward_plain(dy, _wide(x, bias), spec, None, True, True)
     assert dx is not None
     assert h is not None
-    raise_amax(dx_amax, dx)
-    raise_amax(h_amax, h)
-    return GatedGrads(
-        tensor_codes(dx, dx_scale, dx_dtype, True, True),
-        tensor_codes(h, h_scale, h_dtype, False, True),
-    )
+    codes = quantize_plain(dx, dx_scaling, True, True, column_sum)
+    if codes.column_sum is not None:
+        codes = codes._replace(column_sum=cast(codes.column_sum, x.dtype))
+    return GatedGrads(codes, quantize_plain(h, h_scaling, False, True))

@@ -28,20 +28,22 @@ from torch import Tensor
 from .choice import kernel_or_plain
 from .launch import Launch, has_fp4, has_fp8
 from .microscaling_plain import E8M0, FP4, TAIL, TRANSFORM, mxfp8_plain, nvfp4_plain
-from .quantize import SQUARE, Codes, Tile, add_up, empty_codes, empty_sums
+from .quantize import Codes, Tile, add_up, empty_codes, empty_sums
 from .tiling import cdiv, rows_of
 
 __all__ = ["quantize_mxfp8", "quantize_nvfp4"]
 
 
-# A tile has whole tiles of scales in both layouts. With 128 rows, stochastic rounding would spill.
+# A tile has whole tiles of scales in both layouts. With 128 rows of NVFP4, stochastic rounding
+# would spill.
 _NVFP4 = Tile(64, 128, 8)
+_MXFP8 = Tile(128, 128, 8)
 
 
 @functools.lru_cache(None)
 def _mxfp8_launch(dtype: torch.dtype, itemsize: int, even: bool) -> Launch:
     constants = {"E5M2": dtype == torch.float8_e5m2}
-    return SQUARE.launch("microscaling:mxfp8", constants, itemsize, even)
+    return _MXFP8.launch("microscaling:mxfp8", constants, itemsize, even)
 
 
 @functools.lru_cache(None)
@@ -61,11 +63,11 @@ def _launch_mxfp8(x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, column_
     padded, by_rows, by_cols = empty_codes(x, features, dtype, rows, cols)
     row_scale = _empty_scales(x, padded, features, 32) if rows else None
     col_scale = _empty_scales(x, features, padded, 32) if cols else None
-    sums, parts = empty_sums(x, padded, SQUARE, column_sum)
-    launch = _mxfp8_launch(dtype, x.element_size(), SQUARE.even(count, features))
+    sums, parts = empty_sums(x, padded, _MXFP8, column_sum)
+    launch = _mxfp8_launch(dtype, x.element_size(), _MXFP8.even(count, features))
     x, stride = rows_of(x)
     tensors = (x, by_rows, row_scale, by_cols, col_scale, parts)
-    grid = SQUARE.programs(padded, features), 1, 1
+    grid = _MXFP8.programs(padded, features), 1, 1
     launch(grid, tensors, (count, padded, features, stride))
     add_up(sums, parts)
     return Codes(by_rows, _as(row_scale, E8M0), by_cols, _as(col_scale, E8M0), sums)

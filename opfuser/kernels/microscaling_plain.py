@@ -21,6 +21,7 @@ __all__ = [
     "TAIL",
     "TRANSFORM",
     "block_scales",
+    "dequantized_rows",
     "dithered",
     "fp4_codes",
     "mxfp8_plain",
@@ -100,6 +101,19 @@ def values_of(codes: Tensor) -> Tensor:
     exponent, mantissa = (nibbles >> 1) & 3, nibbles & 1
     halves = torch.where(exponent == 0, mantissa, (2 + mantissa << exponent) >> 1)
     return halves.float() * (0.5 - ((nibbles >> 3) & 1).float())
+
+
+def dequantized_rows(codes: Codes, rows: int) -> Tensor:
+    """The values of so many rows in fp32, of codes by rows."""
+    matrix, scale = codes.rows, codes.row_scale
+    assert matrix is not None
+    assert scale is not None
+    packed = matrix.dtype == FP4
+    values = values_of(matrix) if packed else matrix.float()
+    values *= block_scales(scale, len(values), 0, values.shape[1], values.shape[1])
+    if packed:
+        values *= tensor_scale(scale)
+    return values[:rows]
 
 
 def _exponents(amax: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,19 @@ from .launch import Launch, multiprocessors
 from .norm_plain import NormForward, NormGrads
 from .tiling import cdiv, empty_contiguous
 
-__all__ = ["MAX_CHAIN_ROW", "MAX_COLS", "backward", "chain_forward_launch", "forward"]
+__all__ = [
+    "FORWARD",
+    "MAX_CHAIN_ROW",
+    "MAX_COLS",
+    "RowLaunch",
+    "Tile",
+    "backward",
+    "chain_forward_launch",
+    "forward",
+    "forward_tile",
+    "share_of_sum",
+    "strided_rows",
+]
 
 # Longer rows are left to plain torch.
 MAX_COLS = 2**16
@@ -121,16 +133,18 @@ BACKWARD = BackwardRule()
 WIDE = WideRule()
 
 
+def forward_tile(cols: int, with_mean: bool, alone: bool) -> Tile:
+    """Of whole rows in forward; ``alone``: without a residual."""
+    many = alone and cols >= (FORWARD.many_from_with_mean if with_mean else FORWARD.many_from)
+    return WHOLE_ROWS.tile(cols, FORWARD.many_elements if many else WHOLE_ROWS.elements)
+
+
 @functools.cache
 def _forward_launch(cols: int, zero_centered: bool, with_mean: bool, alone: bool) -> RowLaunch:
-    """``alone``: without a residual."""
     if cols > FORWARD.max_cols:
         return RowLaunch(WIDE.launch("norm:norm_forward_wide", zero_centered), 1)
-    many = alone and cols >= (FORWARD.many_from_with_mean if with_mean else FORWARD.many_from)
-    rows, block_cols, warps = WHOLE_ROWS.tile(
-        cols, FORWARD.many_elements if many else WHOLE_ROWS.elements
-    )
-    if many and with_mean and block_cols in FORWARD.paired_cols:
+    rows, block_cols, warps = forward_tile(cols, with_mean, alone)
+    if alone and with_mean and block_cols in FORWARD.paired_cols:
         rows, warps = 2, FORWARD.paired_warps
     constants = {"ZERO_CENTERED": zero_centered, "BLOCK_ROWS": rows, "BLOCK_COLS": block_cols}
     return RowLaunch(Launch("norm:norm_forward", constants, num_warps=warps), rows)
@@ -167,12 +181,12 @@ def _wide_backward_launch(zero_centered: bool) -> Launch:
     return WIDE.launch("norm:norm_backward_wide", zero_centered)
 
 
-def _share(weight: Tensor | None, cols: int) -> float:
+def share_of_sum(weight: Tensor | None, cols: int) -> float:
     """What a sum over a row counts: 1/D of it, all of it for L2 normalisation."""
     return 1.0 if weight is None else 1 / cols
 
 
-def _rows_of(x: Tensor) -> tuple[Tensor, int]:
+def strided_rows(x: Tensor) -> tuple[Tensor, int]:
     """``x`` with its rows at one distance, and that distance."""
     if x.is_contiguous():
         return x, x.shape[-1]
@@ -206,8 +220,8 @@ def forward(
     total = None if residual is None else torch.empty_like(y)
     # Integers are unpacked in half the time that a torch.Size takes, but there must be one.
     rstd = x.new_empty(*x.shape[:-1] or ((),), dtype=torch.float32)
-    x, stride = _rows_of(x)
-    residual, residual_stride = (None, 0) if residual is None else _rows_of(residual)
+    x, stride = strided_rows(x)
+    residual, residual_stride = (None, 0) if residual is None else strided_rows(residual)
     rows = rstd.numel()
     mean = torch.empty_like(rstd) if with_mean else None
     weight = None if weight is None else weight.contiguous()
@@ -217,7 +231,7 @@ def forward(
         (cdiv(rows, block_rows), 1, 1),
         (x, residual, weight, bias, y, total, mean, rstd),
         (rows, cols, stride, residual_stride),
-        (eps, _share(weight, cols)),
+        (eps, share_of_sum(weight, cols)),
     )
     return NormForward(y, total, mean, rstd)
 
@@ -249,9 +263,11 @@ def backward(
         dtype = torch.promote_types(x.dtype, residual_grad.dtype)
         dx = empty_contiguous(x, dtype)
     y = empty_contiguous(x) if want_y else None
-    dy, dy_stride = _rows_of(dy)
-    x, x_stride = _rows_of(x)
-    residual_grad, residual_stride = (None, 0) if residual_grad is None else _rows_of(residual_grad)
+    dy, dy_stride = strided_rows(dy)
+    x, x_stride = strided_rows(x)
+    residual_stride = 0
+    if residual_grad is not None:
+        residual_grad, residual_stride = strided_rows(residual_grad)
     ints = (rows, cols, dy_stride, x_stride, residual_stride)
     dw = weight.new_empty(cols) if want_dw and weight is not None else None
     db = bias.new_empty(cols) if want_dw and bias is not None else None
@@ -263,7 +279,7 @@ def backward(
         _launch_with_sums(tensors, ints, zero_centered, dw, db)
     else:
         launch = _wide_backward_launch(zero_centered)
-        launch((rows, 1, 1), tensors, ints, (_share(weight, cols),))
+        launch((rows, 1, 1), tensors, ints, (share_of_sum(weight, cols),))
         if dw is not None:
             _launch_with_sums((*tensors[:6], None, None, None), ints, zero_centered, dw, db)
     return NormGrads(dx, dw, db, y)
@@ -291,6 +307,6 @@ def _launch_with_sums(
     partial = None
     if sums:
         partial = x.new_empty(len(sums), programs, cols, dtype=torch.float32)
-    launch((programs, blocks, 1), (*tensors, partial), ints, (_share(weight, cols),))
+    launch((programs, blocks, 1), (*tensors, partial), ints, (share_of_sum(weight, cols),))
     if partial is not None:
         sum_columns(partial, sums, (programs,) * len(sums))

@@ -29,13 +29,13 @@ from .quantize_plain import (
     by_blocks_plain,
     by_squares_plain,
     by_tensor_plain,
+    dequantize,
     largest,
     scale_for_plain,
 )
 from .tiling import cdiv, empty_contiguous, rows_of
 
 __all__ = [
-    "SQUARE",
     "BlockScaling",
     "Codes",
     "Scaling",
@@ -43,6 +43,8 @@ __all__ = [
     "Tile",
     "add_up",
     "amax_of",
+    "dequantize",
+    "empty_block_scales",
     "empty_codes",
     "empty_sums",
     "largest",
@@ -111,7 +113,7 @@ _BOTH = Tile(128, 64, 4)  # bf16 to both layouts, with amax: 0.90, and 0.88 for 
 _ROWS = Tile(32, 128, 4)  # two accesses of 16 bytes by each thread and row of four
 # 128 registers at most on sm_90, so that two programs fit a multiprocessor; sums take 142. Of 16
 # warps some would have 65 to 81, which is one program.
-SQUARE = Tile(BLOCK, BLOCK, 8)
+_SQUARE = Tile(BLOCK, BLOCK, 8)
 _SCALES = 128
 
 
@@ -131,7 +133,7 @@ def _square_launch(
     kernel: str, dtype: torch.dtype, itemsize: int, even: bool, power_of_two: bool
 ) -> Launch:
     constants = {"E5M2": dtype == torch.float8_e5m2, "POWER_OF_TWO": power_of_two}
-    return SQUARE.launch(f"quantize:{kernel}", constants, itemsize, even)
+    return _SQUARE.launch(f"quantize:{kernel}", constants, itemsize, even)
 
 
 def _launch_scales(amax: Tensor, dtype: torch.dtype, power_of_two: bool, margin: int) -> Tensor:
@@ -151,6 +153,17 @@ def empty_codes(
     return padded, by_rows, by_cols
 
 
+def empty_block_scales(
+    x: Tensor, features: int, rows: bool, cols: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for scales of blocks in the layouts that are wanted."""
+    blocks = cdiv(x.shape[0], BLOCK)
+    of_rows, of_cols = (features // BLOCK, blocks * BLOCK), (blocks, features)
+    by_rows = x.new_empty(of_rows, dtype=torch.float32) if rows else None
+    by_cols = x.new_empty(of_cols, dtype=torch.float32) if cols else None
+    return by_rows, by_cols
+
+
 def empty_sums(
     x: Tensor, padded: int, tile: Tile, wanted: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -163,7 +176,7 @@ def empty_sums(
 
 
 def add_up(sums: Tensor | None, parts: Tensor | None) -> None:
-    """Fills in what :func:`empty_sums` made, from sums of tiles."""
+    """Fills in sums of columns from those of each tile."""
     if sums is not None and parts is not None and sums is not parts:
         sum_columns(parts, (sums,), (parts.shape[0],))
 
@@ -195,17 +208,13 @@ def _launch_by_blocks(
 ) -> Codes:
     count, features = x.shape
     padded, by_rows, by_cols = empty_codes(x, features, dtype, rows, cols)
-    row_scale = col_scale = None
-    if rows:
-        row_scale = x.new_empty((features // BLOCK, padded), dtype=torch.float32)
-    if cols:
-        col_scale = x.new_empty((padded // BLOCK, features), dtype=torch.float32)
-    sums, parts = empty_sums(x, padded, SQUARE, column_sum)
-    even = SQUARE.even(count, features)
+    row_scale, col_scale = empty_block_scales(x, features, rows, cols)
+    sums, parts = empty_sums(x, padded, _SQUARE, column_sum)
+    even = _SQUARE.even(count, features)
     launch = _square_launch("by_blocks", dtype, x.element_size(), even, power_of_two)
     x, stride = rows_of(x)
     tensors = (x, by_rows, row_scale, by_cols, col_scale, parts)
-    grid = (SQUARE.programs(padded, features), 1, 1)
+    grid = (_SQUARE.programs(padded, features), 1, 1)
     launch(grid, tensors, (count, padded, features, stride))
     add_up(sums, parts)
     return Codes(by_rows, row_scale, by_cols, col_scale, sums)
@@ -219,7 +228,7 @@ def _launch_by_squares(
     down, across = padded // BLOCK, features // BLOCK
     row_scale = _scales_in_fours(x, down, across) if rows else None
     col_scale = _scales_in_fours(x, across, down) if cols else None
-    even = SQUARE.even(count, features)
+    even = _SQUARE.even(count, features)
     launch = _square_launch("by_squares", dtype, x.element_size(), even, power_of_two)
     x, stride = rows_of(x)
     strides = [0 if s is None else s.shape[1] for s in (row_scale, col_scale)]

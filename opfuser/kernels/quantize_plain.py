@@ -21,8 +21,10 @@ __all__ = [
     "by_blocks_plain",
     "by_squares_plain",
     "by_tensor_plain",
+    "dequantize",
     "encode",
     "largest",
+    "quantize_plain",
     "raise_amax",
     "scale_for_plain",
     "tensor_codes",
@@ -147,6 +149,23 @@ def tensor_codes(
     )
 
 
+def dequantize(codes: Codes, rows: int, dtype: torch.dtype) -> Tensor:
+    """The values of a matrix of so many rows, (R, C); scales are (1,) or of blocks."""
+    matrix, scale = codes.rows, codes.row_scale
+    if matrix is None:
+        matrix, scale = codes.cols, codes.col_scale
+    assert matrix is not None
+    assert scale is not None
+    values = matrix.to(torch.float32)
+    if scale.dim() == 1:
+        values *= scale
+    else:
+        values *= scale.t().repeat_interleave(BLOCK, 1)
+    if codes.rows is None:
+        values = values.t()
+    return values[:rows].to(dtype).contiguous()
+
+
 def _without_padding(codes: Tensor, rows: int) -> Tensor:
     """``codes`` with 0 in padding, also where a scale is NaN."""
     codes.view(torch.uint8)[rows:].zero_()
@@ -190,6 +209,20 @@ def by_blocks_plain(
         col_scale = s.reciprocal()
     sums = _column_sum(x) if column_sum else None
     return Codes(row_codes, row_scale, col_codes, col_scale, sums)
+
+
+def quantize_plain(
+    x: Tensor, scaling: Scaling, rows: bool, cols: bool, column_sum: bool = False
+) -> Codes:
+    """Codes of a matrix as ``scaling`` says; amax is raised."""
+    if isinstance(scaling, BlockScaling):
+        dtype, power_of_two = scaling
+        return by_blocks_plain(x, dtype, rows, cols, power_of_two, column_sum)
+    scale, dtype, amax = scaling
+    raise_amax(amax, x)
+    if scale is None:
+        return Codes(None, None, None, None, _column_sum(x) if column_sum else None)
+    return tensor_codes(x, scale, dtype, rows, cols, column_sum)
 
 
 def by_squares_plain(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from opfuser import (
     SwiGLU,
 )
 from opfuser.errors import ArgumentError, explain
+from opfuser.quantization.region import check_recipe
+from opfuser.recipe import Recipe
 
 __all__ = [
     "DecoderConfig",
@@ -52,10 +54,15 @@ class DecoderConfig:
         dtype: of the parameters; None is torch's default.
         recompute: None; or ``"mlp"``, for feed-forward blocks that save their input alone and
             recompute their first linear in backward: two ninths more GEMM work in them.
+        recipe: of :mod:`opfuser.recipe`: how the layers' linear operations compute, whatever the
+            region. It is the recipe of the Sequential that is made, so that a call opens one
+            region. None leaves it to :class:`opfuser.autocast`. Features that do not fit its blocks
+            stay in high precision, as the plan says: choose multiples of 128. The head stays in
+            high precision with every recipe.
 
     Raises:
-        ArgumentError: a size is not positive, the heads do not divide as needed, or ``recompute``
-            is neither None nor "mlp".
+        ArgumentError: a size is not positive, the heads do not divide as needed, ``recompute`` is
+            neither None nor "mlp", or ``recipe`` is neither None nor a recipe.
     """
 
     vocab_size: int
@@ -71,6 +78,7 @@ class DecoderConfig:
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     recompute: str | None = None
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         names = "vocab_size dim num_layers num_heads num_kv_heads ffn_dim".split()
@@ -88,6 +96,8 @@ class DecoderConfig:
         if invariant:
             received = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
             raise ArgumentError(explain(invariant, where="DecoderConfig", received=received))
+        if self.recipe is not None:
+            check_recipe(self.recipe, "DecoderConfig")
 
     @property
     def head_dim(self) -> int:
@@ -130,7 +140,7 @@ def attention_block(config: DecoderConfig) -> Sequential:
     values.
     """
     heads = config.num_heads + 2 * config.key_heads
-    return Residual(
+    block = Residual(
         _norm(config),
         _linear(config, config.dim, heads * config.head_dim),
         RotaryEmbedding(
@@ -142,6 +152,8 @@ def attention_block(config: DecoderConfig) -> Sequential:
         DotProductAttention(config.num_heads, config.key_heads, causal=True),
         _output_linear(config, config.dim),
     )
+    block.recipe = config.recipe
+    return block
 
 
 def swiglu_block(config: DecoderConfig) -> Sequential:
@@ -152,22 +164,28 @@ def swiglu_block(config: DecoderConfig) -> Sequential:
     activation = SwiGLU()
     if config.recompute == "mlp":
         activation.recompute_mlp = True
-    return Residual(
+    block = Residual(
         _norm(config),
         _linear(config, config.dim, 2 * config.ffn_features),
         activation,
         _output_linear(config, config.ffn_features),
     )
+    block.recipe = config.recipe
+    return block
 
 
 def decoder_layer(config: DecoderConfig) -> Sequential:
     """An attention block and a feed-forward block, named ``attention`` and ``mlp``."""
-    return Sequential({"attention": attention_block(config), "mlp": swiglu_block(config)})
+    inside = replace(config, recipe=None)
+    blocks = {"attention": attention_block(inside), "mlp": swiglu_block(inside)}
+    return Sequential(blocks, recipe=config.recipe)
 
 
 def decoder_layers(config: DecoderConfig) -> Sequential:
     """All ``num_layers`` layers: from (batch, sequence, dim) to the same shape."""
-    return Sequential(*(decoder_layer(config) for _ in range(config.num_layers)))
+    inside = replace(config, recipe=None)
+    layers = (decoder_layer(inside) for _ in range(config.num_layers))
+    return Sequential(*layers, recipe=config.recipe)
 
 
 def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
@@ -185,14 +203,15 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
     embedding = Embedding(config.vocab_size, config.dim, device=config.device, dtype=config.dtype)
     nn.init.normal_(embedding.weight, std=config.init_std)
     head = _linear(config, config.dim, config.vocab_size)
+    head.recipe = None  # also without a loss, which would refuse it
     if config.tied_head:
         head.weight = embedding.weight
     modules: dict[str, nn.Module] = {
         "embedding": embedding,
-        "layers": decoder_layers(config),
+        "layers": decoder_layers(replace(config, recipe=None)),
         "norm": _norm(config),
         "head": head,
     }
     if with_loss:
         modules["loss"] = CrossEntropy()
-    return Sequential(modules)
+    return Sequential(modules, recipe=config.recipe)

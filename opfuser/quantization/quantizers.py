@@ -1,24 +1,28 @@
-"""How a recipe quantises the operands of a linear operation's GEMMs."""
+"""How a recipe quantises the operands of a linear operation's GEMMs, and tensors on their way."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import QuantizedWeightError, explain
 from ..kernels.microscaling import quantize_mxfp8, quantize_nvfp4
+from ..kernels.microscaling_plain import dequantized_rows
 from ..kernels.pointwise import draw_seed
 from ..kernels.quantize import (
+    BlockScaling,
     Codes,
+    Scaling,
+    TensorScaling,
     amax_of,
+    dequantize,
     quantize_by_blocks,
     quantize_by_squares,
     quantize_by_tensor,
@@ -33,48 +37,148 @@ from ..recipe import (
     Recipe,
 )
 from ..recording import is_recording
+from .region import amax_group
 from .state import Stateful, state_of
+from .watch import is_watched, tell
 
-__all__ = ["OperandQuantizer", "has_hardware", "keep_quantized_weights", "weights_are_kept"]
+__all__ = [
+    "OperandQuantizer",
+    "QuantizedTensor",
+    "Quantizer",
+    "has_hardware",
+    "keep_quantized_weights",
+    "kept_weights",
+    "rounded",
+    "scalings",
+]
+
+
+class QuantizedTensor(NamedTuple):
+    """A tensor on its way from one operation to the next, as codes.
+
+    The dtype is that which the tensor would have otherwise, whatever the codes were made from.
+
+    Attributes:
+        codes: of the matrix of all rows.
+        shape: of the tensor.
+        dtype: as said.
+    """
+
+    codes: Codes
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the codes."""
+        codes = self.codes.rows if self.codes.cols is None else self.codes.cols
+        assert codes is not None
+        return codes.device
+
+    def dim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return self.shape.numel()
+
+    def to(self, dtype: torch.dtype) -> QuantizedTensor:
+        """The same codes in place of a tensor of another dtype."""
+        return self._replace(dtype=dtype)
+
+    def dequantize(self) -> Tensor:
+        """The values that the codes stand for."""
+        rows = self.numel() // self.shape[-1]
+        return dequantize(self.codes, rows, self.dtype).view(self.shape)
 
 
 class OperandQuantizer(NamedTuple):
     """Quantises the operands of one operation, as a recipe says.
 
+    Roles are ``"input"`` (T, K), ``"weight"`` (N, K) and ``"grad_output"`` (T, N).
+
     Attributes:
         op: whose scales are kept.
         recipe: the recipe.
-        group: ranks that agree on the largest values, or None.
     """
 
     op: nn.Module
     recipe: Recipe
-    group: dist.ProcessGroup | None
 
-    def input(self, x: Tensor, *, rows: bool, cols: bool) -> Codes:
-        """(rows, K)."""
-        return self._quantize("input", x, rows=rows, cols=cols)
+    def quantize(
+        self, role: str, x: Tensor, *, rows: bool, cols: bool, column_sum: bool = False
+    ) -> Codes:
+        """Codes of a matrix in the layouts that are wanted, and the sums of its columns."""
+        codes = self._codes(role, x, {"rows": rows, "cols": cols}, column_sum)
+        if is_watched():
+            tell(self.op, role, x, codes)
+        return codes
 
-    def grad_output(self, dy: Tensor, *, rows: bool, cols: bool, column_sum: bool) -> Codes:
-        """(rows, N), with the sums of its columns if asked for."""
-        return self._quantize("grad_output", dy, rows=rows, cols=cols, column_sum=column_sum)
+    def _codes(self, role: str, x: Tensor, wants: Any, column_sum: bool) -> Codes:
+        if role == "weight" and isinstance(self.recipe, Float8BlockScaling):
+            powers = self.recipe.fp8_quant_fwd_weight.power_2_scale
+            return quantize_by_squares(x, self.recipe.dtype(role), **wants, power_of_two=powers)
+        if isinstance(self.recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
+            return _in_small_blocks(self.recipe, role, x, column_sum=column_sum, **wants)
+        scaling = self.given(role) or self.from_amax(role, amax_of(x))
+        if isinstance(scaling, BlockScaling):
+            dtype, powers = scaling
+            return quantize_by_blocks(x, dtype, **wants, power_of_two=powers, column_sum=column_sum)
+        scale, dtype, amax = scaling
+        assert scale is not None
+        return quantize_by_tensor(x, scale, dtype, **wants, amax=amax, column_sum=column_sum)
 
-    def weight(self, w: Tensor, source: Tensor | None, *, rows: bool, cols: bool) -> Codes:
+    def given(self, role: str) -> Scaling | None:
+        """The scaling of an operand, if it is known without its values."""
+        recipe = self.recipe
+        if isinstance(recipe, Float8BlockScaling):
+            return BlockScaling(recipe.dtype(role), _params(recipe, role).power_2_scale)
+        if isinstance(recipe, Float8CurrentScaling):
+            return None
+        assert isinstance(recipe, Stateful)
+        state = state_of(self.op, recipe, amax_group())
+        if not state.knows(role, recipe):
+            return None
+        return TensorScaling(state.scale_of(role), recipe.dtype(role), state.amax_seen(role))
+
+    def from_amax(self, role: str, amax: Tensor) -> TensorScaling:
+        """The scaling of an operand that :meth:`given` has none for, from its largest value."""
+        recipe, dtype = self.recipe, self.recipe.dtype(role)
+        if isinstance(recipe, Float8CurrentScaling):
+            params = _params(recipe, role)
+            if params.amax_epsilon:
+                amax = amax.clamp_min(params.amax_epsilon)
+            return TensorScaling(scale_for(amax, dtype, power_of_two=params.power_2_scale), dtype)
+        assert isinstance(recipe, Stateful)
+        state = state_of(self.op, recipe, amax_group())
+        state.learn(role, amax, recipe)
+        return TensorScaling(state.scale_of(role), dtype, state.amax_seen(role))
+
+    def weight(
+        self,
+        w: Tensor,
+        source: Tensor | None,
+        kept: KeptWeights | None,
+        *,
+        rows: bool,
+        cols: bool,
+    ) -> Codes:
         """(N, K); both layouts, once, within :func:`keep_quantized_weights`.
 
         Args:
             w: the weight in the dtype that the operation computes in.
             source: the parameter that it comes from; None if it is computed anew at every call.
+            kept: :func:`kept_weights` in forward; autograd's threads do not see the block.
             rows, cols: which layouts are wanted.
         """
-        kept = _kept.get()
         # A recording outlives the block, and would read what it kept.
         if kept is None or source is None or is_recording():
-            return self._quantize("weight", w, rows=rows, cols=cols)
+            return self.quantize("weight", w, rows=rows, cols=cols)
         key = id(self.op), self.recipe
         found = kept.get(key)
         if found is None or found.source() is not source:
-            codes = self._quantize("weight", w, rows=True, cols=True)
+            codes = self.quantize("weight", w, rows=True, cols=True)
             found = kept[key] = _Kept(weakref.ref(source), source._version, codes)
         if found.version != source._version:
             raise QuantizedWeightError(
@@ -87,35 +191,97 @@ class OperandQuantizer(NamedTuple):
             )
         return found.codes
 
-    def _quantize(
-        self, role: str, x: Tensor, *, rows: bool, cols: bool, column_sum: bool = False
-    ) -> Codes:
-        recipe = self.recipe
-        wants: Any = {"rows": rows, "cols": cols}
-        dtype = recipe.dtype(role)
-        if isinstance(recipe, Float8BlockScaling):
-            powers = _params(recipe, role).power_2_scale
-            if role == "weight":
-                return quantize_by_squares(x, dtype, **wants, power_of_two=powers)
-            return quantize_by_blocks(x, dtype, **wants, power_of_two=powers, column_sum=column_sum)
-        if isinstance(recipe, Float8CurrentScaling):
-            params = _params(recipe, role)
-            amax = amax_of(x)
-            if params.amax_epsilon:
-                amax = amax.clamp_min(params.amax_epsilon)
-            scale = scale_for(amax, dtype, power_of_two=params.power_2_scale)
-            return quantize_by_tensor(x, scale, dtype, **wants, column_sum=column_sum)
-        if isinstance(recipe, MXFP8BlockScaling):
-            return quantize_mxfp8(x, dtype, **wants, column_sum=column_sum)
-        if isinstance(recipe, NVFP4BlockScaling):
-            how = recipe.params(role)
-            seed = draw_seed(x) if how.stochastic_rounding else None
-            wants |= {"squares": how.fp4_2d_quantization, "seed": seed, "column_sum": column_sum}
-            return quantize_nvfp4(x, amax_of(x), **wants, transform=how.random_hadamard_transform)
-        assert isinstance(recipe, Stateful)
-        state = state_of(self.op, recipe, self.group)
-        scale, amax = state.scale_of(role, x, recipe), state.amax_seen(role)
-        return quantize_by_tensor(x, scale, dtype, **wants, amax=amax, column_sum=column_sum)
+
+class Quantizer(NamedTuple):
+    """How an operation wants a tensor that another one makes for it.
+
+    Attributes:
+        operands: of the operation.
+        role: what the tensor is to it.
+        rows, cols: the layouts that it reads.
+        column_sum: whether it reads the sums of the columns.
+    """
+
+    operands: OperandQuantizer
+    role: str
+    rows: bool
+    cols: bool
+    column_sum: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+        return self.operands.recipe.dtype(self.role)
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool, bool]:
+        """The format, and whether by rows and by columns."""
+        return self.dtype, self.rows, self.cols
+
+    def __call__(self, x: Tensor) -> QuantizedTensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return QuantizedTensor(self.codes(rows), x.shape, x.dtype)
+
+    def codes(self, x: Tensor) -> Codes:
+        """Codes of a matrix."""
+        return self.operands.quantize(
+            self.role, x, rows=self.rows, cols=self.cols, column_sum=self.column_sum
+        )
+
+
+def scalings(
+    quantizers: Sequence[Quantizer], like: Tensor, measure: Callable[..., object]
+) -> list[Scaling]:
+    """The scalings for a kernel that quantises what it computes, one for each tensor.
+
+    Args:
+        quantizers: of the tensors.
+        like: on whose device largest values are kept.
+        measure: runs the kernel with scalings without scales, to raise their largest values; called
+            where one of the scales is to come from values of this call.
+    """
+    found = [q.operands.given(q.role) for q in quantizers]
+    if None not in found:
+        return found  # type: ignore[return-value]
+    seen = [like.new_zeros(1, dtype=torch.float32) for _ in quantizers]
+    measure(*[TensorScaling(None, q.dtype, m) for q, m in zip(quantizers, seen)])
+    return [
+        scaling or q.operands.from_amax(q.role, m) for q, scaling, m in zip(quantizers, found, seen)
+    ]
+
+
+def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
+    """What a recipe keeps of a tensor by rows, with scales from its own values."""
+    rows, dtype = x.reshape(-1, x.shape[-1]), recipe.dtype(role)
+    if isinstance(recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
+        if x.shape[-1] % recipe.multiple:  # what no GEMM of this recipe takes
+            return x
+        codes = _in_small_blocks(recipe, role, rows, rows=True, cols=False)
+        return dequantized_rows(codes, len(rows)).to(x.dtype).view(x.shape)
+    if isinstance(recipe, Float8BlockScaling) and x.shape[-1] % recipe.multiple == 0:
+        powers = _params(recipe, role).power_2_scale
+        codes = quantize_by_blocks(rows, dtype, rows=True, cols=False, power_of_two=powers)
+    else:
+        scale = scale_for(amax_of(rows), dtype)
+        codes = quantize_by_tensor(rows, scale, dtype, rows=True, cols=False)
+    return QuantizedTensor(codes, x.shape, x.dtype).dequantize()
+
+
+def _in_small_blocks(
+    recipe: MXFP8BlockScaling | NVFP4BlockScaling, role: str, x: Tensor, **wants: bool
+) -> Codes:
+    """Codes of blocks of 32 or 16, whose scales come from the values."""
+    if isinstance(recipe, MXFP8BlockScaling):
+        return quantize_mxfp8(x, recipe.dtype(role), **wants)
+    how = recipe.params(role)
+    return quantize_nvfp4(
+        x,
+        amax_of(x),
+        **wants,
+        squares=how.fp4_2d_quantization,
+        transform=how.random_hadamard_transform,
+        seed=draw_seed(x) if how.stochastic_rounding else None,
+    )
 
 
 def _params(recipe: Float8BlockScaling | Float8CurrentScaling, role: str) -> QParams:
@@ -130,12 +296,13 @@ class _Kept(NamedTuple):
     codes: Codes
 
 
-_kept: ContextVar[dict[object, _Kept] | None] = ContextVar("opfuser_weights", default=None)
+KeptWeights = dict[object, _Kept]
+_kept: ContextVar[KeptWeights | None] = ContextVar("opfuser_weights", default=None)
 
 
-def weights_are_kept() -> bool:
-    """Whether the caller is within :func:`keep_quantized_weights`."""
-    return _kept.get() is not None
+def kept_weights() -> KeptWeights | None:
+    """What is kept, if the caller is within :func:`keep_quantized_weights`."""
+    return _kept.get()
 
 
 @contextmanager

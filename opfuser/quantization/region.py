@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..recipe import DelayedScaling, Recipe
-from .state import in_backward, update_scales
+from .state import enter_region, in_backward
 
 __all__ = [
     "Region",
@@ -123,8 +123,9 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
         self._tokens: list[Token[Region]] = []
 
     def __enter__(self) -> autocast:
-        if _region.get() is _NOWHERE and self.region is not _NOWHERE:
-            update_scales()
+        recipe, group = self.region
+        if recipe is not None:
+            enter_region(recipe, group, outermost=_region.get() is _NOWHERE)
         self._tokens.append(_region.set(self.region))
         open_regions.count += 1
         return self

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from opfuser import BasicLinear, Bias, Linear, Sequential
 from opfuser.errors import ArgumentError, InputError, ReadOnlyAttributeError
+from opfuser.recipe import Float8CurrentScaling
 from tests.basic.values import DTYPES, fill
 
 
@@ -34,6 +35,18 @@ def assert_parts_agree(op: Linear) -> None:
     torch.testing.assert_close(op(x), F.linear(x, op.weight, op.bias))
     (dw,) = torch.autograd.grad(op(x).sum(), op.weight)
     torch.testing.assert_close(dw, x.sum(0).expand(op.weight.shape))
+
+
+def test_recipe_is_that_of_the_linear_operation_in_it() -> None:
+    op = Linear(16, 32)
+    seq, x = Sequential(op, recipe=Float8CurrentScaling()), torch.randn(2, 16)
+    for value, quantized in ((None, ()), ("inherit", (0,))):
+        op.recipe = value
+        assert op.recipe == op.basic_ops[0].recipe == value
+        assert seq.plan(x).quantized == quantized
+    op.recipe = "fp8"
+    with pytest.raises(ArgumentError, match="The recipe of an operation is 'inherit' or None"):
+        seq(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

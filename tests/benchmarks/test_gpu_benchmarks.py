@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import opfuser
 from benchmarks import charts, timing
-from benchmarks.gpu import first_steps, replay, run, tables
+from benchmarks.gpu import first_steps, fp8_training, replay, run, tables
 from benchmarks.gpu.compiled import COMPILED
 from benchmarks.gpu.contest import Rotation, contest, distance, solve
 from benchmarks.gpu.problem import Case, Inputs, Options, Problem, Within
 from benchmarks.gpu.small import with_share_of_time
 from benchmarks.gpu.small_problems import ENTRIES, FIRST, GRAPHED
 from benchmarks.gpu.torch_models import share
+from examples.lm_recipes import RECIPES
 
 FIRST_STEPS = first_steps.FIRST_STEPS
 CPU = Options(torch.device("cpu"), torch.float32, seconds=0.0)
@@ -97,12 +98,93 @@ def test_charts(rehearsed: Path) -> None:
     assert all(path.read_bytes()[1:4] == b"PNG" for path in made)
 
 
+def trained(folder: Path, *args: str) -> list[dict[str, Any]]:
+    fp8_training.main(["--device", "cpu", "--out", str(folder), *args])
+    document = json.loads((folder / "fp8_training.json").read_text())
+    assert document["machine"]["torch"] == torch.__version__
+    assert document["config"]["dim"] == fp8_training.TINY.dim
+    rows: list[dict[str, Any]] = document["rows"]
+    return rows
+
+
+emulated = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+
+
+@emulated
+def test_training_in_fp8_is_beside_bf16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_training, "CHUNK", 8)  # not a multiple of the steps of one figure
+    rows = trained(tmp_path, "--steps", "25")
+    assert [row["contestant"] for row in rows] == ["bf16", "bf16, nudged", *RECIPES]
+    assert not [row for row in rows if "failure" in row]
+    reference = rows[0]
+    for row in rows:
+        assert row["steps"] == 25
+        assert len(row["losses"]) == 3
+        assert row["quantized_linears"] == (4 if row["contestant"] in RECIPES else 0)
+        assert row["losses"][-1] < row["losses"][0]
+        if row is not reference:
+            assert row["losses"] != reference["losses"]
+            for key in ("last_loss", "validation_loss"):
+                difference = row[key] / reference[key] - 1
+                assert row[f"{key}_difference"] == pytest.approx(difference)
+                assert 0 < abs(difference) < 0.01
+            assert row["speedup"] == pytest.approx(reference["median_ms"] / row["median_ms"])
+    printed = [line for line in capsys.readouterr().out.splitlines() if " 25 steps " in line]
+    assert len(printed) == len(rows)
+    assert [path.name for path in charts.make_charts(tmp_path)] == ["fp8_training.png"]
+    assert (tmp_path / "fp8_training.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_training_from_one_seed_is_the_same_again(tmp_path: Path) -> None:
+    short = ["--steps", "12", "--recipes", "bf16"]
+    (first,), (again,), (other,) = (
+        trained(tmp_path, *short, *more) for more in ([], [], ["--seed", "1"])
+    )
+    assert first["losses"] == again["losses"] != other["losses"]
+    assert first["validation_loss"] == again["validation_loss"]
+
+
+@emulated
+def test_training_that_fails_or_has_no_time_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ["--steps", "12", "--recipes", "bf16", "block", "delayed"]
+    loss = fp8_training.Contestant.loss
+
+    def fails(self: Any, windows: Tensor) -> Tensor:
+        if self.model.recipe is RECIPES["block"]:
+            raise MemoryError("no room")
+        return loss(self, windows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8_training.Contestant, "loss", fails)
+        rows = trained(tmp_path, *short)
+    assert [row.get("failure") for row in rows] == [None, "MemoryError: no room", None]
+    assert "last_loss_difference" in rows[2]
+    rows = trained(tmp_path, *short, "--budget", "0")
+    assert {row["failure"] for row in rows} == {"not finished: no time was left"}
+    assert not charts.make_charts(tmp_path)
+
+
+@pytest.mark.gpu
+def test_training_in_fp8_on_a_gpu(tmp_path: Path) -> None:
+    few = ["--steps", "60", "--batch", "2", "--budget", "100", "--out", str(tmp_path)]
+    fp8_training.main(few)
+    rows = json.loads((tmp_path / "fp8_training.json").read_text())["rows"]
+    assert not [row for row in rows if "failure" in row]
+    assert max(abs(row["last_loss_difference"]) for row in rows[1:]) < 0.01
+
+
 def test_without_a_gpu_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run.main(["--out", str(tmp_path / "none")])
     assert "were not run: there is no CUDA device" in capsys.readouterr().out
+    fp8_training.main(["--out", str(tmp_path / "none")])
+    assert "was not run: there is no CUDA device" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
 
 

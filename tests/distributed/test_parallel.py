@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-import os
-import traceback
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,16 +29,17 @@ from opfuser import (
 from opfuser.engine import graphs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from tests.contract.gradients import handed_over
+from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 from tests.replay.recorded import RecordedGraph
 
 pytestmark = pytest.mark.distributed
 
 IN, OUT, ROWS = 8, 12, 3  # rows per rank
 RANKS = 4  # two groups of two
-CHECKS: dict[str, Callable[[int, int], None]] = {}
+CHECKS: dict[str, Check] = {}
 
 
-def check(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+def check(function: Check) -> Check:
     CHECKS[function.__name__] = function
     return function
 
@@ -410,36 +404,11 @@ def errors(rank: int, ranks: int) -> None:
         BasicLinear(IN, OUT, tensor_parallel_mode="row").reference(torch.randn(2, IN // ranks))
 
 
-def _run_checks(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    outcomes: dict[str, str] = {}
-    name = ""
-    try:
-        for name, function in CHECKS.items():
-            torch.manual_seed(0)
-            function(rank, ranks)
-            outcomes[name] = "passed"
-    except BaseException:  # also that of pytest.raises
-        outcomes[name] = traceback.format_exc()
-        raise  # ends the other ranks too, which may wait for this one
-    finally:
-        Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with contextlib.suppress(ProcessRaisedException, ProcessExitedException):  # told rank by rank
-        spawn(_run_checks, (RANKS, str(folder)), nprocs=RANKS)
-    files = [folder / f"{rank}.json" for rank in range(RANKS)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_sharded(outcomes: list[dict[str, str]], name: str) -> None:
-    told = [f"rank {rank}: {told.get(name, 'ended early')}" for rank, told in enumerate(outcomes)]
-    assert all(line.endswith("passed") for line in told), "\n".join(told)
+def test_sharded(outcomes: Outcomes, name: str) -> None:
+    assert_passed(outcomes, name)

@@ -12,6 +12,7 @@ from torch import nn
 import opfuser
 from opfuser import ConstantScale
 from opfuser.errors import ArgumentTypeError
+from opfuser.recipe import DelayedScaling
 from tests.engine.toys import F64, Square, Times, randn, same
 
 
@@ -267,3 +268,15 @@ def test_module_interface() -> None:
     assert {p.dtype for p in seq.half().parameters()} == {torch.float16}
     assert seq.eval()[0].basic_ops[0].training is False
     assert "Linear" in repr(seq)
+
+
+def test_parts_and_repetitions_keep_the_recipe() -> None:
+    """Else they would silently compute otherwise than the sequence that they are taken from."""
+    seq = opfuser.Sequential(opfuser.Linear(16, 16), opfuser.ReLU(), recipe=DelayedScaling())
+    x = torch.randn(2, 16)
+    for part in (seq[:1], seq[:-1], 2 * seq, seq * 2):
+        assert part.recipe is seq.recipe
+        assert part.plan(x).quantized
+    seq.recipe = None
+    assert seq[:1].recipe is None
+    assert seq[:1].plan(x).quantized == ()

@@ -22,7 +22,8 @@ from torch import nn
 
 import opfuser
 from examples.lm_data import is_held_out, load_corpus, source_files, training_batch
-from examples.lm_run import Progress, SavedBytes
+from examples.lm_recipes import RECIPES
+from examples.lm_run import Progress, RunFolder, SavedBytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (
@@ -190,6 +191,60 @@ def test_resume_refuses_what_it_cannot_continue(
     with pytest.raises(SystemExit):
         example.main([f"--runs={tmp_path}", "--resume", "--lr=1", "--steps=12", "--eval-every=2"])
     assert "--resume: --lr, --eval-every differs" in capsys.readouterr().err
+
+
+# Multiples of 128, as blocks need.
+FITTING = [*SMALL, "--dim=128", "--ffn=128", "--steps=8"]
+
+
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_is_followed_and_resumed(
+    example: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recipe: str,
+) -> None:
+    args = [*FITTING, f"--recipe={recipe}", f"--runs={tmp_path}"]
+    assert example.main([*args, "--name=whole", "--register", "--twin"]) == 0
+    out = capsys.readouterr().out
+    assert f"6 linear operations in FP8, {recipe}" in out  # the user's fusion has the other two
+    ours, twin = (losses(tmp_path / "whole" / part) for part in (".", "twin"))
+    for step, loss in twin.items():
+        assert ours[step] != loss
+        assert ours[step] == pytest.approx(loss, rel=0.01)
+
+    update = example.Trainer.update
+
+    def update_or_die(self: Any, first: bool) -> dict[str, float]:
+        if self.step == 7:
+            raise MemoryError
+        return update(self, first)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(example.Trainer, "update", update_or_die)
+        with pytest.raises(MemoryError):
+            example.main([*args, "--name=killed", "--register"])
+    assert example.main([f"--runs={tmp_path}", "--name=killed", "--resume", "--register"]) == 0
+    assert losses(tmp_path / "killed") == ours
+    stored, whole = (
+        load_file(tmp_path / name / "checkpoint.safetensors") for name in ("killed", "whole")
+    )
+    assert stored.keys() == whole.keys()
+    assert all(torch.equal(stored[name], whole[name]) for name in whole)
+    scales = [name for name in stored if name.endswith("quantization.scale")]
+    assert len(scales) == (6 if recipe in ("delayed", "predicted") else 0)
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for layer in (nn.Linear(2, 3), nn.Linear(2, 3, bias=False)):
+        optimizer = torch.optim.AdamW(layer.parameters())
+        if layer.bias is not None:
+            folder.save(layer, optimizer, step=1)
+    with pytest.raises(ValueError, match=r"is not of this model: \['bias'\], \[\]"):
+        folder.load(layer, optimizer)
 
 
 def test_seed_decides_batches_and_weights(example: ModuleType, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opfuser.kernels.quantize import Codes
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = [E4M3, E5M2]
 TOP = {E4M3: 448.0, E5M2: 57344.0}
@@ -77,3 +79,37 @@ def expected_scale(amax: float, dtype: torch.dtype, power_of_two: bool) -> float
 def inverse(scales: Tensor) -> Tensor:
     """``1 / s`` in fp32: the quotient of two fp32 numbers is rounded once by way of float64."""
     return (1.0 / scales.double()).float()
+
+
+def assert_blocks(x: Tensor, made: Codes, dtype: torch.dtype, power_of_two: bool) -> None:
+    """Codes and scales of blocks of 128, a block at a time."""
+    values_ = padded(x.cpu().float())
+    for what, codes, scales, matrix in (
+        ("rows", made.rows, made.row_scale, values_),
+        ("cols", made.cols, made.col_scale, values_.t()),
+    ):
+        if codes is None:
+            continue
+        blocks = matrix.unflatten(1, (-1, 128))
+        want = torch.tensor(
+            [
+                [expected_scale(blocks[n, b].abs().max().item(), dtype, power_of_two)
+                 for n in range(blocks.shape[0])]
+                for b in range(blocks.shape[1])
+            ]
+        )  # fmt: skip
+        assert_scales(scales, inverse(want), what)
+        bits = expected(blocks, want.t().unsqueeze(2), dtype).flatten(1)
+        (bits if what == "rows" else bits.t())[x.shape[0] :] = 0
+        assert_codes(codes, bits, dtype, what)
+
+
+def uneven(
+    rows: int, cols: int, dtype: torch.dtype, device: torch.device, layout: str = "contiguous"
+) -> Tensor:
+    """Rows and columns of various sizes, so that no two blocks have one scale."""
+    x = torch.randn(rows, cols) * torch.randn(rows, 1).exp() * torch.randn(cols).exp()
+    x = x.to(device, dtype)
+    if layout == "rows apart":
+        return torch.cat((x, torch.full_like(x, float("nan"))), 1)[:, :cols]
+    return x.t().contiguous().t() if layout == "columns apart" else x

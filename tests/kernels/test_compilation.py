@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from opfuser.kernels.launch import INTERPRETED, Recorded, recorded
+from opfuser.kernels.scales import KeptScales, update_scales
 
 pytest.importorskip("triton", reason="Triton exists for Linux only")
 if INTERPRETED:
     pytest.skip("the interpreter's process compiles nothing", allow_module_level=True)
 
 from tests.kernels.compiling import Report, compiled, identity
-from tests.kernels.shipping import Family
+from tests.kernels.shipping import Family, empty
 
 SHIPPED = Path(__file__).parent / "shipped"
 FAMILIES: dict[str, Family] = {
@@ -27,10 +28,13 @@ FAMILIES: dict[str, Family] = {
 SHARED = {80: 163, 90: 227, 100: 227}
 # Bytes of a thread. 16 warps may have 128 registers per thread; with the --regAllocOptLevel=2 that
 # Triton 3.7 passes, ptxas needs more for the first. Without the option it does not. The second is
-# of Triton 3.9, where 8 warps have 64 registers per thread.
+# of Triton 3.9, where 8 warps have 64 registers per thread. The last ones are of Triton 3.7 and of
+# 3.6: ptxas keeps 16 warps to 64, so that two programs fit a multiprocessor.
 SPILLED = {
     (100, "layer, y 8192 torch.bfloat16"): 16,
     (100, "gradient 50257 torch.bfloat16 0.1"): 8,
+    (90, "rms 4096 x 16384 torch.bfloat16 with amax"): 8,
+    (100, "rms 4096 x 16384 torch.bfloat16 with amax"): 8,
 }
 
 
@@ -99,6 +103,16 @@ def test_what_is_shipped_compiles_and_spills_nothing(family: str) -> None:
         for capability in (80, 100):
             if exists(all_of_them[binary][1], capability):
                 check(*all_of_them[binary], capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_updates_of_scales_compile(capability: int) -> None:
+    """Not among the above: rows of three elements are no wide accesses."""
+    buffers = empty(3, dtype=torch.float32), empty(1024, 3, dtype=torch.float32)
+    e4m3 = torch.float8_e4m3fn
+    kept = KeptScales(*buffers, torch.empty_like(buffers[0]), (e4m3,) * 3, 0, False)
+    (noted,) = launches(lambda: update_scales([kept]))
+    assert compiled(noted, capability).stack == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

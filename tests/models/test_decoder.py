@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +16,18 @@ from opfuser.errors import ArgumentError
 from opfuser.models import (
     DecoderConfig,
     attention_block,
+    decoder_layer,
     decoder_layers,
     decoder_lm,
     swiglu_block,
+)
+from opfuser.quantization import region
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+    Recipe,
 )
 
 SMALL: dict[str, Any] = {"vocab_size": 11, "dim": 24, "num_layers": 2, "num_heads": 4}
@@ -215,8 +226,95 @@ def test_default_feed_forward_size() -> None:
         ({"num_heads": 5}, "multiple of num_heads.*Received: dim=24, num_heads=5"),
         ({"num_heads": 8}, "even for each head.*Received: dim=24, num_heads=8"),
         ({"num_kv_heads": 3}, "multiple of num_kv_heads.*num_heads=4, num_kv_heads=3"),
+        ({"recompute": "all"}, "recompute must be None or 'mlp'.*Received: recompute='all'"),
+        ({"recipe": "fp8"}, r"one of opfuser.recipe \(DecoderConfig\). Received: 'fp8'"),
     ],
 )
-def test_sizes_are_checked(change: dict[str, int], message: str) -> None:
+def test_arguments_are_checked(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         DecoderConfig(**{**SMALL, **change})
+
+
+RECIPES: list[Recipe] = [
+    DelayedScaling(),
+    Float8CurrentScaling(),
+    Float8PredictedScaling(),
+    Float8BlockScaling(),
+]
+# Every feature is a multiple of 128, as blocks need.
+QUANTIZED: dict[str, Any] = {"vocab_size": 256, "dim": 128, "num_layers": 2, "num_heads": 2}
+emulated = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+
+
+@emulated
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_recipe_is_that_of_a_region_around_the_calls(recipe: Recipe) -> None:
+    config = DecoderConfig(**QUANTIZED)
+    own, plain = (
+        decoder_lm(c) for c in (replace(config, recipe=recipe), config) if torch.manual_seed(0)
+    )
+    assert (own.recipe, plain.recipe) == (recipe, None)
+    for _ in range(3):  # of which the later ones have scales from earlier ones
+        data = batch(config, 2, 8)
+        got = run(own, *data)
+        with opfuser.autocast(recipe=recipe):
+            wanted = run(plain, *data)
+        for model in (own, plain):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    with opfuser.autocast(recipe=recipe):
+        pass  # scales of both follow their last calls
+    torch.testing.assert_close(dict(own.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    fresh = decoder_lm(replace(config, recipe=recipe))
+    fresh.load_state_dict(own.state_dict())
+    wanted = run(own, *data)
+    torch.testing.assert_close(run(fresh, *data)["loss"], wanted["loss"], rtol=0, atol=0)
+    assert not torch.equal(plain(*data), wanted["loss"])  # it is outside of a region now
+
+
+@emulated
+def test_only_layers_are_quantised() -> None:
+    config = DecoderConfig(**QUANTIZED, recipe=DelayedScaling())
+    data = batch(config, 2, 8)
+    for model, inputs in ((decoder_lm(config), data), (decoder_lm(config, False), data[:1])):
+        plan = model.plan(*inputs)
+        found = [at for at, op in enumerate(plan.basic_ops) if isinstance(op, opfuser.BasicLinear)]
+        *layers, head = found
+        assert plan.quantized == tuple(layers)
+        assert [(at, why.code) for at, why in plan.high_precision] == [(head, "NO_RECIPE")]
+    model = decoder_lm(config)
+    model(*data)
+    assert len([name for name in model.state_dict() if name.endswith("quantization.scale")]) == 8
+    model.recipe = Float8CurrentScaling()  # the same at every call
+    logits = model[:-1](data[0])
+    torch.testing.assert_close(
+        model(*data), nn.functional.cross_entropy(logits.flatten(0, 1), data[1].flatten())
+    )
+
+
+@emulated
+@pytest.mark.parametrize("block", [attention_block, swiglu_block, decoder_layer, decoder_layers])
+def test_blocks_have_the_recipe_once(block: Callable[[DecoderConfig], Any]) -> None:
+    """So that a call opens one region, and scales are updated once."""
+    config = DecoderConfig(**QUANTIZED, recipe=Float8CurrentScaling())
+    seq = block(config)
+    assert [m.recipe for m in seq.modules() if isinstance(m, opfuser.Sequential)] == [
+        config.recipe,
+        *[None] * (sum(isinstance(m, opfuser.Sequential) for m in seq.modules()) - 1),
+    ]
+    x = torch.randn(2, 8, config.dim)
+    seq(x)
+    linears = [n for n, op in enumerate(seq.last_plan.basic_ops) if hasattr(op, "weight_grad")]
+    assert seq.last_plan.quantized == tuple(linears)
+    assert len(linears) in (2, 4, 8)
+
+
+@emulated
+def test_a_call_updates_scales_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: list[None] = []
+    monkeypatch.setattr(region, "update_scales", lambda: updates.append(None))
+    config = DecoderConfig(**QUANTIZED, recipe=DelayedScaling())
+    model = decoder_lm(config)
+    for calls in (1, 2):
+        run(model, *batch(config, 2, 8))
+        assert len(updates) == calls

@@ -323,3 +323,35 @@ def test_names_and_fields_of_transformer_engine() -> None:
 def test_refused(make: Callable[[], Recipe], text: str) -> None:
     with pytest.raises(NotSupportedError, match=text):
         make()
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=str)
+def test_quantize_rounds_as_the_operation_behind_it_does(recipe: Recipe) -> None:
+    """Operations hand on no codes of small blocks: what is rounded is quantised again."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(3, 7, 64, requires_grad=True), torch.randn(3, 7, 64)
+    seq = opfuser.Sequential(opfuser.Quantize(forward=True, backward=False))
+    y = run(recipe, seq, x, dy)[0]
+    quantize = mxfp8 if recipe.mxfp8() else nvfp4
+    codes = quantize(x.detach().flatten(0, 1))
+    exact = decoded(codes.rows, codes.row_scale)[:21].view(3, 7, 64)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-6, atol=0)
+    odd = torch.randn(5, 40)
+    with opfuser.autocast(recipe=recipe), torch.no_grad():
+        assert torch.equal(seq(odd), odd), "no GEMM of this recipe takes it"
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=str)
+def test_watched_tensors(recipe: Recipe) -> None:
+    """A value far below the largest of its block becomes 0; nothing is cut off."""
+    seq = opfuser.Sequential(opfuser.BasicLinear(64, 32))
+    x = torch.ones(4, 64)
+    x[1, 3] = 1e-6
+    with opfuser.watch_quantization() as told, opfuser.autocast(recipe=recipe), torch.no_grad():
+        seq(x)
+    record = next(tensor for tensor in told if tensor.role == "input")
+    assert (record.dtype, record.scale, record.limit) == (recipe.dtype("input"), None, None)
+    assert (record.amax, record.saturated, record.underflowed) == (1.0, 0, 1)
+    assert "scales of blocks" in str(record)

@@ -213,6 +213,7 @@ def test_what_torch_is_to_see(device: torch.device) -> None:
         warm(model, device, 3)
         assert within(torch.autograd.graph.save_on_cpu()) == "SAVED_TENSOR_HOOKS"
         assert within(opfuser.keep_quantized_weights()) == "KEPT_WEIGHTS"
+        assert within(opfuser.watch_quantization()) == "WATCHED"
         assert within(FlopCounterMode(display=False)) == "TORCH_MODE"
         with pytest.warns(UserWarning, match="Anomaly Detection"):
             assert within(torch.autograd.detect_anomaly()) == "ANOMALY_MODE"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ...basic._gated_math import check_glu_input
 from ...basic.activation import ACTIVATIONS as PLAIN_ACTIVATIONS
 from ...basic.activation import _Activation
 from ...basic.bias import Bias
@@ -13,11 +15,20 @@ from ...basic.gated_activation import GATED_ACTIVATIONS, _GatedActivation
 from ...buffer_reuse import only_reference
 from ...context import Contexts, ExtraTensors
 from ...fusion import Refusal
+from ...gemm import as_rows
 from ...kernels.activation import activation_backward, activation_forward
-from ...kernels.gated import gated_backward, gated_backward_, gated_forward
+from ...kernels.gated import ProductSpec, gated_backward, gated_backward_, gated_forward
+from ...kernels.gated_quantized import (
+    GatedGrads,
+    gated_backward_quantized,
+    gated_forward_quantized,
+)
+from ...kernels.quantize import Codes, Scaling
+from ...kernels.scalar import cast
 from ...op import in_compute_dtype
+from ...quantization.quantizers import QuantizedTensor, Quantizer, scalings
 from .._linear import insist
-from .part import Gradients, Part, PartGrads
+from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
 
 __all__ = [
     "ACTIVATIONS",
@@ -39,6 +50,12 @@ def bias_refusal(bias: Bias | None, activation: Activation) -> Refusal | None:
     return None
 
 
+class _Grads(NamedTuple):
+    dx: Any
+    db: Tensor | None
+    y: Any
+
+
 class ActivationPart(Part):
     """A plain or gated activation; before a plain one an optional bias.
 
@@ -53,18 +70,37 @@ class ActivationPart(Part):
         NotSupportedError: a bias before a gated activation.
     """
 
+    emits_quantized = True
+    emits_quantized_grad = True
+
     def __init__(self, bias: Bias | None, activation: Activation, where: str) -> None:
         insist(bias_refusal(bias, activation), where)
         self.ops = (activation,) if bias is None else (bias, activation)
         self.bias, self.activation = bias, activation
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
-    ) -> tuple[Tensor, ExtraTensors]:
+        self,
+        ctxs: Contexts,
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+        *,
+        save_input: bool,
+        quantizer: Quantizer | None = None,
+    ) -> tuple[Any, ExtraTensors]:
         """``f(x + b)``."""
         ctx, b = ctxs[-1], None if self.bias is None else self.bias.operand(x)
-        y: Tensor
-        if b is None:
+        y: Any
+        if quantizer is not None and quantizer.rows and not quantizer.cols:
+            (function,) = self.activation.frozen_settings(ctx)
+            if isinstance(self.activation, _GatedActivation):
+                check_glu_input(function.function, x, type(self.activation).__name__)
+            x = in_compute_dtype(x, self.activation)
+            y = _quantized(x, b, function, quantizer)
+            if ctx.requires_grad:
+                if self.bias is not None:
+                    ctxs[0].save_for_backward(b)
+                ctx.save_for_backward(x)
+        elif b is None:
             y = self.activation.op_forward(
                 ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
             )
@@ -102,6 +138,7 @@ class ActivationPart(Part):
         grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
+        quantizers: Quantizers = PLAIN,
     ) -> PartGrads:
         """All gradients and the output in one kernel; dx of a gated x may overwrite it."""
         saved = ctxs[-1].saved_tensors
@@ -114,7 +151,10 @@ class ActivationPart(Part):
         want_dx, want_db = needs.input, self.bias is not None and any(needs.parameters)
         (function,) = self.activation.frozen_settings(ctxs[-1])
         grads: Any
-        if not gated:
+        if want_output and want_dx and _both(quantizers):
+            bias = self._saved_bias(ctxs)
+            grads = _gradients_quantized(dy, x, bias, function, quantizers, want_db)
+        elif not gated:
             bias = self._saved_bias(ctxs)
             grads = activation_backward(dy, x, function, bias, want_dx, want_db, want_output)
         elif ours and want_dx:
@@ -125,3 +165,51 @@ class ActivationPart(Part):
         if self.bias is not None:
             own = [(grads.db,) if want_db else (None,) * len(needs.parameters), ()]
         return PartGrads(grads.dx, own, [()] * len(self.ops), grads.y)
+
+
+def _spec(function: Any) -> ProductSpec:
+    """A product, or a function as one without linear units."""
+    if isinstance(function, ProductSpec):
+        return function
+    return ProductSpec(function.function, function.name, function.parameters, None, (), 0)
+
+
+def _quantized(x: Tensor, bias: Tensor | None, function: Any, quantizer: Quantizer) -> Any:
+    """The output by rows."""
+    rows, spec = as_rows(x), _spec(function)
+
+    def run(scaling: Scaling) -> Codes:
+        return gated_forward_quantized(rows, bias, spec, scaling)
+
+    (scaling,) = scalings([quantizer], x, run)
+    features = x.shape[-1] // 2 if spec.up else x.shape[-1]
+    return QuantizedTensor(run(scaling), torch.Size((*x.shape[:-1], features)), x.dtype)
+
+
+def _both(quantizers: Quantizers) -> bool:
+    """Whether the gradient is wanted in both layouts, and the output by columns alone."""
+    dx, y = quantizers
+    return dx is not None and y is not None and dx.rows and dx.cols and y.cols and not y.rows
+
+
+def _gradients_quantized(
+    dy: Tensor, x: Tensor, bias: Tensor | None, function: Any, quantizers: Quantizers, want_db: bool
+) -> _Grads:
+    dx, y = quantizers
+    assert dx is not None
+    assert y is not None
+    sums, spec = want_db or dx.column_sum, _spec(function)
+
+    def run(dx_scaling: Scaling, y_scaling: Scaling) -> GatedGrads:
+        rows = as_rows(dy), as_rows(x)
+        return gated_backward_quantized(*rows, bias, spec, dx_scaling, y_scaling, column_sum=sums)
+
+    grads = run(*scalings([dx, y], x, run))
+    db = grads.dx.column_sum
+    if db is not None and bias is not None:
+        db = cast(db, bias.dtype)
+    return _Grads(
+        QuantizedTensor(grads.dx, x.shape, x.dtype),
+        db,
+        QuantizedTensor(grads.h, dy.shape, x.dtype),
+    )

@@ -31,9 +31,10 @@ from ...kernels.pointwise import (
     draw_seed,
 )
 from ...op import BasicOperation, FusibleOperation
+from ...quantization.quantizers import Quantizer
 from .._residual_sum import CHAIN
 from .activation import PLAIN_ACTIVATIONS
-from .part import Gradients, Part, PartGrads
+from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
 
 __all__ = ["ChainCall", "ChainPart", "accepts", "active", "refuse"]
 
@@ -115,7 +116,13 @@ class ChainPart(Part):
         self._layouts = _Layouts(self.ops)
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
+        self,
+        ctxs: Contexts,
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+        *,
+        save_input: bool,
+        quantizer: Quantizer | None = None,
     ) -> tuple[Tensor, ExtraTensors]:
         call = self.prepare(ctxs, x, extra_inputs)
         y, kept = call.chain.forward(x, call.operands, call.dtypes)
@@ -186,6 +193,7 @@ class ChainPart(Part):
         grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
+        quantizers: Quantizers = PLAIN,
     ) -> PartGrads:
         needs = [ctx.needs for ctx in ctxs]
         params: list[Gradients] = [(None,) * len(need.parameters) for need in needs]

@@ -12,9 +12,10 @@ from ...basic.norm import Norm
 from ...context import Contexts, ExtraTensors
 from ...kernels.pointwise import Normed
 from ...op import FusibleOperation, OperationContext, autocast_dtype
+from ...quantization.quantizers import Quantizer
 from .chain import ChainCall, ChainPart
 from .norm import NormPart
-from .part import Part, PartGrads, no_gradients
+from .part import PLAIN, Part, PartGrads, Quantizers, no_gradients
 
 __all__ = ["ChainNormPart"]
 
@@ -48,14 +49,23 @@ class ChainNormPart(Part):
         self._norm = NormPart(None, make_extra, norm)
         self._count = len(self._chain.ops)
         self.ops = (*self._chain.ops, *self._norm.ops)
+        self.emits_quantized = self._norm.emits_quantized
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
+        self,
+        ctxs: Contexts,
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+        *,
+        save_input: bool,
+        quantizer: Quantizer | None = None,
     ) -> tuple[Tensor, ExtraTensors]:
         first, ctx, norm = ctxs[: self._count], ctxs[-1], self._norm.norm
         call = self._chain.prepare(first, x, extra_inputs)
         total: Tensor | None
-        done = self._in_one_kernel(ctx, call, x)
+        # The kernel of both makes no codes; the norm's own, from the sum, moves less than a tensor
+        # in between.
+        done = None if quantizer is not None else self._in_one_kernel(ctx, call, x)
         if done is not None:
             y, total, mean, rstd, kept = done
             if ctx.requires_grad:
@@ -64,7 +74,7 @@ class ChainNormPart(Part):
         else:
             total, kept = call.chain.forward(x, call.operands, call.dtypes)
             y = norm.op_forward(
-                ctx, total, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+                ctx, total, prev_op_grad_output_quantizer=None, next_op_input_quantizer=quantizer
             )
         self._chain.save(first, call, x, kept)
         return y, [*[()] * self._count, *self._norm.extra_outputs(total)]
@@ -97,14 +107,21 @@ class ChainNormPart(Part):
         grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
+        quantizers: Quantizers = PLAIN,
     ) -> PartGrads:
         n = self._count
         norm = self._norm.backward(
-            ctxs[n:], dy, None, grad_extra_outputs[n:], want_output=want_output
+            ctxs[n:],
+            dy,
+            None,
+            grad_extra_outputs[n:],
+            want_output=want_output,
+            quantizers=quantizers,
         )
         if norm.input is None:
             chain = no_gradients(ctxs[:n])
         else:
+            assert isinstance(norm.input, Tensor)
             chain = self._chain.backward(
                 ctxs[:n], norm.input, None, grad_extra_outputs[:n], want_output=False
             )

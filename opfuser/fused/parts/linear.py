@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,11 +12,12 @@ from ...basic.add_extra_input import AddExtraInput
 from ...basic.basic_linear import BasicLinear
 from ...basic.bias import Bias, bias_grad
 from ...buffer_reuse import only_reference
-from ...context import Contexts, ExtraTensors, OperationContext
+from ...context import Contexts, ExtraTensors
 from ...fusion import Env, Refusal
 from ...kernels.scalar import cast
+from ...quantization.quantizers import Quantizer
 from .._linear import backward_refusal, forward_refusal, insist, linear_sum
-from .part import Gradients, Part, PartGrads
+from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
 
 __all__ = ["LinearPart", "refuse"]
 
@@ -48,6 +49,8 @@ class LinearPart(Part):
     """
 
     parameters_apart: ClassVar[bool] = True
+    # Whether ranks exchange data around its GEMMs.
+    communicates: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -57,12 +60,19 @@ class LinearPart(Part):
         *,
         add: AddExtraInput | None = None,
     ) -> None:
-        insist(forward_refusal(linear) or backward_refusal(linear), where)
+        if not self.communicates:
+            insist(forward_refusal(linear) or backward_refusal(linear), where)
         self.ops = tuple(op for op in (linear, bias, add) if op is not None)
         self.linear, self.bias, self.add = linear, bias, add
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
+        self,
+        ctxs: Contexts,
+        x: Any,
+        extra_inputs: ExtraTensors,
+        *,
+        save_input: bool,
+        quantizer: Quantizer | None = None,
     ) -> tuple[Tensor, ExtraTensors]:
         """``x Wᵀ + b``, plus the extra input if there is a sum.
 
@@ -92,25 +102,26 @@ class LinearPart(Part):
     def backward(
         self,
         ctxs: Contexts,
-        dy: Tensor,
+        dy: Any,
         x: Tensor | None,
         grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
+        quantizers: Quantizers = PLAIN,
     ) -> PartGrads:
-        dx = self._input_grad(ctxs[0], dy) if ctxs[0].needs.input else None
+        dx = self._input_grad(ctxs, dy) if ctxs[0].needs.input else None
         extra_inputs: list[Gradients] = [()] * len(self.ops)
         if self.add is not None:
             extra_inputs[-1] = (dy,)
         return PartGrads(dx, [], extra_inputs)
 
-    def _input_grad(self, ctx: OperationContext, dy: Tensor) -> Tensor:
-        return gemm.dgrad(dy, ctx.saved_tensors[1])
+    def _input_grad(self, ctxs: Contexts, dy: Any) -> Tensor:
+        return gemm.dgrad(dy, ctxs[0].saved_tensors[1])
 
     def wants_input(self, ctxs: Contexts) -> bool:
         return ctxs[0].needs.parameters[0]
 
-    def parameter_grads(self, ctxs: Contexts, dy: Tensor, x: Tensor | None) -> list[Gradients]:
+    def parameter_grads(self, ctxs: Contexts, dy: Any, x: Any) -> list[Gradients]:
         ctx, dw = ctxs[0], None
         if ctx.needs.parameters[0]:
             saved, w = ctx.saved_tensors

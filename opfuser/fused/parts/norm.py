@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -11,7 +11,8 @@ from ...basic.make_extra_output import MakeExtraOutput
 from ...basic.norm import Norm
 from ...context import Contexts, ExtraTensors
 from ...op import compute_dtype
-from .part import Gradients, Part, PartGrads
+from ...quantization.quantizers import Quantizer
+from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
 
 __all__ = ["NormPart"]
 
@@ -33,22 +34,30 @@ class NormPart(Part):
     ) -> None:
         self.ops = tuple(op for op in (add, make_extra, norm) if op is not None)
         self.add, self.norm = add, norm
+        # Else the rows of the norm are not those of a linear operation behind it.
+        self.emits_quantized = len(norm.normalized_shape) == 1
         self.tap = None if make_extra is None else len(self.ops) - 2
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
-    ) -> tuple[Tensor, ExtraTensors]:
-        y: Tensor | None = None
+        self,
+        ctxs: Contexts,
+        x: Tensor,
+        extra_inputs: ExtraTensors,
+        *,
+        save_input: bool,
+        quantizer: Quantizer | None = None,
+    ) -> tuple[Any, ExtraTensors]:
+        y: Any = None
         if self.add is not None:
             (z,) = extra_inputs[0]
             assert z is not None
             if self._adds_in_kernel(x, z):
-                y, x = self.norm.forward_of_sum(ctxs[-1], x, z)
+                y, x = self.norm.forward_of_sum(ctxs[-1], x, z, quantizer)
             else:
                 x = self.add.reference(x, z)
         if y is None:
             y = self.norm.op_forward(
-                ctxs[-1], x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+                ctxs[-1], x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=quantizer
             )
         return y, self.extra_outputs(x)
 
@@ -75,9 +84,15 @@ class NormPart(Part):
         grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
+        quantizers: Quantizers = PLAIN,
     ) -> PartGrads:
         g = None if self.tap is None else grad_extra_outputs[self.tap][0]
-        dx, own, y = self.norm.gradients(ctxs[-1], dy, g, want_output)
+        quantizer = quantizers.output
+        apart = quantizer is not None
+        y: Any
+        dx, own, y = self.norm.gradients(ctxs[-1], dy, g, want_output and not apart)
+        if quantizer is not None:
+            y = self.norm.recompute_quantized(ctxs[-1], quantizer)
         saved = ctxs[-1].saved_tensors[0]
         if dx is not None and dx.shape != saved.shape:
             dx = dx.view_as(saved)

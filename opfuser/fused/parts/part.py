@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from ...context import Contexts, ExtraTensors
 from ...op import BasicOperation
+from ...quantization.quantizers import QuantizedTensor, Quantizer
 
-__all__ = ["Gradients", "Part", "PartGrads", "no_gradients"]
+__all__ = ["PLAIN", "Gradients", "Part", "PartGrads", "Quantizers", "Value", "no_gradients"]
 
+Value = Tensor | QuantizedTensor
 Gradients = tuple[Tensor | None, ...]
+
+
+class Quantizers(NamedTuple):
+    """How the neighbours of a part want what its backward makes; None: as tensors.
+
+    Attributes:
+        input_grad: of the part before, for the gradient of its output.
+        output: of the part behind, for its recomputed input.
+    """
+
+    input_grad: Quantizer | None = None
+    output: Quantizer | None = None
+
+
+PLAIN = Quantizers()
 
 
 class PartGrads(NamedTuple):
@@ -25,22 +42,26 @@ class PartGrads(NamedTuple):
         output: the recomputed output of the part, if it was wanted.
     """
 
-    input: Tensor | None
+    input: Value | None
     parameters: Sequence[Gradients]
     extra_inputs: Sequence[Gradients]
-    output: Tensor | None = None
+    output: Value | None = None
 
 
 class Part:
     """Abstract. Consecutive basic operations that are computed together in both passes.
 
     Methods receive the contexts of these operations, in forward order, and save into them. A method
-    that receives no input reads the one that forward saved.
+    that receives no input reads the one that forward saved. Who receives a quantizer may return a
+    tensor all the same, and its neighbour quantises it.
 
     Attributes:
         ops: the operations, in forward order.
         quantized_ops: those of them whose GEMMs take quantised operands.
         recomputed: whether :meth:`recompute` will be called; set by the pipeline.
+        emits_quantized: whether the output can be quantised, in forward and where backward
+            recomputes it; else no quantizer is given.
+        emits_quantized_grad: whether the gradient of the input can be.
 
     Class attributes:
         keeps_input: whether forward saves the input in any case, so that it need not be recomputed.
@@ -52,21 +73,41 @@ class Part:
     keeps_input: ClassVar[bool] = False
     parameters_apart: ClassVar[bool] = False
     recomputes: ClassVar[bool] = True
-
     ops: tuple[BasicOperation, ...]
     quantized_ops: tuple[BasicOperation, ...] = ()
     recomputed: bool = False
+    emits_quantized: bool = False
+    emits_quantized_grad: bool = False
+
+    def input_quantizer(self, ctxs: Contexts, *, save_input: bool) -> Quantizer | None:
+        """In forward, how the input is wanted; None: as a tensor, as below."""
+        return None
+
+    def grad_output_quantizer(self, ctxs: Contexts) -> Quantizer | None:
+        """In backward, how the gradient of the output is wanted."""
+        return None
+
+    def recomputed_input_quantizer(self, ctxs: Contexts) -> Quantizer | None:
+        """How :meth:`parameter_grads` wants the recomputed input."""
+        return None
 
     def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
-    ) -> tuple[Tensor, ExtraTensors]:
+        self,
+        ctxs: Contexts,
+        x: Any,
+        extra_inputs: ExtraTensors,
+        *,
+        save_input: bool,
+        quantizer: Quantizer | None = None,
+    ) -> tuple[Any, ExtraTensors]:
         """The output, and for each operation its extra outputs.
 
         Args:
             ctxs: contexts.
-            x: the input.
+            x: the input; quantised only as :meth:`input_quantizer` says.
             extra_inputs: for each operation its extra inputs.
             save_input: whether to save the input; if not, backward receives it.
+            quantizer: how the part behind wants the output.
         """
         raise NotImplementedError
 
@@ -77,11 +118,12 @@ class Part:
     def backward(
         self,
         ctxs: Contexts,
-        dy: Tensor,
+        dy: Any,
         x: Tensor | None,
         grad_extra_outputs: ExtraTensors,
         *,
         want_output: bool,
+        quantizers: Quantizers = PLAIN,
     ) -> PartGrads:
         """The gradients, and the output if it is wanted and costs less than :meth:`recompute`.
 
@@ -91,6 +133,7 @@ class Part:
             x: the recomputed input, which may be overwritten; None if forward saved it.
             grad_extra_outputs: for each operation the gradients of its extra outputs.
             want_output: whether to recompute the output along with the gradients.
+            quantizers: how the neighbours want results.
         """
         raise NotImplementedError
 
@@ -98,7 +141,7 @@ class Part:
         """Whether :meth:`parameter_grads` reads the input."""
         raise NotImplementedError
 
-    def parameter_grads(self, ctxs: Contexts, dy: Tensor, x: Tensor | None) -> list[Gradients]:
+    def parameter_grads(self, ctxs: Contexts, dy: Any, x: Any) -> list[Gradients]:
         """For each operation the gradients of its parameters, if ``parameters_apart``."""
         raise NotImplementedError
 

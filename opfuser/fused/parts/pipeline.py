@@ -10,9 +10,19 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...context import BackwardResult, Contexts, ExtraTensors, ForwardResult
+from ...context import (
+    BackwardResult,
+    Contexts,
+    ExtraTensors,
+    ForwardResult,
+    GradNeeds,
+    new_context,
+)
+from ...fusion import Env, QuantizedEdge, Stage
 from ...op import BasicOperation, FusedOperation
-from .part import Gradients, Part, no_gradients
+from ...quantization.quantizers import Quantizer
+from ...quantization.watch import is_watched
+from .part import Gradients, Part, Quantizers, no_gradients
 
 __all__ = ["Edge", "Pipeline"]
 
@@ -29,6 +39,14 @@ class Edge(Enum):
     RECOMPUTE = "recompute"
 
 
+class _Neighbour(NamedTuple):
+    """A part that takes quantised operands, beside another one."""
+
+    part: Part
+    own: slice
+    recomputed: bool
+
+
 class _Place(NamedTuple):
     """A part in a pipeline.
 
@@ -39,12 +57,15 @@ class _Place(NamedTuple):
         early: whether it must be recomputed before any gradient: this part's backward reads it, or
             a later input is recomputed from it. If not, the backward of the part before recomputes
             it along with its gradients.
+        before, behind: the neighbours that take from it what is quantised.
     """
 
     part: Part
     own: slice
     recomputed: bool
     early: bool
+    before: _Neighbour | None
+    behind: _Neighbour | None
 
 
 class Pipeline(FusedOperation):
@@ -84,6 +105,46 @@ class Pipeline(FusedOperation):
     def quantized_ops(self) -> Sequence[BasicOperation]:
         return [op for part in self.parts for op in part.quantized_ops]
 
+    @property
+    def emits_quantized(self) -> bool:  # type: ignore[override]
+        return self.parts[-1].emits_quantized
+
+    @property
+    def emits_quantized_grad(self) -> bool:  # type: ignore[override]
+        return self.parts[0].emits_quantized_grad
+
+    def takes_quantized(self, env: Env, needs: Sequence[GradNeeds | None]) -> Quantizer | None:
+        return self.parts[0].input_quantizer(_contexts(needs), save_input=True)
+
+    def takes_quantized_grad(self, env: Env, needs: Sequence[GradNeeds | None]) -> Quantizer | None:
+        last = self._places[-1]
+        return last.part.grad_output_quantizer(_contexts(needs)[last.own])
+
+    def quantized_edges(self, env: Env, needs: Sequence[GradNeeds | None]) -> list[QuantizedEdge]:
+        ctxs = _contexts(needs)
+        edges = []
+
+        def label(stage: Stage, ends: tuple[int, int], quantizer: Quantizer | None) -> None:
+            if quantizer is not None:
+                edges.append(QuantizedEdge(stage, ends[0], ends[1], *quantizer.kind))
+
+        for source, place in pairwise(self._places):
+            ends = place.own.start - 1, place.own.start
+            if source.behind is not None:
+                label("forward", ends, self._input_quantizer(source.behind, ctxs))
+            before = place.before
+            if before is not None and needs[before.own.start] is not None:
+                wanted = before.part.grad_output_quantizer(ctxs[before.own])
+                label("backward", ends[::-1], wanted)
+        return edges
+
+    @staticmethod
+    def _input_quantizer(behind: _Neighbour, ctxs: Contexts) -> Quantizer | None:
+        """In forward, how the part behind wants its input."""
+        own = ctxs[behind.own]
+        saves = not (behind.recomputed and own[0].needs.input)
+        return behind.part.input_quantizer(own, save_input=saves)
+
     # Spelled out, as a dictionary of the keywords takes 0.3 us of every call.
     def fuser_forward(
         self,
@@ -95,14 +156,23 @@ class Pipeline(FusedOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> ForwardResult:
-        y = input_
+        y: Any = input_
         extra_outputs: list[Sequence[Tensor | None]] = []
-        for part, own, recomputed, _ in self._places:
+        for part, own, recomputed, _, _, behind in self._places:
             ctxs = basic_op_ctxs[own]
             save_input = True
             if recomputed and ctxs[0].needs.input:
-                save_input = ctxs[0].input_saved = self._is_small(y)
-            y, outputs = part.forward(ctxs, y, basic_op_extra_inputs[own], save_input=save_input)
+                save_input = ctxs[0].input_saved = not part.quantized_ops and self._is_small(y)
+            quantizer = None
+            if behind is not None:
+                quantizer = self._input_quantizer(behind, basic_op_ctxs)
+            elif next_op_input_quantizer is not None and own.stop == len(basic_op_ctxs):
+                quantizer = next_op_input_quantizer
+            if is_watched():  # who multiplies by the codes makes them, and tells of them
+                quantizer = None
+            y, outputs = part.forward(
+                ctxs, y, basic_op_extra_inputs[own], save_input=save_input, quantizer=quantizer
+            )
             extra_outputs += outputs
         return y, extra_outputs
 
@@ -115,11 +185,11 @@ class Pipeline(FusedOperation):
     ) -> BackwardResult:
         inputs = self._recomputed_inputs(basic_op_ctxs) if self._any_early else None
         # The part behind, if the gradients of its parameters wait for its input.
-        waiting: tuple[Part, Contexts, Tensor] | None = None
-        dy: Tensor | None = grad_output
+        waiting: tuple[Part, Contexts, Any] | None = None
+        dy: Any = grad_output
         parameters: list[Sequence[Gradients]] = []
         extra_inputs: list[Sequence[Gradients]] = []
-        for part, span, recomputed, early in reversed(self._places):
+        for part, span, recomputed, early, before, behind in reversed(self._places):
             ctxs, x = basic_op_ctxs[span], inputs.pop() if inputs else None
             if dy is None:  # the parts left owe no gradient
                 grads = no_gradients(ctxs)
@@ -131,7 +201,21 @@ class Pipeline(FusedOperation):
             if part.parameters_apart and not waits:
                 own, x = part.parameter_grads(ctxs, dy, x), None
             want = waiting is not None and waiting[0].wants_input(waiting[1])
-            grads = part.backward(ctxs, dy, x, basic_op_grad_extra_outputs[span], want_output=want)
+            of_dx, of_output = ctxs[0].grad_input_quantizer, None
+            if before is not None:
+                of_dx = before.part.grad_output_quantizer(basic_op_ctxs[before.own])
+            if behind is not None and want:
+                of_output = behind.part.recomputed_input_quantizer(basic_op_ctxs[behind.own])
+            if is_watched():
+                of_dx = of_output = None
+            grads = part.backward(
+                ctxs,
+                dy,
+                x,
+                basic_op_grad_extra_outputs[span],
+                want_output=want,
+                quantizers=Quantizers(of_dx, of_output),
+            )
             if waiting is not None:
                 parameters[-1] = waiting[0].parameter_grads(*waiting[1:], grads.output)
             waiting = (part, ctxs, dy) if waits else None
@@ -139,7 +223,7 @@ class Pipeline(FusedOperation):
             parameters.append(grads.parameters if own is None else own)
             extra_inputs.append(grads.extra_inputs)
             del grads  # and with it the recomputed output
-        if dy is not None and dy.dim() != grad_output.dim():
+        if isinstance(dy, Tensor) and dy.dim() != grad_output.dim():
             dy = dy.view(*grad_output.shape[:-1], dy.shape[-1])
         return dy, _joined(parameters), _joined(extra_inputs)
 
@@ -157,6 +241,11 @@ class Pipeline(FusedOperation):
             x = before.part.recompute(ctxs[before.own], x) if needed else None
             inputs.append(x)
         return inputs
+
+
+def _contexts(needs: Sequence[GradNeeds | None]) -> Contexts:
+    """Contexts of a call to come."""
+    return [new_context(need) for need in needs]
 
 
 def _has_input(ctxs: Contexts) -> bool:
@@ -188,6 +277,17 @@ def _places(parts: Sequence[Part], edges: Sequence[Edge]) -> tuple[_Place, ...]:
         else:
             early = False
         own = slice(stop - len(part.ops), stop)
-        places.append(_Place(part, own, recomputed, early))
+        places.append(_Place(part, own, recomputed, early, None, None))
         stop = own.start
-    return tuple(reversed(places))
+    places.reverse()
+    around = [
+        _Neighbour(place.part, place.own, place.recomputed) if place.part.quantized_ops else None
+        for place in places
+    ]
+    return tuple(
+        place._replace(
+            before=before if place.part.emits_quantized_grad else None,
+            behind=behind if place.part.emits_quantized else None,
+        )
+        for place, before, behind in zip(places, [None, *around], [*around[1:], None])
+    )

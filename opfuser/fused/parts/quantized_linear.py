@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
 from ... import gemm
-from ...basic._weight_grad import Computed
+from ...basic._distributed import (
+    gather_input,
+    gather_output_grad,
+    reduce_input_grad,
+    reduce_output,
+)
+from ...basic._weight_grad import ScaledProduct
 from ...basic.add_extra_input import AddExtraInput
 from ...basic.basic_linear import BasicLinear
 from ...basic.bias import Bias, bias_grad
 from ...context import Contexts, ExtraTensors, OperationContext
 from ...fusion import Env
-from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward, scaled_wgrad
+from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
 from ...kernels.quantize import Codes
 from ...kernels.scalar import cast
-from ...quantization.quantizers import OperandQuantizer, has_hardware
-from ...quantization.region import amax_group
+from ...quantization.quantizers import (
+    OperandQuantizer,
+    QuantizedTensor,
+    Quantizer,
+    has_hardware,
+    kept_weights,
+)
 from ...recipe import Recipe
 from .linear import LinearPart
 from .part import Gradients
@@ -33,7 +46,12 @@ def linear_part(
     env: Env | None = None,
 ) -> LinearPart:
     """The part for a linear operation in a call, quantised where its recipe says so."""
-    if env is None or env.recipe is None or linear.quantized_refusal(env) is not None:
+    if (
+        env is None
+        or env.recipe is None
+        or linear.communicates  # LinearPart refuses it
+        or linear.quantized_refusal(env) is not None
+    ):
         return LinearPart(linear, bias, where, add=add)
     return QuantizedLinearPart(linear, bias, where, add=add, recipe=env.recipe)
 
@@ -44,10 +62,16 @@ class QuantizedLinearPart(LinearPart):
     Saves the weight, and of its input the codes by columns, one byte each, unless the part before
     recomputes it. The weight is quantised in each pass for the layout that it needs there.
 
+    Where ranks exchange data, it is in the dtype of the operation: an input or a gradient is
+    gathered before it is quantised, and outputs of GEMMs are reduced. A gathered input is not
+    saved, but that of this rank, and gathered again in backward.
+
     Args:
         linear, bias, where, add: as of :class:`LinearPart`.
         recipe: how it is quantised.
     """
+
+    communicates: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -62,30 +86,58 @@ class QuantizedLinearPart(LinearPart):
         self.recipe = recipe
         self.quantized_ops = (linear,)
 
-    def forward(
-        self, ctxs: Contexts, x: Tensor, extra_inputs: ExtraTensors, *, save_input: bool
-    ) -> tuple[Tensor, ExtraTensors]:
+    def input_quantizer(self, ctxs: Contexts, *, save_input: bool) -> Quantizer | None:
+        by_cols = self._saves(ctxs, save_input)
+        gathers = self.linear.sharding.gathers_input
+        plain = self.recipe.fprop != "fp8" or (by_cols and not self._saves_codes)
+        if plain or gathers or not self.recipe.handed_on:
+            return None
+        return Quantizer(self._operands, "input", True, by_cols)
+
+    def _saves(self, ctxs: Contexts, save_input: bool) -> bool:
+        """Whether forward saves the input in some form."""
         ctx = ctxs[0]
-        ctx.group = amax_group()
-        ctx.sums_columns = self.bias is not None and True in ctxs[1].needs.parameters
-        x, w = self.linear.operands(ctx, x, save=False)
-        b = None if self.bias is None else self.bias.operand(x, w)
-        save_input = save_input and ctx.requires_grad
-        reads_input = save_input and (self.recomputed or ctx.needs.parameters[0])
+        # Where nothing requires a gradient, needs are empty.
+        return save_input and ctx.requires_grad and (self.recomputed or ctx.needs.parameters[0])
+
+    @property
+    def _saves_codes(self) -> bool:
         # What recomputes the output needs more of the input than wgrad does.
-        by_cols = reads_input and not self.recomputed and self.recipe.wgrad == "fp8"
-        rows = gemm.as_rows(x)
+        gathers = self.linear.sharding.gathers_input
+        return not self.recomputed and self.recipe.wgrad == "fp8" and not gathers
+
+    def forward(
+        self,
+        ctxs: Contexts,
+        x: Any,
+        extra_inputs: ExtraTensors,
+        *,
+        save_input: bool,
+        quantizer: Quantizer | None = None,
+    ) -> tuple[Tensor, ExtraTensors]:
+        ctx, sharding = ctxs[0], self.linear.sharding
+        ctx.kept_weights = kept_weights()
+        local, w = self.linear.operands(ctx, x, save=False, gather=False)
+        x = gather_input(local, sharding)
+        b = None if self.bias is None else self.bias.operand(x, w)
+        saves = self._saves(ctxs, save_input)
+        by_cols = saves and self._saves_codes
         codes = None
-        if by_cols or self.recipe.fprop == "fp8":
-            quantizer = self._quantizer(ctx)
-            codes = quantizer.input(rows, rows=self.recipe.fprop == "fp8", cols=by_cols)
+        if isinstance(x, QuantizedTensor):
+            codes = x.codes
+        elif by_cols or self.recipe.fprop == "fp8":
+            rows = self.recipe.fprop == "fp8"
+            codes = Quantizer(self._operands, "input", rows, by_cols).codes(gemm.as_rows(x))
         if ctx.requires_grad:
-            cols = codes if by_cols else None
-            kept = (None, None) if cols is None else (cols.cols, cols.col_scale)
-            ctx.save_for_backward(x if reads_input and not by_cols else None, w, *kept)
+            kept = (codes.cols, codes.col_scale) if by_cols and codes is not None else (None, None)
+            ctx.save_for_backward(local if saves and not by_cols else None, w, *kept)
             if self.recomputed and self.bias is not None:
                 ctxs[1].save_for_backward(b)
-        y = self._product(ctx, x, codes, w, b)
+        reduced = sharding.mode == "row"
+        y = self._product(ctx, x, codes, w, None if reduced else b)
+        if reduced:
+            y = reduce_output(y, sharding)
+            y = y if b is None else y.add_(b)
         nothing = [()] * len(self.ops)
         if self.add is None:
             return y, nothing
@@ -94,12 +146,12 @@ class QuantizedLinearPart(LinearPart):
         return self.add.reference(y, z), nothing
 
     def _product(
-        self, ctx: OperationContext, x: Tensor, codes: Codes | None, w: Tensor, b: Tensor | None
+        self, ctx: OperationContext, x: Any, codes: Codes | None, w: Tensor, b: Tensor | None
     ) -> Tensor:
         if self.recipe.fprop != "fp8":
             return gemm.forward(x, w, b)
         assert codes is not None
-        weight = self._quantizer(ctx).weight(w, self._source(), rows=True, cols=False)
+        weight = self._weight(ctx, w, rows=True)
         shape = x.numel() // x.shape[-1], w.shape[0]
         y = scaled_forward(codes, weight, shape, b, self._how("fprop", w, w.dtype))
         return y.view(*x.shape[:-1], w.shape[0])
@@ -110,68 +162,105 @@ class QuantizedLinearPart(LinearPart):
         x = saved if x is None else cast(x, w.dtype)
         codes = None
         if self.recipe.fprop == "fp8":
-            quantizer = self._quantizer(ctxs[0])
-            codes = quantizer.input(gemm.as_rows(x), rows=True, cols=False)
+            codes = Quantizer(self._operands, "input", True, False).codes(gemm.as_rows(x))
         return self._product(ctxs[0], x, codes, w, b)
 
-    def _input_grad(self, ctx: OperationContext, dy: Tensor) -> Tensor:
-        w = ctx.saved_tensors[1]
-        if self.recipe.dgrad != "fp8":
-            return gemm.dgrad(dy, w)
-        rows = dy.numel() // dy.shape[-1]
-        weight = self._quantizer(ctx).weight(w, self._source(), rows=False, cols=True)
-        how = self._how("dgrad", w, w.dtype)
-        dx = scaled_dgrad(self._grad_codes(ctx, dy), weight, rows, how)
-        return dx.view(*dy.shape[:-1], w.shape[1])
+    def grad_output_quantizer(self, ctxs: Contexts) -> Quantizer | None:
+        wanted, needs = self._grad_quantizer(ctxs), ctxs[0].needs
+        plain = (needs.input and not wanted.rows) or (needs.parameters[0] and not wanted.cols)
+        gathers = self.linear.sharding.scatters_output
+        if plain or gathers or self.add is not None or not (wanted.rows or wanted.cols):
+            return None
+        return wanted if self.recipe.handed_on else None
 
-    def parameter_grads(self, ctxs: Contexts, dy: Tensor, x: Tensor | None) -> list[Gradients]:
-        ctx, dw, db = ctxs[0], None, None
-        if ctx.needs.parameters[0]:
-            dw = self._weight_grad(ctx, dy, x)
+    def _grad_quantizer(self, ctxs: Contexts) -> Quantizer:
+        """For the gradient of the output, once for both GEMMs, and the sums for the bias."""
+        needs, recipe = ctxs[0].needs, self.recipe
+        # The bias behind the operation sees the rows of this rank, the GEMMs those of all.
+        sums = not self.linear.sharding.scatters_output and self.bias is not None
+        return Quantizer(
+            self._operands,
+            "grad_output",
+            needs.input and recipe.dgrad == "fp8",
+            needs.parameters[0] and recipe.wgrad == "fp8",
+            sums and True in ctxs[1].needs.parameters,
+        )
+
+    def _input_grad(self, ctxs: Contexts, dy: Any) -> Tensor:
+        w, sharding = ctxs[0].saved_tensors[1], self.linear.sharding
+        dy = self._whole(ctxs, dy)
+        if self.recipe.dgrad != "fp8":
+            return reduce_input_grad(gemm.dgrad(dy, w), sharding)
+        rows = dy.numel() // dy.shape[-1]
+        weight = self._weight(ctxs[0], w, rows=False)
+        how = self._how("dgrad", w, w.dtype)
+        dx = scaled_dgrad(self._grad_codes(ctxs, dy), weight, rows, how)
+        return reduce_input_grad(dx.view(*dy.shape[:-1], w.shape[1]), sharding)
+
+    def recomputed_input_quantizer(self, ctxs: Contexts) -> Quantizer | None:
+        if self.recipe.wgrad != "fp8" or not self.recipe.handed_on:
+            return None
+        return Quantizer(self._operands, "input", False, True)
+
+    def parameter_grads(self, ctxs: Contexts, dy: Any, x: Any) -> list[Gradients]:
+        dw = db = None
+        if ctxs[0].needs.parameters[0]:
+            dw = self._weight_grad(ctxs, self._whole(ctxs, dy), x)
         own: list[Gradients] = [(dw,)]
         if self.bias is not None:
             needs = ctxs[1].needs.parameters
             if True in needs:
-                codes = ctx.__dict__.get("grad_codes")
-                db = codes.column_sum if codes is not None else None
+                wanted = self._grad_quantizer(ctxs)
+                if wanted.column_sum and (wanted.rows or wanted.cols):
+                    db = self._grad_codes(ctxs, dy).column_sum
                 db = bias_grad(dy) if db is None else cast(db, dy.dtype)
             own.append((db,) if True in needs else (None,) * len(needs))
         return own if self.add is None else [*own, ()]
 
-    def _weight_grad(self, ctx: OperationContext, dy: Tensor, x: Tensor | None) -> Tensor | None:
+    def _weight_grad(self, ctxs: Contexts, dy: Any, x: Any) -> Tensor | None:
+        ctx = ctxs[0]
         saved, w, cols, col_scale = ctx.saved_tensors
-        x = saved if x is None else cast(x, w.dtype)
-        if self.recipe.wgrad != "fp8":
-            return self.linear.weight_grad(dy, x, ctx)
-        if cols is None:
-            codes = self._quantizer(ctx).input(gemm.as_rows(x), rows=False, cols=True)
+        if isinstance(x, QuantizedTensor):
+            codes = x.codes
+        elif self.recipe.wgrad != "fp8" or cols is None:
+            x = gather_input(saved if x is None else cast(x, w.dtype), self.linear.sharding)
+            if self.recipe.wgrad != "fp8":
+                return self.linear.weight_grad(dy, x, ctx)
+            codes = Quantizer(self._operands, "input", False, True).codes(gemm.as_rows(x))
         else:
             codes = Codes(None, None, cols, col_scale, None)
         dtype = self.linear.weight_grad_dtype(ctx, w)
-        dw = scaled_wgrad(self._grad_codes(ctx, dy), codes, self._how("wgrad", w, dtype))
-        return self.linear.hand_over(Computed(dw), ctx)
+        product = ScaledProduct(self._grad_codes(ctxs, dy), codes, self._how("wgrad", w, dtype))
+        return self.linear.hand_over(product, ctx)
 
-    def _grad_codes(self, ctx: OperationContext, dy: Tensor) -> Codes:
-        """The gradient of the output, quantised once for the GEMMs that take it.
+    def _whole(self, ctxs: Contexts, dy: Any) -> Any:
+        """The gradient of the output as the GEMMs take it, gathered once for both."""
+        sharding, ctx = self.linear.sharding, ctxs[0]
+        if not sharding.scatters_output:
+            return dy
+        whole: Tensor | None = ctx.__dict__.get("whole_output_grad")
+        if whole is None:
+            whole = ctx.whole_output_grad = gather_output_grad(dy, sharding)
+        return whole
 
-        Its columns are summed for the bias where the weight's gradient reads them anyway.
-        """
+    def _grad_codes(self, ctxs: Contexts, dy: Any) -> Codes:
+        """The gradient of the output, quantised once."""
+        if isinstance(dy, QuantizedTensor):
+            return dy.codes
+        ctx = ctxs[0]
         codes: Codes | None = ctx.__dict__.get("grad_codes")
         if codes is None:
-            w = ctx.saved_tensors[1]
-            rows = ctx.needs.input and self.recipe.dgrad == "fp8"
-            cols = ctx.needs.parameters[0] and self.recipe.wgrad == "fp8"
-            dy = gemm.as_rows(cast(dy, w.dtype)).contiguous()
-            codes = ctx.grad_codes = self._quantizer(ctx).grad_output(
-                dy, rows=rows, cols=cols, column_sum=ctx.sums_columns and cols
-            )
+            rows = gemm.as_rows(cast(dy, ctx.saved_tensors[1].dtype)).contiguous()
+            codes = ctx.grad_codes = self._grad_quantizer(ctxs).codes(rows)
         return codes
 
-    def _quantizer(self, ctx: OperationContext) -> OperandQuantizer:
-        return OperandQuantizer(self.linear, self.recipe, ctx.group)
+    @property
+    def _operands(self) -> OperandQuantizer:
+        return OperandQuantizer(self.linear, self.recipe)
 
-    def _source(self) -> Tensor | None:
-        return self.linear._parameters.get("weight")
+    def _weight(self, ctx: OperationContext, w: Tensor, *, rows: bool) -> Codes:
+        source = self.linear._parameters.get("weight")
+        return self._operands.weight(w, source, ctx.kept_weights, rows=rows, cols=not rows)
 
     def _how(self, product: str, w: Tensor, dtype: torch.dtype) -> Accumulation:
         return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device, self.recipe))

@@ -129,13 +129,19 @@ def inverse_of(scale):
 
 
 @triton.jit
-def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The scale of what is at most amax, as ``quantize.scale_for`` defines it."""
-    top = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
+def scale_to(top, amax, POWER_OF_TWO: tl.constexpr):
+    """The scale that takes amax to ``top``, as ``quantize.scale_for`` defines it."""
     scale = tl.minimum(tl.div_rn(top, tl.where(amax == 0.0, top, amax)), HUGE)
     if POWER_OF_TWO:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale of what is at most amax, as ``quantize.scale_for`` defines it."""
+    top = tl.full(amax.shape, 57344.0 if E5M2 else 448.0, tl.float32)
+    return scale_to(top, amax, POWER_OF_TWO)
 
 
 @triton.jit
@@ -230,6 +236,45 @@ def store_rows(
     store_row(ptr, row + 1, stride, at, within, v1, E5M2, EVEN)
     store_row(ptr, row + 2, stride, at, within, v2, E5M2, EVEN)
     store_row(ptr, row + 3, stride, at, within, v3, E5M2, EVEN)
+
+
+@triton.jit
+def _store_row_block(
+    ptr, scale_ptr, v, row, stride, at, block, RP, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    scale = scale_of(largest_along(tl.abs(v), 1)[:, None], E5M2, POWER_OF_TWO)
+    tl.store(scale_ptr + block.to(tl.int64) * RP + row, inverse_of(scale))
+    store_row(ptr, row, stride, at, None, v * scale, E5M2, True)
+
+
+@triton.jit
+def store_row_blocks(
+    ptr, scale_ptr, row, stride, at, block, RP, v0, v1, v2, v3,
+    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tile by rows with a scale for each row, and 1 / s, (…, RP).
+
+    ``block`` says which one of a row the tile's columns are, all of which exist.
+    """
+    _store_row_block(ptr, scale_ptr, v0, row, stride, at, block, RP, E5M2, POWER_OF_TWO)
+    _store_row_block(ptr, scale_ptr, v1, row + 1, stride, at, block, RP, E5M2, POWER_OF_TWO)
+    _store_row_block(ptr, scale_ptr, v2, row + 2, stride, at, block, RP, E5M2, POWER_OF_TWO)
+    _store_row_block(ptr, scale_ptr, v3, row + 3, stride, at, block, RP, E5M2, POWER_OF_TWO)
+
+
+@triton.jit
+def col_scale_of(ptr, sizes, tile_row, stride, at, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale of each column of a tile from absolute values; 1 / s is stored."""
+    scale = scale_of(largest_along(sizes, 0)[None, :], E5M2, POWER_OF_TWO)
+    tl.store(ptr + tile_row.to(tl.int64) * stride + at, inverse_of(scale))
+    return scale
+
+
+@triton.jit
+def store_sums(ptr, tile_row, C, line, within, v):
+    """Sums of a tile's columns, to sums (T, C) of T tiles, from the sum of its four tensors."""
+    at = ptr + tile_row.to(tl.int64) * C + line
+    tl.store(at, tl.sum(v, axis=0).to(ptr.dtype.element_ty), mask=within)
 
 
 @triton.jit

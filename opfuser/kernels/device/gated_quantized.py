@@ -11,18 +11,22 @@ import triton
 import triton.language as tl
 
 from .fp8 import (
+    col_scale_of,
     four_times,
     in_row,
     inverse_of,
     larger,
     largest_of_four,
+    load,
     load_four,
     pairs_of,
     place,
     raise_amax,
     store_cols,
     store_row,
+    store_row_blocks,
     store_rows,
+    store_sums,
     tile_cols,
     tile_rows,
     times,
@@ -42,22 +46,43 @@ def _gates(line, F, INTERLEAVE: tl.constexpr):
 
 
 @triton.jit
-def _load_units(x_ptr, row, stride, gates, apart, R, within, UP: tl.constexpr, EVEN: tl.constexpr):
-    """The four tensors of a tile of linear units; None without UP."""
-    b0, b1, b2, b3 = None, None, None, None
+def _load_units(
+    x_ptr, row, stride, gates, apart, R, within, a0, a1, a2, a3,
+    UP: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The four tensors of a tile of linear units; without UP those of gates, which no one reads."""
     if UP is not None:
-        b0, b1, b2, b3 = load_four(x_ptr + apart, row, stride, gates, R, within, EVEN)
-    return b0, b1, b2, b3
+        a0, a1, a2, a3 = load_four(x_ptr + apart, row, stride, gates, R, within, EVEN)
+    return a0, a1, a2, a3
+
+
+@triton.jit
+def _load_bias(bias_ptr, gates, within, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """The bias in fp32, for each row of one of a tile's four tensors.
+
+    A single row would have a layout of its own, and change threads on the way to the sum.
+    """
+    gates = tl.broadcast_to(gates, TILE_ROWS // 4, gates.shape[1])
+    return load(bias_ptr + gates, within, EVEN).to(tl.float32)
+
+
+@triton.jit
+def _biased(a, bias):
+    """The argument of the gates' function, in fp32."""
+    a = a.to(tl.float32)
+    if bias is not None:
+        a += bias
+    return a
 
 
 @triton.jit
 def _product(
-    a, b, inside,
+    a, b, bias, inside,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """``g(a) u(b)``; 0 in padding, as of functions that are not 0 at 0."""
-    h, _ = GATE(a.to(tl.float32), GATE_P)
+    h, _ = GATE(_biased(a, bias), GATE_P)
     if UP is not None:
         units, _ = UP(b.to(tl.float32), UP_P)
         h *= units
@@ -67,16 +92,31 @@ def _product(
 
 
 @triton.jit
+def _four_products(
+    a0, a1, a2, a3, b0, b1, b2, b3, bias, row, R, within,
+    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """The four tensors of a tile of h."""
+    h0 = _product(a0, b0, bias, (row < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
+    h1 = _product(a1, b1, bias, (row + 1 < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
+    h2 = _product(a2, b2, bias, (row + 2 < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
+    h3 = _product(a3, b3, bias, (row + 3 < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
+    return h0, h1, h2, h3
+
+
+@triton.jit
 def forward(
-    x_ptr, scale_ptr, rows_ptr, inverse_ptr, amax_ptr,
+    x_ptr, bias_ptr, scale_ptr, rows_ptr, inverse_ptr, amax_ptr,
     R, RP, F, x_stride,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
     INTERLEAVE: tl.constexpr, E5M2: tl.constexpr,
     EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Codes of ``h s`` by rows, 1 / s, and ``max |h|``."""
-    scale = tl.load(scale_ptr)
+    """Codes of ``h s`` by rows and 1 / s, unless there is no s; ``max |h|``."""
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
     tile_row, tile_col = place(RP, F, TILE_ROWS, TILE_COLS, GROUP)
     row = tile_rows(tile_row, TILE_ROWS)
     line = tile_cols(tile_col, TILE_COLS)
@@ -84,29 +124,71 @@ def forward(
     col, gates = in_row(line, VEC), in_row(gate_line, VEC)
     within = col < F
     a0, a1, a2, a3 = load_four(x_ptr, row, x_stride, gates, R, within, EVEN)
-    b0, b1, b2, b3 = _load_units(x_ptr, row, x_stride, gates, apart, R, within, UP, EVEN)
-    tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
-    h0 = _product(a0, b0, (row < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
-    h1 = _product(a1, b1, (row + 1 < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
-    h2 = _product(a2, b2, (row + 2 < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
-    h3 = _product(a3, b3, (row + 3 < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
+    b0, b1, b2, b3 = _load_units(
+        x_ptr, row, x_stride, gates, apart, R, within, a0, a1, a2, a3, UP, EVEN
+    )
+    bias = None
+    if bias_ptr is not None:
+        bias = _load_bias(bias_ptr, gates, within, EVEN, TILE_ROWS)
+    if scale_ptr is not None:
+        tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
+    h0, h1, h2, h3 = _four_products(
+        a0, a1, a2, a3, b0, b1, b2, b3, bias, row, R, within, GATE, GATE_P, UP, UP_P, EVEN
+    )
     if amax_ptr is not None:
         raise_amax(amax_ptr, largest_of_four(h0, h1, h2, h3))
-    h0, h1, h2, h3 = four_times(h0, h1, h2, h3, scale, row, R, EVEN)
-    store_rows(rows_ptr, row, F, col, within, h0, h1, h2, h3, E5M2, EVEN)
+    if scale_ptr is not None:
+        h0, h1, h2, h3 = four_times(h0, h1, h2, h3, scale, row, R, EVEN)
+        store_rows(rows_ptr, row, F, col, within, h0, h1, h2, h3, E5M2, EVEN)
+
+
+@triton.jit
+def forward_by_blocks(
+    x_ptr, bias_ptr, rows_ptr, row_scale_ptr,
+    R, RP, F, x_stride,
+    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
+    INTERLEAVE: tl.constexpr, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Codes of h by rows with a scale for each row of a tile; F is a multiple of TILE_COLS.
+
+    row_scale (F / TILE_COLS, RP).
+    """
+    tile_row, tile_col = place(RP, F, TILE_ROWS, TILE_COLS, GROUP)
+    row = tile_rows(tile_row, TILE_ROWS)
+    line = tile_cols(tile_col, TILE_COLS)
+    gate_line, apart = _gates(line, F, INTERLEAVE)
+    col, gates = in_row(line, VEC), in_row(gate_line, VEC)
+    within = col < F
+    a0, a1, a2, a3 = load_four(x_ptr, row, x_stride, gates, R, within, EVEN)
+    b0, b1, b2, b3 = _load_units(
+        x_ptr, row, x_stride, gates, apart, R, within, a0, a1, a2, a3, UP, EVEN
+    )
+    bias = None
+    if bias_ptr is not None:
+        bias = _load_bias(bias_ptr, gates, within, EVEN, TILE_ROWS)
+    h0, h1, h2, h3 = _four_products(
+        a0, a1, a2, a3, b0, b1, b2, b3, bias, row, R, within, GATE, GATE_P, UP, UP_P, EVEN
+    )
+    store_row_blocks(
+        rows_ptr, row_scale_ptr, row, F, col, tile_col, RP, h0, h1, h2, h3, E5M2, POWER_OF_TWO
+    )
 
 
 @triton.jit
 def _gradients(
-    dy, a, b, inside,
+    dy, a, b, bias, inside,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """da, db and h; without UP, da again for db. In padding dy is 0, and so is h."""
+    """da, db and h; without UP, da again for db. In padding dy is 0, and so is all of them."""
     dy = dy.to(tl.float32)
-    h, gate_slope = GATE(a.to(tl.float32), GATE_P)
+    h, gate_slope = GATE(_biased(a, bias), GATE_P)
     if UP is None:
         da = chain(dy, gate_slope)
+        if not EVEN:
+            da = tl.where(inside, da, 0.0)  # a bias may have a slope that is not finite
         db = da
     else:
         units, up_slope = UP(b.to(tl.float32), UP_P)
@@ -120,18 +202,10 @@ def _gradients(
 
 @triton.jit
 def _two_rows(
-    rows_ptr, scale, h_scale, row, R, width, gates, apart, within,
-    dy0, dy1, a0, a1, b0, b1,
-    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
-    E5M2: tl.constexpr, H_E5M2: tl.constexpr, EVEN: tl.constexpr,
+    rows_ptr, scale, h_scale, row, R, width, gates, apart, within, da0, da1, db0, db1, h0, h1,
+    UP: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Stores dx by rows; returns pairs of codes of da, db and h, and sizes of dx and of h."""
-    da0, db0, h0 = _gradients(dy0, a0, b0, (row < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
-    da1, db1, h1 = _gradients(dy1, a1, b1, (row + 1 < R) & within, GATE, GATE_P, UP, UP_P, EVEN)
-    dx_sizes = larger(tl.abs(da0), tl.abs(da1))
-    if UP is not None:
-        dx_sizes = larger(dx_sizes, larger(tl.abs(db0), tl.abs(db1)))
-    h_sizes = larger(tl.abs(h0), tl.abs(h1))
+    """Stores dx by rows; returns pairs of codes of da, db and h."""
     da0, da1 = times(da0, scale, row, R, EVEN), times(da1, scale, row + 1, R, EVEN)
     store_row(rows_ptr, row, width, gates, within, da0, E5M2, EVEN)
     store_row(rows_ptr, row + 1, width, gates, within, da1, E5M2, EVEN)
@@ -140,14 +214,22 @@ def _two_rows(
         store_row(rows_ptr + apart, row, width, gates, within, db0, E5M2, EVEN)
         store_row(rows_ptr + apart, row + 1, width, gates, within, db1, E5M2, EVEN)
     h0, h1 = times(h0, h_scale, row, R, EVEN), times(h1, h_scale, row + 1, R, EVEN)
-    pairs = pairs_of(da0, da1, E5M2), pairs_of(db0, db1, E5M2), pairs_of(h0, h1, H_E5M2)
-    return pairs[0], pairs[1], pairs[2], dx_sizes, h_sizes
+    return pairs_of(da0, da1, E5M2), pairs_of(db0, db1, E5M2), pairs_of(h0, h1, H_E5M2)
+
+
+@triton.jit
+def _sizes(da0, da1, db0, db1, h0, h1, UP: tl.constexpr):
+    """Of dx and of h, the larger ones of two rows."""
+    dx_sizes = larger(tl.abs(da0), tl.abs(da1))
+    if UP is not None:
+        dx_sizes = larger(dx_sizes, larger(tl.abs(db0), tl.abs(db1)))
+    return dx_sizes, larger(tl.abs(h0), tl.abs(h1))
 
 
 @triton.jit
 def backward(
-    dy_ptr, x_ptr, rows_ptr, cols_ptr, h_ptr, dx_scale_ptr, h_scale_ptr, dx_inverse_ptr,
-    h_inverse_ptr, dx_amax_ptr, h_amax_ptr,
+    dy_ptr, x_ptr, bias_ptr, rows_ptr, cols_ptr, h_ptr,
+    dx_scale_ptr, h_scale_ptr, dx_inverse_ptr, h_inverse_ptr, dx_amax_ptr, h_amax_ptr, sums_ptr,
     R, RP, F, dy_stride, x_stride,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
     INTERLEAVE: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
@@ -156,11 +238,14 @@ def backward(
 ):  # fmt: skip
     """Codes of dx by rows (RP, 2F) and by columns (2F, RP), of h by columns (F, RP); maxima.
 
-    Two rows of four at a time, as codes take a quarter of the registers that values do.
+    Without scales there are no codes. Sums of the tiles' columns of dx (T, 2F). Two rows of four at
+    a time, as codes take a quarter of the registers that values do.
     """
+    ENCODES: tl.constexpr = dx_scale_ptr is not None
     # Loaded first, while nothing else waits for memory.
-    scale = tl.load(dx_scale_ptr)
-    h_scale = tl.load(h_scale_ptr)
+    if ENCODES:
+        scale = tl.load(dx_scale_ptr)
+        h_scale = tl.load(h_scale_ptr)
     tile_row, tile_col = place(RP, F, TILE_ROWS, TILE_COLS, GROUP)
     row = tile_rows(tile_row, TILE_ROWS)
     line = tile_cols(tile_col, TILE_COLS)
@@ -169,25 +254,160 @@ def backward(
     within = col < F
     dy0, dy1, dy2, dy3 = load_four(dy_ptr, row, dy_stride, col, R, within, EVEN)
     a0, a1, a2, a3 = load_four(x_ptr, row, x_stride, gates, R, within, EVEN)
-    b0, b1, b2, b3 = _load_units(x_ptr, row, x_stride, gates, apart, R, within, UP, EVEN)
-    tl.store(dx_inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
-    tl.store(h_inverse_ptr, inverse_of(h_scale), mask=tl.program_id(0) == 0)
+    b0, b1, b2, b3 = _load_units(
+        x_ptr, row, x_stride, gates, apart, R, within, a0, a1, a2, a3, UP, EVEN
+    )
+    bias = None
+    if bias_ptr is not None:
+        bias = _load_bias(bias_ptr, gates, within, EVEN, TILE_ROWS)
+    if ENCODES:
+        tl.store(dx_inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
+        tl.store(h_inverse_ptr, inverse_of(h_scale), mask=tl.program_id(0) == 0)
     width = F if UP is None else 2 * F
-    da_low, db_low, h_low, dx_sizes, h_sizes = _two_rows(
-        rows_ptr, scale, h_scale, row, R, width, gates, apart, within,
-        dy0, dy1, a0, a1, b0, b1, GATE, GATE_P, UP, UP_P, E5M2, H_E5M2, EVEN,
-    )  # fmt: skip
-    da_high, db_high, h_high, more_dx, more_h = _two_rows(
-        rows_ptr, scale, h_scale, row + 2, R, width, gates, apart, within,
-        dy2, dy3, a2, a3, b2, b3, GATE, GATE_P, UP, UP_P, E5M2, H_E5M2, EVEN,
-    )  # fmt: skip
+    within0, within1 = (row < R) & within, (row + 1 < R) & within
+    da0, db0, h0 = _gradients(dy0, a0, b0, bias, within0, GATE, GATE_P, UP, UP_P, EVEN)
+    da1, db1, h1 = _gradients(dy1, a1, b1, bias, within1, GATE, GATE_P, UP, UP_P, EVEN)
+    dx_sizes, h_sizes = _sizes(da0, da1, db0, db1, h0, h1, UP)
+    da_sum, db_sum = da0 + da1, db0 + db1
+    if ENCODES:
+        da_low, db_low, h_low = _two_rows(
+            rows_ptr, scale, h_scale, row, R, width, gates, apart, within,
+            da0, da1, db0, db1, h0, h1, UP, E5M2, H_E5M2, EVEN,
+        )  # fmt: skip
+    within2, within3 = (row + 2 < R) & within, (row + 3 < R) & within
+    da2, db2, h2 = _gradients(dy2, a2, b2, bias, within2, GATE, GATE_P, UP, UP_P, EVEN)
+    da3, db3, h3 = _gradients(dy3, a3, b3, bias, within3, GATE, GATE_P, UP, UP_P, EVEN)
+    more_dx, more_h = _sizes(da2, da3, db2, db3, h2, h3, UP)
+    if ENCODES:
+        da_high, db_high, h_high = _two_rows(
+            rows_ptr, scale, h_scale, row + 2, R, width, gates, apart, within,
+            da2, da3, db2, db3, h2, h3, UP, E5M2, H_E5M2, EVEN,
+        )  # fmt: skip
     if dx_amax_ptr is not None:
         raise_amax(dx_amax_ptr, larger(dx_sizes, more_dx))
     if h_amax_ptr is not None:
         raise_amax(h_amax_ptr, larger(h_sizes, more_h))
     below = line < F
-    store_cols(cols_ptr, gate_line, below, tile_row, RP, da_low, da_high, EVEN, TILE_ROWS)
+    units = gate_line + apart
+    if sums_ptr is not None:
+        store_sums(sums_ptr, tile_row, width, gate_line, below, da_sum + (da2 + da3))
+        if UP is not None:
+            store_sums(sums_ptr, tile_row, width, units, below, db_sum + (db2 + db3))
+    if ENCODES:
+        store_cols(cols_ptr, gate_line, below, tile_row, RP, da_low, da_high, EVEN, TILE_ROWS)
+        if UP is not None:
+            store_cols(cols_ptr, units, below, tile_row, RP, db_low, db_high, EVEN, TILE_ROWS)
+        store_cols(h_ptr, line, below, tile_row, RP, h_low, h_high, EVEN, TILE_ROWS)
+
+
+@triton.jit
+def _four_gradients(
+    dy_ptr, x_ptr, bias, row, R, dy_stride, x_stride, col, gates, apart, within,
+    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """The four tensors of a tile of da, of db and of h."""
+    dy0, dy1, dy2, dy3 = load_four(dy_ptr, row, dy_stride, col, R, within, EVEN)
+    a0, a1, a2, a3 = load_four(x_ptr, row, x_stride, gates, R, within, EVEN)
+    b0, b1, b2, b3 = _load_units(
+        x_ptr, row, x_stride, gates, apart, R, within, a0, a1, a2, a3, UP, EVEN
+    )
+    da0, db0, h0 = _gradients(dy0, a0, b0, bias, row < R, GATE, GATE_P, UP, UP_P, EVEN)
+    da1, db1, h1 = _gradients(dy1, a1, b1, bias, row + 1 < R, GATE, GATE_P, UP, UP_P, EVEN)
+    da2, db2, h2 = _gradients(dy2, a2, b2, bias, row + 2 < R, GATE, GATE_P, UP, UP_P, EVEN)
+    da3, db3, h3 = _gradients(dy3, a3, b3, bias, row + 3 < R, GATE, GATE_P, UP, UP_P, EVEN)
+    return da0, da1, da2, da3, db0, db1, db2, db3, h0, h1, h2, h3
+
+
+@triton.jit
+def _store_scaled_cols(
+    ptr, line, tile_row, RP, v0, v1, v2, v3, scale, row, R,
+    E5M2: tl.constexpr, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Codes of ``v s`` of a tile by columns, all of which exist."""
+    v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
+    low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
+    store_cols(ptr, line, line >= 0, tile_row, RP, low, high, True, TILE_ROWS)
+
+
+@triton.jit
+def backward_by_blocks(
+    dy_ptr, x_ptr, bias_ptr, rows_ptr, cols_ptr, h_ptr,
+    row_scale_ptr, col_scale_ptr, h_scale_ptr, sums_ptr,
+    R, RP, F, dy_stride, x_stride,
+    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
+    INTERLEAVE: tl.constexpr, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    H_E5M2: tl.constexpr, H_POWER_OF_TWO: tl.constexpr, STEP: tl.constexpr,
+    EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """As :func:`backward`, with a scale for each row and each column of a tile of da, db and h.
+
+    row_scale (2F / TILE_COLS, RP), col_scale (RP / TILE_ROWS, 2F), h_scale (RP / TILE_ROWS, F); F
+    and INTERLEAVE are multiples of TILE_COLS.
+
+    Values of a tile in fp32 would take more registers than there are. So STEP rows at a time, and
+    twice: once for codes by rows and the largest sizes in columns, then for codes by columns. The
+    second time operands come from a cache.
+    """
+    tile_row, tile_col = place(RP, F, TILE_ROWS, TILE_COLS, GROUP)
+    line = tile_cols(tile_col, TILE_COLS)
+    gate_line, apart = _gates(line, F, INTERLEAVE)
+    first_gate, _ = _gates(tile_col * TILE_COLS, F, INTERLEAVE)
+    block = first_gate // TILE_COLS
+    units, units_block = gate_line + apart, block + apart // TILE_COLS
+    col, gates = in_row(line, VEC), in_row(gate_line, VEC)
+    within = col < F
+    width = F if UP is None else 2 * F
+    steps: tl.constexpr = TILE_ROWS // STEP
+    bias = None
+    if bias_ptr is not None:
+        bias = _load_bias(bias_ptr, gates, within, True, STEP)
+    da_sizes = tl.zeros((STEP // 4, TILE_COLS), tl.float32)
+    db_sizes, h_sizes, da_sum, db_sum = da_sizes, da_sizes, da_sizes, da_sizes
+    for step in range(steps):
+        row = tile_rows(tile_row * steps + step, STEP)
+        da0, da1, da2, da3, db0, db1, db2, db3, h0, h1, h2, h3 = _four_gradients(
+            dy_ptr, x_ptr, bias, row, R, dy_stride, x_stride, col, gates, apart, within,
+            GATE, GATE_P, UP, UP_P, EVEN,
+        )  # fmt: skip
+        store_row_blocks(
+            rows_ptr, row_scale_ptr, row, width, gates, block, RP, da0, da1, da2, da3,
+            E5M2, POWER_OF_TWO,
+        )  # fmt: skip
+        da_sizes = larger(da_sizes, largest_of_four(da0, da1, da2, da3))
+        h_sizes = larger(h_sizes, largest_of_four(h0, h1, h2, h3))
+        if UP is not None:
+            store_row_blocks(
+                rows_ptr + apart, row_scale_ptr, row, width, gates, units_block, RP,
+                db0, db1, db2, db3, E5M2, POWER_OF_TWO,
+            )  # fmt: skip
+            db_sizes = larger(db_sizes, largest_of_four(db0, db1, db2, db3))
+        if sums_ptr is not None:
+            da_sum += (da0 + da1) + (da2 + da3)
+            db_sum += (db0 + db1) + (db2 + db3)
+    if sums_ptr is not None:
+        store_sums(sums_ptr, tile_row, width, gate_line, line < F, da_sum)
+        if UP is not None:
+            store_sums(sums_ptr, tile_row, width, units, line < F, db_sum)
+    scale = col_scale_of(col_scale_ptr, da_sizes, tile_row, width, gates, E5M2, POWER_OF_TWO)
     if UP is not None:
-        units = gate_line + apart
-        store_cols(cols_ptr, units, below, tile_row, RP, db_low, db_high, EVEN, TILE_ROWS)
-    store_cols(h_ptr, line, below, tile_row, RP, h_low, h_high, EVEN, TILE_ROWS)
+        units_scale = col_scale_of(
+            col_scale_ptr + apart, db_sizes, tile_row, width, gates, E5M2, POWER_OF_TWO
+        )
+    h_scale = col_scale_of(h_scale_ptr, h_sizes, tile_row, F, col, H_E5M2, H_POWER_OF_TWO)
+    for step in range(steps):
+        at = tile_row * steps + step
+        row = tile_rows(at, STEP)
+        da0, da1, da2, da3, db0, db1, db2, db3, h0, h1, h2, h3 = _four_gradients(
+            dy_ptr, x_ptr, bias, row, R, dy_stride, x_stride, col, gates, apart, within,
+            GATE, GATE_P, UP, UP_P, EVEN,
+        )  # fmt: skip
+        _store_scaled_cols(
+            cols_ptr, gate_line, at, RP, da0, da1, da2, da3, scale, row, R, E5M2, EVEN, STEP
+        )
+        if UP is not None:
+            _store_scaled_cols(
+                cols_ptr, units, at, RP, db0, db1, db2, db3, units_scale, row, R, E5M2, EVEN, STEP
+            )
+        _store_scaled_cols(h_ptr, line, at, RP, h0, h1, h2, h3, h_scale, row, R, H_E5M2, EVEN, STEP)

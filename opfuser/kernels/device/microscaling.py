@@ -22,11 +22,11 @@ from .fp8 import (
     place,
     store_cols,
     store_row,
+    store_sums,
     tile_cols,
     tile_rows,
 )
 from .philox import philox
-from .quantize import store_sums
 
 SIXTH = tl.constexpr(0.1666666716337204)
 
@@ -115,7 +115,7 @@ def mxfp8(
         _mxfp8_row(rows_ptr, row_scale_ptr, v2, row + 2, tile_col, col, C, E5M2, EVEN)
         _mxfp8_row(rows_ptr, row_scale_ptr, v3, row + 3, tile_col, col, C, E5M2, EVEN)
     if sums_ptr is not None:
-        store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
+        store_sums(sums_ptr, tile_row, C, line, line < C, (v0 + v1) + (v2 + v3))
     if cols_ptr is not None:
         blocks: tl.constexpr = TILE_ROWS // 32
         sizes = largest_of_four(v0, v1, v2, v3)
@@ -310,7 +310,7 @@ def nvfp4(
         counter = zero + (row // 4).to(tl.uint32)
         b0, b1, b2, b3 = philox(tl.load(seed_ptr), zero + col.to(tl.uint32), counter)
     if sums_ptr is not None:
-        store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
+        store_sums(sums_ptr, tile_row, C, line, line < C, (v0 + v1) + (v2 + v3))
     if rows_ptr is not None:
         _store_tensor_scale(row_scale_ptr, RP * tl.cdiv(C, 64) * 4, inverse)
         squares = _largest_in(largest_of_four(v0, v1, v2, v3), blocks, TILE_COLS // 16)

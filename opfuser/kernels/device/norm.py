@@ -25,14 +25,15 @@ from .store import store_rows, store_tile
 
 
 @triton.jit
-def _load(ptr, row, stride, cols, inside):
+def load_rows(ptr, row, stride, cols, inside):
     """Elements of rows in fp32, 0 outside."""
     at = ptr + row.to(tl.int64) * stride + cols
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_scale(weight_ptr, cols, within, ZERO_CENTERED: tl.constexpr):
+def load_scale(weight_ptr, cols, within, ZERO_CENTERED: tl.constexpr):
+    """What columns are multiplied by, in fp32; 0 outside, but 1 everywhere without a weight."""
     if weight_ptr is None:
         scale = tl.full(cols.shape, 1.0, tl.float32)
     else:
@@ -43,7 +44,8 @@ def _load_scale(weight_ptr, cols, within, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _load_bias(bias_ptr, cols, within):
+def load_bias(bias_ptr, cols, within):
+    """What is added to columns, in fp32; 0 outside and without a bias."""
     if bias_ptr is None:
         bias = tl.zeros(cols.shape, tl.float32)
     else:
@@ -52,14 +54,14 @@ def _load_bias(bias_ptr, cols, within):
 
 
 @triton.jit
-def _norm(
+def norm_of(
     x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, row, cols, rows, columns, eps, share,
     ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
     """The norm of whole rows x, which are 0 outside; stores their statistics."""
     within = cols < columns
-    scale = _load_scale(weight_ptr, cols, within, ZERO_CENTERED)
-    bias = _load_bias(bias_ptr, cols, within)
+    scale = load_scale(weight_ptr, cols, within, ZERO_CENTERED)
+    bias = load_bias(bias_ptr, cols, within)
     if mean_ptr is not None:
         # Not a product after the sum: x - mean would become one operation with it, and its mean not
         # be the rounded one that backward reads.
@@ -82,13 +84,13 @@ def norm_forward(
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
     inside = (cols < columns) & (row < rows)
-    x = _load(x_ptr, row, x_stride, cols, inside)
+    x = load_rows(x_ptr, row, x_stride, cols, inside)
     if residual_ptr is not None:
-        x += _load(residual_ptr, row, residual_stride, cols, inside)
+        x += load_rows(residual_ptr, row, residual_stride, cols, inside)
         total = x.to(total_ptr.dtype.element_ty)
         store_rows(total_ptr, row, columns, cols, inside, total)
         x = total.to(tl.float32)
-    y = _norm(
+    y = norm_of(
         x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, row, cols, rows, columns, eps, share,
         ZERO_CENTERED,
     )  # fmt: skip
@@ -121,7 +123,7 @@ def chain_norm_forward(
     x = tl.where(inside, total.to(tl.float32), 0.0)  # stages may have made more of zeros
     row = first_row + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_COLS)[None, :]
-    y = _norm(
+    y = norm_of(
         x, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, row, cols, rows, columns, eps, share,
         ZERO_CENTERED,
     )  # fmt: skip
@@ -146,9 +148,9 @@ def norm_forward_wide(
     for start in range(0, columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = cols < columns
-        x = _load(x_ptr, row, x_stride, cols, inside)
+        x = load_rows(x_ptr, row, x_stride, cols, inside)
         if residual_ptr is not None:
-            x += _load(residual_ptr, row, residual_stride, cols, inside)
+            x += load_rows(residual_ptr, row, residual_stride, cols, inside)
             total = x.to(total_ptr.dtype.element_ty)
             store_rows(total_ptr, row, columns, cols, inside, total)
             x = total.to(tl.float32)
@@ -174,13 +176,13 @@ def norm_forward_wide(
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = cols < columns
         if residual_ptr is None:
-            x = _load(x_ptr, row, x_stride, cols, inside)
+            x = load_rows(x_ptr, row, x_stride, cols, inside)
         else:
-            x = _load(total_ptr, row, columns, cols, inside)
+            x = load_rows(total_ptr, row, columns, cols, inside)
         if mean_ptr is not None:
             x -= mean
-        scale = _load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
-        bias = _load_bias(bias_ptr, cols, inside)
+        scale = load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
+        bias = load_bias(bias_ptr, cols, inside)
         store_rows(y_ptr, row, columns, cols, inside, tl.fma(x * rstd, scale, bias))
 
 
@@ -200,21 +202,21 @@ def norm_backward(
     program = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
     within = cols < columns
-    scale = _load_scale(weight_ptr, cols, within, ZERO_CENTERED)
+    scale = load_scale(weight_ptr, cols, within, ZERO_CENTERED)
     dw = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     db = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     step = tl.num_programs(0) * BLOCK_ROWS
     for start in tl.range(program * BLOCK_ROWS, rows, step, num_stages=NUM_STAGES):
         row = start + tl.arange(0, BLOCK_ROWS)[:, None]
         inside = within & (row < rows)
-        xhat = _load(x_ptr, row, x_stride, cols, inside)
-        dy = _load(dy_ptr, row, dy_stride, cols, inside)
+        xhat = load_rows(x_ptr, row, x_stride, cols, inside)
+        dy = load_rows(dy_ptr, row, dy_stride, cols, inside)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         if mean_ptr is not None:
             xhat -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         xhat *= rstd
         if y_ptr is not None:
-            bias = _load_bias(bias_ptr, cols, within)
+            bias = load_bias(bias_ptr, cols, within)
             store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
         if partial_ptr is not None:
             dw += dy * xhat
@@ -227,7 +229,7 @@ def norm_backward(
                 dx -= tl.sum(dh, 1, keep_dims=True) * share
             dx *= rstd
             if residual_grad_ptr is not None:
-                dx += _load(residual_grad_ptr, row, residual_grad_stride, cols, inside)
+                dx += load_rows(residual_grad_ptr, row, residual_grad_stride, cols, inside)
             store_rows(dx_ptr, row, columns, cols, inside, dx)
     if partial_ptr is not None:
         at = partial_ptr + program * columns + cols
@@ -255,9 +257,9 @@ def norm_backward_wide(
     for start in range(0, columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = cols < columns
-        dh = _load(dy_ptr, row, dy_stride, cols, inside)
-        dh *= _load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
-        slopes += dh * ((_load(x_ptr, row, x_stride, cols, inside) - mean) * rstd)
+        dh = load_rows(dy_ptr, row, dy_stride, cols, inside)
+        dh *= load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
+        slopes += dh * ((load_rows(x_ptr, row, x_stride, cols, inside) - mean) * rstd)
         shifts += dh
     slope = tl.sum(slopes, 0) * share
     shift = 0.0
@@ -266,13 +268,13 @@ def norm_backward_wide(
     for start in range(0, columns, BLOCK_COLS):
         cols = start + tl.arange(0, BLOCK_COLS)
         inside = cols < columns
-        scale = _load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
-        xhat = (_load(x_ptr, row, x_stride, cols, inside) - mean) * rstd
+        scale = load_scale(weight_ptr, cols, inside, ZERO_CENTERED)
+        xhat = (load_rows(x_ptr, row, x_stride, cols, inside) - mean) * rstd
         if y_ptr is not None:
-            bias = _load_bias(bias_ptr, cols, inside)
+            bias = load_bias(bias_ptr, cols, inside)
             store_rows(y_ptr, row, columns, cols, inside, tl.fma(xhat, scale, bias))
-        dh = _load(dy_ptr, row, dy_stride, cols, inside) * scale
+        dh = load_rows(dy_ptr, row, dy_stride, cols, inside) * scale
         dx = (dh - xhat * slope - shift) * rstd
         if residual_grad_ptr is not None:
-            dx += _load(residual_grad_ptr, row, residual_grad_stride, cols, inside)
+            dx += load_rows(residual_grad_ptr, row, residual_grad_stride, cols, inside)
         store_rows(dx_ptr, row, columns, cols, inside, dx)

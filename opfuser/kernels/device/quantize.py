@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .fp8 import (
+    col_scale_of,
     four_times,
     in_row,
     inverse_of,
@@ -21,8 +22,9 @@ from .fp8 import (
     raise_amax,
     scale_of,
     store_cols,
-    store_row,
+    store_row_blocks,
     store_rows,
+    store_sums,
     tile_cols,
     tile_rows,
 )
@@ -39,14 +41,6 @@ def scales(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0.0)
     tl.store(scale_ptr + at, scale_of(amax, E5M2, POWER_OF_TWO) * factor, mask=at < n)
-
-
-@triton.jit
-def store_sums(sums_ptr, tile_row, col, C, v0, v1, v2, v3):
-    """Sums of a tile's columns, to sums (T, C)."""
-    sums = tl.sum((v0 + v1) + (v2 + v3), axis=0)
-    at = sums_ptr + tile_row.to(tl.int64) * C + col
-    tl.store(at, sums.to(sums_ptr.dtype.element_ty), mask=col < C)
 
 
 @triton.jit
@@ -68,24 +62,13 @@ def by_tensor(
     if amax_ptr is not None:
         raise_amax(amax_ptr, largest_of_four(v0, v1, v2, v3))
     if sums_ptr is not None:
-        store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
+        store_sums(sums_ptr, tile_row, C, line, line < C, (v0 + v1) + (v2 + v3))
     v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
     if rows_ptr is not None:
         store_rows(rows_ptr, row, C, col, col < C, v0, v1, v2, v3, E5M2, EVEN)
     if cols_ptr is not None:
         low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
         store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, EVEN, TILE_ROWS)
-
-
-@triton.jit
-def _store_blocks(
-    rows_ptr, row_scale_ptr, v, row, col, tile_col, RP, C,
-    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-):  # fmt: skip
-    """Codes of one of a tile's four tensors with a scale for each row, and 1 / s."""
-    scale = scale_of(largest_along(tl.abs(v), 1)[:, None], E5M2, POWER_OF_TWO)
-    tl.store(row_scale_ptr + tile_col.to(tl.int64) * RP + row, inverse_of(scale))
-    store_row(rows_ptr, row, C, col, col < C, v * scale, E5M2, True)
 
 
 @triton.jit
@@ -106,22 +89,14 @@ def by_blocks(
     v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
     v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
     if rows_ptr is not None:
-        _store_blocks(rows_ptr, row_scale_ptr, v0, row, col, tile_col, RP, C, E5M2, POWER_OF_TWO)
-        _store_blocks(
-            rows_ptr, row_scale_ptr, v1, row + 1, col, tile_col, RP, C, E5M2, POWER_OF_TWO
-        )
-        _store_blocks(
-            rows_ptr, row_scale_ptr, v2, row + 2, col, tile_col, RP, C, E5M2, POWER_OF_TWO
-        )
-        _store_blocks(
-            rows_ptr, row_scale_ptr, v3, row + 3, col, tile_col, RP, C, E5M2, POWER_OF_TWO
+        store_row_blocks(
+            rows_ptr, row_scale_ptr, row, C, col, tile_col, RP, v0, v1, v2, v3, E5M2, POWER_OF_TWO
         )
     if sums_ptr is not None:
-        store_sums(sums_ptr, tile_row, line, C, v0, v1, v2, v3)
+        store_sums(sums_ptr, tile_row, C, line, line < C, (v0 + v1) + (v2 + v3))
     if cols_ptr is not None:
-        amax = largest_along(largest_of_four(v0, v1, v2, v3), 0)[None, :]
-        scale = scale_of(amax, E5M2, POWER_OF_TWO)
-        tl.store(col_scale_ptr + tile_row.to(tl.int64) * C + col, inverse_of(scale))
+        sizes = largest_of_four(v0, v1, v2, v3)
+        scale = col_scale_of(col_scale_ptr, sizes, tile_row, C, col, E5M2, POWER_OF_TWO)
         v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
         low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
         store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, True, TILE_ROWS)

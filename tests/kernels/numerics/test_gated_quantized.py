@@ -2,17 +2,29 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from opfuser.kernels.gated import Glu, product_spec
+from opfuser.kernels.functions import Relu, Swish
+from opfuser.kernels.gated import Glu, ProductSpec, gated_backward, gated_forward, product_spec
 from opfuser.kernels.gated_quantized import gated_backward_quantized, gated_forward_quantized
-from opfuser.kernels.quantize import Codes
+from opfuser.kernels.quantize import BlockScaling, Codes, TensorScaling, quantize_by_blocks
 from opfuser.kernels.scalar import ScalarFunction
-from tests.kernels.activations import PRODUCTS, columns, expected_gated, tensor
-from tests.kernels.codes import E4M3, E5M2, TOP, assert_scales, inverse, padded, values
+from tests.kernels.activations import FUNCTIONS, PRODUCTS, columns, expected_gated, tensor
+from tests.kernels.codes import (
+    E4M3,
+    E5M2,
+    TOP,
+    assert_blocks,
+    assert_scales,
+    inverse,
+    padded,
+    uneven,
+    values,
+)
 
 # A GPU is silent about overflow and infinities; the interpreter's numpy is not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -51,45 +63,139 @@ def scale_of(exact: Tensor, dtype: torch.dtype) -> float:
     return TOP[dtype] / max(exact.abs().max().item(), 1e-3)
 
 
+def exact_gated(
+    f: Glu | ScalarFunction, x: Tensor, bias: Tensor | None, dy: Tensor
+) -> tuple[Tensor, Tensor]:
+    """h and dx in float64, on the CPU."""
+    z = x.double() if bias is None else x.double() + bias.double()
+    h, dx, _ = expected_gated(f, z, dy, None, torch.float64)
+    return h.cpu(), dx.cpu()
+
+
+def are_there(codes: Codes, rows: bool, cols: bool, column_sum: bool = False) -> None:
+    assert [t is not None for t in codes] == [rows, rows, cols, cols, column_sum]
+
+
+def assert_sums(got: Tensor, dx: Tensor, dtype: torch.dtype) -> None:
+    """Of what is off as in :func:`assert_rounded`, rounded once."""
+    assert (got.dtype, got.shape) == (dtype, dx.shape[1:])
+    exact = dx.sum(0)
+    off = 2**-19 * len(dx) * dx.abs().max() if dx.numel() else 0.0
+    wrong = (got.cpu().double() - exact).abs() > torch.finfo(dtype).eps * exact.abs() + off
+    assert not wrong.any(), f"{wrong.sum()} sums"
+
+
 def check(
     f: Glu | ScalarFunction,
     x: Tensor,
     dy: Tensor,
     dtype: torch.dtype = E5M2,
     h_dtype: torch.dtype = E4M3,
+    bias: Tensor | None = None,
 ) -> None:
     spec, device = product_spec(f), x.device
     given = x.clone(), dy.clone()
-    h, dx, _ = (t.cpu() for t in expected_gated(f, x, dy, None, torch.float64))
+    h, dx = exact_gated(f, x, bias, dy)
     scale, h_scale = scale_of(dx, dtype), scale_of(h, h_dtype)
     s, hs = torch.tensor([scale], device=device), torch.tensor([h_scale], device=device)
-    amax, dx_amax, h_amax = (torch.zeros(1, device=device) for _ in range(3))
-    forward = gated_forward_quantized(x, spec, hs, h_dtype, amax=amax)
-    made = gated_backward_quantized(dy, x, spec, s, dtype, hs, h_dtype, dx_amax=dx_amax)
-    again = gated_backward_quantized(dy, x, spec, s, dtype, hs, h_dtype, h_amax=h_amax)
-    for codes, wanted in (
-        (forward, (True, False)),
-        (made.dx, (True, True)),
-        (made.h, (False, True)),
-    ):
-        is_there = [t is not None for t in codes]
-        assert is_there == [wanted[0], wanted[0], wanted[1], wanted[1], False]
+    amax, dx_amax, h_amax, *alone = (torch.zeros(1, device=device) for _ in range(6))
+    forward = gated_forward_quantized(x, bias, spec, TensorScaling(hs, h_dtype, amax))
+    made = gated_backward_quantized(
+        dy, x, bias, spec, TensorScaling(s, dtype, dx_amax), TensorScaling(hs, h_dtype),
+        column_sum=True,
+    )  # fmt: skip
+    again = gated_backward_quantized(
+        dy, x, bias, spec, TensorScaling(s, dtype), TensorScaling(hs, h_dtype, h_amax)
+    )
+    are_there(forward, True, False)
+    are_there(made.dx, True, True, True)
+    are_there(again.dx, True, True)
+    are_there(made.h, False, True)
     assert_rounded(forward.rows.cpu(), h, h_scale, "h by rows")
     assert_rounded(made.dx.rows.cpu(), dx, scale, "dx by rows")
     assert_rounded(made.h.cols.t().cpu(), h, h_scale, "h by columns")
     assert torch.equal(bits(made.dx.rows).t(), bits(made.dx.cols))
-    for one, other in zip((*made.dx, *made.h), (*again.dx, *again.h)):
+    assert_sums(made.dx.column_sum, dx, x.dtype)
+    for one, other in zip((*made.dx[:4], *made.h), (*again.dx[:4], *again.h)):
         if one is not None:
             assert one.is_contiguous()
-            assert torch.equal(one.float(), other.float()), "amax changes nothing"
+            assert torch.equal(one.float(), other.float()), "amaxes and sums change nothing"
     for got, want in ((forward.row_scale, hs), (made.h.col_scale, hs)):
         assert_scales(got, inverse(want.cpu()))
     for got in (made.dx.row_scale, made.dx.col_scale):
         assert_scales(got, inverse(s.cpu()))
     for got, exact in ((amax, h), (dx_amax, dx), (h_amax, h)):
         torch.testing.assert_close(got.item(), exact.abs().max().item(), rtol=1e-5, atol=0.0)
+    check_maxima_alone(x, dy, bias, spec, made.dx.column_sum, (amax, dx_amax, h_amax), alone)
     assert torch.equal(x, given[0])
     assert torch.equal(dy, given[1])
+
+
+def check_maxima_alone(
+    x: Tensor,
+    dy: Tensor,
+    bias: Tensor | None,
+    spec: ProductSpec,
+    sums: Tensor,
+    want: Sequence[Tensor],
+    amaxes: Sequence[Tensor],
+) -> None:
+    """They are those of a pass that encodes, and so are sums up to their order."""
+    amax, dx_amax, h_amax = amaxes
+    forward = gated_forward_quantized(x, bias, spec, TensorScaling(None, E4M3, amax))
+    dx_scaling, h_scaling = TensorScaling(None, E5M2, dx_amax), TensorScaling(None, E4M3, h_amax)
+    made = gated_backward_quantized(dy, x, bias, spec, dx_scaling, h_scaling, column_sum=True)
+    are_there(forward, False, False)
+    are_there(made.dx, False, False, True)
+    are_there(made.h, False, False)
+    assert [t.item() for t in amaxes] == [t.item() for t in want]
+    eps = torch.finfo(x.dtype).eps
+    size = sums.abs().max().item() + len(x)
+    torch.testing.assert_close(made.dx.column_sum, sums, rtol=2 * eps, atol=1e-5 * size)
+
+
+def check_blocks(
+    f: Glu | ScalarFunction,
+    x: Tensor,
+    dy: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = E4M3,
+    h_dtype: torch.dtype = E4M3,
+    *,
+    power_of_two: bool = True,
+    column_sum: bool = True,
+) -> None:
+    """Codes and scales are those of the values that gated kernels make in fp32, bit for bit."""
+    spec = product_spec(f)
+    z = x.float() if bias is None else x.float() + bias.float()
+    y, values = gated_forward(z, spec, None), gated_backward(dy.float(), z, spec, None, True, True)
+    dx_scaling, h_scaling = BlockScaling(dtype, power_of_two), BlockScaling(h_dtype, power_of_two)
+    assert_same(
+        gated_forward_quantized(x, bias, spec, h_scaling),
+        quantize_by_blocks(y, h_dtype, rows=True, cols=False, power_of_two=power_of_two),
+        "forward",
+    )
+    want_dx = quantize_by_blocks(values.dx, dtype, rows=True, cols=True, power_of_two=power_of_two)
+    want_h = quantize_by_blocks(values.y, h_dtype, rows=False, cols=True, power_of_two=power_of_two)
+    made = gated_backward_quantized(dy, x, bias, spec, dx_scaling, h_scaling, column_sum=column_sum)
+    are_there(made.dx, True, True, column_sum)
+    if column_sum and values.dx.isfinite().all():
+        assert_sums(made.dx.column_sum, values.dx.double().cpu(), x.dtype)
+    assert_same(made.dx._replace(column_sum=None), want_dx, "dx")
+    assert_same(made.h, want_h, "h")
+
+
+def assert_same(got: Codes, want: Codes, what: str) -> None:
+    """Bits, but for the sign of a NaN."""
+    for name, one, other in zip(Codes._fields, got, want):
+        assert (one is None) == (other is None), f"{what}: {name}"
+        if one is None:
+            continue
+        assert one.is_contiguous()
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), f"{what}: {name}"
+        a, b = one.float().cpu(), other.float().cpu()
+        wrong = (a != b) & ~(a.isnan() & b.isnan())
+        assert not wrong.any(), f"{what}: {name}: {wrong.sum()}, as at {wrong.nonzero()[0]}"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +218,7 @@ def test_products(name: str, source: torch.dtype, device: torch.device) -> None:
         ("swiglu", 129, 130, torch.float16, E5M2, E5M2),
         ("clamped", 130, 33, torch.bfloat16, E4M3, E5M2),
         ("no linear units", 129, 65, torch.float32, E5M2, E4M3),
+        ("no linear units", 128, 128, torch.bfloat16, E5M2, E4M3),
         ("swiglu in blocks of 8", 129, 136, torch.bfloat16, E5M2, E4M3),
         ("swiglu in blocks of 1", 129, 66, torch.bfloat16, E4M3, E4M3),
     ],
@@ -132,6 +239,31 @@ def test_shapes(
 
 
 @pytest.mark.parametrize(
+    ("name", "rows", "cols", "source", "of_bias", "layout"),
+    [
+        ("gelu_erf", 129, 65, torch.bfloat16, torch.float32, "contiguous"),
+        ("gelu_tanh", 128, 128, torch.bfloat16, torch.bfloat16, "contiguous"),
+        ("swish", 1, 3, torch.float32, torch.float16, "every second column"),
+        ("relu", 127, 64, torch.float16, torch.float64, "contiguous"),
+        ("softplus", 3, 33, torch.float16, torch.float16, "every second column"),
+    ],
+    ids=str,
+)
+def test_a_bias_before_plain_activations(
+    name: str,
+    rows: int,
+    cols: int,
+    source: torch.dtype,
+    of_bias: torch.dtype,
+    layout: str,
+    device: torch.device,
+) -> None:
+    x, dy = (tensor(rows, cols, dtype=source, device=device) for _ in range(2))
+    bias = tensor(1, cols, dtype=of_bias, device=device, layout=layout)[0]
+    check(FUNCTIONS[name], x, dy, bias=bias)
+
+
+@pytest.mark.parametrize(
     ("x_layout", "dy_layout"),
     [
         ("rows apart", "every second column"),
@@ -145,6 +277,78 @@ def test_layouts(x_layout: str, dy_layout: str, device: torch.device) -> None:
     check(
         PRODUCTS["swiglu"], x, tensor(5, 48, dtype=torch.float32, device=device, layout=dy_layout)
     )
+    x = tensor(5, 256, dtype=torch.bfloat16, device=device, layout=x_layout)
+    dy = tensor(5, 128, dtype=torch.float32, device=device, layout=dy_layout)
+    check_blocks(PRODUCTS["swiglu"], x, dy, column_sum=False)
+
+
+BLOCKS: dict[str, Glu | ScalarFunction] = {
+    **{name: PRODUCTS[name] for name in ("swiglu", "geglu", "clamped", "situ", "no linear units")},
+    "swiglu in blocks of 128": Glu(Swish(), None, 128),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "cols", "source", "power_of_two"),
+    [
+        ("swiglu", 1, 128, torch.bfloat16, True),
+        ("swiglu", 129, 256, torch.float32, False),
+        ("geglu", 127, 128, torch.float16, False),
+        ("clamped", 130, 128, torch.bfloat16, True),
+        ("situ", 128, 128, torch.bfloat16, False),
+        ("no linear units", 129, 256, torch.bfloat16, True),
+        ("swiglu in blocks of 128", 3, 256, torch.bfloat16, True),
+    ],
+    ids=str,
+)
+def test_blocks(
+    name: str,
+    rows: int,
+    cols: int,
+    source: torch.dtype,
+    power_of_two: bool,
+    device: torch.device,
+) -> None:
+    f = BLOCKS[name]
+    x = uneven(rows, columns(f, cols), source, device)
+    dtype = E5M2 if rows == 129 else E4M3
+    check_blocks(f, x, uneven(rows, cols, source, device), None, dtype, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("name", ["gelu_erf", "gelu_tanh", "swish", "relu"])
+def test_blocks_with_a_bias(name: str, device: torch.device) -> None:
+    x, dy = (uneven(100, 128, torch.bfloat16, device) for _ in range(2))
+    check_blocks(FUNCTIONS[name], x, dy, torch.randn(128, device=device))
+
+
+@pytest.mark.parametrize("interleave", [256, 128, 32])
+def test_blocks_by_their_definition(interleave: int, device: torch.device) -> None:
+    """With ReLU the values of bf16 are exact in fp32, and so are all codes and scales."""
+    f = Glu(Relu(), None, interleave)
+    x, dy = (uneven(129, n, torch.bfloat16, device) for n in (512, 256))
+    a, b = f.split(x.double())
+    g, gates = dy.double().view(a.shape), a.clamp_min(0.0)
+    h = (gates * b).flatten(1)
+    dx = torch.stack((torch.where(a > 0, g * b, 0.0), g * gates), 2).flatten(1).cpu()
+    spec, how, h_how = product_spec(f), BlockScaling(E5M2, False), BlockScaling(E4M3)
+    assert_blocks(h, gated_forward_quantized(x, None, spec, h_how), E4M3, True)
+    made = gated_backward_quantized(dy, x, None, spec, how, h_how, column_sum=True)
+    assert_blocks(dx, made.dx, E5M2, False)
+    assert_blocks(h, made.h, E4M3, True)
+    assert_sums(made.dx.column_sum, dx, x.dtype)
+
+
+def test_blocks_of_gates_and_linear_units_together(device: torch.device) -> None:
+    """64 columns of each are a block of dx; those of h are not full."""
+    f = Glu(Relu())
+    x, dy = (tensor(130, n, dtype=torch.bfloat16, device=device) for n in (128, 64))
+    h, dx = exact_gated(f, x, None, dy)
+    how = BlockScaling(E4M3)
+    made = gated_backward_quantized(dy, x, None, product_spec(f), how, how)
+    assert_blocks(dx, made.dx, E4M3, True)
+    assert_blocks(h, made.h, E4M3, True)
+    with pytest.raises(RuntimeError, match="64"):
+        gated_forward_quantized(x, None, product_spec(f), how)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -153,30 +357,49 @@ def test_what_is_not_finite_shows(value: float, device: torch.device) -> None:
     x, dy = torch.ones(130, 32, device=device), torch.ones(130, 16, device=device)
     x[129, 17] = dy[3, 5] = value
     spec = product_spec(f)
-    amax, dx_amax, h_amax = (torch.zeros(1, device=device) for _ in range(3))
-    forward = gated_forward_quantized(x, spec, one, E4M3, amax=amax)
-    made = gated_backward_quantized(
-        dy, x, spec, one, E5M2, one, E4M3, dx_amax=dx_amax, h_amax=h_amax
-    )
-    want = torch.tensor([value])
-    for got in (amax, dx_amax, h_amax):
-        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
-    code = torch.tensor(value if math.isnan(value) else 448.0)
-    for got in (forward.rows[129, 1], made.h.cols[1, 129]):
-        torch.testing.assert_close(got.float().cpu(), code, rtol=0, atol=0, equal_nan=True)
-    code = torch.tensor(value if math.isnan(value) else 57344.0)
-    torch.testing.assert_close(
-        made.dx.rows[3, 5].float().cpu(), code, rtol=0, atol=0, equal_nan=True
-    )
+    for s in (one, None):
+        amax, dx_amax, h_amax = (torch.zeros(1, device=device) for _ in range(3))
+        forward = gated_forward_quantized(x, None, spec, TensorScaling(s, E4M3, amax))
+        made = gated_backward_quantized(
+            dy, x, None, spec, TensorScaling(s, E5M2, dx_amax), TensorScaling(s, E4M3, h_amax)
+        )
+        want = torch.tensor([value])
+        for got in (amax, dx_amax, h_amax):
+            torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+        if s is None:
+            continue
+        code = torch.tensor(value if math.isnan(value) else 448.0)
+        for got in (forward.rows[129, 1], made.h.cols[1, 129]):
+            torch.testing.assert_close(got.float().cpu(), code, rtol=0, atol=0, equal_nan=True)
+        code = torch.tensor(value if math.isnan(value) else 57344.0)
+        torch.testing.assert_close(
+            made.dx.rows[3, 5].float().cpu(), code, rtol=0, atol=0, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_takes_its_blocks_alone(value: float, device: torch.device) -> None:
+    x, dy = torch.ones(130, 256, device=device), torch.ones(130, 128, device=device)
+    x[129, 17] = x[3, 130] = dy[5, 6] = value
+    check_blocks(PRODUCTS["swiglu"], x, dy)
+    bias = torch.zeros(128, device=device)
+    bias[7] = value
+    check_blocks(FUNCTIONS["gelu_tanh"], x[:3, :128], dy[:3], bias)
 
 
 def test_padding_is_0_whatever_the_scale_and_the_function(device: torch.device) -> None:
     nan = torch.full((1,), math.nan, device=device)
-    for name in ("swiglu", "clamped"):  # the second one's linear units are 1 at 0
-        f = PRODUCTS[name]
-        x, dy = torch.ones(3, 32, device=device), torch.ones(3, 16, device=device)
-        forward = gated_forward_quantized(x, product_spec(f), nan, E4M3)
-        made = gated_backward_quantized(dy, x, product_spec(f), nan, E5M2, nan, E4M3)
+    given = torch.full((16,), math.nan, device=device)
+    for f, bias in (
+        (PRODUCTS["swiglu"], None),
+        (PRODUCTS["clamped"], None),  # its linear units are 1 at 0
+        (FUNCTIONS["softplus"], None),
+        (FUNCTIONS["gelu_erf"], given),
+    ):
+        x, dy = torch.ones(3, columns(f, 16), device=device), torch.ones(3, 16, device=device)
+        how, spec = TensorScaling(nan, E4M3), product_spec(f)
+        forward = gated_forward_quantized(x, bias, spec, how)
+        made = gated_backward_quantized(dy, x, bias, spec, how, how)
         for codes in (forward.rows, made.dx.rows, made.dx.cols.t(), made.h.cols.t()):
             assert codes[:3].float().isnan().all()
             assert not codes[3:].float().count_nonzero()
@@ -184,29 +407,55 @@ def test_padding_is_0_whatever_the_scale_and_the_function(device: torch.device) 
 
 def test_no_rows(device: torch.device) -> None:
     f, scale = PRODUCTS["swiglu"], torch.full((1,), 4.0, device=device)
-    x, dy = torch.empty(0, 32, device=device), torch.empty(0, 16, device=device)
+    x, dy = torch.empty(0, 512, device=device), torch.empty(0, 256, device=device)
     amax = torch.ones(1, device=device)
-    forward = gated_forward_quantized(x, product_spec(f), scale, E4M3, amax=amax)
-    made = gated_backward_quantized(
-        dy, x, product_spec(f), scale, E5M2, scale, E4M3, dx_amax=amax, h_amax=amax
-    )
+    spec, h_how = product_spec(f), TensorScaling(scale, E4M3, amax)
+    forward = gated_forward_quantized(x, None, spec, h_how)
+    how = TensorScaling(scale, E5M2, amax)
+    made = gated_backward_quantized(dy, x, None, spec, how, h_how, column_sum=True)
     shapes = [tuple(t.shape) for t in (forward.rows, made.dx.rows, made.dx.cols, made.h.cols)]
-    assert shapes == [(0, 16), (0, 32), (32, 0), (16, 0)]
+    assert shapes == [(0, 256), (0, 512), (512, 0), (256, 0)]
     assert made.dx.row_scale.tolist() == forward.row_scale.tolist() == [0.25]
+    assert made.dx.column_sum.tolist() == [0.0] * 512
     assert amax.tolist() == [1.0]
+    how = BlockScaling(E4M3)
+    forward = gated_forward_quantized(x, None, spec, how)
+    made = gated_backward_quantized(dy, x, None, spec, how, how)
+    shapes = [tuple(t.shape) for t in (*forward[:2], *made.dx[:4], *made.h[2:4])]
+    assert shapes == [
+        (0, 256), (2, 0), (0, 512), (4, 0), (512, 0), (0, 512), (256, 0), (0, 256)
+    ]  # fmt: skip
+
+
+def test_scalings_of_two_kinds_are_refused(device: torch.device) -> None:
+    f, one = PRODUCTS["swiglu"], torch.ones(1, device=device)
+    x, dy = torch.ones(2, 256, device=device), torch.ones(2, 128, device=device)
+    given, alone, blocks = TensorScaling(one, E4M3), TensorScaling(None, E4M3), BlockScaling(E4M3)
+    for pair in ((given, alone), (given, blocks), (blocks, alone)):
+        for dx, h in (pair, pair[::-1]):
+            with pytest.raises(AssertionError):
+                gated_backward_quantized(dy, x, None, product_spec(f), dx, h)
+    bias = torch.ones(128, device=device)
+    with pytest.raises(AssertionError):
+        gated_forward_quantized(x, bias, product_spec(f), given)
+    with pytest.raises(AssertionError):
+        gated_backward_quantized(dy, x, bias, product_spec(f), given, given)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1000, 1040), (2048, 3584)], ids=str)
-@pytest.mark.parametrize("name", ["swiglu", "geglu", "clamped"])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "clamped", "no linear units"])
 def test_the_transpose_is_that_of_the_rows_on_a_gpu(name: str, shape: tuple[int, int]) -> None:
     """An assembler may compile what is both stored and packed into words wrongly."""
     f, scale = PRODUCTS[name], torch.full((1,), 30.0, device="cuda")
     for source in (torch.bfloat16, torch.float32):
-        x = torch.randn(shape[0], 2 * shape[1], device="cuda").to(source)
+        x = torch.randn(shape[0], columns(f, shape[1]), device="cuda").to(source)
         dy = torch.randn(shape, device="cuda").to(source)
         spec = product_spec(f)
-        dx, h = gated_backward_quantized(dy, x, spec, scale, E5M2, scale, E4M3)
+        how, h_how = TensorScaling(scale, E5M2), TensorScaling(scale, E4M3)
+        dx, h = gated_backward_quantized(dy, x, None, spec, how, h_how)
         assert torch.equal(bits(dx.rows).t(), bits(dx.cols))
-        forward: Codes = gated_forward_quantized(x, spec, scale, E4M3)
+        forward = gated_forward_quantized(x, None, spec, h_how)
         assert torch.equal(bits(forward.rows).t(), bits(h.cols))
+        if shape[1] % 128 == 0:
+            check_blocks(f, x, dy)

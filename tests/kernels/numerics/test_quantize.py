@@ -19,12 +19,14 @@ from tests.kernels.activations import LAYOUTS, assert_rounded_once, tensor
 from tests.kernels.codes import (
     FORMATS,
     TOP,
+    assert_blocks,
     assert_codes,
     assert_scales,
     expected,
     expected_scale,
     inverse,
     padded,
+    uneven,
     values,
 )
 
@@ -58,29 +60,6 @@ def check_by_tensor(
     torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)
 
 
-def check_by_blocks(x: Tensor, made: Codes, dtype: torch.dtype, power_of_two: bool) -> None:
-    """A block at a time."""
-    values_ = padded(x.cpu().float())
-    for what, codes, scales, matrix in (
-        ("rows", made.rows, made.row_scale, values_),
-        ("cols", made.cols, made.col_scale, values_.t()),
-    ):
-        if codes is None:
-            continue
-        blocks = matrix.unflatten(1, (-1, 128))
-        want = torch.tensor(
-            [
-                [expected_scale(blocks[n, b].abs().max().item(), dtype, power_of_two)
-                 for n in range(blocks.shape[0])]
-                for b in range(blocks.shape[1])
-            ]
-        )  # fmt: skip
-        assert_scales(scales, inverse(want), what)
-        bits = expected(blocks, want.t().unsqueeze(2), dtype).flatten(1)
-        (bits if what == "rows" else bits.t())[x.shape[0] :] = 0
-        assert_codes(codes, bits, dtype, what)
-
-
 def check_by_squares(x: Tensor, made: Codes, dtype: torch.dtype, power_of_two: bool) -> None:
     matrix = padded(x.cpu().float())
     down, across = matrix.shape[0] // 128, matrix.shape[1] // 128
@@ -100,17 +79,6 @@ def check_by_squares(x: Tensor, made: Codes, dtype: torch.dtype, power_of_two: b
             assert_codes(codes, want, dtype, what)
             ones = torch.ones(len(want_scales), -want_scales.shape[1] % 4)
             assert_scales(scales, torch.cat((want_scales, ones), 1), what)
-
-
-def uneven(
-    rows: int, cols: int, dtype: torch.dtype, device: torch.device, layout: str = "contiguous"
-) -> Tensor:
-    """Rows and columns of various sizes, so that no two blocks have one scale."""
-    x = torch.randn(rows, cols) * torch.randn(rows, 1).exp() * torch.randn(cols).exp()
-    x = x.to(device, dtype)
-    if layout == "rows apart":
-        return torch.cat((x, torch.full_like(x, NAN)), 1)[:, :cols]
-    return x.t().contiguous().t() if layout == "columns apart" else x
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
@@ -292,7 +260,7 @@ def test_blocks_and_squares(
     by_rows, by_cols = wanted
     made = quantize_by_blocks(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
     is_wanted(made, by_rows, by_cols)
-    check_by_blocks(x, made, dtype, power_of_two)
+    assert_blocks(x, made, dtype, power_of_two)
     made = quantize_by_squares(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
     is_wanted(made, by_rows, by_cols)
     check_by_squares(x, made, dtype, power_of_two)
@@ -310,7 +278,7 @@ def test_blocks_of_zeros_infinities_and_extremes(
     x[129, (40, 41)] = torch.tensor([INF, NAN])  # in a block that ends with padding
     x = x.to(device)
     made = quantize_by_blocks(x, dtype, rows=True, cols=True, power_of_two=power_of_two)
-    check_by_blocks(x, made, dtype, power_of_two)
+    assert_blocks(x, made, dtype, power_of_two)
     for square in (x, x[2:]):
         made = quantize_by_squares(square, dtype, rows=True, cols=True, power_of_two=power_of_two)
         check_by_squares(square, made, dtype, power_of_two)

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
-from opfuser.kernels.functions import GeluTanh, Relu, Swish
+from opfuser.kernels.functions import GeluErf, GeluTanh, Relu, SquaredRelu, Swish
 from opfuser.kernels.gated import Glu, product_spec
 from opfuser.kernels.gated_quantized import gated_backward_quantized, gated_forward_quantized
+from opfuser.kernels.quantize import BlockScaling, Scaling, TensorScaling
+from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.shipping import Family, empty
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -19,35 +21,80 @@ def one() -> Tensor:
     return empty(1, dtype=FP32)
 
 
-def forward(x: Tensor, *, product: Glu) -> object:
-    return gated_forward_quantized(x, product_spec(product), one(), E4M3, amax=one())
+def scaling(dtype: torch.dtype, amax: bool, encodes: bool = True) -> TensorScaling:
+    return TensorScaling(one() if encodes else None, dtype, one() if amax else None)
 
 
-def backward(x: Tensor, *, product: Glu, h_amax: bool) -> object:
-    dy = empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
-    return gated_backward_quantized(
-        dy, x, product_spec(product), one(), E5M2, one(), E4M3,
-        dx_amax=one(), h_amax=one() if h_amax else None,
-    )  # fmt: skip
+def forward(x: Tensor, *, f: Glu | ScalarFunction, how: Scaling, bias: bool = False) -> object:
+    spec = product_spec(f)
+    return gated_forward_quantized(x, empty(x.shape[1]) if bias else None, spec, how)
+
+
+def backward(
+    x: Tensor,
+    *,
+    f: Glu | ScalarFunction,
+    dx: Scaling,
+    h: Scaling,
+    bias: bool = False,
+    column_sum: bool = False,
+) -> object:
+    dy = empty(x.shape[0], x.shape[1] // (2 if isinstance(f, Glu) else 1), dtype=x.dtype)
+    given = empty(x.shape[1]) if bias else None
+    return gated_backward_quantized(dy, x, given, product_spec(f), dx, h, column_sum=column_sum)
 
 
 SHIPPED = Family()
-for name, product, rows, cols, source in (
+for name, f, rows, cols, source in (
     ("swiglu", Glu(Swish()), 8192, 14336, BF16),
     ("swiglu", Glu(Swish()), 2048, 3584, BF16),
     ("swiglu", Glu(Swish()), 8100, 14336, BF16),
     ("swiglu", Glu(Swish()), 4096, 2880, FP32),
+    ("swiglu", Glu(Swish()), 4096, 4096, FP32),
     ("swiglu in blocks of 32", Glu(Swish(), None, 32), 4096, 2880, BF16),
+    ("swiglu in blocks of 128", Glu(Swish(), None, 128), 4096, 4096, BF16),
     ("reglu", Glu(Relu()), 4096, 16384, BF16),
     ("geglu", Glu(GeluTanh()), 4096, 16384, BF16),
     ("clamped", Glu(ClampedSwish(1.702, 7.0), ShiftedClamp(7.0, 1.0)), 4096, 2880, BF16),
     ("situ", Glu(SoftCappedSwish(4.0), SoftCap(25.0)), 4096, 2048, BF16),
+    ("gelu", GeluErf(), 4096, 16384, BF16),
+    ("gelu", GeluTanh(), 4000, 16384, BF16),
+    ("squared relu", SquaredRelu(), 4096, 12288, BF16),
 ):
-    x = empty(rows, 2 * cols, dtype=source)
+    parts = 2 if isinstance(f, Glu) else 1
+    x = empty(rows, parts * cols, dtype=source)
     size = f"{name} {rows} x {cols} {source}"
-    codes = -(-rows // 128) * 128 / rows / (2 * source.itemsize)  # of h, as a share of x
-    SHIPPED.ship(f"{size} forward", 1 + codes, forward, x, product=product)
+    codes = -(-rows // 128) * 128 / rows / (parts * source.itemsize)  # of h, as a share of x
+    read = 1 + 1 / parts  # dy with x
+    e4m3, e5m2 = scaling(E4M3, True), scaling(E5M2, True)
+    SHIPPED.ship(f"{size} forward", 1 + codes, forward, x, f=f, how=e4m3)
+    SHIPPED.ship(f"{size} amax of h", 1, forward, x, f=f, how=scaling(E4M3, True, False))
+    passes = read + (2 * parts + 1) * codes
     for h_amax in (False, True):
-        passes = 1.5 + 5 * codes
         what = f"{size} backward{' with amax of h' if h_amax else ''}"
-        SHIPPED.ship(what, passes, backward, x, product=product, h_amax=h_amax)
+        SHIPPED.ship(what, passes, backward, x, f=f, dx=e5m2, h=scaling(E4M3, h_amax))
+    SHIPPED.ship(
+        f"{size} amax of dx and h", read, backward, x,
+        f=f, dx=scaling(E5M2, True, False), h=scaling(E4M3, True, False),
+    )  # fmt: skip
+    sums = 2 * codes * parts * 4 / 64  # written and read
+    SHIPPED.ship(
+        f"{size} backward with sums", passes + sums, backward, x,
+        f=f, dx=e5m2, h=e4m3, bias=parts == 1, column_sum=True,
+    )  # fmt: skip
+    if parts == 1:
+        SHIPPED.ship(f"{size} forward with bias", 1 + codes, forward, x, f=f, how=e4m3, bias=True)
+    if cols % 128 == 0:
+        blocks = BlockScaling(E4M3)
+        scales = 4 / 128
+        passes = 1 + codes * (1 + scales)
+        SHIPPED.ship(
+            f"{size} forward in blocks", passes, forward, x, f=f, how=blocks, bias=parts == 1
+        )
+        passes = read + (2 * parts + 1) * codes * (1 + scales)
+        for column_sum in (False, True):
+            what = f"{size} backward in blocks{' with sums' if column_sum else ''}"
+            SHIPPED.ship(
+                what, passes + sums / 2 * column_sum, backward, x,
+                f=f, dx=blocks, h=blocks, bias=parts == 1, column_sum=column_sum,
+            )  # fmt: skip

@@ -1,0 +1,237 @@
+"""Training steps of blocks in FP8, beside bf16 and Transformer Engine in the same recipes."""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+import opfuser
+from benchmarks.gpu import peers, torch_models
+from benchmarks.gpu.blocks import LONGEST, calls, decoder_config, gemms, randomise
+from benchmarks.gpu.contest import solve
+from benchmarks.gpu.engine_layers import EngineLayer, LayerKind
+from benchmarks.gpu.problem import STEP, Case, Function, Options, Problem, Row, Within
+from benchmarks.gpu.row_problems import EPS, drawing
+from benchmarks.gpu.torch_models import Parts, share
+from opfuser import recipe as recipes
+from opfuser.models import decoder_layer, swiglu_block
+
+# E5M2 rounds a gradient by up to an eighth; here they pass through up to seven products.
+TOLERANCE = 0.2
+
+RECIPES: Mapping[str, recipes.Recipe] = {
+    "delayed": recipes.DelayedScaling(),
+    "current": recipes.Float8CurrentScaling(),
+    "predicted": recipes.Float8PredictedScaling(),
+    "block": recipes.Float8BlockScaling(),
+}
+ENGINE_RECIPES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+}
+KEPT = "opfuser, delayed, weights kept"
+
+SIZES: tuple[Mapping[str, int], ...] = (
+    {"dim": 4096, "tokens": 8192},
+    {"dim": 1024, "tokens": 8192},
+    {"dim": 1024, "tokens": 16384},
+    {"dim": 2048, "tokens": 8192},
+)
+TINY = {"dim": 128, "tokens": 8}
+
+
+def region(recipe: recipes.Recipe) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: opfuser.autocast(recipe=recipe)
+
+
+class Kept:
+    """A module whose quantised weights stay from call to call, as those of micro-batches do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.context = contextvars.copy_context()  # so that no other contestant keeps any
+        self.context.run(opfuser.keep_quantized_weights().__enter__)
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.context.run(self.module, x)
+
+
+def ours(make: Callable[[], nn.Module], source: nn.Module) -> dict[str, Function]:
+    """Opfuser in bf16 and in each recipe; each has scales of its own."""
+    delayed = region(RECIPES["delayed"])
+    return {
+        "opfuser": share(make(), source),
+        **{
+            f"opfuser, {name}": Within(share(make(), source), region(recipe))
+            for name, recipe in RECIPES.items()
+        },
+        KEPT: Within(Kept(share(make(), source)), delayed),
+    }
+
+
+def engines(title: str, build: Callable[[], Function]) -> dict[str, Function]:
+    """Transformer Engine in bf16 and in each recipe that it has."""
+    if not peers.installed(peers.TE):
+        return {}
+
+    def within(kind: str) -> Callable[[], AbstractContextManager[Any]]:
+        def context() -> AbstractContextManager[Any]:
+            engine = importlib.import_module("transformer_engine.pytorch")
+            own = importlib.import_module("transformer_engine.common.recipe")
+            opened: AbstractContextManager[Any] = engine.autocast(
+                enabled=True, recipe=getattr(own, kind)()
+            )
+            return opened
+
+        return context
+
+    def late() -> Function:
+        made: list[Function] = []
+
+        def function(*args: Tensor) -> Any:
+            if not made:
+                made.append(build())
+            return made[0](*args)
+
+        return function
+
+    return {
+        title: late(),
+        **{
+            f"{title}, {name}": Within(late(), within(kind))
+            for name, kind in ENGINE_RECIPES.items()
+        },
+    }
+
+
+def engine_ops(*operations: tuple[str, tuple[Any, ...], dict[str, Any]]) -> Function:
+    """A residual block of te.ops; arguments as te.ops takes them, parameters by name."""
+    ops = importlib.import_module("transformer_engine.pytorch.ops")
+    made = []
+    for name, args, parameters in operations:
+        options: dict[str, Any] = {"bias": "bias" in parameters} if name == "Linear" else {}
+        if name.endswith("Norm"):
+            options = {"eps": EPS}
+        like = next(iter(parameters.values()), None)
+        if like is not None:
+            options |= {"device": like.device, "dtype": like.dtype}
+        op = getattr(ops, name)(*args, **options)
+        for key, parameter in parameters.items():
+            setattr(op, key, parameter)
+        made.append(op)
+    sequence = ops.Sequential(*made)
+    return lambda x: x + sequence(x)
+
+
+def swiglu(options: Options, dim: int, tokens: int) -> Problem:
+    config = decoder_config(options, dim)
+    source = torch_models.swiglu_block(config, Parts())
+    randomise(source)
+    norm, fc1, fc2 = parameters = tuple(source.parameters())
+    ffn = config.ffn_features
+
+    def of_ops() -> Function:
+        return engine_ops(
+            ("RMSNorm", (dim,), {"weight": norm}),
+            ("Linear", (dim, 2 * ffn), {"weight": fc1}),
+            ("SwiGLU", (), {}),
+            ("Linear", (ffn, dim), {"weight": fc2}),
+        )
+
+    functions: dict[str, Function] = {
+        "torch": source,
+        **ours(lambda: swiglu_block(config), source),
+        **engines("te.ops", of_ops),
+        **engines("te.LayerNormMLP", lambda: peers.engine_swiglu_block(norm, fc1, fc2, EPS)),
+    }
+    return Problem(
+        drawing(options, ((tokens, dim),), ((tokens, dim),)),
+        functions,
+        {STEP: None},
+        parameters,
+        floor=lambda x: gemms(x, [(2 * ffn, dim), (dim, ffn)]),
+        tolerance=TOLERANCE,
+        wall=calls(dim),
+    )
+
+
+def gpt(options: Options, dim: int, tokens: int) -> Problem:
+    to = {"device": options.device, "dtype": options.dtype}
+    hidden = 4 * dim
+    source = torch_models.gpt_block(dim, hidden, 0.0, EPS, to)
+    randomise(source)
+    parameters = tuple(source.parameters())
+    norm, norm_bias, fc1, fc1_bias, fc2, fc2_bias = parameters
+
+    def make() -> nn.Module:
+        return opfuser.Residual(
+            opfuser.LayerNorm(dim, eps=EPS, **to),
+            opfuser.Linear(dim, hidden, **to),
+            opfuser.GELU(),
+            opfuser.Linear(hidden, dim, **to),
+        )
+
+    def of_ops() -> Function:
+        return engine_ops(
+            ("LayerNorm", (dim,), {"weight": norm, "bias": norm_bias}),
+            ("Linear", (dim, hidden), {"weight": fc1, "bias": fc1_bias}),
+            ("GELU", (), {}),
+            ("Linear", (hidden, dim), {"weight": fc2, "bias": fc2_bias}),
+        )
+
+    functions: dict[str, Function] = {
+        "torch": source,
+        **ours(make, source),
+        **engines("te.ops", of_ops),
+        **engines("te.LayerNormMLP", lambda: peers.engine_gpt_block(parameters, EPS)),
+    }
+    return Problem(
+        drawing(options, ((tokens, dim),), ((tokens, dim),)),
+        functions,
+        {STEP: None},
+        parameters,
+        floor=lambda x: gemms(x, [(hidden, dim), (dim, hidden)]),
+        tolerance=TOLERANCE,
+        wall=calls(dim),
+    )
+
+
+def layer(options: Options, dim: int, tokens: int) -> Problem:
+    config = replace(decoder_config(options, dim), num_kv_heads=None)
+    length = min(tokens, LONGEST)
+    shape = (tokens // length, length, dim)
+    source = torch_models.decoder_layer(config, Parts(), length)
+    randomise(source)
+    kind = LayerKind(config.num_heads, EPS, rotary_length=length, gated=True)
+    functions: dict[str, Function] = {
+        "torch": source,
+        **ours(lambda: decoder_layer(config), source),
+        **engines("te.TransformerLayer", lambda: EngineLayer(source, kind)),
+    }
+    return Problem(
+        drawing(options, (shape,), (shape,)),
+        functions,
+        {STEP: None},
+        tuple(source.parameters()),
+        tolerance=2 * TOLERANCE,
+        wall=calls(dim),
+    )
+
+
+CASES = (
+    Case("SwiGLU block", swiglu, SIZES, TINY),
+    Case("GPT block", gpt, SIZES, TINY),
+    Case("decoder layer", layer, SIZES[:2], TINY),
+)
+
+
+def rows(options: Options) -> Iterator[Row]:
+    for case in CASES:
+        yield from solve(case, options, () if options.modes is None else options.modes)

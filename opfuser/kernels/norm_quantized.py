@@ -1,0 +1,196 @@
+"""Norms of rows to fp8: by rows in forward, and again by columns from what forward left.
+
+Dimensions: R rows, D columns. x, residual and total are ``(…, D)``, of one shape, with R rows in
+all; the elements of a row are side by side. Codes are those of the matrix (R, D); scalings, padding
+and layouts are as in ``opfuser.kernels.quantize``, norms as in ``opfuser.kernels.norm``. Arguments
+and results: ``norm_quantized_plain``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .choice import kernel_or_plain
+from .launch import Launch, has_fp8
+from .norm_launch import FORWARD, RowLaunch, forward_tile, share_of_sum, strided_rows
+from .norm_quantized_plain import QuantizedNorm, cols_quantized_plain, forward_quantized_plain
+from .quantize import Tile, empty_codes
+from .quantize_plain import BLOCK, Codes, Scaling, TensorScaling
+from .tiling import cdiv, empty_contiguous
+
+__all__ = ["QuantizedNorm", "norm_cols_quantized", "norm_forward_quantized"]
+
+# On sm_90 at most 64 registers per thread, and whole cache lines of the transpose; not measured.
+_COLS = Tile(128, 64, 8)
+_COLS_OF_BLOCKS = Tile(BLOCK, BLOCK, 8)  # 102 to 124 registers: two programs fit; not measured
+_ACCESS = 16  # bytes that a thread reads at once
+
+
+def _power_of_two(scaling: Scaling) -> bool:
+    return not isinstance(scaling, TensorScaling) and scaling.power_of_two
+
+
+@functools.lru_cache(None)
+def _forward_launch(
+    cols: int,
+    with_mean: bool,
+    alone: bool,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    itemsize: int,
+) -> RowLaunch:
+    rows, block_cols, warps = forward_tile(cols, with_mean, alone)
+    constants = {
+        "ZERO_CENTERED": zero_centered,
+        "E5M2": dtype == torch.float8_e5m2,
+        "POWER_OF_TWO": power_of_two,
+        "BLOCK": BLOCK,
+        "BLOCK_ROWS": rows,
+        "BLOCK_COLS": block_cols,
+        "VEC": min(_ACCESS // itemsize, block_cols),
+    }
+    return RowLaunch(Launch("norm_quantized:forward", constants, num_warps=warps), rows)
+
+
+@functools.lru_cache(None)
+def _cols_launch(
+    tile: Tile,
+    zero_centered: bool,
+    dtype: torch.dtype,
+    power_of_two: bool,
+    itemsize: int,
+    even: bool,
+) -> Launch:
+    constants = {
+        "ZERO_CENTERED": zero_centered,
+        "E5M2": dtype == torch.float8_e5m2,
+        "POWER_OF_TWO": power_of_two,
+    }
+    return tile.launch("norm_quantized:columns", constants, itemsize, even)
+
+
+def _launch_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    with_mean: bool,
+    scaling: Scaling,
+) -> QuantizedNorm:
+    cols = x.shape[-1]
+    total = None if residual is None else empty_contiguous(x)
+    rstd = x.new_empty(*x.shape[:-1] or ((),), dtype=torch.float32)
+    mean = torch.empty_like(rstd) if with_mean else None
+    rows = rstd.numel()
+    scale, amax, padded, codes, inverse = _memory(rstd, cols, scaling, by_rows=True)
+    x, stride = strided_rows(x)
+    residual, residual_stride = (None, 0) if residual is None else strided_rows(residual)
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    launch, block_rows = _forward_launch(
+        cols, with_mean, residual is None, zero_centered, scaling.dtype, _power_of_two(scaling),
+        x.element_size(),
+    )  # fmt: skip
+    launch(
+        (cdiv(padded, block_rows), 1, 1),
+        (x, residual, weight, bias, total, mean, rstd, scale, codes, inverse, amax),
+        (rows, padded, cols, stride, residual_stride),
+        (eps, share_of_sum(weight, cols)),
+    )
+    return QuantizedNorm(Codes(codes, inverse, None, None, None), total, mean, rstd)
+
+
+def _launch_cols(
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    zero_centered: bool,
+    scaling: Scaling,
+) -> Codes:
+    rows, cols, rstd = rstd.numel(), total.shape[-1], rstd.contiguous()
+    scale, amax, padded, codes, inverse = _memory(rstd, cols, scaling, by_rows=False)
+    tile = _COLS if isinstance(scaling, TensorScaling) else _COLS_OF_BLOCKS
+    x, stride = strided_rows(total)
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    mean = None if mean is None else mean.contiguous()
+    launch = _cols_launch(
+        tile, zero_centered, scaling.dtype, _power_of_two(scaling), x.element_size(),
+        tile.even(rows, cols),
+    )  # fmt: skip
+    launch(
+        (tile.programs(padded, cols), 1, 1),
+        (x, weight, bias, mean, rstd, scale, codes, inverse, amax),
+        (rows, padded, cols, stride),
+    )
+    return Codes(None, None, codes, inverse, None)
+
+
+def _memory(
+    rstd: Tensor, cols: int, scaling: Scaling, by_rows: bool
+) -> tuple[Tensor | None, Tensor | None, int, Tensor | None, Tensor | None]:
+    """Scale and amax, the rows with padding, and memory for codes in one layout and for 1 / s."""
+    scale = amax = None
+    if isinstance(scaling, TensorScaling):
+        scale, amax = scaling.scale, scaling.amax
+        if scale is None:
+            return None, amax, cdiv(rstd.numel(), BLOCK) * BLOCK, None, None
+    padded, *layouts = empty_codes(rstd.view(-1), cols, scaling.dtype, by_rows, not by_rows)
+    if scale is not None:
+        inverse = torch.empty_like(scale)
+    else:
+        shape = (cols // BLOCK, padded) if by_rows else (padded // BLOCK, cols)
+        inverse = rstd.new_empty(shape)
+    return scale, amax, padded, layouts[not by_rows], inverse
+
+
+def _takes_blocks(scaling: Scaling, cols: int) -> bool:
+    return isinstance(scaling, TensorScaling) or cols % BLOCK == 0
+
+
+def _takes_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    with_mean: bool,
+    scaling: Scaling,
+) -> bool:
+    cols = x.shape[-1]
+    return (
+        x.numel() > 0
+        and cols <= FORWARD.max_cols
+        and (residual is None or residual.dtype != torch.float64)
+        and _takes_blocks(scaling, cols)
+        and has_fp8(x)
+    )
+
+
+def _takes_cols(
+    total: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    zero_centered: bool,
+    scaling: Scaling,
+) -> bool:
+    return total.numel() > 0 and _takes_blocks(scaling, total.shape[-1]) and has_fp8(total)
+
+
+norm_forward_quantized = kernel_or_plain(
+    launch=_launch_forward, plain=forward_quantized_plain, accepts=_takes_forward
+)
+norm_cols_quantized = kernel_or_plain(
+    launch=_launch_cols, plain=cols_quantized_plain, accepts=_takes_cols
+)

@@ -1,0 +1,64 @@
+"""Checks that run on several ranks at once, all in one start of the processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
+
+__all__ = ["Check", "Outcomes", "assert_passed", "outcomes_of"]
+
+Check = Callable[[int, int], None]
+"""Is told its rank and the number of ranks."""
+
+Outcomes = list[dict[str, str]]
+"""For each rank what came of each check."""
+
+
+def outcomes_of(module: str, ranks: int, folder: Path) -> Outcomes:
+    """Runs the ``CHECKS`` of a module of tests over gloo.
+
+    Args:
+        module: its name.
+        ranks: number of processes.
+        folder: an empty one.
+    """
+    with contextlib.suppress(ProcessRaisedException, ProcessExitedException):  # told rank by rank
+        spawn(_run, (ranks, str(folder), module), nprocs=ranks)
+    files = [folder / f"{rank}.json" for rank in range(ranks)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+
+
+def assert_passed(outcomes: Outcomes, name: str) -> None:
+    told = [f"rank {rank}: {told.get(name, 'ended early')}" for rank, told in enumerate(outcomes)]
+    assert all(line.endswith("passed") for line in told), "\n".join(told)
+
+
+def _run(rank: int, ranks: int, folder: str, module: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    checks: dict[str, Check] = importlib.import_module(module).CHECKS
+    store = dist.FileStore(os.path.join(folder, "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    outcomes: dict[str, str] = {}
+    name = ""
+    try:
+        for name, function in checks.items():
+            torch.manual_seed(0)
+            function(rank, ranks)
+            outcomes[name] = "passed"
+    except BaseException:  # also that of pytest.raises
+        outcomes[name] = traceback.format_exc()
+        raise  # ends the other ranks too, which may wait for this one
+    finally:
+        Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()

@@ -1,0 +1,191 @@
+"""Where the gradients of weights go that are products of FP8 codes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.basic import _weight_grad
+from opfuser.gemm.scaled import scaled_wgrad
+from opfuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from tests.contract.gradients import handed_over
+
+pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+
+CURRENT = Float8CurrentScaling()
+RECIPES: tuple[Recipe, ...] = (CURRENT, DelayedScaling(), Float8BlockScaling())
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+IN, OUT = 256, 128
+
+
+def linear(dtype: torch.dtype, weight: Tensor, **how: Any) -> Any:
+    op = opfuser.BasicLinear(IN, OUT, dtype=dtype, **how)
+    op.weight = nn.Parameter(weight.to(dtype, copy=True))
+    return op
+
+
+def backward(op: Any, x: Tensor, dy: Tensor, recipe: Recipe) -> None:
+    with opfuser.autocast(recipe=recipe):
+        y = op(x)
+    y.backward(dy)
+
+
+def batches(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return [(torch.randn(n, IN, dtype=dtype), torch.randn(n, OUT, dtype=dtype)) for n in (5, 130)]
+
+
+def wide(weight: Tensor, x: Tensor, dy: Tensor, recipe: Recipe) -> Tensor:
+    """The same gradient in fp32: operands of a wider dtype hold the same values and codes."""
+    op = linear(torch.float32, weight)
+    backward(op, x.float(), dy.float(), recipe)
+    return op.weight.grad
+
+
+def steps_apart(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
+    """The largest difference, in roundings of ``dtype``, relative to the largest value."""
+    difference = (ours.double() - theirs.double()).abs().max() / theirs.abs().max()
+    return difference.item() / torch.finfo(dtype).eps
+
+
+WEIGHT = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(2)).bfloat16().float()
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_main_grad_in_fp32_is_never_rounded_below(dtype: torch.dtype, recipe: Recipe) -> None:
+    op = linear(dtype, WEIGHT, accumulate_into_main_grad=True)
+    op.weight.main_grad = torch.ones(OUT, IN)
+    exact = torch.ones(OUT, IN)
+    for x, dy in batches(dtype):
+        exact += wide(WEIGHT.to(dtype), x, dy, recipe)
+    with opfuser.autocast(
+        recipe=recipe
+    ):  # one, in which delayed scales stay what they are at first
+        for x, dy in batches(dtype):
+            op(x).backward(dy)
+    assert op.weight.grad_added_to_main_grad
+    assert op.weight.grad is not None
+    assert not op.weight.grad.any()
+    assert steps_apart(op.weight.main_grad, exact, torch.float32) < 64
+
+
+def test_main_grad_in_half_precision_is_rounded_once() -> None:
+    ((x, dy), _) = batches(torch.bfloat16)
+    exact = wide(WEIGHT, x, dy, CURRENT)
+    start = torch.randn(OUT, IN, dtype=torch.bfloat16)
+    op = linear(torch.bfloat16, WEIGHT, accumulate_into_main_grad=True)
+    op.weight.main_grad = start.clone()
+    backward(op, x, dy, CURRENT)
+    # fp32 sums in another order may round the other way, but by no more than one step.
+    once = (start.float() + exact).bfloat16()
+    apart = (op.weight.main_grad != once).float().mean().item()
+    assert apart < 1e-3
+
+
+@each_recipe
+def test_overwrite_main_grad(recipe: Recipe) -> None:
+    """Written by the first use of a weight in a backward pass, added to by the others."""
+    op = linear(torch.float32, WEIGHT, accumulate_into_main_grad=True)
+    op.weight.main_grad = torch.full((OUT, IN), float("nan"))
+    op.weight.overwrite_main_grad = True
+    alone = linear(torch.float32, WEIGHT)
+    for x, dy in batches(torch.float32):
+        alone.weight.grad = None
+        for module in (op, alone):
+            with opfuser.autocast(recipe=recipe):
+                y = module(x) + module(2 * x)
+            y.backward(dy)
+        torch.testing.assert_close(op.weight.main_grad, alone.weight.grad)
+
+
+@each_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("asked", [False, True])
+def test_grad_accumulates_over_micro_batches(
+    asked: bool, dtype: torch.dtype, recipe: Recipe
+) -> None:
+    """By autograd, also where a GEMM of other operands would add to it: none of codes does."""
+    op = linear(dtype, WEIGHT, accumulate_into_grad=asked)
+    op.weight.grad = start = torch.ones(OUT, IN, dtype=dtype)
+    exact = torch.ones(OUT, IN, dtype=dtype)
+    with opfuser.autocast(recipe=recipe):
+        for x, dy in batches(dtype):
+            (own,) = torch.autograd.grad(op(x), op.weight, dy)
+            exact += own
+            y = op(x)
+            told = handed_over(y, op.weight)
+            y.backward(dy)
+            assert told == [True]
+    assert op.weight.grad is start
+    torch.testing.assert_close(start, exact, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("accumulate", ["main_grad", "grad"])
+def test_a_wgrad_in_high_precision_is_added_by_its_gemm(accumulate: str) -> None:
+    how: Any = {f"accumulate_into_{accumulate}": True}
+    op = linear(torch.float32, WEIGHT, **how)
+    target = torch.ones(OUT, IN)
+    setattr(op.weight, accumulate, target)
+    ((x, dy), _) = batches(torch.float32)
+    with opfuser.autocast(recipe=Float8CurrentScaling(wgrad="bf16")):
+        y = op(x)
+    told = handed_over(y, op.weight)
+    y.backward(dy)
+    assert told == [accumulate == "main_grad"]
+    torch.testing.assert_close(target, 1 + dy.t() @ x)
+
+
+def test_gradients_that_go_nowhere_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args)
+        return scaled_wgrad(*args)
+
+    monkeypatch.setattr(_weight_grad, "scaled_wgrad", counted)
+    op = linear(torch.bfloat16, WEIGHT, accumulate_into_main_grad=True)
+    op.weight.main_grad = torch.ones(OUT, IN)
+    ((x, dy), _) = batches(torch.bfloat16)
+    x.requires_grad_()
+    with opfuser.autocast(recipe=CURRENT):
+        y = op(x)
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert not calls
+    (dw,) = torch.autograd.grad(y, op.weight, dy, retain_graph=True)
+    assert dw.dtype == torch.bfloat16
+    assert steps_apart(dw, wide(WEIGHT, x.detach(), dy, CURRENT), torch.bfloat16) < 1
+    assert torch.equal(op.weight.main_grad, torch.ones(OUT, IN))
+    calls.clear()
+    y.backward(dy)
+    assert len(calls) == 1
+    assert not torch.equal(op.weight.main_grad, torch.ones(OUT, IN))
+
+
+def test_wide_weights_under_autocast_get_wide_gradients() -> None:
+    """The GEMM writes the dtype of the weight, which its sums are not rounded below."""
+    op = linear(torch.float32, WEIGHT)
+    ((x, dy), _) = batches(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16), opfuser.autocast(recipe=CURRENT):
+        y = op(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(dy)
+    assert op.weight.grad.dtype == torch.float32
+    assert steps_apart(op.weight.grad, wide(WEIGHT, x, dy, CURRENT), torch.float32) < 64
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_micro_batches_with_kept_weights(kept: bool) -> None:
+    op = linear(torch.bfloat16, WEIGHT, accumulate_into_main_grad=True)
+    op.weight.main_grad = torch.zeros(OUT, IN)
+    exact = sum(wide(WEIGHT, x, dy, CURRENT) for x, dy in batches(torch.bfloat16))
+    with opfuser.keep_quantized_weights() if kept else contextlib.nullcontext():
+        for x, dy in batches(torch.bfloat16):
+            backward(op, x, dy, CURRENT)
+    assert isinstance(exact, Tensor)
+    assert steps_apart(op.weight.main_grad, exact, torch.float32) < 64
