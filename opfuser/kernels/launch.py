@@ -22,6 +22,7 @@ __all__ = [
     "INTERPRETED",
     "Launch",
     "Recorded",
+    "has_fp4",
     "has_fp8",
     "multiprocessors",
     "recorded",
@@ -114,18 +115,25 @@ def multiprocessors(x: Tensor) -> int:
     return count
 
 
-_fp8: dict[int, bool] = {}
+_capabilities: dict[int, tuple[int, int]] = {}
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    index = x.get_device()
+    found = _capabilities.get(index)
+    if found is None:
+        _capabilities[index] = found = torch.cuda.get_device_capability(index)
+    return found
 
 
 def has_fp8(x: Tensor) -> bool:
     """Whether the GPU that ``x`` is on converts to fp8: those from compute capability 8.9 on."""
-    if not x.is_cuda:
-        return True
-    index = x.get_device()
-    found = _fp8.get(index)
-    if found is None:
-        _fp8[index] = found = torch.cuda.get_device_capability(index) >= (8, 9)
-    return found
+    return not x.is_cuda or _capability(x) >= (8, 9)
+
+
+def has_fp4(x: Tensor) -> bool:
+    """Whether the GPU that ``x`` is on converts to fp4: those from compute capability 10.0 on."""
+    return not x.is_cuda or _capability(x) >= (10, 0)
 
 
 class Launch:

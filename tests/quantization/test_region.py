@@ -319,8 +319,6 @@ def test_compiled_calls_are_refused() -> None:
             NotSupportedError,
             "GEMMs of blocks split their sums",
         ),
-        (recipes.MXFP8BlockScaling, NotSupportedError, "MXFP8 is not supported"),
-        (recipes.NVFP4BlockScaling, NotSupportedError, "NVFP4 is not supported"),
     ],
 )
 def test_refused(make: Any, error: type[Exception], text: str) -> None:

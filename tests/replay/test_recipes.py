@@ -11,14 +11,23 @@ from opfuser.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8PredictedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 from tests.replay.models import assert_same_grads, code, count, twin
 
-RECIPES = DelayedScaling(), Float8PredictedScaling(), Float8CurrentScaling(), Float8BlockScaling()
+RECIPES: tuple[Recipe, ...] = (
+    DelayedScaling(),
+    Float8PredictedScaling(),
+    Float8CurrentScaling(),
+    Float8BlockScaling(),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(disable_stochastic_rounding=True),
+)
 
 
-@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 @pytest.mark.usefixtures("replaying")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 def test_quantised_calls(recipe: Recipe, device: torch.device) -> None:
