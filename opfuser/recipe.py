@@ -120,8 +120,9 @@ class Recipe:
 
     # Features of a linear operation are multiples of this.
     multiple: ClassVar[int] = 16
-    # What GPUs that multiply the format have at least; elsewhere it is emulated.
-    capability: ClassVar[tuple[int, int]] = (8, 9)
+    # Of the GPUs that multiply the format: from the first one on, before the second. Elsewhere it
+    # is emulated.
+    capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((8, 9), None)
     # Of the operands, in messages.
     operands: ClassVar[str] = "FP8"
     # Whether operations hand on codes of what they compute; else whoever takes it quantises it.
@@ -306,6 +307,8 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams()
 
     multiple: ClassVar[int] = 128
+    # torch has its GEMM for these alone.
+    capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((9, 0), (10, 0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -347,7 +350,7 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
 
     multiple: ClassVar[int] = 32
-    capability: ClassVar[tuple[int, int]] = (10, 0)
+    capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((10, 0), None)
     operands: ClassVar[str] = "MXFP8"
     handed_on: ClassVar[bool] = False
 
@@ -403,7 +406,7 @@ class NVFP4BlockScaling(Recipe):
 
     # GEMMs take rows of 16 bytes, which are 32 values.
     multiple: ClassVar[int] = 32
-    capability: ClassVar[tuple[int, int]] = (10, 0)
+    capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((10, 0), None)
     operands: ClassVar[str] = "NVFP4"
     handed_on: ClassVar[bool] = False
 

@@ -364,24 +364,39 @@ def keep_quantized_weights() -> Iterator[None]:
 _warned: set[str] = set()
 
 
+_capabilities: dict[torch.device, tuple[int, int]] = {}
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; asking torch takes 20 us on a slow host."""
+    found = _capabilities.get(device)
+    if found is None:
+        found = torch.cuda.get_device_capability(device)
+        if device.index is not None:
+            _capabilities[device] = found
+    return found
+
+
 def has_hardware(device: torch.device, recipe: Recipe) -> bool:
     """Whether ``device`` multiplies what the recipe rounds to.
 
     Elsewhere the same codes and scales are multiplied in fp32. The first such device of a format is
     told in a warning.
     """
-    needed, name = recipe.capability, recipe.operands
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= needed:
-        return True
+    (first, before), name = recipe.capability, recipe.operands
+    if device.type == "cuda":
+        own = _capability(device)
+        if own >= first and (before is None or own < before):
+            return True
     told = f"{name} on {device.type}"
     if told not in _warned:
         _warned.add(told)
-        capability = ".".join(map(str, needed))
+        range_ = "{}.{}".format(*first) + (" and later" if before is None else " alone")
         warnings.warn(
             explain(
                 f"{name} is emulated: operands are rounded to {name} and multiplied in fp32",
                 received=f"tensors on {device}",
-                remedy=f"GPUs of compute capability {capability} and later multiply {name}",
+                remedy=f"GPUs of compute capability {range_} multiply {name}",
             ),
             stacklevel=2,
         )

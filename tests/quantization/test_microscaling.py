@@ -21,6 +21,7 @@ from opfuser.kernels.quantize import Codes, amax_of
 from opfuser.quantization import quantizers
 from opfuser.recipe import (
     DelayedScaling,
+    Float8BlockScaling,
     Float8CurrentScaling,
     Format,
     MXFP8BlockScaling,
@@ -258,18 +259,28 @@ def test_emulation_is_told_once_for_each_format(
 
 
 @pytest.mark.parametrize(
-    ("capability", "fp8", "blocks"),
-    [((8, 0), False, False), ((8, 9), True, False), ((9, 0), True, False), ((10, 0), True, True)],
+    ("capability", "scales", "blocks", "micro"),
+    [
+        ((8, 0), False, False, False),
+        ((8, 9), True, False, False),
+        ((9, 0), True, True, False),
+        ((10, 0), True, False, True),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 def test_which_gpus_multiply_a_format(
-    capability: tuple[int, int], fp8: bool, blocks: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    scales: bool,
+    blocks: bool,
+    micro: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     device = torch.device("cuda")
-    assert quantizers.has_hardware(device, DelayedScaling()) == fp8
+    assert quantizers.has_hardware(device, DelayedScaling()) == scales
+    assert quantizers.has_hardware(device, Float8BlockScaling()) == blocks
     for recipe in (MXFP8BlockScaling(), NVFP4BlockScaling()):
-        assert quantizers.has_hardware(device, recipe) == blocks
+        assert quantizers.has_hardware(device, recipe) == micro
 
 
 def test_names_and_fields_of_transformer_engine() -> None:
