@@ -16,7 +16,6 @@ from lm_recipes import RECIPES
 from lm_run import Interrupt, Progress, RunFolder, SavedBytes
 from torch import Tensor, nn
 
-import opfuser
 from opfuser.models import DecoderConfig
 
 
@@ -168,10 +167,6 @@ class Trainer:
         return tokens / self.training_seconds if self.training_seconds else 0.0
 
     def save(self) -> None:
-        recipe = self.config.model.recipe
-        if recipe is not None:
-            with opfuser.autocast(recipe=recipe):
-                pass  # the scales follow the last step, as its largest values are not stored
         counters = {"step": self.step, "seconds": self.seconds, "saved": self.saved.total}
         counters["training_seconds"] = self.training_seconds
         self.folder.save(self.model, self.optimizer, **counters)

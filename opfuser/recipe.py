@@ -37,12 +37,14 @@ class _Largest(NamedTuple):
 
 
 class Format(Enum):
-    """The 8-bit formats of forward and backward; the value holds their largest numbers.
+    """The formats of forward and backward; the value holds their largest numbers.
 
     E4M3: 4 bits of exponent, largest 448. E5M2: 5 bits of exponent, largest 57344. HYBRID: E4M3 in
-    forward, E5M2 for gradients of outputs.
+    forward, E5M2 for gradients of outputs. E2M1, of NVFP4 alone: 4 bits, the numbers 0, 0.5, 1,
+    1.5, 2, 3, 4, 6 and their negatives.
     """
 
+    E2M1 = _Largest(6.0, 6.0)
     E4M3 = _Largest(448.0, 448.0)
     E5M2 = _Largest(57344.0, 57344.0)
     HYBRID = _Largest(448.0, 57344.0)
@@ -50,12 +52,14 @@ class Format(Enum):
     @property
     def forward(self) -> torch.dtype:
         """The dtype of inputs and weights."""
-        return torch.float8_e5m2 if self is Format.E5M2 else torch.float8_e4m3fn
+        others = {Format.E2M1: torch.float4_e2m1fn_x2, Format.E5M2: torch.float8_e5m2}
+        return others.get(self, torch.float8_e4m3fn)
 
     @property
     def backward(self) -> torch.dtype:
         """The dtype of gradients of outputs."""
-        return torch.float8_e4m3fn if self is Format.E4M3 else torch.float8_e5m2
+        others = {Format.E2M1: torch.float4_e2m1fn_x2, Format.E4M3: torch.float8_e4m3fn}
+        return others.get(self, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -77,10 +81,15 @@ class QParams:
     Attributes:
         power_2_scale: whether scales are powers of two.
         amax_epsilon: a lower bound of the amax that a scale is computed from.
+        random_hadamard_transform, stochastic_rounding, fp4_2d_quantization: of NVFP4 alone; see
+            :class:`NVFP4BlockScaling`.
     """
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +101,9 @@ class Recipe:
         fp8_dpa, fp8_mha: attention in FP8; not supported.
         backward_override: ``"high_precision"`` computes both gradients without quantisation, as
             ``dgrad="bf16", wgrad="bf16"`` does.
-        fprop, dgrad, wgrad: ``"fp8"``, or ``"bf16"`` for the dtype that the operation computes in
-            without a recipe: of the forward GEMM, and of those of the gradients of input and
-            weight.
+        fprop, dgrad, wgrad: ``"fp8"``, the format of the recipe whatever its name, or ``"bf16"``
+            for the dtype that the operation computes in without a recipe: of the forward GEMM, and
+            of those of the gradients of input and weight.
 
     Raises:
         ArgumentError: a value outside its domain.
@@ -111,6 +120,13 @@ class Recipe:
 
     # Features of a linear operation are multiples of this.
     multiple: ClassVar[int] = 16
+    # Of the GPUs that multiply the format: from the first one on, before the second. Elsewhere it
+    # is emulated.
+    capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((8, 9), None)
+    # Of the operands, in messages.
+    operands: ClassVar[str] = "FP8"
+    # Whether operations hand on codes of what they compute; else whoever takes it quantises it.
+    handed_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.fp8_dpa or self.fp8_mha:
@@ -126,6 +142,13 @@ class Recipe:
             self._wrong("fprop, dgrad and wgrad are 'fp8' or 'bf16'", repr(modes))
         if not isinstance(self.fp8_format, Format):
             self._wrong("fp8_format is a Format", repr(self.fp8_format))
+        if self.fp8_format is Format.E2M1:
+            self._refuse("fp8_format is a format of 8 bits", "Format.E2M1")
+        for name, value in vars(self).items():
+            if isinstance(value, QParams) and value != QParams(
+                value.power_2_scale, value.amax_epsilon
+            ):
+                self._refuse("Transforms and stochastic rounding are of NVFP4", f"{name}={value}")
         if self.backward_override is not None:
             object.__setattr__(self, "dgrad", "bf16")
             object.__setattr__(self, "wgrad", "bf16")
@@ -284,6 +307,8 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = MMParams()
 
     multiple: ClassVar[int] = 128
+    # torch has its GEMM for these alone.
+    capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((9, 0), (10, 0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -302,27 +327,129 @@ class Float8BlockScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class MXFP8BlockScaling(Recipe):
-    """Blocks of 32 values; a format of GPUs that opfuser does not support yet.
+    """A scale for each 32 consecutive values, a power of two in 8 bits (E8M0).
 
-    Raises:
-        NotSupportedError: always.
+    ``1/s`` is the smallest power of two with ``amax s <= largest``, amax of the block. Nothing
+    saturates: the exponent is rounded up, as in Mishra et al., "Recipes for Pre-training LLMs with
+    MXFP8", arXiv:2506.08027, and not down, as in the conversion that OCP, "Microscaling Formats
+    (MX) Specification v1.0", describes. Blocks run along what a GEMM sums over, so that a tensor
+    and its transpose are rounded apart.
+
+    GPUs of compute capability 10.0 and later multiply this format; elsewhere it is emulated. It has
+    never run on a GPU of that kind: codes, scales and the arguments of the products are tested
+    against plain torch, and the kernel is compiled for sm_100.
+
+    Attributes:
+        margin: 0; others are not supported.
+        fp8_format: E4M3 or HYBRID.
+        enable_2d_quantization: one scale for 32 x 32 of a weight; not supported.
     """
 
+    margin: int = 0
     fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
+
+    multiple: ClassVar[int] = 32
+    capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((10, 0), None)
+    operands: ClassVar[str] = "MXFP8"
+    handed_on: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._refuse("MXFP8 is not supported", "MXFP8BlockScaling()")
+        super().__post_init__()
+        if self.margin:
+            self._refuse("Scales of MXFP8 leave no margin", f"margin={self.margin}")
+        if self.enable_2d_quantization:
+            self._refuse("Blocks of MXFP8 are 1 x 32", "enable_2d_quantization=True")
+
+    def splits(self, gemm: str) -> bool:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """4-bit blocks of 16 values; a format of GPUs that opfuser does not support yet.
+    """4 bits for a value, a scale in E4M3 for each 16 of them, and one in fp32 for a tensor.
 
-    Raises:
-        NotSupportedError: always.
+    The tensor's scale is ``g = amax / (6 * 448)`` of the whole tensor, that of a block
+    ``d = amax / (6 g)`` of its own, rounded to nearest; a code is ``x / (g d)``, rounded to E2M1.
+    The scheme of NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149, with
+    its three measures against the loss of so few bits:
+
+    - 16 x 16 of a weight share a scale, so that forward and dgrad see the same weight;
+    - gradients of outputs are rounded stochastically: up with the probability that leaves the
+      expectation exact, by 16 random bits from a seed of the device's generator;
+    - both operands of wgrad are multiplied by an orthogonal 16 x 16 Hadamard matrix with fixed
+      random signs along what it sums over, which spreads outliers and leaves the product as it is.
+
+    A tensor is read twice, for its amax and then for its codes. For what is transformed g comes
+    from ``4 amax``, which nothing transformed exceeds, and not, as in Transformer Engine, from an
+    amax of its own: scales of blocks have the range for that.
+
+    GPUs of compute capability 10.0 and later multiply this format; elsewhere it is emulated. It has
+    never run on a GPU of that kind: codes, scales and the arguments of the products are tested
+    against plain torch, and the kernel is compiled for sm_100.
+
+    Attributes:
+        disable_rht: no Hadamard transform.
+        disable_stochastic_rounding: gradients are rounded to nearest even, as all else.
+        disable_2d_quantization: blocks of weights are 1 x 16 as well.
+        row_scaled_activation, nvfp4_4over6: only False and ``"none"`` are supported.
+        fp4_format, fp8_format: E2M1 of values, and E4M3 of scales.
     """
 
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
 
+    # GEMMs take rows of 16 bytes, which are 32 values.
+    multiple: ClassVar[int] = 32
+    capability: ClassVar[tuple[tuple[int, int], tuple[int, int] | None]] = ((10, 0), None)
+    operands: ClassVar[str] = "NVFP4"
+    handed_on: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
-        self._refuse("NVFP4 is not supported", "NVFP4BlockScaling()")
+        super().__post_init__()
+        formats = self.fp4_format, self.fp8_format
+        if formats != (Format.E2M1, Format.E4M3):
+            self._refuse(
+                "Values of NVFP4 are in E2M1, their scales in E4M3", ", ".join(map(str, formats))
+            )
+        if self.row_scaled_activation or self.nvfp4_4over6 != "none":
+            self._refuse(
+                "A tensor has one scale in fp32, and its blocks reach 6",
+                f"row_scaled_activation={self.row_scaled_activation}, "
+                f"nvfp4_4over6={self.nvfp4_4over6!r}",
+            )
+
+    @property
+    def fp4_quant_fwd_inp(self) -> QParams:
+        """Of inputs."""
+        return QParams(random_hadamard_transform=not self.disable_rht)
+
+    @property
+    def fp4_quant_fwd_weight(self) -> QParams:
+        """Of weights."""
+        return QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+
+    @property
+    def fp4_quant_bwd_grad(self) -> QParams:
+        """Of gradients of outputs."""
+        return QParams(
+            random_hadamard_transform=not self.disable_rht,
+            stochastic_rounding=not self.disable_stochastic_rounding,
+        )
+
+    def params(self, role: str) -> QParams:
+        """How an ``"input"``, a ``"weight"`` or a ``"grad_output"`` is quantised."""
+        if role == "input":
+            return self.fp4_quant_fwd_inp
+        return self.fp4_quant_fwd_weight if role == "weight" else self.fp4_quant_bwd_grad
+
+    def dtype(self, role: str) -> torch.dtype:
+        return self.fp4_format.forward
+
+    def splits(self, gemm: str) -> bool:
+        return True

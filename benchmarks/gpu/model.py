@@ -40,16 +40,30 @@ def adamw_update(parameters: Sequence[nn.Parameter]) -> Callable[[Sequence[Tenso
     return update
 
 
-def training(
-    options: Options, sizes: Mapping[str, int], layers: int, batch: int, length: int, adamw: int
-) -> Problem:
-    config = DecoderConfig(
+def decoder_config(options: Options, sizes: Mapping[str, int], layers: int) -> DecoderConfig:
+    return DecoderConfig(
         **sizes,
         num_layers=layers,
         tied_head=sizes is not LLAMA_8B,
         device=options.device,
         dtype=options.dtype,
     )
+
+
+def batches(options: Options, classes: int, batch: int, length: int) -> Callable[[], Inputs]:
+    """Random tokens and targets, and the gradient of the loss."""
+
+    def draw() -> Inputs:
+        tokens = torch.randint(classes, (2, batch, length), device=options.device)
+        return Inputs((tokens[0], tokens[1]), (torch.ones((), device=options.device),))
+
+    return draw
+
+
+def training(
+    options: Options, sizes: Mapping[str, int], layers: int, batch: int, length: int, adamw: int
+) -> Problem:
+    config = decoder_config(options, sizes, layers)
     source = DecoderLM(config, Parts(), length)
     randomise(source)
     parameters = tuple(source.parameters())
@@ -61,13 +75,8 @@ def training(
             for name, parts in peers.model_parts().items()
         },
     }
-
-    def draw() -> Inputs:
-        tokens = torch.randint(config.vocab_size, (2, batch, length), device=options.device)
-        return Inputs((tokens[0], tokens[1]), (torch.ones((), device=options.device),))
-
     return Problem(
-        draw,
+        batches(options, config.vocab_size, batch, length),
         functions,
         {STEP: None},
         parameters,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import importlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import opfuser
-from benchmarks.gpu import peers, torch_models
+from benchmarks.gpu import model as whole
+from benchmarks.gpu import peers, replay, torch_models
 from benchmarks.gpu.blocks import LONGEST, calls, decoder_config, gemms, randomise
 from benchmarks.gpu.contest import solve
 from benchmarks.gpu.engine_layers import EngineLayer, LayerKind
@@ -20,9 +24,9 @@ from benchmarks.gpu.problem import STEP, Case, Function, Options, Problem, Row, 
 from benchmarks.gpu.row_problems import EPS, drawing
 from benchmarks.gpu.torch_models import Parts, share
 from opfuser import recipe as recipes
-from opfuser.models import decoder_layer, swiglu_block
+from opfuser.models import decoder_layer, decoder_lm, swiglu_block
 
-# E5M2 rounds a gradient by up to an eighth; here they pass through up to seven products.
+# E5M2 rounds a gradient by up to an eighth, and here gradients pass through several products.
 TOLERANCE = 0.2
 
 RECIPES: Mapping[str, recipes.Recipe] = {
@@ -45,6 +49,8 @@ SIZES: tuple[Mapping[str, int], ...] = (
     {"dim": 2048, "tokens": 8192},
 )
 TINY = {"dim": 128, "tokens": 8}
+SMALL = {"vocab_size": 67, "dim": 128, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 256}
+TINY_MODEL = {"layers": 1, "length": 4}
 
 
 def region(recipe: recipes.Recipe) -> Callable[[], AbstractContextManager[Any]]:
@@ -57,14 +63,17 @@ class Kept:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.context = contextvars.copy_context()  # so that no other contestant keeps any
-        self.context.run(opfuser.keep_quantized_weights().__enter__)
+        kept = opfuser.keep_quantized_weights()
+        self.context.run(kept.__enter__)
+        weakref.finalize(self, self.context.run, kept.__exit__, None, None, None)
 
-    def __call__(self, x: Tensor) -> Any:
-        return self.context.run(self.module, x)
+    def __call__(self, *args: Tensor) -> Any:
+        return self.context.run(self.module, *args)
 
 
 def ours(make: Callable[[], nn.Module], source: nn.Module) -> dict[str, Function]:
-    """Opfuser in bf16 and in each recipe; each has scales of its own."""
+    """Ours in bf16 and in each recipe; each has scales of its own."""
+    device = next(source.parameters()).device
     delayed = region(RECIPES["delayed"])
     return {
         "opfuser": share(make(), source),
@@ -73,6 +82,27 @@ def ours(make: Callable[[], nn.Module], source: nn.Module) -> dict[str, Function
             for name, recipe in RECIPES.items()
         },
         KEPT: Within(Kept(share(make(), source)), delayed),
+        **replayed(make, source, device),
+    }
+
+
+def replayed(
+    make: Callable[[], nn.Module], source: nn.Module, device: torch.device
+) -> dict[str, Function]:
+    """In bf16 and with one recipe, where the host would be the limit; or none."""
+
+    def both() -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(replay.context())
+        stack.enter_context(region(RECIPES["delayed"])())
+        return stack
+
+    if replay.missing(device) is not None:
+        return {}
+    own = share(make(), source)
+    return {
+        **replay.replayed(share(make(), source), device),
+        "opfuser, delayed, replayed": Within(own, both, lambda: replay.captured(own)),
     }
 
 
@@ -225,10 +255,35 @@ def layer(options: Options, dim: int, tokens: int) -> Problem:
     )
 
 
+def model(options: Options, sizes: Mapping[str, int], layers: int, length: int) -> Problem:
+    """A decoder with its head and loss, which stay in bf16."""
+    config = whole.decoder_config(options, SMALL if options.tiny else sizes, layers)
+    source = torch_models.DecoderLM(config, Parts(), length)
+    randomise(source)
+    return Problem(
+        whole.batches(options, config.vocab_size, 2, length),
+        {"torch": source, **ours(lambda: decoder_lm(config), source)},
+        {STEP: None},
+        tuple(source.parameters()),
+        tolerance=3 * TOLERANCE,
+        wall=1,
+    )
+
+
+def llama_8b(options: Options, layers: int, length: int) -> Problem:
+    return model(options, whole.LLAMA_8B, layers, length)
+
+
+def llama_1b(options: Options, layers: int, length: int) -> Problem:
+    return model(options, whole.LLAMA_1B, layers, length)
+
+
 CASES = (
     Case("SwiGLU block", swiglu, SIZES, TINY),
     Case("GPT block", gpt, SIZES, TINY),
     Case("decoder layer", layer, SIZES[:2], TINY),
+    Case("Llama 8B, slice", llama_8b, ({"layers": 2, "length": 4096},), TINY_MODEL),
+    Case("Llama 1B", llama_1b, ({"layers": 16, "length": 4096},), TINY_MODEL),
 )
 
 

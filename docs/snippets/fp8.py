@@ -35,12 +35,8 @@ decoder(tokens[:, :-1], tokens[:, 1:]).backward()  # no region is needed
 assert len(decoder.last_plan.quantized) == 8
 loss = decoder(tokens[:, :-1], tokens[:, 1:])
 
-# --8<-- [start:save]
-with opfuser.autocast(recipe=decoder.recipe):
-    state = decoder.state_dict()
-# --8<-- [end:save]
 resumed = decoder_lm(config)
-resumed.load_state_dict(state)
+resumed.load_state_dict(decoder.state_dict())
 assert torch.equal(resumed(tokens[:, :-1], tokens[:, 1:]), decoder(tokens[:, :-1], tokens[:, 1:]))
 
 # --8<-- [start:watch]

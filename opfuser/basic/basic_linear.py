@@ -19,8 +19,7 @@ from ..fusion import Env, Refusal
 from ..op import Dtypes, OperationContext
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
-from ..quantization.weights import encoding_of, stored_in
-from ..recipe import Float8BlockScaling
+from ..quantization.weights import encoding_of, layout_refusal, stored_in
 from ._distributed import (
     gather_input,
     gather_output_grad,
@@ -231,11 +230,10 @@ class BasicLinear(StoresWeight):
         if stored is not None:
             dtype = stored.dtype
         refusal = recipe_refusal(self.recipe, features, dtype, env)
-        if refusal is not None or stored is None or isinstance(env.recipe, Float8BlockScaling):
+        if refusal is not None or stored is None or env.recipe is None:
             return refusal
-        if isinstance(stored.recipe, Float8BlockScaling):
-            return Refusal("LAYOUT", "its weight has a scale for each square, not a single one")
-        return None
+        why = layout_refusal(stored, env.recipe)
+        return None if why is None else Refusal("LAYOUT", why)
 
     def num_quantizers(self, mode: str) -> int:
         return 2 if mode == "forward" else 1

@@ -9,8 +9,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.norm import NormForward, norm_backward, norm_forward
-from ..kernels.norm_quantized import norm_cols_quantized, norm_forward_quantized
+from ..kernels.norm import norm_backward, norm_forward
+from ..kernels.norm_quantized import (
+    QuantizedNorm,
+    norm_cols_quantized,
+    norm_forward_quantized,
+)
 from ..kernels.quantize import Codes, Scaling
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from ..quantization.quantizers import QuantizedTensor, Quantizer, scalings
@@ -284,15 +288,21 @@ def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _quantized(args: Any, quantizer: Quantizer) -> NormForward:
+def _quantized(args: Any, quantizer: Quantizer) -> QuantizedNorm:
     """The norm by rows."""
+    total: Tensor | None = None
 
-    def run(scaling: Scaling) -> NormForward:
-        result: NormForward = norm_forward_quantized(*args, scaling)
-        return result
+    def measure(scaling: Scaling) -> None:
+        nonlocal total
+        total = norm_forward_quantized(*args, scaling).total
 
-    (scaling,) = scalings([quantizer], args[0], run)
-    return run(scaling)
+    (scaling,) = scalings([quantizer], args[0], measure)
+    result: QuantizedNorm
+    if total is None:
+        result = norm_forward_quantized(*args, scaling)
+    else:  # there is the sum already
+        result = norm_forward_quantized(total, None, *args[2:], scaling)._replace(total=total)
+    return result
 
 
 def _vectors(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -109,6 +109,9 @@ def _refuses_sum(
     behind: Sequence[FusibleOperation],
 ) -> Refusal | None:
     no = _refuses(bias, activation, linear, env=env)
+    if no is None and env.recipe is not None and linear.quantized_refusal(env) is None:
+        # Left to the norm behind it, the sum takes two passes over memory less.
+        return Refusal("CONFLICT", "no GEMM of fp8 codes adds its result to a tensor")
     return no or GEMM.refuses((add,), env, behind=behind)
 
 

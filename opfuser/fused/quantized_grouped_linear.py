@@ -181,7 +181,8 @@ class _QuantizedProducts(GroupedProducts):
         return self.quantizer.weights(ws, sources, self.ctx.kept_weights, rows=rows, cols=not rows)
 
     def _how(self, product: str, x: Tensor, dtype: torch.dtype) -> Accumulation:
-        return Accumulation(dtype, self.recipe.splits(product), has_hardware(x.device))
+        hardware = has_hardware(x.device, self.recipe)
+        return Accumulation(dtype, self.recipe.splits(product), hardware)
 
 
 def _refuses(linear: GroupedLinear, *, env: Env) -> Refusal | None:

@@ -1,9 +1,12 @@
-"""The three products of a linear operation whose operands are fp8 codes with scales.
+"""The three products of a linear operation whose operands are codes with scales.
 
 Symbols as in :mod:`.products`; T rows, Tp of them with padding. A GPU multiplies matrices whose
 inner dimension is contiguous in both, so that each product takes other layouts of its operands:
 forward x and W by rows, dgrad dy by rows and W by columns, wgrad dy and x by columns. Elsewhere the
 same codes are multiplied in fp32.
+
+Products of MXFP8 and NVFP4 have never run on a GPU that multiplies them; what is passed to
+``scaled_mm`` is tested against torch's own checks.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
+from ..kernels.microscaling_plain import E8M0, FP4, TAIL, block_scales, tensor_scale, values_of
 from ..kernels.quantize import Codes
 
 __all__ = ["Accumulation", "scaled_dgrad", "scaled_forward", "scaled_wgrad"]
@@ -28,7 +32,7 @@ class Accumulation(NamedTuple):
     Attributes:
         dtype: of the result.
         split: whether to add up in fp32 after every 128 products.
-        hardware: whether the device multiplies fp8.
+        hardware: whether the device multiplies such codes.
     """
 
     dtype: torch.dtype
@@ -36,10 +40,19 @@ class Accumulation(NamedTuple):
     hardware: bool
 
 
+class _Scales(NamedTuple):
+    """Scales of an operand, as ``scaled_mm`` takes them."""
+
+    scales: list[Tensor]
+    kinds: list[ScalingType]
+    swizzles: list[SwizzleType] | None = None
+
+
 class _Matrix(NamedTuple):
     """Codes (M, K) and their inverse scales.
 
-    These are (1,), (K / 128, M) for blocks, or (M / 128, at least K / 128) for squares.
+    These are (1,), (K / 128, M) for blocks, (M / 128, at least K / 128) for squares, or those of
+    ``kernels.microscaling``, whose codes of 4 bits are (M, K / 2).
     """
 
     codes: Tensor
@@ -48,19 +61,69 @@ class _Matrix(NamedTuple):
 
     @property
     def kind(self) -> ScalingType:
+        if self.codes.dtype == FP4:
+            return ScalingType.BlockWise1x16
+        if self.scale.dtype == E8M0:
+            return ScalingType.BlockWise1x32
         if self.scale.dim() == 1:
             return ScalingType.TensorWise
         return ScalingType.BlockWise128x128 if self.squares else ScalingType.BlockWise1x128
 
-    def values(self, block: slice) -> Tensor:
-        """Some columns in fp32; with one scale it is left out, for the product to apply."""
-        values = self.codes[:, block].float()
-        if self.kind is ScalingType.TensorWise:
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K)."""
+        rows, cols = self.codes.shape
+        return rows, 2 * cols if self.codes.dtype == FP4 else cols
+
+    @property
+    def scales(self) -> _Scales:
+        kind, swizzle = self.kind, SwizzleType.SWIZZLE_32_4_4
+        if kind is ScalingType.BlockWise1x32:
+            return _Scales([self.scale], [kind], [swizzle])
+        if kind is ScalingType.BlockWise1x16:
+            blocks, one = self.scale[:-TAIL], tensor_scale(self.scale)
+            kinds, swizzles = [kind, ScalingType.TensorWise], [swizzle, SwizzleType.NO_SWIZZLE]
+            return _Scales([blocks, one], kinds, swizzles)
+        return _Scales([self.scale.t()], [kind])  # of one dimension: itself
+
+    @property
+    def factor(self) -> Tensor | None:
+        """The scale of the whole matrix, which :meth:`values` leaves for the product to apply."""
+        kind = self.kind
+        if kind is ScalingType.BlockWise1x16:
+            return tensor_scale(self.scale)
+        return self.scale if kind is ScalingType.TensorWise else None
+
+    def values(self, start: int) -> Tensor:
+        """128 columns, or the rest, in fp32."""
+        (rows, cols), kind = self.shape, self.kind
+        stop = min(start + _BLOCK, cols)
+        if kind is ScalingType.BlockWise1x16:
+            values = values_of(self.codes[:, start // 2 : stop // 2])
+            return values.mul_(block_scales(self.scale, rows, start, stop, cols))
+        values = self.codes[:, start:stop].float()
+        if kind is ScalingType.TensorWise:
             return values
-        n = block.start // _BLOCK
+        if kind is ScalingType.BlockWise1x32:
+            return values.mul_(block_scales(self.scale, rows, start, stop, cols))
+        n = start // _BLOCK
         if self.squares:
             return values * self.scale[:, n].repeat_interleave(_BLOCK)[: len(values), None]
         return values * self.scale[n][:, None]
+
+    def narrowed(self, cols: int) -> _Matrix:
+        """The first of its columns: what is left out are codes of padding."""
+        padded = self.shape[1]
+        if cols == padded:
+            return self
+        codes, scale = self.codes, self.scale
+        if self.kind is ScalingType.BlockWise1x16:
+            codes = codes[:, : cols // 2]
+            # Tiles of 64 columns, which are 512 bytes: padding to 128 may have one too many.
+            tiles = scale[:-TAIL].view(-1, -(-padded // 64), 512)[:, : -(-cols // 64)]
+            scale = torch.cat((tiles.flatten().view(torch.uint8), scale[-TAIL:].view(torch.uint8)))
+            return _Matrix(codes, scale.view(self.scale.dtype))
+        return self._replace(codes=codes[:, :cols])
 
 
 def _rows(codes: Codes, *, squares: bool = False) -> _Matrix:
@@ -77,19 +140,22 @@ def _cols(codes: Codes, *, squares: bool = False) -> _Matrix:
 
 def _product(a: _Matrix, b: _Matrix, how: Accumulation, bias: Tensor | None = None) -> Tensor:
     """``a bᵀ + bias``, (M, N), for a (M, K) and b (N, K)."""
-    (m, k), n = a.codes.shape, b.codes.shape[0]
+    (m, k), n = a.shape, b.codes.shape[0]
     if not (m and n and k):
         y = torch.zeros(m, n, dtype=how.dtype, device=a.codes.device)
         return y if bias is None else y.add_(bias)
     if how.hardware:
         fused = bias is not None and how.dtype == bias.dtype == torch.bfloat16
+        left, right = a.scales, b.scales
         y = F.scaled_mm(
             a.codes,
             b.codes.t(),
-            a.scale.t(),  # of one dimension: itself
-            a.kind,
-            b.scale.t(),
-            b.kind,
+            left.scales,
+            left.kinds,
+            right.scales,
+            right.kinds,
+            left.swizzles,
+            right.swizzles,
             bias=bias if fused else None,
             output_dtype=how.dtype,
             use_fast_accum=not how.split,
@@ -97,10 +163,9 @@ def _product(a: _Matrix, b: _Matrix, how: Accumulation, bias: Tensor | None = No
         return y if fused or bias is None else y.add_(bias)
     total = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)
     for start in range(0, k, _BLOCK):
-        block = slice(start, start + _BLOCK)
-        total.addmm_(a.values(block), b.values(block).t())
-    if a.kind is ScalingType.TensorWise:
-        total.mul_(a.scale * b.scale)
+        total.addmm_(a.values(start), b.values(start).t())
+    if a.factor is not None and b.factor is not None:
+        total.mul_(a.factor * b.factor)
     if bias is not None:
         total.add_(bias)
     return total.to(how.dtype)
@@ -125,8 +190,7 @@ def scaled_forward(
 def scaled_dgrad(dy: Codes, w: Codes, rows: int, how: Accumulation) -> Tensor:
     """``dx = dy W``, (T, K), for dy (T, N) by rows and W (N, K) by columns; T is ``rows``."""
     left, right = _rows(dy), _cols(w, squares=_in_blocks(dy.row_scale))
-    features = left.codes.shape[1]
-    return _product(left, right._replace(codes=right.codes[:, :features]), how)[:rows]
+    return _product(left, right.narrowed(left.shape[1]), how)[:rows]
 
 
 def scaled_wgrad(dy: Codes, x: Codes, how: Accumulation) -> Tensor:

@@ -22,6 +22,7 @@ __all__ = [
     "INTERPRETED",
     "Launch",
     "Recorded",
+    "has_fp4",
     "has_fp8",
     "multiprocessors",
     "recorded",
@@ -115,18 +116,25 @@ def multiprocessors(x: Tensor) -> int:
     return count
 
 
-_fp8: dict[int, bool] = {}
+_capabilities: dict[int, tuple[int, int]] = {}
+
+
+def _capability(x: Tensor) -> tuple[int, int]:
+    index = x.get_device()
+    found = _capabilities.get(index)
+    if found is None:
+        _capabilities[index] = found = torch.cuda.get_device_capability(index)
+    return found
 
 
 def has_fp8(x: Tensor) -> bool:
     """Whether the GPU that ``x`` is on converts to fp8: those from compute capability 8.9 on."""
-    if not x.is_cuda:
-        return True
-    index = x.get_device()
-    found = _fp8.get(index)
-    if found is None:
-        _fp8[index] = found = torch.cuda.get_device_capability(index) >= (8, 9)
-    return found
+    return not x.is_cuda or _capability(x) >= (8, 9)
+
+
+def has_fp4(x: Tensor) -> bool:
+    """Whether the GPU that ``x`` is on converts to fp4: those from compute capability 10.0 on."""
+    return not x.is_cuda or _capability(x) >= (10, 0)
 
 
 class Launch:
@@ -207,7 +215,7 @@ class Launch:
         assert first is not None
         device = first.get_device()
         # On an H200 the launcher takes 0.1 to 0.2 us less for a pointer than for a tensor.
-        address = 0
+        address, elsewhere = 0, False
         pointers: list[int | None] = []
         properties: list[Any] = [device, ints]
         for t in tensors:
@@ -216,15 +224,19 @@ class Launch:
                 properties.append(None)
             else:
                 pointer = t.data_ptr()
-                # Triton is to refuse what is elsewhere, which it cannot see from a pointer.
-                address |= pointer if t.get_device() == device else 1
+                address |= pointer
+                if t.get_device() != device:
+                    elsewhere = True
                 pointers.append(pointer)
                 properties.append(t.dtype)
+        if address & 15:  # Triton tells apart which ones are aligned
+            properties.append(tuple([p is None or p & 15 == 0 for p in pointers]))
         key = tuple(properties)
-        entry = None if address & 15 else self._recent.get(key) or self._find(key)
+        # Triton is to refuse what is elsewhere, which it cannot see from a pointer.
+        entry = None if elsewhere else self._recent.get(key) or self._find(key)
         if entry is None or device != torch._C._cuda_getDevice():
             args = (*tensors, *ints, *floats)
-            self._launch_by_triton(None if address & 15 else key, grid, args)
+            self._launch_by_triton(None if elsewhere else key, grid, args)
             return
         run, function, before, packed = entry
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -246,7 +258,7 @@ class Launch:
     def _launch_by_triton(
         self, key: tuple[Any, ...] | None, grid: tuple[int, int, int], args: Sequence[Any]
     ) -> None:
-        """Compiles if need be. Keeps the binary for aligned tensors, which nearly all are."""
+        """Compiles if need be; keeps the binary, unless the key is None."""
         function = self.function
         if INTERPRETED:
             function[grid](*args, *self._values, **self.options)

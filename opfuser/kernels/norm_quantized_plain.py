@@ -12,14 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .norm import norm_forward
-from .quantize_plain import (
-    Codes,
-    Scaling,
-    TensorScaling,
-    by_blocks_plain,
-    raise_amax,
-    tensor_codes,
-)
+from .quantize_plain import Codes, Scaling, quantize_plain
 from .scalar import cast, wide_dtype
 
 __all__ = ["QuantizedNorm", "cols_quantized_plain", "forward_quantized_plain"]
@@ -66,7 +59,7 @@ def forward_quantized_plain(
     # For its statistics: a kernel may compute them, as of rows that are too long for one of fp8.
     _, total, mean, rstd = norm_forward(x, residual, weight, bias, eps, zero_centered, with_mean)
     y = _again(x if total is None else total, weight, bias, mean, rstd, zero_centered)
-    return QuantizedNorm(_codes(y, scaling, rows=True), total, mean, rstd)
+    return QuantizedNorm(quantize_plain(y, scaling, True, False), total, mean, rstd)
 
 
 def cols_quantized_plain(
@@ -91,7 +84,9 @@ def cols_quantized_plain(
     Raises:
         ValueError: of kernels, the elements of a row are not side by side.
     """
-    return _codes(_again(total, weight, bias, mean, rstd, zero_centered), scaling, rows=False)
+    return quantize_plain(
+        _again(total, weight, bias, mean, rstd, zero_centered), scaling, False, True
+    )
 
 
 def _again(
@@ -113,13 +108,3 @@ def _again(
         y.mul_(scale + 1 if zero_centered else scale)
     # That 0 is added shows in the sign of a product which is 0.
     return y.add_(0.0 if bias is None else bias.to(dtype))
-
-
-def _codes(y: Tensor, scaling: Scaling, rows: bool) -> Codes:
-    """Codes by rows, else by columns."""
-    if not isinstance(scaling, TensorScaling):
-        return by_blocks_plain(y, scaling.dtype, rows, not rows, scaling.power_of_two, False)
-    raise_amax(scaling.amax, y)
-    if scaling.scale is None:
-        return Codes(None, None, None, None, None)
-    return tensor_codes(y, scaling.scale, scaling.dtype, rows, not rows)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .philox import philox
 from .scalar import ScalarFunction, cast, wide_dtype
 
 __all__ = [
@@ -29,8 +30,6 @@ __all__ = [
 
 FUNCTION, BIAS, ADD, DROPOUT, KEEP = range(5)
 
-# What the device functions call ROUNDS.
-_ROUNDS = 7
 _WORD = 2**32 - 1
 
 
@@ -99,25 +98,10 @@ def survivors(like: Tensor, seed: Tensor, p: float) -> Tensor:
     """
     cols = like.shape[-1] if like.dim() else 1
     rows = like.numel() // max(cols, 1)
-    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     c0 = torch.arange(-(-cols // 4), device=like.device)[None, :]
     c1 = torch.arange(rows, device=like.device)[:, None]
-    c2 = c3 = torch.zeros_like(c0)
-    for _ in range(_ROUNDS):
-        c0, c1, c2, c3 = (
-            _high(c2, 0xCD9E8D57) ^ c1 ^ k0,
-            (c2 * 0xCD9E8D57) & _WORD,
-            _high(c0, 0xD2511F53) ^ c3 ^ k1,
-            (c0 * 0xD2511F53) & _WORD,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    words = torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), -1).flatten(1)[:, :cols]
+    words = torch.stack(philox(seed, c0, c1), -1).flatten(1)[:, :cols]
     return (words >= threshold(p)).view(like.shape)
-
-
-def _high(a: Tensor, b: int) -> Tensor:
-    """The upper 32 bits of the product of two such words, in 63 bits."""
-    return (a * (b >> 16) + (a * (b & 0xFFFF) >> 16)) >> 16
 
 
 def dropout(x: Tensor, seed: Tensor, p: float) -> Tensor:

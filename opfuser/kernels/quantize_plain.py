@@ -41,7 +41,8 @@ class Codes(NamedTuple):
     """A quantised matrix of R rows and C columns, row by row, column by column or both.
 
     What is not wanted is None. Rp is R rounded up to a multiple of 128; codes of padding are 0.
-    Scales are inverse, in fp32: code times scale is the value.
+    Scales are inverse, in fp32: code times scale is the value. Those of MXFP8 and NVFP4, and the
+    codes of the latter, are as ``kernels.microscaling`` says.
 
     Attributes:
         rows: (Rp, C), fp8.

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import QuantizedWeightError, explain
+from ..kernels.microscaling import quantize_mxfp8, quantize_nvfp4
+from ..kernels.microscaling_plain import dequantized_rows
+from ..kernels.pointwise import draw_seed
 from ..kernels.quantize import (
     BlockScaling,
     Codes,
@@ -25,7 +28,14 @@ from ..kernels.quantize import (
     quantize_by_tensor,
     scale_for,
 )
-from ..recipe import Float8BlockScaling, Float8CurrentScaling, QParams, Recipe
+from ..recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
 from ..recording import is_recording
 from .region import amax_group
 from .state import Stateful, state_of
@@ -125,6 +135,8 @@ class OperandQuantizer(NamedTuple):
         if role == "weight" and isinstance(self.recipe, Float8BlockScaling):
             powers = self.recipe.fp8_quant_fwd_weight.power_2_scale
             return quantize_by_squares(x, self.recipe.dtype(role), **wants, power_of_two=powers)
+        if isinstance(self.recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
+            return _in_small_blocks(self.recipe, role, x, column_sum=column_sum, **wants)
         scaling = self.given(role) or self.from_amax(role, amax_of(x))
         if isinstance(scaling, BlockScaling):
             dtype, powers = scaling
@@ -288,6 +300,11 @@ def scalings(
 def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
     """What a recipe keeps of a tensor by rows, with scales from its own values."""
     rows, dtype = x.reshape(-1, x.shape[-1]), recipe.dtype(role)
+    if isinstance(recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
+        if x.shape[-1] % recipe.multiple:  # what no GEMM of this recipe takes
+            return x
+        codes = _in_small_blocks(recipe, role, rows, rows=True, cols=False)
+        return dequantized_rows(codes, len(rows)).to(x.dtype).view(x.shape)
     if isinstance(recipe, Float8BlockScaling) and x.shape[-1] % recipe.multiple == 0:
         powers = _params(recipe, role).power_2_scale
         codes = quantize_by_blocks(rows, dtype, rows=True, cols=False, power_of_two=powers)
@@ -295,6 +312,23 @@ def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
         scale = scale_for(amax_of(rows), dtype)
         codes = quantize_by_tensor(rows, scale, dtype, rows=True, cols=False)
     return QuantizedTensor(codes, x.shape, x.dtype).dequantize()
+
+
+def _in_small_blocks(
+    recipe: MXFP8BlockScaling | NVFP4BlockScaling, role: str, x: Tensor, **wants: bool
+) -> Codes:
+    """Codes of blocks of 32 or 16, whose scales come from the values."""
+    if isinstance(recipe, MXFP8BlockScaling):
+        return quantize_mxfp8(x, recipe.dtype(role), **wants)
+    how = recipe.params(role)
+    return quantize_nvfp4(
+        x,
+        amax_of(x),
+        **wants,
+        squares=how.fp4_2d_quantization,
+        transform=how.random_hadamard_transform,
+        seed=draw_seed(x) if how.stochastic_rounding else None,
+    )
 
 
 def _params(recipe: Float8BlockScaling | Float8CurrentScaling, role: str) -> QParams:
@@ -338,20 +372,39 @@ def keep_quantized_weights() -> Iterator[None]:
 _warned: set[str] = set()
 
 
-def has_hardware(device: torch.device) -> bool:
-    """Whether ``device`` multiplies FP8; the first other one is told in a warning.
+_capabilities: dict[torch.device, tuple[int, int]] = {}
 
-    Elsewhere the same codes and scales are multiplied in fp32.
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; asking torch takes 20 us on a slow host."""
+    found = _capabilities.get(device)
+    if found is None:
+        found = torch.cuda.get_device_capability(device)
+        if device.index is not None:
+            _capabilities[device] = found
+    return found
+
+
+def has_hardware(device: torch.device, recipe: Recipe) -> bool:
+    """Whether ``device`` multiplies what the recipe rounds to.
+
+    Elsewhere the same codes and scales are multiplied in fp32. The first such device of a format is
+    told in a warning.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        return True
-    if device.type not in _warned:
-        _warned.add(device.type)
+    (first, before), name = recipe.capability, recipe.operands
+    if device.type == "cuda":
+        own = _capability(device)
+        if own >= first and (before is None or own < before):
+            return True
+    told = f"{name} on {device.type}"
+    if told not in _warned:
+        _warned.add(told)
+        range_ = "{}.{}".format(*first) + (" and later" if before is None else " alone")
         warnings.warn(
             explain(
-                "FP8 is emulated: operands are rounded to FP8 and multiplied in fp32",
+                f"{name} is emulated: operands are rounded to {name} and multiplied in fp32",
                 received=f"tensors on {device}",
-                remedy="Quantised compute is fast on GPUs of compute capability 8.9 and later",
+                remedy=f"GPUs of compute capability {range_} multiply {name}",
             ),
             stacklevel=2,
         )

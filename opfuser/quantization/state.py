@@ -55,7 +55,7 @@ class QuantizationState(nn.Module):
     Buffers:
         scale: (3,) fp32: what values are multiplied by before they are rounded.
         amax_history: (length, 3) fp32: the largest values of earlier calls, the last first.
-        amax: (3,) fp32, not in state dicts: the largest values since the last update.
+        amax: (3,) fp32: the largest values since the last update.
     """
 
     scale: Tensor
@@ -68,7 +68,7 @@ class QuantizationState(nn.Module):
         with torch.inference_mode(False):  # later calls outside of that mode write to them, too
             self.register_buffer("scale", torch.ones(len(ROLES), **fp32))
             self.register_buffer("amax_history", torch.zeros(length, len(ROLES), **fp32))
-            self.register_buffer("amax", torch.zeros(len(ROLES), **fp32), persistent=False)
+            self.register_buffer("amax", torch.zeros(len(ROLES), **fp32))
         self.recipe: Stateful | None = None
         # Whether each scale comes from values, so that a first call can look at its own.
         self.known = [False] * len(ROLES)
@@ -160,8 +160,7 @@ class QuantizationState(nn.Module):
                 self.amax_history = self.amax_history.new_zeros(history.shape)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if history is not None:
-            self.known = (self.amax_history[0] > 0).tolist()
-        self.amax.zero_()
+            self.known = (torch.maximum(self.amax_history[0], self.amax) > 0).tolist()
 
 
 # Whether one of them has seen values since the last update, only the device knows: a replayed call
@@ -177,6 +176,7 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
     owner = getattr(op, "_owner", None) or op
     state = owner._modules.get("quantization")
     length = 1 if isinstance(recipe, Float8PredictedScaling) else recipe.amax_history_len
+    fresh = state is None
     if state is None:
         state = QuantizationState(length, next(op.parameters()).device)
         owner.add_module("quantization", state)
@@ -190,7 +190,10 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
         kept = min(length, len(old))
         state.amax_history[:kept] = old[:kept]
     if state.recipe is not recipe and state.recipe != recipe:  # a region may have its own object
+        restored = state.recipe is None and not fresh
         state.recipe = recipe
+        if restored:  # what a state dict brought waits since the region opened
+            update_together([state._current_parts().kept])
     if not recipe.reduce_amax:
         group = None
     if state.group is not group and not in_backward():  # there the region is closed

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.microscaling_plain import FP4, values_of
 from ..kernels.quantize import Codes, amax_of, largest
 from ..recording import is_recording
 
@@ -129,21 +130,28 @@ def tell(op: nn.Module, role: str, x: Tensor, codes: Codes, elements: int) -> No
 
 def _measured(x: Tensor, codes: Codes) -> tuple[torch.dtype, float | None, float, float, float]:
     """Dtype, scale, amax, and how many elements were saturated and underflowed."""
-    encoded, inverse = codes.rows, codes.row_scale
-    if encoded is None:
-        assert codes.cols is not None
-        encoded, inverse = codes.cols.t(), codes.col_scale
+    by_rows = codes.rows is not None
+    encoded, inverse = (codes.rows, codes.row_scale) if by_rows else (codes.cols, codes.col_scale)
+    assert encoded is not None
     assert inverse is not None
-    encoded = encoded[: len(x)]
-    underflowed = ((encoded.view(torch.uint8) & 0x7F) == 0) & (x != 0)
-    # Blocks have at least 128 scales, or those of squares in fours; each fits its own values.
+    zeros = _are_zero(encoded)
+    underflowed = (zeros if by_rows else zeros.t())[: len(x)] & (x != 0)
+    # Blocks have more scales, even the smallest ones; each fits its own values.
     has_one = inverse.numel() == 1
-    sizes = x.to(torch.float32).abs()
-    top = largest(encoded.dtype)
-    half_step = 2.0 ** math.floor(math.log2(top)) * torch.finfo(encoded.dtype).eps / 2
-    saturated = sizes / inverse > top + half_step if has_one else torch.zeros_like(underflowed)
-    scale = inverse.reciprocal() if has_one else inverse.new_ones(1)
+    saturated, scale = torch.zeros_like(underflowed), x.new_ones(1, dtype=torch.float32)
+    if has_one:
+        top = largest(encoded.dtype)
+        half_step = 2.0 ** math.floor(math.log2(top)) * torch.finfo(encoded.dtype).eps / 2
+        saturated = x.to(torch.float32).abs() / inverse > top + half_step
+        scale = inverse.reciprocal()
     sums = torch.stack([saturated.sum(), underflowed.sum()]).to(torch.float64)
     values = torch.cat([scale.to(torch.float64), amax_of(x).to(torch.float64), sums]).tolist()
     used, amax, *counts = values
     return encoded.dtype, used if has_one else None, amax, *counts
+
+
+def _are_zero(codes: Tensor) -> Tensor:
+    """Which codes stand for 0."""
+    if codes.dtype == FP4:
+        return values_of(codes) == 0
+    return (codes.view(torch.uint8) & 0x7F) == 0

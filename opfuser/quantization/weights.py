@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError, NotSupportedError, explain
 from ..kernels.launch import FP8
 from ..kernels.quantize import (
     BLOCK,
@@ -44,6 +43,7 @@ __all__ = [
     "is_fp8",
     "keep_initial_value",
     "keeping_codes",
+    "layout_refusal",
     "quantized_model_init",
     "stored_in",
     "take_initial_value",
@@ -107,10 +107,20 @@ def quantized_model_init(
 
     Raises:
         ArgumentError: ``recipe`` is none.
+        NotSupportedError: ``recipe`` is that of MXFP8 or NVFP4, and ``enabled`` is set: codes by
+            rows and by columns are rounded apart there, or to 4 bits.
     """
-    if recipe is not None:
-        check_recipe(recipe, "quantized_model_init")
-    init = _Init(recipe or DelayedScaling(), preserve_high_precision_init_val)
+    recipe = DelayedScaling() if recipe is None else check_recipe(recipe, "quantized_model_init")
+    if enabled and not _has_large_blocks(recipe):
+        raise NotSupportedError(
+            explain(
+                "Weights are stored with one scale, or with one for each 128 x 128",
+                where="quantized_model_init",
+                received=type(recipe).__name__,
+                remedy="Store them in high precision, or with Float8CurrentScaling",
+            )
+        )
+    init = _Init(recipe, preserve_high_precision_init_val)
     token = _init.set(init if enabled else None)
     try:
         yield
@@ -119,6 +129,21 @@ def quantized_model_init(
 
 
 fp8_model_init = quantized_model_init
+
+
+def _has_large_blocks(recipe: Recipe) -> bool:
+    return recipe.float8_per_tensor_scaling() or recipe.float8_block_scaling()
+
+
+def layout_refusal(stored: WeightFormat, recipe: Recipe) -> str | None:
+    """Why GEMMs of a recipe do not take a weight as it is stored; None: they do."""
+    if not _has_large_blocks(recipe):
+        return f"no weight is stored in blocks of {recipe.operands}"
+    if recipe.float8_block_scaling():  # one scale stands for all squares
+        return None
+    if stored.recipe.float8_block_scaling():
+        return "its weight has a scale for each square, not a single one"
+    return None
 
 
 def format_of_new_weight(rows: int, cols: int, dtype: torch.dtype) -> WeightFormat | None:
@@ -152,7 +177,8 @@ def encoding_of(recipe: Recipe) -> Float8BlockScaling | Float8CurrentScaling:
 def encode_weight(w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Codes (N, K) and what they are to be multiplied by, from a weight in high precision."""
     dtype, count, encoding = recipe.dtype("weight"), w.shape[0], encoding_of(recipe)
-    powers, epsilon = astuple(encoding.fp8_quant_fwd_weight)
+    how = encoding.fp8_quant_fwd_weight
+    powers, epsilon = how.power_2_scale, how.amax_epsilon
     if isinstance(encoding, Float8BlockScaling):
         made = quantize_by_squares(w, dtype, rows=True, cols=False, power_of_two=powers)
     else:

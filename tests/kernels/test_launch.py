@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from opfuser.kernels.launch import Launch, has_fp8, multiprocessors, recorded, runs
+from opfuser.kernels.launch import Launch, has_fp4, has_fp8, multiprocessors, recorded, runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,16 +61,27 @@ def test_a_launch_shows_what_it_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "converts"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)]
+    ("capability", "fp8", "fp4"),
+    [
+        ((8, 0), False, False),
+        ((8, 6), False, False),
+        ((8, 9), True, False),
+        ((9, 0), True, False),
+        ((10, 0), True, True),
+        ((12, 0), True, True),
+    ],
 )
-def test_gpus_that_convert_to_fp8(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], converts: bool
+def test_gpus_that_convert_to_fp8_and_fp4(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fp8: bool, fp4: bool
 ) -> None:
-    monkeypatch.setattr("opfuser.kernels.launch._fp8", {})
+    monkeypatch.setattr("opfuser.kernels.launch._capabilities", {})
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capability)
     on_gpu = SimpleNamespace(is_cuda=True, get_device=lambda: 7)
-    assert [has_fp8(on_gpu), has_fp8(on_gpu)] == [converts, converts]
-    assert has_fp8(torch.empty(0, device="meta")), "plans for it are those for a GPU that does"
+    for _ in range(2):
+        assert (has_fp8(on_gpu), has_fp4(on_gpu)) == (fp8, fp4)
+    meta = torch.empty(0, device="meta")
+    assert has_fp8(meta), "plans for it are those for a GPU that does"
+    assert has_fp4(meta)
 
 
 def test_triton_is_imported_at_the_first_launch_only() -> None:

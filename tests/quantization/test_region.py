@@ -141,6 +141,7 @@ def test_delayed_scales_follow_the_history() -> None:
         "0.weight",
         "0.quantization.scale",
         "0.quantization.amax_history",
+        "0.quantization.amax",
     ]
     assert op.quantization.bfloat16().scale.dtype == torch.float32
 
@@ -318,8 +319,6 @@ def test_compiled_calls_are_refused() -> None:
             NotSupportedError,
             "GEMMs of blocks split their sums",
         ),
-        (recipes.MXFP8BlockScaling, NotSupportedError, "MXFP8 is not supported"),
-        (recipes.NVFP4BlockScaling, NotSupportedError, "NVFP4 is not supported"),
     ],
 )
 def test_refused(make: Any, error: type[Exception], text: str) -> None:

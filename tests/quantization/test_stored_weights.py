@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser.errors import ArgumentError, QuantizedWeightError
+from opfuser.errors import ArgumentError, NotSupportedError, QuantizedWeightError
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.quantization import weights
 from opfuser.quantization.weights import WeightFormat, weight_codes
@@ -20,6 +20,8 @@ from opfuser.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8PredictedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QParams,
     Recipe,
 )
@@ -171,6 +173,28 @@ def test_one_scale_stands_for_all_squares_but_not_the_reverse() -> None:
     assert plan.quantized == ()
     assert [why.code for _, why in plan.high_precision] == ["LAYOUT", "LAYOUT"]
     assert "a scale for each square" in str(plan)
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), NVFP4BlockScaling()], ids=type)
+def test_small_blocks_are_not_stored(recipe: Recipe) -> None:
+    wrong = opfuser.quantized_model_init(recipe=recipe)
+    match = rf"one for each 128 x 128 \(quantized_model_init\).*{type(recipe).__name__}"
+    with pytest.raises(NotSupportedError, match=match), wrong:
+        pass
+    with opfuser.quantized_model_init(False, recipe):
+        assert opfuser.BasicLinear(128, 128).weight_format is None
+    x, dy = inputs()
+    for stored in (CURRENT, BLOCKS):
+        seq = model(stored)
+        with opfuser.autocast(recipe=recipe):
+            got = results(seq, x, dy)
+            assert seq[0].get_input_quantizer() is None
+        assert seq.last_plan is not None
+        assert seq.last_plan.quantized == ()
+        why = [(refusal.code, refusal.detail) for _, refusal in seq.last_plan.high_precision]
+        assert why == [("LAYOUT", f"no weight is stored in blocks of {recipe.operands}")] * 2
+        for ours, theirs in zip(got, results(seq, x, dy), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 @each_recipe

@@ -16,10 +16,12 @@ from opfuser.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8PredictedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 
 CURRENT = Float8CurrentScaling()
 RECIPES: tuple[Recipe, ...] = (
@@ -28,7 +30,15 @@ RECIPES: tuple[Recipe, ...] = (
     Float8PredictedScaling(),
     Float8BlockScaling(),
 )
+# Operations hand on no codes of these.
+SMALL_BLOCKS: tuple[Recipe, ...] = (MXFP8BlockScaling(), NVFP4BlockScaling())
+# Of a SwiGLU block: measured 0.066 and 0.298. E2M1 rounds values of 1 and more by up to a fifth,
+# and stochastically by up to twice that, so that one product is off by 0.13 to 0.18.
+BOUNDS: dict[type[Recipe], float] = {MXFP8BlockScaling: 0.08, NVFP4BlockScaling: 0.36}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+every_recipe = pytest.mark.parametrize(
+    "recipe", RECIPES + SMALL_BLOCKS, ids=lambda r: type(r).__name__
+)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -112,7 +122,7 @@ def mlp(dtype: torch.dtype = torch.float32) -> opfuser.Sequential:
     )
 
 
-@each_recipe
+@every_recipe
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_block_is_as_close_as_its_format(recipe: Recipe, fused: bool) -> None:
     """E5M2 rounds gradients by up to an eighth; a wrong scale or layout is far beyond that."""
@@ -131,7 +141,7 @@ def test_a_block_is_as_close_as_its_format(recipe: Recipe, fused: bool) -> None:
     assert plan.high_precision == ()
     assert ("norm_linear" in plan.fused("forward")) == fused
     for result, true in zip(got, exact, strict=True):
-        assert error(result, true) < 0.125
+        assert error(result, true) < BOUNDS.get(type(recipe), 0.125)
 
 
 @pytest.mark.parametrize("mode", ["fprop", "dgrad", "wgrad"])
@@ -149,7 +159,7 @@ def test_modes_of_each_gemm(mode: str) -> None:
     assert all(e > 1e-3 for n, e in enumerate(found) if n != at)
 
 
-@each_recipe
+@every_recipe
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
 def test_one_gradient_alone(recipe: Recipe, wanted: str) -> None:
     """It is the one that all three together give."""
@@ -161,13 +171,14 @@ def test_one_gradient_alone(recipe: Recipe, wanted: str) -> None:
         tensors = {"x": x.clone(), **dict(own[0].named_parameters())}
         for name, t in tensors.items():
             t.requires_grad_(not alone or name == wanted)
+        torch.manual_seed(0)  # of stochastic rounding
         with opfuser.autocast(recipe=recipe):
             y = own(tensors["x"])
         grads.append(torch.autograd.grad(y, tensors[wanted], dy)[0])
     torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
 
 
-@each_recipe
+@every_recipe
 def test_no_rows(recipe: Recipe) -> None:
     model = mlp()
     x = torch.empty(0, 128, requires_grad=True)

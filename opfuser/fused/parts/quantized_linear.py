@@ -90,7 +90,8 @@ class QuantizedLinearPart(LinearPart):
     def input_quantizer(self, ctxs: Contexts, *, save_input: bool) -> Quantizer | None:
         by_cols = self._saves(ctxs, save_input)
         gathers = self.linear.sharding.gathers_input
-        if self.recipe.fprop != "fp8" or (by_cols and not self._saves_codes) or gathers:
+        plain = self.recipe.fprop != "fp8" or (by_cols and not self._saves_codes)
+        if plain or gathers or not self.recipe.handed_on:
             return None
         return Quantizer(self._operands, "input", True, by_cols)
 
@@ -178,7 +179,7 @@ class QuantizedLinearPart(LinearPart):
         gathers = self.linear.sharding.scatters_output
         if plain or gathers or self.add is not None or not (wanted.rows or wanted.cols):
             return None
-        return wanted
+        return wanted if self.recipe.handed_on else None
 
     def _grad_quantizer(self, ctxs: Contexts) -> Quantizer:
         """For the gradient of the output, once for both GEMMs, and the sums for the bias."""
@@ -206,7 +207,7 @@ class QuantizedLinearPart(LinearPart):
         return reduce_input_grad(dx.view(*dy.shape[:-1], w.shape[1]), sharding)
 
     def recomputed_input_quantizer(self, ctxs: Contexts) -> Quantizer | None:
-        if self.recipe.wgrad != "fp8":
+        if self.recipe.wgrad != "fp8" or not self.recipe.handed_on:
             return None
         return Quantizer(self._operands, "input", False, True)
 
@@ -273,7 +274,7 @@ class QuantizedLinearPart(LinearPart):
         return self._operands.weight(w, source, kept, rows=rows, cols=not rows, scale=scale)
 
     def _how(self, product: str, w: Tensor, dtype: torch.dtype) -> Accumulation:
-        return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device))
+        return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device, self.recipe))
 
 
 def _values(w: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
