@@ -36,7 +36,7 @@ _BACKWARD = Tile(64, 128, 8, group=4, access=8)
 _MAXIMA = Tile(32, BLOCK, 4)  # not measured; nothing is transposed
 # Not measured. 99 to 136 registers on sm_90, mostly below the 128 with which two programs fit a
 # multiprocessor; of 64 rows at a time 169 to 192.
-_BACKWARD_BLOCKS = Tile(BLOCK, BLOCK, 8)
+_BACKWARD_BLOCKS = Tile(BLOCK, BLOCK, 8, access=8)
 _STEP = 32  # rows at a time
 
 

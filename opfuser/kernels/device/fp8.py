@@ -123,17 +123,34 @@ def raise_amax(amax_ptr, sizes):
 
 
 @triton.jit
-def inverse_of(scale):
-    """``1 / s`` as plain torch rounds it."""
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+def inverse_of(scale, POWER_OF_TWO: tl.constexpr = False):
+    """``1 / s`` as plain torch rounds it; of a power of two by its exponent, as a division is long.
+
+    2^-127, of 2^127, is the one that has no exponent of its own.
+    """
+    if POWER_OF_TWO:
+        bits = tl.maximum(0x7F000000 - scale.to(tl.int32, bitcast=True), 0x00400000)
+        inverse = tl.where(scale < float("inf"), bits.to(tl.float32, bitcast=True), scale)
+    else:
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return inverse
 
 
 @triton.jit
 def scale_to(top, amax, POWER_OF_TWO: tl.constexpr):
-    """The scale that takes amax to ``top``, as ``quantize.scale_for`` defines it."""
-    scale = tl.minimum(tl.div_rn(top, tl.where(amax == 0.0, top, amax)), HUGE)
+    """The scale that takes amax to ``top``, as ``quantize.scale_for`` defines it.
+
+    Bits of floats are steps of their logarithms, all of one size but for fractions. So a difference
+    of bits has the exponent of the quotient, which no rounding raises: no quotient of two fractions
+    is so close below a power of two. 2^127 is the largest that there is.
+    """
     if POWER_OF_TWO:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        least = top.to(tl.int32, bitcast=True) - 0x3F800000  # amax of the largest scale
+        above = tl.maximum(amax.to(tl.int32, bitcast=True) - least, 0)
+        scale = ((0x7F000000 - above) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.where(amax == 0.0, 1.0, scale)
+    else:
+        scale = tl.minimum(tl.div_rn(top, tl.where(amax == 0.0, top, amax)), HUGE)
     return tl.where(amax < float("inf"), scale, float("nan"))
 
 
@@ -239,34 +256,54 @@ def store_rows(
 
 
 @triton.jit
-def _store_row_block(
-    ptr, scale_ptr, v, row, stride, at, block, RP, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr
-):
+def store_row_block(ptr, row, stride, at, v, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Codes of one of a tile's four tensors by rows with a scale for each row, which it returns."""
     scale = scale_of(largest_along(tl.abs(v), 1)[:, None], E5M2, POWER_OF_TWO)
-    tl.store(scale_ptr + block.to(tl.int64) * RP + row, inverse_of(scale))
     store_row(ptr, row, stride, at, None, v * scale, E5M2, True)
+    return scale
+
+
+@triton.jit
+def store_row_scales(
+    ptr, row, block, RP, s0, s1, s2, s3, POWER_OF_TWO: tl.constexpr, LANES: tl.constexpr
+):
+    """1 / s of the rows of a tile to ptr (…, RP); LANES is how many threads share a row.
+
+    Each of four of these threads stores the scale of one of the four rows that they share: so no
+    scale changes threads, which would take shared memory and barriers.
+    """
+    # So one thread has one of them; else Triton would give it as many as fill an aligned access.
+    which = tl.multiple_of(tl.arange(0, LANES)[None, :], (1, 1))
+    scale = tl.where(which < 2, tl.where(which == 0, s0, s1), tl.where(which == 2, s2, s3))
+    ptr += block.to(tl.int64) * RP + row + which
+    tl.store(ptr, inverse_of(scale, POWER_OF_TWO), mask=(which < 4) & (row >= 0))
 
 
 @triton.jit
 def store_row_blocks(
     ptr, scale_ptr, row, stride, at, block, RP, v0, v1, v2, v3,
-    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Codes of a tile by rows with a scale for each row, and 1 / s, (…, RP).
 
     ``block`` says which one of a row the tile's columns are, all of which exist.
     """
-    _store_row_block(ptr, scale_ptr, v0, row, stride, at, block, RP, E5M2, POWER_OF_TWO)
-    _store_row_block(ptr, scale_ptr, v1, row + 1, stride, at, block, RP, E5M2, POWER_OF_TWO)
-    _store_row_block(ptr, scale_ptr, v2, row + 2, stride, at, block, RP, E5M2, POWER_OF_TWO)
-    _store_row_block(ptr, scale_ptr, v3, row + 3, stride, at, block, RP, E5M2, POWER_OF_TWO)
+    s0 = store_row_block(ptr, row, stride, at, v0, E5M2, POWER_OF_TWO)
+    s1 = store_row_block(ptr, row + 1, stride, at, v1, E5M2, POWER_OF_TWO)
+    s2 = store_row_block(ptr, row + 2, stride, at, v2, E5M2, POWER_OF_TWO)
+    s3 = store_row_block(ptr, row + 3, stride, at, v3, E5M2, POWER_OF_TWO)
+    store_row_scales(scale_ptr, row, block, RP, s0, s1, s2, s3, POWER_OF_TWO, LANES)
 
 
 @triton.jit
 def col_scale_of(ptr, sizes, tile_row, stride, at, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """The scale of each column of a tile from absolute values; 1 / s is stored."""
     scale = scale_of(largest_along(sizes, 0)[None, :], E5M2, POWER_OF_TWO)
-    tl.store(ptr + tile_row.to(tl.int64) * stride + at, inverse_of(scale))
+    ptr += tile_row.to(tl.int64) * stride + at
+    # Of the threads that have it one stores it; in a single row it would change threads before.
+    first = tl.arange(0, sizes.shape[0])[:, None] == 0
+    inverse = tl.broadcast_to(inverse_of(scale, POWER_OF_TWO), sizes.shape)
+    tl.store(tl.broadcast_to(ptr, sizes.shape), inverse, mask=tl.broadcast_to(first, sizes.shape))
     return scale
 
 

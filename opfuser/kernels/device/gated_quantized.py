@@ -172,8 +172,9 @@ def forward_by_blocks(
         a0, a1, a2, a3, b0, b1, b2, b3, bias, row, R, within, GATE, GATE_P, UP, UP_P, EVEN
     )
     store_row_blocks(
-        rows_ptr, row_scale_ptr, row, F, col, tile_col, RP, h0, h1, h2, h3, E5M2, POWER_OF_TWO
-    )
+        rows_ptr, row_scale_ptr, row, F, col, tile_col, RP, h0, h1, h2, h3,
+        E5M2, POWER_OF_TWO, TILE_COLS // VEC,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -373,14 +374,14 @@ def backward_by_blocks(
         )  # fmt: skip
         store_row_blocks(
             rows_ptr, row_scale_ptr, row, width, gates, block, RP, da0, da1, da2, da3,
-            E5M2, POWER_OF_TWO,
+            E5M2, POWER_OF_TWO, TILE_COLS // VEC,
         )  # fmt: skip
         da_sizes = larger(da_sizes, largest_of_four(da0, da1, da2, da3))
         h_sizes = larger(h_sizes, largest_of_four(h0, h1, h2, h3))
         if UP is not None:
             store_row_blocks(
                 rows_ptr + apart, row_scale_ptr, row, width, gates, units_block, RP,
-                db0, db1, db2, db3, E5M2, POWER_OF_TWO,
+                db0, db1, db2, db3, E5M2, POWER_OF_TWO, TILE_COLS // VEC,
             )  # fmt: skip
             db_sizes = larger(db_sizes, largest_of_four(db0, db1, db2, db3))
         if sums_ptr is not None:

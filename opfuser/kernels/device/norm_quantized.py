@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .fp8 import (
     codes_of,
+    col_scale_of,
     four_times,
     in_row,
     inverse_of,
@@ -46,7 +47,9 @@ def _by_blocks(
     block = tl.arange(0, count)[None, :]
     rows = (first + tl.arange(0, BLOCK_ROWS))[:, None]
     inside = (rows < RP) & (block < D // BLOCK)
-    tl.store(inverse_ptr + block.to(tl.int64) * RP + rows, inverse_of(scale), mask=inside)
+    tl.store(
+        inverse_ptr + block.to(tl.int64) * RP + rows, inverse_of(scale, POWER_OF_TWO), mask=inside
+    )
     return tl.reshape(blocks * scale[:, :, None], (BLOCK_ROWS, BLOCK_COLS))
 
 
@@ -135,9 +138,8 @@ def columns(
         raise_amax(amax_ptr, largest_of_four(y0, y1, y2, y3))
     if codes_ptr is not None:
         if scale_ptr is None:
-            amax = largest_along(largest_of_four(y0, y1, y2, y3), 0)[None, :]
-            scale = scale_of(amax, E5M2, POWER_OF_TWO)
-            tl.store(inverse_ptr + tile_row.to(tl.int64) * D + col, inverse_of(scale))
+            sizes = largest_of_four(y0, y1, y2, y3)
+            scale = col_scale_of(inverse_ptr, sizes, tile_row, D, col, E5M2, POWER_OF_TWO)
         else:
             tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
         y0, y1, y2, y3 = four_times(y0, y1, y2, y3, scale, row, R, EVEN)

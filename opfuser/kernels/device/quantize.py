@@ -90,8 +90,9 @@ def by_blocks(
     v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
     if rows_ptr is not None:
         store_row_blocks(
-            rows_ptr, row_scale_ptr, row, C, col, tile_col, RP, v0, v1, v2, v3, E5M2, POWER_OF_TWO
-        )
+            rows_ptr, row_scale_ptr, row, C, col, tile_col, RP, v0, v1, v2, v3,
+            E5M2, POWER_OF_TWO, TILE_COLS // VEC,
+        )  # fmt: skip
     if sums_ptr is not None:
         store_sums(sums_ptr, tile_row, C, line, line < C, (v0 + v1) + (v2 + v3))
     if cols_ptr is not None:
@@ -120,10 +121,14 @@ def by_squares(
     scale = scale_of(amax, E5M2, POWER_OF_TWO)
     v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
     if rows_ptr is not None:
-        tl.store(row_scale_ptr + tile_row * row_scale_stride + tile_col, inverse_of(scale))
+        tl.store(
+            row_scale_ptr + tile_row * row_scale_stride + tile_col, inverse_of(scale, POWER_OF_TWO)
+        )
         store_rows(rows_ptr, row, C, col, col < C, v0, v1, v2, v3, E5M2, True)
     if cols_ptr is not None:
-        tl.store(col_scale_ptr + tile_col * col_scale_stride + tile_row, inverse_of(scale))
+        tl.store(
+            col_scale_ptr + tile_col * col_scale_stride + tile_row, inverse_of(scale, POWER_OF_TWO)
+        )
         low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
         store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, True, TILE_ROWS)
 
