@@ -34,10 +34,12 @@ _FORWARD = Tile(32, BLOCK, 4)  # 0.98 of 8192 x 14336, and 0.80 in blocks
 # bytes at once 0.431.
 _BACKWARD = Tile(64, 128, 8, group=4, access=8)
 _MAXIMA = Tile(32, BLOCK, 4)  # not measured; nothing is transposed
-# Not measured. 99 to 136 registers on sm_90, mostly below the 128 with which two programs fit a
-# multiprocessor; of 64 rows at a time 169 to 192.
-_BACKWARD_BLOCKS = Tile(BLOCK, BLOCK, 8, access=8)
-_STEP = 32  # rows at a time
+# Rows that backward in blocks takes at a time, for codes by rows and then by columns, and the steps
+# that are loaded at once. Not measured. 80 registers on sm_90, so that three programs fit a
+# multiprocessor; in steps of 64 rows by columns, or of 64 rows by both, 128.
+_STEP, _COL_STEP = 32, 32
+_STAGES, _COL_STAGES = 2, 1
+_GROUP, _WARPS = 1, 8
 
 
 @functools.lru_cache(None)
@@ -105,8 +107,13 @@ def _launch_backward(
     col_scale: Tensor | None
     h_scale: Tensor | None
     how: tuple[Tensor | None, ...]
+    formats: tuple[tuple[str, int], ...] = (*_formats(dx), *_formats(h, "H_"))
     if isinstance(dx, BlockScaling) or isinstance(h, BlockScaling):
-        kernel, tile = "backward_by_blocks", _BACKWARD_BLOCKS
+        # Each thread of a warp has four neighbours: a warp has rows for itself, and their maxima.
+        tile = Tile(BLOCK, BLOCK, _WARPS, group=_GROUP, access=4 * x.element_size())
+        kernel = "backward_by_blocks"
+        formats += ("STEP", _STEP), ("COL_STEP", _COL_STEP)
+        formats += ("STAGES", _STAGES), ("COL_STAGES", _COL_STAGES)
         row_scale, col_scale = empty_block_scales(x, width, True, True)
         _, h_scale = empty_block_scales(x, features, False, True)
         how = row_scale, col_scale, h_scale
@@ -116,9 +123,6 @@ def _launch_backward(
         h_scale = _inverse(h)
         how = dx.scale, h.scale, row_scale, h_scale, dx.amax, h.amax
     sums, parts = empty_sums(x, padded, tile, column_sum)
-    formats: tuple[tuple[str, int], ...] = (*_formats(dx), *_formats(h, "H_"))
-    if tile is _BACKWARD_BLOCKS:
-        formats += (("STEP", _STEP),)
     even = tile.even(count, features)
     launch = _launch(kernel, tile, *spec[1:], formats, x.element_size(), even)
     x, x_stride = rows_of(x)

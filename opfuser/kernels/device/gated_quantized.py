@@ -24,7 +24,9 @@ from .fp8 import (
     raise_amax,
     store_cols,
     store_row,
+    store_row_block,
     store_row_blocks,
+    store_row_scales,
     store_rows,
     store_sums,
     tile_cols,
@@ -302,33 +304,54 @@ def backward(
 
 
 @triton.jit
-def _four_gradients(
-    dy_ptr, x_ptr, bias, row, R, dy_stride, x_stride, col, gates, apart, within,
-    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
-    EVEN: tl.constexpr,
+def _load_operands(
+    dy_ptr, x_ptr, row, R, dy_stride, x_stride, col, gates, apart, within,
+    UP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The four tensors of a tile of da, of db and of h."""
+    """The four tensors of a tile of dy, of gates and of linear units."""
     dy0, dy1, dy2, dy3 = load_four(dy_ptr, row, dy_stride, col, R, within, EVEN)
     a0, a1, a2, a3 = load_four(x_ptr, row, x_stride, gates, R, within, EVEN)
     b0, b1, b2, b3 = _load_units(
         x_ptr, row, x_stride, gates, apart, R, within, a0, a1, a2, a3, UP, EVEN
     )
-    da0, db0, h0 = _gradients(dy0, a0, b0, bias, row < R, GATE, GATE_P, UP, UP_P, EVEN)
-    da1, db1, h1 = _gradients(dy1, a1, b1, bias, row + 1 < R, GATE, GATE_P, UP, UP_P, EVEN)
-    da2, db2, h2 = _gradients(dy2, a2, b2, bias, row + 2 < R, GATE, GATE_P, UP, UP_P, EVEN)
-    da3, db3, h3 = _gradients(dy3, a3, b3, bias, row + 3 < R, GATE, GATE_P, UP, UP_P, EVEN)
-    return da0, da1, da2, da3, db0, db1, db2, db3, h0, h1, h2, h3
+    return dy0, dy1, dy2, dy3, a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @triton.jit
-def _store_scaled_cols(
-    ptr, line, tile_row, RP, v0, v1, v2, v3, scale, row, R,
-    E5M2: tl.constexpr, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr,
+def _two_row_blocks(
+    rows_ptr, row, R, width, gates, apart, dy0, dy1, a0, a1, b0, b1, bias,
+    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
+    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes of ``v s`` of a tile by columns, all of which exist."""
-    v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
-    low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
-    store_cols(ptr, line, line >= 0, tile_row, RP, low, high, True, TILE_ROWS)
+    """Stores two of a tile's four tensors of dx by rows.
+
+    Returns their scales, those of da first, and of da, db and h the larger sizes and the sums.
+    """
+    da0, db0, h0 = _gradients(dy0, a0, b0, bias, row < R, GATE, GATE_P, UP, UP_P, EVEN)
+    da1, db1, h1 = _gradients(dy1, a1, b1, bias, row + 1 < R, GATE, GATE_P, UP, UP_P, EVEN)
+    s0 = store_row_block(rows_ptr, row, width, gates, da0, E5M2, POWER_OF_TWO)
+    s1 = store_row_block(rows_ptr, row + 1, width, gates, da1, E5M2, POWER_OF_TWO)
+    t0, t1 = s0, s1
+    if UP is not None:
+        t0 = store_row_block(rows_ptr + apart, row, width, gates, db0, E5M2, POWER_OF_TWO)
+        t1 = store_row_block(rows_ptr + apart, row + 1, width, gates, db1, E5M2, POWER_OF_TWO)
+    da, db = larger(tl.abs(da0), tl.abs(da1)), larger(tl.abs(db0), tl.abs(db1))
+    return s0, s1, t0, t1, da, db, larger(tl.abs(h0), tl.abs(h1)), da0 + da1, db0 + db1
+
+
+@triton.jit
+def _two_in_cols(
+    scale, units_scale, h_scale, row, R, dy0, dy1, a0, a1, b0, b1, bias,
+    GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
+    E5M2: tl.constexpr, H_E5M2: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Pairs of codes of two of a tile's four tensors of da, db and h with scales of columns."""
+    da0, db0, h0 = _gradients(dy0, a0, b0, bias, row < R, GATE, GATE_P, UP, UP_P, EVEN)
+    da1, db1, h1 = _gradients(dy1, a1, b1, bias, row + 1 < R, GATE, GATE_P, UP, UP_P, EVEN)
+    da0, da1 = times(da0, scale, row, R, EVEN), times(da1, scale, row + 1, R, EVEN)
+    db0, db1 = times(db0, units_scale, row, R, EVEN), times(db1, units_scale, row + 1, R, EVEN)
+    h0, h1 = times(h0, h_scale, row, R, EVEN), times(h1, h_scale, row + 1, R, EVEN)
+    return pairs_of(da0, da1, E5M2), pairs_of(db0, db1, E5M2), pairs_of(h0, h1, H_E5M2)
 
 
 @triton.jit
@@ -338,7 +361,8 @@ def backward_by_blocks(
     R, RP, F, dy_stride, x_stride,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
     INTERLEAVE: tl.constexpr, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    H_E5M2: tl.constexpr, H_POWER_OF_TWO: tl.constexpr, STEP: tl.constexpr,
+    H_E5M2: tl.constexpr, H_POWER_OF_TWO: tl.constexpr,
+    STEP: tl.constexpr, COL_STEP: tl.constexpr, STAGES: tl.constexpr, COL_STAGES: tl.constexpr,
     EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -347,9 +371,11 @@ def backward_by_blocks(
     row_scale (2F / TILE_COLS, RP), col_scale (RP / TILE_ROWS, 2F), h_scale (RP / TILE_ROWS, F); F
     and INTERLEAVE are multiples of TILE_COLS.
 
-    Values of a tile in fp32 would take more registers than there are. So STEP rows at a time, and
-    twice: once for codes by rows and the largest sizes in columns, then for codes by columns. The
-    second time operands come from a cache.
+    Values of a tile in fp32 would take more registers than there are. So they are computed twice:
+    STEP rows at a time for codes by rows and the largest sizes in columns, then COL_STEP rows at a
+    time for codes by columns. The second time operands come from a cache. Two rows of four at a
+    time, as codes take a quarter of the registers that values do. Of two STAGES the next step is
+    loaded, to shared memory, while one is computed.
     """
     tile_row, tile_col = place(RP, F, TILE_ROWS, TILE_COLS, GROUP)
     line = tile_cols(tile_col, TILE_COLS)
@@ -360,55 +386,65 @@ def backward_by_blocks(
     col, gates = in_row(line, VEC), in_row(gate_line, VEC)
     within = col < F
     width = F if UP is None else 2 * F
-    steps: tl.constexpr = TILE_ROWS // STEP
     bias = None
     if bias_ptr is not None:
         bias = _load_bias(bias_ptr, gates, within, True, STEP)
     da_sizes = tl.zeros((STEP // 4, TILE_COLS), tl.float32)
     db_sizes, h_sizes, da_sum, db_sum = da_sizes, da_sizes, da_sizes, da_sizes
-    for step in range(steps):
-        row = tile_rows(tile_row * steps + step, STEP)
-        da0, da1, da2, da3, db0, db1, db2, db3, h0, h1, h2, h3 = _four_gradients(
-            dy_ptr, x_ptr, bias, row, R, dy_stride, x_stride, col, gates, apart, within,
-            GATE, GATE_P, UP, UP_P, EVEN,
+    for step in tl.range(0, TILE_ROWS // STEP, num_stages=STAGES):
+        row = tile_rows(tile_row * (TILE_ROWS // STEP) + step, STEP)
+        dy0, dy1, dy2, dy3, a0, a1, a2, a3, b0, b1, b2, b3 = _load_operands(
+            dy_ptr, x_ptr, row, R, dy_stride, x_stride, col, gates, apart, within, UP, EVEN
+        )
+        s0, s1, t0, t1, da, db, h, da_low, db_low = _two_row_blocks(
+            rows_ptr, row, R, width, gates, apart, dy0, dy1, a0, a1, b0, b1, bias,
+            GATE, GATE_P, UP, UP_P, E5M2, POWER_OF_TWO, EVEN,
         )  # fmt: skip
-        store_row_blocks(
-            rows_ptr, row_scale_ptr, row, width, gates, block, RP, da0, da1, da2, da3,
-            E5M2, POWER_OF_TWO, TILE_COLS // VEC,
+        da_sizes, db_sizes, h_sizes = larger(da_sizes, da), larger(db_sizes, db), larger(h_sizes, h)
+        s2, s3, t2, t3, da, db, h, da_high, db_high = _two_row_blocks(
+            rows_ptr, row + 2, R, width, gates, apart, dy2, dy3, a2, a3, b2, b3, bias,
+            GATE, GATE_P, UP, UP_P, E5M2, POWER_OF_TWO, EVEN,
         )  # fmt: skip
-        da_sizes = larger(da_sizes, largest_of_four(da0, da1, da2, da3))
-        h_sizes = larger(h_sizes, largest_of_four(h0, h1, h2, h3))
+        da_sizes, db_sizes, h_sizes = larger(da_sizes, da), larger(db_sizes, db), larger(h_sizes, h)
+        store_row_scales(
+            row_scale_ptr, row, block, RP, s0, s1, s2, s3, POWER_OF_TWO, TILE_COLS // VEC
+        )
         if UP is not None:
-            store_row_blocks(
-                rows_ptr + apart, row_scale_ptr, row, width, gates, units_block, RP,
-                db0, db1, db2, db3, E5M2, POWER_OF_TWO, TILE_COLS // VEC,
-            )  # fmt: skip
-            db_sizes = larger(db_sizes, largest_of_four(db0, db1, db2, db3))
+            store_row_scales(
+                row_scale_ptr, row, units_block, RP, t0, t1, t2, t3, POWER_OF_TWO, TILE_COLS // VEC
+            )
         if sums_ptr is not None:
-            da_sum += (da0 + da1) + (da2 + da3)
-            db_sum += (db0 + db1) + (db2 + db3)
+            da_sum += da_low + da_high
+            db_sum += db_low + db_high
     if sums_ptr is not None:
         store_sums(sums_ptr, tile_row, width, gate_line, line < F, da_sum)
         if UP is not None:
             store_sums(sums_ptr, tile_row, width, units, line < F, db_sum)
     scale = col_scale_of(col_scale_ptr, da_sizes, tile_row, width, gates, E5M2, POWER_OF_TWO)
+    units_scale = scale
     if UP is not None:
         units_scale = col_scale_of(
             col_scale_ptr + apart, db_sizes, tile_row, width, gates, E5M2, POWER_OF_TWO
         )
     h_scale = col_scale_of(h_scale_ptr, h_sizes, tile_row, F, col, H_E5M2, H_POWER_OF_TWO)
-    for step in range(steps):
-        at = tile_row * steps + step
-        row = tile_rows(at, STEP)
-        da0, da1, da2, da3, db0, db1, db2, db3, h0, h1, h2, h3 = _four_gradients(
-            dy_ptr, x_ptr, bias, row, R, dy_stride, x_stride, col, gates, apart, within,
-            GATE, GATE_P, UP, UP_P, EVEN,
-        )  # fmt: skip
-        _store_scaled_cols(
-            cols_ptr, gate_line, at, RP, da0, da1, da2, da3, scale, row, R, E5M2, EVEN, STEP
+    if bias_ptr is not None:
+        bias = _load_bias(bias_ptr, gates, within, True, COL_STEP)
+    below = line < F
+    for step in tl.range(0, TILE_ROWS // COL_STEP, num_stages=COL_STAGES):
+        at = tile_row * (TILE_ROWS // COL_STEP) + step
+        row = tile_rows(at, COL_STEP)
+        dy0, dy1, dy2, dy3, a0, a1, a2, a3, b0, b1, b2, b3 = _load_operands(
+            dy_ptr, x_ptr, row, R, dy_stride, x_stride, col, gates, apart, within, UP, EVEN
         )
+        da_low, db_low, h_low = _two_in_cols(
+            scale, units_scale, h_scale, row, R, dy0, dy1, a0, a1, b0, b1, bias,
+            GATE, GATE_P, UP, UP_P, E5M2, H_E5M2, EVEN,
+        )  # fmt: skip
+        da_high, db_high, h_high = _two_in_cols(
+            scale, units_scale, h_scale, row + 2, R, dy2, dy3, a2, a3, b2, b3, bias,
+            GATE, GATE_P, UP, UP_P, E5M2, H_E5M2, EVEN,
+        )  # fmt: skip
+        store_cols(cols_ptr, gate_line, below, at, RP, da_low, da_high, True, COL_STEP)
         if UP is not None:
-            _store_scaled_cols(
-                cols_ptr, units, at, RP, db0, db1, db2, db3, units_scale, row, R, E5M2, EVEN, STEP
-            )
-        _store_scaled_cols(h_ptr, line, at, RP, h0, h1, h2, h3, h_scale, row, R, H_E5M2, EVEN, STEP)
+            store_cols(cols_ptr, units, below, at, RP, db_low, db_high, True, COL_STEP)
+        store_cols(h_ptr, line, below, at, RP, h_low, h_high, True, COL_STEP)
