@@ -114,9 +114,9 @@ class Tile:
 # Shares are those of a device-to-device copy of as many bytes on an H200.
 _BOTH = Tile(128, 64, 4)  # bf16 to both layouts, with amax: 0.90, and 0.88 for 2048 x 3584
 _ROWS = Tile(64, 128, 8)  # 0.96 of 28672 x 4096; 32 rows: 0.89
-# 168 registers at most of bf16 on sm_90: three programs fit a multiprocessor, and of 8 warps, with
-# 104 to 123, two. Those of 8 warps took 0.63 in blocks, these 0.71, with a division per scale.
-_SQUARE = Tile(BLOCK, BLOCK, 4)
+# 104 to 128 registers on sm_90, so that two programs fit a multiprocessor; of 4 warps 168, which is
+# three, but with scales that are no powers of two they spill.
+_SQUARE = Tile(BLOCK, BLOCK, 8)
 _SCALES = 128
 # Whole cache lines on both sides, 16 bytes to a thread of each row of four; not measured.
 _TRANSPOSE = Tile(BLOCK, BLOCK, 8)
