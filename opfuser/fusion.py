@@ -27,11 +27,12 @@ REFUSAL_CODES = frozenset(
 
 
 class QuantizedEdge(NamedTuple):
-    """A tensor that one operation hands to another one as codes.
+    """A tensor that one operation hands to another one, or to its own backward, as codes.
 
     Attributes:
-        stage: ``"forward"``, from ``source`` to ``target`` behind it, or ``"backward"``, from
-            ``source`` to ``target`` before it.
+        stage: ``"forward"``, from ``source`` to ``target`` behind it; ``"backward"``, from
+            ``source`` to ``target`` before it; or ``"joint"``, the input of ``source`` to its own
+            backward: ``target`` is the same.
         source, target: the basic operations, by index.
         dtype: of the codes.
         rows, cols: their layouts.
@@ -51,7 +52,10 @@ class QuantizedEdge(NamedTuple):
     def __str__(self) -> str:
         layouts = " and ".join(n for n, has in zip(("rows", "columns"), self[4:]) if has)
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.stage} {self.source} -> {self.target}: {dtype} by {layouts}"
+        what = f"{self.stage} {self.source} -> {self.target}"
+        if self.stage == "joint":
+            what = f"saved input of {self.source}"
+        return f"{what}: {dtype} by {layouts}"
 
 
 class Refusal(NamedTuple):

@@ -101,6 +101,10 @@ class Recipe:
         fp8_dpa, fp8_mha: attention in FP8; not supported.
         backward_override: ``"high_precision"`` computes both gradients without quantisation, as
             ``dgrad="bf16", wgrad="bf16"`` does.
+        save_activations: ``"fp8"`` saves the input of an activation in front of a quantised linear
+            operation for backward in E4M3, one byte for each element and four for each 128, with
+            scales of their own; what forward computes does not change. Where it is not so, says
+            ``cache_quantized_input`` of :class:`opfuser.SwiGLU`. None saves it as it is.
         fprop, dgrad, wgrad: ``"fp8"``, the format of the recipe whatever its name, or ``"bf16"``
             for the dtype that the operation computes in without a recipe: of the forward GEMM, and
             of those of the gradients of input and weight.
@@ -117,6 +121,7 @@ class Recipe:
     fprop: Mode = "fp8"
     dgrad: Mode = "fp8"
     wgrad: Mode = "fp8"
+    save_activations: Literal["fp8"] | None = None
 
     # Features of a linear operation are multiples of this.
     multiple: ClassVar[int] = 16
@@ -140,6 +145,8 @@ class Recipe:
         modes = self.fprop, self.dgrad, self.wgrad
         if not set(modes) <= {"fp8", "bf16"}:
             self._wrong("fprop, dgrad and wgrad are 'fp8' or 'bf16'", repr(modes))
+        if self.save_activations not in (None, "fp8"):
+            self._wrong("save_activations is None or 'fp8'", repr(self.save_activations))
         if not isinstance(self.fp8_format, Format):
             self._wrong("fp8_format is a Format", repr(self.fp8_format))
         if self.fp8_format is Format.E2M1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import ArgumentError, NotSupportedError, explain
+from ..errors import ArgumentError, explain
 from ..kernels import functions
 from ..kernels.activation import activation_dx, activation_forward
 from ..kernels.scalar import FunctionSpec, ScalarFunction, grad_input, reuse, rounded_once
@@ -26,6 +26,7 @@ class _Activation(BasicOperation):
     Only the input is saved: the backward evaluates the function again.
 
     Attributes:
+        cache_quantized_input: whether forward saves the input as codes, see :class:`GELU`.
         recompute_mlp: set it to ask the fusion of that name for the feed-forward block around it.
     """
 
@@ -39,15 +40,7 @@ class _Activation(BasicOperation):
 
     def __init__(self, cache_quantized_input: bool) -> None:
         super().__init__()
-        if cache_quantized_input:
-            raise NotSupportedError(
-                explain(
-                    "The saved input of an activation is not quantised",
-                    where=type(self).__name__,
-                    received="cache_quantized_input=True",
-                    remedy="Leave cache_quantized_input out",
-                )
-            )
+        self.cache_quantized_input = cache_quantized_input
 
     def make_function(self) -> ScalarFunction:
         """The function that is applied, with the attributes of now as its constants."""
@@ -100,11 +93,14 @@ class GELU(_Activation):
 
     Args:
         approximate: ``"tanh"``, or ``"none"`` for the exact function.
-        cache_quantized_input: not supported.
+        cache_quantized_input: in a region, save x for backward as FP8 codes if this operation is
+            fused with a quantised linear operation behind it, as ``save_activations="fp8"`` of a
+            recipe does; backward computes from their values, forward from x. C must be a multiple
+            of 128: one scale for 128 columns of a row.
+            The plan lists what is saved so; elsewhere there is no effect.
 
     Raises:
         ArgumentError: if ``approximate`` is neither.
-        NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
     def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
@@ -134,10 +130,7 @@ class QGELU(_Activation):
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units (GELUs)", 2016, arXiv 1606.08415.
 
     Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        NotSupportedError: if ``cache_quantized_input`` is set.
+        cache_quantized_input: as of :class:`GELU`.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -153,10 +146,7 @@ class ReLU(_Activation):
     Any shape; the output has the compute dtype (autocast's, else the input's).
 
     Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        NotSupportedError: if ``cache_quantized_input`` is set.
+        cache_quantized_input: as of :class:`GELU`.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -175,10 +165,7 @@ class SReLU(_Activation):
     arXiv 2109.08668.
 
     Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        NotSupportedError: if ``cache_quantized_input`` is set.
+        cache_quantized_input: as of :class:`GELU`.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -197,10 +184,7 @@ class SiLU(_Activation):
     Approximation in Reinforcement Learning", 2017, arXiv 1702.03118.
 
     Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        NotSupportedError: if ``cache_quantized_input`` is set.
+        cache_quantized_input: as of :class:`GELU`.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -242,11 +226,10 @@ class Softplus(_Activation):
     Args:
         beta: sharpness.
         threshold: value of ``beta * x`` beyond which y is x.
-        cache_quantized_input: not supported.
+        cache_quantized_input: as of :class:`GELU`.
 
     Raises:
         ArgumentError: if ``beta`` is zero.
-        NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
     def __init__(
@@ -291,10 +274,7 @@ class Tanh(_Activation):
     Any shape; the output has the compute dtype (autocast's, else the input's).
 
     Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        NotSupportedError: if ``cache_quantized_input`` is set.
+        cache_quantized_input: as of :class:`GELU`.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -310,10 +290,7 @@ class Sigmoid(_Activation):
     Any shape; the output has the compute dtype (autocast's, else the input's).
 
     Args:
-        cache_quantized_input: not supported.
-
-    Raises:
-        NotSupportedError: if ``cache_quantized_input`` is set.
+        cache_quantized_input: as of :class:`GELU`.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import NotSupportedError, explain
 from ..kernels import functions
 from ..kernels.gated import ProductSpec, gated_backward, gated_forward, product_spec
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
@@ -31,6 +30,7 @@ class _GatedActivation(BasicOperation):
     Only the input is saved: the backward evaluates the functions again.
 
     Attributes:
+        cache_quantized_input: whether forward saves the input as codes, see :class:`GLU`.
         recompute_mlp: set it to ask the fusion of that name for the feed-forward block around it.
         glu_interleave_size: columns per block of gates or linear units; None for the layout in
             halves, the only one of those whose constructor does not take it.
@@ -49,15 +49,7 @@ class _GatedActivation(BasicOperation):
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
         super().__init__()
-        if cache_quantized_input:
-            raise NotSupportedError(
-                explain(
-                    "The saved input of an activation is not quantised",
-                    where=type(self).__name__,
-                    received="cache_quantized_input=True",
-                    remedy="Leave cache_quantized_input out",
-                )
-            )
+        self.cache_quantized_input = cache_quantized_input
         self.glu_interleave_size = glu_interleave_size
 
     def make_functions(self) -> gated.Functions:
@@ -112,11 +104,14 @@ class GLU(_GatedActivation):
     arXiv 1612.08083.
 
     Args:
-        cache_quantized_input: not supported.
+        cache_quantized_input: in a region, save x for backward as FP8 codes if this operation is
+            fused with a quantised linear operation behind it, as ``save_activations="fp8"`` of a
+            recipe does; backward computes from their values, forward from x. F must be a multiple
+            of 128, and so must an interleave size: one scale for 128 columns of a row.
+            The plan lists what is saved so; elsewhere there is no effect.
 
     Raises:
         InputError: in forward, if the last dimension is odd.
-        NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -192,13 +187,12 @@ class SwiGLU(_GatedActivation):
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
 
     Args:
-        cache_quantized_input: not supported.
+        cache_quantized_input: as of :class:`GLU`.
         glu_interleave_size: columns per block; None is the layout in halves.
 
     Raises:
         ArgumentError: if ``glu_interleave_size`` is not positive.
         InputError: in forward, if the last dimension does not divide into gates and linear units.
-        NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()
@@ -226,13 +220,12 @@ class SiTUGLU(_GatedActivation):
     Args:
         beta1: cap of the gate's linear factor, finite and positive.
         beta2: cap of the linear units, finite and positive.
-        cache_quantized_input: not supported.
+        cache_quantized_input: as of :class:`GLU`.
         glu_interleave_size: columns per block; None is the layout in halves.
 
     Raises:
         ArgumentError: if a cap is not finite and positive, or ``glu_interleave_size`` not positive.
         InputError: in forward, if the last dimension does not divide into gates and linear units.
-        NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()
@@ -269,13 +262,12 @@ class ClampedSwiGLU(_GatedActivation):
         limit: bound of the gates from above, and of the linear units on both sides.
         alpha: factor inside the sigmoid.
         glu_linear_offset: added to the clamped linear units.
-        cache_quantized_input: not supported.
+        cache_quantized_input: as of :class:`GLU`.
         glu_interleave_size: columns per block; None is the layout in halves.
 
     Raises:
         ArgumentError: if ``limit`` or ``glu_interleave_size`` is not positive.
         InputError: in forward, if the last dimension does not divide into gates and linear units.
-        NotSupportedError: if ``cache_quantized_input`` is set.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset()

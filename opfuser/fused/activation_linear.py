@@ -14,7 +14,7 @@ from ._residual_sum import GEMM
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
 from .parts.linear import refuse
 from .parts.pipeline import Pipeline
-from .parts.quantized_linear import linear_part
+from .parts.quantized_linear import QuantizedLinearPart, linear_part
 
 __all__ = ["FUSION", "FUSION_WITH_SUM", "ActivationLinear"]
 
@@ -26,7 +26,9 @@ class ActivationLinear(Pipeline):
 
     Biases and sum are optional; before a gated activation there is no bias. z is the extra input,
     of the shape of y; it is overwritten if nothing else refers to it. Saves x, but not
-    :math:`h = f(x + b)`: H elements less for H elements of h.
+    :math:`h = f(x + b)`: H elements less for H elements of h. x is saved as FP8 codes by rows where
+    ``save_activations`` of the recipe or ``cache_quantized_input`` of the activation says so, the
+    linear operation is quantised, and blocks of 128 columns lie within gates or linear units.
 
     Backward first computes :math:`dh = dy\, W`. The kernel that computes dx and db from dh and x
     also recomputes h, at H elements of traffic instead of the H that reading a saved h takes.
@@ -61,12 +63,9 @@ class ActivationLinear(Pipeline):
         env: Env | None = None,
     ) -> None:
         where = type(self).__name__
-        super().__init__(
-            [
-                ActivationPart(bias, activation, where),
-                linear_part(linear, linear_bias, where, add=add, env=env),
-            ]
-        )
+        behind = linear_part(linear, linear_bias, where, add=add, env=env)
+        quantized = behind if isinstance(behind, QuantizedLinearPart) else None
+        super().__init__([ActivationPart(bias, activation, where, behind=quantized), behind])
 
 
 def _refuses(

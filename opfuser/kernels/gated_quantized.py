@@ -17,16 +17,35 @@ from .choice import kernel_or_plain
 from .gated import product_constants, readable
 from .gated_plain import ProductSpec
 from .gated_quantized_plain import (
+    SAVED,
     GatedGrads,
+    GatedOutput,
     backward_quantized_plain,
     forward_quantized_plain,
 )
 from .launch import DTYPES, Launch, has_fp8
-from .quantize import Tile, add_up, empty_block_scales, empty_codes, empty_sums
+from .quantize import (
+    Tile,
+    add_up,
+    dequantize,
+    empty_block_scales,
+    empty_codes,
+    empty_sums,
+    quantize_by_blocks,
+)
 from .quantize_plain import BLOCK, BlockScaling, Codes, Scaling, TensorScaling
 from .tiling import rows_of
 
-__all__ = ["GatedGrads", "gated_backward_quantized", "gated_forward_quantized"]
+__all__ = [
+    "SAVED",
+    "GatedGrads",
+    "GatedOutput",
+    "fills_blocks",
+    "gated_backward_quantized",
+    "gated_forward_and_input",
+    "gated_forward_quantized",
+    "quantize_input",
+]
 
 # Shares are those of a device-to-device copy of as many bytes on an H200, for SwiGLU.
 _FORWARD = Tile(32, BLOCK, 4)  # 0.98 of 8192 x 14336, and 0.80 in blocks
@@ -68,9 +87,11 @@ def _formats(scaling: Scaling, prefix: str = "") -> tuple[tuple[str, bool], ...]
     return (e5m2,)
 
 
-def _launch_forward(x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: Scaling) -> Codes:
-    count, features = x.shape
-    features = features // 2 if spec.up else features
+def _launch_forward(
+    x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: Scaling, want_x: bool
+) -> GatedOutput:
+    count, width = x.shape
+    features = width // 2 if spec.up else width
     padded, rows, _ = empty_codes(x, features, scaling.dtype, _encodes(scaling), False)
     row_scale: Tensor | None
     how: tuple[Tensor | None, ...]
@@ -81,18 +102,23 @@ def _launch_forward(x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: 
     else:
         kernel = "forward"
         row_scale = _inverse(scaling)
-        how = scaling.scale, rows, row_scale, scaling.amax
+        x_rows = x_scale = None
+        if want_x:
+            _, x_rows, _ = empty_codes(x, width, SAVED.dtype, True, False)
+            x_scale, _ = empty_block_scales(x, width, True, False)
+        how = scaling.scale, rows, row_scale, scaling.amax, x_rows, x_scale
     even = _FORWARD.even(count, features)
     launch = _launch(kernel, _FORWARD, *spec[1:], _formats(scaling), x.element_size(), even)
     x, stride = rows_of(x)
     grid = (_FORWARD.programs(padded, features), 1, 1)
     launch(grid, (x, readable(bias), *how), (count, padded, features, stride))
-    return Codes(rows, row_scale, None, None, None)
+    h = Codes(rows, row_scale, None, None, None)
+    return GatedOutput(h, Codes(x_rows, x_scale, None, None, None) if want_x else None)
 
 
 def _launch_backward(
     dy: Tensor,
-    x: Tensor,
+    x: Tensor | Codes,
     bias: Tensor | None,
     spec: ProductSpec,
     dx: Scaling,
@@ -100,6 +126,14 @@ def _launch_backward(
     column_sum: bool,
 ) -> GatedGrads:
     count, features = dy.shape
+    x_scale: Tensor | None = None
+    itemsize = dy.element_size()
+    if isinstance(x, Codes):
+        x_scale = x.row_scale
+        assert x.rows is not None
+        x = x.rows
+    else:
+        itemsize = x.element_size()
     width, encodes = x.shape[1], _encodes(dx)
     padded, rows, cols = empty_codes(x, width, dx.dtype, encodes, encodes)
     _, _, h_cols = empty_codes(x, features, h.dtype, False, encodes)
@@ -122,10 +156,11 @@ def _launch_backward(
         kernel, tile = "backward", _BACKWARD if encodes else _MAXIMA
         row_scale = col_scale = _inverse(dx)
         h_scale = _inverse(h)
-        how = dx.scale, h.scale, row_scale, h_scale, dx.amax, h.amax
-    sums, parts = empty_sums(x, padded, tile, column_sum)
+        how = x_scale, dx.scale, h.scale, row_scale, h_scale, dx.amax, h.amax
+    like = x if x_scale is None else dy.new_empty((0, width))
+    sums, parts = empty_sums(like, padded, tile, column_sum)
     even = tile.even(count, features)
-    launch = _launch(kernel, tile, *spec[1:], formats, x.element_size(), even)
+    launch = _launch(kernel, tile, *spec[1:], formats, itemsize, even)
     x, x_stride = rows_of(x)
     dy, dy_stride = rows_of(dy)
     tensors = dy, x, readable(bias), rows, cols, h_cols, *how, parts
@@ -145,7 +180,9 @@ def _inverse(scaling: TensorScaling) -> Tensor | None:
     return None if scaling.scale is None else torch.empty_like(scaling.scale)
 
 
-def _takes_forward(x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: Scaling) -> bool:
+def _takes_forward(
+    x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: Scaling, *_: Any
+) -> bool:
     features = x.shape[1] // 2 if spec.up else x.shape[1]
     blocks = isinstance(scaling, BlockScaling)
     # Plain torch raises where columns do not fill blocks.
@@ -153,11 +190,11 @@ def _takes_forward(x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: S
 
 
 def _takes_backward(
-    dy: Tensor, x: Tensor, bias: Tensor | None, spec: ProductSpec, dx: Scaling, *_: Any
+    dy: Tensor, x: Tensor | Codes, bias: Tensor | None, spec: ProductSpec, dx: Scaling, *_: Any
 ) -> bool:
     if isinstance(dx, BlockScaling) and (dy.shape[1] % BLOCK or spec.interleave % BLOCK):
         return False  # a block has gates and linear units
-    return x.dtype in DTYPES and dy.numel() > 0 and has_fp8(x)
+    return (isinstance(x, Codes) or x.dtype in DTYPES) and dy.numel() > 0 and has_fp8(dy)
 
 
 _forward = kernel_or_plain(
@@ -180,13 +217,44 @@ def gated_forward_quantized(
         scaling: of h; F is a multiple of 128 for blocks.
     """
     assert bias is None or spec.up is None
-    codes: Codes = _forward(x, bias, spec, scaling)
-    return codes
+    h: Codes = _forward(x, bias, spec, scaling, False).h
+    return h
+
+
+def fills_blocks(width: int, spec: ProductSpec) -> bool:
+    """Whether blocks of 128 columns of x lie within gates or within linear units.
+
+    Args:
+        width: columns of x.
+        spec: the product.
+    """
+    return width % (2 * BLOCK if spec.up else BLOCK) == 0 and spec.interleave % BLOCK == 0
+
+
+def quantize_input(x: Tensor) -> Codes:
+    """Codes of x by rows, (R, C) in E4M3, with a scale for each row of 128 columns."""
+    dtype, power_of_two = SAVED
+    return quantize_by_blocks(x, dtype, rows=True, cols=False, power_of_two=power_of_two)
+
+
+def gated_forward_and_input(
+    x: Tensor, bias: Tensor | None, spec: ProductSpec, scaling: Scaling
+) -> GatedOutput:
+    """As :func:`gated_forward_quantized`, and codes of x, from one read; of blocks of h, from two.
+
+    Codes of x are those of :func:`quantize_input`; :func:`fills_blocks` says where there are any.
+    """
+    assert bias is None or spec.up is None
+    assert fills_blocks(x.shape[1], spec)
+    if isinstance(scaling, BlockScaling):
+        return GatedOutput(gated_forward_quantized(x, bias, spec, scaling), quantize_input(x))
+    output: GatedOutput = _forward(x, bias, spec, scaling, True)
+    return output
 
 
 def gated_backward_quantized(
     dy: Tensor,
-    x: Tensor,
+    x: Tensor | Codes,
     bias: Tensor | None,
     spec: ProductSpec,
     dx: Scaling,
@@ -198,14 +266,20 @@ def gated_backward_quantized(
 
     Args:
         dy: gradient of h.
-        x, bias, spec: those of :func:`gated_forward_quantized`.
+        x, bias, spec: those of :func:`gated_forward_quantized`; or for x codes of
+            :func:`quantize_input`, whose values count, where it :func:`fills_blocks`.
         dx, h: their scalings: of one kind, and both with a scale or both without. For blocks the
             columns of x are a multiple of 128.
         column_sum: whether the sum of dx over the rows is wanted, before it is rounded: in the
-            dtype of x, accumulated in fp32.
+            dtype of x, of codes in that of dy; accumulated in fp32.
     """
     assert bias is None or spec.up is None
     assert isinstance(dx, BlockScaling) == isinstance(h, BlockScaling)
     assert _encodes(dx) == _encodes(h)
+    if isinstance(x, Codes):
+        assert x.rows is not None
+        assert fills_blocks(x.rows.shape[1], spec)
+        if isinstance(dx, BlockScaling):  # whose kernel reads x twice, as it is
+            x = dequantize(x, dy.shape[0], dy.dtype)
     grads: GatedGrads = _backward(dy, x, bias, spec, dx, h, column_sum)
     return grads

@@ -161,7 +161,7 @@ def dequantize(codes: Codes, rows: int, dtype: torch.dtype) -> Tensor:
     if scale.dim() == 1:
         values *= scale
     else:
-        values *= scale.t().repeat_interleave(BLOCK, 1)
+        values.unflatten(1, (-1, BLOCK)).mul_(scale.t().unsqueeze(2))
     if codes.rows is None:
         values = values.t()
     return values[:rows].to(dtype).contiguous()

@@ -111,7 +111,9 @@ CLAMP = {
 }
 IN_PLACE = {"in_place": Change(True, neutral=True)}
 RECOMPUTE = {"activation_recompute_in_mlp": Change(True, neutral=True)}
-FIXED_LAYOUT = Case({}, rows(), {"glu_interleave_size": ReadOnly(2)})
+CACHE = {"cache_quantized_input": Change(True, neutral=True)}
+FIXED_LAYOUT = Case({}, rows(), {"glu_interleave_size": ReadOnly(2), **CACHE})
+ACTIVATION = Case({}, rows(), CACHE)
 NOTHING = Case({}, rows(), {})
 # Into ``grad`` of zeros the GEMM adds what autograd would add.
 ACCUMULATE = {
@@ -202,7 +204,7 @@ CASES: dict[str, Case] = {
             "tensor_parallel_size": ReadOnly(2),
         },
     ),
-    "ClampedSwiGLU": Case({}, rows(), {**CLAMP, **INTERLEAVE}),
+    "ClampedSwiGLU": Case({}, rows(), {**CLAMP, **INTERLEAVE, **CACHE}),
     "ConstantScale": Case({"scale": 2.0}, rows(), {"scale": Change(3.0)}),
     "CrossEntropy": Case(
         {},
@@ -235,7 +237,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "GEGLU": FIXED_LAYOUT,
-    "GELU": Case({}, rows(), {"approximate": Change("none")}),
+    "GELU": Case({}, rows(), {"approximate": Change("none"), **CACHE}),
     "GLU": FIXED_LAYOUT,
     "GroupedLinear": Case(
         {"num_groups": 2, "in_features": 8, "out_features": 6},
@@ -258,7 +260,7 @@ CASES: dict[str, Case] = {
     "MakeExtraOutput": Case({}, rows(), IN_PLACE),
     "PointwiseOperation": Case({}, rows(), {"constants": Change((3.0,)), "exponent": Change(2)}),
     "QGEGLU": FIXED_LAYOUT,
-    "QGELU": NOTHING,
+    "QGELU": ACTIVATION,
     "QKNorm": Case(HEADS, f32((2, 5, 16)), {"head_dim": ReadOnly(8), **MORE_HEADS, **EPS, **GAMMA}),
     "Quantize": Case(
         {},
@@ -270,7 +272,7 @@ CASES: dict[str, Case] = {
     ),
     "RMSNorm": Case({"normalized_shape": 8}, rows(), NORM),
     "ReGLU": FIXED_LAYOUT,
-    "ReLU": NOTHING,
+    "ReLU": ACTIVATION,
     "ReduceScatter": NOTHING,
     "Reshape": Case({"shape": (4, 6)}, rows(), {"shape": Change((2, -1))}),
     "RotaryEmbedding": Case(
@@ -286,17 +288,17 @@ CASES: dict[str, Case] = {
         },
     ),
     "SReGLU": FIXED_LAYOUT,
-    "SReLU": NOTHING,
+    "SReLU": ACTIVATION,
     "ScaledClampedQGeGLU": Case({}, rows(scales=True), {**CLAMP, **INTERLEAVE, **RECOMPUTE}),
     "ScaledSReLU": Case({}, rows(scales=True), RECOMPUTE),
     "ScaledSiTUGLU": Case({}, rows(scales=True), {**CAPS, **INTERLEAVE, **RECOMPUTE}),
     "ScaledSwiGLU": Case({}, rows(scales=True), {**INTERLEAVE, **RECOMPUTE}),
-    "SiLU": NOTHING,
-    "SiTUGLU": Case({}, rows(), {**CAPS, **INTERLEAVE}),
-    "Sigmoid": NOTHING,
-    "Softplus": Case({}, rows(), {"beta": Change(3.0), "threshold": Change(0.1)}),
-    "SwiGLU": Case({}, rows(), INTERLEAVE),
-    "Tanh": NOTHING,
+    "SiLU": ACTIVATION,
+    "SiTUGLU": Case({}, rows(), {**CAPS, **INTERLEAVE, **CACHE}),
+    "Sigmoid": ACTIVATION,
+    "Softplus": Case({}, rows(), {"beta": Change(3.0), "threshold": Change(0.1), **CACHE}),
+    "SwiGLU": Case({}, rows(), {**INTERLEAVE, **CACHE}),
+    "Tanh": ACTIVATION,
 }
 # Others compute other functions in the same way.
 EACH_KIND = sorted(

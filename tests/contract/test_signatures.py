@@ -235,11 +235,6 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = [
     ),
     ("L2Normalization", {"seq_length": 16}, ()),
     ("L2Normalization", {"micro_batch_size": 16}, ()),
-    *(
-        (name, {"cache_quantized_input": True}, ())
-        for name, text in CONSTRUCTORS.items()
-        if "cache_quantized_input" in text
-    ),
 ]
 
 

@@ -291,6 +291,11 @@ def test_compiled_calls_are_refused() -> None:
         (lambda: DelayedScaling(fp8_mha=True), NotSupportedError, "Attention is not computed"),
         (lambda: DelayedScaling(backward_override="x"), NotSupportedError, "backward_override is"),
         (lambda: DelayedScaling(fprop="fp4"), ArgumentError, "fprop, dgrad and wgrad are"),
+        (
+            lambda: DelayedScaling(save_activations="bf16"),
+            ArgumentError,
+            "save_activations is None or 'fp8'.*Received: 'bf16'",
+        ),
         (lambda: DelayedScaling(fp8_format="E4M3"), ArgumentError, "fp8_format is a Format"),
         (
             lambda: DelayedScaling(fp8_format=recipes.Format.E5M2),
@@ -336,6 +341,7 @@ def test_an_operation_inherits_its_recipe_or_has_none() -> None:
 def test_recipes_are_equal_by_value_and_tell_their_kind() -> None:
     assert DelayedScaling(margin=1) == DelayedScaling(margin=1) != DelayedScaling()
     assert hash(DelayedScaling()) == hash(DelayedScaling())
+    assert DelayedScaling(save_activations="fp8") != DelayedScaling()
     kinds = {
         recipes.DelayedScaling: ("delayed", "float8_per_tensor_scaling"),
         recipes.Float8CurrentScaling: ("float8_current_scaling", "float8_per_tensor_scaling"),

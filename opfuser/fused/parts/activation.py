@@ -13,22 +13,27 @@ from ...basic.activation import _Activation
 from ...basic.bias import Bias
 from ...basic.gated_activation import GATED_ACTIVATIONS, _GatedActivation
 from ...buffer_reuse import only_reference
-from ...context import Contexts, ExtraTensors
+from ...context import Contexts, ExtraTensors, OperationContext
 from ...fusion import Refusal
 from ...gemm import as_rows
 from ...kernels.activation import activation_backward, activation_forward
 from ...kernels.gated import ProductSpec, gated_backward, gated_backward_, gated_forward
 from ...kernels.gated_quantized import (
+    SAVED,
     GatedGrads,
+    fills_blocks,
     gated_backward_quantized,
+    gated_forward_and_input,
     gated_forward_quantized,
+    quantize_input,
 )
-from ...kernels.quantize import Codes, Scaling
+from ...kernels.quantize import Codes, Scaling, TensorScaling
 from ...kernels.scalar import cast
 from ...op import in_compute_dtype
 from ...quantization.quantizers import QuantizedTensor, Quantizer, scalings
 from .._linear import insist
-from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
+from .part import PLAIN, Gradients, Part, PartGrads, Quantizers, Value
+from .quantized_linear import QuantizedLinearPart
 
 __all__ = [
     "ACTIVATIONS",
@@ -59,12 +64,15 @@ class _Grads(NamedTuple):
 class ActivationPart(Part):
     """A plain or gated activation; before a plain one an optional bias.
 
-    Saves its input, before the bias, unless the part before recomputes it; and the bias.
+    Saves its input, before the bias, unless the part before recomputes it; and the bias. The input
+    is saved as codes by rows where the recipe of the part behind, or the activation, says so and
+    each block of 128 columns lies within gates or linear units.
 
     Args:
         bias: the bias, or None.
         activation: the activation.
         where: names the fused operation in errors.
+        behind: the part behind if it is quantised; None: the input is saved as it is.
 
     Raises:
         NotSupportedError: a bias before a gated activation.
@@ -73,10 +81,32 @@ class ActivationPart(Part):
     emits_quantized = True
     emits_quantized_grad = True
 
-    def __init__(self, bias: Bias | None, activation: Activation, where: str) -> None:
+    def __init__(
+        self,
+        bias: Bias | None,
+        activation: Activation,
+        where: str,
+        *,
+        behind: QuantizedLinearPart | None = None,
+    ) -> None:
         insist(bias_refusal(bias, activation), where)
         self.ops = (activation,) if bias is None else (bias, activation)
-        self.bias, self.activation = bias, activation
+        self.bias, self.activation, self.behind = bias, activation, behind
+
+    @property
+    def _asked_for_codes(self) -> bool:
+        behind = self.behind
+        return behind is not None and (
+            self.activation.cache_quantized_input or behind.recipe.save_activations == "fp8"
+        )
+
+    def saved_dtype(self, ctxs: Contexts) -> torch.dtype | None:
+        if not self._asked_for_codes or not ctxs[-1].requires_grad:
+            return None
+        assert self.behind is not None
+        (function,) = self.activation.make_settings()
+        spec, features = _spec(function), self.behind.linear.local_in_features
+        return SAVED.dtype if fills_blocks(2 * features if spec.up else features, spec) else None
 
     def forward(
         self,
@@ -90,12 +120,15 @@ class ActivationPart(Part):
         """``f(x + b)``."""
         ctx, b = ctxs[-1], None if self.bias is None else self.bias.operand(x)
         y: Any
+        saves_codes = save_input and ctx.requires_grad and self._asked_for_codes
+        codes = None
         if quantizer is not None and quantizer.rows and not quantizer.cols:
             (function,) = self.activation.frozen_settings(ctx)
             if isinstance(self.activation, _GatedActivation):
                 check_glu_input(function.function, x, type(self.activation).__name__)
             x = in_compute_dtype(x, self.activation)
-            y = _quantized(x, b, function, quantizer)
+            spec = _spec(function)
+            y, codes = _quantized(x, b, spec, quantizer, saves_codes and _fills_blocks(x, spec))
             if ctx.requires_grad:
                 if self.bias is not None:
                     ctxs[0].save_for_backward(b)
@@ -114,10 +147,32 @@ class ActivationPart(Part):
                 ctx.save_for_backward(x)
         if ctx.requires_grad and not save_input:
             ctx.save_for_backward()
+        if saves_codes:
+            self._save_codes(ctx, codes)
         return y, [()] * len(self.ops)
 
+    def _save_codes(self, ctx: OperationContext, codes: Codes | None) -> None:
+        """Saves codes in place of the input, if its columns allow that."""
+        assert ctx.to_save is not None
+        (x,) = ctx.to_save
+        assert x is not None
+        (function,) = self.activation.frozen_settings(ctx)
+        if codes is None and _fills_blocks(x, _spec(function)):
+            codes = quantize_input(as_rows(x))
+        if codes is not None:
+            ctx.input_like = x.shape, x.dtype
+            ctx.save_for_backward(codes.rows, codes.row_scale)
+
+    @staticmethod
+    def _saved_input(ctx: OperationContext) -> Value:
+        if len(ctx.saved_tensors) == 1:
+            x: Tensor = ctx.saved_tensors[0]
+            return x
+        rows, scale = ctx.saved_tensors
+        return QuantizedTensor(Codes(rows, scale, None, None, None), *ctx.input_like)
+
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
-        x = ctxs[-1].saved_tensors[0] if x is None else x
+        x = _tensor(self._saved_input(ctxs[-1]) if x is None else x)
         (function,) = self.activation.frozen_settings(ctxs[-1])
         y: Tensor
         if isinstance(self.activation, _Activation):
@@ -143,24 +198,24 @@ class ActivationPart(Part):
         """All gradients and the output in one kernel; dx of a gated x may overwrite it."""
         saved = ctxs[-1].saved_tensors
         gated = isinstance(self.activation, _GatedActivation)
-        ours = gated and (x is not None or only_reference(saved))
-        x = saved[0] if x is None else x
-        if dy.dim() != x.dim():
-            dy = dy.view(*x.shape[:-1], dy.shape[-1])
+        ours = gated and (x is not None or len(saved) > 1 or only_reference(saved))
+        given = self._saved_input(ctxs[-1]) if x is None else x
+        if dy.dim() != given.dim():
+            dy = dy.view(*given.shape[:-1], dy.shape[-1])
         needs = ctxs[0].needs
         want_dx, want_db = needs.input, self.bias is not None and any(needs.parameters)
         (function,) = self.activation.frozen_settings(ctxs[-1])
         grads: Any
         if want_output and want_dx and _both(quantizers):
             bias = self._saved_bias(ctxs)
-            grads = _gradients_quantized(dy, x, bias, function, quantizers, want_db)
+            grads = _gradients_quantized(dy, given, bias, function, quantizers, want_db)
         elif not gated:
-            bias = self._saved_bias(ctxs)
+            x, bias = _tensor(given), self._saved_bias(ctxs)
             grads = activation_backward(dy, x, function, bias, want_dx, want_db, want_output)
         elif ours and want_dx:
-            grads = gated_backward_(dy, x, function, None, want_output)
+            grads = gated_backward_(dy, _tensor(given), function, None, want_output)
         else:
-            grads = gated_backward(dy, x, function, None, want_dx, want_output)
+            grads = gated_backward(dy, _tensor(given), function, None, want_dx, want_output)
         own: list[Gradients] = [()]
         if self.bias is not None:
             own = [(grads.db,) if want_db else (None,) * len(needs.parameters), ()]
@@ -174,16 +229,30 @@ def _spec(function: Any) -> ProductSpec:
     return ProductSpec(function.function, function.name, function.parameters, None, (), 0)
 
 
-def _quantized(x: Tensor, bias: Tensor | None, function: Any, quantizer: Quantizer) -> Any:
-    """The output by rows."""
-    rows, spec = as_rows(x), _spec(function)
+def _tensor(x: Value) -> Tensor:
+    return x.dequantize() if isinstance(x, QuantizedTensor) else x
+
+
+def _fills_blocks(x: Tensor, spec: ProductSpec) -> bool:
+    return x.dim() > 0 and fills_blocks(x.shape[-1], spec)
+
+
+def _quantized(
+    x: Tensor, bias: Tensor | None, spec: ProductSpec, quantizer: Quantizer, want_x: bool
+) -> tuple[QuantizedTensor, Codes | None]:
+    """The output by rows, and codes of x if they are wanted."""
+    rows = as_rows(x)
 
     def run(scaling: Scaling) -> Codes:
         return gated_forward_quantized(rows, bias, spec, scaling)
 
     (scaling,) = scalings([quantizer], x, run)
     features = x.shape[-1] // 2 if spec.up else x.shape[-1]
-    return QuantizedTensor(run(scaling), torch.Size((*x.shape[:-1], features)), x.dtype)
+    shape = torch.Size((*x.shape[:-1], features))
+    if not want_x:
+        return QuantizedTensor(run(scaling), shape, x.dtype), None
+    h, codes = gated_forward_and_input(rows, bias, spec, scaling)
+    return QuantizedTensor(h, shape, x.dtype), codes
 
 
 def _both(quantizers: Quantizers) -> bool:
@@ -193,7 +262,7 @@ def _both(quantizers: Quantizers) -> bool:
 
 
 def _gradients_quantized(
-    dy: Tensor, x: Tensor, bias: Tensor | None, function: Any, quantizers: Quantizers, want_db: bool
+    dy: Tensor, x: Value, bias: Tensor | None, function: Any, quantizers: Quantizers, want_db: bool
 ) -> _Grads:
     dx, y = quantizers
     assert dx is not None
@@ -201,10 +270,14 @@ def _gradients_quantized(
     sums, spec = want_db or dx.column_sum, _spec(function)
 
     def run(dx_scaling: Scaling, y_scaling: Scaling) -> GatedGrads:
-        rows = as_rows(dy), as_rows(x)
+        rows = as_rows(dy), x.codes if isinstance(x, QuantizedTensor) else as_rows(x)
         return gated_backward_quantized(*rows, bias, spec, dx_scaling, y_scaling, column_sum=sums)
 
-    grads = run(*scalings([dx, y], x, run))
+    dx_scaling, y_scaling = scalings([dx, y], dy, run)
+    if isinstance(y_scaling, TensorScaling) and y.operands.recipe.fprop == "fp8":
+        # Forward has seen it, and not from values of codes.
+        y_scaling = y_scaling._replace(amax=None)
+    grads = run(dx_scaling, y_scaling)
     db = grads.dx.column_sum
     if db is not None and bias is not None:
         db = cast(db, bias.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...context import Contexts, ExtraTensors
@@ -89,6 +90,10 @@ class Part:
 
     def recomputed_input_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         """How :meth:`parameter_grads` wants the recomputed input."""
+        return None
+
+    def saved_dtype(self, ctxs: Contexts) -> torch.dtype | None:
+        """Of the codes by rows that forward saves in place of its input; None: a tensor."""
         return None
 
     def forward(

@@ -128,6 +128,12 @@ class Pipeline(FusedOperation):
             if quantizer is not None:
                 edges.append(QuantizedEdge(stage, ends[0], ends[1], *quantizer.kind))
 
+        for place in self._places:
+            own, saves = ctxs[place.own], not place.recomputed
+            saved = place.part.saved_dtype(own) if saves else None
+            if saved is not None:
+                at = place.own.stop - 1
+                edges.append(QuantizedEdge("joint", at, at, saved, True, False))
         for source, place in pairwise(self._places):
             ends = place.own.start - 1, place.own.start
             if source.behind is not None:

@@ -108,15 +108,39 @@ def _four_products(
 
 
 @triton.jit
+def _store_input(
+    rows_ptr, scale_ptr, row, width, gates, apart, tile_col, F, RP,
+    a0, a1, a2, a3, b0, b1, b2, b3,
+    UP: tl.constexpr, INTERLEAVE: tl.constexpr, TILE_COLS: tl.constexpr,
+):  # fmt: skip
+    """Codes of x in E4M3 by rows with a scale for each row of a tile, (width / TILE_COLS, RP)."""
+    first_gate, _ = _gates(tile_col * TILE_COLS, F, INTERLEAVE)
+    block = first_gate // TILE_COLS
+    a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
+    store_row_blocks(
+        rows_ptr, scale_ptr, row, width, gates, block, RP, a0, a1, a2, a3, False, False
+    )
+    if UP is not None:
+        b0, b1, b2, b3 = b0.to(tl.float32), b1.to(tl.float32), b2.to(tl.float32), b3.to(tl.float32)
+        block += apart // TILE_COLS
+        store_row_blocks(
+            rows_ptr + apart, scale_ptr, row, width, gates, block, RP, b0, b1, b2, b3, False, False
+        )
+
+
+@triton.jit
 def forward(
-    x_ptr, bias_ptr, scale_ptr, rows_ptr, inverse_ptr, amax_ptr,
+    x_ptr, bias_ptr, scale_ptr, rows_ptr, inverse_ptr, amax_ptr, x_rows_ptr, x_scale_ptr,
     R, RP, F, x_stride,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
     INTERLEAVE: tl.constexpr, E5M2: tl.constexpr,
     EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Codes of ``h s`` by rows and 1 / s, unless there is no s; ``max |h|``."""
+    """Codes of ``h s`` by rows and 1 / s, unless there is no s; ``max |h|``; codes of x by rows.
+
+    For those of x F and INTERLEAVE are multiples of TILE_COLS.
+    """
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     tile_row, tile_col = place(RP, F, TILE_ROWS, TILE_COLS, GROUP)
@@ -134,6 +158,11 @@ def forward(
         bias = _load_bias(bias_ptr, gates, within, EVEN, TILE_ROWS)
     if scale_ptr is not None:
         tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
+    if x_rows_ptr is not None:
+        _store_input(
+            x_rows_ptr, x_scale_ptr, row, F if UP is None else 2 * F, gates, apart, tile_col, F, RP,
+            a0, a1, a2, a3, b0, b1, b2, b3, UP, INTERLEAVE, TILE_COLS,
+        )  # fmt: skip
     h0, h1, h2, h3 = _four_products(
         a0, a1, a2, a3, b0, b1, b2, b3, bias, row, R, within, GATE, GATE_P, UP, UP_P, EVEN
     )
@@ -230,8 +259,46 @@ def _sizes(da0, da1, db0, db1, h0, h1, UP: tl.constexpr):
 
 
 @triton.jit
+def _load_scales(scale_ptr, block, RP, tile_row, TILE_ROWS: tl.constexpr):
+    """Inverse scales of codes, of a block of columns and the rows of a tile's four tensors.
+
+    Of (TILE_ROWS / 4, 1) a thread would load one for each of its columns.
+    """
+    ptr = scale_ptr + block.to(tl.int64) * RP
+    ptr += tile_row * TILE_ROWS + 4 * tl.arange(0, TILE_ROWS // 4)
+    s0, s1, s2, s3 = tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), tl.load(ptr + 3)
+    return s0[:, None], s1[:, None], s2[:, None], s3[:, None]
+
+
+@triton.jit
+def _input_scales(
+    scale_ptr, tile_row, tile_col, apart, F, RP, row,
+    UP: tl.constexpr, INTERLEAVE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile's gates, and of its linear units; where x is no codes, rows, which no one reads."""
+    a0, a1, a2, a3 = row, row, row, row
+    b0, b1, b2, b3 = row, row, row, row
+    if scale_ptr is not None:
+        first_gate, _ = _gates(tile_col * TILE_COLS, F, INTERLEAVE)
+        block = first_gate // TILE_COLS
+        a0, a1, a2, a3 = _load_scales(scale_ptr, block, RP, tile_row, TILE_ROWS)
+        if UP is not None:
+            block += apart // TILE_COLS
+            b0, b1, b2, b3 = _load_scales(scale_ptr, block, RP, tile_row, TILE_ROWS)
+    return a0, a1, a2, a3, b0, b1, b2, b3
+
+
+@triton.jit
+def _decoded(v, scale, scale_ptr):
+    """``v``; of codes their values, in fp32."""
+    if scale_ptr is not None:
+        v = v.to(tl.float32) * scale
+    return v
+
+
+@triton.jit
 def backward(
-    dy_ptr, x_ptr, bias_ptr, rows_ptr, cols_ptr, h_ptr,
+    dy_ptr, x_ptr, bias_ptr, rows_ptr, cols_ptr, h_ptr, x_scale_ptr,
     dx_scale_ptr, h_scale_ptr, dx_inverse_ptr, h_inverse_ptr, dx_amax_ptr, h_amax_ptr, sums_ptr,
     R, RP, F, dy_stride, x_stride,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
@@ -243,8 +310,12 @@ def backward(
 
     Without scales there are no codes. Sums of the tiles' columns of dx (T, 2F). Two rows of four at
     a time, as codes take a quarter of the registers that values do.
+
+    With x_scale (2F / TILE_COLS, RP), x is codes by rows, padding included; F and INTERLEAVE are
+    multiples of TILE_COLS.
     """
     ENCODES: tl.constexpr = dx_scale_ptr is not None
+    X_EVEN: tl.constexpr = EVEN if x_scale_ptr is None else True
     # Loaded first, while nothing else waits for memory.
     if ENCODES:
         scale = tl.load(dx_scale_ptr)
@@ -256,9 +327,12 @@ def backward(
     col, gates = in_row(line, VEC), in_row(gate_line, VEC)
     within = col < F
     dy0, dy1, dy2, dy3 = load_four(dy_ptr, row, dy_stride, col, R, within, EVEN)
-    a0, a1, a2, a3 = load_four(x_ptr, row, x_stride, gates, R, within, EVEN)
+    a0, a1, a2, a3 = load_four(x_ptr, row, x_stride, gates, R, within, X_EVEN)
     b0, b1, b2, b3 = _load_units(
-        x_ptr, row, x_stride, gates, apart, R, within, a0, a1, a2, a3, UP, EVEN
+        x_ptr, row, x_stride, gates, apart, R, within, a0, a1, a2, a3, UP, X_EVEN
+    )
+    a_scale0, a_scale1, a_scale2, a_scale3, b_scale0, b_scale1, b_scale2, b_scale3 = _input_scales(
+        x_scale_ptr, tile_row, tile_col, apart, F, RP, row, UP, INTERLEAVE, TILE_ROWS, TILE_COLS
     )
     bias = None
     if bias_ptr is not None:
@@ -268,6 +342,8 @@ def backward(
         tl.store(h_inverse_ptr, inverse_of(h_scale), mask=tl.program_id(0) == 0)
     width = F if UP is None else 2 * F
     within0, within1 = (row < R) & within, (row + 1 < R) & within
+    a0, b0 = _decoded(a0, a_scale0, x_scale_ptr), _decoded(b0, b_scale0, x_scale_ptr)
+    a1, b1 = _decoded(a1, a_scale1, x_scale_ptr), _decoded(b1, b_scale1, x_scale_ptr)
     da0, db0, h0 = _gradients(dy0, a0, b0, bias, within0, GATE, GATE_P, UP, UP_P, EVEN)
     da1, db1, h1 = _gradients(dy1, a1, b1, bias, within1, GATE, GATE_P, UP, UP_P, EVEN)
     dx_sizes, h_sizes = _sizes(da0, da1, db0, db1, h0, h1, UP)
@@ -278,6 +354,8 @@ def backward(
             da0, da1, db0, db1, h0, h1, UP, E5M2, H_E5M2, EVEN,
         )  # fmt: skip
     within2, within3 = (row + 2 < R) & within, (row + 3 < R) & within
+    a2, b2 = _decoded(a2, a_scale2, x_scale_ptr), _decoded(b2, b_scale2, x_scale_ptr)
+    a3, b3 = _decoded(a3, a_scale3, x_scale_ptr), _decoded(b3, b_scale3, x_scale_ptr)
     da2, db2, h2 = _gradients(dy2, a2, b2, bias, within2, GATE, GATE_P, UP, UP_P, EVEN)
     da3, db3, h3 = _gradients(dy3, a3, b3, bias, within3, GATE, GATE_P, UP, UP_P, EVEN)
     more_dx, more_h = _sizes(da2, da3, db2, db3, h2, h3, UP)

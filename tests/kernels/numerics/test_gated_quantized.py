@@ -10,8 +10,21 @@ from torch import Tensor
 
 from opfuser.kernels.functions import Relu, Swish
 from opfuser.kernels.gated import Glu, ProductSpec, gated_backward, gated_forward, product_spec
-from opfuser.kernels.gated_quantized import gated_backward_quantized, gated_forward_quantized
-from opfuser.kernels.quantize import BlockScaling, Codes, TensorScaling, quantize_by_blocks
+from opfuser.kernels.gated_quantized import (
+    gated_backward_quantized,
+    gated_forward_and_input,
+    gated_forward_quantized,
+    quantize_input,
+)
+from opfuser.kernels.quantize import (
+    BlockScaling,
+    Codes,
+    Scaling,
+    TensorScaling,
+    dequantize,
+    quantize_by_blocks,
+)
+from opfuser.kernels.quantize_plain import by_blocks_plain
 from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.activations import FUNCTIONS, PRODUCTS, columns, expected_gated, tensor
 from tests.kernels.codes import (
@@ -351,6 +364,148 @@ def test_blocks_of_gates_and_linear_units_together(device: torch.device) -> None
         gated_forward_quantized(x, None, product_spec(f), how)
 
 
+def check_saved(
+    f: Glu | ScalarFunction, x: Tensor, dy: Tensor, how: Scaling, bias: Tensor | None = None
+) -> None:
+    """Codes of x by their definition, h as without them, and gradients at the codes' values."""
+    spec, given = product_spec(f), x.clone()
+    h, codes = gated_forward_and_input(x, bias, spec, how)
+    assert_same(h, gated_forward_quantized(x, bias, spec, how), "h")
+    assert codes is not None
+    assert_same(codes, by_blocks_plain(x, E4M3, True, False, False, False), "x")
+    assert_same(quantize_input(x), codes, "x alone")
+    assert torch.equal(x, given)
+    kept = [t.clone() for t in codes[:2]]
+    values = dequantize(codes, len(x), torch.float32)
+    exact_h, exact_dx = exact_gated(f, values, bias, dy)
+    scale, h_scale = scale_of(exact_dx, E5M2), scale_of(exact_h, E4M3)
+    dx_amax, h_amax, *alone = (torch.zeros(1, device=x.device) for _ in range(4))
+    made = gated_backward_quantized(
+        dy, codes, bias, spec,
+        TensorScaling(x.new_tensor([scale], dtype=torch.float32), E5M2, dx_amax),
+        TensorScaling(x.new_tensor([h_scale], dtype=torch.float32), E4M3, h_amax),
+        column_sum=True,
+    )  # fmt: skip
+    are_there(made.dx, True, True, True)
+    are_there(made.h, False, True)
+    assert_rounded(made.dx.rows.cpu(), exact_dx, scale, "dx by rows")
+    assert_rounded(made.h.cols.t().cpu(), exact_h, h_scale, "h by columns")
+    assert torch.equal(bits(made.dx.rows).t(), bits(made.dx.cols))
+    assert_sums(made.dx.column_sum, exact_dx, dy.dtype)
+    for got, exact in ((dx_amax, exact_dx), (h_amax, exact_h)):
+        torch.testing.assert_close(got.item(), exact.abs().max().item(), rtol=1e-5, atol=0.0)
+    maxima = [TensorScaling(None, dtype, m) for dtype, m in zip((E5M2, E4M3), alone)]
+    gated_backward_quantized(dy, codes, bias, spec, *maxima)
+    assert [t.item() for t in alone] == [dx_amax.item(), h_amax.item()]
+    for one, other in zip(codes[:2], kept):
+        assert torch.equal(one.float(), other.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "cols", "source", "layout"),
+    [
+        ("swiglu", 1, 128, torch.bfloat16, "contiguous"),
+        ("swiglu", 129, 256, torch.float32, "rows apart"),
+        ("swiglu in blocks of 128", 130, 256, torch.bfloat16, "contiguous"),
+        ("geglu", 128, 128, torch.float16, "contiguous"),
+        ("clamped", 127, 128, torch.bfloat16, "every second column"),
+        ("situ", 3, 128, torch.float32, "transposed"),
+        ("no linear units", 129, 256, torch.bfloat16, "contiguous"),
+    ],
+    ids=str,
+)
+def test_x_is_saved_as_codes(
+    name: str, rows: int, cols: int, source: torch.dtype, layout: str, device: torch.device
+) -> None:
+    f = BLOCKS[name]
+    x = tensor(rows, columns(f, cols), dtype=source, device=device, layout=layout)
+    dy = tensor(rows, cols, dtype=source, device=device)
+    check_saved(f, x, dy, TensorScaling(torch.full((1,), 30.0, device=device), E4M3))
+
+
+@pytest.mark.parametrize("name", ["gelu_erf", "relu"])
+def test_x_before_a_bias_is_saved_as_codes(name: str, device: torch.device) -> None:
+    x, dy = (tensor(129, 128, dtype=torch.bfloat16, device=device) for _ in range(2))
+    bias = tensor(1, 128, dtype=torch.bfloat16, device=device)[0]
+    how = TensorScaling(torch.full((1,), 30.0, device=device), E4M3)
+    check_saved(FUNCTIONS[name], x, dy, how, bias)
+
+
+@pytest.mark.parametrize("interleave", [None, 128, 256])
+def test_each_row_of_128_columns_of_x_has_a_scale(
+    interleave: int | None, device: torch.device
+) -> None:
+    """Gradients of ReLU at values of codes are exact but for their rounding."""
+    f = Glu(Relu(), None, interleave)
+    x, dy = (uneven(130, n, torch.bfloat16, device) for n in (1024, 512))
+    how = TensorScaling(torch.ones(1, device=device), E4M3)
+    _, codes = gated_forward_and_input(x, None, product_spec(f), how)
+    assert codes is not None
+    assert_blocks(x, codes, E4M3, False)
+    from_values, from_codes = (
+        gated_backward_quantized(dy, given, None, product_spec(f), how, how)
+        for given in (dequantize(codes, 130, torch.float32), codes)
+    )
+    assert_same(from_codes.dx, from_values.dx, "dx")
+    assert_same(from_codes.h, from_values.h, "h")
+
+
+@pytest.mark.parametrize("name", ["swiglu", "no linear units", "swiglu in blocks of 128"])
+def test_blocks_from_codes_of_x(name: str, device: torch.device) -> None:
+    """In the dtype of dy; nothing is rounded twice in fp32."""
+    f, how = BLOCKS[name], BlockScaling(E4M3)
+    spec = product_spec(f)
+    x, dy = (uneven(129, n, torch.float32, device) for n in (columns(f, 256), 256))
+    h, codes = gated_forward_and_input(x, None, spec, how)
+    assert codes is not None
+    assert_same(h, gated_forward_quantized(x, None, spec, how), "h")
+    assert_same(codes, by_blocks_plain(x, E4M3, True, False, False, False), "x")
+    values = dequantize(codes, 129, torch.float32)
+    made, want = (
+        gated_backward_quantized(dy, given, None, spec, how, how) for given in (codes, values)
+    )
+    assert_same(made.dx, want.dx, "dx")
+    assert_same(made.h, want.h, "h")
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_takes_its_block_of_x_alone(value: float, device: torch.device) -> None:
+    f, scale = PRODUCTS["swiglu"], torch.full((1,), 30.0, device=device)
+    x, dy = torch.ones(130, 512, device=device), torch.ones(130, 256, device=device)
+    x[129, 17] = x[3, 390] = value
+    spec, how = product_spec(f), TensorScaling(scale, E4M3)
+    _, codes = gated_forward_and_input(x, None, spec, how)
+    assert codes is not None
+    made = gated_backward_quantized(dy, codes, None, spec, how, how)
+    gone = torch.zeros(130, 512, dtype=torch.bool)
+    gone[129, :128] = gone[3, 384:] = True
+    values = dequantize(codes, 130, torch.float32).cpu()
+    assert torch.equal(values.isnan(), gone)
+    both = gone[:, :256] | gone[:, 256:]
+    h = made.h.cols.t()[:130].float().cpu()
+    assert torch.equal(h.isnan(), both)
+    # da = g b u'(a), db = g u(a)
+    dx = made.dx.rows[:130].float().cpu().isnan()
+    assert torch.equal(dx[:, :256], both)
+    assert torch.equal(dx[:, 256:], gone[:, :256])
+
+
+def test_what_fills_no_blocks_is_not_saved_as_codes(device: torch.device) -> None:
+    how = TensorScaling(torch.ones(1, device=device), E4M3)
+    for f, cols in (
+        (PRODUCTS["swiglu"], 64),
+        (PRODUCTS["swiglu"], 192),
+        (Glu(Swish(), None, 64), 128),
+        (PRODUCTS["no linear units"], 64),
+    ):
+        x, dy = torch.ones(2, columns(f, cols), device=device), torch.ones(2, cols, device=device)
+        with pytest.raises(AssertionError):
+            gated_forward_and_input(x, None, product_spec(f), how)
+        codes = Codes(x.to(E4M3), None, None, None, None)
+        with pytest.raises(AssertionError):
+            gated_backward_quantized(dy, codes, None, product_spec(f), how, how)
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_what_is_not_finite_shows(value: float, device: torch.device) -> None:
     f, one = PRODUCTS["swiglu"], torch.ones(1, device=device)
@@ -410,8 +565,10 @@ def test_no_rows(device: torch.device) -> None:
     x, dy = torch.empty(0, 512, device=device), torch.empty(0, 256, device=device)
     amax = torch.ones(1, device=device)
     spec, h_how = product_spec(f), TensorScaling(scale, E4M3, amax)
-    forward = gated_forward_quantized(x, None, spec, h_how)
+    forward, saved = gated_forward_and_input(x, None, spec, h_how)
     how = TensorScaling(scale, E5M2, amax)
+    assert [tuple(t.shape) for t in saved[:2]] == [(0, 512), (4, 0)]
+    gated_backward_quantized(dy, saved, None, spec, how, h_how, column_sum=True)
     made = gated_backward_quantized(dy, x, None, spec, how, h_how, column_sum=True)
     shapes = [tuple(t.shape) for t in (forward.rows, made.dx.rows, made.dx.cols, made.h.cols)]
     assert shapes == [(0, 256), (0, 512), (512, 0), (256, 0)]

@@ -8,8 +8,12 @@ from torch import Tensor
 from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
 from opfuser.kernels.functions import GeluErf, GeluTanh, Relu, SquaredRelu, Swish
 from opfuser.kernels.gated import Glu, product_spec
-from opfuser.kernels.gated_quantized import gated_backward_quantized, gated_forward_quantized
-from opfuser.kernels.quantize import BlockScaling, Scaling, TensorScaling
+from opfuser.kernels.gated_quantized import (
+    gated_backward_quantized,
+    gated_forward_and_input,
+    gated_forward_quantized,
+)
+from opfuser.kernels.quantize import BlockScaling, Codes, Scaling, TensorScaling
 from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.shipping import Family, empty
 
@@ -25,9 +29,11 @@ def scaling(dtype: torch.dtype, amax: bool, encodes: bool = True) -> TensorScali
     return TensorScaling(one() if encodes else None, dtype, one() if amax else None)
 
 
-def forward(x: Tensor, *, f: Glu | ScalarFunction, how: Scaling, bias: bool = False) -> object:
-    spec = product_spec(f)
-    return gated_forward_quantized(x, empty(x.shape[1]) if bias else None, spec, how)
+def forward(
+    x: Tensor, *, f: Glu | ScalarFunction, how: Scaling, bias: bool = False, saves: bool = False
+) -> object:
+    call = gated_forward_and_input if saves else gated_forward_quantized
+    return call(x, empty(x.shape[1]) if bias else None, product_spec(f), how)
 
 
 def backward(
@@ -38,10 +44,16 @@ def backward(
     h: Scaling,
     bias: bool = False,
     column_sum: bool = False,
+    saved: bool = False,
 ) -> object:
     dy = empty(x.shape[0], x.shape[1] // (2 if isinstance(f, Glu) else 1), dtype=x.dtype)
     given = empty(x.shape[1]) if bias else None
-    return gated_backward_quantized(dy, x, given, product_spec(f), dx, h, column_sum=column_sum)
+    kept: Tensor | Codes = x
+    if saved:
+        padded = -(-x.shape[0] // 128) * 128
+        scale = empty(x.shape[1] // 128, padded, dtype=FP32)
+        kept = Codes(empty(padded, x.shape[1], dtype=E4M3), scale, None, None, None)
+    return gated_backward_quantized(dy, kept, given, product_spec(f), dx, h, column_sum=column_sum)
 
 
 SHIPPED = Family()
@@ -84,6 +96,25 @@ for name, f, rows, cols, source in (
     )  # fmt: skip
     if parts == 1:
         SHIPPED.ship(f"{size} forward with bias", 1 + codes, forward, x, f=f, how=e4m3, bias=True)
+    if cols % 128 == 0 and getattr(f, "interleave", None) in (None, 128):
+        of_x = codes * parts * (1 + 4 / 128)
+        SHIPPED.ship(
+            f"{size} forward that saves x", 1 + codes + of_x, forward, x,
+            f=f, how=e4m3, bias=parts == 1, saves=True,
+        )  # fmt: skip
+        passes = of_x + 1 / parts + (2 * parts + 1) * codes
+        SHIPPED.ship(
+            f"{size} backward from codes", passes + sums, backward, x,
+            f=f, dx=e5m2, h=e4m3, bias=parts == 1, column_sum=True, saved=True,
+        )  # fmt: skip
+        SHIPPED.ship(
+            f"{size} backward from codes without sums", passes, backward, x,
+            f=f, dx=e5m2, h=e4m3, saved=True,
+        )  # fmt: skip
+        SHIPPED.ship(
+            f"{size} amax of dx and h from codes", of_x + 1 / parts, backward, x,
+            f=f, dx=scaling(E5M2, True, False), h=scaling(E4M3, True, False), saved=True,
+        )  # fmt: skip
     if cols % 128 == 0:
         blocks = BlockScaling(E4M3)
         scales = 4 / 128
