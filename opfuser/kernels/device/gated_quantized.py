@@ -111,21 +111,22 @@ def _four_products(
 def _store_input(
     rows_ptr, scale_ptr, row, width, gates, apart, tile_col, F, RP,
     a0, a1, a2, a3, b0, b1, b2, b3,
-    UP: tl.constexpr, INTERLEAVE: tl.constexpr, TILE_COLS: tl.constexpr,
+    UP: tl.constexpr, INTERLEAVE: tl.constexpr, TILE_COLS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Codes of x in E4M3 by rows with a scale for each row of a tile, (width / TILE_COLS, RP)."""
     first_gate, _ = _gates(tile_col * TILE_COLS, F, INTERLEAVE)
     block = first_gate // TILE_COLS
     a0, a1, a2, a3 = a0.to(tl.float32), a1.to(tl.float32), a2.to(tl.float32), a3.to(tl.float32)
     store_row_blocks(
-        rows_ptr, scale_ptr, row, width, gates, block, RP, a0, a1, a2, a3, False, False
+        rows_ptr, scale_ptr, row, width, gates, block, RP, a0, a1, a2, a3, False, False, LANES
     )
     if UP is not None:
         b0, b1, b2, b3 = b0.to(tl.float32), b1.to(tl.float32), b2.to(tl.float32), b3.to(tl.float32)
         block += apart // TILE_COLS
         store_row_blocks(
-            rows_ptr + apart, scale_ptr, row, width, gates, block, RP, b0, b1, b2, b3, False, False
-        )
+            rows_ptr + apart, scale_ptr, row, width, gates, block, RP, b0, b1, b2, b3, False, False,
+            LANES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -161,7 +162,7 @@ def forward(
     if x_rows_ptr is not None:
         _store_input(
             x_rows_ptr, x_scale_ptr, row, F if UP is None else 2 * F, gates, apart, tile_col, F, RP,
-            a0, a1, a2, a3, b0, b1, b2, b3, UP, INTERLEAVE, TILE_COLS,
+            a0, a1, a2, a3, b0, b1, b2, b3, UP, INTERLEAVE, TILE_COLS, TILE_COLS // VEC,
         )  # fmt: skip
     h0, h1, h2, h3 = _four_products(
         a0, a1, a2, a3, b0, b1, b2, b3, bias, row, R, within, GATE, GATE_P, UP, UP_P, EVEN
