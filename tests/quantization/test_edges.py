@@ -42,7 +42,7 @@ def plain() -> opfuser.Sequential:
 
 def recomputed() -> opfuser.Sequential:
     block = gated()
-    block[2].recompute_mlp = True
+    block[3].recompute_mlp = True
     return block
 
 
@@ -87,7 +87,9 @@ def test_codes_are_those_of_operations_on_their_own(
                 found.append(results(model, x.clone().requires_grad_(), parameters, dy))
         assert fused.last_plan is not None
         assert apart.last_plan is not None
-        assert any(name in FUSED for name in fused.last_plan.fused("forward"))
+        steps = fused.last_plan.fused("forward")
+        assert any(name in FUSED for name in steps)
+        assert ("recompute_mlp_where_asked" in steps) == (name == "recomputed")
         assert not any(name in FUSED for name in apart.last_plan.fused("forward"))
         assert fused.last_plan.quantized == apart.last_plan.quantized
         for got, want in zip(*found, strict=True):
@@ -108,7 +110,8 @@ def test_a_plan_says_what_is_handed_on_as_codes() -> None:
     assert plan_of(gated(), CURRENT, grad=False) == []  # each operation by itself
     blocks = plan_of(gated(), Float8BlockScaling())
     assert blocks == [*forward, "backward 3 -> 2: " + both]
-    assert plan_of(recomputed(), CURRENT) == [*forward, "backward 3 -> 2: " + e5m2]
+    # One step, listed from front to back.
+    assert plan_of(recomputed(), CURRENT) == [forward[0], "backward 3 -> 2: " + e5m2, forward[1]]
     assert plan_of(wide(), CURRENT) == []
     # The bias belongs to the activation, whose kernel makes its gradient.
     assert plan_of(plain(), CURRENT)[-1] == "backward 3 -> 2: " + e5m2

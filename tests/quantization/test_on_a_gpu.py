@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from typing import Literal
 
 import pytest
 import torch
@@ -18,9 +20,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:FP8 is emulate
 
 @pytest.mark.parametrize("rows", [1, 127, 129, 256])
 @pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("saves", [None, "fp8"])
 @each_recipe
-def test_blocks(recipe: Recipe, name: str, rows: int) -> None:
+def test_blocks(recipe: Recipe, saves: Literal["fp8"] | None, name: str, rows: int) -> None:
     torch.manual_seed(0)
+    recipe = dataclasses.replace(recipe, save_activations=saves)
     block = BLOCKS[name]()
     for parameter in block.parameters():
         if parameter.dim() == 1:
@@ -40,6 +44,8 @@ def test_blocks(recipe: Recipe, name: str, rows: int) -> None:
         plan = model.last_plan
         assert plan is not None
         assert bool(plan.edges) == (not off and "two" not in name)
+        saved = any(edge.stage == "joint" for edge in plan.edges)
+        assert saved == (saves is not None and not off and name in ("gated", "plain"))
     for fused, apart, emulated, true in zip(*found.values(), exact, strict=True):
         # Values that are rounded to bf16 in between, or summed in another order, have other codes.
         others = max(error(apart, true), error(emulated, true))

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import opfuser
-from opfuser.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+from opfuser.quantization.state import state_of
+from opfuser.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from tests.quantization.test_values import each_recipe, error, results
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -323,3 +324,25 @@ def test_checkpoints_save_the_same_again() -> None:
         got = results(again, x, [*model.parameters()], dy)
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("fprop", ["fp8", "bf16"])
+@pytest.mark.parametrize("name", ["gated", "plain", "recomputed"])
+def test_the_pass_that_first_quantises_a_tensor_sees_its_largest_value(
+    name: str, fprop: Any
+) -> None:
+    """The second one may make it from values of codes, and would change the next call's scale."""
+    torch.manual_seed(0)
+    model = recomputed() if name == "recomputed" else BLOCKS[name]()
+    recipe = DelayedScaling(fprop=fprop, save_activations="fp8")
+    x = torch.randn(130, 128, requires_grad=True)
+    with opfuser.autocast(recipe=recipe):
+        y = model(x)
+    *_, last = (op for op in model if type(op) is opfuser.Linear)
+    seen = state_of(last.basic_ops[0], recipe, None).amax_seen("input")
+    before = seen.item()
+    y.sum().backward()
+    assert (before == 0) == (fprop == "bf16")
+    assert seen.item() > 0
+    if before:
+        assert seen.item() == before

@@ -107,10 +107,11 @@ for name, f, rows, cols, source in (
             f"{size} backward from codes", passes + sums, backward, x,
             f=f, dx=e5m2, h=e4m3, bias=parts == 1, column_sum=True, saved=True,
         )  # fmt: skip
-        SHIPPED.ship(
-            f"{size} backward from codes without sums", passes, backward, x,
-            f=f, dx=e5m2, h=e4m3, saved=True,
-        )  # fmt: skip
+        for h_amax in (False, True):
+            what = f"{size} backward from codes without sums{' with amax of h' if h_amax else ''}"
+            SHIPPED.ship(
+                what, passes, backward, x, f=f, dx=e5m2, h=scaling(E4M3, h_amax), saved=True
+            )
         SHIPPED.ship(
             f"{size} amax of dx and h from codes", of_x + 1 / parts, backward, x,
             f=f, dx=scaling(E5M2, True, False), h=scaling(E4M3, True, False), saved=True,
