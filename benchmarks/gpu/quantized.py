@@ -34,6 +34,7 @@ RECIPES: Mapping[str, recipes.Recipe] = {
     "current": recipes.Float8CurrentScaling(),
     "predicted": recipes.Float8PredictedScaling(),
     "block": recipes.Float8BlockScaling(),
+    "delayed, activations saved in FP8": recipes.DelayedScaling(save_activations="fp8"),
 }
 ENGINE_RECIPES = {
     "delayed": "DelayedScaling",

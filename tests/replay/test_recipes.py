@@ -20,20 +20,23 @@ from opfuser.recipe import (
 )
 from tests.replay.models import assert_same_grads, code, count, twin
 
-RECIPES: tuple[Recipe, ...] = (
-    DelayedScaling(),
-    Float8PredictedScaling(),
-    Float8CurrentScaling(),
-    Float8BlockScaling(),
-    MXFP8BlockScaling(),
-    NVFP4BlockScaling(disable_stochastic_rounding=True),
-)
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(),
+    "predicted": Float8PredictedScaling(),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+    "delayed that saves codes": DelayedScaling(save_activations="fp8"),
+    "MXFP8": MXFP8BlockScaling(),
+    "NVFP4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "blocks that save codes": Float8BlockScaling(save_activations="fp8"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
 @pytest.mark.usefixtures("replaying")
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
-def test_quantised_calls(recipe: Recipe, device: torch.device) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_quantised_calls(name: str, device: torch.device) -> None:
+    recipe = RECIPES[name]
     model = opfuser.Sequential(
         opfuser.Linear(128, 256), opfuser.SwiGLU(), opfuser.Linear(128, 128)
     ).to(device)
