@@ -210,7 +210,8 @@ class DelayedScaling(Recipe):
     """One scale for a tensor, from the largest values of the calls before.
 
     ``s = largest / amax / 2^margin``, with the amax that ``amax_compute_algo`` finds in the
-    history; 1 as long as there is none. A call that exceeds the history saturates.
+    history. The first call computes its amax before it quantises: with a scale of 1 small
+    gradients would be lost. A call that exceeds the history saturates.
 
     Attributes:
         margin: powers of two that are left for values to grow.

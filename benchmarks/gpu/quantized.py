@@ -61,28 +61,31 @@ def region(recipe: recipes.Recipe) -> Callable[[], AbstractContextManager[Any]]:
 class Kept:
     """A module whose quantised weights stay from call to call, as those of micro-batches do."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, recipe: recipes.Recipe) -> None:
+        self.module, self.region = module, region(recipe)
         self.context = contextvars.copy_context()  # so that no other contestant keeps any
         kept = opfuser.keep_quantized_weights()
         self.context.run(kept.__enter__)
         weakref.finalize(self, self.context.run, kept.__exit__, None, None, None)
 
     def __call__(self, *args: Tensor) -> Any:
-        return self.context.run(self.module, *args)
+        return self.context.run(self._run, *args)
+
+    def _run(self, *args: Tensor) -> Any:
+        with self.region():
+            return self.module(*args)
 
 
 def ours(make: Callable[[], nn.Module], source: nn.Module) -> dict[str, Function]:
     """Ours in bf16 and in each recipe; each has scales of its own."""
     device = next(source.parameters()).device
-    delayed = region(RECIPES["delayed"])
     return {
         "opfuser": share(make(), source),
         **{
             f"opfuser, {name}": Within(share(make(), source), region(recipe))
             for name, recipe in RECIPES.items()
         },
-        KEPT: Within(Kept(share(make(), source)), delayed),
+        KEPT: Kept(share(make(), source), RECIPES["delayed"]),
         **replayed(make, source, device),
     }
 

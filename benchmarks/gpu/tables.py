@@ -15,6 +15,7 @@ TITLES = {
     "kernels": "Kernels",
     "sums": "Residual sums behind a GEMM",
     "blocks": "Blocks",
+    "quantized": "Blocks and models in FP8",
     "model": "Models",
     "small": "Small models",
     "host": "Host time",

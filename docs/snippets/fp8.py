@@ -26,6 +26,27 @@ for index, why in plan.high_precision:
 assert plan.quantized == (0,)
 assert [(index, why.code) for index, why in plan.high_precision] == [(3, "SHAPE")]
 
+
+# --8<-- [start:emits]
+class Doubled(opfuser.BasicOperation):
+    emits_quantized = True
+
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer):
+        y = 2 * input_
+        return y if next_op_input_quantizer is None else next_op_input_quantizer(y)
+
+    def op_backward(self, ctx, grad_output):
+        return 2 * grad_output, ()
+
+
+model = Sequential(Doubled(), Linear(64, 256))
+with opfuser.autocast(recipe=DelayedScaling()):
+    model(x).sum().backward()
+print(*model.last_plan.edges)
+# --8<-- [end:emits]
+assert len(model.last_plan.edges) == 1
+model = Sequential(Linear(64, 256), GELU(), Linear(256, 10))
+
 # --8<-- [start:decoder]
 config = DecoderConfig(vocab_size=256, dim=128, num_layers=2, num_heads=2, recipe=DelayedScaling())
 decoder = decoder_lm(config)

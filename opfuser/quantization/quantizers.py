@@ -154,7 +154,7 @@ class OperandQuantizer(NamedTuple):
             return None
         assert isinstance(recipe, Stateful)
         state = state_of(self.op, recipe, amax_group())
-        if not state.knows(role, recipe):
+        if not state.knows(role):
             return None
         return TensorScaling(state.scale_of(role), recipe.dtype(role), state.amax_seen(role))
 
@@ -168,8 +168,7 @@ class OperandQuantizer(NamedTuple):
             return TensorScaling(scale_for(amax, dtype, power_of_two=params.power_2_scale), dtype)
         assert isinstance(recipe, Stateful)
         state = state_of(self.op, recipe, amax_group())
-        state.learn(role, amax, recipe)
-        return TensorScaling(state.scale_of(role), dtype, state.amax_seen(role))
+        return TensorScaling(state.learn(role, amax, recipe), dtype, state.amax_seen(role))
 
     def weights(
         self,
@@ -186,7 +185,7 @@ class OperandQuantizer(NamedTuple):
         """
         if isinstance(self.recipe, Stateful):
             state = state_of(self.op, self.recipe, amax_group())
-            if not state.knows("weight", self.recipe):
+            if not state.knows("weight"):
                 state.learn("weight", amax_of(torch.cat([amax_of(w) for w in ws])), self.recipe)
         return [
             self.weight(w, source, kept, rows=rows, cols=cols, group=n)

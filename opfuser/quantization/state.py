@@ -89,14 +89,19 @@ class QuantizationState(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._enter()
 
-    def knows(self, role: str, recipe: Stateful) -> bool:
-        """Whether there is a scale for the role; predicted scaling takes its first from values."""
-        return self.known[_NUMBERS[role]] or not isinstance(recipe, Float8PredictedScaling)
+    def knows(self, role: str) -> bool:
+        """Whether there is a scale for the role; the first one is taken from values."""
+        return self.known[_NUMBERS[role]]
 
-    def learn(self, role: str, amax: Tensor, recipe: Stateful) -> None:
-        """Takes the first scale for the role from a largest value, (1,)."""
+    def learn(self, role: str, amax: Tensor, recipe: Stateful) -> Tensor:
+        """The first scale for the role, from a largest value, (1,).
+
+        It is kept, unless the value is not finite: that says nothing of the calls to come.
+        """
         self.known[_NUMBERS[role]] = True
-        self.scale_of(role).copy_(scale_for(amax, recipe.dtype(role)))
+        scale: Tensor = scale_for(amax, recipe.dtype(role))
+        self.scale_of(role).copy_(scale.nan_to_num(1.0))
+        return scale
 
     def scale_of(self, role: str) -> Tensor:
         """(1,): what values are multiplied by."""

@@ -174,7 +174,8 @@ def test_training_in_fp8_on_a_gpu(tmp_path: Path) -> None:
     fp8_training.main(few)
     rows = json.loads((tmp_path / "fp8_training.json").read_text())["rows"]
     assert not [row for row in rows if "failure" in row]
-    assert max(abs(row["last_loss_difference"]) for row in rows[1:]) < 0.01
+    # At this rate bf16 with other weights by a thousandth differs by up to 3 %.
+    assert max(abs(row["last_loss_difference"]) for row in rows[1:]) < 0.05
 
 
 def test_without_a_gpu_it_says_so(

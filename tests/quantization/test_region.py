@@ -131,7 +131,7 @@ def test_delayed_scales_follow_the_history() -> None:
     seq = opfuser.Sequential(opfuser.BasicLinear(32, 16))
     recipe = DelayedScaling(amax_history_len=2)
     inputs = [X / X.abs().max() * amax for amax in (2.0, 8.0, 1.0, 1.0, 1.0)]
-    expected = [1.0, 448 / 2, 448 / 8, 448 / 8, 448]
+    expected = [448 / 2, 448 / 2, 448 / 8, 448 / 8, 448]  # the first from the values themselves
     op: Any = seq[0]
     for x, scale in zip(inputs, expected):
         with opfuser.autocast(recipe=recipe):
@@ -144,6 +144,20 @@ def test_delayed_scales_follow_the_history() -> None:
         "0.quantization.amax",
     ]
     assert op.quantization.bfloat16().scale.dtype == torch.float32
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8PredictedScaling()], ids=type)
+def test_a_first_call_that_overflows_says_nothing_of_the_next(recipe: Recipe) -> None:
+    seq = opfuser.Sequential(opfuser.BasicLinear(32, 16))
+    op: Any = seq[0]
+    bad = X.clone()
+    bad[1, 2] = float("inf")
+    with torch.no_grad():
+        for x in (bad, X):
+            with opfuser.autocast(recipe=recipe):
+                finite = seq(x).isfinite().all()
+            assert finite == (x is X)
+    assert op.quantization.scale[0] == 1
 
 
 def test_predicted_scales_look_at_the_first_tensor() -> None:

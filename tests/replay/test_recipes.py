@@ -54,7 +54,9 @@ def test_quantised_calls(name: str, device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 @pytest.mark.usefixtures("replaying")
-@pytest.mark.parametrize("recipe", RECIPES[:4], ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize(
+    "recipe", list(RECIPES.values())[:4], ids=lambda recipe: type(recipe).__name__
+)
 def test_weights_stored_in_fp8(recipe: Recipe, device: torch.device) -> None:
     """Steps write codes and scales in place, where recorded launches read them."""
     with opfuser.quantized_model_init(recipe=recipe):
