@@ -84,7 +84,8 @@ class _Matrix(NamedTuple):
             blocks, one = self.scale[:-TAIL], tensor_scale(self.scale)
             kinds, swizzles = [kind, ScalingType.TensorWise], [swizzle, SwizzleType.NO_SWIZZLE]
             return _Scales([blocks, one], kinds, swizzles)
-        return _Scales([self.scale.t()], [kind])  # of one dimension: itself
+        # A view takes a microsecond, six of them for each linear operation.
+        return _Scales([self.scale if self.scale.dim() == 1 else self.scale.t()], [kind])
 
     @property
     def factor(self) -> Tensor | None:

@@ -116,6 +116,7 @@ class OperandQuantizer(NamedTuple):
         cols: bool,
         column_sum: bool = False,
         padding: int = 0,
+        amax: Tensor | None = None,
     ) -> Codes:
         """Codes of a matrix in the layouts that are wanted, and the sums of its columns.
 
@@ -125,25 +126,35 @@ class OperandQuantizer(NamedTuple):
             rows, cols: which layouts are wanted.
             column_sum: whether the sums are.
             padding: how many rows of ``x`` are zeros that nobody counts.
+            amax: the largest value of ``x``, where it is known.
         """
-        codes = self._codes(role, x, {"rows": rows, "cols": cols}, column_sum)
+        codes = self._codes(role, x, {"rows": rows, "cols": cols}, column_sum, amax)
         if is_watched():
             tell(self.op, role, x, codes, (x.shape[0] - padding) * x.shape[1])
         return codes
 
-    def _codes(self, role: str, x: Tensor, wants: Any, column_sum: bool) -> Codes:
+    def _codes(
+        self, role: str, x: Tensor, wants: Any, column_sum: bool, amax: Tensor | None
+    ) -> Codes:
         if role == "weight" and isinstance(self.recipe, Float8BlockScaling):
             powers = self.recipe.fp8_quant_fwd_weight.power_2_scale
             return quantize_by_squares(x, self.recipe.dtype(role), **wants, power_of_two=powers)
         if isinstance(self.recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
-            return _in_small_blocks(self.recipe, role, x, column_sum=column_sum, **wants)
-        scaling = self.given(role) or self.from_amax(role, amax_of(x))
+            return _in_small_blocks(self.recipe, role, x, amax, column_sum=column_sum, **wants)
+        scaling = self.given(role)
+        if scaling is None:
+            scaling = self.from_amax(role, amax_of(x) if amax is None else amax)
         if isinstance(scaling, BlockScaling):
             dtype, powers = scaling
             return quantize_by_blocks(x, dtype, **wants, power_of_two=powers, column_sum=column_sum)
-        scale, dtype, amax = scaling
+        scale, dtype, seen = scaling
         assert scale is not None
-        return quantize_by_tensor(x, scale, dtype, **wants, amax=amax, column_sum=column_sum)
+        return quantize_by_tensor(x, scale, dtype, **wants, amax=seen, column_sum=column_sum)
+
+    def weight_amax(self, w: Tensor) -> Tensor | None:
+        """The largest value of a weight, where codes of both passes need it; else None."""
+        needed = isinstance(self.recipe, (Float8CurrentScaling, NVFP4BlockScaling))
+        return amax_of(w) if needed else None
 
     def given(self, role: str) -> Scaling | None:
         """The scaling of an operand, if it is known without its values."""
@@ -202,6 +213,7 @@ class OperandQuantizer(NamedTuple):
         cols: bool,
         group: int = 0,
         scale: Tensor | None = None,
+        amax: Tensor | None = None,
     ) -> Codes:
         """(N, K); both layouts, once, within :func:`keep_quantized_weights`.
 
@@ -212,14 +224,15 @@ class OperandQuantizer(NamedTuple):
             rows, cols: which layouts are wanted.
             group: which of the operation's weights it is.
             scale: what it is to be multiplied by, where it is stored as codes.
+            amax: its largest value, where it is known.
         """
         # A recording outlives the block, and would read what it kept.
         if kept is None or source is None or is_recording():
-            return self._weight(w, scale, rows=rows, cols=cols)
+            return self._weight(w, scale, amax, rows=rows, cols=cols)
         key = id(self.op), self.recipe, group
         found = kept.get(key)
         if found is None or found.source() is not source:
-            codes = self._weight(w, scale, rows=True, cols=True)
+            codes = self._weight(w, scale, amax, rows=True, cols=True)
             found = kept[key] = _Kept(weakref.ref(source), source._version, codes)
         if found.version != source._version:
             raise QuantizedWeightError(
@@ -232,10 +245,12 @@ class OperandQuantizer(NamedTuple):
             )
         return found.codes
 
-    def _weight(self, w: Tensor, scale: Tensor | None, *, rows: bool, cols: bool) -> Codes:
+    def _weight(
+        self, w: Tensor, scale: Tensor | None, amax: Tensor | None, *, rows: bool, cols: bool
+    ) -> Codes:
         if scale is not None:
             return weight_codes(w, scale, self.recipe, rows=rows, cols=cols)
-        return self.quantize("weight", w, rows=rows, cols=cols)
+        return self.quantize("weight", w, rows=rows, cols=cols, amax=amax)
 
 
 class Quantizer(NamedTuple):
@@ -302,7 +317,7 @@ def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
     if isinstance(recipe, (MXFP8BlockScaling, NVFP4BlockScaling)):
         if x.shape[-1] % recipe.multiple:  # what no GEMM of this recipe takes
             return x
-        codes = _in_small_blocks(recipe, role, rows, rows=True, cols=False)
+        codes = _in_small_blocks(recipe, role, rows, None, rows=True, cols=False)
         return dequantized_rows(codes, len(rows)).to(x.dtype).view(x.shape)
     if isinstance(recipe, Float8BlockScaling) and x.shape[-1] % recipe.multiple == 0:
         powers = _params(recipe, role).power_2_scale
@@ -314,7 +329,11 @@ def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
 
 
 def _in_small_blocks(
-    recipe: MXFP8BlockScaling | NVFP4BlockScaling, role: str, x: Tensor, **wants: bool
+    recipe: MXFP8BlockScaling | NVFP4BlockScaling,
+    role: str,
+    x: Tensor,
+    amax: Tensor | None,
+    **wants: bool,
 ) -> Codes:
     """Codes of blocks of 32 or 16, whose scales come from the values."""
     if isinstance(recipe, MXFP8BlockScaling):
@@ -322,7 +341,7 @@ def _in_small_blocks(
     how = recipe.params(role)
     return quantize_nvfp4(
         x,
-        amax_of(x),
+        amax_of(x) if amax is None else amax,
         **wants,
         squares=how.fp4_2d_quantization,
         transform=how.random_hadamard_transform,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
+from opfuser.quantization import quantizers
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -211,4 +212,21 @@ def test_saves_one_byte_for_each_input() -> None:
         model(x)
     weights = {p.data_ptr() for p in model.parameters()}
     sizes = [t.nbytes for t in saved if t.data_ptr() not in weights]
-    assert sum(sizes) == 2 * (128 * 64 + 4)
+    # The second weight is rounded again in backward, from its largest value.
+    assert sum(sizes) == 2 * (128 * 64 + 4) + 4
+
+
+def test_the_largest_value_of_a_weight_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward rounds it by other blocks of memory, but with the same scale."""
+    shapes: list[torch.Size] = []
+    amax_of = quantizers.amax_of
+    monkeypatch.setattr(quantizers, "amax_of", lambda x: (shapes.append(x.shape), amax_of(x))[1])
+    model = opfuser.Sequential(opfuser.BasicLinear(48, 32))
+    with opfuser.autocast(recipe=CURRENT):
+        y = model(torch.randn(5, 48, requires_grad=True))
+    y.sum().backward()
+    assert shapes.count(torch.Size([32, 48])) == 1
+    shapes.clear()
+    with opfuser.autocast(recipe=CURRENT), torch.no_grad():
+        model(torch.randn(5, 48))
+    assert shapes.count(torch.Size([32, 48])) == 1

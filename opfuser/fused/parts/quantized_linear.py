@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,11 +57,30 @@ def linear_part(
     return QuantizedLinearPart(linear, bias, where, add=add, recipe=env.recipe)
 
 
+class _Weight(NamedTuple):
+    """The weight of a call.
+
+    Attributes:
+        w: its values, or codes.
+        scale: of codes that are stored.
+        amax: the largest value, where codes of both passes need it.
+    """
+
+    w: Tensor
+    scale: Tensor | None
+    amax: Tensor | None
+
+    def in_high_precision(self, dtype: torch.dtype) -> Tensor:
+        """The values."""
+        return self.w if self.scale is None else decode_weight(self.w, self.scale, dtype)
+
+
 class QuantizedLinearPart(LinearPart):
     """As :class:`LinearPart`, with products of FP8 codes.
 
     Saves the weight, and of its input the codes by columns, one byte each, unless the part before
-    recomputes it. The weight is quantised in each pass for the layout that it needs there.
+    recomputes it. The weight is quantised in each pass for the layout that it needs there; its
+    largest value, where scales come from that, is saved.
 
     Where ranks exchange data, it is in the dtype of the operation: an input or a gradient is
     gathered before it is quantised, and outputs of GEMMs are reduced. A gathered input is not
@@ -119,7 +138,7 @@ class QuantizedLinearPart(LinearPart):
         ctx, sharding = ctxs[0], self.linear.sharding
         ctx.kept_weights = kept_weights()
         local, w = self.linear.operands(ctx, x, save=False, gather=False, codes=True)
-        ctx.dtype, scale = local.dtype, self.linear.scale_of(w)
+        ctx.dtype, weight = local.dtype, self._given_weight(ctx, w)
         x = gather_input(local, sharding)
         b = None if self.bias is None else self.bias.operand(x, w)
         saves = self._saves(ctxs, save_input)
@@ -132,11 +151,11 @@ class QuantizedLinearPart(LinearPart):
             codes = Quantizer(self._operands, "input", rows, by_cols).codes(gemm.as_rows(x))
         if ctx.requires_grad:
             kept = (codes.cols, codes.col_scale) if by_cols and codes is not None else (None, None)
-            ctx.save_for_backward(local if saves and not by_cols else None, w, *kept, scale)
+            ctx.save_for_backward(local if saves and not by_cols else None, *kept, *weight)
             if self.recomputed and self.bias is not None:
                 ctxs[1].save_for_backward(b)
         reduced = sharding.mode == "row"
-        y = self._product(ctx, x, codes, w, scale, None if reduced else b)
+        y = self._product(ctx, x, codes, weight, None if reduced else b)
         if reduced:
             y = reduce_output(y, sharding)
             y = y if b is None else y.add_(b)
@@ -147,31 +166,38 @@ class QuantizedLinearPart(LinearPart):
         assert z is not None
         return self.add.reference(y, z), nothing
 
+    def _given_weight(self, ctx: OperationContext, w: Tensor) -> _Weight:
+        scale, amax = self.linear.scale_of(w), None
+        both = self.recipe.fprop == "fp8" and self.recipe.dgrad == "fp8" and ctx.needs.input
+        if scale is None and ctx.kept_weights is None and both:
+            amax = self._operands.weight_amax(w)
+        return _Weight(w, scale, amax)
+
     def _product(
         self,
         ctx: OperationContext,
         x: Any,
         codes: Codes | None,
-        w: Tensor,
-        scale: Tensor | None,
+        weight: _Weight,
         b: Tensor | None,
     ) -> Tensor:
         if self.recipe.fprop != "fp8":
-            return gemm.forward(x, _values(w, scale, x.dtype), b)
+            return gemm.forward(x, weight.in_high_precision(x.dtype), b)
         assert codes is not None
-        weight = self._weight(ctx, w, scale, rows=True)
-        shape = x.numel() // x.shape[-1], w.shape[0]
-        y = scaled_forward(codes, weight, shape, b, self._how("fprop", w, x.dtype))
-        return y.view(*x.shape[:-1], w.shape[0])
+        features = weight.w.shape[0]
+        shape = x.numel() // x.shape[-1], features
+        how = self._how("fprop", weight.w, x.dtype)
+        y = scaled_forward(codes, self._codes(ctx, weight, rows=True), shape, b, how)
+        return y.view(*x.shape[:-1], features)
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
-        saved, w, _, _, scale = ctxs[0].saved_tensors
+        saved, _, _, *weight = ctxs[0].saved_tensors
         b = None if self.bias is None else ctxs[1].saved_tensors[0]
         x = saved if x is None else cast(x, ctxs[0].dtype)
         codes = None
         if self.recipe.fprop == "fp8":
             codes = Quantizer(self._operands, "input", True, False).codes(gemm.as_rows(x))
-        return self._product(ctxs[0], x, codes, w, scale, b)
+        return self._product(ctxs[0], x, codes, _Weight(*weight), b)
 
     def grad_output_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         wanted, needs = self._grad_quantizer(ctxs), ctxs[0].needs
@@ -196,15 +222,16 @@ class QuantizedLinearPart(LinearPart):
 
     def _input_grad(self, ctxs: Contexts, dy: Any) -> Tensor:
         ctx, sharding = ctxs[0], self.linear.sharding
-        _, w, _, _, scale = ctx.saved_tensors
+        weight = _Weight(*ctx.saved_tensors[3:])
         dy = self._whole(ctxs, dy)
         if self.recipe.dgrad != "fp8":
-            return reduce_input_grad(gemm.dgrad(dy, _values(w, scale, ctx.dtype)), sharding)
+            dx = gemm.dgrad(dy, weight.in_high_precision(ctx.dtype))
+            return reduce_input_grad(dx, sharding)
         rows = dy.numel() // dy.shape[-1]
-        weight = self._weight(ctx, w, scale, rows=False)
-        how = self._how("dgrad", w, ctx.dtype)
-        dx = scaled_dgrad(self._grad_codes(ctxs, dy), weight, rows, how)
-        return reduce_input_grad(dx.view(*dy.shape[:-1], w.shape[1]), sharding)
+        how = self._how("dgrad", weight.w, ctx.dtype)
+        codes = self._codes(ctx, weight, rows=False)
+        dx = scaled_dgrad(self._grad_codes(ctxs, dy), codes, rows, how)
+        return reduce_input_grad(dx.view(*dy.shape[:-1], weight.w.shape[1]), sharding)
 
     def recomputed_input_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         if self.recipe.wgrad != "fp8" or not self.recipe.handed_on:
@@ -228,7 +255,7 @@ class QuantizedLinearPart(LinearPart):
 
     def _weight_grad(self, ctxs: Contexts, dy: Any, x: Any) -> Tensor | None:
         ctx = ctxs[0]
-        saved, w, cols, col_scale, _ = ctx.saved_tensors
+        saved, cols, col_scale, w, _, _ = ctx.saved_tensors
         if isinstance(x, QuantizedTensor):
             codes = x.codes
         elif self.recipe.wgrad != "fp8" or cols is None:
@@ -267,16 +294,10 @@ class QuantizedLinearPart(LinearPart):
     def _operands(self) -> OperandQuantizer:
         return OperandQuantizer(self.linear, self.recipe)
 
-    def _weight(
-        self, ctx: OperationContext, w: Tensor, scale: Tensor | None, *, rows: bool
-    ) -> Codes:
-        source, kept = self.linear._parameters.get("weight"), ctx.kept_weights
-        return self._operands.weight(w, source, kept, rows=rows, cols=not rows, scale=scale)
+    def _codes(self, ctx: OperationContext, weight: _Weight, *, rows: bool) -> Codes:
+        source, (w, scale, amax) = self.linear._parameters.get("weight"), weight
+        how: Any = {"rows": rows, "cols": not rows, "scale": scale, "amax": amax}
+        return self._operands.weight(w, source, ctx.kept_weights, **how)
 
     def _how(self, product: str, w: Tensor, dtype: torch.dtype) -> Accumulation:
         return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device, self.recipe))
-
-
-def _values(w: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A weight for a product in high precision."""
-    return w if scale is None else decode_weight(w, scale, dtype)
