@@ -149,7 +149,8 @@ def states_wait_for_a_region_of_their_group(rank: int, ranks: int) -> None:
         torch.testing.assert_close(seq[0].quantization.scale, before, rtol=0, atol=0)
         opened(world)
         scales = of_all_ranks(seq[0].quantization.scale)
-        assert not torch.equal(scales[rank, 2], before[2])
+        # The first scales came from the same values.
+        assert (x is X) == torch.equal(scales[rank, 2], before[2])
         assert agree(scales) == [True, True, True]
 
 
