@@ -45,8 +45,11 @@ def load_cudnn() -> None:
 
 def peer(name: str, build: Callable[[], Function]) -> Functions:
     """The entry of one library, or none."""
-    if not installed(name):
-        return {}
+    return {name: late(build)} if installed(name) else {}
+
+
+def late(build: Callable[[], Function]) -> Function:
+    """What ``build`` returns, built at the first call."""
     made: list[Function] = []
 
     def function(*args: Tensor) -> Any:
@@ -54,7 +57,7 @@ def peer(name: str, build: Callable[[], Function]) -> Functions:
             made.append(build())
         return made[0](*args)
 
-    return {name: function}
+    return function
 
 
 @functools.cache

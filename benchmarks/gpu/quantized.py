@@ -126,20 +126,10 @@ def engines(title: str, build: Callable[[], Function]) -> dict[str, Function]:
 
         return context
 
-    def late() -> Function:
-        made: list[Function] = []
-
-        def function(*args: Tensor) -> Any:
-            if not made:
-                made.append(build())
-            return made[0](*args)
-
-        return function
-
     return {
-        title: late(),
+        title: peers.late(build),
         **{
-            f"{title}, {name}": Within(late(), within(kind))
+            f"{title}, {name}": Within(peers.late(build), within(kind))
             for name, kind in ENGINE_RECIPES.items()
         },
     }
