@@ -170,12 +170,11 @@ class Pipeline(FusedOperation):
             if recomputed and ctxs[0].needs.input:
                 save_input = ctxs[0].input_saved = not part.quantized_ops and self._is_small(y)
             quantizer = None
-            if behind is not None:
+            # While it is watched, who multiplies by the codes makes them, and tells of them.
+            if behind is not None and not is_watched():
                 quantizer = self._input_quantizer(behind, basic_op_ctxs)
             elif next_op_input_quantizer is not None and own.stop == len(basic_op_ctxs):
                 quantizer = next_op_input_quantizer
-            if is_watched():  # who multiplies by the codes makes them, and tells of them
-                quantizer = None
             y, outputs = part.forward(
                 ctxs, y, basic_op_extra_inputs[own], save_input=save_input, quantizer=quantizer
             )
@@ -208,12 +207,10 @@ class Pipeline(FusedOperation):
                 own, x = part.parameter_grads(ctxs, dy, x), None
             want = waiting is not None and waiting[0].wants_input(waiting[1])
             of_dx, of_output = ctxs[0].grad_input_quantizer, None
-            if before is not None:
+            if before is not None and not is_watched():
                 of_dx = before.part.grad_output_quantizer(basic_op_ctxs[before.own])
-            if behind is not None and want:
+            if behind is not None and want and not is_watched():
                 of_output = behind.part.recomputed_input_quantizer(basic_op_ctxs[behind.own])
-            if is_watched():
-                of_dx = of_output = None
             grads = part.backward(
                 ctxs,
                 dy,
