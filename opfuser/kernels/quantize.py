@@ -50,6 +50,7 @@ __all__ = [
     "empty_codes",
     "empty_sums",
     "largest",
+    "quantize",
     "quantize_by_blocks",
     "quantize_by_squares",
     "quantize_by_tensor",
@@ -347,6 +348,17 @@ def quantize_by_blocks(
     """
     codes: Codes = _by_blocks(x, dtype, rows, cols, power_of_two, column_sum)
     return codes
+
+
+def quantize(
+    x: Tensor, scaling: Scaling, *, rows: bool, cols: bool, column_sum: bool = False
+) -> Codes:
+    """Codes of x as a scaling that has its scale, or blocks, says; as the two functions above."""
+    wants: Any = {"rows": rows, "cols": cols, "column_sum": column_sum}
+    if isinstance(scaling, BlockScaling):
+        return quantize_by_blocks(x, scaling.dtype, power_of_two=scaling.power_of_two, **wants)
+    assert scaling.scale is not None
+    return quantize_by_tensor(x, scaling.scale, scaling.dtype, amax=scaling.amax, **wants)
 
 
 def quantize_by_squares(

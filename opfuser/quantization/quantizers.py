@@ -23,9 +23,8 @@ from ..kernels.quantize import (
     TensorScaling,
     amax_of,
     dequantize,
-    quantize_by_blocks,
+    quantize,
     quantize_by_squares,
-    quantize_by_tensor,
     scale_for,
 )
 from ..recipe import (
@@ -144,12 +143,7 @@ class OperandQuantizer(NamedTuple):
         scaling = self.given(role)
         if scaling is None:
             scaling = self.from_amax(role, amax_of(x) if amax is None else amax)
-        if isinstance(scaling, BlockScaling):
-            dtype, powers = scaling
-            return quantize_by_blocks(x, dtype, **wants, power_of_two=powers, column_sum=column_sum)
-        scale, dtype, seen = scaling
-        assert scale is not None
-        return quantize_by_tensor(x, scale, dtype, **wants, amax=seen, column_sum=column_sum)
+        return quantize(x, scaling, **wants, column_sum=column_sum)
 
     def weight_amax(self, w: Tensor) -> Tensor | None:
         """The largest value of a weight, where codes of both passes need it; else None."""
@@ -319,12 +313,12 @@ def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
             return x
         codes = _in_small_blocks(recipe, role, rows, None, rows=True, cols=False)
         return dequantized_rows(codes, len(rows)).to(x.dtype).view(x.shape)
+    scaling: Scaling
     if isinstance(recipe, Float8BlockScaling) and x.shape[-1] % recipe.multiple == 0:
-        powers = _params(recipe, role).power_2_scale
-        codes = quantize_by_blocks(rows, dtype, rows=True, cols=False, power_of_two=powers)
+        scaling = BlockScaling(dtype, _params(recipe, role).power_2_scale)
     else:
-        scale = scale_for(amax_of(rows), dtype)
-        codes = quantize_by_tensor(rows, scale, dtype, rows=True, cols=False)
+        scaling = TensorScaling(scale_for(amax_of(rows), dtype), dtype)
+    codes = quantize(rows, scaling, rows=True, cols=False)
     return QuantizedTensor(codes, x.shape, x.dtype).dequantize()
 
 

@@ -18,11 +18,9 @@ from opfuser.recipe import (
     Float8PredictedScaling,
     Recipe,
 )
-from tests.quantization.test_values import each_recipe, error, results
+from tests.quantization.test_values import CURRENT, each_recipe, error, results
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
-
-CURRENT = Float8CurrentScaling()
 
 
 def gated(norm: type[nn.Module] = opfuser.RMSNorm) -> opfuser.Sequential:

@@ -27,17 +27,10 @@ from opfuser.recipe import (
     Recipe,
 )
 from tests.contract.gradients import handed_over
+from tests.quantization.test_values import CURRENT, each_recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 
-CURRENT = Float8CurrentScaling()
-RECIPES: tuple[Recipe, ...] = (
-    CURRENT,
-    DelayedScaling(),
-    Float8PredictedScaling(),
-    Float8BlockScaling(),
-)
-each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 STACKED = pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
 GROUPS, IN, OUT = 3, 256, 128
 SIZES = [5, 0, 130], [128, 256, 7], [0, 1, 0], [0, 0, 0]
