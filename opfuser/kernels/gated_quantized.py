@@ -146,11 +146,12 @@ def _launch_backward(
         # Each thread of a warp has four neighbours: a warp has rows for itself, and their maxima.
         tile = Tile(BLOCK, BLOCK, _WARPS, group=_GROUP, access=4 * x.element_size())
         kernel = "backward_by_blocks"
-        formats += ("STEP", _STEP), ("COL_STEP", _COL_STEP)
+        squares = isinstance(h, BlockScaling) and h.square_cols
+        formats += ("H_SQUARE_COLS", squares), ("STEP", _STEP), ("COL_STEP", _COL_STEP)
         ahead = (_STAGES, _COL_STAGES) if x.element_size() == 2 else (1, 1)  # else they spill
         formats += ("STAGES", ahead[0]), ("COL_STAGES", ahead[1])
         row_scale, col_scale = empty_block_scales(x, width, True, True)
-        _, h_scale = empty_block_scales(x, features, False, True)
+        _, h_scale = empty_block_scales(x, features, False, True, square_cols=squares)
         how = row_scale, col_scale, h_scale
     else:
         kernel, tile = "backward", _BACKWARD if encodes else _MAXIMA
@@ -268,12 +269,13 @@ def gated_backward_quantized(
         x, bias, spec: those of :func:`gated_forward_quantized`; or for x codes of
             :func:`quantize_input`, whose values count, where it :func:`fills_blocks`.
         dx, h: their scalings: of one kind, and both with a scale or both without. For blocks the
-            columns of x are a multiple of 128.
+            columns of x are a multiple of 128, and only h may have the scales of squares.
         column_sum: whether the sum of dx over the rows is wanted, before it is rounded: in the
             dtype of x, of codes in that of dy; accumulated in fp32.
     """
     assert bias is None or spec.up is None
     assert isinstance(dx, BlockScaling) == isinstance(h, BlockScaling)
+    assert isinstance(dx, TensorScaling) or not dx.square_cols
     assert _encodes(dx) == _encodes(h)
     if isinstance(x, Codes):
         assert x.rows is not None

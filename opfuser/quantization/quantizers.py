@@ -154,7 +154,8 @@ class OperandQuantizer(NamedTuple):
         """The scaling of an operand, if it is known without its values."""
         recipe = self.recipe
         if isinstance(recipe, Float8BlockScaling):
-            return BlockScaling(recipe.dtype(role), _params(recipe, role).power_2_scale)
+            squares = role == "input" and recipe.wgrad_x_block_scaling_dim == 2
+            return BlockScaling(recipe.dtype(role), _params(recipe, role).power_2_scale, squares)
         if isinstance(recipe, Float8CurrentScaling):
             return None
         assert isinstance(recipe, Stateful)

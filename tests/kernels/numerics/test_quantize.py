@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -262,9 +263,18 @@ def test_blocks_and_squares(
     made = quantize_by_blocks(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
     is_wanted(made, by_rows, by_cols)
     assert_blocks(x, made, dtype, power_of_two)
-    made = quantize_by_squares(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
-    is_wanted(made, by_rows, by_cols)
-    check_by_squares(x, made, dtype, power_of_two)
+    assert not made.has_square_cols
+    squares = quantize_by_squares(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
+    is_wanted(squares, by_rows, by_cols)
+    check_by_squares(x, squares, dtype, power_of_two)
+    how: Any = {"power_of_two": power_of_two, "square_cols": True}
+    mixed = quantize_by_blocks(x, dtype, rows=by_rows, cols=by_cols, **how)
+    assert mixed.has_square_cols == by_cols
+    for own, want in zip(mixed[:4], (*made[:2], *squares[2:4])):
+        assert (own is None) == (want is None)
+        if own is not None:
+            assert torch.equal(own.view(torch.uint8), want.view(torch.uint8))
+            assert (own.shape, own.stride()) == (want.shape, want.stride())
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

@@ -56,6 +56,7 @@ for rows, cols, source in (
             ("both with sums", {**both, "column_sum": True}, 2),
             ("rows", by_rows, 1),
             ("cols", {"rows": False, "cols": True}, 1),
+            ("both, columns in squares", {**both, "square_cols": True}, 2),
         ):
             passes = 1 + layouts * (layout + scales)
             SHIPPED.ship(f"{size} blocks {name}", passes, quantize_by_blocks, x, dtype=E4M3, **how)
