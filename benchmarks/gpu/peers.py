@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +35,15 @@ def installed(name: str) -> bool:
 
 
 def load_cudnn() -> None:
-    """Imports Transformer Engine, which loads the system's cuDNN, before torch loads its own.
+    """Imports Transformer Engine with the cuDNN that torch has.
 
-    With two of them in a process attention falls back to a slower kernel.
+    It would load that of the system. With two of them in a process torch's attention falls back to
+    a kernel that takes twice as long, for everybody but Transformer Engine.
     """
     if installed(TE):
+        own = importlib.util.find_spec("nvidia.cudnn")
+        if own is not None and own.submodule_search_locations:
+            os.environ.setdefault("CUDNN_HOME", next(iter(own.submodule_search_locations)))
         with contextlib.suppress(ImportError, OSError):  # then its rows say so
             importlib.import_module("transformer_engine.pytorch")
 

@@ -17,7 +17,7 @@ __all__ = [
     "Codes",
     "Scaling",
     "TensorScaling",
-    "amax_of",
+    "amax_plain",
     "by_blocks_plain",
     "by_squares_plain",
     "by_tensor_plain",
@@ -108,8 +108,8 @@ def largest(dtype: torch.dtype) -> float:
     return _LARGEST[dtype]
 
 
-def amax_of(x: Tensor) -> Tensor:
-    """``max |x|`` in fp32, shape (1,): NaN if one element is; 0 of an empty x. Reads x once."""
+def amax_plain(x: Tensor) -> Tensor:
+    """As ``quantize.amax_of``."""
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, float("inf"))
@@ -119,7 +119,7 @@ def amax_of(x: Tensor) -> Tensor:
 def raise_amax(amax: Tensor | None, x: Tensor) -> None:
     """``amax`` becomes ``max(amax, max |x|)``, in place; NaN wins."""
     if amax is not None:
-        torch.maximum(amax, amax_of(x), out=amax)
+        torch.maximum(amax, amax_plain(x), out=amax)
 
 
 def scale_for_plain(

@@ -14,6 +14,7 @@ from .fp8 import (
     four_times,
     in_row,
     inverse_of,
+    larger,
     largest_of_four,
     load_four,
     pairs_of,
@@ -42,6 +43,18 @@ def scales(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0.0)
     tl.store(scale_ptr + at, scale_of(amax, E5M2, POWER_OF_TWO) * factor, mask=at < n)
+
+
+@triton.jit
+def amax(x_ptr, amax_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """``max |x|`` of n elements to amax, which is not negative and raised."""
+    at = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS) + tl.arange(0, BLOCK)
+    sizes = tl.zeros((BLOCK,), tl.float32)
+    for step in tl.static_range(STEPS):
+        here = at + step * BLOCK
+        x = tl.load(x_ptr + here, mask=here < n, other=0.0)
+        sizes = larger(sizes, tl.abs(x.to(tl.float32)))
+    raise_amax(amax_ptr, sizes[None, :])
 
 
 @triton.jit
