@@ -41,10 +41,10 @@ def load_cudnn() -> None:
     a kernel that takes twice as long, for everybody but Transformer Engine.
     """
     if installed(TE):
-        own = importlib.util.find_spec("nvidia.cudnn")
-        if own is not None and own.submodule_search_locations:
-            os.environ.setdefault("CUDNN_HOME", next(iter(own.submodule_search_locations)))
         with contextlib.suppress(ImportError, OSError):  # then its rows say so
+            own = importlib.util.find_spec("nvidia.cudnn")
+            if own is not None and own.submodule_search_locations:
+                os.environ.setdefault("CUDNN_HOME", next(iter(own.submodule_search_locations)))
             importlib.import_module("transformer_engine.pytorch")
 
 
