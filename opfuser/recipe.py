@@ -52,14 +52,16 @@ class Format(Enum):
     @property
     def forward(self) -> torch.dtype:
         """The dtype of inputs and weights."""
-        others = {Format.E2M1: torch.float4_e2m1fn_x2, Format.E5M2: torch.float8_e5m2}
-        return others.get(self, torch.float8_e4m3fn)
+        if self is Format.E2M1:
+            return torch.float4_e2m1fn_x2
+        return torch.float8_e5m2 if self is Format.E5M2 else torch.float8_e4m3fn
 
     @property
     def backward(self) -> torch.dtype:
         """The dtype of gradients of outputs."""
-        others = {Format.E2M1: torch.float4_e2m1fn_x2, Format.E4M3: torch.float8_e4m3fn}
-        return others.get(self, torch.float8_e5m2)
+        if self is Format.E2M1:
+            return torch.float4_e2m1fn_x2
+        return torch.float8_e4m3fn if self is Format.E4M3 else torch.float8_e5m2
 
 
 @dataclass(frozen=True)

@@ -159,10 +159,7 @@ class OperandQuantizer(NamedTuple):
         if isinstance(recipe, Float8CurrentScaling):
             return None
         assert isinstance(recipe, Stateful)
-        state = state_of(self.op, recipe, amax_group())
-        if not state.knows(role):
-            return None
-        return TensorScaling(state.scale_of(role), recipe.dtype(role), state.amax_seen(role))
+        return state_of(self.op, recipe, amax_group()).known_scaling(role, recipe.dtype(role))
 
     def from_amax(self, role: str, amax: Tensor) -> TensorScaling:
         """The scaling of an operand that :meth:`given` has none for, from its largest value."""
