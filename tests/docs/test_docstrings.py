@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -17,12 +18,14 @@ import griffe
 import pytest
 
 from docs.docstrings import separated
+from opfuser.engine.plan import ReplayRecord
+from opfuser.fusion import QuantizedEdge
 from opfuser.op import GradNeeds, compute_dtype
 from opfuser.registry import FusionInfo
 
 MODULES = "basic fused recipe testing models optim errors".split()
-# Of other modules, but shown: what pages of the docs import or describe.
-BESIDES = (GradNeeds, compute_dtype, FusionInfo)
+# Of other modules, but shown: what pages of the docs import, and what public names return.
+BESIDES = (GradNeeds, compute_dtype, FusionInfo, ReplayRecord, QuantizedEdge)
 
 
 class Public(NamedTuple):
@@ -45,7 +48,10 @@ def public() -> Iterator[Public]:
             value = getattr(module, attribute)
             if id(value) not in seen and not isinstance(value, ModuleType):
                 seen.add(id(value))
-                yield Public(f"{name}.{attribute}", value)
+                path = f"{name}.{attribute}"
+                # The site takes opfuser.fusion for the module of that name.
+                hidden = path in sys.modules
+                yield Public(f"{value.__module__}.{attribute}" if hidden else path, value)
     for value in BESIDES:
         yield Public(f"{value.__module__}.{value.__qualname__}", value)
 

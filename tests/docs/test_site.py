@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def entries(site: Path) -> set[str]:
 
 def test_every_public_name_has_an_entry(entries: set[str]) -> None:
     assert {public.path for public in PUBLIC} - entries == set()
+
+
+def test_no_name_has_two_entries(site: Path) -> None:
+    text = "".join(p.read_text("utf-8") for p in (site / "reference/api").rglob("*.html"))
+    anchors = re.findall(r'<h\d id="(opfuser[^"]*)"', text)
+    assert len(anchors) > len(PUBLIC)
+    assert [name for name, count in Counter(anchors).items() if count > 1] == []
 
 
 def test_entry_shows_arguments_types_errors_and_source(site: Path) -> None:
