@@ -15,9 +15,11 @@ import griffe
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`([\w.]+)`")
 SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+): (.+\n(?:\1 +.+\n)*)", re.M)
 MATH = re.compile(r":math:`([^`]+)`|^( *)\.\. math:: *(.+)$", re.M)
-NAMES = "alpha beta epsilon partial pi sigma theta Phi sum cdot odot times le ge in infty"
+GREEK = "alpha beta gamma delta epsilon eta theta lambda mu pi rho sigma tau phi omega"
+OTHERS = "Phi partial sum prod cdot odot times pm le ge ne in infty dots to lfloor rfloor"
 SYMBOLS = {
-    **dict(zip(NAMES.split(), "αβε∂πσθΦ∑·⊙×≤≥∈∞")),
+    **dict(zip(GREEK.split(), "αβγδεηθλμπρστφω")),
+    **dict(zip(OTHERS.split(), "Φ∂∑∏·⊙×±≤≥≠∈∞…→⌊⌋")),
     **{name: name for name in ("cos", "exp", "log", "max", "min", "sin", "tanh")},
     **dict.fromkeys((",", " "), " "),
     "quad": "\N{EM SPACE}",
@@ -42,7 +44,7 @@ class _Formula:
 
     def _expect(self, token: str) -> None:
         if not self.tokens or self.tokens.pop(0) != token:
-            raise ValueError(f"{token!r} is missing in the formula {self.latex!r}")
+            raise ValueError(f"{token!r} is missing in {self.latex!r}")
 
     def _next(self) -> str:
         token = self.tokens.pop(0)
@@ -63,7 +65,7 @@ class _Formula:
         if name in ("left", "right"):
             return ""
         if name not in SYMBOLS:
-            raise ValueError(f"{token} of the formula {self.latex!r} is not in {__file__}")
+            raise ValueError(f"{token} of {self.latex!r} is no name in docs/docstrings.py")
         return SYMBOLS[name]
 
     def _argument(self) -> str:

@@ -55,11 +55,11 @@ def written(page: str) -> str:
     return SHOWN.sub(fence, INCLUDE.sub(r"\1<!-- snippet: \2 -->", page))
 
 
-def main() -> None:
+def main(args: list[str] | None = None) -> None:
     """Writes or checks every page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="fail if a page differs")
-    check = parser.parse_args().check
+    check = parser.parse_args(args).check
     differing = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

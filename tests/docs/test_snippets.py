@@ -102,3 +102,19 @@ def test_snippets_are_written_into_a_page(page: str) -> None:
 def test_snippet_that_does_not_exist_is_named() -> None:
     with pytest.raises(SystemExit, match=r"where.py has no section 'nowhere'"):
         write_snippets.written("<!-- snippet: where.py:nowhere -->\n")
+
+
+def test_script_names_the_pages_that_differ_and_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- snippet: where.txt -->\n")
+    monkeypatch.setattr(write_snippets, "PAGES", [page])
+    monkeypatch.setattr(write_snippets, "DOCS", tmp_path / "docs")
+    with pytest.raises(SystemExit, match=r"run python docs/write_snippets.py"):
+        write_snippets.main(["--check"])
+    assert page.read_text() == "<!-- snippet: where.txt -->\n"
+    write_snippets.main([])
+    assert "```text\n" in page.read_text()
+    assert capsys.readouterr().out == "page.md\n" * 2
+    write_snippets.main(["--check"])
