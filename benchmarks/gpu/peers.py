@@ -26,7 +26,10 @@ from benchmarks.gpu.torch_models import Parts
 LIGER = "Liger-Kernel"
 QUACK = "quack"
 TE = "Transformer Engine"
-PACKAGES = {LIGER: "liger_kernel", QUACK: "quack", TE: "transformer_engine"}
+TORCHAO = "torchao"
+PACKAGES = {
+    LIGER: "liger_kernel", QUACK: "quack", TE: "transformer_engine", TORCHAO: "torchao",
+}  # fmt: skip
 
 Functions = dict[str, Function]
 
