@@ -307,7 +307,7 @@ class RotaryEmbedding(BasicOperation):
             frequencies = self._frequencies(device, dtype, angles, lasting)
             flat = torch.arange(count, device=device)[:, None]
             table = _turns(flat, frequencies, angles.attention_scaling)
-            if lasting and type(table[0]) is Tensor:
+            if lasting and _outlives_call(table[0]):
                 _keep(self._kept.tables, key, table)
         return Rotation(*table, length, interleaved)
 
@@ -319,7 +319,7 @@ class RotaryEmbedding(BasicOperation):
         kept = self._kept.frequencies.get(key) if lasting else None
         if kept is None:
             kept = angles.tensor(device, dtype)
-            if lasting and type(kept) is Tensor:
+            if lasting and _outlives_call(kept):
                 _keep(self._kept.frequencies, key, kept)
         return kept
 
@@ -334,7 +334,7 @@ class RotaryEmbedding(BasicOperation):
             kept = torch.zeros(sum(sections), dtype=torch.int64, device=device)
             for row, pairs in enumerate(_pairs_of_rows(sections, interleave)):
                 kept[pairs.start : pairs.stop : pairs.step] = row
-            if lasting and type(kept) is Tensor:
+            if lasting and _outlives_call(kept):
                 _keep(self._kept.rows, key, kept)
         return kept
 
@@ -423,6 +423,13 @@ def _keep(tables: dict[Any, Any], key: Any, table: Any) -> None:
     if key not in tables and len(tables) >= _MAX_TABLES:
         tables.pop(next(iter(tables)), None)
     tables[key] = table
+
+
+def _outlives_call(made: Tensor) -> bool:
+    """Whether later calls may read it: no fake tensor, and none that a graph's replay computes."""
+    if type(made) is not Tensor:
+        return False
+    return not (made.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _turns(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -248,6 +248,19 @@ def test_fake_tensors_leave_no_table_behind() -> None:
     torch.testing.assert_close(op(x), turned(op, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_tables_made_in_a_graph_serve_no_other_call() -> None:
+    op, x = make("attention factor"), torch.randn(2, 9, 72, device="cuda")
+    make("attention factor")(x)  # compiles the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = op(x)
+    torch.testing.assert_close(op(x), turned(op, x), rtol=1e-5, atol=1e-5)
+    graph.replay()
+    assert torch.equal(y, op(x))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
 @pytest.mark.parametrize("scaling", [LONGROPE, DYNAMIC], ids=lambda scaling: scaling.rope_type)
