@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opfuser import RopeScaling, RotaryEmbedding
+from opfuser.change_tracking import signature
 from opfuser.errors import ArgumentError, ArgumentTypeError
 
 F64 = torch.float64
@@ -140,7 +141,12 @@ def test_equal_by_value() -> None:
     ):
         assert twin == longrope
         assert hash(twin) == hash(longrope)
-    assert longrope != scaling("longrope", short_factor=LONG_FACTORS)
+    other = scaling("longrope", short_factor=LONG_FACTORS)
+    assert longrope != other
+    # As are the keys of plans, and the guards of compiled code, which no identity must stand for.
+    ops = [RotaryEmbedding(1, SIZE, scaling=of) for of in (longrope, twin, other)]
+    keys: list[Any] = [dict(signature(op)[1])["scaling"] for op in ops]  # type: ignore[index]
+    assert [repr(key) == repr(keys[0]) for key in keys] == [True, True, False]
 
 
 YARN = {"rope_type": "yarn", **LONG}
