@@ -23,7 +23,8 @@ class RotaryConfiguration(NamedTuple):
         scaling: what remains of the parameters: the arguments of a RopeScaling, and names that no
             RopeScaling has.
         base: ``rope_theta``.
-        partial: the part of a head that turns.
+        partial: the part of a head that turns, where ``rotary_dim`` is None.
+        rotary_dim: entries of a head that turn, or None.
         sections: ``mrope_section``, or None.
         interleave_sections: ``mrope_interleaved``.
     """
@@ -31,6 +32,7 @@ class RotaryConfiguration(NamedTuple):
     scaling: dict[str, Any]
     base: float
     partial: float
+    rotary_dim: int | None
     sections: tuple[int, ...] | None
     interleave_sections: bool
 
@@ -58,6 +60,8 @@ def read_configuration(config: Any, layer_type: str | None) -> RotaryConfigurati
     """
     if isinstance(config, Mapping) and not any(name in config for name in _OF_A_MODEL):
         config = {"rope_parameters": config}
+    # Where there are parameters, transformers does not read it.
+    size = None if field_of(config, "rope_parameters") else field_of(config, "rotary_dim")
     given = field_of(config, "rope_parameters", "rope_scaling") or {}
     given = _of_layers(config, given, layer_type)
     given = {name: value for name, value in given.items() if value is not None}
@@ -73,14 +77,17 @@ def read_configuration(config: Any, layer_type: str | None) -> RotaryConfigurati
         partial = 1.0  # the frequencies of the others are zero
     sections = given.pop("mrope_section", None)
     interleave = bool(given.pop("mrope_interleaved", False))
-    scaling = {"rope_type": kind, **given, **_lengths(config, kind, given)}
+    longest = given.pop("max_position_embeddings", None)
+    longest = field_of(config, "max_position_embeddings") or longest
+    scaling = {"rope_type": kind, **given, **_lengths(config, kind, given, longest)}
     sections = None if sections is None else tuple(sections)
-    return RotaryConfiguration(scaling, base, partial, sections, interleave)
+    return RotaryConfiguration(scaling, base, partial, size, sections, interleave)
 
 
-def _lengths(config: Any, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _lengths(
+    config: Any, kind: str, given: Mapping[str, Any], longest: int | None
+) -> dict[str, Any]:
     """The length of training and the factor, where the configuration holds them elsewhere."""
-    longest = field_of(config, "max_position_embeddings")
     if kind == "dynamic":
         return {} if longest is None else {"original_max_position_embeddings": longest}
     if kind not in _STRETCHED:

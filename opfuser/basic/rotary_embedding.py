@@ -137,26 +137,28 @@ class RotaryEmbedding(BasicOperation):
             ArgumentError: a number of heads or their size is in none of the fields that are usual,
                 or as for :meth:`opfuser.RopeScaling.from_hf`.
         """
-        heads = field_of(config, "num_attention_heads")
-        size = field_of(config, "head_dim")
-        features = field_of(config, "hidden_size")
+        # What the caller says is not looked up: some configurations refuse to be asked.
+        heads = others.get("num_heads") or field_of(config, "num_attention_heads")
+        size = others.get("head_dim") or field_of(config, "head_dim")
+        features = None if size else field_of(config, "hidden_size")
         if not heads or not (size or features):
             raise ArgumentError(
                 explain(
                     "A configuration must have num_attention_heads, and head_dim or hidden_size",
                     where="RotaryEmbedding.from_hf",
-                    received=f"{type(config).__name__}",
-                    remedy="Use the constructor, with RopeScaling.from_hf",
+                    received=type(config).__name__,
+                    remedy="Pass num_heads and head_dim too",
                 )
             )
         size = size or features // heads
         rope = read_configuration(config, layer_type)
+        if "num_kv_heads" not in others:
+            others["num_kv_heads"] = field_of(config, "num_key_value_heads")
         arguments = {
             "num_heads": heads,
             "head_dim": size,
-            "num_kv_heads": field_of(config, "num_key_value_heads"),
             "base": rope.base,
-            "rotary_dim": field_of(config, "rotary_dim") or int(size * rope.partial),
+            "rotary_dim": rope.rotary_dim or int(size * rope.partial),
             "scaling": RopeScaling.from_hf(config, layer_type=layer_type),
             "sections": rope.sections,
             "interleave_sections": rope.interleave_sections,

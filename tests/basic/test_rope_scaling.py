@@ -218,6 +218,8 @@ def test_old_and_new_configurations() -> None:
         assert RopeScaling.from_hf(form) == wanted
         assert form == before
     assert RopeScaling.from_hf({**CONFIG, "rope_scaling": None}) == RopeScaling()
+    dynamic = RopeScaling.from_hf({"type": "dynamic", "factor": 2, "max_position_embeddings": 64})
+    assert dynamic.original_max_position_embeddings == 64
     # What a type does not use, transformers leaves out too.
     assert RopeScaling.from_hf({"type": "linear", **yarn}) == RopeScaling(
         rope_type="linear", factor=2.0
@@ -234,6 +236,8 @@ def test_the_whole_embedding_of_a_configuration() -> None:
     assert op.interleaved
     gptj = SimpleNamespace(num_attention_heads=2, head_dim=None, hidden_size=64, rotary_dim=16)
     assert RotaryEmbedding.from_hf(gptj).rotary_dim == 16
+    gptj.rope_parameters = {"rope_type": "default", "partial_rotary_factor": 0.25}
+    assert RotaryEmbedding.from_hf(gptj).rotary_dim == 8
     mrope = {"type": "mrope", "mrope_section": [8, 4, 4], "mrope_interleaved": True}
     op = RotaryEmbedding.from_hf({**CONFIG, "head_dim": 32, "rope_scaling": mrope})
     assert (op.sections, op.interleave_sections, op.scaling) == ((8, 4, 4), True, None)
@@ -268,6 +272,17 @@ def test_layers_with_parameters_of_their_own() -> None:
             )
 
 
+@pytest.mark.parametrize("layers", ["full_attention", "sliding_attention"])
+def test_layers_of_gemma(layers: str) -> None:
+    gemma = pytest.importorskip(
+        "transformers.models.gemma3.modeling_gemma3", reason="compares with transformers"
+    )
+    config = gemma.Gemma3TextConfig(rope_scaling={"rope_type": "linear", "factor": 8.0})
+    op = RotaryEmbedding.from_hf(config, layer_type=layers)
+    theirs = getattr(gemma.Gemma3RotaryEmbedding(config), f"{layers}_inv_freq")
+    assert torch.equal(op.inverse_frequencies(device="cpu"), theirs)
+
+
 def test_refuses_configurations() -> None:
     with pytest.raises(ArgumentError, match=r"known ones .*'beta_fat'. Did you mean 'beta_fast'"):
         RopeScaling.from_hf({"type": "yarn", **LONG, "beta_fat": 3})
@@ -277,6 +292,8 @@ def test_refuses_configurations() -> None:
         RopeScaling.from_hf({"type": "dynamic", "factor": 2.0})
     with pytest.raises(ArgumentError, match=r"num_attention_heads, and head_dim .*from_hf.*dict"):
         RotaryEmbedding.from_hf({"model_type": "gptj", "n_head": 4})
+    op = RotaryEmbedding.from_hf({"model_type": "gptj", "n_head": 4}, num_heads=4, head_dim=8)
+    assert op.heads == (4, 4, 8)
 
 
 class Theirs(NamedTuple):

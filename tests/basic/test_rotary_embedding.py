@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from opfuser import DotProductAttention, RopeScaling, RotaryEmbedding, Sequential
@@ -273,6 +274,22 @@ def test_compiles_for_several_lengths(scaling: RopeScaling) -> None:
         ys, dy = [run(x) for run in (compiled, model)], torch.randn_like(x)
         torch.testing.assert_close(*ys)
         torch.testing.assert_close(*[torch.autograd.grad(y, x, dy) for y in ys])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("scaling", [LONGROPE, DYNAMIC], ids=lambda scaling: scaling.rope_type)
+def test_a_compiled_decoding_step_is_not_compiled_for_every_token(scaling: RopeScaling) -> None:
+    """Once for a length as it is, once for any, and once for any beyond those of training."""
+    torch.compiler.reset()
+    model = Sequential(make("half-split", scaling=scaling))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    x = torch.randn(2, 1, 72)
+    for length in range(3, 12):
+        kwargs = {0: {"positions": torch.tensor([length - 1]), "length": length}}
+        torch.testing.assert_close(compiled(x, op_kwargs=kwargs), model(x, op_kwargs=kwargs))
+    assert counter.frame_count <= 3
 
 
 @pytest.mark.slow
