@@ -114,7 +114,7 @@ class RotaryEmbedding(BasicOperation):
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.max_positions = max_positions
         self.scaling = scaling
-        self.sections = sections
+        self.sections = None if sections is None else tuple(sections)
         self.interleave_sections = interleave_sections
         self._kept = _Kept()
         self.make_settings()
@@ -436,7 +436,8 @@ def _outlives_call(made: Tensor) -> bool:
 
 def _turns(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine of positions (tokens, pairs or 1), times the factor."""
-    angles = positions.to(frequencies.dtype) * frequencies
+    # Kernels take rows one behind another; those of sections lie in columns.
+    angles = (positions.to(frequencies.dtype) * frequencies).contiguous()
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
