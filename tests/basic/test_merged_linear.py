@@ -375,11 +375,12 @@ def test_autocast(apart: bool) -> None:
 @apart_or_not
 def test_vmap_and_batched_gradients(apart: bool) -> None:
     op = merged(apart=apart, dtype=F64)
-    x = torch.randn(2, 4, 6, dtype=F64)
+    x = torch.randn(4, 6, dtype=F64, requires_grad=True)
     with torch.no_grad():
-        torch.testing.assert_close(vmap(op)(x), op(x))
-    y, dy = op(x), torch.randn(3, 2, 4, 16, dtype=F64)
-    parameters = list(op.parameters())
+        batch = torch.randn(2, 4, 6, dtype=F64)
+        torch.testing.assert_close(vmap(op)(batch), op(batch))
+    y, dy = op(x), torch.randn(3, 4, 16, dtype=F64)
+    parameters = [x, *op.parameters()]
     batch = torch.autograd.grad(y, parameters, dy, is_grads_batched=True, retain_graph=True)
     for n in range(3):
         for a, b in zip(torch.autograd.grad(y, parameters, dy[n], retain_graph=True), batch):

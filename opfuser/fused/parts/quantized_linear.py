@@ -292,10 +292,9 @@ class QuantizedLinearPart(LinearPart):
 
         Of projections of which some are frozen.
         """
-        rows, operands = gemm.as_rows(cast(dy, ctx.dtype)), self._operands
-        amax = None if operands.given("grad_output") else amax_of(rows.contiguous())
-        some = rows[:, columns].contiguous()
-        return operands.quantize("grad_output", some, rows=False, cols=True, amax=amax)
+        rows = gemm.as_rows(cast(dy, ctx.dtype)).contiguous()
+        how: Any = {"rows": False, "cols": True, "amax": amax_of(rows)}
+        return self._operands.quantize("grad_output", rows[:, columns].contiguous(), **how)
 
     def _whole(self, ctxs: Contexts, dy: Any) -> Any:
         """The gradient of the output as the GEMMs take it, gathered once for both."""
