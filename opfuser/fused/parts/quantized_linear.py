@@ -283,18 +283,19 @@ class QuantizedLinearPart(LinearPart):
         def gradient(columns: slice | None) -> WeightGradient:
             if columns is None:
                 return ScaledProduct(self._grad_codes(ctxs, dy), codes, how)
-            return ScaledProduct(self._codes_of_columns(ctx, dy, columns), codes, how)
+            return ScaledProduct(self._codes_of_columns(ctxs, dy, columns), codes, how)
 
         return self.linear.hand_over_all(gradient, ctx)
 
-    def _codes_of_columns(self, ctx: OperationContext, dy: Tensor, columns: slice) -> Codes:
+    def _codes_of_columns(self, ctxs: Contexts, dy: Tensor, columns: slice) -> Codes:
         """Some columns of the gradient of the output for wgrad, with a scale that is that of all.
 
         Of projections of which some are frozen.
         """
-        rows = gemm.as_rows(cast(dy, ctx.dtype)).contiguous()
+        role = self._grad_quantizer(ctxs).role
+        rows = gemm.as_rows(cast(dy, ctxs[0].dtype)).contiguous()
         how: Any = {"rows": False, "cols": True, "amax": amax_of(rows)}
-        return self._operands.quantize("grad_output", rows[:, columns].contiguous(), **how)
+        return self._operands.quantize(role, rows[:, columns].contiguous(), **how)
 
     def _whole(self, ctxs: Contexts, dy: Any) -> Any:
         """The gradient of the output as the GEMMs take it, gathered once for both."""
