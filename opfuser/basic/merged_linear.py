@@ -231,31 +231,31 @@ class BasicMergedLinear(OfProjections):
         """
         into_main_grad, into_grad = self.frozen_settings(ctx)
         needed = ctx.needs.parameters
-        made: list[Callable[[], WeightGradient]]
-        made = [lambda columns=columns: gradient(columns) for columns in self.columns()]  # type: ignore[misc]
+        pieces: Sequence[Tensor] = ()
         if all(needed):
             whole = gradient(None)
-            if not (into_main_grad or into_grad):
+            if not (into_main_grad or (into_grad and isinstance(whole, Product))):
                 return tuple(whole.value().split(self.sizes))
-            if not isinstance(whole, Product):
+            if not isinstance(whole, Product):  # whose GEMM adds to nothing
                 pieces = whole.value().split(self.sizes)
-                made = [lambda piece=piece: Computed(piece) for piece in pieces]  # type: ignore[misc]
         used = kept_weights(ctx)
-        grads: list[Tensor | None] = []
-        for n, need in enumerate(needed):
-            grads.append(
-                handed_over(
-                    made[n](),
-                    used[n] if used else None,
-                    lambda n=n: self._weights()[n],  # type: ignore[misc]
-                    type(self).__name__,
-                    main_grad=into_main_grad,
-                    grad=into_grad,
-                )
-                if need
-                else None
+
+        def handed(n: int, columns: slice) -> Tensor | None:
+            return handed_over(
+                Computed(pieces[n]) if pieces else gradient(columns),
+                used[n] if used else None,
+                lambda: self._weights()[n],
+                type(self).__name__,
+                main_grad=into_main_grad,
+                grad=into_grad,
             )
-        return tuple(grads)
+
+        return tuple(
+            [
+                handed(n, columns) if need else None
+                for n, (columns, need) in enumerate(zip(self.columns(), needed))
+            ]
+        )
 
     def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Weight) -> torch.dtype:
         """In forward, the dtype that the gradients of the weights go to."""

@@ -85,11 +85,13 @@ def one_behind_another(tensors: Sequence[Tensor]) -> Tensor | None:
     """
     if functional():
         return None
-    first = tensors[0]
-    start = place = first.data_ptr()
+    first, start, place = tensors[0], 0, 0
     for t in tensors:
-        plain = type(t) is nn.Parameter or type(t) is Tensor
-        if not plain or t.data_ptr() != place or not t.is_contiguous():
+        if type(t) is not nn.Parameter and type(t) is not Tensor:
+            return None  # others need not have an address
+        if t is first:
+            start = place = t.data_ptr()
+        if t.data_ptr() != place or not t.is_contiguous():
             return None
         place += t.nbytes
     # Memory within one storage belongs to no other one.

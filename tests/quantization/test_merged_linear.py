@@ -130,6 +130,41 @@ def test_between_norm_and_swiglu_codes_are_handed_on() -> None:
     assert not any(edge.startswith("backward 2 -> 1") for edge in handed_on)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_block_computes_what_it_does_with_one_linear_operation(recomputed: bool) -> None:
+    """Where codes are handed on, and where backward recomputes the output of the projections."""
+    op = MergedLinear(IN, {"gate": 256, "up": 256}, bias=False)
+    single = BasicLinear(IN, 512)
+    single.weight = nn.Parameter(torch.cat([p.detach() for p in op.parameters()]))
+    last, found = BasicLinear(256, IN), []
+    for first in (op, single):
+        activation = SwiGLU()
+        activation.recompute_mlp = recomputed
+        seq = Sequential(RMSNorm(IN), first, activation, copy.deepcopy(last))
+        x = X.clone().requires_grad_()
+        with opfuser.autocast(recipe=Float8CurrentScaling()):
+            y = seq(x)
+        (step, *_) = seq.last_plan.forward
+        assert (step.fusion == "recompute_mlp_where_asked") == recomputed
+        y.sum().backward()
+        weights = torch.cat([p.grad for p in first.parameters()])
+        found.append([y, x.grad, weights, seq[0].weight.grad, seq[3].weight.grad])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_quantizers_are_those_of_one_linear_operation() -> None:
+    op = merged(apart=False)
+    one_op = one(op)[0]
+    assert op.get_input_quantizer() is None
+    with opfuser.autocast(recipe=Float8CurrentScaling()):
+        for at in (("forward", 0), ("forward", 1), ("backward", 0)):
+            ours, theirs = op.basic_ops[0].get_quantizer(*at), one_op.get_quantizer(*at)
+            assert torch.equal(ours(X).rows.float(), theirs(X).rows.float())
+        op.recipe = None
+        assert op.get_input_quantizer() is None
+
+
 def test_sizes_that_no_block_divides() -> None:
     seq = Sequential(MergedLinear(IN, {"a": 120, "b": 136}))
     with opfuser.autocast(recipe=opfuser.recipe.Float8BlockScaling()):
