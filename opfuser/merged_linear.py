@@ -104,7 +104,8 @@ class MergedLinear(FusedOperation):
             for name, size in out_features.items()
         }
         self._hold(made, accumulate_into_main_grad, accumulate_into_grad)
-        self.merge_storages()
+        if all(type(p) is nn.Parameter for p in self.parameters()):  # not of a FakeTensorMode
+            self.merge_storages()
 
     @classmethod
     def of(
@@ -221,7 +222,8 @@ class MergedLinear(FusedOperation):
         """Moves the weights, and the biases, into one storage each, unless they are there.
 
         Parameters stay the same objects, with their gradients. Takes the memory of a copy while it
-        runs. Files of safetensors hold them as separate tensors. Tensors that shared memory with a
+        runs. Files of safetensors hold them as separate tensors, those of ``torch.save`` hold the
+        storage once; ``pickle`` alone writes it for each of them. Tensors that shared memory with a
         parameter, ``weight.data`` that was kept, say, do so no longer.
 
         Raises:

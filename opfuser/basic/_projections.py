@@ -75,7 +75,9 @@ def refusal(module: nn.Module, *, has_bias: bool) -> str:
     if not isinstance(module, nn.Linear):
         return f"is a {kind.__module__}.{kind.__qualname__}"
     own = kind.forward is not nn.Linear.forward or kind.__call__ is not nn.Module.__call__
-    if own or "forward" in module.__dict__:
+    given = module.__dict__.get("forward")
+    # Who takes a forward back, as accelerate does, may leave that of the class.
+    if own or (given is not None and getattr(given, "__func__", None) is not nn.Linear.forward):
         return "has a forward of its own"
     if has_hooks(module):
         return "carries hooks"

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, vmap
 from torch.nn.utils import parametrize
 
@@ -385,6 +386,16 @@ def test_vmap_and_batched_gradients(apart: bool) -> None:
     for n in range(3):
         for a, b in zip(torch.autograd.grad(y, parameters, dy[n], retain_graph=True), batch):
             torch.testing.assert_close(a, b[n])
+
+
+def test_tensors_without_memory() -> None:
+    with FakeTensorMode():
+        op, x = MergedLinear(6, SIZES), torch.randn(4, 6)
+        assert op(x).shape == (4, 16)
+    seq = Sequential(MergedLinear(6, SIZES, device="meta"))
+    y = seq(torch.empty(4, 6, device="meta"))
+    y.sum().backward()
+    assert (y.shape, seq[0].k_proj.weight.grad.shape) == ((4, 16), (3, 6))
 
 
 def test_attributes() -> None:

@@ -58,10 +58,15 @@ def removed(op: MergedLinear) -> None:
     del op.q_proj.forward
 
 
+def put_back(op: MergedLinear) -> None:
+    op.q_proj.forward = nn.Linear.forward.__get__(op.q_proj)
+
+
 CHANGES = {
     "a wrapper": (wrapped, unwrapped, "q_proj is a .*Twice"),
     "a hook": (hooked, unhooked, "q_proj carries hooks"),
     "a forward": (assigned, removed, "q_proj has a forward of its own"),
+    "a forward that is put back": (assigned, put_back, "q_proj has a forward of its own"),
 }
 each_change = pytest.mark.parametrize(("there", "back", "why"), CHANGES.values(), ids=CHANGES)
 
