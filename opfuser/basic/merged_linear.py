@@ -159,17 +159,16 @@ class BasicMergedLinear(OfProjections):
         return x, w
 
     def _weights(self) -> list[nn.Parameter]:
-        modules, shape, weights = self._modules, [0, self.in_features], []
+        modules, cols, weights = self._modules, self.in_features, []
         dtype = None
-        for name, size in zip(self.names, self.sizes):
+        for name, rows in zip(self.names, self.sizes):
             module: Any = modules[name]
             w = module._parameters.get("weight")
             if w is None:
                 w = self.parameter_not_registered(name)
-            shape[0] = size
-            if list(w.shape) != shape or w.dtype != (dtype or w.dtype):
+            dtype = dtype or w.dtype
+            if w.dtype != dtype or w.shape != (rows, cols):
                 self._refuse_weights()
-            dtype = w.dtype
             weights.append(w)
         return weights
 

@@ -89,7 +89,7 @@ def one_behind_another(tensors: Sequence[Tensor]) -> Tensor | None:
     for t in tensors:
         if type(t) is not nn.Parameter and type(t) is not Tensor:
             return None  # others need not have an address
-        if t is first:
+        if not start:
             start = place = t.data_ptr()
         if t.data_ptr() != place or not t.is_contiguous():
             return None
@@ -98,8 +98,8 @@ def one_behind_another(tensors: Sequence[Tensor]) -> Tensor | None:
     storage = first.untyped_storage()
     if not start or place > storage.data_ptr() + storage.nbytes():
         return None
-    rows = sum([t.shape[0] for t in tensors])
-    return first.as_strided((rows, *first.shape[1:]), (*first.shape[1:], 1))
+    rows, cols = sum([len(t) for t in tensors]), first.shape[1:]
+    return first.as_strided((rows, *cols), (*cols, 1))
 
 
 def stacked(matrices: Sequence[Tensor]) -> Stacked:

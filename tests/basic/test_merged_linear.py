@@ -290,6 +290,18 @@ def test_neighbours_in_memory_of_different_storages_are_no_one_storage() -> None
     torch.testing.assert_close(op(x), Plain(op)(x))
 
 
+def test_one_weight_for_two_projections() -> None:
+    module = nn.Linear(6, 4, dtype=F64)
+    op, x = MergedLinear.of({"a": module, "b": module}), torch.randn(5, 6, dtype=F64)
+    module.weight.data = torch.cat([module.weight.data, torch.zeros(4, 6, dtype=F64)])[:4]
+    y = op(x)
+    torch.testing.assert_close(y, torch.cat([module(x)] * 2, -1))
+    torch.testing.assert_close(
+        torch.autograd.grad(y.sum(), module.weight),
+        torch.autograd.grad(2 * module(x).sum(), module.weight),
+    )
+
+
 @apart_or_not
 def test_files(apart: bool, tmp_path: Any) -> None:
     op, other = merged(apart=apart), merged()
