@@ -12,6 +12,7 @@ from .engine.replay_options import replay
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .linear import Linear
+from .merged_linear import MergedLinear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .quantization.quantizers import keep_quantized_weights
 from .quantization.region import autocast, fp8_autocast
@@ -41,6 +42,7 @@ __all__ = [
     "FusionHandle",
     "FusionRecord",
     "Linear",
+    "MergedLinear",
     "OperationContext",
     "OperationFuser",
     "Optional",
