@@ -52,7 +52,7 @@ def _reach(call: Call) -> int | None:
 
 def _blocks(x: Heads, call: Call) -> list[slice]:
     length, span = x.q.shape[2], x.k.shape[2]
-    reach = None if call.start is not None else _reach(call)
+    reach = _reach(call)
     widest = length
     if reach is not None:
         widest = max(reach, _FEWEST)
@@ -64,8 +64,6 @@ def _blocks(x: Heads, call: Call) -> list[slice]:
 
 def _keys(x: Heads, call: Call, rows: slice) -> slice:
     length = x.k.shape[2]
-    if call.start is not None:
-        return slice(0, length)
     shift, reach = length - x.q.shape[2], _reach(call)
     stop = length
     if call.causal or reach is not None:

@@ -32,7 +32,7 @@ class Call(NamedTuple):
         slopes: (H,), fp32, of ALiBi.
         cu_seqlens: (N + 1,), int32: where sequences begin that one row holds, and the end.
         max_seqlen: length of the longest one.
-        start: 0-d integer tensor, the position of the first query.
+        start: 0-d integer tensor, the position of the first query. What it hides is in the mask.
         sinks: (H,), logits that take part in the softmax without a value.
     """
 
@@ -92,7 +92,7 @@ class Request(NamedTuple):
         queries, keys: 0, 1, or representatives of longer lengths that compare as these do.
         heads, kv_heads, head_dim, v_head_dim: sizes H, K, D, V.
         differentiable: whether backward will run.
-        window, softcap, mask, alibi, varlen, start, dropout, sinks: whether the call has them.
+        window, softcap, mask, alibi, varlen, dropout, sinks: whether the call has them.
         enabled: what ``torch.backends.cuda`` allows: flash, efficient, cuDNN.
     """
 
@@ -112,7 +112,6 @@ class Request(NamedTuple):
     mask: bool = False
     alibi: bool = False
     varlen: bool = False
-    start: bool = False
     dropout: float = 0.0
     sinks: bool = False
     empty: bool = False
@@ -126,7 +125,7 @@ class Request(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether torch's scaled_dot_product_attention can express it without a mask."""
-        others = self.window, self.softcap, self.mask, self.alibi, self.varlen, self.start
+        others = self.window, self.softcap, self.mask, self.alibi, self.varlen
         return self.aligned and not any(others)
 
 
@@ -170,7 +169,6 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
         call.mask is not None,
         call.slopes is not None,
         call.cu_seqlens is not None,
-        call.start is not None,
         call.dropout_p,
         call.sinks is not None,
         batch == 0 or 0 in lengths,

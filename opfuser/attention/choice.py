@@ -60,7 +60,7 @@ def choose_plain(x: Heads, call: Call, differentiable: bool) -> str:
     if q.device.type != "cuda" or q.shape[-1] % 8 or x.v.shape[-1] % 8 or not q.numel():
         return "blockwise"
     if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
-        return _choose_for_tracer(request_of(x, call, differentiable))
+        return _choose_for_tracer(*request_of(x, call, differentiable))
     if transforms_active():  # of whose tensors torch cannot tell which kernel takes them
         return "blockwise"
     return _choice_of_torch(x, call, differentiable)
@@ -77,7 +77,7 @@ def choose(x: Heads, call: Call, request: Request, forced: str | None) -> str:
             return choose_plain(x, call, request.differentiable)
         if transforms_active():
             return "blockwise"
-    return _chosen(request, forced)
+    return _chosen(forced, *request)
 
 
 @functools.lru_cache(1024)
@@ -96,8 +96,9 @@ def _find(request: Request, forced: str | None) -> str:
     return next(name for name in KERNELS if KERNELS[name].refusal(request) is None)
 
 
-def _chosen(request: Request, forced: str | None) -> str:
-    return _find(request, forced)
+def _chosen(forced: str | None, *fields: Any) -> str:
+    """As :func:`_find`. The fields of the request come apart, as Dynamo takes constants."""
+    return _find(Request(*fields), forced)
 
 
 def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:
@@ -131,8 +132,9 @@ def _like(request: Request) -> tuple[Heads, Call]:
     return Heads(*heads), Call(r.causal, r.scale, dropout_p=r.dropout)
 
 
-def _choose_for_tracer(request: Request) -> str:
-    """The choice for tensors like these. torch looks at real ones, which a tracer does not have."""
+def _choose_for_tracer(*fields: Any) -> str:
+    """The choice for such a request. torch looks at real tensors, which a tracer does not have."""
+    request = Request(*fields)
     with _disable_current_modes():
         return _choice_of_torch(*_like(request), request.differentiable)
 

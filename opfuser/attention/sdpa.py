@@ -169,7 +169,6 @@ def _cpu_refusal(r: Request) -> str | None:
         (r.alibi, "it has no ALiBi bias"),
         (r.window, "it has no window"),
         (r.varlen, "it has no cu_seqlens"),
-        (r.start, "it has no positions of a cache"),
         (r.dropout > 0, "it has no dropout"),
         (not r.aligned, "it counts causality from the first key"),
         (r.head_dim != r.v_head_dim, "it has one size for heads of keys and of values"),
@@ -189,7 +188,6 @@ def _gpu_refusal(r: Request) -> str | None:
         (bool(r.head_dim % 8 or r.v_head_dim % 8), "head sizes must be multiples of 8"),
         (r.softcap, "it has no soft-capping"),
         (r.alibi, "it has no ALiBi bias"),
-        (r.start, "it has no positions of a cache"),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.alibi import alibi_slopes
+from ..attention.blockwise import hidden_keys
 from ..attention.call import Call, Heads
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ._numbers import real_number
@@ -222,9 +223,20 @@ def prepare(
         mask = _four_dimensional(mask, x)
     constants = Constants(mask, cu_seqlens, sinks, max_seqlen or 0)
     call = call_of(x, settings, scale, constants)
-    if start is not None:  # behind the last query there may be keys of which nothing is known
-        call = call._replace(start=start, causal=settings.causal, window=settings.window)
+    if start is not None:
+        hides = call._replace(start=start, causal=settings.causal, window=settings.window)
+        rows, keys = slice(0, x.q.shape[2]), slice(0, x.k.shape[2])
+        hidden = hidden_keys(x, hides, rows, keys)
+        assert hidden is not None
+        mask = _merged(~hidden[None, None], mask)
+        call = call._replace(start=start, causal=False, window=None, mask=mask)
     return x, call
+
+
+def _merged(seen: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return seen
+    return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
 def call_of(
