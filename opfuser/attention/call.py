@@ -93,6 +93,7 @@ class Request(NamedTuple):
         heads, kv_heads, head_dim, v_head_dim: sizes H, K, D, V.
         differentiable: whether backward will run.
         window, softcap, mask, alibi, varlen, dropout, sinks: whether the call has them.
+        traced: whether the tensors stand for others, as while torch.compile traces.
         enabled: what ``torch.backends.cuda`` allows: flash, efficient, cuDNN.
     """
 
@@ -115,6 +116,7 @@ class Request(NamedTuple):
     dropout: float = 0.0
     sinks: bool = False
     empty: bool = False
+    traced: bool = False
     enabled: tuple[bool, bool, bool] = (True, True, True)
 
     @property
@@ -172,6 +174,7 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
         call.dropout_p,
         call.sinks is not None,
         batch == 0 or 0 in lengths,
+        torch.compiler.is_compiling() or type(q) is not Tensor,
         enabled,
     )
 
