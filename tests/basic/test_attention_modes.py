@@ -405,3 +405,16 @@ def test_shapes_on_the_meta_device(name: str) -> None:
     y.backward(torch.empty_like(y))
     assert y.shape == want.shape
     assert [t.grad is not None and t.grad.shape for t in leaves] == [t.shape for t in leaves]
+
+
+def test_a_plan_says_what_is_known_of_the_kernel() -> None:
+    x = torch.ones(1, 3, 24)
+    text = str(Sequential(DotProductAttention(2)).plan(x))
+    assert (
+        "\nop 0: attention by cpu or blockwise, as sizes and keywords allow; "
+        "not cudnn, flash, efficient: it runs on a GPU, not on cpu\n"
+    ) in text
+    text = str(Sequential(DotProductAttention(2, window=2)).plan(x))
+    assert "; not cpu: it has no window\n" in text
+    text = str(Sequential(DotProductAttention(2, kernel="blockwise")).plan(x))
+    assert "\nop 0: attention by blockwise, which is asked for by name\n" in text
