@@ -418,3 +418,9 @@ def test_a_plan_says_what_is_known_of_the_kernel() -> None:
     assert "; not cpu: it has no window\n" in text
     text = str(Sequential(DotProductAttention(2, kernel="blockwise")).plan(x))
     assert "\nop 0: attention by blockwise, which is asked for by name\n" in text
+
+
+def test_separate_inputs_and_sinks_under_autocast() -> None:
+    op, tensors = make(MODES["fewer queries"], sinks=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_op(op, *tensors)
