@@ -242,6 +242,7 @@ def join_plans(
     quantized: list[int] = []
     high_precision: list[tuple[int, Refusal]] = []
     edges: list[QuantizedEdge] = []
+    notes: list[tuple[int, str]] = []
     env: Env | None = None
     before: Group | None = None
     for group, plans in groups:
@@ -265,6 +266,7 @@ def join_plans(
             quantized += _shifted(plan.quantized, first)
             high_precision += [(first + n, why) for n, why in plan.high_precision]
             edges += [edge.behind(first) for edge in plan.edges]
+            notes += [(first + n, note) for n, note in plan.notes]
             replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
             for record in plan.history:
                 _merge(records, record, first)
@@ -284,6 +286,7 @@ def join_plans(
         tuple(quantized),
         tuple(high_precision),
         tuple(edges),
+        tuple(notes),
         assumed=assumed,
         replays=tuple(replays),
     )

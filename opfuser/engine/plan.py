@@ -140,6 +140,7 @@ class Plan(_Compared):
         quantized: operations that compute as the recipe says, by index.
         high_precision: operations that could, and why they do not.
         edges: tensors that go from operation to operation as codes.
+        notes: what operations say about themselves, by index.
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
         replays: of ``last_plan``, for each group of operations; not compared.
@@ -154,6 +155,7 @@ class Plan(_Compared):
     quantized: tuple[int, ...] = field(default=())
     high_precision: tuple[tuple[int, Refusal], ...] = field(default=())
     edges: tuple[QuantizedEdge, ...] = field(default=())
+    notes: tuple[tuple[int, str], ...] = field(default=())
     names: tuple[str, ...] = field(default=())
     assumed: tuple[str, ...] = field(default=())
     replays: tuple[ReplayRecord, ...] = field(default=())
@@ -162,7 +164,8 @@ class Plan(_Compared):
         kinds = tuple(type(op) for op in self.basic_ops)
         steps = self.forward, self.backward
         precision = self.quantized, self.high_precision, self.edges
-        return kinds, self.names, steps, self.needs, self.history, self.env, precision
+        said = self.names, self.notes
+        return kinds, said, steps, self.needs, self.history, self.env, precision
 
     def record(self, name: str) -> FusionRecord:
         """The record of the fusion called ``name``.
@@ -212,6 +215,7 @@ class Plan(_Compared):
             lines.append(f"quantised, {type(env.recipe).__name__}: {_listed(self.quantized)}")
             lines += [f"  not op {at}: {why}" for at, why in self.high_precision]
             lines += [f"  {edge}" for edge in self.edges]
+        lines += [f"op {at}: {what}" for at, what in self.notes]
         lines += [f"assumed: {what}" for what in self.assumed]
         lines += [f"replay of {_span(replay.indices)}: {replay}" for replay in self.replays]
         lines.append("fusions:")
