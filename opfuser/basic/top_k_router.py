@@ -1,0 +1,331 @@
+"""The router of a mixture of experts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..context import (
+    COMPUTE_DTYPES,
+    BackwardResult,
+    Contexts,
+    ExtraTensors,
+    ForwardArguments,
+    ForwardResult,
+    refuse_dtype,
+)
+from ..errors import ArgumentError, InputError, OpKwargsError, explain
+from ..op import BasicOperation, Dtypes
+from ._row_map import counts
+
+__all__ = ["TopKRouter"]
+
+# Keeps the sum of scores that are all 0 from dividing by 0.
+_TINY = 1e-20
+
+
+class TopKRouter(BasicOperation):
+    r"""Chooses k of E experts for each token, with weights.
+
+    With logits x, scores s = softmax(x) or σ(x), and I the indices of the k largest s + b:
+
+    .. math:: w_{tj} = \gamma\, s_{t I_{tj}} \;\big[\, / \textstyle\sum_i s_{t I_{ti}} \,\big]
+
+    The correction b of the scores, ``score_correction_bias``, chooses but does not weigh. With
+    ``num_groups`` above one the experts are cut into as many groups of the same size, and only
+    those of the ``top_k_groups`` groups count whose two largest s + b have the largest sum.
+
+    Shapes: logits ``(..., E)``; weights, the output, ``(..., k)``, of fp32 (fp64 for fp64 logits),
+    as is all arithmetic. Extra outputs, in order:
+
+    - the experts' indices ``(..., k)``, int64, by falling score;
+    - the tokens of each expert ``(E,)``, int64;
+    - with ``aux_loss`` the load-balancing loss, 0-d: ``E Σ_e f_e P_e`` of the T tokens, where
+      ``f_e`` is the number of tokens of expert e over T and ``P_e`` the mean of its scores, for σ
+      divided by their sum over the experts. It is k where all experts get the same;
+    - with ``z_loss`` the mean of ``logsumexp(x)²``, 0-d.
+
+    The losses have gradients and no coefficients: a training loss adds ``c * loss``. Without tokens
+    they are 0. Tokens that are padding count like others.
+
+    Saves the logits and the indices, and for the first loss the tokens of each expert. Nothing
+    waits for the device. Equal scores are chosen among as ``torch.topk`` does.
+
+    Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; load-balancing loss: Fedus
+    et al., "Switch Transformers", 2021, eq. 4-6, summed over the k choices as in Mixtral; z-loss:
+    Zoph et al., "ST-MoE", 2022, eq. 5; correction and groups: DeepSeek-AI, "DeepSeek-V3", 2024.
+
+    Args:
+        num_experts: E.
+        top_k: k.
+        score_function: "softmax" or "sigmoid".
+        norm_topk_prob: whether a token's weights are divided by their sum.
+        scaling_factor: γ.
+        score_correction_bias: whether there is a buffer ``score_correction_bias`` (E,), of fp32,
+            zero at first. No gradient reaches it: who trains updates it from the tokens of each
+            expert.
+        num_groups: groups of experts.
+        top_k_groups: groups that a token's experts may be of.
+        aux_loss: whether to return the load-balancing loss.
+        z_loss: whether to return the z-loss.
+        device: of the buffer; None is torch's default.
+
+    Raises:
+        ArgumentError: an argument is outside of its domain, or k experts cannot be chosen.
+        InputError: in forward, if the logits are not fp16, bf16, fp32 or fp64, ``(..., E)``.
+        OpKwargsError: in forward, if it is given keywords.
+    """
+
+    num_extra_outputs: int = 2
+    read_only: ClassVar[frozenset[str]] = frozenset(
+        {"num_experts", "aux_loss", "z_loss", "num_extra_outputs"}
+    )
+
+    score_correction_bias: Tensor | None
+
+    class Saved(NamedTuple):
+        logits: Tensor
+        indices: Tensor
+        tokens_per_expert: Tensor | None
+
+    class Settings(NamedTuple):
+        num_experts: int
+        top_k: int
+        score_function: str
+        norm_topk_prob: bool
+        scaling_factor: float
+        num_groups: int
+        top_k_groups: int
+
+    def __init__(  # noqa: PLR0913 - the forms that routers in use have
+        self,
+        num_experts: int,
+        top_k: int,
+        *,
+        score_function: Literal["softmax", "sigmoid"] = "softmax",
+        norm_topk_prob: bool = False,
+        scaling_factor: float = 1.0,
+        score_correction_bias: bool = False,
+        num_groups: int = 1,
+        top_k_groups: int = 1,
+        aux_loss: bool = False,
+        z_loss: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if aux_loss or z_loss:
+            self.num_extra_outputs = 2 + aux_loss + z_loss
+        super().__init__()
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.score_function = score_function
+        self.norm_topk_prob = norm_topk_prob
+        self.scaling_factor = scaling_factor
+        self.num_groups = num_groups
+        self.top_k_groups = top_k_groups
+        self.aux_loss = aux_loss
+        self.z_loss = z_loss
+        self.make_settings()
+        bias = None
+        if score_correction_bias:
+            bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
+        self.register_buffer("score_correction_bias", bias)
+
+    def make_settings(self) -> TopKRouter.Settings:
+        settings = self.Settings(*(getattr(self, name) for name in self.Settings._fields))
+        experts, k, function, _, factor, groups, kept = settings
+        invariant = ""
+        if function not in ("softmax", "sigmoid"):
+            invariant = 'score_function must be "softmax" or "sigmoid"'
+        elif not math.isfinite(factor):
+            invariant = "scaling_factor must be finite"
+        elif not 1 <= k <= experts:
+            invariant = "top_k must be from 1 to num_experts"
+        elif not 1 <= kept <= groups or experts % groups or (groups > 1 and experts < 2 * groups):
+            invariant = (
+                "num_groups must divide num_experts into groups of two or more, and top_k_groups "
+                "be from 1 to num_groups"
+            )
+        elif k > experts // groups * kept:
+            invariant = "top_k_groups groups must have top_k experts"
+        if invariant:
+            received = ", ".join(f"{name}={value!r}" for name, value in settings._asdict().items())
+            raise ArgumentError(explain(invariant, where="TopKRouter", received=received))
+        return settings
+
+    def reset_parameters(self) -> None:
+        """Sets the correction of the scores, where there is one, to zero."""
+        if self.score_correction_bias is not None:
+            torch.nn.init.zeros_(self.score_correction_bias)
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return torch.promote_types(dtypes.input, torch.float32)
+
+    def extra_output_dtypes(self, dtypes: Dtypes) -> tuple[torch.dtype, ...]:
+        losses = (self.output_dtype(dtypes),) * (self.num_extra_outputs - 2)
+        return torch.int64, torch.int64, *losses
+
+    def fuser_forward(
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        if given["basic_op_kwargs"][0]:
+            names = ", ".join(given["basic_op_kwargs"][0])
+            raise OpKwargsError(explain("TopKRouter takes no keywords", received=names))
+        ctx = basic_op_ctxs[0]
+        settings = ctx.settings or self.frozen_settings(ctx)
+        self._check(input_)
+        logits = input_.to(_wide(input_))
+        scores = _scores(logits, settings.score_function)
+        with torch.no_grad():
+            indices = _choice(scores, self.score_correction_bias, settings)
+        weights = _weights(scores.gather(-1, indices), settings)
+        tokens = counts(indices, settings.num_experts)
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(input_, indices, tokens if self.aux_loss else None))
+        losses = self._losses(logits, scores, tokens, settings)
+        return weights, [(indices, tokens, *losses)]
+
+    def _losses(
+        self, logits: Tensor, scores: Tensor, tokens: Tensor, settings: Settings
+    ) -> list[Tensor]:
+        losses = []
+        if self.aux_loss:
+            _, probabilities = _probabilities(scores, settings.score_function)
+            means = probabilities.reshape(-1, settings.num_experts).sum(0)
+            losses.append((means * tokens).sum() * _balance_factor(logits))
+        if self.z_loss:
+            losses.append(logits.logsumexp(-1).square().sum() / _tokens(logits))
+        return losses
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: Contexts,
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
+        ctx = basic_op_ctxs[0]
+        if not ctx.needs.input:
+            return None, [()], [()]
+        input_, indices, tokens = ctx.saved_tensors
+        settings = ctx.settings or self.frozen_settings(ctx)
+        d_losses = [*basic_op_grad_extra_outputs[0]][2:]
+        d_aux = d_losses.pop(0) if d_losses and self.aux_loss else None
+        d_z = d_losses.pop(0) if d_losses else None
+
+        logits = input_.to(_wide(input_))
+        scores = _scores(logits, settings.score_function)
+        dw = _weights_backward(grad_output.to(scores.dtype), scores.gather(-1, indices), settings)
+        ds = torch.zeros_like(scores).scatter_(-1, indices, dw)
+        if d_aux is not None:
+            dp = d_aux * _balance_factor(logits) * tokens
+            total, probabilities = _probabilities(scores, settings.score_function)
+            ds += dp if total is None else _quotient_backward(dp, probabilities, total)
+        if settings.score_function == "softmax":
+            dx = torch._softmax_backward_data(ds, scores, -1, scores.dtype)
+        else:
+            dx = ds * scores * (1 - scores)
+        if d_z is not None:
+            lse = logits.logsumexp(-1, keepdim=True)
+            dx += d_z * (2 / _tokens(logits)) * lse * (logits - lse).exp()
+        return dx.to(input_.dtype), [()], [()]
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
+        settings = self.make_settings()
+        logits = input_.to(_wide(input_))
+        scores = _scores(logits, settings.score_function)
+        with torch.no_grad():
+            indices = _choice(scores, self.score_correction_bias, settings)
+        weights = scores.gather(-1, indices)
+        if settings.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        tokens = torch.bincount(indices.reshape(-1), minlength=settings.num_experts)
+        out = [weights * settings.scaling_factor, indices, tokens]
+        count = max(logits[..., 0].numel(), 1)
+        if self.aux_loss:
+            probabilities = scores
+            if settings.score_function == "sigmoid":
+                probabilities = scores / scores.sum(-1, keepdim=True)
+            means = probabilities.reshape(-1, settings.num_experts).sum(0) / count
+            out.append(settings.num_experts * (tokens.to(means.dtype) / count * means).sum())
+        if self.z_loss:
+            out.append(logits.logsumexp(-1).square().sum() / count)
+        return tuple(out)
+
+    def _check(self, logits: Tensor) -> None:
+        if logits.dtype not in COMPUTE_DTYPES:
+            refuse_dtype(logits, self)
+        if not logits.dim() or logits.shape[-1] != self.num_experts:
+            raise InputError(
+                explain(
+                    f"Logits must be (..., {self.num_experts}), one for each expert",
+                    where="TopKRouter",
+                    received=f"input {tuple(logits.shape)}",
+                )
+            )
+
+    def extra_repr(self) -> str:
+        text = f"num_experts={self.num_experts}, top_k={self.top_k}"
+        return f"{text}, score_function={self.score_function!r}"
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _scores(logits: Tensor, function: str) -> Tensor:
+    return logits.softmax(-1) if function == "softmax" else logits.sigmoid()
+
+
+def _choice(scores: Tensor, bias: Tensor | None, settings: TopKRouter.Settings) -> Tensor:
+    """The indices of the experts, (..., k)."""
+    corrected = scores if bias is None else scores + bias.to(scores.dtype)
+    if settings.num_groups > 1:
+        grouped = corrected.unflatten(-1, (settings.num_groups, -1))
+        best = grouped.topk(2, -1).values.sum(-1)
+        kept = best.topk(settings.top_k_groups, -1).indices
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
+        corrected = grouped.masked_fill(left_out.unsqueeze(-1), -math.inf).flatten(-2)
+    return corrected.topk(settings.top_k, -1).indices
+
+
+def _weights(chosen: Tensor, settings: TopKRouter.Settings) -> Tensor:
+    """The weights, given the scores of the experts chosen."""
+    if settings.norm_topk_prob:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + _TINY)
+    return chosen if settings.scaling_factor == 1 else chosen * settings.scaling_factor
+
+
+def _weights_backward(dw: Tensor, chosen: Tensor, settings: TopKRouter.Settings) -> Tensor:
+    """The gradient of the scores of the experts chosen."""
+    dw = dw * settings.scaling_factor
+    if not settings.norm_topk_prob:
+        return dw
+    total = chosen.sum(-1, keepdim=True) + _TINY
+    return _quotient_backward(dw, chosen / total, total)
+
+
+def _quotient_backward(dq: Tensor, q: Tensor, total: Tensor) -> Tensor:
+    """The gradient of s, for ``q = s / Σ s`` with the sum in ``total``."""
+    return (dq - (dq * q).sum(-1, keepdim=True)) / total
+
+
+def _probabilities(scores: Tensor, function: str) -> tuple[Tensor | None, Tensor]:
+    """What adds up to one over the experts, and the sum that it was divided by, if it was."""
+    if function == "softmax":
+        return None, scores
+    total = scores.sum(-1, keepdim=True) + _TINY
+    return total, scores / total
+
+
+def _tokens(logits: Tensor) -> int:
+    """The number of tokens; 1 if there are none."""
+    return max(logits.numel() // logits.shape[-1], 1)
+
+
+def _balance_factor(logits: Tensor) -> float:
+    """``E / T²``: what sums over tokens are multiplied by in the load-balancing loss."""
+    return logits.shape[-1] / _tokens(logits) ** 2
