@@ -23,7 +23,7 @@ def counts(indices: Tensor, number: int) -> Tensor:
 
 def slots(row_map: Tensor) -> Tensor:
     """For each row the place in the flat row map that holds it: the inverse permutation, (R,)."""
-    flat = row_map.reshape(-1)
+    flat = row_map.reshape(-1).long()
     numbers = torch.arange(flat.shape[0], device=flat.device)
     return torch.empty_like(flat).scatter_(0, flat, numbers)
 
@@ -47,7 +47,7 @@ def gather_sum(rows: Tensor, row_map: Tensor, weights: Tensor | None = None) -> 
         return rows.new_zeros(shape)
     # Reads each row once, adds in fp32 or wider and writes the sum alone; a gather and a sum would
     # write and read the rows once more.
-    starts = torch.arange(0, row_map.numel(), k, device=row_map.device)
+    starts = torch.arange(0, row_map.numel(), k, device=row_map.device, dtype=row_map.dtype)
     w = None if weights is None else weights.reshape(-1).to(rows.dtype)
     y = torch.embedding_bag(
         rows, row_map.reshape(-1), starts, False, 0, False, w, include_last_offset=False

@@ -94,7 +94,7 @@ class Permute(BasicOperation):
         _check(input_, indices, weights)
         (num_experts,) = ctx.settings or self.frozen_settings(ctx)
         order = indices.reshape(-1).argsort(stable=True)
-        # Of a permutation, the inverse is made in the same way.
+        # The inverse of a permutation has the first as its inverse.
         row_map = slots(order).view(indices.shape)
         split_sizes = counts(indices, num_experts).long()
         rows = _gather(input_, order, indices.shape[-1])

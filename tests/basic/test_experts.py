@@ -176,6 +176,14 @@ def test_weights_of_another_dtype() -> None:
              zero_rows=False)  # fmt: skip
 
 
+def test_indices_and_row_maps_in_int32() -> None:
+    x, indices, weights = torch.randn(5, 6).double(), choices(5, 4, 2).int(), torch.rand(5, 2)
+    check_op(Permute(4), x, indices, weights, zero_rows=False)
+    row_map = torch.randperm(10).view(5, 2).int()
+    check_op(Unpermute(weighted=True), torch.randn(10, 6).double(), row_map, weights,
+             zero_rows=False)  # fmt: skip
+
+
 def test_permute_is_stable_and_unpermute_its_inverse() -> None:
     indices = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2]])
     x = torch.arange(4.0).unsqueeze(-1)

@@ -236,6 +236,21 @@ def test_error_is_at_most_twice_that_of_transformers_in_bf16(name: str) -> None:
         assert error <= 2 * theirs_off[key], key
 
 
+@pytest.mark.parametrize("name", ["Qwen2-MoE", "DeepSeek-V3"])
+def test_a_block_made_on_the_meta_device(name: str) -> None:
+    config = replace(CONFIGS[name], device="meta", aux_loss=True)
+    block, x = moe_block(config), torch.randn(5, 16, requires_grad=True)
+    assert_fused(block, x.to("meta"), joint={"grouped_mlp": 1})
+    block.to_empty(device="cpu")
+    for module in block.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    y, aux = block(x)
+    (y.square().sum() + aux).backward()
+    grads = [x.grad, *[p.grad for p in block.parameters()]]
+    assert all(grad is not None and bool(grad.isfinite().all()) for grad in grads)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_compiles_whole() -> None:
@@ -272,12 +287,20 @@ def test_a_recipe_is_that_of_the_experts_but_not_of_the_router() -> None:
     assert x.grad.isfinite().all()
 
 
-def gpu_block(**how: Any) -> tuple[Sequential, Tensor]:
+def gpu_block() -> tuple[Sequential, Tensor]:
+    """A block, and tokens whose experts no rounding changes."""
     config = MoEConfig(
         dim=64, ffn_dim=32, num_experts=8, top_k=2, aux_loss=True, shared_ffn_dim=32,
-        shared_gate=True, init_std=0.5, device="cuda", dtype=torch.bfloat16, **how,
+        shared_gate=True, init_std=0.5, device="cuda", dtype=torch.bfloat16,
     )  # fmt: skip
-    return moe_block(config), torch.randn(3, 50, 64, device="cuda").bfloat16()
+    block = moe_block(config)
+    with torch.no_grad():
+        nn.init.eye_(block.get_parameter("2.router.weight"))
+    chosen = torch.rand(3, 50, 8, device="cuda").topk(2).indices
+    x = torch.randn(3, 50, 64, device="cuda")
+    x[..., :8] = 0.1 * x[..., :8].clamp(-1, 1)
+    x.scatter_(-1, chosen, torch.tensor([4.0, 2.0], device="cuda").expand(chosen.shape))
+    return block, x.bfloat16().requires_grad_()
 
 
 def step(block: Sequential, x: Tensor) -> list[Tensor]:
@@ -289,26 +312,19 @@ def step(block: Sequential, x: Tensor) -> list[Tensor]:
 @pytest.mark.gpu
 def test_nothing_waits_for_the_gpu_and_steps_are_reproducible(no_waiting: Any) -> None:
     block, x = gpu_block()
-    x.requires_grad_()
     want = step(block, x)
     with no_waiting():
         got = step(block, x)
     assert all(map(torch.equal, got, want))
-    exact, leaf = moe_block_like(block), x.detach().double().requires_grad_()
-    for a, b in zip(got[:3], step(exact, leaf)[:3]):
+    exact, leaf = copy.deepcopy(block).double(), x.detach().double().requires_grad_()
+    for a, b in zip(got, step(exact, leaf), strict=True):
         assert (a.double() - b).norm() <= 0.02 * b.norm()
-
-
-def moe_block_like(block: Sequential) -> Sequential:
-    twin = copy.deepcopy(block)
-    return twin.double()
 
 
 @pytest.mark.gpu
 def test_a_step_is_captured_as_a_graph() -> None:
     """With other tokens, which other experts take."""
     block, x = gpu_block()
-    x.requires_grad_()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
