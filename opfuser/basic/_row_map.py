@@ -12,13 +12,21 @@ from torch import Tensor
 __all__ = ["counts", "gather_sum", "slots", "tokens"]
 
 
-def counts(indices: Tensor, number: int) -> Tensor:
+def counts(indices: Tensor, number: int, mask: Tensor | None = None) -> Tensor:
     """How often each of the numbers below ``number`` occurs, (number,), of the indices' dtype.
 
     Integers add up to the same in any order. ``torch.bincount`` waits for the device.
+
+    Args:
+        indices: (..., k).
+        number: number of numbers.
+        mask: (...), bool: which of the k indices count; None: all.
     """
     flat = indices.reshape(-1)
-    return flat.new_zeros(number).scatter_add_(0, flat.long(), torch.ones_like(flat))
+    ones = torch.ones_like(indices)
+    if mask is not None:
+        ones = ones * mask.unsqueeze(-1)
+    return flat.new_zeros(number).scatter_add_(0, flat.long(), ones.reshape(-1))
 
 
 def slots(row_map: Tensor) -> Tensor:

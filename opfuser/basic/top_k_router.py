@@ -50,7 +50,10 @@ class TopKRouter(BasicOperation):
     - with ``z_loss`` the mean of ``logsumexp(x)²``, 0-d.
 
     The losses have gradients and no coefficients: a training loss adds ``c * loss``. Without tokens
-    they are 0. Tokens that are padding count like others.
+    they are 0.
+
+    Keyword of a call (through ``op_kwargs``): ``mask``, bool, ``(...)``: which tokens the losses
+    are those of, where others are padding. All tokens have experts.
 
     Saves the logits and the indices, and for the first loss the tokens of each expert. Nothing
     waits for the device. Equal scores are chosen among as ``torch.topk`` does.
@@ -91,6 +94,7 @@ class TopKRouter(BasicOperation):
         logits: Tensor
         indices: Tensor
         tokens_per_expert: Tensor | None
+        mask: Tensor | None
 
     class Settings(NamedTuple):
         num_experts: int
@@ -171,34 +175,27 @@ class TopKRouter(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if given["basic_op_kwargs"][0]:
-            names = ", ".join(given["basic_op_kwargs"][0])
-            raise OpKwargsError(explain("TopKRouter takes no keywords", received=names))
-        ctx = basic_op_ctxs[0]
+        ctx, kwargs = basic_op_ctxs[0], given["basic_op_kwargs"][0]
         settings = ctx.settings or self.frozen_settings(ctx)
-        self._check(input_)
+        mask = kwargs.get("mask")
+        self._check(input_, mask, kwargs)
         logits = input_.to(_wide(input_))
         scores = _scores(logits, settings.score_function)
         with torch.no_grad():
             indices = _choice(scores, self.score_correction_bias, settings)
         weights = _weights(scores.gather(-1, indices), settings)
         tokens = counts(indices, settings.num_experts)
-        if ctx.requires_grad:
-            ctx.save_for_backward(*self.Saved(input_, indices, tokens if self.aux_loss else None))
-        losses = self._losses(logits, scores, tokens, settings)
-        return weights, [(indices, tokens, *losses)]
-
-    def _losses(
-        self, logits: Tensor, scores: Tensor, tokens: Tensor, settings: Settings
-    ) -> list[Tensor]:
-        losses = []
+        losses, counted, number = [], None, _tokens(logits, mask)
         if self.aux_loss:
+            counted = tokens if mask is None else counts(indices, settings.num_experts, mask)
             _, probabilities = _probabilities(scores, settings.score_function)
-            means = probabilities.reshape(-1, settings.num_experts).sum(0)
-            losses.append((means * tokens).sum() * _balance_factor(logits))
+            sums = _masked(probabilities, mask).reshape(-1, settings.num_experts).sum(0)
+            losses.append((sums * counted).sum() * (settings.num_experts / number**2))
         if self.z_loss:
-            losses.append(logits.logsumexp(-1).square().sum() / _tokens(logits))
-        return losses
+            losses.append(_masked(logits.logsumexp(-1, keepdim=True), mask).square().sum() / number)
+        if ctx.requires_grad:
+            ctx.save_for_backward(*self.Saved(input_, indices, counted, mask))
+        return weights, [(indices, tokens, *losses)]
 
     def fuser_backward(
         self,
@@ -210,18 +207,19 @@ class TopKRouter(BasicOperation):
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:
             return None, [()], [()]
-        input_, indices, tokens = ctx.saved_tensors
+        input_, indices, counted, mask = ctx.saved_tensors
         settings = ctx.settings or self.frozen_settings(ctx)
         d_losses = [*basic_op_grad_extra_outputs[0]][2:]
         d_aux = d_losses.pop(0) if d_losses and self.aux_loss else None
         d_z = d_losses.pop(0) if d_losses else None
 
         logits = input_.to(_wide(input_))
+        number = _tokens(logits, mask)
         scores = _scores(logits, settings.score_function)
         dw = _weights_backward(grad_output.to(scores.dtype), scores.gather(-1, indices), settings)
         ds = torch.zeros_like(scores).scatter_(-1, indices, dw)
         if d_aux is not None:
-            dp = d_aux * _balance_factor(logits) * tokens
+            dp = _masked(d_aux * (settings.num_experts / number**2) * counted, mask)
             total, probabilities = _probabilities(scores, settings.score_function)
             ds += dp if total is None else _quotient_backward(dp, probabilities, total)
         if settings.score_function == "softmax":
@@ -230,7 +228,7 @@ class TopKRouter(BasicOperation):
             dx = ds * scores * (1 - scores)
         if d_z is not None:
             lse = logits.logsumexp(-1, keepdim=True)
-            dx += d_z * (2 / _tokens(logits)) * lse * (logits - lse).exp()
+            dx += d_z * (2 / number) * _masked(lse, mask) * (logits - lse).exp()
         return dx.to(input_.dtype), [()], [()]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -244,18 +242,28 @@ class TopKRouter(BasicOperation):
             weights = weights / weights.sum(-1, keepdim=True)
         tokens = torch.bincount(indices.reshape(-1), minlength=settings.num_experts)
         out = [weights * settings.scaling_factor, indices, tokens]
-        count = max(logits[..., 0].numel(), 1)
+        mask = kwargs.get("mask")
+        chosen = torch.ones_like(logits[..., 0]) if mask is None else mask.to(logits.dtype)
+        count = chosen.sum().clamp(min=1)
+        one_hot = torch.zeros_like(logits).scatter(-1, indices, 1.0)
+        counted = (one_hot * chosen.unsqueeze(-1)).reshape(-1, settings.num_experts).sum(0)
         if self.aux_loss:
             probabilities = scores
             if settings.score_function == "sigmoid":
                 probabilities = scores / scores.sum(-1, keepdim=True)
+            probabilities = probabilities * chosen.unsqueeze(-1)
             means = probabilities.reshape(-1, settings.num_experts).sum(0) / count
-            out.append(settings.num_experts * (tokens.to(means.dtype) / count * means).sum())
+            out.append(settings.num_experts * (counted / count * means).sum())
         if self.z_loss:
-            out.append(logits.logsumexp(-1).square().sum() / count)
+            out.append((logits.logsumexp(-1).square() * chosen).sum() / count)
         return tuple(out)
 
-    def _check(self, logits: Tensor) -> None:
+    def _check(self, logits: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+        others = ", ".join(name for name in kwargs if name != "mask")
+        if others:
+            raise OpKwargsError(
+                explain("The keyword of TopKRouter is mask", where="TopKRouter", received=others)
+            )
         if logits.dtype not in COMPUTE_DTYPES:
             refuse_dtype(logits, self)
         if not logits.dim() or logits.shape[-1] != self.num_experts:
@@ -264,6 +272,15 @@ class TopKRouter(BasicOperation):
                     f"Logits must be (..., {self.num_experts}), one for each expert",
                     where="TopKRouter",
                     received=f"input {tuple(logits.shape)}",
+                )
+            )
+        if mask is not None and (mask.dtype is not torch.bool or mask.shape != logits.shape[:-1]):
+            raise InputError(
+                explain(
+                    "The mask must be bool, of the logits' shape without the last dimension",
+                    where="TopKRouter",
+                    received=f"logits {tuple(logits.shape)}, mask {tuple(mask.shape)} of "
+                    f"{mask.dtype}",
                 )
             )
 
@@ -321,11 +338,13 @@ def _probabilities(scores: Tensor, function: str) -> tuple[Tensor | None, Tensor
     return total, scores / total
 
 
-def _tokens(logits: Tensor) -> int:
-    """The number of tokens; 1 if there are none."""
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """``x`` of the tokens that count, and zeros for the others."""
+    return x if mask is None else x * mask.unsqueeze(-1)
+
+
+def _tokens(logits: Tensor, mask: Tensor | None) -> int | Tensor:
+    """The number of tokens that count; 1 if there are none."""
+    if mask is not None:
+        return mask.sum(dtype=logits.dtype).clamp(min=1)
     return max(logits.numel() // logits.shape[-1], 1)
-
-
-def _balance_factor(logits: Tensor) -> float:
-    """``E / T²``: what sums over tokens are multiplied by in the load-balancing loss."""
-    return logits.shape[-1] / _tokens(logits) ** 2

@@ -96,12 +96,14 @@ def test_losses_reach_the_logits_without_the_weights() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-11)
 
 
-def test_load_balancing_loss_is_that_of_transformers() -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_load_balancing_loss_is_that_of_transformers(padded: bool) -> None:
     mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    x = torch.randn(7, 8, dtype=torch.float64)
+    x = torch.randn(3, 7, 8, dtype=torch.float64)
+    mask = torch.arange(7) < torch.tensor([[7], [4], [1]]) if padded else None
     ours, theirs = (x.clone().requires_grad_() for _ in range(2))
-    aux = TopKRouter(8, 2, aux_loss=True)(ours)[3]
-    wanted = mixtral.load_balancing_loss_func((theirs,), 8, 2)
+    aux = TopKRouter(8, 2, aux_loss=True)(ours, mask=mask)[3]
+    wanted = mixtral.load_balancing_loss_func((theirs.flatten(0, 1),), 8, 2, mask)
     torch.testing.assert_close(aux, wanted, check_dtype=False, rtol=1e-6, atol=0)
     aux.backward()
     wanted.backward()
@@ -133,6 +135,34 @@ def test_groups_of_experts_are_those_of_transformers() -> None:
     weights.backward(dy)
     wanted.backward(dy)
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "sigmoid, balanced"])
+def test_router_with_a_mask(name: str, device: torch.device) -> None:
+    op, x = router(name).to(device), torch.randn(4, 9, 8, device=device)
+    mask = torch.rand(4, 9, device=device) < 0.5
+    check_values(op, x, kwargs={"mask": mask}, zero_rows=False)
+    none = torch.zeros_like(mask)
+    leaf = x.clone().requires_grad_()
+    weights, _, tokens, *losses = op(leaf, mask=none)
+    assert not any(losses)
+    assert tokens.sum() == 4 * 9 * 3
+    (weights.square().sum() + sum(losses)).backward()
+    alone = x.clone().requires_grad_()
+    op(alone)[0].square().sum().backward()
+    torch.testing.assert_close(leaf.grad, alone.grad)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(3, 8).bool(), torch.ones(4).bool(), torch.ones(3)], ids=["E", "T", "dtype"]
+)
+def test_a_mask_that_does_not_fit(mask: Tensor) -> None:
+    with pytest.raises(
+        InputError,
+        match=r"^The mask must be bool, of the logits' shape without the last dimension "
+        r"\(TopKRouter\)\. Received: logits \(3, 8\), mask \(.*\) of torch\.",
+    ):
+        TopKRouter(8, 2)(torch.randn(3, 8), mask=mask)
 
 
 def test_router_says_what_it_cannot_take() -> None:
