@@ -20,12 +20,21 @@ from ..context import (
 )
 from ..errors import ArgumentError, InputError, OpKwargsError, explain
 from ..op import BasicOperation, Dtypes
+from ._router_math import (
+    RouterSettings,
+    choice,
+    count_tokens,
+    masked,
+    probabilities_of,
+    quotient_backward,
+    scores_of,
+    weights_backward,
+    weights_of,
+    widened,
+)
 from ._row_map import counts
 
 __all__ = ["TopKRouter"]
-
-# Keeps the sum of scores that are all 0 from dividing by 0.
-_TINY = 1e-20
 
 
 class TopKRouter(BasicOperation):
@@ -55,8 +64,8 @@ class TopKRouter(BasicOperation):
     Keyword of a call (through ``op_kwargs``): ``mask``, bool, ``(...)``: which tokens the losses
     are those of, where others are padding. All tokens have experts.
 
-    Saves the logits and the indices, and for the first loss the tokens of each expert. Nothing
-    waits for the device. Equal scores are chosen among as ``torch.topk`` does.
+    Saves the logits, the indices and the mask, and for the first loss the tokens of each expert.
+    Nothing waits for the device. Equal scores are chosen among as ``torch.topk`` does.
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; load-balancing loss: Fedus
     et al., "Switch Transformers", 2021, eq. 4-6, summed over the k choices as in Mixtral; z-loss:
@@ -79,8 +88,9 @@ class TopKRouter(BasicOperation):
 
     Raises:
         ArgumentError: an argument is outside of its domain, or k experts cannot be chosen.
-        InputError: in forward, if the logits are not fp16, bf16, fp32 or fp64, ``(..., E)``.
-        OpKwargsError: in forward, if it is given keywords.
+        InputError: in forward, if the logits are not fp16, bf16, fp32 or fp64, ``(..., E)``, or the
+            mask does not go with them.
+        OpKwargsError: another keyword is passed to forward.
     """
 
     num_extra_outputs: int = 2
@@ -96,14 +106,7 @@ class TopKRouter(BasicOperation):
         tokens_per_expert: Tensor | None
         mask: Tensor | None
 
-    class Settings(NamedTuple):
-        num_experts: int
-        top_k: int
-        score_function: str
-        norm_topk_prob: bool
-        scaling_factor: float
-        num_groups: int
-        top_k_groups: int
+    Settings = RouterSettings
 
     def __init__(  # noqa: PLR0913 - the forms that routers in use have
         self,
@@ -138,8 +141,8 @@ class TopKRouter(BasicOperation):
             bias = torch.zeros(num_experts, device=device, dtype=torch.float32)
         self.register_buffer("score_correction_bias", bias)
 
-    def make_settings(self) -> TopKRouter.Settings:
-        settings = self.Settings(*(getattr(self, name) for name in self.Settings._fields))
+    def make_settings(self) -> RouterSettings:
+        settings = RouterSettings(*(getattr(self, name) for name in RouterSettings._fields))
         experts, k, function, _, factor, groups, kept = settings
         invariant = ""
         if function not in ("softmax", "sigmoid"):
@@ -179,20 +182,20 @@ class TopKRouter(BasicOperation):
         settings = ctx.settings or self.frozen_settings(ctx)
         mask = kwargs.get("mask")
         self._check(input_, mask, kwargs)
-        logits = input_.to(_wide(input_))
-        scores = _scores(logits, settings.score_function)
+        logits = widened(input_)
+        scores = scores_of(logits, settings.score_function)
         with torch.no_grad():
-            indices = _choice(scores, self.score_correction_bias, settings)
-        weights = _weights(scores.gather(-1, indices), settings)
+            indices = choice(scores, self.score_correction_bias, settings)
+        weights = weights_of(scores.gather(-1, indices), settings)
         tokens = counts(indices, settings.num_experts)
-        losses, counted, number = [], None, _tokens(logits, mask)
+        losses, counted, number = [], None, count_tokens(logits, mask)
         if self.aux_loss:
             counted = tokens if mask is None else counts(indices, settings.num_experts, mask)
-            _, probabilities = _probabilities(scores, settings.score_function)
-            sums = _masked(probabilities, mask).reshape(-1, settings.num_experts).sum(0)
+            _, probabilities = probabilities_of(scores, settings.score_function)
+            sums = masked(probabilities, mask).reshape(-1, settings.num_experts).sum(0)
             losses.append((sums * counted).sum() * (settings.num_experts / number**2))
         if self.z_loss:
-            losses.append(_masked(logits.logsumexp(-1, keepdim=True), mask).square().sum() / number)
+            losses.append(masked(logits.logsumexp(-1, keepdim=True), mask).square().sum() / number)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(input_, indices, counted, mask))
         return weights, [(indices, tokens, *losses)]
@@ -213,30 +216,30 @@ class TopKRouter(BasicOperation):
         d_aux = d_losses.pop(0) if d_losses and self.aux_loss else None
         d_z = d_losses.pop(0) if d_losses else None
 
-        logits = input_.to(_wide(input_))
-        number = _tokens(logits, mask)
-        scores = _scores(logits, settings.score_function)
-        dw = _weights_backward(grad_output.to(scores.dtype), scores.gather(-1, indices), settings)
+        logits = widened(input_)
+        number = count_tokens(logits, mask)
+        scores = scores_of(logits, settings.score_function)
+        dw = weights_backward(grad_output.to(scores.dtype), scores.gather(-1, indices), settings)
         ds = torch.zeros_like(scores).scatter_(-1, indices, dw)
         if d_aux is not None:
-            dp = _masked(d_aux * (settings.num_experts / number**2) * counted, mask)
-            total, probabilities = _probabilities(scores, settings.score_function)
-            ds += dp if total is None else _quotient_backward(dp, probabilities, total)
+            dp = masked(d_aux * (settings.num_experts / number**2) * counted, mask)
+            total, probabilities = probabilities_of(scores, settings.score_function)
+            ds += dp if total is None else quotient_backward(dp, probabilities, total)
         if settings.score_function == "softmax":
             dx = torch._softmax_backward_data(ds, scores, -1, scores.dtype)
         else:
             dx = ds * scores * (1 - scores)
         if d_z is not None:
             lse = logits.logsumexp(-1, keepdim=True)
-            dx += d_z * (2 / number) * _masked(lse, mask) * (logits - lse).exp()
+            dx += d_z * (2 / number) * masked(lse, mask) * (logits - lse).exp()
         return dx.to(input_.dtype), [()], [()]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> tuple[Tensor, ...]:
         settings = self.make_settings()
-        logits = input_.to(_wide(input_))
-        scores = _scores(logits, settings.score_function)
+        logits = widened(input_)
+        scores = scores_of(logits, settings.score_function)
         with torch.no_grad():
-            indices = _choice(scores, self.score_correction_bias, settings)
+            indices = choice(scores, self.score_correction_bias, settings)
         weights = scores.gather(-1, indices)
         if settings.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -287,64 +290,3 @@ class TopKRouter(BasicOperation):
     def extra_repr(self) -> str:
         text = f"num_experts={self.num_experts}, top_k={self.top_k}"
         return f"{text}, score_function={self.score_function!r}"
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _scores(logits: Tensor, function: str) -> Tensor:
-    return logits.softmax(-1) if function == "softmax" else logits.sigmoid()
-
-
-def _choice(scores: Tensor, bias: Tensor | None, settings: TopKRouter.Settings) -> Tensor:
-    """The indices of the experts, (..., k)."""
-    corrected = scores if bias is None else scores + bias.to(scores.dtype)
-    if settings.num_groups > 1:
-        grouped = corrected.unflatten(-1, (settings.num_groups, -1))
-        best = grouped.topk(2, -1).values.sum(-1)
-        kept = best.topk(settings.top_k_groups, -1).indices
-        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(-1, kept, False)
-        corrected = grouped.masked_fill(left_out.unsqueeze(-1), -math.inf).flatten(-2)
-    return corrected.topk(settings.top_k, -1).indices
-
-
-def _weights(chosen: Tensor, settings: TopKRouter.Settings) -> Tensor:
-    """The weights, given the scores of the experts chosen."""
-    if settings.norm_topk_prob:
-        chosen = chosen / (chosen.sum(-1, keepdim=True) + _TINY)
-    return chosen if settings.scaling_factor == 1 else chosen * settings.scaling_factor
-
-
-def _weights_backward(dw: Tensor, chosen: Tensor, settings: TopKRouter.Settings) -> Tensor:
-    """The gradient of the scores of the experts chosen."""
-    dw = dw * settings.scaling_factor
-    if not settings.norm_topk_prob:
-        return dw
-    total = chosen.sum(-1, keepdim=True) + _TINY
-    return _quotient_backward(dw, chosen / total, total)
-
-
-def _quotient_backward(dq: Tensor, q: Tensor, total: Tensor) -> Tensor:
-    """The gradient of s, for ``q = s / Σ s`` with the sum in ``total``."""
-    return (dq - (dq * q).sum(-1, keepdim=True)) / total
-
-
-def _probabilities(scores: Tensor, function: str) -> tuple[Tensor | None, Tensor]:
-    """What adds up to one over the experts, and the sum that it was divided by, if it was."""
-    if function == "softmax":
-        return None, scores
-    total = scores.sum(-1, keepdim=True) + _TINY
-    return total, scores / total
-
-
-def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """``x`` of the tokens that count, and zeros for the others."""
-    return x if mask is None else x * mask.unsqueeze(-1)
-
-
-def _tokens(logits: Tensor, mask: Tensor | None) -> int | Tensor:
-    """The number of tokens that count; 1 if there are none."""
-    if mask is not None:
-        return mask.sum(dtype=logits.dtype).clamp(min=1)
-    return max(logits.numel() // logits.shape[-1], 1)

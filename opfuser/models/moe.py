@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -112,7 +112,7 @@ def moe_block(config: MoEConfig) -> Sequential:
     Shapes: x and y ``(..., dim)``.
     """
     norm = RMSNorm(config.dim, eps=config.norm_eps, device=config.device, dtype=config.dtype)
-    block = Residual(norm, experts(config))
+    block = Residual(norm, experts(replace(config, recipe=None)))
     block.recipe = config.recipe
     return block
 
@@ -163,7 +163,7 @@ def experts(config: MoEConfig) -> Sequential:
         parts["shared_activation"] = activation
         parts["shared_down"] = _linear(config, config.shared_ffn_dim, config.dim)
         parts["shared_add"] = _wired(AddExtraInput(), [routed])
-    return Sequential(parts)
+    return Sequential(parts, recipe=config.recipe)
 
 
 def _wired(

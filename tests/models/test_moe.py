@@ -273,10 +273,10 @@ def test_a_recipe_is_that_of_the_experts_but_not_of_the_router() -> None:
     sizes = {"dim": 128, "ffn_dim": 128, "shared_ffn_dim": 128, "shared_gate": True}
     config = replace(SMALL, **sizes, recipe=Float8CurrentScaling())
     block, x = moe_block(config), torch.randn(6, 128, requires_grad=True)
-    plan = block.plan(x)
-    assert [type(plan.basic_ops[i]).__name__ for i in plan.quantized] == [
-        "GroupedLinear", "GroupedLinear", "BasicLinear", "BasicLinear",
-    ]  # fmt: skip
+    for plan in (block.plan(x), experts(config).plan(x)):
+        assert [type(plan.basic_ops[i]).__name__ for i in plan.quantized] == [
+            "GroupedLinear", "GroupedLinear", "BasicLinear", "BasicLinear",
+        ]  # fmt: skip
     exact = moe_block(replace(config, recipe=None))
     exact.load_state_dict(block.state_dict())
     y, want = block(x), exact(x)
