@@ -353,33 +353,38 @@ class OperationFuser:
         """The plan for tensors like these, and what the call returns; nothing is computed."""
         parameters = self._fake_parameters()
         plan = self._schedule(input_, parameters, extra_inputs).plan
-        dtypes = self._output_dtypes(input_, parameters, extra_inputs)
+        dtype, of_extras = self._output_dtypes(input_, parameters, extra_inputs)
 
         def facts(op: int, dtype: torch.dtype) -> TensorFacts:
             needed = plan.needs[op] is not None if plan.needs else input_.requires_grad
             return TensorFacts(dtype, input_.device, needed and dtype.is_floating_point)
 
-        extra_outputs = [facts(slot.op, dtypes[slot.op]) for slot in self.routing.outputs]
-        return Planned(plan, facts(-1, dtypes[-1]), extra_outputs)
+        extra_outputs = [facts(at, of_extras[at][slot]) for at, slot in self.routing.outputs]
+        return Planned(plan, facts(-1, dtype), extra_outputs)
 
     def _output_dtypes(
         self,
         input_: Tensor | TensorFacts,
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
-    ) -> list[torch.dtype]:
-        """The dtype of the input, then the dtype that each operation declares for its output."""
+    ) -> tuple[torch.dtype, list[Sequence[torch.dtype]]]:
+        """The dtypes that operations declare: of the output, and of each one's extra outputs."""
         lower = autocast_dtype(input_.device)
         left = iter([p.dtype for p in parameters])
-        before = [input_.dtype]
+        dtype = input_.dtype
+        of_extras: list[Sequence[torch.dtype]] = []
         for op, sources, count in zip(self._basic_ops, self.routing.sources, self._num_parameters):
             extras = tuple(
-                extra_inputs[source].dtype if isinstance(source, int) else before[source.op]
+                extra_inputs[source].dtype
+                if isinstance(source, int)
+                else of_extras[source.op][source.slot]
                 for source in sources
             )
             own = tuple(next(left) for _ in range(count))
-            before.append(op.output_dtype(Dtypes(before[-1], extras, own, lower)))
-        return before
+            dtypes = Dtypes(dtype, extras, own, lower)
+            dtype = op.output_dtype(dtypes)
+            of_extras.append(op.extra_output_dtypes(dtypes))
+        return dtype, of_extras
 
     @property
     def last_plan(self) -> Plan | None:

@@ -370,8 +370,7 @@ class BasicOperation(FusibleOperation):
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         """The dtype of the output, which plans of the operations behind it depend on.
 
-        By default the input's, or the first parameter's where the input holds integers. Extra
-        outputs are assumed to have the input's.
+        By default the input's, or the first parameter's where the input holds integers.
         """
         return dtypes.input if dtypes.input.is_floating_point else dtypes.first_parameter
 
@@ -382,6 +381,10 @@ class BasicOperation(FusibleOperation):
             env: the ``Env`` of the call.
         """
         return None
+
+    def extra_output_dtypes(self, dtypes: Dtypes) -> Sequence[torch.dtype]:
+        """Those of the extra outputs; by default the input's."""
+        return (dtypes.input,) * self.num_extra_outputs
 
     def op_forward(
         self,

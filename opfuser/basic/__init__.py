@@ -20,6 +20,7 @@ from .identity import Identity
 from .l2_normalization import L2Normalization
 from .layer_norm import LayerNorm
 from .make_extra_output import MakeExtraOutput
+from .permute import Permute
 from .pointwise import PointwiseOperation
 from .qk_norm import QKNorm
 from .quantize import Quantize
@@ -28,6 +29,9 @@ from .reshape import Reshape
 from .rms_norm import RMSNorm
 from .rotary_embedding import RotaryEmbedding
 from .scaled_activation import *  # noqa: F403
+from .swap_extra import SwapExtra
+from .top_k_router import TopKRouter
+from .unpermute import Unpermute
 
 __all__ = [
     "AddExtraInput",
@@ -45,6 +49,7 @@ __all__ = [
     "L2Normalization",
     "LayerNorm",
     "MakeExtraOutput",
+    "Permute",
     "PointwiseOperation",
     "QKNorm",
     "Quantize",
@@ -52,6 +57,9 @@ __all__ = [
     "ReduceScatter",
     "Reshape",
     "RotaryEmbedding",
+    "SwapExtra",
+    "TopKRouter",
+    "Unpermute",
 ]
 __all__ += activation.__all__
 __all__ += gated_activation.__all__

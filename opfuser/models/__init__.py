@@ -10,12 +10,16 @@ from .decoder import (
     decoder_lm,
     swiglu_block,
 )
+from .moe import MoEConfig, experts, moe_block
 
 __all__ = [
     "DecoderConfig",
+    "MoEConfig",
     "attention_block",
     "decoder_layer",
     "decoder_layers",
     "decoder_lm",
+    "experts",
+    "moe_block",
     "swiglu_block",
 ]
