@@ -1,0 +1,271 @@
+"""Encoder layers of ``torch.nn``: what sequences compute of them, and what they leave to torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+
+import opfuser
+from opfuser import Sequential
+from tests.integrations.test_torch_nn import close, results
+
+WIDTH, HEADS, BATCH, LENGTH = 8, 2, 3, 5
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+PADDING = torch.arange(LENGTH) >= torch.tensor([[5], [3], [4]])
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "post": {},
+    "pre": {"norm_first": True, "batch_first": True, "activation": "gelu"},
+    "no bias": {"bias": False, "batch_first": True, "activation": nn.GELU("tanh")},
+    "pre, no bias": {"norm_first": True, "bias": False, "activation": nn.functional.silu},
+    "eps": {"layer_norm_eps": 0.5, "batch_first": True, "activation": nn.SiLU()},
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"src_mask": CAUSAL, "is_causal": True},
+    "added": {"src_mask": torch.randn(LENGTH, LENGTH, dtype=torch.float64)},
+    "per head": {"src_mask": torch.randn(HEADS * BATCH, LENGTH, LENGTH, dtype=torch.float64)},
+    "padding": {"src_key_padding_mask": PADDING},
+    "both": {"src_key_padding_mask": PADDING, "src_mask": CAUSAL, "is_causal": True},
+}
+
+
+def make(dropout: float = 0.0, **options: Any) -> nn.TransformerEncoderLayer:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout, dtype=torch.float64, **options)
+    for parameter in layer.parameters():  # biases and norms too
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def example(layer: nn.TransformerEncoderLayer) -> Tensor:
+    rows = (BATCH, LENGTH) if layer.self_attn.batch_first else (LENGTH, BATCH)
+    return torch.randn(*rows, WIDTH, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every call of a sequence: torch's own forward makes none."""
+    seen: list[int] = []
+    plain = Sequential.forward
+    monkeypatch.setattr(
+        Sequential, "forward", lambda *args, **kwargs: seen.append(1) or plain(*args, **kwargs)
+    )
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "masks"),
+    [
+        *((options, "both") for options in OPTIONS),
+        *((options, masks) for options in ("post", "pre") for masks in MASKS if masks != "both"),
+    ],
+)
+def test_equals_the_layer(options: str, masks: str, calls: list[int]) -> None:
+    layer = make(**OPTIONS[options])
+    x = example(layer)
+    ours = opfuser.from_torch(layer)
+    for mode in (True, False):
+        calls.clear()
+        layer.train(mode)
+        ours.train(mode)
+        close(results(ours, x, **MASKS[masks]), results(layer, x, **MASKS[masks]))
+        assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_in_an_encoder_with_padding_and_without_grad(calls: list[int]) -> None:
+    """Where torch runs the whole layer as one kernel, on nested tensors."""
+    encoder = nn.TransformerEncoder(make(batch_first=True), 2).eval()
+    ours = opfuser.from_torch(encoder)
+    assert [m.result for m in opfuser.conversion_report(encoder).modules] == ["EncoderLayer"] * 2
+    x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=PADDING)
+        close([ours(x, src_key_padding_mask=PADDING)], [expected])
+    assert not calls
+
+
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+def test_takes_part_in_recipes(calls: list[int]) -> None:
+    """With and without grad, so that evaluation computes as training does."""
+    layer = nn.TransformerEncoderLayer(64, 2, 128, 0.0, batch_first=True)
+    ours: Any = opfuser.from_torch(layer)
+    x = torch.randn(4, 16, 64)
+    with opfuser.autocast(recipe=opfuser.recipe.Float8CurrentScaling()):
+        y = ours(x)
+        with torch.no_grad():
+            assert torch.equal(ours(x), y)
+    assert len(calls) == 4
+    assert [len(seq.last_plan.quantized) for seq in (ours._fused.head, ours._fused.tail)] == [1, 3]
+    assert 1e-3 < (y - layer(x)).norm() / y.norm() < 0.1
+
+
+def test_dropout_is_drawn_in_training_alone() -> None:
+    layer = make(dropout=0.5)
+    ours, x = opfuser.from_torch(layer), example(layer)
+    close([ours.eval()(x)], [layer.eval()(x)])
+    first, second = ours.train()(x), ours(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    first = ours(x)
+    torch.manual_seed(1)
+    assert torch.equal(ours(x), first)
+    close([ours.eval()(x)], [layer.eval()(x)])
+
+
+def test_attention_weights_are_dropped_as_in_torch() -> None:
+    layer = make(dropout=0.5)
+    for dropout in (layer.dropout, layer.dropout1, layer.dropout2):
+        dropout.p = 0.0
+    ours, x = opfuser.from_torch(layer), example(layer)
+    torch.manual_seed(1)
+    expected = layer(x)
+    torch.manual_seed(1)
+    close([ours(x)], [expected])
+    assert not torch.allclose(expected, layer.eval()(x))
+
+
+def test_its_steps_are_fused() -> None:
+    ours: Any = opfuser.from_torch(make(norm_first=True))
+    ours(example(ours))
+    for sequence in (ours._fused.head, ours._fused.tail):
+        assert len(sequence.last_plan.record("norm_linear").matches) == 1
+
+
+# Changes after the conversion reach the next call.
+
+
+def replace(layer: nn.TransformerEncoderLayer) -> None:
+    with torch.no_grad():
+        layer.linear1.weight = nn.Parameter(layer.linear1.weight + 1)
+        layer.self_attn.in_proj_bias = nn.Parameter(layer.self_attn.in_proj_bias + 1)
+        layer.norm2.bias = None
+
+
+def scale(layer: nn.TransformerEncoderLayer) -> None:
+    layer.norm1.eps = 0.5
+    layer.norm_first = True
+
+
+def without_bias(layer: nn.TransformerEncoderLayer) -> None:
+    layer.linear2.bias = None
+
+
+@pytest.mark.parametrize("change", [replace, scale, without_bias])
+def test_changes_count(change: Callable[..., None], calls: list[int]) -> None:
+    layer = make()
+    ours: Any = opfuser.from_torch(layer)
+    x = example(layer)
+    ours(x)
+    change(layer)
+    change(ours)
+    ours.load_state_dict(layer.state_dict())
+    calls.clear()
+    close(results(ours, x), results(layer, x))
+    assert len(calls) == 2
+
+
+def hook(layer: nn.TransformerEncoderLayer) -> None:
+    layer.linear2.register_forward_hook(lambda module, args, y: y + 1)
+
+
+def wrap(layer: nn.TransformerEncoderLayer) -> None:
+    plain = layer.norm1.forward
+    layer.norm1.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
+
+
+def parametrise(layer: nn.TransformerEncoderLayer) -> None:
+    parametrizations.weight_norm(layer.self_attn.out_proj)
+
+
+def swap(layer: nn.TransformerEncoderLayer) -> None:
+    layer.dropout1 = nn.Sequential(layer.dropout1, nn.Tanh())  # type: ignore[assignment]
+
+
+def switch(layer: nn.TransformerEncoderLayer) -> None:
+    layer.dropout.p = 1.0
+    layer.eval()
+    layer.dropout.train()
+
+
+@pytest.mark.parametrize("change", [hook, wrap, parametrise, swap, switch])
+def test_what_a_change_needs_torch_for(change: Callable[..., None], calls: list[int]) -> None:
+    layer = make()
+    ours: Any = opfuser.from_torch(layer)
+    x = example(layer)
+    change(layer)
+    change(ours)
+    close([ours(x)], [layer(x)])
+    assert not calls
+    assert opfuser.conversion_report(layer).modules[0].result is None
+
+
+def test_unbatched_and_nested_inputs_are_left_to_torch(calls: list[int]) -> None:
+    layer = make(batch_first=True).eval()
+    ours = opfuser.from_torch(layer)
+    x = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
+    close([ours(x)], [layer(x)])
+    with pytest.raises(RuntimeError, match="Need attn_mask"):
+        ours(x[None].requires_grad_(), is_causal=True)
+    with torch.no_grad():
+        nested = torch.nested.nested_tensor([x, x[:2]])
+        found, expected = ours(nested), layer(nested)
+    close(list(found.unbind()), list(expected.unbind()))
+    assert not calls
+
+
+def test_compiled_it_is_torch_s(calls: list[int]) -> None:
+    layer = make()
+    ours, x = opfuser.from_torch(layer), example(layer)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    close(results(compiled, x), results(layer, x))
+    assert not calls
+
+
+def test_copied_pickled_and_called_with_other_parameters() -> None:
+    layer = make()
+    ours, x = opfuser.from_torch(layer), example(layer)
+    expected = results(ours, x)
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        close(results(twin, x), expected)
+        assert not any(a is b for a, b in zip(twin.parameters(), ours.parameters()))
+    doubled = {name: 2 * p for name, p in ours.named_parameters()}
+    close([functional_call(ours, doubled, x)], [functional_call(layer, doubled, x)])
+    close(results(ours, x), expected)
+
+
+def test_back_to_torch_s() -> None:
+    ours = opfuser.from_torch(make())
+    x = example(ours)  # type: ignore[arg-type]
+    expected = results(ours, x)
+    theirs = opfuser.to_torch(ours)
+    assert type(theirs) is nn.TransformerEncoderLayer
+    close(results(theirs, x), expected)
+    assert type(opfuser.from_torch(theirs)) is type(ours)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ["pre", "post"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(options: str, dtype: torch.dtype) -> None:
+    """Error at most twice torch's, with masks."""
+    layer = make(**OPTIONS[options])
+    x = example(layer)
+    expected = results(layer, x, src_key_padding_mask=PADDING)
+    layer, there = copy.deepcopy(layer).to("cuda", dtype), x.detach().to("cuda", dtype)
+    there.requires_grad_()
+    ours = opfuser.from_torch(layer)
+    mask = PADDING.cuda()
+    found = results(ours, there, src_key_padding_mask=mask)
+    theirs = results(layer, there, src_key_padding_mask=mask)
+    for mine, other, exact in zip(found, theirs, expected):
+        errors = [(t.double().cpu() - exact).norm().item() for t in (mine, other)]
+        assert errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps * exact.norm().item()
