@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ..basic import AddExtraInput, Dropout, LayerNorm
 from ..basic.activation import GELU, ReLU, SiLU
 from ..change_tracking import has_hooks, replaces_forward
+from ..context import autocast_dtype
 from ..linear import Linear
 from ..op import BasicOperation
 from ..quantization.region import active_recipe
@@ -46,7 +47,8 @@ class _Options(NamedTuple):
     num_heads: int
     eps: tuple[float, float]
     dropout: tuple[float, float, float]
-    biases: tuple[bool, ...]
+    sizes: tuple[int, ...]
+    without_bias: tuple[bool, ...]
     training: bool
 
 
@@ -113,9 +115,10 @@ class EncoderLayer(nn.TransformerEncoderLayer):
     One ends in the projection of queries, keys and values, the other begins behind the attention,
     which is torch's, with masks and dropout as there. The modules inside only hold the parameters.
     :func:`opfuser.from_torch` makes it of torch's layer; what that accepts, this does. torch's own
-    forward runs without grad, where it has one kernel for the whole layer, unless a recipe of
-    quantised compute is active; for nested and unbatched inputs; under ``torch.compile``; and where
-    a module inside was replaced, parametrised, hooked or switched to another mode since.
+    forward runs where it has one kernel for the whole layer, without grad, and under autocast where
+    norms come last, which here would round the residual stream; but not if a recipe of quantised
+    compute is active. It also runs for nested and unbatched inputs, under ``torch.compile``, and
+    where a module inside was replaced, parametrised, hooked or switched to another mode since.
     """
 
     def forward(
@@ -135,16 +138,26 @@ class EncoderLayer(nn.TransformerEncoderLayer):
             src_key_padding_mask: (batch, sequence), likewise, of the keys.
             is_causal: that ``src_mask`` is the causal mask.
         """
-        inference = not torch.is_grad_enabled() and active_recipe() is None
-        usual = src.dim() == 3 and not src.is_nested and not (is_causal and src_mask is None)
-        if inference or not usual or torch.compiler.is_compiling() or _unusual(self):
+        without_mask = is_causal and src_mask is None  # torch refuses that
+        left = without_mask or self._is_left_to_torch(src)
+        fused = None if left else self._with_parameters_of_now()
+        if fused is None:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        fused = self._with_parameters_of_now()
         causal = is_causal and src_key_padding_mask is None
         mask = None
         if not causal and (src_mask is not None or src_key_padding_mask is not None):
             mask = self._mask(src, src_mask, src_key_padding_mask)
         return fused.tail(self._attend(fused.head(src), mask, causal), src)  # type: ignore[no-any-return]
+
+    def _is_left_to_torch(self, src: Tensor) -> bool:
+        if torch.compiler.is_compiling() or src.dim() != 3 or src.is_nested:
+            return True
+        if active_recipe() is None:
+            if not torch.is_grad_enabled():
+                return True  # it has one kernel for the whole layer
+            if not self.norm_first and autocast_dtype(src.device) is not None:
+                return True  # where norms round the residual stream here, but not there
+        return bool(_unusual(self))
 
     def _attend(self, qkv: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """The values that each position attends to, side by side for all heads."""
@@ -170,23 +183,27 @@ class EncoderLayer(nn.TransformerEncoderLayer):
         assert total is not None
         return total
 
-    def _with_parameters_of_now(self) -> _Fused:
-        attention, activation = self.self_attn, self.activation
-        linears = (attention.out_proj, self.linear1, self.linear2)
-        norms = (self.norm1, self.norm2)
+    def _with_parameters_of_now(self) -> _Fused | None:
+        modules: dict[str, Any] = self._modules  # without nn.Module.__getattr__, 10 us in all
+        attention, norms = modules["self_attn"], (modules["norm1"], modules["norm2"])
+        linears = attention._modules["out_proj"], modules["linear1"], modules["linear2"]
         packed = attention._parameters
+        activation = modules.get("activation") or self.activation
         options = _Options(
             (activation, getattr(activation, "approximate", None)),
             self.norm_first,
             attention.num_heads,
             (norms[0].eps, norms[1].eps),
-            (self.dropout.p, self.dropout1.p, self.dropout2.p),
-            (packed["in_proj_bias"] is not None, *(m.bias is not None for m in linears)),
+            (modules["dropout"].p, modules["dropout1"].p, modules["dropout2"].p),
+            tuple(linears[1]._parameters["weight"].shape),
+            (packed["in_proj_bias"] is None, *[m._parameters["bias"] is None for m in linears]),
             self.training,
         )
         fused: _Fused | None = self.__dict__.get("_fused")
         if fused is None or fused.options != options:
             fused = self.__dict__["_fused"] = self._make(options)
+            if fused is None:
+                return None
         # Written past __setattr__, which would count as a change of the operations.
         into = fused.linears[0]._parameters
         into["weight"], into["bias"] = packed["in_proj_weight"], packed["in_proj_bias"]
@@ -194,16 +211,18 @@ class EncoderLayer(nn.TransformerEncoderLayer):
             ours._parameters.update(theirs._parameters)
         return fused
 
-    def _make(self, options: _Options) -> _Fused:
-        width, hidden = self.linear1.in_features, self.linear1.out_features
+    def _make(self, options: _Options) -> _Fused | None:
+        hidden, width = options.sizes
         sizes = [(width, 3 * width), (width, width), (width, hidden), (hidden, width)]
-        linears = [Linear(*s, bias=b, device="meta") for s, b in zip(sizes, options.biases)]
+        made = zip(sizes, options.without_bias)
+        linears = [Linear(*size, bias=not bare, device="meta") for size, bare in made]
         norms = [LayerNorm(width, eps=eps, device="meta") for eps in options.eps]
         inner, first, second = [
             [Dropout(p)] if p and options.training else [] for p in options.dropout
         ]
         activation = _activation(options.activation[0])
-        assert activation is not None
+        if activation is None:  # it was replaced
+            return None
         feed = [linears[2], activation, *inner, linears[3], *second]
         head: list[nn.Module] = [linears[0]]
         tail: list[nn.Module] = [linears[1], *first, AddExtraInput()]

@@ -171,6 +171,9 @@ def from_torch(module: nn.Module) -> nn.Module:
 def conversion_report(module: nn.Module) -> ConversionReport:
     """What :func:`from_torch` makes of each module of a tree, and why others stay.
 
+    Args:
+        module: the tree.
+
     Raises:
         ArgumentTypeError: it is no module.
     """
@@ -184,6 +187,9 @@ def to_torch(module: nn.Module) -> nn.Module:
 
     The inverse of :func:`from_torch`: with the same ``Parameter`` and buffer objects under the same
     names, training flags, hooks and attributes.
+
+    Args:
+        module: the tree, a :class:`opfuser.Sequential` or a single operation.
 
     Raises:
         ArgumentTypeError: it is no module.
@@ -353,19 +359,26 @@ _BARE_CLASS = frozenset(vars(type("_Bare", (nn.Module,), {"__init__": None}))) |
 }  # fmt: skip
 
 
+_NAMES = frozenset(dir(Sequential())) - frozenset(dir(nn.Sequential()))
+
+
 def _own_names(module: nn.Module) -> list[str]:
-    """What a sequence has besides modules: definitions of a subclass, parameters, buffers."""
+    """What a sequence has that the other kind would lose.
+
+    Those are definitions of a subclass, parameters, buffers, and modules under names of attributes.
+    """
     names: list[str] = []
     for cls in type(module).__mro__:
         if cls in (nn.Sequential, Sequential):
             break
         names += [name for name in vars(cls) if name not in _BARE_CLASS]
-    return [*names, *module._parameters, *module._buffers]
+    clashes = [name for name in module._modules if name in _NAMES]
+    return [*names, *module._parameters, *module._buffers, *clashes]
 
 
 def _twin(module: _M, children: dict[str, nn.Module]) -> _M:
     """Another module with the same parameters, buffers, hooks and attributes, and ``children``."""
-    twin = type(module).__new__(type(module))
+    twin = object.__new__(type(module))
     own = twin.__dict__
     own.update(module.__dict__)
     own.update({name: copy.copy(own[name]) for name in _BARE if name in own})

@@ -140,6 +140,23 @@ def test_its_steps_are_fused() -> None:
         assert len(sequence.last_plan.record("norm_linear").matches) == 1
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_error_under_autocast_is_at_most_twice_torch_s(norm_first: bool, calls: list[int]) -> None:
+    layer = nn.TransformerEncoderLayer(64, 2, 128, 0.0, norm_first=norm_first)
+    x, padding = (
+        torch.randn(LENGTH, BATCH, 64, requires_grad=True),
+        {"src_key_padding_mask": PADDING},
+    )
+    exact = results(copy.deepcopy(layer).double(), x.double().detach(), **padding)
+    ours = opfuser.from_torch(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, theirs = (results(m, x.detach(), **padding) for m in (ours, layer))
+    assert len(calls) == (2 if norm_first else 0)
+    for mine, other, right in zip(found, theirs, exact):
+        assert mine.dtype == other.dtype
+        assert (mine - right).norm() <= 2 * (other - right).norm()
+
+
 # Changes after the conversion reach the next call.
 
 
@@ -155,11 +172,18 @@ def scale(layer: nn.TransformerEncoderLayer) -> None:
     layer.norm_first = True
 
 
+def prune(layer: nn.TransformerEncoderLayer) -> None:
+    with torch.no_grad():
+        layer.linear1.weight = nn.Parameter(layer.linear1.weight[:5].clone())
+        layer.linear1.bias = nn.Parameter(layer.linear1.bias[:5].clone())
+        layer.linear2.weight = nn.Parameter(layer.linear2.weight[:, :5].clone())
+
+
 def without_bias(layer: nn.TransformerEncoderLayer) -> None:
     layer.linear2.bias = None
 
 
-@pytest.mark.parametrize("change", [replace, scale, without_bias])
+@pytest.mark.parametrize("change", [replace, scale, prune, without_bias])
 def test_changes_count(change: Callable[..., None], calls: list[int]) -> None:
     layer = make()
     ours: Any = opfuser.from_torch(layer)
@@ -190,13 +214,17 @@ def swap(layer: nn.TransformerEncoderLayer) -> None:
     layer.dropout1 = nn.Sequential(layer.dropout1, nn.Tanh())  # type: ignore[assignment]
 
 
+def activate(layer: nn.TransformerEncoderLayer) -> None:
+    layer.activation = nn.functional.mish
+
+
 def switch(layer: nn.TransformerEncoderLayer) -> None:
     layer.dropout.p = 1.0
     layer.eval()
     layer.dropout.train()
 
 
-@pytest.mark.parametrize("change", [hook, wrap, parametrise, swap, switch])
+@pytest.mark.parametrize("change", [hook, wrap, parametrise, swap, activate, switch])
 def test_what_a_change_needs_torch_for(change: Callable[..., None], calls: list[int]) -> None:
     layer = make()
     ours: Any = opfuser.from_torch(layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -270,9 +271,18 @@ def test_a_sequence_with_something_of_its_own_stays() -> None:
     bare = nn.Sequential(nn.Linear(8, 8))
     bare.register_buffer("scale", torch.ones(1))
     assert opfuser.conversion_report(bare).modules[0].note == "it has scale of its own"
+    clash = nn.Sequential(OrderedDict(plan=nn.Linear(8, 8), last_plan=nn.ReLU()))
+    assert opfuser.conversion_report(clash).modules[0].note == "it has plan, last_plan of its own"
     named = opfuser.from_torch(Named())
     assert type(named) is opfuser.Sequential
     assert named.width == WIDTH
+
+
+def test_an_empty_sequence_returns_its_input() -> None:
+    x = torch.randn(2)
+    ours = opfuser.from_torch(nn.Sequential())
+    assert ours(x) is x
+    assert ours.to_torch()(x) is x  # type: ignore[operator]
 
 
 def test_nothing_but_modules_is_converted() -> None:
