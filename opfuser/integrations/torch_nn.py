@@ -18,7 +18,7 @@ from ..errors import ArgumentTypeError, NotSupportedError, explain
 from ..linear import Linear
 from ..op import FusedOperation, FusibleOperation
 from ..sequential import Exports, Sequential
-from .torch_layers import EncoderLayer, encoder_refusal
+from .torch_layers import LAYERS, layer_refusal
 
 __all__ = ["ConversionReport", "ConvertedModule", "conversion_report", "from_torch", "to_torch"]
 
@@ -122,7 +122,6 @@ _TO_TORCH: dict[type[nn.Module], _Make] = {
     Softplus: lambda op: nn.Softplus(op.beta, op.threshold),
     Tanh: lambda op: nn.Tanh(),
 }
-_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.TransformerEncoderLayer: EncoderLayer}
 _CONTAINERS = (
     nn.ModuleDict, nn.ModuleList, nn.Sequential,
     nn.Transformer, nn.TransformerDecoder, nn.TransformerEncoder,
@@ -130,7 +129,6 @@ _CONTAINERS = (
 _STAYS: dict[type[nn.Module], str] = {
     nn.GLU: "its gate is the second half of the input, that of opfuser's operations the first",
     nn.MultiheadAttention: "it takes three tensors and returns two",
-    nn.TransformerDecoderLayer: "its cross-attention multiplies by slices of one parameter",
 }
 
 # Options that change where results are written, what is saved or how a weight's gradient gets to
@@ -140,7 +138,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 _BARE = vars(nn.Module())
 _HOOKS = tuple(name for name in _BARE if "hook" in name)
-_DERIVED = frozenset({"_alone", "_settings", "_stamp", "_stamped", "_state_names"})
+_DERIVED = frozenset({"_alone", "_settings", "_stamp", "_stamped", "_state_names", "forward"})
 _Place = Literal["sequence", "alone", "copy"]
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -150,8 +148,8 @@ def from_torch(module: nn.Module) -> nn.Module:
 
     The copy holds the same ``Parameter`` and buffer objects under the same names, so that an
     optimiser, a checkpoint or a tied weight of either serves both. A ``torch.nn.Sequential``
-    becomes an :class:`opfuser.Sequential` with operations in it; an encoder layer of a transformer
-    computes through sequences, with masks and dropout as it had. In modules of other classes,
+    becomes an :class:`opfuser.Sequential` with operations in it; encoder and decoder layers of a
+    transformer compute through sequences, with masks and dropout as they had. In modules of other classes,
     which stay, only layers with parameters are replaced, one by one. What no operation computes
     stays a plain module. Training flags, hooks, attributes of instances and devices, meta included,
     are those of the original; nothing of the original changes.
@@ -227,7 +225,7 @@ class _Reader(NamedTuple):
     made: dict[tuple[int, _Place], nn.Module]
 
     def read(self, module: nn.Module, path: str, place: _Place) -> nn.Module:
-        if isinstance(module, (FusibleOperation, Sequential, *_LAYERS.values())):
+        if isinstance(module, (FusibleOperation, Sequential, *LAYERS.values())):
             return module
         known = self.made.get((id(module), place))
         if known is None:
@@ -235,11 +233,11 @@ class _Reader(NamedTuple):
         return known
 
     def _read(self, module: nn.Module, path: str, place: _Place) -> nn.Module:
-        if place == "copy":
-            return self._twin(module, path, "copy")
         cls = type(module)
         if replaces_forward(module):
             return self._stays(module, path, "its forward was replaced", module)
+        if place == "copy":
+            return self._twin(module, path, "copy")
         if cls.__module__.startswith("torch.") and not _of_torch_nn(cls):
             return self._stays(module, path, f"a class of {cls.__module__}", module)
         if isinstance(module, nn.Sequential):
@@ -249,12 +247,12 @@ class _Reader(NamedTuple):
                 new = Sequential(self._children(module, path, "sequence"))
                 return _carry_over(module, new, _BARE)
             self._note(module, path, None, f"it has {', '.join(own)} of its own")
-        elif cls in _LAYERS:
-            why = encoder_refusal(cast(nn.TransformerEncoderLayer, module))
+        elif cls in LAYERS:
+            why = layer_refusal(module)
             if why:
                 return self._stays(module, path, why)
             layer = self._twin(module, path, "copy")
-            layer.__class__ = _LAYERS[cls]
+            layer.__class__ = LAYERS[cls]
             return self._replaced(module, path, layer)
         elif cls in _TO_OPERATION:
             return self._leaf(module, path, place)
@@ -311,8 +309,8 @@ class _Writer(NamedTuple):
         return known
 
     def _write(self, module: nn.Module, path: str) -> nn.Module:
-        ours = isinstance(module, (FusibleOperation, Sequential))
         if replaces_forward(module):
+            ours = isinstance(module, (FusibleOperation, Sequential))
             return self._lacks(module, path, "its forward was replaced") if ours else module
         if isinstance(module, FusibleOperation):
             new = _counterpart(module, _TO_TORCH, _TO_OPERATION)
@@ -326,9 +324,9 @@ class _Writer(NamedTuple):
             new._modules.update(children)
             return _carry_over(module, new, {**_BARE, **vars(Sequential())})
         twin = _twin(module, children)
-        for cls, ours_of_it in _LAYERS.items():
-            if type(twin) is ours_of_it:
-                twin.__class__ = cls
+        for theirs, cls in LAYERS.items():
+            if type(twin) is cls:
+                twin.__class__ = theirs  # type: ignore[assignment]  # the type that mypy narrowed
         return twin
 
     def _lacks(self, module: nn.Module, path: str, why: str) -> nn.Module:
@@ -382,7 +380,8 @@ def _twin(module: _M, children: dict[str, nn.Module]) -> _M:
     own = twin.__dict__
     own.update(module.__dict__)
     own.update({name: copy.copy(own[name]) for name in _BARE if name in own})
-    own.pop("_fused", None)  # of a layer's copy are its own
+    for name in ("_fused", "forward"):  # a copy makes its own; a forward put back is the original's
+        own.pop(name, None)
     own["_modules"] = children
     return twin
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import opfuser
 from opfuser import Sequential
 from tests.integrations.test_torch_nn import close, results
 
+F64 = torch.float64
 WIDTH, HEADS, BATCH, LENGTH = 8, 2, 3, 5
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
 PADDING = torch.arange(LENGTH) >= torch.tensor([[5], [3], [4]])
@@ -31,15 +32,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 MASKS: dict[str, dict[str, Any]] = {
     "none": {},
     "causal": {"src_mask": CAUSAL, "is_causal": True},
-    "added": {"src_mask": torch.randn(LENGTH, LENGTH, dtype=torch.float64)},
-    "per head": {"src_mask": torch.randn(HEADS * BATCH, LENGTH, LENGTH, dtype=torch.float64)},
+    "added": {"src_mask": torch.randn(LENGTH, LENGTH, dtype=F64)},
+    "per head": {"src_mask": torch.randn(HEADS * BATCH, LENGTH, LENGTH, dtype=F64)},
     "padding": {"src_key_padding_mask": PADDING},
     "both": {"src_key_padding_mask": PADDING, "src_mask": CAUSAL, "is_causal": True},
 }
 
 
 def make(dropout: float = 0.0, **options: Any) -> nn.TransformerEncoderLayer:
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout, dtype=torch.float64, **options)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout, dtype=F64, **options)
     for parameter in layer.parameters():  # biases and norms too
         nn.init.normal_(parameter, std=0.5)
     return layer
@@ -47,7 +48,7 @@ def make(dropout: float = 0.0, **options: Any) -> nn.TransformerEncoderLayer:
 
 def example(layer: nn.TransformerEncoderLayer) -> Tensor:
     rows = (BATCH, LENGTH) if layer.self_attn.batch_first else (LENGTH, BATCH)
-    return torch.randn(*rows, WIDTH, dtype=torch.float64, requires_grad=True)
+    return torch.randn(*rows, WIDTH, dtype=F64, requires_grad=True)
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_in_an_encoder_with_padding_and_without_grad(calls: list[int]) -> None:
     encoder = nn.TransformerEncoder(make(batch_first=True), 2).eval()
     ours = opfuser.from_torch(encoder)
     assert [m.result for m in opfuser.conversion_report(encoder).modules] == ["EncoderLayer"] * 2
-    x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
+    x = torch.randn(BATCH, LENGTH, WIDTH, dtype=F64)
     with torch.no_grad():
         expected = encoder(x, src_key_padding_mask=PADDING)
         close([ours(x, src_key_padding_mask=PADDING)], [expected])
@@ -104,7 +105,10 @@ def test_takes_part_in_recipes(calls: list[int]) -> None:
         with torch.no_grad():
             assert torch.equal(ours(x), y)
     assert len(calls) == 4
-    assert [len(seq.last_plan.quantized) for seq in (ours._fused.head, ours._fused.tail)] == [1, 3]
+    assert [
+        len(seq.last_plan.quantized)
+        for seq in (ours._fused.sequences[0], ours._fused.sequences[-1])
+    ] == [1, 3]
     assert 1e-3 < (y - layer(x)).norm() / y.norm() < 0.1
 
 
@@ -136,7 +140,7 @@ def test_attention_weights_are_dropped_as_in_torch() -> None:
 def test_its_steps_are_fused() -> None:
     ours: Any = opfuser.from_torch(make(norm_first=True))
     ours(example(ours))
-    for sequence in (ours._fused.head, ours._fused.tail):
+    for sequence in (ours._fused.sequences[0], ours._fused.sequences[-1]):
         assert len(sequence.last_plan.record("norm_linear").matches) == 1
 
 
@@ -239,7 +243,7 @@ def test_what_a_change_needs_torch_for(change: Callable[..., None], calls: list[
 def test_unbatched_and_nested_inputs_are_left_to_torch(calls: list[int]) -> None:
     layer = make(batch_first=True).eval()
     ours = opfuser.from_torch(layer)
-    x = torch.randn(LENGTH, WIDTH, dtype=torch.float64)
+    x = torch.randn(LENGTH, WIDTH, dtype=F64)
     close([ours(x)], [layer(x)])
     with pytest.raises(RuntimeError, match="Need attn_mask"):
         ours(x[None].requires_grad_(), is_causal=True)
@@ -278,6 +282,83 @@ def test_back_to_torch_s() -> None:
     assert type(theirs) is nn.TransformerEncoderLayer
     close(results(theirs, x), expected)
     assert type(opfuser.from_torch(theirs)) is type(ours)
+
+
+# Decoder layers: the same, with the cross-attention by torch's module.
+
+
+class Decoding(NamedTuple):
+    """A decoder layer with its inputs."""
+
+    layer: nn.TransformerDecoderLayer
+    tgt: Tensor
+    memory: Tensor
+
+
+def decoding(**options: Any) -> Decoding:
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, 0.0, dtype=F64, **options)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    first = layer.self_attn.batch_first
+    tgt = torch.randn(*((BATCH, LENGTH) if first else (LENGTH, BATCH)), WIDTH, dtype=F64)
+    memory = torch.randn(*((BATCH, 4) if first else (4, BATCH)), WIDTH, dtype=F64)
+    return Decoding(layer, tgt.requires_grad_(), memory.requires_grad_())
+
+
+def decoded(layer: nn.Module, tgt: Tensor, memory: Tensor, **masks: Any) -> list[Tensor]:
+    y = layer(tgt, memory, **masks)
+    return [y, *torch.autograd.grad(y.sin().sum(), [tgt, memory, *layer.parameters()])]
+
+
+CROSSING: dict[str, Any] = {
+    "tgt_mask": CAUSAL, "tgt_is_causal": True, "tgt_key_padding_mask": PADDING,
+    "memory_mask": CAUSAL[:, [4, 0, 1, 2]].flip(0), "memory_key_padding_mask": PADDING[:, 1:],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "masks"),
+    [("post", {}), ("pre", {}), ("post", CROSSING), ("pre", CROSSING), ("no bias", {})],
+)
+def test_decoder_layer_equals_torch_s(
+    options: str, masks: dict[str, Any], calls: list[int]
+) -> None:
+    case = decoding(**OPTIONS[options])
+    ours = opfuser.from_torch(case.layer)
+    for mode in (True, False):
+        calls.clear()
+        case.layer.train(mode)
+        ours.train(mode)
+        close(decoded(ours, *case[1:], **masks), decoded(*case, **masks))
+        assert len(calls) == 3
+
+
+def test_decoder_layer_calls_what_is_put_on_its_cross_attention(calls: list[int]) -> None:
+    layer, tgt, memory = decoding()
+    layer.multihead_attn.register_forward_hook(lambda m, args, y: (2 * y[0], None))
+    ours: Any = opfuser.from_torch(layer)
+    close(decoded(ours, tgt, memory), decoded(layer, tgt, memory))
+    assert len(calls) == 3
+    calls.clear()
+    for each in (ours, layer):
+        each.norm3.register_forward_hook(lambda m, args, y: 2 * y)
+    close([ours(tgt, memory)], [layer(tgt, memory)])
+    assert not calls
+
+
+def test_a_transformer_of_both(calls: list[int]) -> None:
+    """And back."""
+    model = nn.Transformer(WIDTH, HEADS, 1, 1, 16, 0.0, batch_first=True, dtype=F64)
+    ours = opfuser.from_torch(model)
+    x, y = (torch.randn(BATCH, n, WIDTH, dtype=F64, requires_grad=True) for n in (4, LENGTH))
+    mask = {"tgt_mask": CAUSAL, "tgt_is_causal": True}
+    expected = decoded(model, x, y, **mask)
+    close(decoded(ours, x, y, **mask), expected)
+    assert len(calls) == 5
+    theirs: Any = opfuser.to_torch(ours)
+    assert type(theirs.decoder.layers[0]) is nn.TransformerDecoderLayer
+    close(decoded(theirs, x, y, **mask), expected)
+    assert len(calls) == 5
 
 
 @pytest.mark.gpu

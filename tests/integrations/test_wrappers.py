@@ -107,6 +107,31 @@ def test_once_the_wrapper_is_gone_it_is_fused_again(accelerate: Any) -> None:
     assert not seq.overrides_forward()
 
 
+def test_a_conversion_takes_no_wrapper_along_that_is_gone(accelerate: Any) -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.linear(x)
+
+    theirs = nn.Sequential(Doubling(), nn.Linear(8, 8))
+    hook = accelerate.hooks.ModelHook()
+    for module in list(theirs.modules()):
+        accelerate.hooks.add_hook_to_module(module, hook)
+    wrapped: Any = opfuser.from_torch(theirs)
+    assert wrapped is theirs
+    accelerate.hooks.remove_hook_from_submodules(theirs)
+    ours: Any = opfuser.from_torch(theirs)
+    assert [type(m) for m in (ours, ours[0].linear, ours[1])] == [
+        opfuser.Sequential, opfuser.Linear, opfuser.Linear
+    ]  # fmt: skip
+    assert not [m for m in ours.modules() if "forward" in vars(m)]
+    for module in (ours, ours.to_torch()):
+        torch.testing.assert_close(module(torch.ones(1, 8)), theirs(torch.ones(1, 8)))
+
+
 def test_a_sequence_that_is_wrapped_inside_another_is_called(accelerate: Any) -> None:
     seq, x = model(), example()
     seen: list[int] = []
