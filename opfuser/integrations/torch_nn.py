@@ -149,10 +149,11 @@ def from_torch(module: nn.Module) -> nn.Module:
     The copy holds the same ``Parameter`` and buffer objects under the same names, so that an
     optimiser, a checkpoint or a tied weight of either serves both. A ``torch.nn.Sequential``
     becomes an :class:`opfuser.Sequential` with operations in it; encoder and decoder layers of a
-    transformer compute through sequences, with masks and dropout as they had. In modules of other classes,
-    which stay, only layers with parameters are replaced, one by one. What no operation computes
-    stays a plain module. Training flags, hooks, attributes of instances and devices, meta included,
-    are those of the original; nothing of the original changes.
+    transformer compute through sequences, with masks and dropout as they had. In modules of other
+    classes, which stay, only layers with parameters are replaced, one by one. What no operation
+    computes stays a plain module; one whose forward was replaced stays the very object. Training
+    flags, hooks, attributes of instances and devices, meta included, are those of the original;
+    nothing of the original changes.
 
     Values and gradients are those of the original up to rounding. Dropout draws other numbers.
 

@@ -327,13 +327,17 @@ def test_the_original_is_not_touched() -> None:
     ours = opfuser.from_torch(original)
     ours(torch.randn(2, WIDTH)).sum().backward()
     ours.eval()
-    ours.mlp.register_forward_hook(lambda *args: None)  # type: ignore[union-attr]
-    ours.extra = nn.Linear(2, 2)
+    for module in ours.modules():
+        module.register_forward_hook(lambda *args: None)
+    ours.extra = nn.Parameter(torch.ones(2))
+    ours.register_buffer("more", torch.ones(2), persistent=False)
     for (name, at, state), (now, module) in zip(before, original.named_modules()):
         assert (name, at, state.keys()) == (now, id(module), vars(module).keys())
         assert module.training
         assert not module._forward_hooks
     assert not hasattr(original, "extra")
+    assert not hasattr(original, "more")
+    assert not original._non_persistent_buffers_set
 
 
 def test_the_same_module_twice_stays_the_same_module() -> None:

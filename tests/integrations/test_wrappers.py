@@ -91,6 +91,7 @@ def test_the_plan_says_what_is_called_and_why(accelerate: Any) -> None:
         (_, why), *_ = plan.record("norm_linear").refusals
         assert str(why).endswith("has a forward of its own")
     assert "RMSNorm is called once by the forward in its place" in seq.plan(x).assumed
+    assert seq[2:].plan(x).env.device.type == "cpu"  # behind a module with its weight on meta
 
 
 def test_once_the_wrapper_is_gone_it_is_fused_again(accelerate: Any) -> None:
