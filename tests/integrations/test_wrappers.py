@@ -68,7 +68,13 @@ def on_both(accelerate: Any, seq: nn.Module, folder: Any) -> None:
     accelerate.dispatch_model(seq, places, offload_dir=folder, main_device="cpu")
 
 
-@pytest.mark.parametrize("offload", [on_cpu, on_disk, on_both])
+def at_once(accelerate: Any, seq: nn.Module, folder: Any) -> None:
+    """Those of a sequence when it is called, so that what is in it is fused."""
+    whole = {"preload_module_classes": ["Sequential"]}
+    accelerate.cpu_offload(seq, execution_device=torch.device("cpu"), **whole)
+
+
+@pytest.mark.parametrize("offload", [on_cpu, on_disk, on_both, at_once])
 def test_parameters_are_brought_for_each_call(
     accelerate: Any, offload: Callable[..., None], tmp_path: Any
 ) -> None:
@@ -76,6 +82,8 @@ def test_parameters_are_brought_for_each_call(
     offload(accelerate, seq, tmp_path)
     same_as_untouched(seq, x)
     assert seq.get_parameter("mlp.1.weight").is_meta
+    assert seq.last_plan is not None
+    assert len(seq.last_plan.record("norm_linear").matches) == (offload is at_once)
     accelerate.hooks.remove_hook_from_submodules(seq)
     same_as_untouched(seq, x)
     assert not any(p.is_meta for p in seq.parameters())
