@@ -70,7 +70,13 @@ class Dtypes(NamedTuple):
 
 
 class GradNeeds(NamedTuple):
-    """Which gradients of one basic operation will be read."""
+    """Which gradients of one basic operation will be read.
+
+    Attributes:
+        input: that of the input.
+        parameters: those of the parameters, in registration order.
+        extra_inputs: those of the extra inputs.
+    """
 
     input: bool
     parameters: tuple[bool, ...]

@@ -84,9 +84,16 @@ class OperationFuser:
 
     Args:
         ops: operations in forward order.
+        routing: of extra tensors; a Sequential states it. None: channels among ``ops``, all else
+            from the caller and to it.
 
     A call passes the input and all extra inputs in operation order. It returns the output, or a
     tuple of it and the public extra outputs.
+
+    Raises:
+        ArgumentTypeError: an input or extra input is no tensor.
+        ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
+        NotSupportedError: torch.compile traces a call that computes quantised.
     """
 
     forward_fusion_functions = _FusionFunctions("forward")

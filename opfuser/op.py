@@ -493,6 +493,9 @@ class BasicOperation(FusibleOperation):
         """The modules and names that hold this operation's parameters, in registration order.
 
         A parametrised parameter counts under its own name: its value is computed at every read.
+
+        Raises:
+            ArgumentError: a basic operation of a compound is parametrised, not the compound.
         """
         slots: list[tuple[nn.Module, str]] = []
         owner = self._owner or self
@@ -529,7 +532,10 @@ class BasicOperation(FusibleOperation):
         """Connects extra input ``index`` to the named channel; None makes it the caller's again.
 
         Raises:
-            ChannelIndexError, ChannelError, ChannelCapturedError
+            ChannelIndexError: the operation has no extra input of that index.
+            ChannelError: the name is neither a non-empty string nor None.
+            ChannelCapturedError: a fuser or Sequential has captured the routing.
+            ArgumentTypeError: the index is no int.
         """
         self._check_channel("input", index, self.num_extra_inputs, channel)
         self._extra_input_channels[index] = channel
@@ -542,7 +548,10 @@ class BasicOperation(FusibleOperation):
         """Publishes extra output ``index`` on the named channel, and by default to the caller.
 
         Raises:
-            ChannelIndexError, ChannelError, ChannelCapturedError, ArgumentTypeError
+            ChannelIndexError: the operation has no extra output of that index.
+            ChannelError: the name is neither a non-empty string nor None.
+            ChannelCapturedError: a fuser or Sequential has captured the routing.
+            ArgumentTypeError: the index is no int, or ``output_to_caller`` no bool.
         """
         self._check_channel("output", index, self.num_extra_outputs, channel)
         if not isinstance(output_to_caller, bool):
@@ -602,6 +611,10 @@ class FusedOperation(FusibleOperation):
 
     Args:
         basic_ops: the basic operations it replaces, in forward order.
+
+    Raises:
+        ArgumentError: there are none.
+        ArgumentTypeError: one is no operation.
 
     Class attributes:
         saves_more: declares that its forward saves more bytes than the operations that it replaces;

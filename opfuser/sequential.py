@@ -174,6 +174,10 @@ class Sequential(NestedSequential):
 
         Modules with names keep them, and the new one gets the next free number. If all are named by
         their position, they are renumbered, as in ``torch.nn.Sequential``.
+
+        Raises:
+            IndexError: ``index`` is out of range.
+            ArgumentTypeError: ``module`` is no ``torch.nn.Module``.
         """
         self._check_module(module)
         size = len(self._modules)
@@ -300,6 +304,29 @@ class Sequential(NestedSequential):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
+        """Runs the operations and modules in order, as the plan for these tensors has fused them.
+
+        The plan is looked up, or made if tensors of this kind, these operations and these fusions
+        meet for the first time. Where a gradient is needed, each group of operations is one node of
+        the autograd graph, whose backward follows the plan's backward steps.
+
+        Args:
+            input: what the first operation or module takes.
+            *extra_inputs: of all operations that read one from the caller, in operation order.
+            op_kwargs: keyword arguments of the forward of basic operations, by operation or by
+                index in this Sequential; negative indices count from the end.
+
+        Returns:
+            The output of the last operation or module. If operations return extra outputs to the
+            caller, a tuple of it and them, in operation order.
+
+        Raises:
+            ArgumentTypeError: an input or extra input of operations is no tensor.
+            ExtraInputCountError: more or fewer extra inputs than the operations read.
+            OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential, or it
+                does not take a keyword.
+            ChannelError: a channel lacks a producer, has a late one, or several.
+        """
         if self.recipe is not None and self.recipe is not active_recipe():
             with region_of_call(self.recipe):
                 # Not self.forward: a wrapper or a subclass that called this is not called again.
@@ -413,6 +440,14 @@ class Sequential(NestedSequential):
         (``output_dtype``). A plain module between groups is assumed to return its input's dtype, or
         that of autocast; ``plan.assumed`` lists this for modules that are not torch's own.
         :attr:`last_plan` follows what the last call really returned.
+
+        Args:
+            input: as of a call; its dtype, device and ``requires_grad`` are read.
+            *extra_inputs: as of a call.
+
+        Raises:
+            ArgumentTypeError: an argument is no tensor, or this Sequential holds no operations.
+            ExtraInputCountError: more or fewer extra inputs than the operations read.
         """
         for t in (input, *extra_inputs):
             if not isinstance(t, Tensor):
@@ -505,6 +540,9 @@ def Residual(*ops: nn.Module) -> Sequential:  # noqa: N802 - reads as the module
 
     The skip connection is a channel that only this residual sees, so that copies of it, nested and
     neighbouring residuals do not interfere.
+
+    Args:
+        *ops: operations and modules of the branch.
     """
     channel = PrivateChannel("residual")
     make, add = MakeExtraOutput(), AddExtraInput()

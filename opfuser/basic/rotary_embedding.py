@@ -214,6 +214,11 @@ class RotaryEmbedding(BasicOperation):
     def check_input(
         self, input_: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings
     ) -> None:
+        """Refuses an input, or positions, of another shape or dtype.
+
+        Raises:
+            InputError: they are.
+        """
         features = (settings.num_heads + 2 * settings.num_kv_heads) * settings.head_dim
         invariant = ""
         received = f"input {tuple(input_.shape)} of {input_.dtype}"

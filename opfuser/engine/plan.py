@@ -45,8 +45,12 @@ class _Compared:
 class Step(_Compared):
     """One operation of a pass and the basic operations that it covers, by index.
 
-    ``fusion`` is the name of the fusion that built ``op``, if one did. A plain module inside a
-    Sequential is a step that covers none. Steps compare the type of ``op``.
+    A plain module inside a Sequential is a step that covers none. Steps compare the type of ``op``.
+
+    Attributes:
+        op: a basic operation, a fused one or a plain module.
+        indices: of the basic operations.
+        fusion: name of the fusion that built ``op``, if one did.
     """
 
     op: nn.Module
@@ -62,6 +66,8 @@ class FusionRecord:
     """The outcome of one fusion in one plan.
 
     Attributes:
+        name: of the fusion.
+        stage: of the fusion.
         status: ``"matched"``, ``"refused"``, ``"unmatched"``, ``"skipped"`` or ``"disabled"``.
         matches: the basic operations of each match, by index.
         refusals: the index where the pattern (or most of it) was found, and why it was not fused.
@@ -80,6 +86,7 @@ class FusionRecord:
     elapsed: float = field(default=0.0, compare=False)
 
     def summary(self) -> str:
+        """One line: what the log and the printed plan show."""
         head = f"[stage={self.stage}, fusion={self.name}]"
         if self.status in ("skipped", "disabled"):
             return f"{head} {self.status} ({self.detail})"
@@ -158,7 +165,11 @@ class Plan(_Compared):
         return kinds, self.names, steps, self.needs, self.history, self.env, precision
 
     def record(self, name: str) -> FusionRecord:
-        """The record of the fusion called ``name``."""
+        """The record of the fusion called ``name``.
+
+        Raises:
+            KeyError: the plan has none.
+        """
         for record in self.history:
             if record.name == name:
                 return record

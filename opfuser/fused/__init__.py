@@ -103,3 +103,4 @@ FUSIONS: tuple[Fusion, ...] = (
     backward_linear_scale.FUSION,
     backward_activation_bias.FUSION,
 )
+"""The built-in fusions, in the order in which they are applied."""

@@ -196,7 +196,7 @@ def scaled_dgrad(dy: Codes, w: Codes, rows: int, how: Accumulation) -> Tensor:
 
 def scaled_wgrad(dy: Codes, x: Codes, how: Accumulation) -> Tensor:
     """``dW = dyᵀ x``, (N, K), for dy (T, N) and x (T, K), both by columns."""
-    return _product(_cols(dy), _cols(x), how)
+    return _product(_cols(dy), _cols(x, squares=x.has_square_cols), how)
 
 
 def _in_blocks(scale: Tensor | None) -> bool:

@@ -139,6 +139,9 @@ def attention_block(config: DecoderConfig) -> Sequential:
 
     Shapes: x and y ``(batch, sequence, dim)``; qkv is packed, queries first, then keys, then
     values.
+
+    Args:
+        config: sizes of the model.
     """
     heads = config.num_heads + 2 * config.key_heads
     block = Residual(
@@ -161,6 +164,9 @@ def swiglu_block(config: DecoderConfig) -> Sequential:
     """Gated feed-forward block: ``y = x + down(silu(gate(norm(x))) * up(norm(x)))``.
 
     Shapes: x and y ``(..., dim)``; one weight ``(2 ffn_dim, dim)`` holds gate and up, gate first.
+
+    Args:
+        config: sizes of the model.
     """
     activation = SwiGLU()
     if config.recompute == "mlp":
@@ -176,14 +182,22 @@ def swiglu_block(config: DecoderConfig) -> Sequential:
 
 
 def decoder_layer(config: DecoderConfig) -> Sequential:
-    """An attention block and a feed-forward block, named ``attention`` and ``mlp``."""
+    """An attention block and a feed-forward block, named ``attention`` and ``mlp``.
+
+    Args:
+        config: sizes of the model.
+    """
     inside = replace(config, recipe=None)
     blocks = {"attention": attention_block(inside), "mlp": swiglu_block(inside)}
     return Sequential(blocks, recipe=config.recipe)
 
 
 def decoder_layers(config: DecoderConfig) -> Sequential:
-    """All ``num_layers`` layers: from (batch, sequence, dim) to the same shape."""
+    """All ``num_layers`` layers: from (batch, sequence, dim) to the same shape.
+
+    Args:
+        config: sizes of the model.
+    """
     inside = replace(config, recipe=None)
     layers = (decoder_layer(inside) for _ in range(config.num_layers))
     return Sequential(*layers, recipe=config.recipe)
@@ -194,6 +208,10 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
 
     Its modules are ``embedding``, ``layers``, ``norm``, ``head`` and, with a loss, ``loss``. Their
     operations form one group: fusions apply across the borders of blocks and layers.
+
+    Args:
+        config: sizes of the model.
+        with_loss: whether the model ends with a loss, or with logits.
 
     Call:
         With a loss, ``model(tokens, targets)``: the mean cross entropy in nats, 0-d, of predicting

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import opfuser
 from opfuser import Sequential
-from tests.integrations.test_torch_nn import close, results
+from tests.integrations.results import close, results
 
 F64 = torch.float64
 WIDTH, HEADS, BATCH, LENGTH = 8, 2, 3, 5

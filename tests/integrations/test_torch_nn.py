@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 import opfuser
 from opfuser.errors import ArgumentTypeError, NotSupportedError
 from opfuser.testing import assert_fused
+from tests.integrations.results import close, results
 
 WIDTH = 8
 
@@ -86,21 +87,6 @@ def example(kind: str, dtype: torch.dtype) -> Tensor:
         return torch.randint(0, 11, (2, 5))
     shape = (4, 2, 4, 4) if kind == "image" else (2, 5, WIDTH)
     return torch.randn(shape, dtype=dtype, requires_grad=True)
-
-
-def results(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> list[Tensor]:
-    """The output, and the gradients of the input and of the parameters."""
-    y = module(x, *args, **kwargs)
-    wrt = [t for t in (x, *module.parameters()) if t.requires_grad]
-    return [y, *torch.autograd.grad(y.sin().sum(), wrt)]
-
-
-def close(found: list[Tensor], expected: list[Tensor]) -> None:
-    """To 1e-12 in fp64 and 1e-6 in fp32, relative to the size of the tensor."""
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected):
-        tolerance = 1e-12 if theirs.dtype == torch.float64 else 1e-6
-        assert (mine - theirs).norm().item() <= tolerance * theirs.norm().item()
 
 
 def holds_the_same(found: nn.Module, expected: nn.Module) -> None:
