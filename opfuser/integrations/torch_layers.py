@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..basic import AddExtraInput, Dropout, LayerNorm, MakeExtraOutput
 from ..basic.activation import GELU, ReLU, SiLU
@@ -26,7 +27,6 @@ _ACTIVATIONS: dict[Any, Callable[[], BasicOperation]] = {
     F.gelu: lambda: GELU("none"),
     F.silu: SiLU,
 }
-_OUT_PROJECTION = type(nn.MultiheadAttention(1, 1, device="meta").out_proj)  # a private subclass
 
 
 class _Options(NamedTuple):
@@ -307,7 +307,7 @@ def _unusual(layer: Any, cls: type[_Layer]) -> str:
     attention = modules["self_attn"]
     parts: list[tuple[str, nn.Module, type[nn.Module]]] = [
         ("self_attn", attention, nn.MultiheadAttention),
-        ("self_attn.out_proj", attention._modules.get("out_proj"), _OUT_PROJECTION),
+        ("self_attn.out_proj", attention._modules.get("out_proj"), NonDynamicallyQuantizableLinear),
         ("linear1", modules["linear1"], nn.Linear),
         ("linear2", modules["linear2"], nn.Linear),
         ("dropout", modules["dropout"], nn.Dropout),
