@@ -353,8 +353,8 @@ def _of_children(
 # What a class statement leaves in a class that defines nothing.
 _BARE_CLASS = frozenset(vars(type("_Bare", (nn.Module,), {"__init__": None}))) | {
     "__annotations__", "__firstlineno__", "__static_attributes__", "__orig_bases__",
-    "__parameters__", "__constants__", "__abstractmethods__", "_abc_impl", "__annotate__", "__annotate_func__",
-    "__annotations_cache__", "__conditional_annotations__", "__slots__",
+    "__parameters__", "__constants__", "__abstractmethods__", "_abc_impl", "__annotate__",
+    "__annotate_func__", "__annotations_cache__", "__conditional_annotations__", "__slots__",
 }  # fmt: skip
 
 
