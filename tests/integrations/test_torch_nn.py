@@ -112,6 +112,17 @@ def test_both_ways_with_the_same_parameters(kind: str, dtype: torch.dtype) -> No
     assert not any(cls.__module__.startswith("opfuser.") for cls in classes)
 
 
+def test_error_in_bf16_is_at_most_twice_torch_s() -> None:
+    layers = nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.RMSNorm(64)
+    original = nn.Sequential(*layers).bfloat16()
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    exact = results(copy.deepcopy(original).double(), x.detach().double().requires_grad_())
+    found = [results(module, x) for module in (opfuser.from_torch(original), original)]
+    for mine, theirs, right in zip(*found, exact):
+        assert mine.dtype == torch.bfloat16
+        assert (mine - right).norm() <= 2 * (theirs - right).norm()
+
+
 def test_a_sequence_is_fused() -> None:
     ours = opfuser.from_torch(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()))
     assert type(ours) is opfuser.Sequential
