@@ -12,6 +12,7 @@ from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
+from .integrations.torch_nn import ConversionReport, conversion_report, from_torch, to_torch
 from .linear import Linear
 from .merged_linear import MergedLinear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BasicOperation",
+    "ConversionReport",
     "Env",
     "FusedOperation",
     "FusibleOperation",
@@ -58,10 +60,12 @@ __all__ = [
     "Sequential",
     "Step",
     "autocast",
+    "conversion_report",
     "disable",
     "enable",
     "fp8_autocast",
     "fp8_model_init",
+    "from_torch",
     "fusion",
     "fusions",
     "keep_quantized_weights",
@@ -72,6 +76,7 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
     "replay",
+    "to_torch",
     "watch_quantization",
 ]
 __all__ += basic.__all__

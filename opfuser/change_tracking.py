@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Clock", "Tracked", "active_calls", "has_hooks", "signature", "stamp"]
+__all__ = [
+    "Clock",
+    "Tracked",
+    "active_calls",
+    "has_hooks",
+    "replaces_forward",
+    "signature",
+    "stamp",
+]
 
 
 class Clock:
@@ -127,6 +135,19 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or module._backward_hooks
     )
+
+
+def replaces_forward(module: nn.Module) -> bool:
+    """Whether an attribute of ``module`` stands in place of the forward of its class.
+
+    Libraries that wrap it so may leave the forward of the class there once they take the wrapper
+    away, as accelerate does. That is none.
+    """
+    own = module.__dict__.get("forward")
+    if own is None:
+        return False
+    put_back = getattr(own, "__func__", None) is type(module).forward
+    return not (put_back and own.__self__ is module)
 
 
 # Attributes of a module on which no plan depends.

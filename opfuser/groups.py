@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from .change_tracking import Tracked, has_hooks
+from .change_tracking import Tracked, has_hooks, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known
@@ -107,14 +107,29 @@ class Group(NamedTuple):
         if isinstance(callee, OperationFuser):
             done = callee.planned(x, extras)
             return PlannedGroup([done.plan], done.output, done.extra_outputs)
-        if isinstance(callee, FusibleOperation) and self.split == "HOOK":
-            return _planned_alone(callee, x, extras)
-        if isinstance(callee, NestedSequential) and self.split != "FORWARD":
-            return callee.planned_groups(x, extras)
+        if self.split != "FORWARD" or _is_wrapped(callee):
+            note: tuple[str, ...] = ()
+            if self.split == "FORWARD":
+                note = (f"{type(callee).__name__} is called once by the forward in its place",)
+            if isinstance(callee, FusibleOperation):
+                return _planned_alone(callee, x, extras)._replace(assumed=note)
+            if isinstance(callee, NestedSequential):
+                inside = callee.planned_groups(x, extras)
+                return inside._replace(assumed=(*note, *inside.assumed))
         output = assumed_output(callee, x)
         note = () if is_known(callee) else (f"{type(callee).__name__} returns {output.dtype}",)
         given = [output] * sum(op.num_extra_outputs for op in self.ops)
         return PlannedGroup([], output, given, note)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether a forward set on the instance is all that makes a group call ``module``.
+
+    Libraries that set one call the module's own within it.
+    """
+    cls = type(module)
+    ours = cls.forward.__module__.startswith(f"{__package__}.")
+    return ours and cls.__call__ is nn.Module.__call__ and replaces_forward(module)
 
 
 def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:

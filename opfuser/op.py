@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .change_tracking import Tracked, has_hooks, signature
+from .change_tracking import Tracked, has_hooks, replaces_forward, signature
 from .context import (
     Dtypes,
     GradNeeds,
@@ -711,7 +711,7 @@ def must_be_called(op: nn.Module) -> str:
     if not isinstance(op, FusibleOperation):
         return ""
     own = type(op)
-    if "forward" in op.__dict__ or own.__call__ is not _CALL:
+    if replaces_forward(op) or own.__call__ is not _CALL:
         return "FORWARD"
     if own.forward not in _FORWARDS and op.own_forward():
         return "FORWARD"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .basic import AddExtraInput, MakeExtraOutput
-from .change_tracking import Clock, has_hooks, stamp
+from .change_tracking import Clock, has_hooks, replaces_forward, stamp
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plan import Plan, expand
@@ -32,6 +32,12 @@ from .quantization.region import active_recipe, check_recipe, region, region_of_
 from .recipe import Recipe
 
 __all__ = ["Residual", "Sequential"]
+
+
+class Exports:
+    """What converts a sequence into modules of other libraries; ``integrations`` sets it."""
+
+    to_torch: Callable[[Sequential], nn.Module]
 
 
 class Sequential(NestedSequential):
@@ -323,7 +329,8 @@ class Sequential(NestedSequential):
         """
         if self.recipe is not None and self.recipe is not active_recipe():
             with region_of_call(self.recipe):
-                return self.forward(input, *extra_inputs, op_kwargs=op_kwargs)
+                # Not self.forward: a wrapper or a subclass that called this is not called again.
+                return Sequential.forward(self, input, *extra_inputs, op_kwargs=op_kwargs)
         if torch.compiler.is_compiling():
             self._resolve_for_tracing()
             self._guard(tuple([seq._stamp for seq in self._stamped]))
@@ -422,6 +429,10 @@ class Sequential(NestedSequential):
             )
         return module
 
+    def to_torch(self) -> nn.Module:
+        """A ``torch.nn.Sequential`` with the same parameters; see :func:`opfuser.to_torch`."""
+        return Exports.to_torch(self)
+
     def plan(self, input: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow, as data.
 
@@ -485,7 +496,7 @@ class Sequential(NestedSequential):
         )
 
     def overrides_forward(self) -> bool:
-        return "forward" in self.__dict__ or type(self).forward is not Sequential.forward
+        return replaces_forward(self) or type(self).forward is not Sequential.forward
 
     @property
     def last_plan(self) -> Plan | None:
