@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import basic, optim, recipe
+from . import basic, gemm_providers, optim, recipe
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
 from .basic.gated_activation import *  # noqa: F403
@@ -58,6 +58,7 @@ __all__ = [
     "fp8_model_init",
     "fusion",
     "fusions",
+    "gemm_providers",
     "keep_quantized_weights",
     "optim",
     "quantized_model_init",

@@ -16,6 +16,7 @@ from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
 from .engine.routing import RoutedGroup, Routes, route
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, QuantizedEdge, Refusal
+from .gemm_providers import GemmChoice
 from .op import (
     BasicOperation,
     FusedOperation,
@@ -242,6 +243,7 @@ def join_plans(
     quantized: list[int] = []
     high_precision: list[tuple[int, Refusal]] = []
     edges: list[QuantizedEdge] = []
+    gemms: list[GemmChoice] = []
     env: Env | None = None
     before: Group | None = None
     for group, plans in groups:
@@ -264,6 +266,7 @@ def join_plans(
             quantized += _shifted(plan.quantized, first)
             high_precision += [(first + n, why) for n, why in plan.high_precision]
             edges += [edge.behind(first) for edge in plan.edges]
+            gemms += [choice._replace(op=first + choice.op) for choice in plan.gemms]
             replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
             for record in plan.history:
                 _merge(records, record, first)
@@ -283,6 +286,7 @@ def join_plans(
         tuple(quantized),
         tuple(high_precision),
         tuple(edges),
+        tuple(gemms),
         assumed=assumed,
         replays=tuple(replays),
     )

@@ -30,6 +30,7 @@ from .errors import (
     ReadOnlyAttributeError,
     explain,
 )
+from .gemm_providers import GemmChoice
 
 __all__ = [
     "BasicOperation",
@@ -306,6 +307,10 @@ class BasicOperation(FusibleOperation):
         Asked where ``takes_part_in_recipes`` is set.
         """
         return None
+
+    def gemm_choices(self, env: Any) -> Iterable[GemmChoice]:
+        """Who computes its quantised products, if the recipe of ``env`` names other than torch."""
+        return ()
 
     def num_quantizers(self, mode: str) -> int:
         """How many tensors the pass ``mode``, ``"forward"`` or ``"backward"``, may quantise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -24,6 +24,7 @@ from ..context import (
 from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
 from ..gemm import as_rows, row_groups
+from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, Dtypes, OperationContext
 from ._autograd_state import backward_pass
 from ._grouped_bias import grouped_bias, grouped_bias_grad, scale_grad
@@ -36,7 +37,7 @@ from ._grouped_weight_grad import (
     GroupedWgrad,
     ScaledGroupedProduct,
 )
-from ._recipes import check_own_recipe, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, recipe_refusal
 from ._result_buffers import buffers_of_call, check_buffers, may_become_grad, overlap
 from ._weight_grad import keep_weights, kept_weights, refuse_both
 
@@ -247,6 +248,13 @@ class GroupedLinear(BasicOperation):
         weight = getattr(self, self._weight_names[0])
         dtype = None if weight is None else weight.dtype
         return recipe_refusal(self.recipe, features, dtype, env)
+
+    def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
+        weight = getattr(self, self._weight_names[0])
+        if env.recipe is None or weight is None:
+            return ()
+        features = self.out_features, self.in_features
+        return choices_of(env, features, weight.dtype, into_main_grad=False)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.autocast or dtypes.first_parameter
