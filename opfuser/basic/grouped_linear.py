@@ -203,6 +203,32 @@ class GroupedLinear(BasicOperation):
         ):
             weight.skip_backward_post_hook = self.delay_wgrad_compute  # type: ignore[attr-defined]
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added."""
+        return self.use_bias
+
+    def make_grouped_weights(self) -> None:
+        """Stores the weights as one parameter from now on, as ``single_grouped_weight`` does.
+
+        The parameter is new: make optimisers, and wrappers of parameters, afterwards. Does nothing
+        if there is one already.
+
+        Raises:
+            ArgumentError: a group has no weight.
+        """
+        if self.single_grouped_weight:
+            return
+        weights = self._current_weights()
+        one = nn.Parameter(torch.stack([w.detach() for w in weights]), weights[0].requires_grad)
+        biases = {name: self._parameters[name] for name in self._bias_names}
+        # Weights come first: gradients are returned in the order of registration.
+        self._parameters.clear()
+        self._parameter_names.clear()
+        self.__dict__.update(single_grouped_weight=True, _weight_names=["weight"])
+        for name, parameter in {"weight": one, **biases}.items():
+            self.register_parameter(name, parameter)
+
     def reset_parameters(self) -> None:
         """Weights uniform in ±1/√in_features, as ``torch.nn.Linear``; biases zero."""
         tracker = self._rng_state_tracker_function

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from .. import gemm
@@ -31,6 +33,8 @@ class BackwardLinearScale(FusedOperation):
     Raises:
         NotSupportedError: the backward of ``linear`` exchanges data between ranks.
     """
+
+    fuse_backward_ops: ClassVar[Fusion]
 
     _parts: tuple[BasicLinear, ConstantScale]
 
@@ -68,3 +72,5 @@ FUSION = Fusion(
     refuses=_refuses,
     build=lambda linear, scale: BackwardLinearScale(linear=linear, scale=scale),
 )
+# A static method of te.ops, which code of users calls.
+BackwardLinearScale.fuse_backward_ops = FUSION
