@@ -45,7 +45,8 @@ def _gemm(
         dtype,
         recipe.splits(product),
         device,
-        has_hardware(device, recipe),
+        # A plan for tensors without values is that of a GPU.
+        device.type == "meta" or has_hardware(device, recipe),
     )
 
 
