@@ -13,6 +13,7 @@ from .engine.replay_options import replay
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .linear import Linear
+from .merged_linear import MergedLinear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .quantization.quantizers import keep_quantized_weights
 from .quantization.region import autocast, fp8_autocast
@@ -42,6 +43,7 @@ __all__ = [
     "FusionRecord",
     "KVCache",
     "Linear",
+    "MergedLinear",
     "OperationContext",
     "OperationFuser",
     "Optional",

@@ -84,25 +84,32 @@ class Tracked(nn.Module):
         super().add_module(name, module)
         self._touch()
 
+    # A change counts once it is there: descriptions tell of hooks.
+
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_forward_pre_hook(*args, **kwargs)
         self._touch()
-        return super().register_forward_pre_hook(*args, **kwargs)
+        return handle
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_forward_hook(*args, **kwargs)
         self._touch()
-        return super().register_forward_hook(*args, **kwargs)
+        return handle
 
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_full_backward_pre_hook(*args, **kwargs)
         self._touch()
-        return super().register_full_backward_pre_hook(*args, **kwargs)
+        return handle
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_full_backward_hook(*args, **kwargs)
         self._touch()
-        return super().register_full_backward_hook(*args, **kwargs)
+        return handle
 
     def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_backward_hook(*args, **kwargs)
         self._touch()
-        return super().register_backward_hook(*args, **kwargs)
+        return handle
 
 
 def stamp(modules: Iterable[Tracked]) -> None:

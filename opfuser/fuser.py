@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from . import fused as _fused
-from .change_tracking import Clock, active_calls, signature, stamp
+from .change_tracking import Clock, Tracked, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
 from .engine.autograd import Kwargs, execute, execute_eagerly
@@ -296,7 +296,8 @@ class OperationFuser:
         for module, name in self._slots:
             if parametrize.is_parametrized(module, name):
                 refuse_impure(module, name)
-        ops = [*self._given, *self._units, *self._basic_ops]
+        ops: list[Tracked] = [*self._given, *self._units, *self._basic_ops]
+        ops += [m for op in self._basic_ops for m in op.children() if isinstance(m, Tracked)]
         self._stamped = list({id(op): op for op in ops}.values())
         stamp(self._stamped)
         return True

@@ -249,9 +249,10 @@ def join_plans(
     for group, plans in groups:
         cut = group if group.split or before is None else before
         if before is not None and cut.split:
-            cuts[len(scanned)] = Refusal(
-                cut.split, f"{type(cut.callee).__name__} {_WHY[cut.split]}"
-            )
+            why = _WHY[cut.split]
+            if cut.split == "FORWARD" and isinstance(cut.callee, FusibleOperation):
+                why = cut.callee.own_forward() or why
+            cuts[len(scanned)] = Refusal(cut.split, f"{type(cut.callee).__name__} {why}")
         before = group
         if not plans:
             step = Step(cast(nn.Module, group.callee), ())

@@ -135,6 +135,13 @@ class FusibleOperation(Tracked):
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Called before every forward. Override only if needed: it costs host time."""
 
+    def own_forward(self) -> str:
+        """Why calls may do something else than the passes, as a predicate; empty if they do not.
+
+        Asked, after changes, of operations whose class has a ``forward`` of its own.
+        """
+        return "has a forward of its own"
+
     def get_input_quantizer(self) -> Any | None:
         """How the input is quantised in the region that the caller is in; None: it is not."""
         return None
@@ -711,7 +718,9 @@ def must_be_called(op: nn.Module) -> str:
     if not isinstance(op, FusibleOperation):
         return ""
     own = type(op)
-    if "forward" in op.__dict__ or own.forward not in _FORWARDS or own.__call__ is not _CALL:
+    if "forward" in op.__dict__ or own.__call__ is not _CALL:
+        return "FORWARD"
+    if own.forward not in _FORWARDS and op.own_forward():
         return "FORWARD"
     return "HOOK" if has_hooks(op) else ""
 

@@ -208,7 +208,7 @@ class Sequential(NestedSequential):
     _routes: Routes
     _structure: list[tuple[str, list[tuple[int, Hashable]]]] | None
     _single: OperationFuser | None
-    _hooked: bool  # whether any module is; removing a hook by its handle is not noticed
+    _hooked: bool  # whether any module, or one in it, may be; removing a hook is not noticed
     _seen: int
     _stamped: list[Sequential]
 
@@ -246,7 +246,7 @@ class Sequential(NestedSequential):
                 _routes=routes,
                 _structure=structure,
                 _single=only if isinstance(only, OperationFuser) else None,
-                _hooked=any(split == "HOOK" for split, _ in found),
+                _hooked=any(split in ("HOOK", "FORWARD") for split, _ in found),
             )
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):

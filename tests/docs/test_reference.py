@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import opfuser
 from opfuser import basic
 from opfuser.fused import FUSIONS
+from opfuser.fused._linear import BIASES, LINEARS
 from opfuser.fused.backward_activation_bias import FUSION as WITH_PLAIN_ACTIVATION
 from opfuser.fused.parts.activation import ACTIVATIONS
 from opfuser.fusion import REFUSAL_CODES
@@ -151,6 +152,8 @@ _, plain_activations = WITH_PLAIN_ACTIVATION.elements
 KINDS = {
     "activation": tuple(kind.__name__ for kind in ACTIVATIONS),
     "plain activation": tuple(kind.__name__ for kind in plain_activations.types),
+    "BasicLinear": tuple(kind.__name__ for kind in LINEARS),
+    "Bias": tuple(kind.__name__ for kind in BIASES),
 }
 
 
