@@ -117,8 +117,17 @@ def attention(options: TransformerLayerOptions, p: Parameters, x: Tensor, prefix
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     each = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(each, 1) for t in (k, v))
-    causal = options.self_attn_mask_type != "no_mask"
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+    scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    before, behind = options.window_size or (-1, -1)
+    seen = distance <= before if before >= 0 else distance < len(distance)
+    if options.self_attn_mask_type != "no_mask":
+        behind = 0
+    if behind >= 0:
+        seen = seen & (-distance <= behind)
+    y = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
     y = y.transpose(0, 1) if options.attn_input_format == "sbhd" else y
     return linear(p, y, "self_attention.proj.")
 

@@ -100,10 +100,8 @@ def test_parameters_and_flags_are_those_of_the_module() -> None:
         (lambda: te_op("AllReduce", process_group=None, _reduce_in_backward=False),
          r"\(AllReduce\).*reduce_in_backward=False"),
         (lambda: te_layer(layer_type="decoder"), r"\(TransformerLayer\).*layer_type='decoder'"),
-        (lambda: te_layer(softcap=5.0), "softcap=5.0"),
         (lambda: te_layer(parallel_attention_mlp=True), "parallel_attention_mlp=True"),
         (lambda: te_layer(softmax_type="learnable"), "softmax_type='learnable'"),
-        (lambda: te_layer(dropout=0.1), "attention_dropout=0.1"),
         (lambda: te_layer(cp_group="ranks"), "context parallel group='ranks'"),
         (lambda: te_layer(proj_bias=False), "proj.bias=False, not True.*one by one"),
         (lambda: te_layer(qkv_eps=0.5), "qkv.eps=0.5, not 1e-05"),
@@ -115,7 +113,6 @@ def test_what_has_no_counterpart_here(make: Any, text: str) -> None:
 
 
 def te_layer(
-    dropout: float = 0.0,
     cp_group: Any = None,
     proj_bias: bool = True,
     qkv_eps: float = 1e-5,
@@ -134,7 +131,7 @@ def te_layer(
         "attention.multi_head_attention", "MultiheadAttention", num_attention_heads=2,
         num_gqa_groups=2, hidden_size_per_attention_head=4, rotary_pos_interleaved=False,
         qkv_weight_interleaved=True, q_norm=None, k_norm=None, qk_norm_before_rope=False,
-        core_attention=stand_in("attention", "Core", attention_dropout=dropout, cp_group=cp_group),
+        core_attention=stand_in("attention", "Core", attention_dropout=0.0, cp_group=cp_group),
         layernorm_qkv=stand_in("module.layernorm_linear", "LayerNormLinear", eps=qkv_eps, **qkv),
         proj=stand_in("module.linear", "Linear", **{**common, "use_bias": proj_bias}),
     )  # fmt: skip

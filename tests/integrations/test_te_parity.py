@@ -81,6 +81,7 @@ CASES: dict[str, Callable[[], Any]] = {
         apply_residual_connection_post_layernorm=True, zero_centered_gamma=True,
         kv_channels=32,
     ),
+    "TransformerLayer, window": layer(window_size=(5, 0), activation="silu"),
     "TransformerLayer, norms of heads": layer(qk_norm_type="RMSNorm", qk_norm_eps=1e-2),
 }  # fmt: skip
 

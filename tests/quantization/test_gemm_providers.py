@@ -124,6 +124,20 @@ def test_provider_and_torch_have_plans_of_their_own() -> None:
     assert len(computed) == before + 1, "a Sequential with a recipe of its own"
 
 
+def test_projections() -> None:
+    model = opfuser.Sequential(opfuser.MergedLinear(128, {"q": 128, "k": 256}))
+    x = torch.randn(16, 128, requires_grad=True)
+    recipe = Float8CurrentScaling(gemm="exact")
+    with opfuser.autocast(recipe=recipe):
+        model(x).sum().backward()
+    assert {shape for shape, _, _ in computed} == {
+        (128, 128, 384), (128, 384, 128), (384, 128, 128)
+    }  # fmt: skip
+    plan = model.last_plan
+    assert plan is not None
+    assert [choice.refusal for choice in plan.gemms] == [None] * 3
+
+
 def test_groups_and_main_grad() -> None:
     grouped = opfuser.GroupedLinear(2, 128, 128, accumulate_into_main_grad=True)
     linear = opfuser.BasicLinear(128, 128, dtype=torch.bfloat16, accumulate_into_main_grad=True)

@@ -109,7 +109,7 @@ class QuantizedLinearPart(LinearPart):
     ) -> None:
         super().__init__(linear, bias, where, add=add)
         self.recipe = recipe
-        self.features = linear.local_out_features, linear.local_in_features
+        self.features = linear.sharding.local_out_features, linear.sharding.local_in_features
         self.quantized_ops = (linear,)
 
     def input_quantizer(self, ctxs: Contexts, *, save_input: bool) -> Quantizer | None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from opfuser import FusibleOperation, Sequential
 from opfuser.change_tracking import has_hooks
@@ -217,7 +216,7 @@ def _shape(sequence: nn.Module) -> list[tuple[str, str, Any]]:
 
 
 def _flags(module: nn.Module) -> Any:
-    if not isinstance(module, FusibleOperation) or parametrize.is_parametrized(module):
+    if not isinstance(module, FusibleOperation):
         return None
     arguments = OPERATIONS.get(type(module).__name__, ())
     known = {a.name: attribute(module, a.here) for a in arguments if a.here is not None}

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import opfuser
-from opfuser import GroupedLinear, LayerNorm, Linear, MakeExtraOutput, RMSNorm
+from opfuser import GroupedLinear, LayerNorm, Linear, MakeExtraOutput, MergedLinear, RMSNorm
 from opfuser.errors import ArgumentError, explain
 
-from .options import Options, merge_split, refuse_delay, refuse_option, refuse_others
+from .options import Options, refuse_delay, refuse_option, refuse_others
 
 __all__ = [
     "ACTIVATIONS",
@@ -23,6 +23,7 @@ __all__ = [
     "LinearOptions",
     "Split",
     "norm",
+    "projection",
     "split_names",
     "split_of",
 ]
@@ -83,18 +84,26 @@ def split_names(linear: str, split: Split | None) -> dict[str, str]:
         if split is None:
             names[f"{linear}.{kind}"] = kind
             continue
-        for n, (name, _) in enumerate(split):
-            path = f"{linear}.parametrizations.{kind}.original{n}"
-            names[path] = f"{name.rstrip('_')}_{kind}"
+        for name, _ in split:
+            names[f"{linear}.{name}.{kind}"] = f"{name}_{kind}"
     return names
+
+
+def projection(
+    in_features: int, out_features: int, split: Split | None, **how: Any
+) -> Linear | MergedLinear:
+    """A linear transformation, of one parameter or of several."""
+    if split is None:
+        return Linear(in_features, out_features, **how)
+    return MergedLinear(in_features, dict(split), **how)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearOptions(Options):
     """Of ``te.Linear``: the sequence ``linear``, :math:`y = x W^T + b`.
 
-    ``parameters_split`` is a tuple of names and rows. Weight and bias are then parametrised by
-    parameters of their own, which are concatenated at every call.
+    With ``parameters_split``, a tuple of names (without the ``_`` at their ends, which are no part
+    of the parameters' names there) and rows, it is a :class:`opfuser.MergedLinear`.
     """
 
     te_name: ClassVar[str] = "Linear"
@@ -106,23 +115,15 @@ class LinearOptions(Options):
     parameters_split: Split | None = None
 
     def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
-        if self.fuse_wgrad_accumulation and self.parameters_split:
-            refuse_option(
-                type(self).__name__,
-                "fuse_wgrad_accumulation",
-                True,
-                "Leave out parameters_split: a concatenated weight has no main_grad",
-            )
-        linear = Linear(
+        linear = projection(
             self.in_features,
             self.out_features,
+            self.parameters_split,
             bias=self.bias,
             device=device,
             dtype=dtype,
             accumulate_into_main_grad=self.fuse_wgrad_accumulation,
         )
-        if self.parameters_split is not None:
-            merge_split(linear, tuple(rows for _, rows in self.parameters_split))
         return {"linear": linear}
 
     def names(self) -> Mapping[str, str]:

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
-from opfuser import Linear, Sequential
+from opfuser import Sequential
 from opfuser.change_tracking import has_hooks
 from opfuser.errors import NotSupportedError, explain
 
@@ -19,7 +18,6 @@ __all__ = [
     "attribute",
     "is_of_te",
     "kind_of",
-    "merge_split",
     "refuse_delay",
     "refuse_hooks",
     "refuse_option",
@@ -179,24 +177,3 @@ def refuse_parameters(module: nn.Module) -> None:
                         "opfuser.quantized_model_init has weights in FP8",
                     )
                 )
-
-
-class _Rows(nn.Module):
-    """Parametrises a tensor as several, one behind another along the first dimension."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.sizes = sizes
-
-    def forward(self, *pieces: torch.Tensor) -> torch.Tensor:
-        return torch.cat(pieces)
-
-    def right_inverse(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pieces: tuple[torch.Tensor, ...] = whole.split(self.sizes)
-        return pieces
-
-
-def merge_split(linear: Linear, sizes: tuple[int, ...]) -> None:
-    """Makes weight and bias of ``linear`` several parameters each, concatenated at every call."""
-    for name, _ in list(linear.named_parameters()):
-        parametrize.register_parametrization(linear, name, _Rows(sizes))

@@ -26,10 +26,11 @@ from .linear_modules import (
     LayerNormMLPOptions,
     Split,
     norm,
+    projection,
     split_names,
     split_of,
 )
-from .options import Options, merge_split, refuse_delay, refuse_option, refuse_others
+from .options import Options, refuse_delay, refuse_option, refuse_others
 from .packing import DeinterleaveHeads, SwapSequenceAndBatch
 
 __all__ = ["TransformerLayerOptions"]
@@ -39,12 +40,10 @@ _LAYER: Mapping[str, Any] = {
     "layer_type": "encoder",
     "parallel_attention_mlp": False,
     "drop_path": None,
-    "softcap": 0.0,
     "softmax_type": "vanilla",
     "tp_size": 1,
 }
 _CAUSAL = {"causal": True, "causal_bottom_right": True, "no_mask": False}
-_NO_WINDOWS = (None, (-1, -1), (-1, 0))
 _LAYOUTS = ("sbhd", "bshd")
 
 
@@ -53,13 +52,11 @@ class TransformerLayerOptions(Options):
     """Of ``te.TransformerLayer``: the sequence ``attention``, ``mlp`` and, if asked for, ``norm``.
 
     The layer's input and output have the layout ``attn_input_format``; only around attention are
-    sequence and batch swapped. Separate parameters of queries, keys and values
-    (``fuse_qkv_params=False``) are concatenated at every call, and heads that are interleaved
-    (``qkv_weight_interleaved=True``) are sorted behind the GEMM: one copy of queries, keys and
-    values each. Merge the parameters once, in the order of ``qkv_weight_interleaved=False``, where
-    they need not be shared.
+    sequence and batch swapped. Heads that are interleaved (``qkv_weight_interleaved=True``) are
+    sorted behind the GEMM: one copy of queries, keys and values.
 
-    Masks, windows and rotary angles that calls pass there have no counterpart but ``rotary_base``.
+    What calls pass there, masks, windows, rotary angles, belongs to operations here: keywords of
+    :class:`opfuser.DotProductAttention`, its ``window``, and ``rotary_base``.
 
     Attributes:
         rotary_base: not an argument there: base of the angles that calls of the layer pass as
@@ -81,6 +78,7 @@ class TransformerLayerOptions(Options):
     kv_channels: int | None = None
     self_attn_mask_type: str = "causal"
     window_size: tuple[int, int] | None = None
+    softcap: float = 0.0
     fuse_wgrad_accumulation: bool = False
     apply_residual_connection_post_layernorm: bool = False
     output_layernorm: bool = False
@@ -99,15 +97,15 @@ class TransformerLayerOptions(Options):
     rotary_base: float | None = None
 
     def __post_init__(self) -> None:
-        window = None if self.window_size is None else tuple(self.window_size)
         remedy = {
-            "attention_dropout": "Construct the layer with attention_dropout=0",
+            "self_attn_mask_type": "Convert with 'no_mask' or 'causal', and pass mask= to "
+            "DotProductAttention by op_kwargs",
             "qk_norm_type": "QKNorm, an RMSNorm of each head, is there",
         }
+        before, behind = self._window
         refused = {
-            "attention_dropout": bool(self.attention_dropout),
             "self_attn_mask_type": self.self_attn_mask_type not in _CAUSAL,
-            "window_size": window not in _NO_WINDOWS,
+            "window_size": self.self_attn_mask_type == "no_mask" and before != behind,
             "attn_input_format": self.attn_input_format not in _LAYOUTS,
             "qk_norm_type": self.qk_norm_type not in (None, "RMSNorm"),
         }
@@ -125,6 +123,12 @@ class TransformerLayerOptions(Options):
     @property
     def _head_dim(self) -> int:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def _window(self) -> tuple[int, int]:
+        """Positions before and behind that are seen; -1: all."""
+        before, behind = self.window_size or (-1, -1)
+        return (-1, -1) if before < 0 and behind <= 0 else (before, behind)
 
     @property
     def _split(self) -> Split | None:
@@ -185,9 +189,7 @@ class TransformerLayerOptions(Options):
             "bias": self.bias,
             "accumulate_into_main_grad": self.fuse_wgrad_accumulation,
         }
-        qkv = Linear(self.hidden_size, (heads + 2 * groups) * size, **how)
-        if self._split is not None:
-            merge_split(qkv, tuple(rows for _, rows in self._split))
+        qkv = projection(self.hidden_size, (heads + 2 * groups) * size, self._split, **how)
         parts: dict[str, nn.Module] = {
             "norm": norm(self, self.hidden_size, device, dtype),
             "qkv": qkv,
@@ -197,8 +199,15 @@ class TransformerLayerOptions(Options):
         if self.qkv_weight_interleaved:
             parts["heads"] = DeinterleaveHeads(heads, groups)
         parts.update(self._positions(where))
-        causal = _CAUSAL[self.self_attn_mask_type]
-        parts["attention"] = DotProductAttention(heads, groups, causal=causal)
+        before, _ = self._window
+        parts["attention"] = DotProductAttention(
+            heads,
+            groups,
+            causal=_CAUSAL[self.self_attn_mask_type],
+            window=None if before < 0 else before + 1,
+            dropout_p=self.attention_dropout,
+            softcap=self.softcap or None,
+        )
         if self.attn_input_format == "sbhd":
             parts["sequence_first"] = SwapSequenceAndBatch()
         parts["proj"] = Linear(heads * size, self.hidden_size, **how)
@@ -270,6 +279,7 @@ class TransformerLayerOptions(Options):
             kv_channels=attention.hidden_size_per_attention_head,
             self_attn_mask_type=module.self_attn_mask_type,
             window_size=module.window_size,
+            softcap=getattr(module, "softcap", 0.0),
             fuse_wgrad_accumulation=mlp.fuse_wgrad_accumulation,
             apply_residual_connection_post_layernorm=(
                 module.apply_residual_connection_post_layernorm
