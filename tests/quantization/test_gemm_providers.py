@@ -74,6 +74,7 @@ def test_a_provider_computes_what_it_takes(kind: type[Recipe]) -> None:
         assert error(own, plain.double()) < 1e-5
     shapes = {shape for shape, _, _ in computed}  # 160 rows, padded to a multiple of 128
     assert shapes == {(256, 128, 256), (256, 128, 128), (256, 256, 128), (128, 256, 128)}
+    assert len(computed) == 5, "all six but the one that it refuses"
     plan = model.last_plan
     assert plan is not None
     assert [(c.op, c.product, c.refusal) for c in plan.gemms] == [
