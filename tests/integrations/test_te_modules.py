@@ -253,10 +253,32 @@ def test_checkpoints_of_a_whole_model() -> None:
     assigned = model()
     load_te_state_dict(assigned, state, assign=True)
     assert assigned[2].fc1.weight.data_ptr() == source[2].fc1.weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", ["linear", "basic", "module"])
+def test_codes_of_weights_are_not_written(kind: str) -> None:
+    options = LayerNormMLPOptions(hidden_size=16, ffn_hidden_size=16)
     with of.quantized_model_init(recipe=of.recipe.Float8CurrentScaling()):
-        stored = of.Sequential(of.Linear(16, 16))
-    with pytest.raises(NotSupportedError, match=r"stored as codes.*\(0\).*read_weight"):
+        parts = {"linear": of.Linear(16, 16), "basic": of.BasicLinear(16, 16)}
+        stored = of.Sequential(parts[kind] if kind in parts else options.build())
+    with pytest.raises(NotSupportedError, match=r"stored as codes.*\(0(\.fc1)?\).*read_weight"):
         te_state_dict(stored)
+
+
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+def test_scales_are_neither_written_nor_asked_for() -> None:
+    mlp = LayerNormMLPOptions(hidden_size=16, ffn_hidden_size=16).build()
+    model = of.Sequential(mlp, of.BasicLinear(16, 16), of.Linear(16, 16))
+    fresh = te_state_dict(model)
+    with of.autocast(recipe=of.recipe.DelayedScaling()):
+        model(torch.randn(16, 16)).sum().backward()
+    scales = {n: t.clone() for n, t in model.state_dict().items() if "quantization" in n}
+    assert scales
+    assert te_state_dict(model).keys() == fresh.keys()
+    result = load_te_state_dict(model, fresh)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    for name, t in scales.items():
+        assert torch.equal(model.state_dict()[name], t)
 
 
 def test_what_a_sequence_stands_for_is_copied_with_it() -> None:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opfuser import FusedOperation, FusibleOperation, Linear, Sequential
+from opfuser import BasicLinear, FusedOperation, FusibleOperation, Linear, Sequential
 from opfuser.errors import NotSupportedError, explain
+from opfuser.op import RESTORED_CHILDREN
 
 from .conversion import options_of
 
@@ -50,9 +51,9 @@ def load_te_state_dict(
 ) -> Any:
     """Loads a state dict of Transformer Engine; what ``load_state_dict`` returns.
 
-    Entries ``_extra_state`` are left out unread: scales of quantised compute start anew. Keys that
-    no tensor of the sequence has there stay as they are, so that those of ``state_dict()`` load
-    too, and unknown ones are reported.
+    Entries ``_extra_state`` are left out unread: scales of quantised compute stay what they are.
+    Keys that no tensor of the sequence has there stay as they are, so that those of
+    ``state_dict()`` load too, and unknown ones are reported.
 
     Args:
         sequence: what :func:`te_state_dict` describes.
@@ -65,16 +66,33 @@ def load_te_state_dict(
         NotSupportedError: a weight is stored as codes, which have another form there.
     """
     renamed = {key.theirs: key.ours for key in _keys(sequence)}
-    mapped = {
-        renamed.get(key) or key: value
-        for key, value in state.items()
-        if key.rpartition(".")[2] != _STATE
-    }
+    mapped = {name: value for name, value in sequence.state_dict().items() if _is_scale(name)}
+    for key, value in state.items():
+        if key.rpartition(".")[2] != _STATE:
+            mapped[renamed.get(key) or key] = value
     return sequence.load_state_dict(mapped, strict=strict, assign=assign)
+
+
+def _is_scale(name: str) -> bool:
+    """Whether an entry is of what an operation keeps of quantised compute."""
+    return not RESTORED_CHILDREN.keys().isdisjoint(name.split("."))
+
+
+def _refuse_codes(module: nn.Module, path: str) -> None:
+    if isinstance(module, (BasicLinear, Linear)) and module.weight_format is not None:
+        raise NotSupportedError(
+            explain(
+                "A weight that is stored as codes has another form in Transformer Engine",
+                where=path.removesuffix("."),
+                remedy="Take read_weight() of it",
+            )
+        )
 
 
 def _keys(module: nn.Module, ours: str = "", theirs: str = "") -> Iterator[_Key]:
     """The tensors of ``module``, whose names begin with ``ours`` here and ``theirs`` there."""
+    for path, inner in module.named_modules():
+        _refuse_codes(inner, ours + path)
     options = options_of(module)
     if options is not None:
         names = options.names()
@@ -89,7 +107,8 @@ def _keys(module: nn.Module, ours: str = "", theirs: str = "") -> Iterator[_Key]
         yield from _keys_of_linear(module, ours, theirs)
     else:
         for name in module.state_dict():
-            yield _Key(ours + name, theirs + name)
+            if not _is_scale(name):
+                yield _Key(ours + name, theirs + name)
         if isinstance(module, FusibleOperation) and not isinstance(module, FusedOperation):
             yield _Key(None, theirs + _STATE)
             inside = _INSIDE.get(type(module).__name__)
@@ -99,14 +118,6 @@ def _keys(module: nn.Module, ours: str = "", theirs: str = "") -> Iterator[_Key]
 
 def _keys_of_linear(linear: Linear, ours: str, theirs: str) -> Iterator[_Key]:
     """Its parts keep the parameters there."""
-    if linear.weight_format is not None:
-        raise NotSupportedError(
-            explain(
-                "A weight that is stored as codes has another form in Transformer Engine",
-                where=ours.removesuffix("."),
-                remedy="Take read_weight() of it",
-            )
-        )
     for n, part in enumerate(linear.basic_ops):
         for name in part._parameter_names:
             if getattr(part, name) is not None:
