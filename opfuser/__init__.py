@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import basic, optim, recipe
+from . import basic, gemm_providers, optim, recipe
 from .attention.cache import KVCache
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
@@ -68,6 +68,7 @@ __all__ = [
     "from_torch",
     "fusion",
     "fusions",
+    "gemm_providers",
     "keep_quantized_weights",
     "optim",
     "quantized_model_init",

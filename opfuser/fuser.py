@@ -42,9 +42,19 @@ from .op import (
 from .quantization.region import active_recipe, in_backward, open_regions
 from .quantization.weights import is_fp8
 from .recipe import Recipe
-from .registry import registry
+from .registry import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+    registry,
+)
 
-__all__ = ["OperationFuser"]
+__all__ = [
+    "OperationFuser",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]
 
 for _rule in _fused.FUSIONS:
     registry.add(_rule, _rule.stage, origin="opfuser")

@@ -16,6 +16,7 @@ from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
 from .engine.routing import RoutedGroup, Routes, route
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, QuantizedEdge, Refusal
+from .gemm_providers import GemmChoice
 from .op import (
     BasicOperation,
     FusedOperation,
@@ -258,6 +259,7 @@ def join_plans(
     high_precision: list[tuple[int, Refusal]] = []
     edges: list[QuantizedEdge] = []
     notes: list[tuple[int, str]] = []
+    gemms: list[GemmChoice] = []
     env: Env | None = None
     before: Group | None = None
     for group, plans in groups:
@@ -282,6 +284,7 @@ def join_plans(
             high_precision += [(first + n, why) for n, why in plan.high_precision]
             edges += [edge.behind(first) for edge in plan.edges]
             notes += [(first + n, note) for n, note in plan.notes]
+            gemms += [choice._replace(op=first + choice.op) for choice in plan.gemms]
             replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
             for record in plan.history:
                 _merge(records, record, first)
@@ -302,6 +305,7 @@ def join_plans(
         tuple(high_precision),
         tuple(edges),
         tuple(notes),
+        tuple(gemms),
         assumed=assumed,
         replays=tuple(replays),
     )

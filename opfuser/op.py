@@ -27,9 +27,11 @@ from .errors import (
     ChannelError,
     ChannelIndexError,
     MissingImplementationError,
+    NotSupportedError,
     ReadOnlyAttributeError,
     explain,
 )
+from .gemm_providers import GemmChoice
 
 __all__ = [
     "BasicOperation",
@@ -318,6 +320,10 @@ class BasicOperation(FusibleOperation):
         """
         return None
 
+    def gemm_choices(self, env: Any) -> Iterable[GemmChoice]:
+        """Who computes its quantised products, if the recipe of ``env`` names other than torch."""
+        return ()
+
     def num_quantizers(self, mode: str) -> int:
         """How many tensors the pass ``mode``, ``"forward"`` or ``"backward"``, may quantise."""
         return 0
@@ -343,6 +349,31 @@ class BasicOperation(FusibleOperation):
                 remedy="num_quantizers(mode) says how many there are",
             )
         )
+
+    def reset_recipe_state(self, *, recipe: Any | None = None) -> None:
+        """Forgets the scales of quantised compute: they begin anew at the next call.
+
+        Args:
+            recipe: None.
+
+        Raises:
+            NotSupportedError: another ``recipe``; that of a call is its region's.
+        """
+        if recipe is not None:
+            raise NotSupportedError(
+                explain(
+                    "An operation has no recipe before it is called",
+                    where=type(self).__name__,
+                    received=f"reset_recipe_state(recipe={type(recipe).__name__})",
+                    remedy="Open opfuser.autocast(recipe=...) around the call, or give the recipe "
+                    "to the Sequential",
+                )
+            )
+        for module in (self, self._owner):
+            if module is not None and any(module._modules.get(n) for n in RESTORED_CHILDREN):
+                for name in RESTORED_CHILDREN:
+                    module._modules.pop(name, None)
+                module._touch()
 
     def _quantizer(self, mode: str, index: int) -> Any | None:
         return None

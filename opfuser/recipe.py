@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 
+from . import gemm_providers
 from .errors import ArgumentError, NotSupportedError, explain
 
 __all__ = [
@@ -107,6 +108,9 @@ class Recipe:
             operation for backward in E4M3, one byte for each element and four for each 128, with
             scales of their own; what forward computes does not change. Where it is not so, says
             ``cache_quantized_input`` of :class:`opfuser.SwiGLU`. None saves it as it is.
+        gemm: who multiplies quantised operands, by the name of a provider of
+            :mod:`opfuser.gemm_providers`. Products that it refuses are torch's; the plan says who
+            computes which, and why.
         fprop, dgrad, wgrad: ``"fp8"``, the format of the recipe whatever its name, or ``"bf16"``
             for the dtype that the operation computes in without a recipe: of the forward GEMM, and
             of those of the gradients of input and weight.
@@ -124,6 +128,7 @@ class Recipe:
     dgrad: Mode = "fp8"
     wgrad: Mode = "fp8"
     save_activations: Literal["fp8"] | None = None
+    gemm: str = "torch"
 
     # Features of a linear operation are multiples of this.
     multiple: ClassVar[int] = 16
@@ -149,6 +154,7 @@ class Recipe:
             self._wrong("fprop, dgrad and wgrad are 'fp8' or 'bf16'", repr(modes))
         if self.save_activations not in (None, "fp8"):
             self._wrong("save_activations is None or 'fp8'", repr(self.save_activations))
+        gemm_providers.find(self.gemm)
         if not isinstance(self.fp8_format, Format):
             self._wrong("fp8_format is a Format", repr(self.fp8_format))
         if self.fp8_format is Format.E2M1:

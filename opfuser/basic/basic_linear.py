@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -16,6 +16,7 @@ from .. import gemm
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..fusion import Env, Refusal
+from ..gemm_providers import GemmChoice
 from ..op import Dtypes, OperationContext
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
@@ -28,7 +29,7 @@ from ._distributed import (
     refuse_reference,
     shard_linear,
 )
-from ._recipes import check_own_recipe, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, recipe_refusal
 from ._stored_weight import StoresWeight
 from ._weight_grad import (
     Product,
@@ -233,6 +234,15 @@ class BasicLinear(StoresWeight):
             return refusal
         why = layout_refusal(stored, env.recipe)
         return None if why is None else Refusal("LAYOUT", why)
+
+    def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
+        w: Tensor | None = self.weight
+        if env.recipe is None or w is None:
+            return ()
+        features = self.local_out_features, self.local_in_features
+        own = w.dtype if self.weight_format is None else self.weight_format.dtype
+        into_main_grad = self.accumulate_into_main_grad
+        return choices_of(env, features, own, into_main_grad=into_main_grad)
 
     def num_quantizers(self, mode: str) -> int:
         return 2 if mode == "forward" else 1

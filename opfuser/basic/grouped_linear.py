@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -24,6 +24,7 @@ from ..context import (
 from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
 from ..gemm import RowGroups, as_rows, row_groups
+from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, Dtypes, OperationContext
 from ._autograd_state import backward_pass
 from ._grouped_bias import grouped_bias, grouped_bias_grad, scale_grad
@@ -36,7 +37,7 @@ from ._grouped_weight_grad import (
     GroupedWgrad,
     ScaledGroupedProduct,
 )
-from ._recipes import check_own_recipe, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, recipe_refusal
 from ._result_buffers import buffers_of_call, check_buffers, may_become_grad, overlap
 from ._weight_grad import keep_weights, kept_weights, refuse_both
 
@@ -209,6 +210,32 @@ class GroupedLinear(BasicOperation):
         ):
             weight.skip_backward_post_hook = self.delay_wgrad_compute  # type: ignore[attr-defined]
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added."""
+        return self.use_bias
+
+    def make_grouped_weights(self) -> None:
+        """Stores the weights as one parameter from now on, as ``single_grouped_weight`` does.
+
+        The parameter is new: make optimisers, and wrappers of parameters, afterwards. Does nothing
+        if there is one already.
+
+        Raises:
+            ArgumentError: a group has no weight.
+        """
+        if self.single_grouped_weight:
+            return
+        weights = self._current_weights()
+        one = nn.Parameter(torch.stack([w.detach() for w in weights]), weights[0].requires_grad)
+        biases = {name: self._parameters[name] for name in self._bias_names}
+        # Weights come first: gradients are returned in the order of registration.
+        self._parameters.clear()
+        self._parameter_names.clear()
+        self.__dict__.update(single_grouped_weight=True, _weight_names=["weight"])
+        for name, parameter in {"weight": one, **biases}.items():
+            self.register_parameter(name, parameter)
+
     def reset_parameters(self) -> None:
         """Weights uniform in ±1/√in_features, as ``torch.nn.Linear``; biases zero."""
         tracker = self._rng_state_tracker_function
@@ -254,6 +281,13 @@ class GroupedLinear(BasicOperation):
         weight = getattr(self, self._weight_names[0])
         dtype = None if weight is None else weight.dtype
         return recipe_refusal(self.recipe, features, dtype, env)
+
+    def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
+        weight = getattr(self, self._weight_names[0])
+        if env.recipe is None or weight is None:
+            return ()
+        features = self.out_features, self.in_features
+        return choices_of(env, features, weight.dtype, into_main_grad=False)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.autocast or dtypes.first_parameter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -12,12 +12,13 @@ from .. import gemm
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, explain
 from ..fusion import Env, Refusal
+from ..gemm_providers import GemmChoice
 from ..op import Dtypes, OperationContext
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ._distributed import LinearSharding
 from ._projections import OfProjections, Projection
-from ._recipes import check_own_recipe, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, recipe_refusal
 from ._weight_grad import (
     Computed,
     Product,
@@ -99,6 +100,12 @@ class BasicMergedLinear(OfProjections):
             if no is not None:
                 return no
         return None
+
+    def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
+        if env.recipe is None:
+            return ()
+        features, own = (self.out_features, self.in_features), self._weights()[0].dtype
+        return choices_of(env, features, own, into_main_grad=self.accumulate_into_main_grad)
 
     def num_quantizers(self, mode: str) -> int:
         return 2 if mode == "forward" else 1

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage
+from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..quantization.quantizers import Quantizer
 
@@ -141,6 +142,7 @@ class Plan(_Compared):
         high_precision: operations that could, and why they do not.
         edges: tensors that go from operation to operation as codes.
         notes: what operations say about themselves, by index.
+        gemms: who computes the quantised products, where the recipe names other than torch.
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
         replays: of ``last_plan``, for each group of operations; not compared.
@@ -156,6 +158,7 @@ class Plan(_Compared):
     high_precision: tuple[tuple[int, Refusal], ...] = field(default=())
     edges: tuple[QuantizedEdge, ...] = field(default=())
     notes: tuple[tuple[int, str], ...] = field(default=())
+    gemms: tuple[GemmChoice, ...] = field(default=())
     names: tuple[str, ...] = field(default=())
     assumed: tuple[str, ...] = field(default=())
     replays: tuple[ReplayRecord, ...] = field(default=())
@@ -163,7 +166,7 @@ class Plan(_Compared):
     def _says(self) -> Hashable:
         kinds = tuple(type(op) for op in self.basic_ops)
         steps = self.forward, self.backward
-        precision = self.quantized, self.high_precision, self.edges
+        precision = self.quantized, self.high_precision, self.edges, self.gemms
         said = self.names, self.notes
         return kinds, said, steps, self.needs, self.history, self.env, precision
 
@@ -215,6 +218,7 @@ class Plan(_Compared):
             lines.append(f"quantised, {type(env.recipe).__name__}: {_listed(self.quantized)}")
             lines += [f"  not op {at}: {why}" for at, why in self.high_precision]
             lines += [f"  {edge}" for edge in self.edges]
+            lines += [f"  {choice}" for choice in self.gemms]
         lines += [f"op {at}: {what}" for at, what in self.notes]
         lines += [f"assumed: {what}" for what in self.assumed]
         lines += [f"replay of {_span(replay.indices)}: {replay}" for replay in self.replays]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from .. import gemm
@@ -34,6 +36,8 @@ class BackwardLinearAdd(FusedOperation):
     Raises:
         NotSupportedError: the backward of ``linear`` exchanges data between ranks.
     """
+
+    fuse_backward_ops: ClassVar[Fusion]
 
     _parts: tuple[MakeExtraOutput, AnyLinear]
 
@@ -71,3 +75,5 @@ FUSION = Fusion(
     refuses=_refuses,
     build=lambda backward_add, linear: BackwardLinearAdd(backward_add=backward_add, linear=linear),
 )
+# A static method of te.ops, which code of users calls.
+BackwardLinearAdd.fuse_backward_ops = FUSION

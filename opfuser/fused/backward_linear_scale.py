@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from .. import gemm
@@ -30,6 +32,8 @@ class BackwardLinearScale(FusedOperation):
     Raises:
         NotSupportedError: the backward of ``linear`` exchanges data between ranks.
     """
+
+    fuse_backward_ops: ClassVar[Fusion]
 
     _parts: tuple[AnyLinear, ConstantScale]
 
@@ -66,3 +70,5 @@ FUSION = Fusion(
     refuses=_refuses,
     build=lambda linear, scale: BackwardLinearScale(linear=linear, scale=scale),
 )
+# A static method of te.ops, which code of users calls.
+BackwardLinearScale.fuse_backward_ops = FUSION

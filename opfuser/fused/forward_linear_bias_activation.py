@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -36,6 +38,8 @@ class ForwardLinearBiasActivation(FusedOperation):
         NotSupportedError: an activation is given, or ``linear`` reduces its output over ranks.
         InputError: in forward, as in the operations that it replaces.
     """
+
+    fuse_forward_ops: ClassVar[Fusion]
 
     _parts: tuple[AnyLinear, AnyBias | None]
 
@@ -74,3 +78,5 @@ FUSION = Fusion(
     refuses=_refuses,
     build=lambda linear, bias: ForwardLinearBiasActivation(linear=linear, bias=bias),
 )
+# A static method of te.ops, which code of users calls.
+ForwardLinearBiasActivation.fuse_forward_ops = FUSION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -42,6 +43,8 @@ class ForwardLinearBiasAdd(FusedOperation):
         InputError: in forward, as in the operations that it replaces.
     """
 
+    fuse_forward_ops: ClassVar[Fusion]
+
     _parts: tuple[AnyLinear, AnyBias | None, AddExtraInput]
 
     def __init__(self, *, linear: AnyLinear, bias: AnyBias | None, add: AddExtraInput) -> None:
@@ -80,3 +83,5 @@ FUSION = Fusion(
     refuses=_refuses,
     build=lambda linear, bias, add: ForwardLinearBiasAdd(linear=linear, bias=bias, add=add),
 )
+# A static method of te.ops, which code of users calls.
+ForwardLinearBiasAdd.fuse_forward_ops = FUSION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import Unpack
@@ -42,6 +43,8 @@ class ForwardLinearScaleAdd(FusedOperation):
         InputError: in forward, as in the operations that it replaces.
     """
 
+    fuse_forward_ops: ClassVar[Fusion]
+
     _parts: tuple[AnyLinear, ConstantScale, AddExtraInput]
 
     def __init__(self, *, linear: AnyLinear, scale: ConstantScale, add: AddExtraInput) -> None:
@@ -80,3 +83,5 @@ FUSION = Fusion(
     refuses=_refuses,
     build=lambda linear, scale, add: ForwardLinearScaleAdd(linear=linear, scale=scale, add=add),
 )
+# A static method of te.ops, which code of users calls.
+ForwardLinearScaleAdd.fuse_forward_ops = FUSION

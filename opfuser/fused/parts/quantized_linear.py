@@ -22,11 +22,11 @@ from ...fusion import Env
 from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
 from ...kernels.quantize import Codes, amax_of
 from ...kernels.scalar import cast
+from ...quantization.products import accumulation
 from ...quantization.quantizers import (
     OperandQuantizer,
     QuantizedTensor,
     Quantizer,
-    has_hardware,
     kept_weights,
 )
 from ...quantization.weights import decode_weight
@@ -109,6 +109,7 @@ class QuantizedLinearPart(LinearPart):
     ) -> None:
         super().__init__(linear, bias, where, add=add)
         self.recipe = recipe
+        self.features = linear.sharding.local_out_features, linear.sharding.local_in_features
         self.quantized_ops = (linear,)
 
     def input_quantizer(self, ctxs: Contexts, *, save_input: bool) -> Quantizer | None:
@@ -328,4 +329,4 @@ class QuantizedLinearPart(LinearPart):
         return self._operands.weight(w, source, ctx.kept_weights, **how)
 
     def _how(self, product: str, w: Tensor, dtype: torch.dtype) -> Accumulation:
-        return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device, self.recipe))
+        return accumulation(self.recipe, product, self.features, dtype, w.device)
