@@ -44,7 +44,8 @@ class RopeScaling:
     Cosine and sine are multiplied by :attr:`attention_scaling`; q · k grows with its square.
 
     Arithmetic has the order of that with which the models were trained: in fp32 the frequencies are
-    the same to the last bit as those of ``transformers`` on the same device.
+    the same to the last bit as those that ``transformers`` computes on a CPU. On a GPU those of
+    "dynamic" beyond L, and all in compiled code, are computed there, with other last bits.
 
     Sources: linear: Chen et al., "Extending Context Window of Large Language Models via Positional
     Interpolation", arXiv 2306.15595; dynamic and yarn: Peng et al., "YaRN", arXiv 2309.00071;
@@ -223,6 +224,16 @@ class Frequencies(NamedTuple):
             return 1.0 / torch.cat([_powers(self.base, size, device, dtype) for size in sizes])
         powers = _powers(_stretched_base(self), self.size, device, dtype)
         return _KINDS[scaling.rope_type].tensor(scaling, powers, self)
+
+    def tensor_of_host(self, like: Tensor) -> Tensor:
+        """Those that a CPU computes, on the device and in the dtype of ``like``.
+
+        Powers of a GPU differ in the last bits, which far positions multiply. Where every token of
+        a decoding step has frequencies of its own they are the GPU's: this is 60 launches.
+        """
+        if self.scaling is not None and self.scaling.rope_type == "dynamic" and self.length:
+            return self.tensor(like.device, like.dtype)
+        return _filled(self.tensor(torch.device("cpu"), like.dtype).tolist(), like)
 
 
 def _powers(base: Any, size: int, device: torch.device | None, dtype: torch.dtype) -> Tensor:

@@ -77,10 +77,14 @@ class RotaryTables:
         return _turns(positions, self._frequencies(x, angles), angles.attention_scaling)
 
     def _frequencies(self, x: Tensor, angles: Frequencies) -> Tensor:
-        key, lasting = (x.device, wide_dtype(x.dtype), angles), _is_lasting(x)
+        dtype, lasting = wide_dtype(x.dtype), _is_lasting(x)
+        key = x.device, dtype, angles
         kept = self.frequencies.get(key) if lasting else None
         if kept is None:
-            kept = angles.tensor(x.device, wide_dtype(x.dtype))
+            if lasting and x.is_cuda:
+                kept = angles.tensor_of_host(torch.empty((), dtype=dtype, device=x.device))
+            else:
+                kept = angles.tensor(x.device, dtype)
             if lasting and _outlives_call(kept):
                 _keep(self.frequencies, key, kept)
         return kept

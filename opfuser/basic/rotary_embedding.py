@@ -189,10 +189,11 @@ class RotaryEmbedding(BasicOperation):
             length: of the sequence, where the scaling depends on it; None is one of those that the
                 model was trained for.
             device: of the result; None is torch's default.
-            dtype: of the arithmetic and of the result.
+            dtype: of the arithmetic, which is that of a CPU, and of the result.
         """
         device = torch.get_default_device() if device is None else torch.device(device)
-        return self.make_settings().angles.of_length(length or 0).tensor(device, dtype)
+        angles = self.make_settings().angles.of_length(length or 0)
+        return angles.tensor(torch.device("cpu"), dtype).to(device)
 
     def make_settings(self) -> RotaryEmbedding.Settings:
         sizes = {
