@@ -319,6 +319,34 @@ def test_files(apart: bool, tmp_path: Any) -> None:
         assert twin(x)[:, 8:11].allclose(twin.k_proj.bias.expand(4, -1))
 
 
+@apart_or_not
+def test_save_pretrained(apart: bool, tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+    class Config(transformers.PretrainedConfig):  # type: ignore[misc,name-defined]
+        model_type = "projections"
+
+    class Model(transformers.PreTrainedModel):  # type: ignore[misc,name-defined]
+        config_class = Config
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.qkv = merged()
+            self.post_init()
+
+        def _init_weights(self, module: nn.Module) -> None: ...
+
+        def forward(self, x: Tensor) -> Any:
+            return self.qkv(x)
+
+    model, x = Model(Config()), torch.randn(4, 6)
+    if apart:
+        take_apart(model.qkv)
+    model.save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+    torch.testing.assert_close(Model.from_pretrained(tmp_path)(x), model(x))
+
+
 def test_copies_have_parameters_of_their_own() -> None:
     op, x = merged(), torch.randn(4, 6)
     twin = copy.deepcopy(Sequential(op))

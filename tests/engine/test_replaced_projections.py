@@ -143,6 +143,19 @@ def test_main_grad_is_not_left_out_in_silence() -> None:
         seq(x)
 
 
+def test_accelerate() -> None:
+    """Parameters of each module arrive when it is called."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    op, x = MergedLinear(6, {"a": 2, "b": 3}), torch.randn(4, 6)
+    before = op(x)
+    accelerate.cpu_offload(op, execution_device=torch.device("cpu"))
+    assert op.a.weight.is_meta
+    torch.testing.assert_close(op(x), before)
+    accelerate.hooks.remove_hook_from_module(op, recurse=True)
+    torch.testing.assert_close(op(x), before)
+    assert not op.own_forward()
+
+
 def test_peft() -> None:
     """LoRA on two of three projections of a model that holds them."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
