@@ -21,6 +21,7 @@ from .l2_normalization import L2Normalization
 from .layer_norm import LayerNorm
 from .make_extra_output import MakeExtraOutput
 from .pointwise import PointwiseOperation
+from .position_embedding import PositionEmbedding
 from .qk_norm import QKNorm
 from .quantize import Quantize
 from .reduce_scatter import ReduceScatter
@@ -46,6 +47,7 @@ __all__ = [
     "LayerNorm",
     "MakeExtraOutput",
     "PointwiseOperation",
+    "PositionEmbedding",
     "QKNorm",
     "Quantize",
     "RMSNorm",
