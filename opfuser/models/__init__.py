@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from .config import DecoderConfig
 from .decoder import (
-    DecoderConfig,
     attention_block,
     decoder_layer,
     decoder_layers,
     decoder_lm,
+    mlp_block,
     swiglu_block,
 )
+from .hf_weights import hf_state_dict, load_hf
 
 __all__ = [
     "DecoderConfig",
@@ -17,5 +19,8 @@ __all__ = [
     "decoder_layer",
     "decoder_layers",
     "decoder_lm",
+    "hf_state_dict",
+    "load_hf",
+    "mlp_block",
     "swiglu_block",
 ]
