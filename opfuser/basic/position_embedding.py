@@ -77,7 +77,7 @@ class PositionEmbedding(BasicOperation):
         """Draws the weight from the standard normal distribution."""
         nn.init.normal_(self.weight)
 
-    def op_forward(  # type: ignore[override]  # takes one keyword of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

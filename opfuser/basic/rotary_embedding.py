@@ -138,7 +138,7 @@ class RotaryEmbedding(BasicOperation):
             self.max_positions,
         )
 
-    def op_forward(  # type: ignore[override]  # takes one keyword of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,
