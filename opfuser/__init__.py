@@ -27,6 +27,7 @@ from .registry import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from .rope import RopeScaling
 from .sequential import Residual, Sequential
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "Repeated",
     "Requires",
     "Residual",
+    "RopeScaling",
     "Sequential",
     "Step",
     "autocast",

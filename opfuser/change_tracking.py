@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -172,6 +173,8 @@ def _freeze(value: Any) -> Hashable:
         return tuple((_freeze(key), _freeze(item)) for key, item in value.items())
     if isinstance(value, Tensor):
         return (value.dtype, value.shape, value.device)
+    if getattr(getattr(value, "__dataclass_params__", None), "frozen", False):
+        return (type(value), *[_freeze(getattr(value, field.name)) for field in fields(value)])
     return _Same(value)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, InputError, explain
+from ..errors import ArgumentError, ArgumentTypeError, InputError, explain
 from ..kernels.rotary import Rotation, rotary
 from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, OperationContext
+from ..rope import Frequencies, RopeScaling
+from ..rope_configuration import field_of, read_configuration
 
 __all__ = ["RotaryEmbedding"]
 
@@ -24,9 +27,10 @@ class RotaryEmbedding(BasicOperation):
     r"""Rotates pairs of entries of queries and keys by angles that grow with the position.
 
     The pair (a, b) number i of every query and key head at position t becomes
-    ``(a cos φ - b sin φ, b cos φ + a sin φ)`` with ``φ = t * base ** (-2i / rotary_dim)``. The
-    values pass unchanged. The gradient is rotated by the opposite angles. Cosine, sine and the
-    products are in fp32 (fp64 for an fp64 input), the output in the input's dtype.
+    ``c (a cos φ - b sin φ, b cos φ + a sin φ)`` with ``φ = t ω``, where
+    ``ω = base ** (-2i / rotary_dim)`` and c = 1, or as ``scaling`` says. The values pass unchanged.
+    The gradient is rotated by the opposite angles. Cosine, sine and the products are in fp32 (fp64
+    for an fp64 input), the output in the input's dtype.
 
     Shapes: input and output ``(batch, sequence, (num_heads + 2 * num_kv_heads) * head_dim)``: the
     heads of the queries, then of the keys, then of the values. Saved: the positions, if given.
@@ -38,24 +42,38 @@ class RotaryEmbedding(BasicOperation):
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021,
     arXiv 2104.09864, which pairs neighbours (``interleaved=True``, as in GPT-J). Llama and
-    GPT-NeoX pair entry i with entry ``i + rotary_dim / 2`` instead.
+    GPT-NeoX pair entry i with entry ``i + rotary_dim / 2`` instead. Sections: Wang et al.,
+    "Qwen2-VL", 2024, arXiv 2409.12191.
 
     Args:
         num_heads: query heads.
         head_dim: entries per head.
-        num_kv_heads: key heads, and as many value heads; None is ``num_heads``.
+        num_kv_heads: key heads, and as many value heads; None is ``num_heads``. With 0 all heads
+            turn and there are no values: queries alone, or keys alone.
         base: base of the frequencies.
         interleaved: whether a pair consists of neighbours.
         rotary_dim: entries of a head that are rotated, from its start; None is all of them.
         max_positions: compute angles for this many positions at the first call and refuse longer
             sequences; None follows the longest sequence seen.
+        scaling: an :class:`opfuser.RopeScaling`, or None.
+        sections: numbers of pairs that turn by the same row of positions, where a token has several
+            positions, such as time, height and width; their sum is ``rotary_dim / 2``.
+        interleave_sections: pair i takes row ``i % len(sections)`` as long as its section lasts,
+            then row 0, as in Qwen3-VL, instead of one section after another.
 
-    Keyword of a call (through ``op_kwargs``): ``positions``, an integer tensor ``(sequence,)`` or
-    ``(batch, sequence)``; None is 0, 1, 2, … Its values are not held to ``max_positions``, since
-    reading them would wait for the device.
+    Keywords of a call (through ``op_kwargs``):
+        positions: an integer tensor ``(sequence,)``, ``(batch, sequence)`` or ``(1, sequence)``;
+            with sections also with a dimension of ``len(sections)`` in front of the latter two;
+            without it all sections take the same. None is 0, 1, 2, … Its values are not held to
+            ``max_positions``, since reading them would wait for the device.
+        length: of the whole sequence, an int, where a scaling depends on it ("dynamic" and
+            "longrope") and it is not that of the input: in a decoding step, or with several
+            sequences in one.
 
     Raises:
-        ArgumentError: if a size is not positive, or ``rotary_dim`` is odd or above ``head_dim``.
+        ArgumentError: if a size is not positive, ``rotary_dim`` is odd or above ``head_dim``,
+            sections do not add up, or ``scaling`` is for another number of pairs.
+        ArgumentTypeError: if ``scaling`` is neither a RopeScaling nor None.
         InputError: in forward, if a shape or dtype is not as above, or the sequence is too long.
     """
 
@@ -66,12 +84,14 @@ class RotaryEmbedding(BasicOperation):
         num_heads: int
         num_kv_heads: int
         head_dim: int
-        base: float
-        rotary_dim: int
+        angles: Frequencies
         interleaved: bool
         max_positions: int | None
+        interleave_sections: bool
+        length: int | None = None
+        """Of the call, where the caller has said so."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by keyword
         self,
         num_heads: int,
         head_dim: int,
@@ -81,6 +101,9 @@ class RotaryEmbedding(BasicOperation):
         interleaved: bool = False,
         rotary_dim: int | None = None,
         max_positions: int | None = None,
+        scaling: RopeScaling | None = None,
+        sections: Sequence[int] | None = None,
+        interleave_sections: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -90,52 +113,133 @@ class RotaryEmbedding(BasicOperation):
         self.interleaved = interleaved
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.max_positions = max_positions
+        self.scaling = scaling
+        self.sections = sections
+        self.interleave_sections = interleave_sections
         self._kept = _Kept()
         self.make_settings()
 
+    @classmethod
+    def from_hf(
+        cls, config: Any, *, layer_type: str | None = None, **others: Any
+    ) -> RotaryEmbedding:
+        """The embedding of a Hugging Face model: heads, base, scaling, part of a head, sections.
+
+        Whether neighbours are paired no configuration says; pass ``interleaved=True`` for GPT-J,
+        Cohere and the like.
+
+        Args:
+            config: a configuration of transformers 4 or 5, or its dict. It is not changed.
+            layer_type: such as "full_attention", where types of layers differ.
+            others: arguments of the constructor, which take precedence.
+
+        Raises:
+            ArgumentError: a number of heads or their size is in none of the fields that are usual,
+                or as for :meth:`opfuser.RopeScaling.from_hf`.
+        """
+        # What the caller says is not looked up: some configurations refuse to be asked.
+        heads = others.get("num_heads") or field_of(config, "num_attention_heads")
+        size = others.get("head_dim") or field_of(config, "head_dim")
+        features = None if size else field_of(config, "hidden_size")
+        if not heads or not (size or features):
+            raise ArgumentError(
+                explain(
+                    "A configuration must have num_attention_heads, and head_dim or hidden_size",
+                    where="RotaryEmbedding.from_hf",
+                    received=type(config).__name__,
+                    remedy="Pass num_heads and head_dim too",
+                )
+            )
+        size = size or features // heads
+        rope = read_configuration(config, layer_type)
+        if "num_kv_heads" not in others:
+            others["num_kv_heads"] = field_of(config, "num_key_value_heads")
+        arguments = {
+            "num_heads": heads,
+            "head_dim": size,
+            "base": rope.base,
+            "rotary_dim": rope.rotary_dim or int(size * rope.partial),
+            "scaling": RopeScaling.from_hf(config, layer_type=layer_type),
+            "sections": rope.sections,
+            "interleave_sections": rope.interleave_sections,
+        }
+        if arguments["scaling"] == RopeScaling():
+            arguments["scaling"] = None
+        return cls(**{**arguments, **others})
+
     def cached_tensors(self) -> Sequence[Tensor]:
         tables = [t for table in self._kept.tables.values() for t in table]
-        return [*tables, *self._kept.frequencies.values()]
+        return [*tables, *self._kept.frequencies.values(), *self._kept.rows.values()]
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """Query heads, key heads (and as many value heads), entries per head."""
         return self.num_heads, self.num_kv_heads, self.head_dim
 
+    @property
+    def attention_scaling(self) -> float:
+        """What cosine and sine are multiplied by."""
+        return self.make_settings().angles.attention_scaling
+
+    def inverse_frequencies(
+        self,
+        length: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """The angle between neighbouring positions in radians, for each pair: (rotary_dim / 2,).
+
+        Args:
+            length: of the sequence, where the scaling depends on it; None is one of those that the
+                model was trained for.
+            device: of the result; None is torch's default.
+            dtype: of the arithmetic and of the result.
+        """
+        device = torch.get_default_device() if device is None else torch.device(device)
+        return self.make_settings().angles.of_length(length or 0).tensor(device, dtype)
+
     def make_settings(self) -> RotaryEmbedding.Settings:
         sizes = {
             "num_heads": self.num_heads,
             "head_dim": self.head_dim,
-            "num_kv_heads": self.num_kv_heads,
             "base": self.base,
             "rotary_dim": self.rotary_dim,
             "max_positions": 1 if self.max_positions is None else self.max_positions,
         }
         for name, size in sizes.items():
             if size <= 0:
-                raise ArgumentError(
+                _refuse(f"{name} must be positive", f"{name}={size}")
+        if self.num_kv_heads < 0:
+            _refuse("num_kv_heads must not be negative", f"num_kv_heads={self.num_kv_heads}")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            _refuse(
+                "rotary_dim must be even and at most head_dim",
+                f"rotary_dim={self.rotary_dim}, head_dim={self.head_dim}",
+            )
+        pairs = self.rotary_dim // 2
+        sections = None if self.sections is None else tuple(self.sections)
+        if sections is not None:
+            _check_sections(sections, pairs, self.interleave_sections)
+        if self.scaling is not None:
+            if not isinstance(self.scaling, RopeScaling):
+                raise ArgumentTypeError(
                     explain(
-                        f"{name} must be positive",
+                        "scaling must be a RopeScaling or None",
                         where="RotaryEmbedding",
-                        received=f"{name}={size}",
+                        received=repr(self.scaling),
+                        remedy="RopeScaling.from_hf makes one of a configuration or a dict",
                     )
                 )
-        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
-            raise ArgumentError(
-                explain(
-                    "rotary_dim must be even and at most head_dim",
-                    where="RotaryEmbedding",
-                    received=f"rotary_dim={self.rotary_dim}, head_dim={self.head_dim}",
-                )
-            )
+            self.scaling.check_pairs(pairs, sections, "RotaryEmbedding")
         return self.Settings(
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            self.base,
-            self.rotary_dim,
+            Frequencies(self.base, self.rotary_dim, sections, self.scaling),
             self.interleaved,
             self.max_positions,
+            self.interleave_sections,
         )
 
     def op_forward(
@@ -146,12 +250,20 @@ class RotaryEmbedding(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
         positions: Tensor | None = None,
+        length: int | None = None,
     ) -> Tensor:
-        settings = ctx.settings or self.frozen_settings(ctx)
+        settings = self.settings_of_call(ctx, length)
         self.check_input(input_, positions, settings)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(positions))
         return self._turn(input_, positions, settings, back=False)
+
+    def settings_of_call(self, ctx: OperationContext, length: int | None) -> Settings:
+        """The frozen settings, with the length of the call if it is given."""
+        settings: RotaryEmbedding.Settings = ctx.settings or self.frozen_settings(ctx)
+        if length is not None:
+            settings = ctx.settings = settings._replace(length=length)
+        return settings
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -179,36 +291,53 @@ class RotaryEmbedding(BasicOperation):
         dtype = wide_dtype(x.dtype)
         # A tensor made while tracing, or a subclass such as a fake tensor, must not outlive it.
         lasting = not torch.compiler.is_compiling() and type(x) is Tensor
+        angles = settings.angles.of_length(settings.length or length)
         if positions is not None:
-            frequencies = self._frequencies(device, dtype, settings, lasting)
-            tables = _turns(positions.to(device).reshape(-1), frequencies)
-            return Rotation(*tables, positions.numel(), interleaved)
-        key = device, dtype, settings.base, settings.rotary_dim
+            frequencies = self._frequencies(device, dtype, angles, lasting)
+            positions = positions.to(device)
+            if positions.dim() == 3:
+                rows = self._rows(device, settings, lasting)
+                flat = positions.flatten(1).index_select(0, rows).t()
+            else:
+                flat = positions.reshape(-1, 1)
+            tables = _turns(flat, frequencies, angles.attention_scaling)
+            return Rotation(*tables, flat.shape[0], interleaved)
+        key = device, dtype, angles
         table = self._kept.tables.get(key) if lasting else None
         if table is None or table[0].shape[0] < length:
             count = settings.max_positions or length
-            frequencies = self._frequencies(device, dtype, settings, lasting)
-            table = _turns(torch.arange(count, device=device), frequencies)
-            if lasting and type(table[0]) is Tensor:
+            frequencies = self._frequencies(device, dtype, angles, lasting)
+            flat = torch.arange(count, device=device)[:, None]
+            table = _turns(flat, frequencies, angles.attention_scaling)
+            if lasting and _outlives_call(table[0]):
                 _keep(self._kept.tables, key, table)
         return Rotation(*table, length, interleaved)
 
     def _frequencies(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        settings: RotaryEmbedding.Settings,
-        lasting: bool,
+        self, device: torch.device, dtype: torch.dtype, angles: Frequencies, lasting: bool
     ) -> Tensor:
         """Angle between neighbouring positions, for each pair."""
-        base, size = settings.base, settings.rotary_dim
-        key = device, dtype, base, size
+        key = device, dtype, angles
         kept = self._kept.frequencies.get(key) if lasting else None
         if kept is None:
-            exponents = torch.arange(0, size, 2, device=device, dtype=dtype)
-            kept = 1.0 / (base ** (exponents / size))
-            if lasting and type(kept) is Tensor:
+            kept = angles.tensor(device, dtype)
+            if lasting and _outlives_call(kept):
                 _keep(self._kept.frequencies, key, kept)
+        return kept
+
+    def _rows(
+        self, device: torch.device, settings: RotaryEmbedding.Settings, lasting: bool
+    ) -> Tensor:
+        """The row of positions that each pair turns by."""
+        sections, interleave = settings.angles.sections or (), settings.interleave_sections
+        key = device, sections, interleave
+        kept = self._kept.rows.get(key) if lasting else None
+        if kept is None:
+            kept = torch.zeros(sum(sections), dtype=torch.int64, device=device)
+            for row, pairs in enumerate(_pairs_of_rows(sections, interleave)):
+                kept[pairs.start : pairs.stop : pairs.step] = row
+            if lasting and _outlives_call(kept):
+                _keep(self._kept.rows, key, kept)
         return kept
 
     def check_input(
@@ -220,29 +349,42 @@ class RotaryEmbedding(BasicOperation):
         if input_.dim() != 3 or input_.shape[2] != features or not input_.is_floating_point():
             invariant = f"The input must be floating point, (batch, sequence, {features})"
         elif positions is not None:
-            if positions.is_floating_point() or positions.shape not in (
-                input_.shape[1:2],
-                input_.shape[:2],
-            ):
+            sections = settings.angles.sections
+            if positions.is_floating_point() or not _fits(positions.shape, input_.shape, sections):
+                several = sections and f", or ({len(sections)}, batch, sequence)"
                 invariant = "positions must be integer, (sequence,) or (batch, sequence)"
+                invariant += several or ""
                 received += f", positions {tuple(positions.shape)} of {positions.dtype}"
         elif settings.max_positions is not None and input_.shape[1] > settings.max_positions:
             invariant = "The sequence must not be longer than max_positions"
             received += f", max_positions={settings.max_positions}"
+        if settings.length is not None and not invariant:
+            length = settings.length
+            if isinstance(length, Tensor) or length < 1:
+                invariant = "length must be a positive int"
+                received = "a tensor" if isinstance(length, Tensor) else f"length={length!r}"
         if invariant:
             raise InputError(explain(invariant, where="RotaryEmbedding", received=received))
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         positions = kwargs.get("positions")
-        settings = self.make_settings()
+        settings = self.make_settings()._replace(length=kwargs.get("length"))
         self.check_input(input_, positions, settings)
+        length, device = input_.shape[1], input_.device
+        turns = settings.angles.of_length(settings.length or length)
         if positions is None:
-            positions = torch.arange(input_.shape[1], device=input_.device)
-        frequencies = self._frequencies(input_.device, wide_dtype(input_.dtype), settings, False)
-        cos, sin = (
-            table.to(input_.dtype).unflatten(0, positions.shape).unsqueeze(-2)
-            for table in _turns(positions.reshape(-1), frequencies)
-        )
+            positions = torch.arange(length, device=device)
+        angles = positions[..., None] * turns.tensor(device, wide_dtype(input_.dtype))
+        if positions.dim() == 3:
+            rows = _pairs_of_rows(turns.sections or (), settings.interleave_sections)
+            mixed = angles[0].clone()
+            for row, pairs in enumerate(rows):
+                for i in pairs:
+                    mixed[..., i] = angles[row, ..., i]
+            angles = mixed
+        factor = turns.attention_scaling
+        tables = angles.cos() * factor, angles.sin() * factor
+        cos, sin = (table.to(input_.dtype).unsqueeze(-2) for table in tables)
         heads, size = input_.unflatten(2, (-1, self.head_dim)), self.rotary_dim
         qk, v = heads.tensor_split([self.num_heads + self.num_kv_heads], dim=2)
         if self.interleaved:
@@ -257,24 +399,25 @@ class RotaryEmbedding(BasicOperation):
         return {**super().__getstate__(), "_kept": _Kept()}
 
     def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, head_dim={self.head_dim}, "
-            f"num_kv_heads={self.num_kv_heads}, base={self.base}, "
-            f"interleaved={self.interleaved}, rotary_dim={self.rotary_dim}"
-        )
+        parts = ["num_heads", "head_dim", "num_kv_heads", "base", "interleaved", "rotary_dim"]
+        parts += ["scaling"] * (self.scaling is not None)
+        parts += ["sections", "interleave_sections"] * (self.sections is not None)
+        return ", ".join(f"{name}={getattr(self, name)}" for name in parts)
 
 
 class _Kept:
-    """Angles by device, dtype, base and rotary_dim; an object that no plan depends on.
+    """Angles by device, dtype and all that they depend on; an object that no plan depends on.
 
     Attributes:
         tables: cosine and sine, for as many positions as the longest sequence had.
         frequencies: angles between neighbouring positions.
+        rows: which row of positions each pair turns by.
     """
 
     def __init__(self) -> None:
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self.frequencies: dict[Any, Tensor] = {}
+        self.rows: dict[Any, Tensor] = {}
 
 
 def _keep(tables: dict[Any, Any], key: Any, table: Any) -> None:
@@ -284,6 +427,55 @@ def _keep(tables: dict[Any, Any], key: Any, table: Any) -> None:
     tables[key] = table
 
 
-def _turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    angles = positions[:, None].to(frequencies.dtype) * frequencies
-    return angles.cos(), angles.sin()
+def _outlives_call(made: Tensor) -> bool:
+    """Whether later calls may read it: no fake tensor, and none that a graph's replay computes."""
+    if type(made) is not Tensor:
+        return False
+    return not (made.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _turns(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of positions (tokens, pairs or 1), times the factor."""
+    angles = positions.to(frequencies.dtype) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+
+
+def _pairs_of_rows(sections: tuple[int, ...], interleave: bool) -> list[range]:
+    """The pairs that turn by each row of positions; by row 0 do all that no other row has."""
+    if not interleave:
+        ends = list(itertools.accumulate(sections))
+        return [range(end - size, end) for end, size in zip(ends, sections)]
+    count = len(sections)
+    others = [range(row, count * sections[row], count) for row in range(1, count)]
+    return [range(0), *others]
+
+
+def _check_sections(sections: tuple[int, ...], pairs: int, interleave: bool) -> None:
+    wrong = any(type(size) is not int or size < 1 for size in sections)
+    if wrong or sum(sections) != pairs:
+        _refuse(
+            "sections must be positive integers that add up to rotary_dim / 2",
+            f"sections={sections}, rotary_dim={2 * pairs}",
+        )
+    rows = _pairs_of_rows(sections, interleave)
+    if any(pair >= pairs for row in rows for pair in row):
+        _refuse(
+            "Pairs of interleaved sections must be among the rotary_dim / 2 pairs",
+            f"sections={sections}, rotary_dim={2 * pairs}",
+        )
+
+
+def _fits(positions: Sequence[int], x: Sequence[int], sections: tuple[int, ...] | None) -> bool:
+    """Whether there is a position for each token."""
+    if len(positions) == 3:
+        if sections is None or positions[0] != len(sections):
+            return False
+        positions = positions[1:]
+    if len(positions) == 2 and positions[0] in (1, x[0]):
+        positions = positions[1:]
+    return len(positions) == 1 and positions[0] == x[1]
+
+
+def _refuse(invariant: str, received: str) -> NoReturn:
+    raise ArgumentError(explain(invariant, where="RotaryEmbedding", received=received))

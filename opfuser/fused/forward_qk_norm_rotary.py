@@ -42,10 +42,12 @@ class ForwardQKNormRotary(FusedOperation):
     ) -> ForwardResult:
         qk_norm, rotary = self._parts
         ctx, rotary_ctx = basic_op_ctxs
-        settings, how = qk_norm.frozen_settings(ctx), rotary.frozen_settings(rotary_ctx)
+        kwargs = given["basic_op_kwargs"][1]
+        settings = qk_norm.frozen_settings(ctx)
+        how = rotary.settings_of_call(rotary_ctx, kwargs.get("length"))
         if settings[:2] != how[:2]:  # set during a call
             insist(_refuses(qk_norm, rotary), type(self).__name__)
-        positions = given["basic_op_kwargs"][1].get("positions")
+        positions = kwargs.get("positions")
         qk_norm.check_input(input_, settings)
         x = in_compute_dtype(input_, qk_norm)
         rotary.check_input(x, positions, how)

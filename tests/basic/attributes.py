@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opfuser import PointwiseOperation, basic
+from opfuser import PointwiseOperation, RopeScaling, basic
 from opfuser.errors import ArgumentError, ArgumentTypeError, OpfuserError
 from opfuser.op import BasicOperation
 
@@ -143,6 +143,13 @@ DOMAINS: dict[str, list[Bad]] = {
     "head_dim": [bad("head_dim must be positive", 0, -4)],
     "DotProductAttention.num_heads": [bad(HEADS_OF_ATTENTION, 0, -2)],
     "DotProductAttention.num_kv_heads": [bad(HEADS_OF_ATTENTION, 0, 3, 4)],
+    "RotaryEmbedding.num_kv_heads": [bad("num_kv_heads must not be negative", -4)],
+    "scaling": [
+        bad("scaling must be a RopeScaling or None", "yarn", error=ArgumentTypeError),
+    ],
+    "sections": [
+        bad("sections must be positive integers that add up to rotary_dim / 2", (2, 1), (3, -1)),
+    ],
     "base": [bad("base must be positive", 0.0, -1.0)],
     "rotary_dim": [bad("rotary_dim must be even and at most head_dim", 3, 6)],
     "max_positions": [bad("max_positions must be positive", 0, -1)],
@@ -290,6 +297,10 @@ CASES: dict[str, Case] = {
             "interleaved": Change(True),
             "rotary_dim": Change(2),
             "max_positions": Change(20, neutral=True),
+            "scaling": Change(RopeScaling(rope_type="linear", factor=3.0)),
+            # Read where there are rows of positions alone.
+            "sections": Change((1, 1), neutral=True),
+            "interleave_sections": Change(True, neutral=True),
         },
     ),
     "SReGLU": FIXED_LAYOUT,

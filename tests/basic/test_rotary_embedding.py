@@ -7,19 +7,35 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from opfuser import RotaryEmbedding, Sequential
+from opfuser import DotProductAttention, RopeScaling, RotaryEmbedding, Sequential
 from opfuser.errors import ArgumentError, InputError
 from tests.basic.attributes import results, same
 from tests.basic.values import ONE_UNIT, check_values, held_to
 
+LLAMA3 = RopeScaling(
+    rope_type="llama3", factor=8.0, original_max_position_embeddings=64, low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)  # fmt: skip
+LONGROPE = RopeScaling(
+    rope_type="longrope", factor=4.0, original_max_position_embeddings=6,
+    short_factor=(1.0, 1.1, 1.2), long_factor=(1.5, 3.0, 9.0),
+)  # fmt: skip
+DYNAMIC = RopeScaling(rope_type="dynamic", factor=3.0, original_max_position_embeddings=6)
 VARIANTS: dict[str, dict[str, Any]] = {
     "half-split": {},
     "interleaved": {"interleaved": True},
     "grouped": {"num_kv_heads": 2},
     "partial": {"rotary_dim": 4, "base": 500.0},
     "partial interleaved": {"rotary_dim": 2, "interleaved": True, "num_kv_heads": 1},
+    "queries alone": {"num_kv_heads": 0, "rotary_dim": 4},
+    "scaled": {"scaling": LLAMA3, "num_kv_heads": 2},
+    "attention factor": {"scaling": LONGROPE, "interleaved": True},
+    "by length": {"scaling": DYNAMIC},
+    "sections": {"sections": (2, 1), "num_kv_heads": 1},
+    "sections interleaved": {"sections": [1, 1, 1], "interleave_sections": True},
 }
 ROUNDING = {**ONE_UNIT, torch.float32: 5e-7}
 
@@ -32,27 +48,38 @@ def features(op: RotaryEmbedding) -> int:
     return (op.num_heads + 2 * op.num_kv_heads) * op.head_dim
 
 
-def turned(op: RotaryEmbedding, x: Tensor, positions: Tensor | None = None) -> Tensor:
-    """The formula with complex numbers, in fp64: each pair is multiplied by exp(i φ)."""
-    batch, length, _ = x.shape
+def turned(
+    op: RotaryEmbedding, x: Tensor, positions: Tensor | None = None, length: int | None = None
+) -> Tensor:
+    """The formula with complex numbers, in fp64: each pair is multiplied by c exp(i φ)."""
+    batch, tokens, _ = x.shape
     heads = x.double().unflatten(2, (-1, op.head_dim))
     size = op.rotary_dim
     if positions is None:
-        positions = torch.arange(length)
-    positions = positions.cpu().expand(batch, length)
-    pairs = torch.arange(size // 2, dtype=torch.float64)
-    angles = positions[..., None, None] * op.base ** (-2 * pairs / size)
-    turn = torch.polar(torch.ones_like(angles), angles).to(x.device)
+        positions = torch.arange(tokens)
+    frequencies = op.inverse_frequencies(length or tokens, dtype=torch.float64)
     places = (
         torch.arange(size).view(-1, 2) if op.interleaved else torch.arange(size).view(2, -1).t()
     )
     out = heads.clone()
     rotated = op.num_heads + op.num_kv_heads
     for i, (first, second) in enumerate(places.tolist()):
+        row = positions[row_of_pair(op, i)] if positions.dim() == 3 else positions
+        angles = row.cpu().expand(batch, tokens) * frequencies[i]
+        turn = torch.polar(torch.full_like(angles, op.attention_scaling), angles).to(x.device)
         z = torch.complex(heads[:, :, :rotated, first], heads[:, :, :rotated, second])
-        z = z * turn[..., i]
+        z = z * turn[..., None]
         out[:, :, :rotated, first], out[:, :, :rotated, second] = z.real, z.imag
     return out.reshape(x.shape).to(x.dtype)
+
+
+def row_of_pair(op: RotaryEmbedding, i: int) -> int:
+    """Of the positions that pair i turns by."""
+    sizes = list(op.sections or ())
+    if op.interleave_sections:
+        row = i % len(sizes)
+        return row if i < len(sizes) * sizes[row] else 0
+    return next(row for row in range(len(sizes)) if i < sum(sizes[: row + 1]))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -71,6 +98,11 @@ def test_against_complex_numbers(variant: str, device: torch.device) -> None:
         ("half-split", "first of the batch"),
         ("grouped", "int32"),
         ("partial interleaved", "batch"),
+        ("attention factor", "one of the batch"),
+        ("queries alone", "batch"),
+        ("sections", "of several rows"),
+        ("sections", "batch"),
+        ("sections interleaved", "rows of the batch"),
     ],
 )
 def test_given_positions(variant: str, kind: str, device: torch.device) -> None:
@@ -81,11 +113,60 @@ def test_given_positions(variant: str, kind: str, device: torch.device) -> None:
             "batch": torch.tensor([[0, 1, 2, 3], [90, 2, 2, 1]]),
             "int32": torch.arange(3, 7, dtype=torch.int32),
             "first of the batch": torch.tensor([[4, 3, 2, 1]]).expand(2, 4),
+            "one of the batch": torch.tensor([[4, 3, 2, 1]]),
+            "of several rows": torch.tensor([[[4, 3, 2, 1]], [[0, 7, 7, 50]]]),
+            "rows of the batch": torch.arange(24).view(3, 2, 4) % 11,
         }[kind].to(device)
     }
     x = torch.randn(2, 4, features(op), device=device)
     check_values(op, x, kwargs=kwargs, floors=ROUNDING, zero_rows=False)
     assert torch.equal(Sequential(op)(x, op_kwargs={0: kwargs}), op(x, **kwargs))
+
+
+@pytest.mark.parametrize("scaling", [LONGROPE, DYNAMIC], ids=lambda scaling: scaling.rope_type)
+def test_each_length_has_tables_of_its_own(scaling: RopeScaling) -> None:
+    """No table of another length is taken, whatever the order; backward takes that of forward."""
+    op = held_to(make("half-split", scaling=scaling), turned)
+    for tokens, length in ((9, None), (5, None), (12, None), (5, 9), (5, None), (9, 5), (9, None)):
+        x = torch.randn(2, tokens, features(op))
+        kwargs = {} if length is None else {"length": length}
+        check_values(op, x, dtypes=[torch.float64], kwargs=kwargs, zero_rows=False)
+    step = {"positions": torch.tensor([8]), "length": 9}
+    x = torch.randn(2, 9, features(op))
+    torch.testing.assert_close(op(x[:, 8:], **step), op(x)[:, 8:])
+    assert not torch.allclose(op(x[:, 8:], positions=torch.tensor([8])), op(x)[:, 8:])
+
+
+def test_packed_sequences_are_turned_as_each_alone() -> None:
+    """Of different lengths, behind one another in one row."""
+    op = make("scaled")
+    apart = [torch.randn(1, n, features(op)) for n in (3, 1, 5)]
+    positions = torch.cat([torch.arange(x.shape[1]) for x in apart])
+    packed = op(torch.cat(apart, 1), positions=positions)
+    assert torch.equal(packed, torch.cat([op(x) for x in apart], 1))
+
+
+def test_queries_and_keys_of_their_own_are_turned_as_packed_ones() -> None:
+    """As cross-attention and separate projections need it."""
+    together = make("scaled")
+    q, k, v = torch.randn(2, 7, 8 * 6).split([24, 12, 12], -1)
+    queries = RotaryEmbedding(4, 6, num_kv_heads=0, scaling=LLAMA3)
+    keys = RotaryEmbedding(2, 6, num_kv_heads=0, scaling=LLAMA3)
+    packed = together(torch.cat([q, k, v], -1))
+    assert torch.equal(packed, torch.cat([queries(q), keys(k), v], -1))
+
+
+def test_scores_depend_on_distances_alone() -> None:
+    """In each dimension of the positions."""
+    model = Sequential(
+        make("sections interleaved", sections=(1, 1, 1)), DotProductAttention(4, causal=False)
+    ).double()
+    x = torch.randn(2, 5, 72, dtype=torch.float64)
+    positions = torch.randint(40, (3, 2, 5))
+    shifted = positions + torch.tensor([3, 100, 17]).view(3, 1, 1)
+    first, second = (model(x, op_kwargs={0: {"positions": p}}) for p in (positions, shifted))
+    torch.testing.assert_close(first, second)
+    assert not torch.allclose(first, model(x))
 
 
 def test_values_and_what_is_beyond_rotary_dim_pass_unchanged() -> None:
@@ -168,15 +249,62 @@ def test_fake_tensors_leave_no_table_behind() -> None:
     torch.testing.assert_close(op(x), turned(op, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gpu
+@torch.no_grad()
+def test_tables_made_in_a_graph_serve_no_other_call() -> None:
+    op, x = make("attention factor"), torch.randn(2, 9, 72, device="cuda")
+    make("attention factor")(x)  # compiles the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = op(x)
+    torch.testing.assert_close(op(x), turned(op, x), rtol=1e-5, atol=1e-5)
+    graph.replay()
+    assert torch.equal(y, op(x))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
-def test_compiles_with_positions() -> None:
+@pytest.mark.parametrize("scaling", [LONGROPE, DYNAMIC], ids=lambda scaling: scaling.rope_type)
+def test_compiles_for_several_lengths(scaling: RopeScaling) -> None:
     torch.compiler.reset()
-    op = make("partial", num_kv_heads=2)
+    model = Sequential(make("half-split", scaling=scaling))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for tokens in (5, 4, 8, 11, 3):
+        x = torch.randn(2, tokens, 72, dtype=torch.float64).requires_grad_()
+        ys, dy = [run(x) for run in (compiled, model)], torch.randn_like(x)
+        torch.testing.assert_close(*ys)
+        torch.testing.assert_close(*[torch.autograd.grad(y, x, dy) for y in ys])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("scaling", [LONGROPE, DYNAMIC], ids=lambda scaling: scaling.rope_type)
+def test_a_compiled_decoding_step_is_not_compiled_for_every_token(scaling: RopeScaling) -> None:
+    """Once for a length as it is, once for any, and once for any beyond those of training."""
+    torch.compiler.reset()
+    model = Sequential(make("half-split", scaling=scaling))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    x = torch.randn(2, 1, 72)
+    for length in range(3, 12):
+        kwargs = {0: {"positions": torch.tensor([length - 1]), "length": length}}
+        torch.testing.assert_close(compiled(x, op_kwargs=kwargs), model(x, op_kwargs=kwargs))
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("variant", ["partial", "sections", "attention factor"])
+def test_compiles_with_positions(variant: str) -> None:
+    torch.compiler.reset()
+    op = make(variant)
     model = Sequential(op)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 7, features(op), dtype=torch.float64).requires_grad_()
-    kwargs, dy = {0: {"positions": torch.arange(7) * 3}}, torch.randn_like(x)
+    positions = torch.arange(7) * 3
+    if variant == "sections":
+        positions = torch.stack([positions, positions % 5])[:, None]
+    kwargs, dy = {0: {"positions": positions, "length": 7}}, torch.randn_like(x)
     ys = [run(x, op_kwargs=kwargs) for run in (compiled, model)]
     torch.testing.assert_close(*ys)
     torch.testing.assert_close(*[torch.autograd.grad(y, x, dy) for y in ys])
@@ -198,6 +326,53 @@ def test_refuses_positions(positions: Tensor) -> None:
         make("half-split")(torch.ones(2, 3, 72), positions=positions)
 
 
+def test_refuses_positions_of_other_sections() -> None:
+    text = r"integer, \(sequence,\) or \(batch, sequence\), or \(2, batch, sequence\).*\(3, 2, 4\)"
+    with pytest.raises(InputError, match=text):
+        make("sections")(torch.ones(2, 4, 36), positions=torch.ones(3, 2, 4).long())
+
+
+@pytest.mark.parametrize("length", [0, torch.tensor(9)], ids=repr)
+def test_refuses_lengths(length: Any) -> None:
+    with pytest.raises(
+        InputError, match=r"length must be a positive int .*Received: (length=0|a t)"
+    ):
+        make("by length")(torch.ones(2, 3, 72), length=length)
+
+
 def test_refuses_heads_of_odd_size() -> None:
     with pytest.raises(ArgumentError, match=r"even and at most head_dim .*rotary_dim=5"):
         RotaryEmbedding(2, 5)
+
+
+OTHER_PAIRS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"scaling": RopeScaling(rope_type="custom", frequencies=[1.0, 0.5])},
+        r"frequencies must have a number for each pair .*2 numbers, rotary_dim=6",
+    ),
+    ({"scaling": LONGROPE, "rotary_dim": 4}, r"short_factor must have .*3 numbers, rotary_dim=4"),
+    ({"scaling": DYNAMIC, "rotary_dim": 2}, r"dynamic scaling needs two pairs .*rotary_dim=2"),
+    ({"scaling": RopeScaling(rope_type="axial")}, r"axial scaling needs sections \(Rotary"),
+    ({"sections": (1, 1)}, r"add up to rotary_dim / 2 .*sections=\(1, 1\), rotary_dim=6"),
+    (
+        {"sections": (1, 2), "interleave_sections": True},
+        r"Pairs of interleaved sections must be among .*sections=\(1, 2\), rotary_dim=6",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), OTHER_PAIRS)
+def test_refuses_scalings_and_sections_of_other_pairs(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        RotaryEmbedding(4, 6, **arguments)
+
+
+def test_says_what_it_is() -> None:
+    assert repr(make("half-split")) == (
+        "RotaryEmbedding(num_heads=4, head_dim=6, num_kv_heads=4, base=10000.0, interleaved=False, "
+        "rotary_dim=6)"
+    )
+    assert repr(make("by length", sections=(1, 2))).endswith(
+        "scaling=RopeScaling(rope_type='dynamic', factor=3.0, original_max_position_embeddings=6), "
+        "sections=(1, 2), interleave_sections=False)"
+    )

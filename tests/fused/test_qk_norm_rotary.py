@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opfuser import BasicLinear, Identity, QKNorm, RotaryEmbedding, Sequential
+from opfuser import BasicLinear, Identity, QKNorm, RopeScaling, RotaryEmbedding, Sequential
 from opfuser.errors import NotSupportedError
 from opfuser.fused.backward_qk_norm_rotary import BackwardQKNormRotary
 from opfuser.fused.forward_qk_norm_rotary import ForwardQKNormRotary
@@ -34,6 +34,12 @@ FORWARD, BACKWARD = NAMES = ["forward_qk_norm_rotary", "backward_qk_norm_rotary"
 each_pass = pytest.mark.parametrize("name", NAMES)
 
 
+LONGROPE = RopeScaling(
+    rope_type="longrope", factor=4.0, original_max_position_embeddings=4,
+    short_factor=(1.0, 1.1, 1.2), long_factor=(1.5, 3.0, 9.0),
+)  # fmt: skip
+
+
 def pair(norm: dict[str, Any] | None = None, **rotary: Any) -> list[nn.Module]:
     heads: dict[str, Any] = {"num_kv_heads": 2}
     return [QKNorm(4, 6, **heads, **(norm or {})), RotaryEmbedding(4, 6, **heads, **rotary)]
@@ -47,6 +53,10 @@ def partial() -> list[nn.Module]:
     return pair({"zero_centered_gamma": True}, rotary_dim=4, base=500.0)
 
 
+def scaled() -> list[nn.Module]:
+    return pair(scaling=LONGROPE, sections=(1, 1, 1), interleave_sections=True)
+
+
 def several() -> list[nn.Module]:
     return [BasicLinear(8, 48), *pair(), BasicLinear(48, 48), *neighbours(), Identity()]
 
@@ -56,6 +66,7 @@ CASES = {
     "halves": Case(pair, (2, 5, 48), dtypes=DTYPES),
     "neighbours": Case(neighbours, (2, 5, 48), dtypes=DTYPES),
     "partial": Case(partial, (2, 5, 48), dtypes=DTYPES),
+    "scaled": Case(scaled, (2, 5, 48), dtypes=DTYPES),
     "one token": Case(pair, (1, 1, 48), dtypes=(F32, BF16)),
     "no batch": Case(pair, (0, 3, 48), dtypes=(FP16,)),
     "no tokens": Case(pair, (2, 0, 48), dtypes=(F32,)),
@@ -79,26 +90,34 @@ def test_values(case: str, name: str, device: torch.device) -> None:
         check(name, CASES[case], device)
 
 
-@pytest.mark.parametrize(
-    "positions", [torch.tensor([3, 0, 90, 1]), torch.tensor([[0, 1, 2, 3], [7, 7, 0, 1]])], ids=len
-)
-def test_given_positions(positions: Tensor) -> None:
-    norm, rotary = filled(partial())
+GIVEN: list[tuple[Any, dict[str, Any]]] = [
+    (partial, {"positions": torch.tensor([3, 0, 90, 1])}),
+    (partial, {"positions": torch.tensor([[0, 1, 2, 3], [7, 7, 0, 1]])}),
+    (scaled, {"positions": torch.arange(24).view(3, 2, 4)}),
+    (scaled, {"positions": torch.arange(12).view(3, 1, 4), "length": 5}),
+    (scaled, {"length": 5}),
+]
+
+
+@pytest.mark.parametrize(("make", "given"), GIVEN)
+def test_given_positions_and_lengths(make: Any, given: dict[str, Any]) -> None:
+    norm, rotary = filled(make())
     seq, x = Sequential(norm, rotary).double(), leaf(2, 4, 48, dtype=F64)
 
     def reference(x: Tensor) -> Tensor:
-        return rotary.reference(norm.reference(x), positions=positions)
+        return rotary.reference(norm.reference(x), **given)
 
     want = results(reference, seq.parameters(), x)
     for on in ([], [FORWARD], [BACKWARD], NAMES):
         with only(*on):
-            kwargs = {"op_kwargs": {rotary: {"positions": positions}}}
+            kwargs = {"op_kwargs": {rotary: given}}
             assert_same(results(seq, seq.parameters(), x, **kwargs), want)
 
 
 OTHER_HEADS = {
     "number": RotaryEmbedding(2, 12, num_kv_heads=1),
     "size": RotaryEmbedding(4, 2, num_kv_heads=10),
+    "queries alone": RotaryEmbedding(8, 6, num_kv_heads=0),
 }
 
 

@@ -171,6 +171,13 @@ def check_rotary(g: Given, heads: Heads) -> None:
         assert_as_good_as(what, got, naive_rotary(g.like_x, heads, back), truth)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_that_all_turn(dtype: torch.dtype, device: torch.device) -> None:
+    """Queries alone, or keys alone: there are no values behind them."""
+    for heads in (Heads(5, 0, 10, 6), Heads(3, 0, 8, 8, True)):
+        check_rotary(given(heads, dtype, device), heads)
+
+
 def check_norm(g: Given, heads: Heads, turn: bool, zero_centered: bool = False) -> None:
     got = ours(g, heads, turn, zero_centered)
     truth = naive_norm(g.wide, heads, turn, zero_centered)

@@ -68,6 +68,7 @@ for name, model in {
     "Llama 8B, fp32": LLAMA_8B._replace(dtype=torch.float32),
     "GPT-J": Model(16, 16, 256, 64, interleaved=True, batch=4, length=2048),
     "Pythia 410M": Model(16, 16, 64, 16, batch=4, length=2048),
+    "Llama 8B, queries alone": LLAMA_8B._replace(kv_heads=0),
     "GPT-2 sized": Model(12, 12, 64, 64, batch=8, length=1024),
 }.items():
     ship(f"{name}, turned forward", 2, partial(turn), model)
