@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import basic, optim, recipe
+from .attention.cache import KVCache
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
 from .basic.gated_activation import *  # noqa: F403
@@ -40,6 +41,7 @@ __all__ = [
     "Fusion",
     "FusionHandle",
     "FusionRecord",
+    "KVCache",
     "Linear",
     "OperationContext",
     "OperationFuser",

@@ -1,242 +1,115 @@
-"""Attention over packed queries, keys and values, by torch's own kernels.
-
-Dimensions: B batch, S sequence, H query heads, K key and value heads, G = H / K, D entries per
-head. Kernels see queries (B, H, S, D), keys and values (B, K, S, D), as views of the packed tensor.
-"""
+"""Attention by the kernels that there are for it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from ..errors import ArgumentError, InputError, explain
+from ..attention.call import Call, Heads, Request, Result, request_of
+from ..attention.choice import KERNELS, Choice, choose, choose_plain, expanded, explained
+from ..attention.reference import plain_attention
+from ..attention.sinks import sinks_grad, with_sinks
+from ..context import (
+    COMPUTE_DTYPES,
+    BackwardResult,
+    Contexts,
+    ExtraTensors,
+    ForwardArguments,
+    ForwardResult,
+)
+from ..errors import ArgumentError, OpKwargsError, explain
 from ..kernels.launch import transforms_active
 from ..kernels.scalar import cast
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from . import _attention_inputs as inputs
+from ._attention_inputs import AttentionSettings
 
 __all__ = ["DotProductAttention"]
 
-_aten = torch.ops.aten
-_FALLBACK_SCORES = 1 << 25  # held at a time: 128 MiB in fp32
-
-
-class _Heads(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-class _Result(NamedTuple):
-    """What a kernel's forward hands to its backward, besides its inputs."""
-
-    output: Tensor
-    logsumexp: Tensor | None = None
-    seed: Tensor | None = None
-    offset: Tensor | None = None
-
-
-class _Kernel(NamedTuple):
-    forward: Callable[[_Heads, bool, float], _Result]
-    backward: Callable[[Tensor, _Heads, _Result, bool, float], Any]
-    grouped: bool  # whether it takes fewer key heads than query heads
-
-
-def _cpu_forward(x: _Heads, causal: bool, scale: float) -> _Result:
-    forward = _aten._scaled_dot_product_flash_attention_for_cpu
-    return _Result(*forward(*x, 0.0, causal, scale=scale))
-
-
-def _cpu_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
-    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(dy, *x, r.output, r.logsumexp, 0.0, causal, scale=scale)
-
-
-def _flash_forward(x: _Heads, causal: bool, scale: float) -> _Result:
-    out = _aten._scaled_dot_product_flash_attention(*x, 0.0, causal, scale=scale)
-    return _Result(out[0], out[1], out[6], out[7])
-
-
-def _flash_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
-    lengths = (None, None, x.q.shape[2], x.q.shape[2])
-    dropout = (0.0, causal, r.seed, r.offset)
-    backward = _aten._scaled_dot_product_flash_attention_backward
-    return backward(dy, *x, r.output, r.logsumexp, *lengths, *dropout, scale=scale)
-
-
-def _efficient_forward(x: _Heads, causal: bool, scale: float) -> _Result:
-    forward = _aten._scaled_dot_product_efficient_attention
-    return _Result(*forward(*x, None, True, 0.0, causal, scale=scale))
-
-
-def _efficient_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
-    wanted = [True, True, True, False]  # there is no bias
-    backward = _aten._scaled_dot_product_efficient_attention_backward
-    return backward(dy, *x, None, *r, 0.0, wanted, causal, scale=scale)
-
-
-def _cudnn_forward(x: _Heads, causal: bool, scale: float) -> _Result:
-    forward = _aten._scaled_dot_product_cudnn_attention
-    out = forward(*x, None, True, 0.0, causal, False, scale=scale)
-    return _Result(out[0], out[1], out[6], out[7])
-
-
-def _cudnn_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
-    bias_and_lengths = (None, None, None, x.q.shape[2], x.q.shape[2])
-    backward = _aten._scaled_dot_product_cudnn_attention_backward
-    return backward(dy, *x, *r, *bias_and_lengths, 0.0, causal, scale=scale)
-
-
-def _weights(x: _Heads, causal: bool, scale: float, rows: slice) -> tuple[Tensor, slice]:
-    """Attention weights of a block of queries, in fp32 or better, and the keys they are of."""
-    keys = slice(0, rows.stop if causal else x.k.shape[2])
-    scores = x.q[:, :, rows] @ x.k[:, :, keys].transpose(2, 3)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    if causal:
-        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device)
-        scores.masked_fill_(hidden.triu_(rows.start + 1), -math.inf)
-    return scores.softmax(-1), keys
-
-
-def _blocks(q: Tensor) -> list[slice]:
-    length = q.shape[2]
-    size = max(1, _FALLBACK_SCORES // max(1, q.shape[:3].numel()))
-    return [slice(i, min(i + size, length)) for i in range(0, length, size)]
-
-
-def _fallback_forward(x: _Heads, causal: bool, scale: float) -> _Result:
-    output = torch.empty_like(x.q)
-    for rows in _blocks(x.q):
-        p, keys = _weights(x, causal, scale, rows)
-        output[:, :, rows] = p.to(x.v.dtype) @ x.v[:, :, keys]
-    return _Result(output)
-
-
-def _fallback_backward(dy: Tensor, x: _Heads, r: _Result, causal: bool, scale: float) -> Any:
-    dtype = torch.promote_types(dy.dtype, torch.float32)
-    dq = torch.empty_like(x.q)
-    dk, dv = (torch.zeros_like(t, dtype=dtype) for t in x[1:])
-    for rows in _blocks(x.q):
-        p, keys = _weights(x, causal, scale, rows)
-        dv[:, :, keys] += p.to(dy.dtype).transpose(2, 3) @ dy[:, :, rows]
-        dp = (dy[:, :, rows] @ x.v[:, :, keys].transpose(2, 3)).to(dtype)
-        ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) * scale).to(dy.dtype)
-        dq[:, :, rows] = ds @ x.k[:, :, keys]
-        dk[:, :, keys] += ds.transpose(2, 3) @ x.q[:, :, rows]
-    return dq, dk.to(dy.dtype), dv.to(dy.dtype)
-
-
-_KERNELS = {
-    "cpu": _Kernel(_cpu_forward, _cpu_backward, grouped=True),
-    "flash": _Kernel(_flash_forward, _flash_backward, grouped=True),
-    "efficient": _Kernel(_efficient_forward, _efficient_backward, grouped=False),
-    "cudnn": _Kernel(_cudnn_forward, _cudnn_backward, grouped=True),
-    "fallback": _Kernel(_fallback_forward, _fallback_backward, grouped=False),
-}
-_SOME_LENGTH = 64  # of a sequence; which kernels take it does not depend on that
-_BY_CHOICE = {1: "flash", 2: "efficient", 3: "cudnn"}  # torch.nn.attention.SDPBackend
-
-
-def _choose(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
-    """Names the kernel for these inputs. On a GPU it is the one that torch would take."""
-    q, k, _ = x
-    if q.is_cpu and q.numel():  # without elements it divides by zero
-        return "cpu"
-    # torch's flash and cuDNN kernels expect other head sizes to be padded.
-    if q.device.type != "cuda" or q.shape[-1] % 8 or not q.numel():
-        return "fallback"
-    if torch.compiler.is_compiling() or type(q) is not Tensor:
-        sizes = q.shape[1], k.shape[1], q.shape[3]
-        return _choose_for_tracer(q.device, q.dtype, *sizes, causal, scale, differentiable)
-    if transforms_active():  # of whose tensors torch cannot tell which kernel takes them
-        return "fallback"
-    return _choice_of_torch(x, causal, scale, differentiable)
-
-
-def _choice_of_torch(x: _Heads, causal: bool, scale: float, differentiable: bool) -> str:
-    """The kernel that torch would take for real tensors."""
-    q, k, v = x
-    grouped = q.shape[1] != k.shape[1]
-    with torch.set_grad_enabled(differentiable):  # some kernels have no backward on some GPUs
-        q = q.detach().requires_grad_(differentiable)
-        how: Any = {"is_causal": causal, "scale": scale}
-        choice = torch._fused_sdp_choice(q, k, v, **how, enable_gqa=grouped)
-        if grouped and choice not in _BY_CHOICE:
-            choice = torch._fused_sdp_choice(q, *_expand(x)[1:], **how)
-    return _BY_CHOICE.get(choice, "fallback")
-
-
-def _choose_for_tracer(
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    causal: bool,
-    scale: float,
-    differentiable: bool,
-) -> str:
-    """The choice for tensors like these. torch looks at real ones, which a tracer does not have."""
-    with _disable_current_modes():
-        sizes = [heads, kv_heads, kv_heads]
-        qkv = torch.empty(1, _SOME_LENGTH, sum(sizes), head_dim, dtype=dtype, device=device)
-        x = _Heads(*qkv.transpose(1, 2).split(sizes, dim=1))
-        return _choice_of_torch(x, causal, scale, differentiable)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-_choose_for_tracer._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _expand(x: _Heads) -> _Heads:
-    """Repeats each of the K key and value heads for its G queries: copies."""
-    group = x.q.shape[1] // x.k.shape[1]
-    return _Heads(x.q, *(heads.repeat_interleave(group, dim=1) for heads in x[1:]))
-
 
 class DotProductAttention(BasicOperation):
-    r"""Multi-head attention: per head, :math:`y = \mathrm{softmax}(s\, q k^T) v`.
+    r"""Multi-head attention: per head, :math:`y_i = \sum_j \mathrm{softmax}_j(s_{ij})\, v_j`.
 
-    Runs torch's own kernels for scaled dot product attention, forward and backward; on a GPU the
-    one that torch chooses. No attention matrix is stored. Where no kernel takes the input (on a
-    GPU: fp64, or a head size that is no multiple of 8), attention is computed for a block of
-    queries at a time, and again in backward. There is no dropout of attention weights.
+    A score is :math:`s_{ij} = c \tanh(s\, q_i k_j / c) - m_h |i - j|`, plus an additive mask;
+    the cap c and the ALiBi slopes m are there only where they are asked for. Keys that causality, a
+    window or a mask hide have no weight. A query that sees no key has output and gradients 0.
+    With fewer queries than keys, the queries are the last positions.
 
-    Shapes: input ``(batch, sequence, (num_heads + 2 * num_kv_heads) * head_dim)``: the heads of the
-    queries, then of the keys, then of the values; the head size follows from the shape. Output
-    ``(batch, sequence, num_heads * head_dim)``, in the autocast dtype if autocast is active, else
-    the input's. Query head h attends to key head ``h // (num_heads / num_kv_heads)``.
+    Every mode is computed by a kernel that exists: torch's for cuDNN, flash and memory-efficient
+    attention and for CPUs, forward and backward, and where none of these takes a call, plain
+    torch for a block of queries at a time, and again in backward. No attention matrix is stored.
+    :attr:`last_choice` says which kernel the last call took and why not another one; a plan says
+    what is known before. ``docs/attention.md`` has the table.
 
-    Saved: the packed input, the output and, per query and head, the log-sum-exp of the scores.
-    Sources: Vaswani et al., "Attention Is All You Need", 2017; Dao et al., "FlashAttention", 2022.
+    Shapes, packed: input ``(batch, sequence, (num_heads + num_kv_heads) * head_dim +
+    num_kv_heads * v_head_dim)``: the heads of the queries, then of the keys, then of the values;
+    the head size follows from the shape. Separate: input ``(batch, queries, num_heads *
+    head_dim)``, extra inputs: the keys ``(batch, keys, num_kv_heads * head_dim)`` and the values
+    ``(batch, keys, num_kv_heads * v_head_dim)``, whose head size follows from the shape. Output
+    ``(batch, queries, num_heads * v_head_dim)``, in the autocast dtype if autocast is active,
+    else the input's. Query head h attends to key head ``h // (num_heads / num_kv_heads)``.
+
+    Saved: the inputs, the output if the kernel's backward reads it, per query and head the
+    log-sum-exp of the scores, and what the call was given besides.
+    Sources: Vaswani et al., "Attention Is All You Need", 2017; Dao et al., "FlashAttention", 2022;
+    soft-capping: Gemma Team, "Gemma 2", 2024; sinks: Xiao et al., "Efficient Streaming Language
+    Models with Attention Sinks", 2023; ALiBi: Press et al., "Train Short, Test Long", 2022.
 
     Args:
         num_heads: query heads.
         num_kv_heads: key heads, and as many value heads; None is ``num_heads``.
         causal: whether a position attends only to itself and to earlier ones.
         scale: s; None is ``head_dim ** -0.5``.
+        layout: ``"packed"`` or ``"separate"``.
+        window: a position attends to this many positions: itself and those before it, and without
+            causality as many behind it. None is all.
+        dropout_p: probability of zeroing a weight in training; the others are divided by
+            ``1 - dropout_p``. The mask is drawn from the device's generator and not stored.
+        softcap: c, positive; None is no cap.
+        sinks: whether each head has a learned logit that takes part in the softmax without a
+            value: parameter ``sinks`` of shape (num_heads,), which starts at 0.
+        alibi: whether scores fall with the distance, by a slope per head.
+        kernel: name of the kernel to take; a call that it does not take is an error. None chooses.
+        v_head_dim: entries of a value head in a packed input; None is as many as of a key head.
+        device, dtype: of the parameter.
+
+    Keywords of a call (through ``op_kwargs``), constants without gradients:
+        mask: bool, True where a key is attended to, or floating point, added to the scores;
+            ``(batch, keys)``, or of 3 or 4 dimensions that broadcast to
+            (batch, num_heads, queries, keys).
+        cu_seqlens: int32, (number of sequences + 1,), on the device of the input: where the
+            sequences begin that one row (batch 1) holds, and the end of the last one.
+        max_seqlen: an int not below the length of the longest of them.
+        cache: an object whose ``update(k, v)`` takes and returns keys and values of shape
+            (batch, num_kv_heads, sequence, head size), such as :class:`opfuser.KVCache`.
 
     Raises:
-        ArgumentError: if a number of heads is not positive, or not divisible as needed.
-        InputError: in forward, if the input's shape or dtype is not as above.
+        ArgumentError: if an argument is outside its domain.
+        InputError: in forward, if a shape or dtype is not as above.
+        NotSupportedError: in forward, if ``kernel`` does not take the call, the mask requires grad,
+            or gradients are needed of keys that a cache kept from earlier calls.
+        OpKwargsError: in forward, for other keywords.
     """
 
+    plain_without_extra_tensors: ClassVar[bool] = True
+    read_only: ClassVar[frozenset[str]] = frozenset({"layout", "num_extra_inputs"})
+
     class Saved(NamedTuple):
-        qkv: Tensor
+        input: Tensor
+        k: Tensor | None
+        v: Tensor | None
         output: Tensor | None
         logsumexp: Tensor | None
         seed: Tensor | None
         offset: Tensor | None
+        mask: Tensor | None
+        cu_seqlens: Tensor | None
+        sinks: Tensor | None
 
-    class Settings(NamedTuple):
-        num_heads: int
-        num_kv_heads: int
-        causal: bool
-        scale: float | None
+    Settings = AttentionSettings
 
     def __init__(
         self,
@@ -244,28 +117,68 @@ class DotProductAttention(BasicOperation):
         num_kv_heads: int | None = None,
         causal: bool = True,
         scale: float | None = None,
+        *,
+        layout: str = "packed",
+        window: int | None = None,
+        dropout_p: float = 0.0,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
+        kernel: str | None = None,
+        v_head_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        if layout == "separate":
+            self.num_extra_inputs = 2
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.causal = causal
         self.scale = scale
+        self.layout = layout
+        self.window = window
+        self.dropout_p = dropout_p
+        self.softcap = softcap
+        self.alibi = alibi
+        self.kernel = kernel
+        self.v_head_dim = v_head_dim
+        self._last = _Last()
+        self._has_sinks = bool(sinks)
         self.make_settings()
-
-    def make_settings(self) -> DotProductAttention.Settings:
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
-        if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ArgumentError(
-                explain(
-                    "num_heads must be a positive multiple of num_kv_heads",
-                    where="DotProductAttention",
-                    received=f"num_heads={num_heads}, num_kv_heads={num_kv_heads}",
+        parameter = None
+        if sinks:
+            dtype = dtype or torch.get_default_dtype()
+            if dtype not in COMPUTE_DTYPES:
+                raise ArgumentError(
+                    explain(
+                        "Sinks are float16, bfloat16, float32 or float64",
+                        where="DotProductAttention",
+                        received=f"dtype={dtype}",
+                    )
                 )
-            )
-        return self.Settings(num_heads, num_kv_heads, self.causal, self.scale)
+            parameter = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
+        self.register_parameter("sinks", parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the sinks, if there are any, to 0."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    def make_settings(self) -> AttentionSettings:
+        return inputs.settings_of(self, list(KERNELS))
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute
+
+    @property
+    def last_choice(self) -> Choice | None:
+        """The kernel of the last call that ran in eager mode, and why not another; None: no call.
+
+        The reasons are looked up when this is read, which takes longer than a call.
+        """
+        return self._last.choice()
 
     def op_forward(
         self,
@@ -274,57 +187,198 @@ class DotProductAttention(BasicOperation):
         *,
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cache: Any | None = None,
     ) -> Tensor:
-        settings = ctx.settings or self.frozen_settings(ctx)
-        _check_input(input_, settings)
+        settings: AttentionSettings = ctx.settings or self.frozen_settings(ctx)
+        inputs.check_packed(input_, settings)
         qkv = _aligned(in_compute_dtype(input_).contiguous())
-        x = _split(qkv, settings)
-        scale = _scale_of(x, settings)
-        kernel = _choose(x, settings.causal, scale, ctx.requires_grad)
-        chosen = _KERNELS[kernel]
-        if not chosen.grouped:
-            x = _expand(x)
-        result = chosen.forward(x, settings.causal, scale)
+        x = inputs.split(qkv, settings)
+        given = mask is not None or cu_seqlens is not None or cache is not None
+        if given or max_seqlen is not None or not settings.is_plain:
+            keywords = inputs.Keywords(mask, cu_seqlens, max_seqlen, cache)
+            return self._general_forward(ctx, settings, (qkv, None, None), x, keywords)
+        call = Call(settings.causal, _scale_of(x, settings))
+        kernel = choose_plain(x, call, ctx.requires_grad)
+        if not torch.compiler.is_compiling():
+            self._last.call = (
+                kernel,
+                (qkv.shape, qkv.dtype, qkv.device, ctx.requires_grad, settings),
+            )
+        chosen = KERNELS[kernel]
+        result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if ctx.requires_grad:
             ctx.kernel = kernel
-            output = None if kernel == "fallback" else result.output
-            ctx.save_for_backward(qkv, output, *result[1:])
+            output = result.output if chosen.reads_output else None
+            ctx.save_for_backward(qkv, None, None, output, *result[1:], None, None, None)
+        return result.output.transpose(1, 2).flatten(2)
+
+    def _general_forward(
+        self,
+        ctx: OperationContext,
+        settings: AttentionSettings,
+        saved: inputs.Inputs,
+        x: Heads,
+        keywords: inputs.Keywords,
+    ) -> Tensor:
+        """The output of a call with anything that a plain one does not have."""
+        differentiable = ctx.requires_grad
+        scale = _scale_of(x, settings)
+        x, call = inputs.prepare(x, settings, keywords, self.sinks, scale, differentiable)
+        request = request_of(x, call, differentiable)
+        kernel = choose(x, call, request, settings.kernel)
+        if not torch.compiler.is_compiling():
+            self._last.call = kernel, request
+        chosen = KERNELS[kernel]
+        result = chosen.forward(x if chosen.grouped else expanded(x), call)
+        if call.sinks is not None and not chosen.has_sinks:
+            result = with_sinks(result, call.sinks)
+        if differentiable:
+            ctx.kernel, ctx.max_seqlen = kernel, call.max_seqlen
+            output = result.output if chosen.reads_output else None
+            constants = call.mask, call.cu_seqlens, call.sinks
+            ctx.save_for_backward(*saved, output, *result[1:], *constants)
         return result.output.transpose(1, 2).flatten(2)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
-    ) -> tuple[Tensor | None, tuple[()]]:
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        settings: AttentionSettings = ctx.settings or self.frozen_settings(ctx)
+        nothing = (None,) * settings.has_sinks
+        if not ctx.needs.input and not any(ctx.needs.parameters):
+            return None, nothing
+        qkv = ctx.saved_tensors[0]
+        (dq, dk, dv), sinks = self._backward(ctx, grad_output, inputs.split(qkv, settings))
         if not ctx.needs.input:
-            return None, ()
-        settings = ctx.settings or self.frozen_settings(ctx)
-        qkv, *result = ctx.saved_tensors
-        x = _split(qkv, settings)
-        dy = _aligned(cast(grad_output, qkv.dtype).contiguous())
-        dy = dy.view(*dy.shape[:2], settings.num_heads, x.q.shape[-1]).transpose(1, 2)
-        kernel = _KERNELS[ctx.kernel]
-        if not kernel.grouped:
-            x = _expand(x)
-        scale = _scale_of(x, settings)
-        grads = kernel.backward(dy, x, _Result(*result), settings.causal, scale)
+            return None, sinks
+        if settings.v_head_dim is None:
+            return torch.cat([dq, dk, dv], 2).view_as(qkv), sinks
+        return torch.cat([grad.flatten(2) for grad in (dq, dk, dv)], 2), sinks
+
+    def _backward(
+        self, ctx: OperationContext, grad_output: Tensor, x: Heads
+    ) -> tuple[Heads, tuple[Tensor | None, ...]]:
+        """Gradients of the heads, as (batch, sequence, heads, size), and of the sinks."""
+        settings: AttentionSettings = ctx.settings
+        _, _, _, *rest, mask, cu_seqlens, sinks = ctx.saved_tensors
+        result = Result(*rest)
+        call = Call(settings.causal, _scale_of(x, settings))
+        dsinks: tuple[Tensor | None, ...] = ()
+        dy = _aligned(cast(grad_output, x.q.dtype).contiguous())
+        dy = dy.view(*dy.shape[:2], settings.num_heads, x.v.shape[3]).transpose(1, 2)
+        if mask is not None or cu_seqlens is not None or not settings.is_plain:
+            constants = inputs.Constants(mask, cu_seqlens, sinks, ctx.max_seqlen)
+            call = inputs.call_of(x, settings, call.scale, constants)
+        kernel = KERNELS[ctx.kernel]
+        grads = kernel.backward(dy, x if kernel.grouped else expanded(x), result, call)
+        if sinks is not None:
+            dsinks = (None,)
+            if any(ctx.needs.parameters):
+                own = grads[3] if kernel.has_sinks else sinks_grad(dy, result, sinks)
+                dsinks = (cast(own, sinks.dtype),)
         dq, dk, dv = [grad.transpose(1, 2) for grad in grads[:3]]
         if not kernel.grouped:
             groups = settings.num_kv_heads, -1
             dk, dv = [grad.unflatten(2, groups).sum(3) for grad in (dk, dv)]
-        return torch.cat([dq, dk, dv], 2).view_as(qkv), ()
+        return Heads(dq, dk, dv), dsinks
+
+    def fuser_forward(
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
+    ) -> ForwardResult:
+        keywords = given["basic_op_kwargs"][0]
+        unknown = sorted(set(keywords) - set(inputs.Keywords._fields))
+        if unknown:
+            raise OpKwargsError(
+                explain(
+                    "op_kwargs may only hold keywords that the operation's forward takes",
+                    where="DotProductAttention",
+                    received=", ".join(unknown),
+                )
+            )
+        if not self.num_extra_inputs:
+            return super().fuser_forward(basic_op_ctxs, input_, **given)
+        ctx = basic_op_ctxs[0]
+        settings: AttentionSettings = ctx.settings or self.frozen_settings(ctx)
+        k, v = given["basic_op_extra_inputs"][0]
+        assert k is not None
+        assert v is not None
+        inputs.check_separate(input_, k, v, settings)
+        q = in_compute_dtype(input_)
+        q, k, v = [_aligned(cast(t, q.dtype).contiguous()) for t in (q, k, v)]
+        x = inputs.heads_of(q, k, v, settings)
+        return self._general_forward(ctx, settings, (q, k, v), x, inputs.Keywords(**keywords)), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: Contexts,
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: ExtraTensors,
+    ) -> BackwardResult:
+        if not self.num_extra_inputs:
+            given: Any = {"basic_op_grad_extra_outputs": basic_op_grad_extra_outputs}
+            return super().fuser_backward(basic_op_ctxs, grad_output, **given)
+        ctx = basic_op_ctxs[0]
+        q, k, v, *_ = ctx.saved_tensors
+        needs = ctx.needs
+        settings: AttentionSettings = ctx.settings or self.frozen_settings(ctx)
+        if not any((needs.input, *needs.parameters, *needs.extra_inputs)):
+            return None, [(None,) * settings.has_sinks], [(None, None)]
+        grads, sinks = self._backward(ctx, grad_output, inputs.heads_of(q, k, v, settings))
+        wanted = needs.input, *needs.extra_inputs
+        dq, dk, dv = [grad.flatten(2) if w else None for grad, w in zip(grads, wanted)]
+        return dq, [sinks], [(dk, dv)]
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         settings = self.make_settings()
-        _check_input(input_, settings)
-        x = _split(input_, settings)
-        q, k, v = _expand(x)
-        scores = q @ k.transpose(2, 3) * _scale_of(x, settings)
-        if self.causal:
-            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(hidden, -math.inf)
-        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        if extra_inputs:
+            k, v = extra_inputs
+            inputs.check_separate(input_, k, v, settings)
+            x = inputs.heads_of(input_, k, v, settings)
+        else:
+            inputs.check_packed(input_, settings)
+            x = inputs.split(input_, settings)
+        keywords = inputs.Keywords(**kwargs)
+        scale = _scale_of(x, settings)
+        x, call = inputs.prepare(x, settings, keywords, self.sinks, scale, False)
+        y = plain_attention(expanded(x), call)
+        return y.transpose(1, 2).flatten(2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_last": _Last()}
 
     def extra_repr(self) -> str:
-        return f"{self.num_heads}, {self.num_kv_heads}, causal={self.causal}, scale={self.scale}"
+        text = f"{self.num_heads}, {self.num_kv_heads}, causal={self.causal}, scale={self.scale}"
+        others = {
+            "layout": (self.layout, "packed"),
+            "window": (self.window, None),
+            "dropout_p": (self.dropout_p, 0.0),
+            "softcap": (self.softcap, None),
+            "sinks": (self._has_sinks, False),
+            "alibi": (self.alibi, False),
+            "kernel": (self.kernel, None),
+            "v_head_dim": (self.v_head_dim, None),
+        }
+        return text + "".join(f", {n}={v!r}" for n, (v, default) in others.items() if v != default)
+
+
+class _Last:
+    """The kernel of the last call, and its request or what that follows from; no plan reads it."""
+
+    call: tuple[str, Any] | None = None
+
+    def choice(self) -> Choice | None:
+        if self.call is None:
+            return None
+        kernel, request = self.call
+        if not isinstance(request, Request):
+            shape, dtype, device, differentiable, settings = request
+            x = inputs.split(torch.empty(shape, dtype=dtype, device="meta"), settings)
+            call = Call(settings.causal, _scale_of(x, settings))
+            request = request_of(x, call, differentiable)._replace(device=device)
+        return explained(request, kernel)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -334,26 +388,5 @@ def _aligned(x: Tensor) -> Tensor:
     return x
 
 
-def _split(qkv: Tensor, settings: DotProductAttention.Settings) -> _Heads:
-    sizes = [settings.num_heads, settings.num_kv_heads, settings.num_kv_heads]
-    batch, length, width = qkv.shape
-    heads = qkv.view(batch, length, sum(sizes), width // sum(sizes)).transpose(1, 2)
-    # Not by Tensor.split, which takes as long in Python as here.
-    return _Heads(*heads.split_with_sizes(sizes, 1))
-
-
-def _scale_of(x: _Heads, settings: DotProductAttention.Settings) -> float:
+def _scale_of(x: Heads, settings: AttentionSettings) -> float:
     return x.q.shape[-1] ** -0.5 if settings.scale is None else settings.scale
-
-
-def _check_input(input_: Tensor, settings: DotProductAttention.Settings) -> None:
-    heads = settings.num_heads + 2 * settings.num_kv_heads
-    shape = input_.shape
-    if len(shape) != 3 or not shape[2] or shape[2] % heads or not input_.is_floating_point():
-        raise InputError(
-            explain(
-                f"The input must be floating point, (batch, sequence, {heads} * head_dim)",
-                where="DotProductAttention",
-                received=f"{tuple(shape)} of {input_.dtype}",
-            )
-        )

@@ -176,10 +176,11 @@ def _has_settings(op: BasicOperation) -> bool:
 
 def _is_plain(op: Any, extra_tensors: bool) -> bool:
     """Whether a step may skip the general protocol and call op_forward / op_backward directly."""
-    return (
-        isinstance(op, BasicOperation)
-        and not extra_tensors
-        and type(op).fuser_forward is BasicOperation.fuser_forward
+    if not isinstance(op, BasicOperation) or extra_tensors:
+        return False
+    # Not inherited: a subclass may override either pair.
+    return vars(type(op)).get("plain_without_extra_tensors", False) or (
+        type(op).fuser_forward is BasicOperation.fuser_forward
         and type(op).fuser_backward is BasicOperation.fuser_backward
     )
 

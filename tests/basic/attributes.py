@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opfuser import PointwiseOperation, RopeScaling, basic
+from opfuser.attention.choice import KERNELS
 from opfuser.errors import ArgumentError, ArgumentTypeError, OpfuserError
 from opfuser.op import BasicOperation
 
@@ -150,6 +151,18 @@ DOMAINS: dict[str, list[Bad]] = {
     "sections": [
         bad("sections must be positive integers that add up to rotary_dim / 2", (2, 1), (3, -1)),
     ],
+    "window": [
+        bad("window must be positive", 0, -1),
+        bad("window must be an integer", 2.5),
+        bad("window must be a real Python number", "a", error=ArgumentTypeError),
+    ],
+    "softcap": [bad("softcap must be positive", 0.0, -1.0, NAN)],
+    "v_head_dim": [bad("v_head_dim must be positive", 0, -3)],
+    "dropout_p": [
+        bad("dropout_p must be between 0 and 1", -0.1, 1.5, NAN),
+        bad("dropout_p must be a real Python number", "a", error=ArgumentTypeError),
+    ],
+    "kernel": [bad(f"kernel must be one of {', '.join(KERNELS)}", "fast")],
     "base": [bad("base must be positive", 0.0, -1.0)],
     "rotary_dim": [bad("rotary_dim must be even and at most head_dim", 3, 6)],
     "max_positions": [bad("max_positions must be positive", 0, -1)],
@@ -231,6 +244,13 @@ CASES: dict[str, Case] = {
             "num_kv_heads": Change(2),
             "causal": Change(False),
             "scale": Change(0.7),
+            "layout": ReadOnly("separate"),
+            "window": Change(2),
+            "dropout_p": Change(0.5),
+            "softcap": Change(0.3),
+            "alibi": Change(True),
+            "kernel": Change("blockwise", neutral=True),
+            "v_head_dim": Change(3),
         },
     ),
     "Dropout": Case({"p": 0.5}, rows(), {"dropout_probability": Change(0.9, argument="p")}),

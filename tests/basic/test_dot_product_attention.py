@@ -9,6 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from opfuser import DotProductAttention
+from opfuser.attention import blockwise, choice
+from opfuser.attention.call import Call
+from opfuser.basic import _attention_inputs as inputs
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import InputError
 from opfuser.op import GradNeeds, OperationContext
@@ -19,13 +22,13 @@ HEADS = pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 GPU_KERNELS = pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 
 
-@pytest.fixture(params=["chosen", "fallback", "fallback in blocks"])
+@pytest.fixture(params=["chosen", "blockwise", "one query at a time"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernel that the device offers, and the fallback, which no CPU input needs by itself."""
+    """The kernel that the device offers, and plain torch, which no such input needs on a CPU."""
     if request.param != "chosen":
-        monkeypatch.setattr(module, "_choose", lambda *_: "fallback")
-    if request.param == "fallback in blocks":
-        monkeypatch.setattr(module, "_FALLBACK_SCORES", 1)
+        monkeypatch.setattr(module, "choose_plain", lambda *_: "blockwise")
+    if request.param == "one query at a time":
+        monkeypatch.setattr(blockwise, "_SCORES", 1)
     name: str = request.param
     return name
 
@@ -99,7 +102,7 @@ def test_gpu_kernels_are_called_as_declared(
     kernel: str, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Schemas and shapes are checked by fake tensors, which need no GPU; numbers are not."""
-    monkeypatch.setattr(module, "_choose_for_tracer", lambda *_: kernel)
+    monkeypatch.setattr(choice, "_choose_for_tracer", lambda *_: kernel)
     op, ctx = DotProductAttention(*heads), OperationContext()
     ctx.needs = GradNeeds(True, (), ())
     no_quantizer: Any = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
@@ -118,12 +121,12 @@ def test_gpu_kernels_are_called_as_declared(
 def test_gpu_kernels(
     kernel: str, causal: bool, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Where nothing is forced, empty tensors go to the fallback, and a single key not to cuDNN.
+    # Where nothing is forced, empty tensors go to plain torch, and a single key not to cuDNN.
     def choose(x: Any, *_: Any) -> str:
         takes_it = x.q.numel() and (kernel != "cudnn" or x.q.shape[2] > 1)
-        return kernel if takes_it else "fallback"
+        return kernel if takes_it else "blockwise"
 
-    monkeypatch.setattr(module, "_choose", choose)
+    monkeypatch.setattr(module, "choose_plain", choose)
     op = DotProductAttention(*heads, causal=causal)
     check_op(op, packed(op, 2, 70, 64, device="cuda"), dtypes=HALF[:1])
 
@@ -135,10 +138,11 @@ def test_tracers_get_the_kernel_of_eager_calls(heads: tuple[int, int], head_dim:
     op = DotProductAttention(*heads)
     for dtype in DTYPES:
         x = packed(op, 2, 70, head_dim, device="cuda", dtype=dtype)
-        want = module._choose(module._split(x, op.settings), True, 0.5, True)
+        call = Call(True, 0.5)
+        want = choice.choose_plain(inputs.split(x, op.settings), call, True)
         with FakeTensorMode() as mode:
-            traced = module._split(mode.from_tensor(x), op.settings)
-            assert module._choose(traced, True, 0.5, True) == want
+            traced = inputs.split(mode.from_tensor(x), op.settings)
+            assert choice.choose_plain(traced, call, True) == want
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 63), (2, 3, 0), (3, 64)], ids=str)

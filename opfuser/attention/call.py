@@ -1,0 +1,183 @@
+"""What attention is computed of, what comes out, and what the choice of a kernel depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Call", "Heads", "Kernel", "Request", "Result", "additive", "request_of"]
+
+
+class Heads(NamedTuple):
+    """Queries (B, H, S, D), keys (B, K, T, D) and values (B, K, T, V)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Call(NamedTuple):
+    """What attention computes besides products.
+
+    A score is ``scale * q k``, soft-capped, plus the ALiBi bias, plus an additive mask; a key that
+    causality, window, mask or sequence hide has weight 0. Query i stands at position
+    ``i + T - S``, or ``i + start``.
+
+    Attributes:
+        causal, scale, window, softcap, dropout_p: as the operation defines them.
+        mask: bool (True: attend) or additive, of four dimensions that broadcast to (B, H, S, T).
+        slopes: (H,), fp32, of ALiBi.
+        cu_seqlens: (N + 1,), int32: where sequences begin that one row holds, and the end.
+        max_seqlen: length of the longest one.
+        start: 0-d integer tensor, the position of the first query. What it hides is in the mask.
+        sinks: (H,), logits that take part in the softmax without a value.
+    """
+
+    causal: bool
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    mask: Tensor | None = None
+    slopes: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int = 0
+    start: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+class Result(NamedTuple):
+    """What a kernel's forward hands to its backward, besides its inputs.
+
+    Attributes:
+        output: (B, H, S, V).
+        logsumexp: of the scores of each query, in the kernel's layout.
+        seed, offset: of the random numbers of dropout.
+    """
+
+    output: Tensor
+    logsumexp: Tensor | None = None
+    seed: Tensor | None = None
+    offset: Tensor | None = None
+
+
+class Kernel(NamedTuple):
+    """An existing kernel for attention.
+
+    Attributes:
+        refusal: why it does not take a request, or None if it does.
+        forward: the :class:`Result` for heads and call.
+        backward: (dq, dk, dv) for the gradient of the output, heads, result and call; behind them
+            that of the sinks if ``has_sinks``, or what nobody reads.
+        grouped: whether it takes fewer key heads than query heads.
+        reads_output: whether its backward reads the output.
+        has_sinks: whether it computes sinks itself; :mod:`.sinks` adds them to others.
+    """
+
+    refusal: Callable[[Request], str | None]
+    forward: Callable[[Heads, Call], Result]
+    backward: Callable[[Tensor, Heads, Result, Call], Any]
+    grouped: bool = True
+    reads_output: bool = True
+    has_sinks: bool = False
+
+
+class Request(NamedTuple):
+    """What the choice of a kernel depends on; hashable, without sizes that data sets.
+
+    Attributes:
+        queries, keys: 0, 1, or representatives of longer lengths that compare as these do.
+        heads, kv_heads, head_dim, v_head_dim: sizes H, K, D, V.
+        differentiable: whether backward will run.
+        window, softcap, mask, alibi, varlen, dropout, sinks: whether the call has them.
+        enabled: what ``torch.backends.cuda`` allows: flash, efficient, cuDNN.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    causal: bool
+    scale: float
+    differentiable: bool
+    window: bool = False
+    softcap: bool = False
+    mask: bool = False
+    alibi: bool = False
+    varlen: bool = False
+    dropout: float = 0.0
+    sinks: bool = False
+    empty: bool = False
+    enabled: tuple[bool, bool, bool] = (True, True, True)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether causality is the same counted from the first and from the last key."""
+        return not self.causal or self.queries == self.keys
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's scaled_dot_product_attention can express it without a mask."""
+        others = self.window, self.softcap, self.mask, self.alibi, self.varlen
+        return self.aligned and not any(others)
+
+
+_SOME = 64  # of queries or keys; which kernels take them does not depend on the number
+
+
+def _lengths(queries: int, keys: int) -> tuple[int, int]:
+    """Representatives of the lengths; compared without arithmetic, for they may be symbolic."""
+    if queries < 2 and keys < 2:
+        return int(queries), int(keys)
+    if queries == keys:
+        return _SOME, _SOME
+    s = 0 if queries == 0 else 1 if queries == 1 else _SOME
+    t = 0 if keys == 0 else 1 if keys == 1 else _SOME
+    return (s, t) if s != t else (s, 2 * t) if queries < keys else (2 * s, t)
+
+
+def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
+    """The request that a call of these heads is."""
+    q, k, v = x
+    cuda = torch.backends.cuda
+    enabled = (True, True, True)
+    if q.device.type == "cuda":
+        flags = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+        enabled = flags
+    batch, heads, queries, head_dim = q.shape
+    lengths = _lengths(queries, k.shape[2])
+    return Request(
+        q.device,
+        q.dtype,
+        *lengths,
+        heads,
+        k.shape[1],
+        head_dim,
+        v.shape[3],
+        call.causal,
+        call.scale,
+        differentiable,
+        call.window is not None,
+        call.softcap is not None,
+        call.mask is not None,
+        call.slopes is not None,
+        call.cu_seqlens is not None,
+        call.dropout_p,
+        call.sinks is not None,
+        batch == 0 or 0 in lengths,
+        enabled,
+    )
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as what is added to scores."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)

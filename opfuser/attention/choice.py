@@ -1,0 +1,194 @@
+"""Which kernel computes attention, and why not another one."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch.backends.cuda import SDPAParams
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import NotSupportedError, explain
+from ..kernels.launch import transforms_active
+from . import cudnn_versions
+from .blockwise import BLOCKWISE
+from .call import Call, Heads, Kernel, Request, request_of
+from .sdpa import CPU, CUDNN, EFFICIENT, FLASH, HALF
+
+__all__ = ["KERNELS", "Choice", "choose", "choose_plain", "expanded", "explained"]
+
+# In order of preference. Among cuDNN, flash and efficient torch has one of its own, which counts
+# where its scaled_dot_product_attention could be called.
+KERNELS: dict[str, Kernel] = {
+    "cudnn": CUDNN,
+    "flash": FLASH,
+    "efficient": EFFICIENT,
+    "cpu": CPU,
+    "blockwise": BLOCKWISE,
+}
+_BY_CHOICE = {1: "flash", 2: "efficient", 3: "cudnn"}  # torch.nn.attention.SDPBackend
+
+
+class Choice(NamedTuple):
+    """The kernel of a call of :class:`opfuser.DotProductAttention`.
+
+    Attributes:
+        kernel: its name.
+        passed_over: every kernel before it in order of preference, and why it was not taken.
+        note: what is wrong with this process, if something keeps a faster kernel away.
+    """
+
+    kernel: str
+    passed_over: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.passed_over)
+        text = f"{self.kernel} (not {reasons})" if reasons else self.kernel
+        return f"{text}. {self.note}" if self.note else text
+
+
+def choose_plain(x: Heads, call: Call, differentiable: bool) -> str:
+    """Names the kernel where torch's own function could be called. On a GPU, it is torch's."""
+    q = x.q
+    if q.is_cpu and q.numel():
+        return "cpu"
+    # torch's flash and cuDNN kernels expect other head sizes to be padded.
+    if q.device.type != "cuda" or q.shape[-1] % 8 or x.v.shape[-1] % 8 or not q.numel():
+        return "blockwise"
+    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
+        return _choose_for_tracer(*request_of(x, call, differentiable))
+    if transforms_active():  # of whose tensors torch cannot tell which kernel takes them
+        return "blockwise"
+    return _choice_of_torch(x, call, differentiable)
+
+
+def choose(x: Heads, call: Call, request: Request, forced: str | None) -> str:
+    """Names the kernel of any call.
+
+    Raises:
+        NotSupportedError: the forced kernel does not take it.
+    """
+    if forced is None and request.device.type == "cuda":
+        if request.is_plain:
+            return choose_plain(x, call, request.differentiable)
+        if transforms_active():
+            return "blockwise"
+    return _chosen(forced, *request)
+
+
+@functools.lru_cache(1024)
+def _find(request: Request, forced: str | None) -> str:
+    if forced is not None:
+        reason = _refusal(forced, request)
+        if reason is None:
+            return forced
+        raise NotSupportedError(
+            explain(
+                f"The kernel {forced!r} does not take this call: {reason}",
+                where="DotProductAttention",
+                remedy="With kernel=None one that takes it is chosen",
+            )
+        )
+    return next(name for name in KERNELS if KERNELS[name].refusal(request) is None)
+
+
+def _chosen(forced: str | None, *fields: Any) -> str:
+    """As :func:`_find`. The fields of the request come apart, as Dynamo takes constants."""
+    return _find(Request(*fields), forced)
+
+
+def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:
+    """The kernel that torch would take for real tensors."""
+    q, k, v = x
+    grouped = q.shape[1] != k.shape[1]
+    with torch.set_grad_enabled(differentiable):  # some kernels have no backward on some GPUs
+        q = q.detach().requires_grad_(differentiable)
+        how: Any = {"dropout_p": call.dropout_p, "is_causal": call.causal, "scale": call.scale}
+        choice = torch._fused_sdp_choice(q, k, v, **how, enable_gqa=grouped)
+        if grouped and choice not in _BY_CHOICE:
+            choice = torch._fused_sdp_choice(q, *expanded(x)[1:], **how)
+    name = _BY_CHOICE.get(choice, "blockwise")
+    if name != "cudnn" and q.dtype in HALF and torch.backends.cuda.cudnn_sdp_enabled():
+        cudnn_versions.warn_once(q.device)
+    return name
+
+
+def _like(request: Request) -> tuple[Heads, Call]:
+    """Heads of the request's kind, of no meaning, and the call."""
+    r = request
+    where: Any = {"dtype": r.dtype, "device": r.device}
+    heads = [
+        torch.empty(1, length, number, size, **where).transpose(1, 2)
+        for length, number, size in (
+            (r.queries, r.heads, r.head_dim),
+            (r.keys, r.kv_heads, r.head_dim),
+            (r.keys, r.kv_heads, r.v_head_dim),
+        )
+    ]
+    return Heads(*heads), Call(r.causal, r.scale, dropout_p=r.dropout)
+
+
+def _choose_for_tracer(*fields: Any) -> str:
+    """The choice for such a request. torch looks at real tensors, which a tracer does not have."""
+    request = Request(*fields)
+    with _disable_current_modes():
+        return _choice_of_torch(*_like(request), request.differentiable)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+_choose_for_tracer._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def expanded(x: Heads) -> Heads:
+    """Repeats each of the K key and value heads for its G queries: copies."""
+    group = x.q.shape[1] // x.k.shape[1]
+    return Heads(x.q, *(heads.repeat_interleave(group, dim=1) for heads in x[1:]))
+
+
+def _refusal(name: str, request: Request) -> str | None:
+    """Why a kernel does not take a request, asked of torch too where it can tell."""
+    reason = KERNELS[name].refusal(request)
+    if reason is None and request.is_plain and request.device.type == "cuda":
+        return _refusal_of_torch(name, request)
+    return reason
+
+
+def _refusal_of_torch(name: str, request: Request) -> str | None:
+    """What torch says against one of its kernels; None if nothing, or if it was not asked."""
+    ask = {
+        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
+        "flash": torch.backends.cuda.can_use_flash_attention,
+        "efficient": torch.backends.cuda.can_use_efficient_attention,
+    }.get(name)
+    if ask is None or not torch.cuda.is_available():
+        return None
+    with warnings.catch_warnings(record=True) as told, torch.set_grad_enabled(True):
+        warnings.simplefilter("always")
+        x, call = _like(request)
+        x = x if KERNELS[name].grouped else expanded(x)
+        q = x.q.requires_grad_(request.differentiable)
+        grouped = q.shape[1] != x.k.shape[1]
+        given = q, x.k, x.v, None, call.dropout_p, call.causal, grouped
+        if ask(SDPAParams(*given), True):
+            return None
+    texts = [re.sub(r"\s*\(Triggered internally.*", "", str(w.message)).strip() for w in told]
+    return " ".join(texts) or "torch does not say why"
+
+
+def explained(request: Request, kernel: str) -> Choice:
+    """The choice with its reasons, which are looked up only now."""
+    passed: list[tuple[str, str]] = []
+    for name in KERNELS:
+        if name == kernel:
+            break
+        reason = _refusal(name, request)
+        passed.append((name, reason or f"torch prefers {kernel}"))
+    note = ""
+    if request.device.type == "cuda" and kernel not in ("cudnn", "blockwise"):
+        note = cudnn_versions.trouble() or ""
+    return Choice(kernel, tuple(passed), note)

@@ -1,0 +1,329 @@
+"""What attention is given: arguments, layouts, keywords, and how they become a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..attention.alibi import alibi_slopes
+from ..attention.blockwise import hidden_keys
+from ..attention.call import Call, Heads
+from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ._numbers import real_number
+
+__all__ = [
+    "AttentionSettings",
+    "Constants",
+    "Inputs",
+    "Keywords",
+    "call_of",
+    "check_packed",
+    "check_separate",
+    "heads_of",
+    "prepare",
+    "settings_of",
+    "split",
+]
+
+_WHERE = "DotProductAttention"
+_LAYOUTS = ("packed", "separate")
+
+Inputs = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+class AttentionSettings(NamedTuple):
+    """The arguments; ``dropout_p`` is 0 in evaluation.
+
+    Attributes:
+        is_plain: whether there is nothing but packed heads, causality and scale.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    causal: bool
+    scale: float | None
+    v_head_dim: int | None
+    window: int | None
+    dropout_p: float
+    softcap: float | None
+    has_sinks: bool
+    alibi: bool
+    kernel: str | None
+    is_plain: bool
+
+
+class Keywords(NamedTuple):
+    """Those of a call."""
+
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+    cache: Any | None = None
+
+
+class Constants(NamedTuple):
+    """What a call is given besides queries, keys and values."""
+
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    sinks: Tensor | None = None
+    max_seqlen: int = 0
+
+
+def settings_of(op: Any, kernels: Sequence[str]) -> AttentionSettings:
+    """The settings of an operation with the attributes of :class:`DotProductAttention`."""
+    num_heads, num_kv_heads = op.num_heads, op.num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        _refuse(
+            "num_heads must be a positive multiple of num_kv_heads",
+            f"num_heads={num_heads}, num_kv_heads={num_kv_heads}",
+        )
+    if op.layout not in _LAYOUTS:
+        _refuse("layout must be 'packed' or 'separate'", f"layout={op.layout!r}")
+    for name in ("window", "softcap", "v_head_dim"):
+        value = getattr(op, name)
+        if value is not None and not real_number(value, name, _WHERE) > 0:
+            _refuse(f"{name} must be positive", f"{name}={value}")
+    for name in ("window", "v_head_dim"):
+        value = getattr(op, name)
+        if value is not None and value != int(value):
+            _refuse(f"{name} must be an integer", f"{name}={value}")
+    p = real_number(op.dropout_p, "dropout_p", _WHERE)
+    if not 0.0 <= p <= 1.0:
+        _refuse("dropout_p must be between 0 and 1", f"dropout_p={p}")
+    if op.kernel is not None and op.kernel not in kernels:
+        _refuse(f"kernel must be one of {', '.join(kernels)}", f"kernel={op.kernel!r}")
+    if op.v_head_dim is not None and op.layout == "separate":
+        _refuse(
+            "v_head_dim describes a packed input; a separate one has the shape of the values",
+            f"v_head_dim={op.v_head_dim}, layout='separate'",
+        )
+    p = p if op.training else 0.0
+    modes = op.v_head_dim, op.window, p or None, op.softcap, op._has_sinks or None
+    others = op.alibi or None, op.kernel
+    is_plain = op.layout == "packed" and all(mode is None for mode in (*modes, *others))
+    return AttentionSettings(
+        num_heads,
+        num_kv_heads,
+        op.causal,
+        op.scale,
+        op.v_head_dim,
+        op.window,
+        p,
+        op.softcap,
+        op._has_sinks,
+        op.alibi,
+        op.kernel,
+        is_plain,
+    )
+
+
+def _refuse(invariant: str, received: str) -> NoReturn:
+    raise ArgumentError(explain(invariant, where=_WHERE, received=received))
+
+
+def _refuse_input(invariant: str, received: str, remedy: str = "") -> NoReturn:
+    raise InputError(explain(invariant, where=_WHERE, received=received, remedy=remedy))
+
+
+def _features(t: Tensor) -> str:
+    return f"{tuple(t.shape)} of {t.dtype}"
+
+
+def check_packed(input_: Tensor, settings: AttentionSettings) -> None:
+    """Raises InputError for an input without a head size."""
+    shape = input_.shape
+    if settings.v_head_dim is None:
+        heads = settings.num_heads + 2 * settings.num_kv_heads
+        if len(shape) != 3 or not shape[2] or shape[2] % heads or not input_.is_floating_point():
+            _refuse_input(
+                f"The input must be floating point, (batch, sequence, {heads} * head_dim)",
+                _features(input_),
+            )
+        return
+    heads = settings.num_heads + settings.num_kv_heads
+    values = settings.num_kv_heads * settings.v_head_dim
+    rest = shape[2] - values if len(shape) == 3 else 0
+    if rest <= 0 or rest % heads or not input_.is_floating_point():
+        _refuse_input(
+            "The input must be floating point, "
+            f"(batch, sequence, {heads} * head_dim + {values} of values)",
+            _features(input_),
+        )
+
+
+def check_separate(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> None:
+    """Raises InputError for tensors that are no queries, keys and values of one attention."""
+    h, g = settings.num_heads, settings.num_kv_heads
+    shapes = q.shape, k.shape, v.shape
+    fits = all(len(shape) == 3 and shape[2] for shape in shapes)
+    fits = fits and all(t.is_floating_point() for t in (q, k, v))
+    fits = fits and not (q.shape[2] % h or k.shape[2] % g or v.shape[2] % g)
+    fits = fits and q.shape[2] // h == k.shape[2] // g and k.shape[:2] == v.shape[:2]
+    if not fits or q.shape[0] != k.shape[0]:
+        _refuse_input(
+            f"Queries must be floating point, (batch, queries, {h} * head_dim), "
+            f"keys (batch, keys, {g} * head_dim), values (batch, keys, {g} * v_head_dim)",
+            ", ".join(map(_features, (q, k, v))),
+        )
+
+
+def split(qkv: Tensor, settings: AttentionSettings) -> Heads:
+    """The heads of a packed input, as views."""
+    h, g = settings.num_heads, settings.num_kv_heads
+    batch, length, width = qkv.shape
+    if settings.v_head_dim is None:
+        heads = qkv.view(batch, length, h + 2 * g, width // (h + 2 * g)).transpose(1, 2)
+        # Not by Tensor.split, which takes as long in Python as here.
+        return Heads(*heads.split_with_sizes([h, g, g], 1))
+    values = g * settings.v_head_dim
+    qk, v = qkv.split_with_sizes([width - values, values], 2)
+    qk = qk.unflatten(2, (h + g, (width - values) // (h + g))).transpose(1, 2)
+    q, k = qk.split_with_sizes([h, g], 1)
+    return Heads(q, k, v.unflatten(2, (g, settings.v_head_dim)).transpose(1, 2))
+
+
+def heads_of(q: Tensor, k: Tensor, v: Tensor, settings: AttentionSettings) -> Heads:
+    """The heads of separate inputs, as views."""
+    h, g = settings.num_heads, settings.num_kv_heads
+    sizes = zip((q, k, v), (h, g, g))
+    return Heads(*[t.view(*t.shape[:2], n, t.shape[2] // n).transpose(1, 2) for t, n in sizes])
+
+
+def prepare(
+    x: Heads,
+    settings: AttentionSettings,
+    keywords: Keywords,
+    sinks: Tensor | None,
+    scale: float,
+    differentiable: bool,
+) -> tuple[Heads, Call]:
+    """Heads and call with what the keywords add.
+
+    Raises:
+        InputError: a keyword has the wrong shape or dtype.
+        NotSupportedError: a gradient is asked for that there is not.
+    """
+    mask, cu_seqlens, max_seqlen, cache = keywords
+    start = None
+    if cache is not None:
+        x, start = _cached(x, cache, differentiable)
+    if (cu_seqlens is None) != (max_seqlen is None):
+        _refuse_input(
+            "cu_seqlens and max_seqlen come together",
+            f"cu_seqlens={cu_seqlens if cu_seqlens is None else 'a tensor'}, "
+            f"max_seqlen={max_seqlen}",
+        )
+    if cu_seqlens is not None:
+        _check_sequences(x, cu_seqlens, max_seqlen, cache)
+    if mask is not None:
+        mask = _four_dimensional(mask, x)
+    constants = Constants(mask, cu_seqlens, sinks, max_seqlen or 0)
+    call = call_of(x, settings, scale, constants)
+    if start is not None:
+        hides = call._replace(start=start, causal=settings.causal, window=settings.window)
+        rows, keys = slice(0, x.q.shape[2]), slice(0, x.k.shape[2])
+        hidden = hidden_keys(x, hides, rows, keys)
+        assert hidden is not None
+        mask = _merged(~hidden[None, None], mask)
+        call = call._replace(start=start, causal=False, window=None, mask=mask)
+    return x, call
+
+
+def _merged(seen: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return seen
+    return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
+def call_of(
+    x: Heads,
+    settings: AttentionSettings,
+    scale: float,
+    given: Constants,
+) -> Call:
+    """The call, less what hides nothing: causality from one query, which is the last position."""
+    window, causal = settings.window, settings.causal
+    if window is not None and window >= x.k.shape[2]:
+        window = None
+    if causal and window is None and given.cu_seqlens is None:
+        causal = x.q.shape[2] != 1
+    return Call(
+        causal,
+        scale,
+        window,
+        settings.softcap,
+        settings.dropout_p,
+        given.mask,
+        alibi_slopes(settings.num_heads, x.q.device) if settings.alibi else None,
+        given.cu_seqlens,
+        given.max_seqlen,
+        sinks=given.sinks,
+    )
+
+
+def _cached(x: Heads, cache: Any, differentiable: bool) -> tuple[Heads, Tensor | None]:
+    """The heads with all keys and values, and the position of the first query if a tensor has it.
+
+    Where gradients are needed, nothing may have been kept before: keys and values are those of the
+    call, and take its gradients.
+    """
+    k, v = cache.update(x.k.detach(), x.v.detach())
+    if not differentiable:
+        return Heads(x.q, k.to(x.q.dtype), v.to(x.q.dtype)), getattr(cache, "start", None)
+    if k.shape[2] != x.k.shape[2]:
+        raise NotSupportedError(
+            explain(
+                "Keys and values of earlier calls have no gradients",
+                where=_WHERE,
+                received=f"{x.k.shape[2]} keys of this call, {k.shape[2]} in the cache",
+                remedy="Call under torch.no_grad(), or without a cache",
+            )
+        )
+    return x, None
+
+
+def _check_sequences(x: Heads, cu_seqlens: Tensor, max_seqlen: Any, cache: Any) -> None:
+    queries, keys = x.q.shape[2], x.k.shape[2]
+    if x.q.shape[0] != 1 or queries != keys or cache is not None:
+        _refuse_input(
+            "With cu_seqlens the batch is 1, keys are those of the queries, and there is no cache",
+            f"batch {x.q.shape[0]}, {queries} queries, {keys} keys"
+            + (", a cache" if cache is not None else ""),
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or type(max_seqlen) is not int:
+        _refuse_input(
+            "cu_seqlens must be int32, (number of sequences + 1,), and max_seqlen an int",
+            f"{_features(cu_seqlens)}, max_seqlen={max_seqlen!r}",
+        )
+
+
+def _four_dimensional(mask: Tensor, x: Heads) -> Tensor:
+    batch, heads, queries, _ = x.q.shape
+    full = batch, heads, queries, x.k.shape[2]
+    if mask.requires_grad:
+        raise NotSupportedError(
+            explain(
+                "A mask is a constant: it gets no gradient",
+                where=_WHERE,
+                received="a mask that requires grad",
+                remedy="Pass mask.detach(); a bias that is trained needs an operation of its own",
+            )
+        )
+    given, shape = mask, mask.shape
+    if mask.dim() == 2:
+        mask = mask[:, None, None] if shape in ((batch, full[3]), (1, full[3])) else given
+    elif mask.dim() == 3:
+        mask = mask[None]
+    fits = mask.dim() == 4 and all(n in (1, size) for n, size in zip(mask.shape, full))
+    if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        _refuse_input(
+            f"The mask must be bool or floating point, {(batch, full[3])} or of a shape that "
+            f"broadcasts to {full}",
+            _features(given),
+            "Convert integers by .bool(); a mask of queries and keys is mask[None, None]",
+        )
+    return mask

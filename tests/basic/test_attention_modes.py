@@ -1,0 +1,360 @@
+"""Modes of attention, held to a formula that shares nothing with the kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from opfuser import BasicLinear, DotProductAttention, MakeExtraOutput, Sequential
+from opfuser.attention import blockwise
+from opfuser.basic import _attention_inputs as inputs
+from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
+from opfuser.testing import check_op
+from tests.basic.values import ONE_UNIT, check_values, fill, held_to, saved_by
+
+
+def formula(op: DotProductAttention, *tensors: Tensor, **kwargs: Any) -> Tensor:
+    """What a model in plain PyTorch would write, with one bias for all pairs of positions."""
+    heads = inputs.split(tensors[0], op.settings) if len(tensors) == 1 else None
+    q, k, v = heads or inputs.heads_of(*tensors, op.settings)  # type: ignore[call-arg, arg-type]
+    k, v = (t.repeat_interleave(op.num_heads // op.num_kv_heads, 1) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if op.scale is None else op.scale
+    i = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+    j = torch.arange(k.shape[2], device=q.device)
+    bias = torch.zeros_like(i - j, dtype=q.dtype)
+    if op.alibi:
+        bias = bias - torch.tensor(slopes(op.num_heads)).to(q)[:, None, None] * (i - j).abs()
+    seen = i >= j if op.causal else torch.ones_like(i >= j)
+    if op.window is not None:
+        seen = seen & ((i - j).abs() < op.window)
+    if "cu_seqlens" in kwargs:
+        lengths = kwargs["cu_seqlens"].diff()
+        own = torch.arange(len(lengths), device=q.device).repeat_interleave(lengths)
+        seen = seen & (own[:, None] == own)
+    mask = kwargs.get("mask", seen)
+    mask = mask[:, None, None] if mask.dim() == 2 and mask is not seen else mask
+    bias = (
+        torch.where(seen & mask, bias, -math.inf)
+        if mask.dtype == torch.bool
+        else (torch.where(seen, bias + mask.to(q.dtype), -math.inf))
+    )
+    if op.softcap is None and op.sinks is None:
+        bias = bias[None] if bias.dim() == 3 else bias  # else torch takes another kernel
+        y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+        return y.transpose(1, 2).flatten(2)
+    s = q @ k.mT * scale
+    if op.softcap is not None:
+        s = op.softcap * torch.tanh(s / op.softcap)
+    # A column without a value: the sinks, or what takes all weight where no key is seen.
+    sinks = torch.full_like(s[..., :1], torch.finfo(s.dtype).min)
+    if op.sinks is not None:
+        sinks = op.sinks.to(s.dtype)[:, None, None].expand_as(sinks)
+    p = torch.cat([s + bias, sinks], -1).softmax(-1)[..., :-1]
+    return (p @ v).transpose(1, 2).flatten(2)
+
+
+def slopes(heads: int) -> list[float]:
+    """As in the code that came with the paper."""
+    n = 2 ** math.floor(math.log2(heads))
+    own = [2 ** (-8 * i / n) for i in range(1, n + 1)]
+    return own + [2 ** (-4 * i / n) for i in range(1, 2 * (heads - n), 2)]
+
+
+PACKED = [(2, 9, 8 * 6)]
+LAST = [(2, 1, 4 * 6), (2, 9, 2 * 6), (2, 9, 2 * 6)]
+SEPARATE = [(2, 5, 4 * 6), (2, 9, 2 * 6), (2, 9, 2 * 3)]
+PADDING = torch.tensor([[True] * 9, [False] * 4 + [True] * 5])
+TREE = torch.tensor([[j in (0, i // 2, i) for j in range(9)] for i in range(9)])[None, None]
+FAR = -torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(3))
+SEQUENCES = {"cu_seqlens": torch.tensor([0, 4, 4, 5, 9], dtype=torch.int32), "max_seqlen": 4}
+
+
+class Mode(NamedTuple):
+    """Arguments, shapes of the inputs, keywords, and the kernel that takes it on a CPU."""
+
+    arguments: dict[str, Any]
+    shapes: list[tuple[int, int, int]] = PACKED
+    keywords: Mapping[str, Any] = MappingProxyType({})
+    kernel: str = "blockwise"
+
+
+MODES = {
+    "fewer queries": Mode({"layout": "separate"}, SEPARATE),
+    "fewer keys": Mode({"layout": "separate"}, [(1, 6, 24), (1, 4, 12), (1, 4, 12)]),
+    "cross": Mode({"layout": "separate", "causal": False}, [(2, 5, 24), (2, 9, 12), (2, 9, 12)],
+                  kernel="cpu"),
+    "one query": Mode({"layout": "separate"}, LAST, kernel="cpu"),
+    "size of values": Mode({"v_head_dim": 3}, [(2, 9, 6 * 6 + 2 * 3)]),
+    "window": Mode({"window": 3}),
+    "window to both sides": Mode({"window": 2, "causal": False}),
+    "window as long as the sequence": Mode({"window": 9}, kernel="cpu"),
+    "window of a last query": Mode({"layout": "separate", "window": 4}, LAST),
+    "soft-capping": Mode({"softcap": 0.5, "scale": 1.0}),
+    "ALiBi": Mode({"alibi": True, "num_heads": 6}, [(2, 9, 10 * 6)]),
+    "ALiBi, fewer queries": Mode({"alibi": True, "layout": "separate", "causal": False}, SEPARATE),
+    "sinks": Mode({"sinks": True}, kernel="cpu"),
+    "sinks, window": Mode({"sinks": True, "window": 3}),
+    "padding": Mode({}, keywords={"mask": PADDING}, kernel="cpu"),
+    "padding, sinks": Mode({"sinks": True}, keywords={"mask": PADDING}, kernel="cpu"),
+    "mask": Mode({"causal": False}, keywords={"mask": TREE}, kernel="cpu"),
+    "additive mask": Mode({"softcap": 2.0}, keywords={"mask": FAR}),
+    "additive mask of heads": Mode({}, keywords={"mask": FAR.reshape(1, 2, 9, 9)[0, [0, 1, 0, 1]]},
+                                   kernel="cpu"),
+    "sequences": Mode({}, [(1, 9, 48)], SEQUENCES),
+    "sequences, both directions": Mode({"causal": False}, [(1, 9, 48)], SEQUENCES),
+    "sequences, window": Mode({"window": 2, "sinks": True}, [(1, 9, 48)], SEQUENCES),
+}  # fmt: skip
+HALF_TOO = {"fewer queries", "size of values", "soft-capping", "sinks", "padding", "sequences"}
+
+
+def make(mode: Mode, **more: Any) -> tuple[DotProductAttention, list[Tensor]]:
+    arguments: Any = {"num_heads": 4, "num_kv_heads": 2, **mode.arguments, **more}
+    op = fill(DotProductAttention(**arguments))
+    return op, [torch.randn(shape) for shape in mode.shapes]
+
+
+@pytest.mark.parametrize("queries", ["all", "one", "few"])
+@pytest.mark.parametrize("name", MODES)
+def test_as_exact_as_the_formula(name: str, queries: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel of a CPU; in plain torch with one query at a time, and with some."""
+    mode = MODES[name]
+    op, tensors = make(mode, kernel=None if queries == "all" else "blockwise")
+    if queries != "all":
+        monkeypatch.setattr(blockwise, "_FEWEST", 1)
+        monkeypatch.setattr(blockwise, "_SCORES", 1 if queries == "one" else 4 * 2 * 9 * 2)
+    dtypes = [torch.float64, torch.float32]
+    if queries == "all" and name in HALF_TOO:
+        dtypes += [torch.bfloat16, torch.float16]
+    # What the keywords say of the batch holds for as many rows.
+    check_values(
+        held_to(op, formula), *tensors, kwargs=mode.keywords, dtypes=dtypes, floors=ONE_UNIT,
+        zero_rows=not mode.keywords,
+    )  # fmt: skip
+    op(*tensors, **mode.keywords)
+    assert op.last_choice is not None
+    assert op.last_choice.kernel == (mode.kernel if queries == "all" else "blockwise")
+
+
+def test_what_sees_no_key_is_0() -> None:
+    hidden = torch.ones(2, 9, dtype=torch.bool)
+    hidden[1] = False
+    for mask in (hidden, torch.zeros(2, 9).masked_fill(~hidden, -math.inf)):
+        for kernel in ("cpu", "blockwise"):
+            op, (x,) = make(MODES["sinks"], kernel=kernel)
+            x.requires_grad_()
+            y = op(x, mask=mask)
+            dx, dsinks = torch.autograd.grad(y.square().sum(), (x, op.sinks))
+            assert y[0].ne(0).all()
+            assert dx[0].ne(0).any()
+            assert not y[1].any()
+            assert not dx[1].any()
+            assert dsinks.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["padding", "mask", "cross", "window"])
+def test_same_as_scaled_dot_product_attention(name: str) -> None:
+    """In the words of torch, whose masks are given whole."""
+    mode = MODES[name]
+    op, tensors = make(mode)
+    tensors = [t.requires_grad_() for t in tensors]
+    split = inputs.split(tensors[0], op.settings) if len(tensors) == 1 else None
+    q, k, v = split or inputs.heads_of(*tensors, op.settings)  # type: ignore[arg-type]
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    if op.causal:
+        seen = seen.tril()
+    if op.window is not None:
+        seen = seen.triu(1 - op.window)
+    mask = mode.keywords.get("mask")
+    if mask is not None:
+        seen = seen & (mask if mask.dim() == 4 else mask[:, None, None])
+    want = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+    want = want.transpose(1, 2).flatten(2)
+    got = op(*tensors, **mode.keywords)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn_like(want)
+    grads = [torch.autograd.grad(y, tensors, dy, retain_graph=True) for y in (got, want)]
+    torch.testing.assert_close(*grads)
+
+
+def test_gradients_of_a_subset_of_the_inputs() -> None:
+    """Those of the others are not returned, and those of sinks not without need."""
+    mode = MODES["fewer queries"]._replace(arguments={"layout": "separate", "sinks": True})
+    for wanted in range(4):
+        op, tensors = make(mode)
+        leaves = [*tensors, op.sinks]
+        for n, leaf in enumerate(leaves):
+            leaf.requires_grad_(n == wanted)
+        op(*tensors).sum().backward()
+        assert [leaf.grad is not None for leaf in leaves] == [n == wanted for n in range(4)]
+
+
+def test_keys_and_values_from_channels() -> None:
+    """Three projections of one input: it is published twice, and projected by parts of the row."""
+    torch.manual_seed(1)
+    x = torch.randn(2, 5, 12)
+    attention = DotProductAttention(2, layout="separate")
+    keys, values = MakeExtraOutput(), MakeExtraOutput()
+    keys.set_extra_output_channel(0, "keys", output_to_caller=False)
+    values.set_extra_output_channel(0, "values", output_to_caller=False)
+    attention.set_extra_input_channel(0, "keys").set_extra_input_channel(1, "values")
+    sequence = Sequential(keys, BasicLinear(12, 12), values, BasicLinear(12, 12), attention)
+    with torch.no_grad():
+        want = attention(sequence[3](sequence[1](x)), x, sequence[1](x))
+    torch.testing.assert_close(sequence(x), want)
+    leaf = x.clone().requires_grad_()
+    sequence(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.isfinite().all()
+
+
+def test_dropout_keeps_each_weight_as_often_as_it_says() -> None:
+    """Values that are unit vectors show the weights."""
+    op = DotProductAttention(2, 1, causal=False, layout="separate", dropout_p=0.25)
+    q, k = torch.zeros(40, 16, 2 * 8), torch.zeros(40, 16, 8)
+    v = torch.eye(16).expand(40, 16, 16).contiguous()
+    kept = op(q, k, v) != 0
+    count = kept.numel()
+    assert abs(kept.double().mean().item() - 0.75) < 5 * (0.25 * 0.75 / count) ** 0.5
+    torch.testing.assert_close(op(q, k, v).max().item(), 1 / 16 / 0.75)
+    assert torch.equal(op.eval()(q, k, v), torch.full((40, 16, 32), 1 / 16))
+
+
+@pytest.mark.parametrize("scores", [1, 1 << 25])
+def test_dropout_has_the_same_mask_in_backward(
+    scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockwise, "_SCORES", scores)
+    op, (x,) = make(Mode({"dropout_p": 0.3}))
+    check_op(op, x, dtypes=[torch.float64], floor=1e-13)
+    assert [t.dtype for t in saved_by(lambda: op(x.requires_grad_()))].count(torch.int64) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_draws_the_same_dropout(use_reentrant: bool) -> None:
+    op, (x,) = make(Mode({"dropout_p": 0.3}))
+
+    def grad(call: Any) -> Tensor:
+        torch.manual_seed(4)
+        leaf = x.clone().requires_grad_()
+        call(leaf).square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    again = grad(lambda t: checkpoint(op, t, use_reentrant=use_reentrant))
+    torch.testing.assert_close(again, grad(op), rtol=0, atol=0)
+
+
+def test_memory_is_that_of_a_block() -> None:
+    """Of packed sequences, scores beyond the longest one are not computed."""
+    op = DotProductAttention(1)
+    total, longest = 4096, 64
+    cu_seqlens = torch.arange(0, total + 1, longest, dtype=torch.int32)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = f(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    x = torch.randn(1, total, 3 * 8, requires_grad=True)
+    with Watch():
+        op(x, cu_seqlens=cu_seqlens, max_seqlen=longest).sum().backward()
+    assert largest <= x.numel()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"layout": "interleaved"}, "layout must be 'packed' or 'separate'.*layout='interleaved'"),
+        ({"layout": "separate", "v_head_dim": 3}, "v_head_dim describes a packed input"),
+        ({"v_head_dim": 2.5}, "v_head_dim must be an integer.*v_head_dim=2.5"),
+        ({"sinks": True, "dtype": torch.int64}, "Sinks are float16, .*dtype=torch.int64"),
+    ],
+)
+def test_refuses_arguments(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        DotProductAttention(4, **arguments)
+
+
+SEPARATED = {"layout": "separate"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shapes", "text"),
+    [
+        (
+            {"v_head_dim": 7},
+            [(1, 5, 56)],
+            r"sequence, 8 \* head_dim \+ 28 of values\).*\(1, 5, 56\)",
+        ),
+        (SEPARATED, [(2, 5, 8), (2, 5, 8), (2, 4, 8)], "Queries must be floating"),
+        (SEPARATED, [(2, 5, 8), (1, 5, 8), (1, 5, 8)], r"\(1, 5, 8\) of torch.float32"),
+        (SEPARATED, [(2, 5, 8), (2, 5, 4), (2, 5, 8)], r"keys \(batch, keys, 4 \* head_dim\)"),
+    ],
+)
+def test_refuses_inputs(
+    arguments: dict[str, Any], shapes: list[tuple[int, ...]], text: str
+) -> None:
+    with pytest.raises(InputError, match=text):
+        DotProductAttention(4, **arguments)(*map(torch.ones, shapes))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "text"),
+    [
+        ({"mask": torch.ones(2, 9, dtype=torch.int64)}, InputError, r"Convert integers by .bool"),
+        (
+            {"mask": torch.ones(9, 9)},
+            InputError,
+            r"\(2, 9\) or .* to \(2, 4, 9, 9\).*\(9, 9\) of",
+        ),
+        ({"mask": torch.ones(2, 1, 9, 8)}, InputError, r"\(2, 1, 9, 8\)"),
+        ({"mask": torch.ones(2, 9, requires_grad=True)}, NotSupportedError, r"mask.detach\(\)"),
+        ({"max_seqlen": 3}, InputError, "come together.*cu_seqlens=None, max_seqlen=3"),
+        ({"cu_seqlens": torch.tensor([0]), "max_seqlen": 9}, InputError, "batch is 1.*batch 2"),
+        ({"masks": None}, OpKwargsError, "Received: masks"),
+    ],
+)
+def test_refuses_keywords(keywords: dict[str, Any], error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        DotProductAttention(4)(torch.ones(2, 9, 12), **keywords)
+
+
+def test_refuses_other_integers_of_sequences() -> None:
+    op, x = DotProductAttention(4), torch.ones(1, 9, 12)
+    with pytest.raises(InputError, match=r"int32.*\(2,\) of torch.int64, max_seqlen=9"):
+        op(x, cu_seqlens=torch.tensor([0, 9]), max_seqlen=9)
+    ends = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(InputError, match=r"max_seqlen=tensor\(9\)"):
+        op(x, cu_seqlens=ends, max_seqlen=torch.tensor(9))
+
+
+def test_a_kernel_by_name_says_why_it_cannot() -> None:
+    op = DotProductAttention(4, kernel="cpu", softcap=3.0)
+    text = "The kernel 'cpu' does not take this call: it has no soft-capping .*With kernel=None"
+    with pytest.raises(NotSupportedError, match=text):
+        op(torch.ones(2, 9, 12))
+
+
+def test_the_last_choice_says_why_not_another_kernel() -> None:
+    op, x = DotProductAttention(4), torch.ones(2, 9, 12)
+    assert op.last_choice is None
+    op(x)
+    gpu = "it runs on a GPU, not on cpu"
+    before = (("cudnn", gpu), ("flash", gpu), ("efficient", gpu))
+    assert op.last_choice == ("cpu", before, "")
+    op.window = 2
+    op(x)
+    assert op.last_choice == ("blockwise", (*before, ("cpu", "it has no window")), "")
+    assert str(op.last_choice).endswith("; cpu: it has no window)")
