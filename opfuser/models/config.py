@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from opfuser import GEGLU, GELU, ReLU, SiLU, SwiGLU
+from opfuser import GEGLU, GELU, ReLU, RopeScaling, SiLU, SwiGLU
 from opfuser.errors import ArgumentError, explain
 from opfuser.quantization.region import check_recipe
 from opfuser.recipe import Recipe
@@ -39,7 +39,7 @@ ACTIVATIONS = {
     "silu": Activation(SiLU, gated=False),
 }
 _SIZES = "vocab_size dim num_layers num_heads num_kv_heads ffn_dim head_dim learned_positions"
-_PROBABILITIES = "embedding_dropout residual_dropout"
+_PROBABILITIES = "embedding_dropout residual_dropout attention_dropout"
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,17 @@ class DecoderConfig:
             rotary positions; None is rotary.
         embedding_scale: the rows of the token table are multiplied by this; None is 1.
         padding_idx: a row of the token table that gets no gradient from it; None is none.
+        rope_scaling: of the rotary frequencies; None is none.
+        local_rope_base: base in layers with a window, which then have no scaling; None is
+            ``rope_base``, with it.
+        window: a position attends to this many positions, itself and those before it; None is all.
+            A sequence gives one for each layer.
         attention_scale: of the scores; None is ``head_dim ** -0.5``.
+        attention_softcap: c of ``c tanh(scores / c)``; None is no cap.
         logit_softcap: c of ``c tanh(logits / c)``; None is no cap.
         embedding_dropout: probability behind the embedding.
         residual_dropout: probability before every residual sum.
+        attention_dropout: probability of leaving out a weight of attention.
 
     Raises:
         ArgumentError: a size is not positive, the heads do not divide as needed, a name is none of
@@ -124,10 +131,15 @@ class DecoderConfig:
     learned_positions: int | None = None
     embedding_scale: float | None = None
     padding_idx: int | None = None
+    rope_scaling: RopeScaling | None = None
+    local_rope_base: float | None = None
+    window: int | Sequence[int | None] | None = None
     attention_scale: float | None = None
+    attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         wrong = self._wrong()
@@ -152,6 +164,13 @@ class DecoderConfig:
             return f"dim must be a multiple of num_heads{even}", ["dim", "num_heads"]
         if self.num_heads % self.key_heads:
             return "num_heads must be a multiple of num_kv_heads", ["num_heads", "num_kv_heads"]
+        if len(self.windows) != self.num_layers:
+            return "There is one window, or one for each layer", ["window", "num_layers"]
+        if any(window is not None and window < 1 for window in self.windows):
+            return "Windows must be positive", ["window"]
+        caps = [n for n in ("attention_softcap", "logit_softcap") if (getattr(self, n) or 1) <= 0]
+        if caps:
+            return "Caps must be positive", caps
         choices = {
             "recompute": (None, "mlp"),
             "norm": ("rms", "layer"),
@@ -172,7 +191,7 @@ class DecoderConfig:
 
         Args:
             config: a ``PreTrainedConfig``, or what has its attributes; of ``model_type`` gemma,
-                gpt2, llama, mistral, qwen2 or qwen3.
+                gemma2, gemma3_text, gpt2, llama, mistral, qwen2 or qwen3.
             **changes: attributes of the result, such as ``dtype``, which is not taken over.
 
         Raises:
@@ -190,6 +209,13 @@ class DecoderConfig:
     def key_heads(self) -> int:
         """Number of key heads, and of value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        if isinstance(self.window, Sequence):
+            return tuple(self.window)
+        return (self.window,) * self.num_layers
 
     @property
     def ffn_features(self) -> int:

@@ -69,14 +69,19 @@ def _block(config: DecoderConfig, *ops: nn.Module, in_features: int, bias: bool)
     return block
 
 
-def attention_block(config: DecoderConfig) -> Sequential:
+def attention_block(config: DecoderConfig, layer: int = 0) -> Sequential:
     """Causal self-attention with rotary positions: ``y = x + out(attend(rope(qkv(norm(x)))))``.
 
     Queries and keys are normalised before they are rotated, if ``config.qk_norm``.
 
     Shapes: x and y ``(batch, sequence, dim)``; qkv is packed, queries first, then keys, then
     values.
+
+    Args:
+        config: of the model.
+        layer: which layer's it is, since windows may differ.
     """
+    window = config.windows[layer]
     heads, kv_heads, size = config.num_heads, config.key_heads, config.head_features
     ops: list[nn.Module] = [
         _linear(config, config.dim, (heads + 2 * kv_heads) * size, config.qkv_bias)
@@ -93,8 +98,20 @@ def attention_block(config: DecoderConfig) -> Sequential:
         )
         ops.append(norm)
     if config.learned_positions is None:
-        ops.append(RotaryEmbedding(heads, size, num_kv_heads=kv_heads, base=config.rope_base))
-    ops.append(DotProductAttention(heads, kv_heads, causal=True, scale=config.attention_scale))
+        base, scaling = config.rope_base, config.rope_scaling
+        if window is not None and config.local_rope_base is not None:
+            base, scaling = config.local_rope_base, None
+        rope = RotaryEmbedding(heads, size, num_kv_heads=kv_heads, base=base, scaling=scaling)
+        ops.append(rope)
+    attention = DotProductAttention(
+        heads,
+        kv_heads,
+        scale=config.attention_scale,
+        window=window,
+        softcap=config.attention_softcap,
+        dropout_p=config.attention_dropout,
+    )
+    ops.append(attention)
     return _block(config, *ops, in_features=heads * size, bias=config.out_bias)
 
 
@@ -120,17 +137,17 @@ def swiglu_block(config: DecoderConfig) -> Sequential:
     return mlp_block(replace(config, activation="swiglu"))
 
 
-def decoder_layer(config: DecoderConfig) -> Sequential:
+def decoder_layer(config: DecoderConfig, layer: int = 0) -> Sequential:
     """An attention block and a feed-forward block, named ``attention`` and ``mlp``."""
     inside = replace(config, recipe=None)
-    blocks = {"attention": attention_block(inside), "mlp": mlp_block(inside)}
+    blocks = {"attention": attention_block(inside, layer), "mlp": mlp_block(inside)}
     return Sequential(blocks, recipe=config.recipe)
 
 
 def decoder_layers(config: DecoderConfig) -> Sequential:
     """All ``num_layers`` layers: from (batch, sequence, dim) to the same shape."""
     inside = replace(config, recipe=None)
-    layers = (decoder_layer(inside) for _ in range(config.num_layers))
+    layers = (decoder_layer(inside, layer) for layer in range(config.num_layers))
     return Sequential(*layers, recipe=config.recipe)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from opfuser import RopeScaling
 from opfuser.errors import NotSupportedError, explain
+from opfuser.rope_configuration import read_configuration
 
 __all__ = ["decoder_arguments"]
 
@@ -44,7 +46,6 @@ def decoder_arguments(config: Any) -> dict[str, Any]:
 
 
 def _llama_like(config: Any) -> dict[str, Any]:
-    _refuse(config, "sliding_window", "attention_dropout")
     bias = getattr(config, "attention_bias", False)
     head_dim = getattr(config, "head_dim", None)
     if head_dim == config.hidden_size // config.num_attention_heads:
@@ -65,7 +66,9 @@ def _llama_like(config: Any) -> dict[str, Any]:
         "tied_head": config.tie_word_embeddings,
         "init_std": config.initializer_range,
         "padding_idx": config.pad_token_id,
-        "rope_base": _rope(config),
+        "attention_dropout": config.attention_dropout,
+        "window": _windows(config),
+        **_rope(config),
     }
 
 
@@ -83,8 +86,33 @@ def _gemma(config: Any) -> dict[str, Any]:
     return {**_llama_like(config), **arguments}
 
 
+def _gemma2(config: Any) -> dict[str, Any]:
+    return {
+        **_gemma(config),
+        "post_norms": True,
+        "attention_scale": config.query_pre_attn_scalar**-0.5,
+        "attention_softcap": config.attn_logit_softcapping,
+        "logit_softcap": config.final_logit_softcapping,
+    }
+
+
+def _gemma3(config: Any) -> dict[str, Any]:
+    local = read_configuration(config, "sliding_attention")
+    if local.scaling["rope_type"] != "default":
+        raise NotSupportedError(
+            explain(
+                "Rotary frequencies are not scaled in layers with a window",
+                where=f"from_hf of a {config.model_type}",
+                received=f"rope_type={local.scaling['rope_type']!r}",
+            )
+        )
+    # attn_logit_softcapping is in its configuration, but not in its computation.
+    own = {"qk_norm": True, "local_rope_base": local.base, "attention_softcap": None}
+    return {**_gemma2(config), **own}
+
+
 def _gpt2(config: Any) -> dict[str, Any]:
-    _refuse(config, "scale_attn_by_inverse_layer_idx", "add_cross_attention", "attn_pdrop")
+    _refuse(config, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
     return {
         "vocab_size": config.vocab_size,
         "dim": config.n_embd,
@@ -103,11 +131,14 @@ def _gpt2(config: Any) -> dict[str, Any]:
         "attention_scale": None if config.scale_attn_weights else 1.0,
         "embedding_dropout": config.embd_pdrop,
         "residual_dropout": config.resid_pdrop,
+        "attention_dropout": config.attn_pdrop,
     }
 
 
 _FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
     "gpt2": _gpt2,
     "llama": _llama_like,
     "mistral": _llama_like,
@@ -116,20 +147,40 @@ _FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def _rope(config: Any) -> float:
-    """The base of the frequencies, from where transformers 5 has it, or 4."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kind = parameters.get("rope_type", "default")
-    if kind != "default":
+def _rope(config: Any) -> dict[str, Any]:
+    """Base and scaling of the frequencies, in layers without a window if they differ."""
+    rope = read_configuration(config, "full_attention")
+    if rope.partial != 1 or rope.rotary_dim is not None or rope.sections is not None:
         raise NotSupportedError(
             explain(
-                "Rotary frequencies are not scaled",
+                "A decoder here rotates whole heads by one position for each token",
                 where=f"from_hf of a {config.model_type}",
-                received=f"rope_type={kind!r}",
+                received=f"partial_rotary_factor={rope.partial}, rotary_dim={rope.rotary_dim}, "
+                f"mrope_section={rope.sections}",
             )
         )
-    base: float = parameters.get("rope_theta", getattr(config, "rope_theta", 10000.0))
-    return base
+    scaling = RopeScaling.from_hf(config, layer_type="full_attention")
+    plain = scaling.rope_type == "default"
+    return {"rope_base": rope.base, "rope_scaling": None if plain else scaling}
+
+
+def _windows(config: Any) -> int | tuple[int | None, ...] | None:
+    """One window for all layers, or one for each."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and (window is None or config.model_type == "mistral"):
+        return window
+    if kinds is None or not {*kinds} <= {"sliding_attention", "full_attention"}:
+        raise NotSupportedError(
+            explain(
+                "layer_types says of each layer 'sliding_attention' or 'full_attention'",
+                where=f"from_hf of a {config.model_type}",
+                received=f"layer_types={kinds!r}, sliding_window={window}",
+                remedy="Set config.layer_types, which transformers before 4.53 leaves out",
+            )
+        )
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if len({*windows}) > 1 else windows[0]
 
 
 def _named(names: dict[str, str], config: Any, *attributes: str) -> str:

@@ -42,10 +42,55 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {**SIZES, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     ),
+    "llama 3": (
+        "Llama",
+        {
+            **SIZES,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 2.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "mistral": ("Mistral", {**SIZES, "sliding_window": None, "head_dim": 8, "pad_token_id": 3}),
+    "mistral, window": ("Mistral", {**SIZES, "sliding_window": 5}),
     "qwen2": ("Qwen2", SIZES),
+    "qwen2, windows": (
+        "Qwen2",
+        {**SIZES, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 10, "tie_word_embeddings": True}),
     "gemma": ("Gemma", {**SIZES, "head_dim": 8, "pad_token_id": 1}),
+    "gemma 2": (
+        "Gemma2",
+        {
+            **SIZES,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma 3": (
+        "Gemma3Text",
+        {
+            **SIZES,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, untied": (
         "GPT2",
@@ -59,7 +104,7 @@ def hf_model(family: str, sizes: dict[str, Any], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="eager")
     kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    model: nn.Module = getattr(transformers, family + kind)(config)
+    model: nn.Module = getattr(transformers, family.removesuffix("Text") + kind)(config)
     centre = 0.0 if family.startswith("Gemma") else 1.0  # of the norms
     with torch.no_grad():
         for p in model.parameters():

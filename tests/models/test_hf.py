@@ -16,6 +16,7 @@ from opfuser.models import DecoderConfig, decoder_lm, hf_state_dict, load_hf
 from opfuser.recipe import DelayedScaling
 from tests.models.hf import CONFIGS, GPT2, SIZES, distance, hf_model, run, run_hf, same_model
 
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
 # One per family, for what does not depend on its details.
 PACKED, CONV1D = CONFIGS["qwen2"], CONFIGS["gpt2"]
 
@@ -44,8 +45,9 @@ def test_bf16_error_is_at_most_twice_theirs(name: str) -> None:
         theirs, data = hf_model(*CONFIGS[name], seed).to(torch.bfloat16), batch()
         ours, exact = same_model(theirs, dtype=torch.bfloat16), copy.deepcopy(theirs).double()
         wanted = run_hf(exact, *data)
-        # What they run by default. Its kernels, which are ours too, round the attention matrix.
-        theirs.set_attn_implementation("sdpa")
+        if not getattr(theirs.config, "attn_logit_softcapping", None):
+            # What they run by default. Its kernels, which are ours too, round the attention matrix.
+            theirs.set_attn_implementation("sdpa")
         for results, error in (
             (run(ours, *data), own_error),
             (run_hf(theirs, *data), their_error),
@@ -171,11 +173,14 @@ def test_configurations_are_read_by_their_attributes() -> None:
         model_type="llama", vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=12, hidden_act="silu", rms_norm_eps=1e-6,
         tie_word_embeddings=False, initializer_range=0.01, pad_token_id=None, rope_theta=5e5,
-        rope_scaling=None,
+        rope_scaling=None, attention_dropout=0.0,
     )  # fmt: skip
     assert DecoderConfig.from_hf(old, dtype=torch.bfloat16) == DecoderConfig(
         9, 8, 1, 2, 1, 12, 5e5, 1e-6, False, 0.01, dtype=torch.bfloat16
     )
+    old.model_type, old.sliding_window = "qwen2", 4
+    with pytest.raises(NotSupportedError, match="layer_types=None, sliding_window=4"):
+        DecoderConfig.from_hf(old)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +196,21 @@ def test_configurations_are_read_by_their_attributes() -> None:
         ),
         ("GPT2", {**GPT2, "add_cross_attention": True}, "without add_cross_attention"),
         ("Gemma", {**SIZES, "use_bidirectional_attention": True}, "without use_bidirectional"),
+        (
+            "Gemma3Text",
+            {**SIZES, "rope_parameters": {"sliding_attention": LINEAR, "full_attention": LINEAR}},
+            r"not scaled in layers with a window .* of a gemma3_text\). Received: .*='linear'",
+        ),
+        (
+            "Llama",
+            {**SIZES, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            r"rotates whole heads.* Received: partial_rotary_factor=0.5",
+        ),
+        (
+            "Qwen3",
+            {**SIZES, "layer_types": ["full_attention", "full_attention", "chunked_attention"]},
+            r"or 'full_attention' \(from_hf of a qwen3\). Received: layer_types=.*Set config.layer",
+        ),
     ],
 )
 def test_what_cannot_be_expressed_is_refused(family: str, sizes: dict[str, Any], text: str) -> None:
@@ -201,8 +221,12 @@ def test_what_cannot_be_expressed_is_refused(family: str, sizes: dict[str, Any],
 
 
 def test_dropout_is_where_the_configuration_has_it() -> None:
-    theirs: Any = hf_model("GPT2", {**GPT2, "embd_pdrop": 0.25, "resid_pdrop": 0.5})
+    theirs: Any = hf_model(
+        "GPT2", {**GPT2, "embd_pdrop": 0.25, "resid_pdrop": 0.5, "attn_pdrop": 0.1}
+    )
     model = same_model(theirs)
+    inside = [op for op in model.modules() if isinstance(op, opfuser.DotProductAttention)]
+    assert [op.dropout_p for op in inside] == [0.1, 0.1]
     found = [op for op in model.modules() if isinstance(op, opfuser.Dropout)]
     assert [op.dropout_probability for op in found] == [0.25, *[0.5] * 4]
     theirs.eval(), model.eval()
