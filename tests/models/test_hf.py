@@ -21,15 +21,16 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
 PACKED, CONV1D = CONFIGS["qwen2"], CONFIGS["gpt2"]
 
 
-def batch(rows: int = 3, length: int = 17) -> tuple[Tensor, Tensor]:
-    return torch.randint(37, (rows, length)), torch.randn(rows, length, 37)
+def batch(device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Tokens, and a gradient of their logits."""
+    return torch.randint(37, (3, 17)).to(device), torch.randn(3, 17, 37).to(device)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_and_every_gradient(name: str) -> None:
-    theirs = hf_model(*CONFIGS[name])
-    data = batch()
-    got, wanted = run(same_model(theirs), *data), run_hf(theirs, *data)
+def test_logits_and_every_gradient(name: str, device: torch.device) -> None:
+    theirs = hf_model(*CONFIGS[name]).to(device)
+    data = batch(device)
+    got, wanted = run(same_model(theirs, device=device), *data), run_hf(theirs, *data)
     assert {*wanted} <= {*got} <= {*wanted, "lm_head.weight"}
     for key, value in wanted.items():
         assert value.norm() > 1e-3, f"{key} tells nothing"
@@ -37,13 +38,14 @@ def test_logits_and_every_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bf16_error_is_at_most_twice_theirs(name: str) -> None:
+def test_bf16_error_is_at_most_twice_theirs(name: str, device: torch.device) -> None:
     # One seed decides little about rounding, so errors are pooled over several.
     own_error: dict[str, float] = {}
     their_error: dict[str, float] = {}
     for seed in range(4):
-        theirs, data = hf_model(*CONFIGS[name], seed).to(torch.bfloat16), batch()
-        ours, exact = same_model(theirs, dtype=torch.bfloat16), copy.deepcopy(theirs).double()
+        theirs, data = hf_model(*CONFIGS[name], seed).to(device, torch.bfloat16), batch(device)
+        ours = same_model(theirs, dtype=torch.bfloat16, device=device)
+        exact = copy.deepcopy(theirs).double()
         wanted = run_hf(exact, *data)
         if not getattr(theirs.config, "attn_logit_softcapping", None):
             # What they run by default. Its kernels, which are ours too, round the attention matrix.
