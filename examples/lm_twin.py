@@ -19,11 +19,11 @@ class Rotary(nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:
         config = self.config
         dtype = torch.promote_types(qkv.dtype, torch.float32)
-        steps = torch.arange(0, config.head_dim, 2, device=qkv.device, dtype=dtype)
+        steps = torch.arange(0, config.head_features, 2, device=qkv.device, dtype=dtype)
         times = torch.arange(qkv.shape[1], device=qkv.device, dtype=dtype)
-        angles = torch.outer(times, config.rope_base ** (-steps / config.head_dim))
+        angles = torch.outer(times, config.rope_base ** (-steps / config.head_features))
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        heads = qkv.unflatten(2, (-1, config.head_dim))
+        heads = qkv.unflatten(2, (-1, config.head_features))
         turned = config.num_heads + config.key_heads
         a, b = heads[:, :, :turned].to(dtype).chunk(2, dim=-1)
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(qkv.dtype)
@@ -71,7 +71,7 @@ class Residual(nn.Module):
 
 def _layer(config: DecoderConfig) -> nn.Sequential:
     to = {"device": config.device, "dtype": config.dtype}
-    packed = (config.num_heads + 2 * config.key_heads) * config.head_dim
+    packed = (config.num_heads + 2 * config.key_heads) * config.head_features
     layer = nn.Sequential()
     layer.attention = Residual(
         nn.RMSNorm(config.dim, config.norm_eps, **to),

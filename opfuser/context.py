@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypedDic
 import torch
 from torch import Tensor
 
-from .errors import InputError, explain
+from .errors import InputError, ParametersNotKeptError, SavedTensorsError, explain
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -83,6 +83,38 @@ class GradNeeds(NamedTuple):
     extra_inputs: tuple[bool, ...]
 
 
+class _NothingSaved(tuple[Any, ...]):
+    """An empty tuple that says so when it is unpacked."""
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise SavedTensorsError(
+            explain(
+                "ctx.saved_tensors is what forward saved, read in backward",
+                received="nothing that was saved",
+                remedy="Call ctx.save_for_backward in forward if ctx.requires_grad; in forward, "
+                "use the tensors themselves",
+            )
+        )
+
+    __iter__ = __getitem__ = _refuse
+
+
+class _NotKept(tuple[Any, ...]):
+    """Likewise."""
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise ParametersNotKeptError(
+            explain(
+                "ctx.parameters is the parameters of the forward call, kept for backward",
+                received="none that were kept",
+                remedy="Set backward_reads_parameters = True in the operation's class; in forward, "
+                "read parameters from self",
+            )
+        )
+
+    __iter__ = __getitem__ = _refuse
+
+
 class OperationContext:
     """State that the forward of one basic operation hands to its backward.
 
@@ -105,7 +137,7 @@ class OperationContext:
 
     requires_grad: bool = True
     needs: GradNeeds = GradNeeds(True, (), ())
-    saved_tensors: tuple[Any, ...] = ()
+    saved_tensors: tuple[Any, ...] = _NothingSaved()
     to_save: tuple[Tensor | None, ...] | None = None
     settings: Any = None
     may_overwrite: bool = False
@@ -115,7 +147,7 @@ class OperationContext:
     # and device of what its operation returned.
     span: tuple[int, int] | None = None
     output_like: tuple[torch.Size, torch.dtype, torch.device] | None = None
-    parameters: tuple[Any, ...] = ()
+    parameters: tuple[Any, ...] = _NotKept()
 
     if TYPE_CHECKING:  # operations may set attributes of their own
 
@@ -123,7 +155,19 @@ class OperationContext:
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Saves ``tensors`` for backward. Called in forward, at most once per operation."""
+        """Saves ``tensors`` for backward. Called in forward, at most once per operation.
+
+        Raises:
+            SavedTensorsError: the operation has saved already.
+        """
+        if self.to_save is not None:
+            raise SavedTensorsError(
+                explain(
+                    "An operation calls ctx.save_for_backward once",
+                    received=f"{len(tensors)} tensors after {len(self.to_save)}",
+                    remedy="Save all of them in one call",
+                )
+            )
         self.to_save = tensors
 
 

@@ -59,6 +59,30 @@ class ParameterGradientCountError(OpfuserError, RuntimeError):
     """A backward returned more or fewer parameter gradients than there are parameters."""
 
 
+class ForwardResultError(ArgumentTypeError):
+    """A forward returned something else than a tensor, or than a tensor and extra outputs."""
+
+
+class BackwardResultError(OpfuserError, TypeError):
+    """A backward returned something else than the gradients in their order."""
+
+
+class GradientShapeError(OpfuserError, RuntimeError):
+    """A gradient has another shape than what it is the gradient of."""
+
+
+class ContextError(OpfuserError, RuntimeError):
+    """An operation used its context in the wrong pass, or in the wrong way."""
+
+
+class SavedTensorsError(ContextError):
+    """Something was saved twice or is no tensor, or was read where nothing was saved."""
+
+
+class ParametersNotKeptError(ContextError):
+    """``ctx.parameters`` was read where the parameters of the forward call are not kept."""
+
+
 class ExtraInputGradientCountError(OpfuserError, RuntimeError):
     """A backward returned more or fewer extra-input gradients than there are extra inputs."""
 

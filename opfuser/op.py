@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Concatenate, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,16 @@ __all__ = [
     "in_compute_dtype",
     "new_context",
 ]
+
+
+Returned = TypeVar("Returned")
+
+
+def _with_any_keywords(
+    method: Callable[..., Returned],
+) -> Callable[Concatenate[Any, OperationContext, Tensor, ...], Returned]:
+    """``method``, which may be overridden by one with other keywords, as type checkers see it."""
+    return method
 
 
 class StandaloneCalls:
@@ -417,6 +427,7 @@ class BasicOperation(FusibleOperation):
         """Those of the extra outputs; by default the input's."""
         return (dtypes.input,) * self.num_extra_outputs
 
+    @_with_any_keywords
     def op_forward(
         self,
         ctx: OperationContext,
@@ -452,7 +463,7 @@ class BasicOperation(FusibleOperation):
             )
         )
 
-    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+    def reference(self, input_: Tensor, *extra_inputs: Any, **kwargs: Any) -> Any:
         """The operation in plain differentiable torch, with which its kernels are compared.
 
         Returns the output, or the tuple of output and extra outputs.
@@ -672,9 +683,11 @@ class FusedOperation(FusibleOperation):
     Class attributes:
         saves_more: declares that its forward saves more bytes than the operations that it replaces;
             :func:`opfuser.testing.check_fusion` fails for others that do.
+        handle: the ``FusionHandle`` of a class that :func:`opfuser.fusion` registered.
     """
 
     saves_more: ClassVar[bool] = False
+    handle: ClassVar[Any]
 
     basic_ops: Sequence[BasicOperation]
 

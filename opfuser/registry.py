@@ -75,7 +75,7 @@ def fusion(
             refuses=refuses,
             requires=requires,
         )
-        cls.handle = registry.add(rule, stage, prepend=prepend)  # type: ignore[attr-defined]
+        cls.handle = registry.add(rule, stage, prepend=prepend)
         return cls
 
     return register

@@ -128,8 +128,8 @@ def attention_block(config: DecoderConfig, parts: Parts, length: int) -> nn.Modu
     base, device = config.rope_base, config.device
     return Residual(
         Norm(parts, config),
-        linear(config, config.dim, (heads + 2 * kv_heads) * config.head_dim),
-        Rotary(heads, kv_heads, config.head_dim, length, base, device),
+        linear(config, config.dim, (heads + 2 * kv_heads) * config.head_features),
+        Rotary(heads, kv_heads, config.head_features, length, base, device),
         Attention(heads, kv_heads),
         linear(config, config.dim, config.dim),
     )

@@ -22,6 +22,7 @@ from .layer_norm import LayerNorm
 from .make_extra_output import MakeExtraOutput
 from .permute import Permute
 from .pointwise import PointwiseOperation
+from .position_embedding import PositionEmbedding
 from .qk_norm import QKNorm
 from .quantize import Quantize
 from .reduce_scatter import ReduceScatter
@@ -51,6 +52,7 @@ __all__ = [
     "MakeExtraOutput",
     "Permute",
     "PointwiseOperation",
+    "PositionEmbedding",
     "QKNorm",
     "Quantize",
     "RMSNorm",

@@ -48,7 +48,7 @@ class AllGather(BasicOperation):
         """The ranks that take part; None is all."""
         return self._group.group
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

@@ -260,7 +260,7 @@ class BasicLinear(StoresWeight):
             recipe = encoding_of(self.weight_format.recipe)
         return TensorQuantizer(self, recipe, amax_group(), role)
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

@@ -99,7 +99,7 @@ class Bias(BasicOperation):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

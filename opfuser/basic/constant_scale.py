@@ -34,7 +34,7 @@ class ConstantScale(BasicOperation):
         remedy = "Multiply by anything else outside the sequence"
         return self.Settings(real_number(self.scale, "The scale", "ConstantScale", remedy))
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

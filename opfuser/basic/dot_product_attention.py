@@ -185,7 +185,7 @@ class DotProductAttention(BasicOperation):
         request = inputs.request_before(settings, env)
         return foreseen(request, settings.kernel)
 
-    def op_forward(  # type: ignore[override]  # takes keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

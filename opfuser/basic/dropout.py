@@ -60,7 +60,7 @@ class Dropout(BasicOperation):
             )
         return self.Settings(p if self.training else 0.0)
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

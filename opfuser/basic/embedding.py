@@ -98,7 +98,7 @@ class Embedding(BasicOperation):
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.first_parameter
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

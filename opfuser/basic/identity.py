@@ -16,7 +16,7 @@ class Identity(BasicOperation):
 
     forward_leaves_nothing: ClassVar[bool] = True
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

@@ -73,7 +73,7 @@ class L2Normalization(BasicOperation):
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

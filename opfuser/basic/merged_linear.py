@@ -124,7 +124,7 @@ class BasicMergedLinear(OfProjections):
         """None: the weights are stored in high precision."""
         return None
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,
@@ -293,7 +293,7 @@ class MergedBias(OfProjections):
     parameter: ClassVar[str] = "bias"
     forward_leaves_nothing: ClassVar[bool] = True
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

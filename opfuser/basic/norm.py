@@ -104,7 +104,7 @@ class Norm(BasicOperation):
             bias = self.bias if bias is None else bias
         return _vectors(weight, bias)
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

@@ -115,7 +115,7 @@ class QKNorm(BasicOperation):
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.compute
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

@@ -47,7 +47,7 @@ class Quantize(BasicOperation):
     def emits_quantized_grad(self) -> bool:  # type: ignore[override]
         return self.quantize_backward
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

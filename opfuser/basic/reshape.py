@@ -58,7 +58,7 @@ class Reshape(BasicOperation):
             )
         return self.Settings(shape)
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

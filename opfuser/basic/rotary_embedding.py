@@ -238,7 +238,7 @@ class RotaryEmbedding(BasicOperation):
             self.interleave_sections,
         )
 
-    def op_forward(  # type: ignore[override]  # takes keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

@@ -100,13 +100,15 @@ class _SequenceFunction(torch.autograd.Function):
         tape = Tape()
         extra_inputs = tensors[schedule.num_parameters :]
         output, outputs = execute_forward(schedule, kwargs, input_, extra_inputs, tape)
+        if tape.verification is not None:
+            tape.verification.note(tensors)
         marked = False
         if tape.saved or schedule.kept_parameters:
             kept = [tensors[n] for n in schedule.kept_parameters]
             marked = _in_checkpoint()
             mark = [torch.empty(0, schedule.layout())] if marked else ()
             func_ctx.save_for_backward(*mark, *tape.saved, *kept)
-        func_ctx.forwarded = (schedule, tape.contexts, marked)
+        func_ctx.forwarded = (schedule, tape.contexts, marked, tape.verification)
         if torch.compiler.is_dynamo_compiling():
             # In a trace of torch 2.11, an output that an in-place operation returned, or that
             # shares memory with another one, gets a wrong gradient.

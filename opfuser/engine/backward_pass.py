@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ExtraInputGradientCountError, ParameterGradientCountError, explain
+from ..errors import (
+    ContextError,
+    ExtraInputGradientCountError,
+    ParameterGradientCountError,
+    explain,
+)
 from ..op import OperationContext
 from ..quantization.watch import is_watched
 from .routing import Slot
 from .schedule import GeneralBackward, Schedule
+from .verification import name_of, refuse_grads
 
 __all__ = ["execute_backward", "zeros"]
 
@@ -46,7 +52,7 @@ class _RevivedContext(OperationContext):
 
 
 _LEFT_BY_TE_OPS: dict[str, Callable[[OperationContext], Any]] = {
-    "dtype": lambda ctx: next((t.dtype for t in ctx.saved_tensors if t is not None), None),
+    "dtype": lambda ctx: next((t.dtype for t in ctx.saved_tensors or () if t is not None), None),
     "input_requires_grad": lambda ctx: ctx.needs.input,
     "weight_requires_grad": lambda ctx: any(ctx.needs.parameters),
     "with_quantized_compute": lambda ctx: False,
@@ -109,12 +115,12 @@ def _revive_all(
     return ctxs
 
 
-def execute_backward(
+def execute_backward(  # noqa: PLR0912 - a function for each branch would cost every call
     func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
 ) -> list[Tensor | None]:
     """The gradients of input, parameters and extra inputs, computed by the backward steps."""
     saved: list[Tensor | None] = list(func_ctx.saved_tensors)
-    schedule, contexts, marked = func_ctx.forwarded
+    schedule, contexts, marked, verification = func_ctx.forwarded
     if marked:
         del saved[0]
     if saved and not keep and _CAN_CLEAR:
@@ -128,27 +134,40 @@ def execute_backward(
     param_grads: list[Tensor | None] = [None] * schedule.num_parameters
     extra_grads: list[Tensor | None] = [None] * schedule.num_extra_inputs
 
-    for op, index, (start, stop), reads, constant, general in schedule.backward:
-        if general is not None:
-            ctxs = _revive_all(general, contexts, saved, base)
-            dx = _general_backward(
-                schedule, op, general, ctxs, dx, grads_of, param_grads, extra_grads
-            )
-            ctxs = []
-            continue
-        ctx = constant or contexts[index]
-        if constant is None and (ctx.span is not None or reads is not None):
-            ctx = _revive(ctx, saved, reads and (base + reads[0], base + reads[1]))
-        if dx is None:
-            continue
-        dx, grads = op.op_backward(ctx, dx)
-        ctx = None
-        if type(grads) is tuple and len(grads) == stop - start:
-            param_grads[start:stop] = grads
-        else:
-            _place_parameter_grads(schedule, index, grads, param_grads)
+    try:
+        for op, index, (start, stop), reads, constant, general in schedule.backward:
+            if general is not None:
+                ctxs = _revive_all(general, contexts, saved, base)
+                dx = _general_backward(
+                    schedule, op, general, ctxs, dx, grads_of, param_grads, extra_grads
+                )
+                ctxs = []
+            else:
+                ctx = constant or contexts[index]
+                if constant is None and (ctx.span is not None or reads is not None):
+                    ctx = _revive(ctx, saved, reads and (base + reads[0], base + reads[1]))
+                if dx is None:
+                    continue
+                result = op.op_backward(ctx, dx)
+                try:
+                    dx, grads = result
+                except (TypeError, ValueError) as error:
+                    raise refuse_grads(name_of(index, op), result) from error
+                ctx = result = None
+                if type(grads) is tuple and len(grads) == stop - start:
+                    param_grads[start:stop] = grads
+                else:
+                    _place_parameter_grads(schedule, index, grads, param_grads)
+            if verification is not None:
+                step = name_of(index, op) if general is None else general.name
+                verification.after_backward(index, step, dx)
+    except ContextError as error:
+        place = name_of(index, op) if general is None else general.name
+        raise type(error)(f"{error} It happened in the backward of {place}.") from error
     if not schedule.input_needs_grad:
         dx = None
+    if verification is not None:
+        verification.at_the_end(schedule, [*param_grads, *extra_grads])
     return [dx, *param_grads, *extra_grads]
 
 
@@ -158,12 +177,15 @@ def _place_parameter_grads(
     start, stop = schedule.spans[index]
     if grads is None:
         return
+    step = name_of(index, schedule.plan.basic_ops[index])
+    if isinstance(grads, Tensor) or not isinstance(grads, Iterable):
+        raise refuse_grads(step, (None, grads))
     grads = tuple(grads)
     if len(grads) != stop - start:
         raise ParameterGradientCountError(
             explain(
                 f"Expected op {index} to generate {stop - start} param grads, but got {len(grads)}",
-                where=f"op {index} ({type(schedule.plan.basic_ops[index]).__name__})",
+                where=step,
                 remedy="Return one gradient or None per parameter, in registration order",
             )
         )
@@ -195,13 +217,20 @@ def _general_backward(
             return None
         like = ctxs[-1].output_like or (given[0].shape, given[0].dtype, given[0].device)
         dx = zeros(like)
-    dx, params, extras = op.fuser_backward(ctxs, dx, basic_op_grad_extra_outputs=grad_extra_outputs)
-    if len(params) != count or len(extras) != count:
+    result = op.fuser_backward(ctxs, dx, basic_op_grad_extra_outputs=grad_extra_outputs)
+    try:
+        dx, params, extras = result
+        found = len(params), len(extras)
+    except (TypeError, ValueError) as error:
+        raise refuse_grads(general.name, result) from error
+    if found != (count, count):
         raise ParameterGradientCountError(
             explain(
-                f"Expected gradients for {len(general.indices)} basic operations, but got "
-                f"{len(params)} lists of param grads and {len(extras)} of extra-input grads",
+                f"Expected gradients for {count} basic operations, but got "
+                f"{found[0]} lists of param grads and {found[1]} of extra-input grads",
                 where=general.name,
+                remedy="Return one tuple of each for each basic operation from fuser_backward, "
+                "empty for one without",
             )
         )
     for i, (start, stop), grads in zip(general.indices, general.spans, params):
@@ -230,6 +259,7 @@ def _place_extra_grads(
                     f"Expected op {i} to generate grads for {len(targets)} extra inputs, "
                     f"but got {len(dextras)}",
                     where=general.name,
+                    remedy="Return one gradient or None for each of its extra inputs",
                 )
             )
         for grad, target in zip(dextras, targets):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..buffer_reuse import only_memory
 from ..errors import (
-    ArgumentTypeError,
+    ContextError,
     ExtraOutputCountError,
     HiddenOutputError,
     InputError,
@@ -20,6 +20,7 @@ from ..op import OperationContext, new_context
 from ..quantization.watch import is_watched
 from .routing import Slot
 from .schedule import GeneralForward, Schedule
+from .verification import Verification, name_of, refuse_output
 
 __all__ = ["Kwargs", "Tape", "execute_forward"]
 
@@ -38,6 +39,7 @@ class Tape:
     def __init__(self) -> None:
         self.contexts: list[OperationContext] = []
         self.saved: list[Tensor | None] = []
+        self.verification: Verification | None = None
 
     def add(self, ctx: OperationContext) -> None:
         self.contexts.append(ctx)
@@ -64,15 +66,22 @@ class Tape:
                 ctx.to_save = None
 
 
-def execute_forward(
+def execute_forward(  # noqa: PLR0912 - a function for each branch would cost every call
     schedule: Schedule, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
     """The output and extra outputs of the forward steps; ``tape`` records what backward needs."""
     produced: dict[Slot, Tensor] = {}
     first = 0
     traced = torch.compiler.is_compiling()
+    verification = None
+    if not traced and schedule.verified is not None:
+        verification = _verification(schedule.verified, x, tape)
+    general = None
     try:
         for op, first, needs, constant, freezes, general in schedule.forward:
+            if verification is not None:
+                step = name_of(first, op) if general is None else general.name
+                verification.before_forward(first, step, x)
             if general is not None:
                 ctxs = _contexts(general, traced)
                 if tape is None and general.overwrites:
@@ -96,17 +105,28 @@ def execute_forward(
     except InputError as error:
         if len(schedule.plan.basic_ops) == 1 or torch.compiler.is_compiling():
             raise
-        place = f"op {first} ({type(op).__name__})" if general is None else general.name
+        place = name_of(first, op) if general is None else general.name
         raise InputError(f"{error} It came to {place} of the sequence.") from error
+    except ContextError as error:
+        place = name_of(first, op) if general is None else general.name
+        raise type(error)(f"{error} It happened in the forward of {place}.") from error
     if not isinstance(x, Tensor):
-        raise ArgumentTypeError(
-            explain(
-                "The forward of an operation returns a tensor",
-                where=f"op {first} ({type(op).__name__})",
-                received=type(x).__name__,
-            )
-        )
+        raise refuse_output(name_of(first, op) if general is None else general.name, x)
+    if verification is not None:
+        contexts, saved = (None, ()) if tape is None else (tape.contexts, tape.saved)
+        verification.after_forward(schedule.plan.basic_ops, contexts, saved)
     return x, [produced[slot] for slot in schedule.outputs]
+
+
+def _verification(verified: set[Any], x: Tensor, tape: Tape | None) -> Verification | None:
+    """That of a call with this input, unless the like of it was verified before."""
+    kind = x.dim(), tape is None
+    if kind in verified:
+        return None
+    verification = Verification(verified, kind)
+    if tape is not None:
+        tape.verification = verification
+    return verification
 
 
 def _contexts(general: GeneralForward, traced: bool) -> list[OperationContext]:
@@ -146,7 +166,7 @@ def _general_forward(
         ]
     for slot in general.frees:
         produced.pop(slot, None)  # before the call, which may then hold the only reference
-    x, extra_outputs = op.fuser_forward(
+    result = op.fuser_forward(
         ctxs,
         x,
         basic_op_extra_inputs=given,
@@ -155,12 +175,20 @@ def _general_forward(
         next_op_input_quantizer=None if is_watched() else general.quantizers[1],
         basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
     )
-    if len(extra_outputs) != count:
+    try:
+        x, extra_outputs = result
+        found = len(extra_outputs)
+    except (TypeError, ValueError) as error:
+        raise refuse_output(general.name, result) from error
+    if found != count:
+        if isinstance(result, Tensor):  # of two rows
+            raise refuse_output(general.name, result)
         raise ExtraOutputCountError(
             explain(
-                f"Expected extra outputs for {len(general.indices)} basic operations, "
-                f"but got {len(extra_outputs)}",
+                f"Expected extra outputs for {count} basic operations, but got {found}",
                 where=general.name,
+                remedy="Return a list of extra outputs for each of them from fuser_forward, "
+                "empty for one that has none",
             )
         )
     if not general.silent or any(extra_outputs):
@@ -195,6 +223,7 @@ def _place_extra_outputs(
                 explain(
                     f"Expected op {i} to generate {len(slots)} extra outputs, but got {len(ys)}",
                     where=general.name,
+                    remedy="Return one tensor for each of its num_extra_outputs",
                 )
             )
         for y, (slot, wanted) in zip(ys, slots):

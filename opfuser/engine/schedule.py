@@ -101,6 +101,7 @@ class Schedule:
         self.plan = plan
         self.outputs = routing.outputs
         self.num_extra_inputs = len(routing.inputs)
+        self.inputs = routing.inputs
         ends = [0]
         for count in num_parameters:
             ends.append(ends[-1] + count)
@@ -119,6 +120,10 @@ class Schedule:
         self.kept_parameters = tuple(kept)
         needs = _needs_of_steps(plan, routing, num_parameters)
         self._needs = tuple(needs)
+        steps = [step.op for step in (*plan.forward, *plan.backward)]
+        known = all(is_built_in(op) for op in (*plan.basic_ops, *steps))
+        self.verified: set[Any] | None = None if known else set()
+        """Kinds of calls that were verified; None where all is the library's own."""
         self._layout: int | None = None
         self.forward = _lay_out_forward(plan, routing, needs)
         constants = {step.first: step.context for step in self.forward}

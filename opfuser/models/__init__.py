@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from .config import DecoderConfig
 from .decoder import (
-    DecoderConfig,
     attention_block,
     decoder_layer,
     decoder_layers,
     decoder_lm,
+    mlp_block,
     swiglu_block,
 )
+from .hf_weights import hf_state_dict, load_hf
 from .moe import MoEConfig, experts, moe_block
 
 __all__ = [
@@ -20,6 +22,9 @@ __all__ = [
     "decoder_layers",
     "decoder_lm",
     "experts",
+    "hf_state_dict",
+    "load_hf",
+    "mlp_block",
     "moe_block",
     "swiglu_block",
 ]

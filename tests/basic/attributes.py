@@ -304,6 +304,11 @@ CASES: dict[str, Case] = {
         {"num_experts": Change(4), "weighted": ReadOnly(False)},
     ),
     "PointwiseOperation": Case({}, rows(), {"constants": Change((3.0,)), "exponent": Change(2)}),
+    "PositionEmbedding": Case(
+        {"num_positions": 7, "embedding_dim": 8},
+        f32((2, 5, 8)),
+        {"num_positions": ReadOnly(9), "embedding_dim": ReadOnly(9)},
+    ),
     "QGEGLU": FIXED_LAYOUT,
     "QGELU": ACTIVATION,
     "QKNorm": Case(HEADS, f32((2, 5, 16)), {"head_dim": ReadOnly(8), **MORE_HEADS, **EPS, **GAMMA}),

@@ -25,6 +25,7 @@ from opfuser.basic import (
     GroupedLinear,
     L2Normalization,
     LayerNorm,
+    PositionEmbedding,
     QKNorm,
     RMSNorm,
     RotaryEmbedding,
@@ -43,7 +44,8 @@ ANY_DTYPE = {
 }  # fmt: skip
 # Their own files say what they refuse.
 OWN_TEXT = {
-    "CrossEntropy", "DotProductAttention", "Embedding", "Permute", "RotaryEmbedding", "Unpermute",
+    "CrossEntropy", "DotProductAttention", "Embedding", "Permute", "PositionEmbedding",
+    "RotaryEmbedding", "Unpermute",
 }  # fmt: skip
 # Theirs compare under autocast too, with shapes of their own.
 OWN_AUTOCAST = {
@@ -138,7 +140,8 @@ def test_shapes_on_the_meta_device(name: str) -> None:
 # Each way of computing once, but for those whose own files trace them.
 COMPILED = [
     "ClampedSwiGLU", "CrossEntropy", "DotProductAttention", "Embedding", "GELU", "L2Normalization",
-    "LayerNorm", "QKNorm", "RMSNorm", "RotaryEmbedding", "ScaledSiTUGLU", "TopKRouter",
+    "LayerNorm", "PositionEmbedding", "QKNorm", "RMSNorm", "RotaryEmbedding", "ScaledSiTUGLU",
+    "TopKRouter",
 ]  # fmt: skip
 
 
@@ -172,7 +175,9 @@ SAVED: dict[str, list[str | int]] = {
     "TopKRouter": [216],
     "Unpermute": ["input 1"],
 }
-NOTHING = ANY_DTYPE - {"Dropout"} | {"Bias", "Permute", "RotaryEmbedding", "Unpermute"}
+NOTHING = ANY_DTYPE - {"Dropout"} | {
+    "Bias", "Permute", "PositionEmbedding", "RotaryEmbedding", "Unpermute",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted({*CASES} - {"Dropout"}))
@@ -285,6 +290,7 @@ def test_parameters_of_other_dtypes_are_refused(name: str) -> None:
         ),
         (L2Normalization(), "L2Normalization(eps=1e-06)"),
         (LayerNorm(4), "LayerNorm((4,), eps=1e-05)"),
+        (PositionEmbedding(5, 3), "PositionEmbedding(5, 3)"),
         (
             QKNorm(4, 6, num_kv_heads=1, eps=0.1, zero_centered_gamma=True),
             "QKNorm(num_heads=4, head_dim=6, num_kv_heads=1, eps=0.1, zero_centered_gamma=True)",

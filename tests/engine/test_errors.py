@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import opfuser
 from opfuser import GELU, AddExtraInput, Identity, Linear, RMSNorm, Sequential
 from opfuser.errors import (
     ArgumentTypeError,
+    BackwardResultError,
     ExtraInputCountError,
     ExtraInputGradientCountError,
     ExtraOutputCountError,
+    ForwardResultError,
+    GradientShapeError,
     HiddenOutputError,
     InputError,
     OpKwargsError,
     ParameterGradientCountError,
+    ParametersNotKeptError,
+    SavedTensorsError,
 )
 from opfuser.op import BasicOperation, FusedOperation
 from tests.engine.toys import Mixed, Power, Times, Twice, consumer, producer, randn
@@ -174,8 +180,222 @@ def test_a_forward_that_returns_nothing(grad: bool) -> None:
     with pytest.raises(ArgumentTypeError) as error:
         Sequential(Identity(), Forgets())(randn(2, grad=grad))
     assert str(error.value) == (
-        "The forward of an operation returns a tensor (op 1 (Forgets)). Received: NoneType."
+        "The forward of an operation returns a tensor (op 1 (Forgets)). Received: NoneType. Return "
+        "the output from op_forward, and the pair of the output and the list of each basic "
+        "operation's extra outputs from fuser_forward."
     )
+
+
+# What operations do with their contexts, and what shapes their gradients have. Each operation is
+# the second one of a sequence, in front of another one.
+
+
+class Doubled(BasicOperation):
+    """Right, with a weight of the size of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        if ctx.requires_grad:
+            ctx.save_for_backward(input_)
+        return 2 * input_
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        return 2 * grad_output, (None,)
+
+
+class ReadsSavedInForward(Doubled):
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        ctx.save_for_backward(input_)
+        (x,) = ctx.saved_tensors
+        return x
+
+
+class SavesTwice(Doubled):
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        ctx.save_for_backward(input_)
+        ctx.save_for_backward(input_, None)
+        return input_
+
+
+class SavesNumber(Doubled):
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        ctx.save_for_backward(input_, 3)
+        return input_
+
+
+class ReadsParametersInForward(Doubled):
+    backward_reads_parameters = True
+
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        return input_ * ctx.parameters[0]
+
+
+class ReturnsPair(Doubled):
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        return input_, [()]
+
+
+class ReadsWhatWasNotSaved(Doubled):
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+        return 2 * input_
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return x, ()
+
+
+class ReadsParametersWithoutFlag(Doubled):
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        (gamma,) = ctx.parameters
+        return gamma, ()
+
+
+def backward(name: str, result: Callable[[Tensor], Any]) -> type[Doubled]:
+    """An operation that returns ``result(grad_output)`` from backward."""
+
+    def op_backward(self: Any, ctx: Any, grad_output: Tensor) -> Any:
+        return result(grad_output)
+
+    return type(name, (Doubled,), {"op_backward": op_backward})
+
+
+RETURNS = "The backward of an operation returns gradients in their order (op 1 (Wrong)). Received: "
+SHAPE = "A gradient has the shape of what it is the gradient of (op 1 (Wrong)). Received: shape "
+WRONG_FORWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
+    (ReadsSavedInForward, SavedTensorsError,
+     ("ctx.saved_tensors is what forward saved, read in backward. Received: nothing that was "
+     "saved. Call ctx.save_for_backward in forward if ctx.requires_grad; in forward, use the "
+     "tensors themselves. It happened in the forward of op 1 (ReadsSavedInForward).")),
+    (SavesTwice, SavedTensorsError,
+     ("An operation calls ctx.save_for_backward once. Received: 2 tensors after 1. Save all of "
+     "them in one call. It happened in the forward of op 1 (SavesTwice).")),
+    (SavesNumber, SavedTensorsError,
+     ("ctx.save_for_backward takes tensors and None (op 1 (SavesNumber)). Received: int. Set "
+     "anything else as an attribute of ctx.")),
+    (ReadsParametersInForward, ParametersNotKeptError,
+     ("ctx.parameters is the parameters of the forward call, kept for backward. Received: none "
+     "that were kept. Set backward_reads_parameters = True in the operation's class; in forward, "
+     "read parameters from self. It happened in the forward of op 1 (ReadsParametersInForward).")),
+    (ReturnsPair, ForwardResultError,
+     "returns a tensor (op 1 (ReturnsPair)). Received: a tuple of Tensor, list. Return"),
+]  # fmt: skip
+WRONG_BACKWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
+    (ReadsWhatWasNotSaved, SavedTensorsError,
+     "It happened in the backward of op 1 (ReadsWhatWasNotSaved)."),
+    (ReadsParametersWithoutFlag, ParametersNotKeptError,
+     "It happened in the backward of op 1 (ReadsParametersWithoutFlag)."),
+    (backward("Wrong", lambda dy: dy), BackwardResultError,
+     RETURNS + "a tuple of NoneType, Tensor. Return grad_input and a tuple of the parameters' "
+     "gradients from op_backward, and from fuser_backward also the extra inputs', a tuple for each "
+     "basic operation."),
+    (backward("Wrong", lambda dy: dy.T), BackwardResultError, RETURNS + "Tensor. Return"),
+    (backward("Wrong", lambda dy: None), BackwardResultError, RETURNS + "NoneType. Return"),
+    (backward("Wrong", lambda dy: (dy, (), ())), BackwardResultError,
+     RETURNS + "a tuple of Tensor, tuple, tuple. Return"),
+    (backward("Wrong", lambda dy: (dy, dy.sum(0))), BackwardResultError,
+     RETURNS + "a tuple of NoneType, Tensor. Return"),
+    (backward("Wrong", lambda dy: (dy, 3)), BackwardResultError,
+     RETURNS + "a tuple of NoneType, int. Return"),
+    (backward("Wrong", lambda dy: (3, (None,))), BackwardResultError,
+     ("A gradient is a tensor or None (op 1 (Wrong)). Received: int as the gradient of the input. "
+     "Return None for a gradient of zero.")),
+    (backward("Wrong", lambda dy: (dy, [1.0])), BackwardResultError,
+     "(op 1 (Wrong)). Received: float as the gradient of gamma."),
+    (backward("Wrong", lambda dy: (dy[0], (None,))), GradientShapeError,
+     SHAPE + "(3,) for the input of shape (2, 3). Sum it over the dimensions that forward "
+     "broadcast, or reshape it, in backward."),
+    (backward("Wrong", lambda dy: (dy.flatten(), (None,))), GradientShapeError,
+     SHAPE + "(6,) for the input of shape (2, 3)."),
+    (backward("Wrong", lambda dy: (dy, (dy.sum(1),))), GradientShapeError,
+     SHAPE + "(2,) for gamma of shape (3,)."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    WRONG_FORWARDS,
+    ids=[wrong.__name__ for wrong, *_ in WRONG_FORWARDS],
+)
+@pytest.mark.parametrize("behind", [Identity, Twice])
+def test_a_wrong_forward(wrong: Any, kind: type[Exception], text: str, behind: Any) -> None:
+    """Named also where the operation behind it is who fails, or where none does."""
+    with pytest.raises(kind) as error:
+        Sequential(Identity(), wrong(), behind())(randn(2, 3, grad=True))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(("wrong", "kind", "text"), WRONG_BACKWARDS)
+def test_a_wrong_backward(wrong: Any, kind: type[Exception], text: str) -> None:
+    y = Sequential(Identity(), wrong(), Identity())(randn(2, 3, grad=True))
+    with pytest.raises(kind) as error:
+        y.backward(randn(2, 3))
+    assert text in str(error.value)
+
+
+def test_a_wrong_result_of_a_fused_operation() -> None:
+    class Pair(FusedOperation):
+        result: Any = None
+        grads: Any = None
+
+        def fuser_forward(self, ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+            return input_ * 1 if self.result is None else self.result
+
+        def fuser_backward(self, ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+            return grad_output if self.grads is None else self.grads
+
+    pair = Pair([Identity(), Identity()])
+    x, dy = randn(2, 3, grad=True), randn(2, 3)
+    with pytest.raises(ForwardResultError, match=r"\(op 1-2 \(Pair\)\)\. Received: Tensor\."):
+        Sequential(Identity(), pair)(x)
+    pair.result = x.detach() * 1, [(), ()]
+    y = Sequential(Identity(), pair)(x)
+    with pytest.raises(BackwardResultError, match=r"\(op 1-2 \(Pair\)\)\. Received: Tensor\."):
+        y.backward(dy)
+    pair.grads = dy, [(), ()], []
+    with pytest.raises(ParameterGradientCountError, match="empty for one without"):
+        Sequential(Identity(), pair)(x).backward(dy)
+
+
+def test_a_wrong_shape_of_the_gradient_of_an_extra_input() -> None:
+    class Wrong(Mixed):
+        def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+            return grad_output, [()], [(grad_output[0],)]
+
+    x, e = randn(2, 3, grad=True), randn(2, 3, grad=True)
+    text = r"\(op 1 \(Wrong\)\). Received: shape \(3,\) for extra input 0 of shape \(2, 3\)"
+    with pytest.raises(GradientShapeError, match=text):
+        Sequential(Identity(), Wrong())(x, e)[0].sum().backward()
+
+
+def test_what_autograd_sums_is_right() -> None:
+    """A gradient with the dimensions that forward broadcast, of a parameter or at the front."""
+    whole = backward("Whole", lambda dy: (2 * dy, (dy,)))()
+    x = randn(3, grad=True)
+    dy = randn(2, 3)
+
+    class Repeats(Doubled):
+        def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Any:
+            return input_.expand(2, 3)
+
+        def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+            return grad_output, (None,)
+
+    Sequential(Repeats(), whole)(x).backward(dy)
+    torch.testing.assert_close(x.grad, 2 * dy.sum(0))
+    torch.testing.assert_close(whole.gamma.grad, dy.sum(0))
+
+
+def test_another_number_of_dimensions_is_verified_too() -> None:
+    seq = Sequential(
+        Identity(), backward("Wrong", lambda dy: (dy, (dy.sum((0, -1)[: dy.dim() - 1]),)))()
+    )
+    for _ in range(2):
+        seq(randn(2, 3, grad=True)).sum().backward()
+    with pytest.raises(GradientShapeError, match=r"shape \(2,\) for gamma of shape \(3,\)"):
+        seq(randn(4, 2, 3, grad=True)).sum().backward()
 
 
 def test_a_hidden_output_that_is_needed_outside_its_fusion() -> None:

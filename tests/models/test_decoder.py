@@ -19,6 +19,7 @@ from opfuser.models import (
     decoder_layer,
     decoder_layers,
     decoder_lm,
+    mlp_block,
     swiglu_block,
 )
 from opfuser.quantization import state
@@ -218,6 +219,17 @@ def test_default_feed_forward_size() -> None:
     assert DecoderConfig(**{**SMALL, "dim": 4096}).ffn_features == 10944
 
 
+def test_padding_row_starts_at_zero() -> None:
+    table = decoder_lm(DecoderConfig(**SMALL, padding_idx=3))[0].weight
+    assert table.any(1).tolist() == [n != 3 for n in range(SMALL["vocab_size"])]
+
+
+def test_swiglu_block_is_one_whatever_the_activation() -> None:
+    config = DecoderConfig(**SMALL, activation="relu")
+    assert isinstance(swiglu_block(config)[3], opfuser.SwiGLU)
+    assert isinstance(mlp_block(config)[3], opfuser.ReLU)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -227,6 +239,15 @@ def test_default_feed_forward_size() -> None:
         ({"num_heads": 8}, "even for each head.*Received: dim=24, num_heads=8"),
         ({"num_kv_heads": 3}, "multiple of num_kv_heads.*num_heads=4, num_kv_heads=3"),
         ({"recompute": "all"}, "recompute must be None or 'mlp'.*Received: recompute='all'"),
+        ({"head_dim": 5}, "head_dim must be even for rotary.*Received: head_dim=5"),
+        ({"num_heads": 5, "learned_positions": 9}, "dim must be a multiple of num_heads \\("),
+        ({"norm": "batch"}, "norm must be 'rms' or 'layer'.*Received: norm='batch'"),
+        ({"activation": "mish"}, "activation must be 'swiglu' or .*Received: activation='mish'"),
+        ({"learned_positions": 0}, "Sizes must be positive.*Received: learned_positions=0"),
+        ({"window": 0}, "Windows must be positive.*Received: window=0"),
+        ({"window": (1, None, 2)}, r"one for each layer.*window=\(1, None, 2\), num_layers=2"),
+        ({"logit_softcap": -1.0}, "Caps must be positive.*Received: logit_softcap=-1.0"),
+        ({"residual_dropout": 1.5}, r"lie in \[0, 1\].*Received: residual_dropout=1.5"),
         ({"recipe": "fp8"}, r"one of opfuser.recipe \(DecoderConfig\). Received: 'fp8'"),
     ],
 )

@@ -146,7 +146,7 @@ class ActivationPart(Part):
                 ctxs[0].save_for_backward(b)
                 ctx.save_for_backward(x)
         if ctx.requires_grad and not save_input:
-            ctx.save_for_backward()
+            ctx.to_save = ()
         if saves_codes:
             self._save_codes(ctx, codes)
         return y, [()] * len(self.ops)
@@ -161,7 +161,7 @@ class ActivationPart(Part):
             codes = quantize_input(as_rows(x))
         if codes is not None:
             ctx.input_like = x.shape, x.dtype
-            ctx.save_for_backward(codes.rows, codes.row_scale)
+            ctx.to_save = codes.rows, codes.row_scale
 
     @staticmethod
     def _saved_input(ctx: OperationContext) -> Value:

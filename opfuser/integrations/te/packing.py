@@ -53,7 +53,7 @@ class DeinterleaveHeads(BasicOperation):
             )
         return self.Settings(heads, groups)
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,
@@ -105,7 +105,7 @@ class SwapSequenceAndBatch(BasicOperation):
 
     forward_leaves_nothing = True
 
-    def op_forward(  # type: ignore[override]  # takes no keywords of its own
+    def op_forward(
         self,
         ctx: OperationContext,
         input_: Tensor,

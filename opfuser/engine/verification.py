@@ -1,0 +1,172 @@
+"""What operations of users hand over, checked at the first calls of a schedule.
+
+Later calls trust what was right: for inputs of the same number of dimensions, with gradients or
+without. Operations of the library are held to it by their tests, so that sequences of these alone
+are never verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import (
+    BackwardResultError,
+    ForwardResultError,
+    GradientShapeError,
+    SavedTensorsError,
+    explain,
+)
+from ..op import BasicOperation, OperationContext
+from ..quantization.quantizers import QuantizedTensor
+from .schedule import Schedule
+
+__all__ = ["Verification", "name_of", "refuse_grads", "refuse_output"]
+
+
+def name_of(index: int, op: Any) -> str:
+    """How errors name a step of one basic operation."""
+    return f"op {index} ({type(op).__name__})"
+
+
+def refuse_output(step: str, result: object) -> ForwardResultError:
+    """The error about a step that returned no tensor, or not what a fused forward returns."""
+    return ForwardResultError(
+        explain(
+            "The forward of an operation returns a tensor",
+            where=step,
+            received=_described(result),
+            remedy="Return the output from op_forward, and the pair of the output and the list of "
+            "each basic operation's extra outputs from fuser_forward",
+        )
+    )
+
+
+def refuse_grads(step: str, result: object) -> BackwardResultError:
+    """The error about a step whose backward returned something else than it should."""
+    return BackwardResultError(
+        explain(
+            "The backward of an operation returns gradients in their order",
+            where=step,
+            received=_described(result),
+            remedy="Return grad_input and a tuple of the parameters' gradients from op_backward, "
+            "and from fuser_backward also the extra inputs', a tuple for each basic operation",
+        )
+    )
+
+
+def _described(result: object) -> str:
+    name = type(result).__name__
+    if isinstance(result, (tuple, list)):
+        inside = ", ".join(type(part).__name__ for part in result)
+        return f"a {name} of {inside or 'nothing'}"
+    return name
+
+
+class Verification:
+    """That of one call.
+
+    Args:
+        verified: where the call is noted once nothing was wrong with it.
+        kind: of the call, among those.
+    """
+
+    def __init__(self, verified: set[Any], kind: Any) -> None:
+        self._verified = verified
+        self._kind = kind
+        self._step = ""
+        self._shapes: dict[int, torch.Size] = {}
+        self._tensors: list[torch.Size] = []
+
+    def before_forward(self, index: int, step: str, x: Any) -> None:
+        """Looks at the input of a step, which is the output of the step before it."""
+        if self._step and not isinstance(x, (Tensor, QuantizedTensor)):
+            raise refuse_output(self._step, x)
+        self._step = step
+        self._shapes[index] = x.shape
+
+    def after_forward(
+        self,
+        ops: Sequence[BasicOperation],
+        contexts: Sequence[OperationContext] | None,
+        saved: Sequence[Any],
+    ) -> None:
+        """Looks at what was saved; without contexts there is nothing to come."""
+        if contexts is None:
+            self._verified.add(self._kind)
+            return
+        for index, (op, ctx) in enumerate(zip(ops, contexts)):
+            for value in () if ctx.span is None else saved[slice(*ctx.span)]:
+                if value is not None and not isinstance(value, Tensor):
+                    raise SavedTensorsError(
+                        explain(
+                            "ctx.save_for_backward takes tensors and None",
+                            where=name_of(index, op),
+                            received=type(value).__name__,
+                            remedy="Set anything else as an attribute of ctx",
+                        )
+                    )
+
+    def after_backward(self, index: int, step: str, dx: Any) -> None:
+        """Looks at the gradient of the input of a step whose first operation has this index."""
+        _check_tensor(dx, step, "the gradient of the input")
+        shape = self._shapes.get(index)
+        if dx is None or shape is None or dx.shape == shape:
+            return
+        if index or not _sums_to(dx.shape, shape):  # autograd sums that of the whole group's
+            raise _wrong_shape(step, "the input", dx.shape, shape)
+
+    def note(self, tensors: Sequence[Tensor]) -> None:
+        """Remembers the shapes of the parameters and, behind them, of the extra inputs."""
+        self._tensors = [t.shape for t in tensors]
+
+    def at_the_end(self, schedule: Schedule, grads: Sequence[Any]) -> None:
+        """Looks at the gradients of what was noted."""
+        for (step, name), shape, grad in zip(_owners(schedule), self._tensors, grads):
+            _check_tensor(grad, step, f"the gradient of {name}")
+            if grad is not None and not _sums_to(grad.shape, shape):
+                raise _wrong_shape(step, name, grad.shape, shape)
+        self._verified.add(self._kind)
+
+
+def _owners(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    """Step and name of each parameter, and then of each extra input of the caller."""
+    for index, op in enumerate(schedule.plan.basic_ops):
+        for _, name in op.parameter_slots():
+            yield name_of(index, op), name
+    for index, number in schedule.inputs:
+        yield name_of(index, schedule.plan.basic_ops[index]), f"extra input {number}"
+
+
+def _check_tensor(grad: Any, step: str, what: str) -> None:
+    if grad is not None and not isinstance(grad, (Tensor, QuantizedTensor)):
+        raise BackwardResultError(
+            explain(
+                "A gradient is a tensor or None",
+                where=step,
+                received=f"{type(grad).__name__} as {what}",
+                remedy="Return None for a gradient of zero",
+            )
+        )
+
+
+def _sums_to(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether autograd accepts a gradient of this shape, of which it sums broadcast dimensions."""
+    missing = len(shape) - len(wanted)
+    return missing >= 0 and all(b in (1, a) for a, b in zip(shape[missing:], wanted))
+
+
+def _wrong_shape(
+    step: str, what: str, received: Sequence[int], wanted: Sequence[int]
+) -> GradientShapeError:
+    return GradientShapeError(
+        explain(
+            "A gradient has the shape of what it is the gradient of",
+            where=step,
+            received=f"shape {tuple(received)} for {what} of shape {tuple(wanted)}",
+            remedy="Sum it over the dimensions that forward broadcast, or reshape it, in backward",
+        )
+    )

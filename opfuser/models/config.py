@@ -1,0 +1,223 @@
+"""What a decoder language model is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuser import GEGLU, GELU, ReLU, RopeScaling, SiLU, SwiGLU
+from opfuser.errors import ArgumentError, explain
+from opfuser.quantization.region import check_recipe
+from opfuser.recipe import Recipe
+
+from .hf_config import decoder_arguments
+
+__all__ = ["ACTIVATIONS", "Activation", "DecoderConfig"]
+
+
+class Activation(NamedTuple):
+    """How a feed-forward block is bent: ``make()`` gives the operation.
+
+    Attributes:
+        make: the operation.
+        gated: whether its input is twice as wide as its output, gate first.
+    """
+
+    make: Callable[[], Any]
+    gated: bool
+
+
+ACTIVATIONS = {
+    "swiglu": Activation(SwiGLU, gated=True),
+    "geglu": Activation(GEGLU, gated=True),
+    "gelu": Activation(lambda: GELU("none"), gated=False),
+    "gelu_tanh": Activation(GELU, gated=False),
+    "relu": Activation(ReLU, gated=False),
+    "silu": Activation(SiLU, gated=False),
+}
+_SIZES = "vocab_size dim num_layers num_heads num_kv_heads ffn_dim head_dim learned_positions"
+_PROBABILITIES = "embedding_dropout residual_dropout attention_dropout"
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a decoder, what its blocks consist of, and where its parameters live.
+
+    The defaults make a model of the Llama family. :meth:`from_hf` takes those of others over from
+    a configuration of Hugging Face's transformers.
+
+    Attributes:
+        vocab_size: rows of the token table, and classes of the head.
+        dim: features of a token between the blocks.
+        num_layers: pairs of an attention block and a feed-forward block.
+        num_heads: query heads.
+        num_kv_heads: key heads, and as many value heads; None is ``num_heads``.
+        ffn_dim: features inside the feed-forward block; None is 8/3 ``dim``, rounded up to a
+            multiple of 64 (Shazeer, "GLU Variants Improve Transformer", 2020).
+        rope_base: base of the rotary frequencies.
+        norm_eps: added to the mean square, or the variance, in every norm.
+        tied_head: whether the head's weight is the token table, one and the same parameter. Like
+            any tied parameter of torch it comes apart when moved off the meta device.
+        init_std: standard deviation of the initial weights; divided by ``sqrt(2 num_layers)`` where
+            a block adds to the residual stream (Radford et al., GPT-2, 2019).
+        device: of the parameters; None is torch's default.
+        dtype: of the parameters; None is torch's default.
+        recompute: None; or ``"mlp"``, for feed-forward blocks that save their input alone and
+            recompute their first linear in backward: two ninths more GEMM work in them.
+        recipe: of :mod:`opfuser.recipe`: how the layers' linear operations compute, whatever the
+            region. It is the recipe of the Sequential that is made, so that a call opens one
+            region. None leaves it to :class:`opfuser.autocast`. Features that do not fit its blocks
+            stay in high precision, as the plan says: choose multiples of 128. The head stays in
+            high precision with every recipe.
+        head_dim: features of a head, an even number with rotary positions; None is
+            ``dim / num_heads``.
+        qkv_bias, out_bias, mlp_bias: whether the first linear of attention, its last one, and both
+            of the feed-forward block have a bias.
+        qk_norm: whether every query and key head is normalised before it is rotated.
+        norm: ``"rms"`` or ``"layer"``: the kind of the norms, of which the second has a bias.
+        zero_centered_gamma: whether norms scale by ``1 + weight``.
+        post_norms: whether there is also a norm behind each block, before its residual sum.
+        activation: of the feed-forward block: ``"swiglu"``, ``"geglu"`` (gated, two weights wide),
+            ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``.
+        learned_positions: rows of a table of positions that is added to the tokens, in place of
+            rotary positions; None is rotary.
+        embedding_scale: the rows of the token table are multiplied by this; None is 1.
+        padding_idx: a row of the token table that gets no gradient from it; None is none.
+        rope_scaling: of the rotary frequencies; None is none.
+        local_rope_base: base in layers with a window, which then have no scaling; None is
+            ``rope_base``, with it.
+        window: a position attends to this many positions, itself and those before it; None is all.
+            A sequence gives one for each layer.
+        attention_scale: of the scores; None is ``head_dim ** -0.5``.
+        attention_softcap: c of ``c tanh(scores / c)``; None is no cap.
+        logit_softcap: c of ``c tanh(logits / c)``; None is no cap.
+        embedding_dropout: probability behind the embedding.
+        residual_dropout: probability before every residual sum.
+        attention_dropout: probability of leaving out a weight of attention.
+
+    Raises:
+        ArgumentError: a size is not positive, the heads do not divide as needed, a name is none of
+            those above, a probability is outside of [0, 1], or ``recipe`` is neither None nor a
+            recipe.
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    ffn_dim: int | None = None
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    tied_head: bool = True
+    init_std: float = 0.02
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    recompute: str | None = None
+    recipe: Recipe | None = None
+    _: KW_ONLY
+    head_dim: int | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm: str = "rms"
+    zero_centered_gamma: bool = False
+    post_norms: bool = False
+    activation: str = "swiglu"
+    learned_positions: int | None = None
+    embedding_scale: float | None = None
+    padding_idx: int | None = None
+    rope_scaling: RopeScaling | None = None
+    local_rope_base: float | None = None
+    window: int | Sequence[int | None] | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        wrong = self._wrong()
+        if wrong is not None:
+            invariant, names = wrong
+            received = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+            raise ArgumentError(explain(invariant, where="DecoderConfig", received=received))
+        if self.recipe is not None:
+            check_recipe(self.recipe, "DecoderConfig")
+
+    def _wrong(self) -> tuple[str, list[str]] | None:
+        """The first invariant that does not hold, and the attributes that break it."""
+        sizes = {name: getattr(self, name) for name in _SIZES.split()}
+        wrong = [name for name, size in sizes.items() if size is not None and size < 1]
+        if wrong:
+            return "Sizes must be positive", wrong
+        rotary = self.learned_positions is None
+        if self.head_dim is not None and rotary and self.head_dim % 2:
+            return "head_dim must be even for rotary positions", ["head_dim"]
+        if self.head_dim is None and self.dim % (self.num_heads * (2 if rotary else 1)):
+            even = ", and even for each head" if rotary else ""
+            return f"dim must be a multiple of num_heads{even}", ["dim", "num_heads"]
+        if self.num_heads % self.key_heads:
+            return "num_heads must be a multiple of num_kv_heads", ["num_heads", "num_kv_heads"]
+        if len(self.windows) != self.num_layers:
+            return "There is one window, or one for each layer", ["window", "num_layers"]
+        if any(window is not None and window < 1 for window in self.windows):
+            return "Windows must be positive", ["window"]
+        caps = [n for n in ("attention_softcap", "logit_softcap") if (getattr(self, n) or 1) <= 0]
+        if caps:
+            return "Caps must be positive", caps
+        choices = {
+            "recompute": (None, "mlp"),
+            "norm": ("rms", "layer"),
+            "activation": tuple(ACTIVATIONS),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                return f"{name} must be {' or '.join(map(repr, allowed))}", [name]
+        wrong = [name for name in _PROBABILITIES.split() if not 0 <= getattr(self, name) <= 1]
+        return ("Probabilities must lie in [0, 1]", wrong) if wrong else None
+
+    @classmethod
+    def from_hf(cls, config: Any, **changes: Any) -> DecoderConfig:
+        """The configuration of the same model in Hugging Face's transformers.
+
+        ``opfuser.models.load_hf`` then takes its weights over. transformers need not be installed:
+        only attributes are read.
+
+        Args:
+            config: a ``PreTrainedConfig``, or what has its attributes; of ``model_type`` gemma,
+                gemma2, gemma3_text, gpt2, llama, mistral, qwen2 or qwen3.
+            **changes: attributes of the result, such as ``dtype``, which is not taken over.
+
+        Raises:
+            NotSupportedError: a model of another type, or with a feature that there is no
+                attribute for here.
+        """
+        return cls(**{**decoder_arguments(config), **changes})
+
+    @property
+    def head_features(self) -> int:
+        """Features of one head."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key heads, and of value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        if isinstance(self.window, Sequence):
+            return tuple(self.window)
+        return (self.window,) * self.num_layers
+
+    @property
+    def ffn_features(self) -> int:
+        """Features inside the feed-forward block."""
+        return -(-8 * self.dim // 192) * 64 if self.ffn_dim is None else self.ffn_dim

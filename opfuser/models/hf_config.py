@@ -1,0 +1,212 @@
+"""Configurations of Hugging Face's transformers in the words of this library.
+
+Read by their attributes, so that transformers need not be installed. What a model does beyond its
+configuration, such as the biases of Qwen2, is in the table of its ``model_type``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from opfuser import RopeScaling
+from opfuser.errors import NotSupportedError, explain
+from opfuser.rope_configuration import read_configuration
+
+__all__ = ["decoder_arguments"]
+
+_GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
+_PLAIN = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+
+
+def decoder_arguments(config: Any) -> dict[str, Any]:
+    """The arguments of the ``DecoderConfig`` that describes the same model.
+
+    Raises:
+        NotSupportedError: a model of a type that is not known, or with a feature that a
+            ``DecoderConfig`` has no attribute for.
+    """
+    kind = getattr(config, "model_type", type(config).__name__)
+    if kind not in _FAMILIES:
+        raise NotSupportedError(
+            explain(
+                f"A configuration must be of one of these types: {', '.join(_FAMILIES)}",
+                where="from_hf",
+                received=f"model_type={kind!r}",
+                remedy="Build a DecoderConfig by its arguments, if they can express the model",
+            )
+        )
+    return _FAMILIES[kind](config)
+
+
+def _llama_like(config: Any) -> dict[str, Any]:
+    bias = getattr(config, "attention_bias", False)
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim == config.hidden_size // config.num_attention_heads:
+        head_dim = None
+    return {
+        "vocab_size": config.vocab_size,
+        "dim": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": head_dim,
+        "ffn_dim": config.intermediate_size,
+        "activation": _named(_GATED, config, "hidden_activation", "hidden_act"),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "norm_eps": config.rms_norm_eps,
+        "tied_head": config.tie_word_embeddings,
+        "init_std": config.initializer_range,
+        "padding_idx": config.pad_token_id,
+        "attention_dropout": config.attention_dropout,
+        "window": _windows(config),
+        **_rope(config),
+    }
+
+
+def _qwen2(config: Any) -> dict[str, Any]:
+    return {**_llama_like(config), "qkv_bias": True}
+
+
+def _qwen3(config: Any) -> dict[str, Any]:
+    return {**_llama_like(config), "qk_norm": True}
+
+
+def _gemma(config: Any) -> dict[str, Any]:
+    _refuse(config, "use_bidirectional_attention")
+    arguments = {"zero_centered_gamma": True, "embedding_scale": config.hidden_size**0.5}
+    return {**_llama_like(config), **arguments}
+
+
+def _gemma2(config: Any) -> dict[str, Any]:
+    return {
+        **_gemma(config),
+        "post_norms": True,
+        "attention_scale": config.query_pre_attn_scalar**-0.5,
+        "attention_softcap": config.attn_logit_softcapping,
+        "logit_softcap": config.final_logit_softcapping,
+    }
+
+
+def _gemma3(config: Any) -> dict[str, Any]:
+    local = read_configuration(config, "sliding_attention")
+    if local.scaling["rope_type"] != "default":
+        raise NotSupportedError(
+            explain(
+                "Rotary frequencies are not scaled in layers with a window",
+                where=f"from_hf of a {config.model_type}",
+                received=f"rope_type={local.scaling['rope_type']!r}",
+            )
+        )
+    # attn_logit_softcapping is in its configuration, but not in its computation.
+    own = {"qk_norm": True, "local_rope_base": local.base, "attention_softcap": None}
+    return {**_gemma2(config), **own}
+
+
+def _gpt2(config: Any) -> dict[str, Any]:
+    _refuse(config, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+    return {
+        "vocab_size": config.vocab_size,
+        "dim": config.n_embd,
+        "num_layers": config.n_layer,
+        "num_heads": config.n_head,
+        "ffn_dim": 4 * config.n_embd if config.n_inner is None else config.n_inner,
+        "activation": _named(_PLAIN, config, "activation_function"),
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "norm": "layer",
+        "norm_eps": config.layer_norm_epsilon,
+        "tied_head": config.tie_word_embeddings,
+        "init_std": config.initializer_range,
+        "learned_positions": config.n_positions,
+        "attention_scale": None if config.scale_attn_weights else 1.0,
+        "embedding_dropout": config.embd_pdrop,
+        "residual_dropout": config.resid_pdrop,
+        "attention_dropout": config.attn_pdrop,
+    }
+
+
+_FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "gpt2": _gpt2,
+    "llama": _llama_like,
+    "mistral": _llama_like,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """Base and scaling of the frequencies, in layers without a window if they differ."""
+    rope = read_configuration(config, "full_attention")
+    if rope.partial != 1 or rope.rotary_dim is not None or rope.sections is not None:
+        raise NotSupportedError(
+            explain(
+                "A decoder here rotates whole heads by one position for each token",
+                where=f"from_hf of a {config.model_type}",
+                received=f"partial_rotary_factor={rope.partial}, rotary_dim={rope.rotary_dim}, "
+                f"mrope_section={rope.sections}",
+            )
+        )
+    scaling = RopeScaling.from_hf(config, layer_type="full_attention")
+    plain = scaling.rope_type == "default"
+    return {"rope_base": rope.base, "rope_scaling": None if plain else scaling}
+
+
+def _windows(config: Any) -> int | tuple[int | None, ...] | None:
+    """One window for all layers, or one for each."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and (window is None or config.model_type == "mistral"):
+        return window
+    if kinds is None or not {*kinds} <= {"sliding_attention", "full_attention"}:
+        raise NotSupportedError(
+            explain(
+                "layer_types says of each layer 'sliding_attention' or 'full_attention'",
+                where=f"from_hf of a {config.model_type}",
+                received=f"layer_types={kinds!r}, sliding_window={window}",
+                remedy="Set config.layer_types, which transformers before 4.53 leaves out",
+            )
+        )
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return windows if len({*windows}) > 1 else windows[0]
+
+
+def _named(names: dict[str, str], config: Any, *attributes: str) -> str:
+    """Our name of the activation that the first of these attributes names."""
+    attribute = next(name for name in attributes if hasattr(config, name))
+    value = getattr(config, attribute)
+    if value not in names:
+        raise NotSupportedError(
+            explain(
+                f"{attribute} must be one of {', '.join(names)}",
+                where=f"from_hf of a {config.model_type}",
+                received=repr(value),
+            )
+        )
+    return names[value]
+
+
+def _refuse(config: Any, *attributes: str) -> None:
+    """Raises NotSupportedError if one of these is set."""
+    for attribute in attributes:
+        value = getattr(config, attribute, None)
+        if value:
+            raise NotSupportedError(
+                explain(
+                    f"A decoder here is a model without {attribute}",
+                    where=f"from_hf of a {config.model_type}",
+                    received=f"{attribute}={value!r}",
+                )
+            )

@@ -1,0 +1,303 @@
+"""Weights of decoders from and to the checkpoints of Hugging Face's transformers.
+
+Which parameters there are follows from the model. Of each the table of its family knows the names
+there: several where it is packed here, as queries, keys and values are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from opfuser import (
+    DotProductAttention,
+    LayerNorm,
+    Linear,
+    QKNorm,
+    RMSNorm,
+    Sequential,
+)
+from opfuser.errors import ArgumentError, explain
+
+__all__ = ["hf_state_dict", "load_hf"]
+
+
+class _Names(NamedTuple):
+    """The names of modules in checkpoints of one family.
+
+    Attributes:
+        prefix: of all but the head, which checkpoints of a model without a head lack.
+        layer: prefix of those of one layer.
+        norms: of a layer, in the order in which they are applied.
+        transposed: whether weights of linears in layers are (in_features, out_features).
+        ignored: what checkpoints hold besides parameters.
+    """
+
+    prefix: str
+    embedding: str
+    positions: str
+    layer: str
+    norms: tuple[str, ...]
+    qkv: tuple[str, ...]
+    qk_norms: tuple[str, str]
+    out: str
+    up: tuple[str, ...]
+    down: str
+    norm: str
+    transposed: bool
+    ignored: str
+
+
+_LLAMA = _Names(
+    prefix="model.",
+    embedding="embed_tokens",
+    positions="",
+    layer="layers.{}.",
+    norms=("input_layernorm", "post_attention_layernorm"),
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
+    out="self_attn.o_proj",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    norm="norm",
+    transposed=False,
+    ignored=r"\.rotary_emb\.inv_freq$",
+)
+_GEMMA2 = _LLAMA._replace(
+    norms=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+)
+_GPT2 = _Names(
+    prefix="transformer.",
+    embedding="wte",
+    positions="wpe",
+    layer="h.{}.",
+    norms=("ln_1", "ln_2"),
+    qkv=("attn.c_attn",),
+    qk_norms=("", ""),
+    out="attn.c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    norm="ln_f",
+    transposed=True,
+    ignored=r"\.attn\.(masked_)?bias$",
+)
+_HEAD = "lm_head"
+
+
+class _Entry(NamedTuple):
+    """One parameter, and what it is called in a checkpoint.
+
+    Attributes:
+        module: that owns it.
+        name: of the parameter in the module.
+        parts: names there, and how many rows of the parameter each of them is.
+        transposed: whether they have its two dimensions exchanged.
+    """
+
+    module: nn.Module
+    name: str
+    parts: tuple[tuple[str, int], ...]
+    transposed: bool = False
+
+    def shape_of(self, rows: int) -> tuple[int, ...]:
+        """In the checkpoint, of a part with these rows."""
+        shape = (rows, *self.value.shape[1:])
+        return shape[::-1] if self.transposed else shape
+
+    @property
+    def value(self) -> Tensor:
+        """The parameter, in high precision where it is stored as codes."""
+        if isinstance(self.module, Linear) and self.name == "weight":
+            return self.module.read_weight()
+        return cast(Tensor, getattr(self.module, self.name))
+
+
+def load_hf(model: Sequential, state_dict: Mapping[str, Tensor]) -> None:
+    """Sets the parameters of a decoder to those of a checkpoint of Hugging Face's transformers.
+
+    The model is one of :func:`decoder_lm`, made with ``DecoderConfig.from_hf(config)``. Values are
+    copied, and cast to the dtype and moved to the device of the parameters. One parameter is packed
+    at a time, so that a checkpoint may be larger than what is left of the memory.
+
+    Args:
+        model: with or without a loss.
+        state_dict: by the names of the causal language model, or of the model inside of it, which
+            has no prefix and no head. A tied head may be missing.
+
+    Raises:
+        ArgumentError: a tensor is missing, superfluous or of another shape, a head is given that
+            differs from the token table to which it is tied, or the model is none of
+            :func:`decoder_lm`. Nothing is changed then.
+    """
+    names = _names(model)
+    prefixed = any(key.startswith(names.prefix) for key in state_dict)
+    entries = list(_entries(model, names, names.prefix if prefixed else ""))
+    given = {key: t for key, t in state_dict.items() if not re.search(names.ignored, key)}
+    table, head = (entry.parts[0][0] for entry in (entries[0], entries[-1]))
+    if _is_tied(model):
+        _check_tied_head(given, table, head)
+        del entries[-1]
+        given.pop(head, None)
+    _check(entries, given)
+    for entry in entries:
+        parts = [given[name].t() if entry.transposed else given[name] for name, _ in entry.parts]
+        entry.module.load_state_dict({entry.name: torch.cat(parts)}, strict=False)
+
+
+def hf_state_dict(model: Sequential) -> dict[str, Tensor]:
+    """Copies of the parameters of a decoder, as transformers' causal language model loads them.
+
+    ``hf_model.load_state_dict(hf_state_dict(model))`` and ``hf_model.save_pretrained(path)`` write
+    a checkpoint of what was trained here.
+
+    Args:
+        model: one of :func:`decoder_lm`, with or without a loss.
+
+    Returns:
+        Tensors by name, contiguous; a tied head is the same object as the token table.
+
+    Raises:
+        ArgumentError: the model is none of :func:`decoder_lm`.
+    """
+    names = _names(model)
+    out: dict[str, Tensor] = {}
+    for entry in _entries(model, names, names.prefix):
+        rows = [rows for _, rows in entry.parts]
+        for (name, _), part in zip(entry.parts, entry.value.detach().split_with_sizes(rows)):
+            out[name] = (part.t() if entry.transposed else part).clone(
+                memory_format=torch.contiguous_format
+            )
+    if _is_tied(model):
+        out[f"{_HEAD}.weight"] = out[f"{names.prefix}{names.embedding}.weight"]
+    return out
+
+
+def _named(model: Sequential, name: str) -> nn.Module:
+    module = model._modules.get(name) if isinstance(model, Sequential) else None
+    if module is None:
+        raise ArgumentError(
+            explain(
+                "Weights are loaded into, and read from, a model of decoder_lm",
+                received=f"{type(model).__name__} without a module {name!r}",
+            )
+        )
+    return module
+
+
+def _is_tied(model: Sequential) -> bool:
+    return _named(model, "head").weight is _named(model, "embedding").weight
+
+
+def _names(model: Sequential) -> _Names:
+    if "positions" in model._modules:
+        return _GPT2
+    layer = _blocks(_named(model, "layers"))[0]
+    norms = [op for block in layer for op in _of(block, RMSNorm, LayerNorm)]
+    return _LLAMA if len(norms) == 2 else _GEMMA2
+
+
+def _blocks(layers: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """The attention block and the feed-forward block of each layer."""
+    return [(layer.attention, layer.mlp) for layer in layers.children()]  # type: ignore[misc]
+
+
+def _of(block: nn.Module, *types: type[nn.Module]) -> list[nn.Module]:
+    """The modules of one of these types, in order."""
+    return [module for module in block.children() if isinstance(module, types)]
+
+
+def _entries(model: Sequential, names: _Names, prefix: str) -> Iterator[_Entry]:
+    """All parameters; the token table comes first, and the head last."""
+    yield from _whole(_named(model, "embedding"), prefix + names.embedding)
+    if "positions" in model._modules:
+        yield from _whole(model._modules["positions"], prefix + names.positions)
+    for n, blocks in enumerate(_blocks(_named(model, "layers"))):
+        here = prefix + names.layer.format(n)
+        norms = [op for block in blocks for op in _of(block, RMSNorm, LayerNorm)]
+        for norm, name in zip(norms, names.norms):
+            yield from _whole(norm, here + name)
+        yield from _attention(blocks[0], names, here)
+        up, down = _of(blocks[1], Linear)
+        yield from _linear(up, names.up, here, names.transposed)
+        yield from _linear(down, (names.down,), here, names.transposed)
+    yield from _whole(_named(model, "norm"), prefix + names.norm)
+    yield from _whole(_named(model, "head"), _HEAD)
+
+
+def _attention(block: nn.Module, names: _Names, here: str) -> Iterator[_Entry]:
+    (qkv, out), (attention,) = _of(block, Linear), _of(block, DotProductAttention)
+    assert isinstance(attention, DotProductAttention)
+    heads = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
+    yield from _linear(qkv, names.qkv, here, names.transposed, heads)
+    yield from _linear(out, (names.out,), here, names.transposed)
+    for norm in _of(block, QKNorm):
+        assert isinstance(norm, QKNorm)
+        for own, name in zip(("q_weight", "k_weight"), names.qk_norms):
+            yield _Entry(norm, own, ((f"{here}{name}.weight", norm.head_dim),))
+
+
+def _whole(module: nn.Module | None, name: str) -> Iterator[_Entry]:
+    """The parameters of a module that is one there too."""
+    assert module is not None
+    for own, parameter in module.named_parameters(recurse=False):
+        yield _Entry(module, own, ((f"{name}.{own}", len(parameter)),))
+
+
+def _linear(
+    linear: nn.Module,
+    names: tuple[str, ...],
+    here: str,
+    transposed: bool,
+    shares: list[int] | None = None,
+) -> Iterator[_Entry]:
+    """The parameters of a linear that is several there, with so many shares of its rows each."""
+    assert isinstance(linear, Linear)
+    shares = [1] * len(names) if len(names) == 1 or shares is None else shares
+    rows = [share * linear.out_features // sum(shares) for share in shares]
+    for own, _ in linear.named_parameters(recurse=False):
+        parts = tuple((f"{here}{name}.{own}", n) for name, n in zip(names, rows))
+        yield _Entry(linear, own, parts, transposed and own == "weight")
+
+
+def _check_tied_head(given: Mapping[str, Tensor], table: str, head: str) -> None:
+    if table in given and head in given and not torch.equal(given[table], given[head]):
+        raise ArgumentError(
+            explain(
+                "The head of a model with tied_head has the weight of its token table",
+                where="load_hf",
+                received=f"{head}, which differs from {table}",
+                remedy="Make the model with tied_head=False",
+            )
+        )
+
+
+def _check(entries: list[_Entry], given: Mapping[str, Tensor]) -> None:
+    """Raises ArgumentError unless the tensors are those of the entries, and of their shapes."""
+    expected = {name: entry.shape_of(rows) for entry in entries for name, rows in entry.parts}
+    problems = [f"no {name}" for name in expected if name not in given]
+    problems += [name for name in given if name not in expected]
+    problems += [
+        f"{name} of shape {tuple(given[name].shape)} in place of {shape}"
+        for name, shape in expected.items()
+        if name in given and tuple(given[name].shape) != shape
+    ]
+    if problems:
+        shown = ", ".join(problems[:5])
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ArgumentError(
+            explain(
+                "A checkpoint holds exactly the parameters of the model",
+                where="load_hf",
+                received=shown + more,
+                remedy="Make the model with DecoderConfig.from_hf of its configuration",
+            )
+        )

@@ -1,0 +1,141 @@
+"""Small models of Hugging Face's transformers, and the same models of this library."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.models import DecoderConfig, decoder_lm, hf_state_dict, load_hf
+
+transformers = pytest.importorskip("transformers", reason="compares with transformers")
+
+# Nothing is a power of two or equal to anything else, where the families allow it.
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 28,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": 37,
+    "n_embd": 24,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 2": ("Llama", {**SIZES, "num_key_value_heads": 4}),
+    "llama, grouped, tied, biases": (
+        "Llama",
+        {**SIZES, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama 3": (
+        "Llama",
+        {
+            **SIZES,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 2.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": None, "head_dim": 8, "pad_token_id": 3}),
+    "mistral, window": ("Mistral", {**SIZES, "sliding_window": 5}),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen2, windows": (
+        "Qwen2",
+        {**SIZES, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 10, "tie_word_embeddings": True}),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 8, "pad_token_id": 1}),
+    "gemma 2": (
+        "Gemma2",
+        {
+            **SIZES,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma 3": (
+        "Gemma3Text",
+        {
+            **SIZES,
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2, untied": (
+        "GPT2",
+        {**GPT2, "n_inner": 20, "tie_word_embeddings": False, "scale_attn_weights": False},
+    ),
+}
+
+
+def hf_model(family: str, sizes: dict[str, Any], seed: int = 0) -> nn.Module:
+    """With weights large enough that every part matters."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="eager")
+    kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model: nn.Module = getattr(transformers, family.removesuffix("Text") + kind)(config)
+    centre = 0.0 if family.startswith("Gemma") else 1.0  # of the norms
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.2) if p.dim() > 1 else p.uniform_(centre - 0.5, centre + 0.5)
+    return model.train()
+
+
+def same_model(theirs: Any, **changes: Any) -> opfuser.Sequential:
+    model = decoder_lm(DecoderConfig.from_hf(theirs.config, **changes), with_loss=False)
+    load_hf(model, theirs.state_dict())
+    return model
+
+
+def run_hf(model: Any, tokens: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Logits, and the gradient of every parameter."""
+    logits = model(input_ids=tokens, use_cache=False).logits
+    logits.backward(dy.to(logits.dtype))
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"logits": logits.detach(), **grads}
+
+
+def run(model: opfuser.Sequential, tokens: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The same, by the names that they have there."""
+    logits = model(tokens)
+    logits.backward(dy.to(logits.dtype))
+    grads = copy.deepcopy(model)
+    with torch.no_grad():
+        for p, q in zip(grads.parameters(), model.parameters()):
+            p.copy_(q.grad)  # type: ignore[arg-type]
+    return {"logits": logits.detach(), **hf_state_dict(grads)}
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    return ((x.double() - y.double()).norm() / y.double().norm()).item()

@@ -1,0 +1,236 @@
+"""Decoders against their counterparts in Hugging Face's transformers."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.errors import ArgumentError, NotSupportedError
+from opfuser.models import DecoderConfig, decoder_lm, hf_state_dict, load_hf
+from opfuser.recipe import DelayedScaling
+from tests.models.hf import CONFIGS, GPT2, SIZES, distance, hf_model, run, run_hf, same_model
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+# One per family, for what does not depend on its details.
+PACKED, CONV1D = CONFIGS["qwen2"], CONFIGS["gpt2"]
+
+
+def batch(device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Tokens, and a gradient of their logits."""
+    return torch.randint(37, (3, 17)).to(device), torch.randn(3, 17, 37).to(device)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_every_gradient(name: str, device: torch.device) -> None:
+    theirs = hf_model(*CONFIGS[name]).to(device)
+    data = batch(device)
+    got, wanted = run(same_model(theirs, device=device), *data), run_hf(theirs, *data)
+    assert {*wanted} <= {*got} <= {*wanted, "lm_head.weight"}
+    for key, value in wanted.items():
+        assert value.norm() > 1e-3, f"{key} tells nothing"
+        assert distance(got[key], value) <= 1e-5, key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bf16_error_is_at_most_twice_theirs(name: str, device: torch.device) -> None:
+    # One seed decides little about rounding, so errors are pooled over several.
+    own_error: dict[str, float] = {}
+    their_error: dict[str, float] = {}
+    for seed in range(4):
+        theirs, data = hf_model(*CONFIGS[name], seed).to(device, torch.bfloat16), batch(device)
+        ours = same_model(theirs, dtype=torch.bfloat16, device=device)
+        exact = copy.deepcopy(theirs).double()
+        wanted = run_hf(exact, *data)
+        if not getattr(theirs.config, "attn_logit_softcapping", None):
+            # What they run by default. Its kernels, which are ours too, round the attention matrix.
+            theirs.set_attn_implementation("sdpa")
+        for results, error in (
+            (run(ours, *data), own_error),
+            (run_hf(theirs, *data), their_error),
+        ):
+            for key, value in wanted.items():
+                error[key] = error.get(key, 0.0) + distance(results[key], value) / 4
+    for key, error in own_error.items():
+        assert error <= 2 * their_error[key], key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_come_out_as_they_went_in(name: str) -> None:
+    theirs = hf_model(*CONFIGS[name])
+    before = theirs.state_dict()
+    model = same_model(theirs)
+    after = hf_state_dict(model)
+    torch.testing.assert_close(after, dict(before), rtol=0, atol=0)
+    assert all(t.is_contiguous() for t in after.values())
+    owned = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *before.values()]}
+    assert not owned & {t.untyped_storage().data_ptr() for t in after.values()}
+    fresh = hf_model(*CONFIGS[name], seed=1)
+    fresh.load_state_dict(after)
+    torch.testing.assert_close(dict(fresh.state_dict()), dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("config", [PACKED, CONV1D], ids=["packed", "conv1d"])
+def test_tied_head(config: tuple[str, dict[str, Any]], tied: bool) -> None:
+    family, sizes = config
+    theirs = hf_model(family, {**sizes, "tie_word_embeddings": tied})
+    model = same_model(theirs)
+    assert (model[-1].weight is model[0].weight) == tied
+    saved = {k: t for k, t in theirs.state_dict().items() if k != "lm_head.weight"}
+    if tied:  # as checkpoints of tied models are stored
+        load_hf(model, saved)
+    else:
+        with pytest.raises(ArgumentError, match=r"\(load_hf\). Received: no lm_head.weight\."):
+            load_hf(model, saved)
+        twin = decoder_lm(DecoderConfig.from_hf(theirs.config, tied_head=True))
+        with pytest.raises(ArgumentError, match=r"lm_head.weight, which differs from .*weight\."):
+            load_hf(twin, theirs.state_dict())
+
+
+@pytest.mark.parametrize("config", [PACKED, CONV1D], ids=["packed", "conv1d"])
+def test_checkpoint_of_the_model_without_head(config: tuple[str, dict[str, Any]]) -> None:
+    """As that of GPT-2 is: without a prefix, and with the masks of older versions."""
+    family, sizes = config
+    theirs = hf_model(family, {**sizes, "tie_word_embeddings": True})
+    inner: Any = theirs.base_model
+    saved = dict(inner.state_dict())
+    if family == "GPT2":
+        saved |= {"h.0.attn.bias": torch.ones(1), "h.1.attn.masked_bias": torch.ones(1)}
+    else:
+        saved["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+    model = decoder_lm(DecoderConfig.from_hf(theirs.config))
+    load_hf(model, saved)
+    torch.testing.assert_close(hf_state_dict(model), dict(theirs.state_dict()), rtol=0, atol=0)
+
+
+def test_values_are_cast_and_the_loss_is_that_of_shifted_labels() -> None:
+    theirs = hf_model(*PACKED)
+    model = decoder_lm(DecoderConfig.from_hf(theirs.config, dtype=torch.float64))
+    load_hf(model, theirs.bfloat16().state_dict())
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    tokens, _ = batch()
+    wanted = theirs.double()(input_ids=tokens, labels=tokens).loss.double()
+    torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:]), wanted, rtol=1e-5, atol=0)
+
+
+def test_weights_stored_as_codes() -> None:
+    sizes = {**SIZES, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    theirs = hf_model("Llama", sizes)
+    with opfuser.fp8_model_init(recipe=DelayedScaling()):
+        model = decoder_lm(DecoderConfig.from_hf(theirs.config))
+    load_hf(model, theirs.state_dict())
+    after = hf_state_dict(model)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(after[name], value, rtol=0.07, atol=0.05, msg=name)
+    again = copy.deepcopy(model)
+    load_hf(again, after)
+    torch.testing.assert_close(hf_state_dict(again), after)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model.norm.weight": None}, r"exactly the parameters.*no model.norm.weight\."),
+        ({"model.extra": torch.ones(2)}, r"Received: model.extra\. Make the model with Decoder"),
+        (
+            {"model.layers.1.self_attn.k_proj.weight": torch.ones(24, 12)},
+            r"k_proj.weight of shape \(24, 12\) in place of \(12, 24\)\.",
+        ),
+        (
+            {f"model.layers.{n}.input_layernorm.weight": None for n in range(3)}
+            | {f"model.layers.{n}.post_attention_layernorm.weight": None for n in range(3)},
+            r"no model.layers.0.input_layernorm.weight, .* and 1 more\.",
+        ),
+    ],
+    ids=["missing", "superfluous", "shape", "many"],
+)
+def test_refused_checkpoints_change_nothing(change: dict[str, Any], text: str) -> None:
+    theirs = hf_model(*PACKED)
+    model = same_model(theirs)
+    before = hf_state_dict(model)
+    other = {**hf_model(*PACKED, seed=1).state_dict(), **change}
+    with pytest.raises(ArgumentError, match=text):
+        load_hf(model, {name: t for name, t in other.items() if t is not None})
+    torch.testing.assert_close(hf_state_dict(model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), opfuser.Sequential(opfuser.ReLU())], ids=repr)
+def test_other_models_are_refused(model: Any) -> None:
+    text = rf"model of decoder_lm\. Received: {type(model).__name__} without a module 'layers'"
+    with pytest.raises(ArgumentError, match=text):
+        hf_state_dict(model)
+    with pytest.raises(ArgumentError, match=text):
+        load_hf(model, {})
+
+
+def test_configurations_are_read_by_their_attributes() -> None:
+    """Here as transformers 4 has them."""
+    old = SimpleNamespace(
+        model_type="llama", vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=12, hidden_act="silu", rms_norm_eps=1e-6,
+        tie_word_embeddings=False, initializer_range=0.01, pad_token_id=None, rope_theta=5e5,
+        rope_scaling=None, attention_dropout=0.0,
+    )  # fmt: skip
+    assert DecoderConfig.from_hf(old, dtype=torch.bfloat16) == DecoderConfig(
+        9, 8, 1, 2, 1, 12, 5e5, 1e-6, False, 0.01, dtype=torch.bfloat16
+    )
+    old.model_type, old.sliding_window = "qwen2", 4
+    with pytest.raises(NotSupportedError, match="layer_types=None, sliding_window=4"):
+        DecoderConfig.from_hf(old)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "text"),
+    [
+        ("Bloom", {}, r"one of these types: .*llama.*\(from_hf\). Received: model_type='bloom'"),
+        ("Llama", {**SIZES, "hidden_act": "relu"}, r"one of silu, gelu_.* of a llama.*'relu'"),
+        ("GPT2", {**GPT2, "activation_function": "tanh"}, r"activation_function must be one of"),
+        (
+            "GPT2",
+            {**GPT2, "scale_attn_by_inverse_layer_idx": True},
+            r"without scale_attn_by_inverse_layer_idx \(from_hf of a gpt2\). Received: .*=True",
+        ),
+        ("GPT2", {**GPT2, "add_cross_attention": True}, "without add_cross_attention"),
+        ("Gemma", {**SIZES, "use_bidirectional_attention": True}, "without use_bidirectional"),
+        (
+            "Gemma3Text",
+            {**SIZES, "rope_parameters": {"sliding_attention": LINEAR, "full_attention": LINEAR}},
+            r"not scaled in layers with a window .* of a gemma3_text\). Received: .*='linear'",
+        ),
+        (
+            "Llama",
+            {**SIZES, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            r"rotates whole heads.* Received: partial_rotary_factor=0.5",
+        ),
+        (
+            "Qwen3",
+            {**SIZES, "layer_types": ["full_attention", "full_attention", "chunked_attention"]},
+            r"or 'full_attention' \(from_hf of a qwen3\). Received: layer_types=.*Set config.layer",
+        ),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused(family: str, sizes: dict[str, Any], text: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    with pytest.raises(NotSupportedError, match=text):
+        DecoderConfig.from_hf(config)
+
+
+def test_dropout_is_where_the_configuration_has_it() -> None:
+    theirs: Any = hf_model(
+        "GPT2", {**GPT2, "embd_pdrop": 0.25, "resid_pdrop": 0.5, "attn_pdrop": 0.1}
+    )
+    model = same_model(theirs)
+    inside = [op for op in model.modules() if isinstance(op, opfuser.DotProductAttention)]
+    assert [op.dropout_p for op in inside] == [0.1, 0.1]
+    found = [op for op in model.modules() if isinstance(op, opfuser.Dropout)]
+    assert [op.dropout_probability for op in found] == [0.25, *[0.5] * 4]
+    theirs.eval(), model.eval()
+    tokens, _ = batch()
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
