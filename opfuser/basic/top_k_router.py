@@ -42,7 +42,7 @@ class TopKRouter(BasicOperation):
 
     With logits x, scores s = softmax(x) or σ(x), and I the indices of the k largest s + b:
 
-    .. math:: w_{tj} = \gamma\, s_{t I_{tj}} \;\big[\, / \textstyle\sum_i s_{t I_{ti}} \,\big]
+    .. math:: w_{tj} = \gamma\, s_{t I_{tj}} [ / \sum_i s_{t I_{ti}} ]
 
     The correction b of the scores, ``score_correction_bias``, chooses but does not weigh. With
     ``num_groups`` above one the experts are cut into as many groups of the same size, and only

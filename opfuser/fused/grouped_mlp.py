@@ -129,7 +129,8 @@ class GroupedMLP(FusedOperation):
             if ctx.requires_grad:
                 reads_map = recomputes_rows or ctx.needs.input or any(ctx.needs.extra_inputs)
                 row_map = of_permute[0][0] if reads_map else None
-                ctx.save_for_backward(row_map, input_ if recomputes_rows else None)
+                # In place of what Permute saves.
+                ctx.to_save = row_map, input_ if recomputes_rows else None
         products = _UNSAVED if recomputes_rows else PLAIN
         x, _ = self.linear1.forward_by(products, first, rows, _given(extras[-3], kwargs[-3]))
         del rows
@@ -138,10 +139,10 @@ class GroupedMLP(FusedOperation):
         y, _ = self.linear2.forward_by(products, second, h, _given(extras[-1], kwargs[-1]))
         for ctx in (first, act, second):
             if ctx.requires_grad and not _owes(ctx):
-                ctx.save_for_backward()
+                ctx.to_save = ()
         if act.to_save:
             reads_scales = act.needs.input or self.linear2.wants_weights(second)
-            act.save_for_backward(act.to_save[0], act.to_save[1] if reads_scales else None)
+            act.to_save = act.to_save[0], act.to_save[1] if reads_scales else None
         return y, [*of_permute, (), (), ()]
 
     def _inner(self, extras: ExtraTensors) -> tuple[_Channel, ...]:

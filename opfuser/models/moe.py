@@ -110,6 +110,9 @@ def moe_block(config: MoEConfig) -> Sequential:
     Its modules 1 and 2 are the norm and :func:`experts`, whose extra outputs it has.
 
     Shapes: x and y ``(..., dim)``.
+
+    Args:
+        config: of the block.
     """
     norm = RMSNorm(config.dim, eps=config.norm_eps, device=config.device, dtype=config.dtype)
     block = Residual(norm, experts(replace(config, recipe=None)))
@@ -131,6 +134,9 @@ def experts(config: MoEConfig) -> Sequential:
     load-balancing loss, the z-loss; see :class:`opfuser.TopKRouter`.
 
     Shapes: x and y ``(..., dim)``.
+
+    Args:
+        config: of the experts.
     """
     names = "tokens indices counts scores row_map sizes weights routed gate"
     tokens, indices, counts, scores, row_map, sizes, weights, routed, gate = map(
