@@ -87,7 +87,7 @@ def make_plan(
         env,
         *_precision(basic_ops, steps[0], env),
         _quantized_edges(*steps, env, needs),
-        tuple((n, note) for n, op in enumerate(basic_ops) if (note := op.note(env))),
+        tuple((n, note) for n, op in enumerate(basic_ops) if (note := op.plan_note(env))),
     )
     _log(plan)
     return plan
