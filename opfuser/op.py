@@ -415,7 +415,7 @@ class BasicOperation(FusibleOperation):
         """
         return dtypes.input if dtypes.input.is_floating_point else dtypes.first_parameter
 
-    def note(self, env: Any) -> str | None:
+    def plan_note(self, env: Any) -> str | None:
         """What the text of a plan says about the operation besides its name; None: nothing.
 
         Args:

@@ -180,7 +180,7 @@ class DotProductAttention(BasicOperation):
         """
         return self._last.choice()
 
-    def note(self, env: Any) -> str:
+    def plan_note(self, env: Any) -> str:
         settings: AttentionSettings = self.settings
         request = inputs.request_before(settings, env)
         return foreseen(request, settings.kernel)

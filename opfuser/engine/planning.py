@@ -89,7 +89,7 @@ def make_plan(
         quantized,
         high_precision,
         _quantized_edges(*steps, env, needs),
-        tuple((n, note) for n, op in enumerate(basic_ops) if (note := op.note(env))),
+        tuple((n, note) for n, op in enumerate(basic_ops) if (note := op.plan_note(env))),
         tuple(c._replace(op=n) for n in quantized for c in basic_ops[n].gemm_choices(env)),
     )
     _log(plan)

@@ -424,3 +424,24 @@ def test_separate_inputs_and_sinks_under_autocast() -> None:
     op, tensors = make(MODES["fewer queries"], sinks=True)
     with torch.autocast("cpu", torch.bfloat16):
         check_op(op, *tensors)
+
+
+class Doubled(DotProductAttention):
+    def op_forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 2 * super().op_forward(*args, **kwargs)
+
+
+class Negated(DotProductAttention):
+    def fuser_forward(self, *args: Any, **kwargs: Any) -> Any:
+        y, extras = super().fuser_forward(*args, **kwargs)
+        return -y, extras
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(Doubled, 2), (Negated, -1)])
+def test_either_forward_of_a_subclass_counts(kind: Any, factor: int) -> None:
+    x = torch.randn(2, 5, 24)
+    for keywords in ({}, {"mask": torch.ones(2, 5, dtype=torch.bool)}):
+        want = factor * DotProductAttention(2)(x, **keywords)
+        torch.testing.assert_close(kind(2)(x, **keywords), want)
+        got = Sequential(kind(2))(x, op_kwargs={0: keywords} if keywords else None)
+        torch.testing.assert_close(got, want)
