@@ -11,11 +11,14 @@ from .decoder import (
     mlp_block,
     swiglu_block,
 )
+from .encoder import EncoderConfig, attention_kwargs, text_encoder
 from .hf_weights import hf_state_dict, load_hf
 
 __all__ = [
     "DecoderConfig",
+    "EncoderConfig",
     "attention_block",
+    "attention_kwargs",
     "decoder_layer",
     "decoder_layers",
     "decoder_lm",
@@ -23,4 +26,5 @@ __all__ = [
     "load_hf",
     "mlp_block",
     "swiglu_block",
+    "text_encoder",
 ]
