@@ -13,16 +13,19 @@ from .decoder import (
 )
 from .encoder import EncoderConfig, attention_kwargs, text_encoder
 from .hf_weights import hf_state_dict, load_hf
+from .image_encoder import ImageEncoderConfig, image_encoder
 
 __all__ = [
     "DecoderConfig",
     "EncoderConfig",
+    "ImageEncoderConfig",
     "attention_block",
     "attention_kwargs",
     "decoder_layer",
     "decoder_layers",
     "decoder_lm",
     "hf_state_dict",
+    "image_encoder",
     "load_hf",
     "mlp_block",
     "swiglu_block",

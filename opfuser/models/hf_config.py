@@ -6,14 +6,14 @@ configuration, such as the biases of Qwen2, is in the table of its ``model_type`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opfuser import RopeScaling
 from opfuser.errors import NotSupportedError, explain
 from opfuser.rope_configuration import read_configuration
 
-__all__ = ["decoder_arguments", "encoder_arguments"]
+__all__ = ["decoder_arguments", "encoder_arguments", "image_encoder_arguments"]
 
 _GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _PLAIN = {
@@ -38,6 +38,11 @@ def decoder_arguments(config: Any) -> dict[str, Any]:
 def encoder_arguments(config: Any) -> dict[str, Any]:
     """Those of the ``EncoderConfig``, likewise."""
     return _arguments(config, _ENCODERS, "EncoderConfig")
+
+
+def image_encoder_arguments(config: Any) -> dict[str, Any]:
+    """Those of the ``ImageEncoderConfig``, likewise."""
+    return _arguments(config, _IMAGE_ENCODERS, "ImageEncoderConfig")
 
 
 _Families = dict[str, Callable[[Any], dict[str, Any]]]
@@ -175,6 +180,28 @@ def _bert(config: Any) -> dict[str, Any]:
     }
 
 
+def _vit(config: Any) -> dict[str, Any]:
+    def size(value: int | Sequence[int]) -> int | tuple[int, ...]:
+        return value if isinstance(value, int) else tuple(value)
+
+    return {
+        "image_size": size(config.image_size),
+        "patch_size": size(config.patch_size),
+        "channels": config.num_channels,
+        "dim": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "ffn_dim": config.intermediate_size,
+        "qkv_bias": config.qkv_bias,
+        "activation": _named(_PLAIN, config, "hidden_act"),
+        "norm_eps": config.layer_norm_eps,
+        "dropout": config.hidden_dropout_prob,
+        "attention_dropout": config.attention_probs_dropout_prob,
+        "init_std": config.initializer_range,
+    }
+
+
+_IMAGE_ENCODERS: _Families = {"vit": _vit}
 _ENCODERS: _Families = {"bert": _bert}
 _DECODERS: _Families = {
     "gemma": _gemma,

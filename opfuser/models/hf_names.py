@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BERT", "GEMMA2", "GPT2", "HEAD", "LLAMA", "Names"]
+__all__ = ["BERT", "CLASS_TOKEN", "GEMMA2", "GPT2", "HEAD", "LLAMA", "VIT", "VIT_4", "Names"]
 
 HEAD = "lm_head"
+CLASS_TOKEN = "embeddings.cls_token"
 
 
 class Names(NamedTuple):
@@ -95,4 +96,33 @@ BERT = Names(
     norm="",
     transposed=False,
     ignored=r"^cls\.|(^|\.)pooler\.|\.(position|token_type)_ids$",
+)
+VIT = Names(
+    prefix="vit.",
+    embedding="embeddings.patch_embeddings.projection",
+    positions="embeddings.position_embeddings",
+    types="",
+    embedding_norm="",
+    layer="layers.{}.",
+    norms=("layernorm_before", "layernorm_after"),
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    qk_norms=("", ""),
+    out="attention.o_proj",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    norm="layernorm",
+    transposed=False,
+    ignored=r"^classifier\.|^decoder\.|(^|\.)pooler\.|\.mask_token$",
+)
+# As transformers 4 has them, and checkpoints that it wrote.
+VIT_4 = VIT._replace(
+    layer="encoder.layer.{}.",
+    qkv=(
+        "attention.attention.query",
+        "attention.attention.key",
+        "attention.attention.value",
+    ),
+    out="attention.output.dense",
+    up=("intermediate.dense",),
+    down="output.dense",
 )

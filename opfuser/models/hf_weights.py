@@ -23,7 +23,8 @@ from opfuser import (
 )
 from opfuser.errors import ArgumentError, explain
 
-from .hf_names import BERT, GEMMA2, GPT2, HEAD, LLAMA, Names
+from .hf_names import BERT, CLASS_TOKEN, GEMMA2, GPT2, HEAD, LLAMA, VIT, VIT_4, Names
+from .image_encoder import Patches
 
 __all__ = ["hf_state_dict", "load_hf"]
 
@@ -36,15 +37,19 @@ class _Entry(NamedTuple):
         name: of the parameter in the module.
         parts: names there, and how many rows of the parameter each of them is.
         transposed: whether they have its two dimensions exchanged.
+        shape: in the checkpoint, where it has other dimensions.
     """
 
     module: nn.Module
     name: str
     parts: tuple[tuple[str, int], ...]
     transposed: bool = False
+    shape: tuple[int, ...] | None = None
 
     def shape_of(self, rows: int) -> tuple[int, ...]:
         """In the checkpoint, of a part with these rows."""
+        if self.shape is not None:
+            return self.shape
         shape = (rows, *self.value.shape[1:])
         return shape[::-1] if self.transposed else shape
 
@@ -76,6 +81,8 @@ def load_hf(model: Sequential, state_dict: Mapping[str, Tensor]) -> None:
             another kind. Nothing is changed then.
     """
     names = _names(model)
+    if names is VIT and any("encoder.layer." in key for key in state_dict):
+        names = VIT_4
     prefixed = any(key.startswith(names.prefix) for key in state_dict)
     entries = list(_entries(model, names, names.prefix if prefixed else ""))
     given = {key: t for key, t in state_dict.items() if not re.search(names.ignored, key)}
@@ -87,7 +94,10 @@ def load_hf(model: Sequential, state_dict: Mapping[str, Tensor]) -> None:
     _check(entries, given)
     for entry in entries:
         parts = [given[name].t() if entry.transposed else given[name] for name, _ in entry.parts]
-        entry.module.load_state_dict({entry.name: torch.cat(parts)}, strict=False)
+        packed = torch.cat(parts)
+        if entry.shape is not None:
+            packed = packed.view_as(entry.value)
+        entry.module.load_state_dict({entry.name: packed}, strict=False)
 
 
 def hf_state_dict(model: Sequential) -> dict[str, Tensor]:
@@ -113,9 +123,10 @@ def hf_state_dict(model: Sequential) -> dict[str, Tensor]:
     for entry in _entries(model, names, prefix):
         rows = [rows for _, rows in entry.parts]
         for (name, _), part in zip(entry.parts, entry.value.detach().split_with_sizes(rows)):
-            out[name] = (part.t() if entry.transposed else part).clone(
+            copied = (part.t() if entry.transposed else part).clone(
                 memory_format=torch.contiguous_format
             )
+            out[name] = copied if entry.shape is None else copied.view(entry.shape)
     if _is_tied(model):
         out[f"{HEAD}.weight"] = out[f"{names.prefix}{names.embedding}.weight"]
     return out
@@ -141,6 +152,8 @@ def _is_tied(model: Sequential) -> bool:
 def _names(model: Sequential) -> Names:
     if "types" in model._modules:
         return BERT
+    if "patches" in model._modules:
+        return VIT
     if "positions" in model._modules:
         return GPT2
     layer = _blocks(_named(model, "layers"))[0]
@@ -160,13 +173,16 @@ def _of(block: nn.Module, *types: type[nn.Module]) -> list[nn.Module]:
 
 def _entries(model: Sequential, names: Names, prefix: str) -> Iterator[_Entry]:
     """All parameters; the token table comes first, and the head last."""
-    yield from _whole(_named(model, "embedding"), prefix + names.embedding)
-    for own, name in (
-        ("types", names.types),
-        ("positions", names.positions),
-        ("embedding_norm", names.embedding_norm),
-    ):
-        yield from _whole(model._modules.get(own), prefix + name)
+    if names.prefix == VIT.prefix:
+        yield from _of_images(model, names, prefix)
+    else:
+        yield from _whole(_named(model, "embedding"), prefix + names.embedding)
+        for own, name in (
+            ("types", names.types),
+            ("positions", names.positions),
+            ("embedding_norm", names.embedding_norm),
+        ):
+            yield from _whole(model._modules.get(own), prefix + name)
     for n, blocks in enumerate(_blocks(_named(model, "layers"))):
         here = prefix + names.layer.format(n)
         norms = [op for block in blocks for op in _of(block, RMSNorm, LayerNorm)]
@@ -178,6 +194,26 @@ def _entries(model: Sequential, names: Names, prefix: str) -> Iterator[_Entry]:
         yield from _linear(down, (names.down,), here, names.transposed)
     yield from _whole(model._modules.get("norm"), prefix + names.norm)
     yield from _whole(model._modules.get("head"), HEAD)
+
+
+def _of_images(model: Sequential, names: Names, prefix: str) -> Iterator[_Entry]:
+    """What stands before the layers of an encoder of images, where most has more dimensions."""
+    patches, embedding = _named(model, "patches"), _named(model, "embedding")
+    token, positions = _named(model, "class_token"), _named(model, "positions")
+    assert isinstance(patches, Patches)
+    assert isinstance(embedding, Linear)
+    dim = embedding.out_features
+    for entry in _whole(embedding, prefix + names.embedding):
+        if entry.name == "weight":  # of a convolution
+            rows, cols = patches.patch_size
+            channels = embedding.in_features // (rows * cols)
+            yield entry._replace(shape=(dim, channels, rows, cols))
+        else:
+            yield entry
+    yield _Entry(token, "weight", ((prefix + CLASS_TOKEN, dim),), shape=(1, 1, dim))
+    count = len(cast(Tensor, positions.weight))
+    name = prefix + names.positions
+    yield _Entry(positions, "weight", ((name, count),), shape=(1, count, dim))
 
 
 def _attention(block: nn.Module, names: Names, here: str) -> Iterator[_Entry]:
