@@ -60,6 +60,19 @@ def test_bf16_error_is_at_most_twice_theirs(name: str, device: torch.device) -> 
         assert error <= 2 * their_error[key], key
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["gpt2", "gemma 3"])
+def test_compiled_without_a_graph_break(name: str) -> None:
+    torch.compiler.reset()
+    model, (tokens, dy) = same_model(hf_model(*CONFIGS[name])), batch()
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got, wanted = ([y, *torch.autograd.grad(y, [*model.parameters()], dy)]
+                   for y in (compiled(tokens), model(tokens)))  # fmt: skip
+    for a, b in zip(got, wanted):
+        assert distance(a, b) <= 1e-5
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_come_out_as_they_went_in(name: str) -> None:
     theirs = hf_model(*CONFIGS[name])
