@@ -24,7 +24,7 @@ help:
 	@echo "             run the tests of kernels and compilation with the oldest and the newest torch"
 	@echo "             and triton (make test-oldest, make test-newest): downloads gigabytes"
 	@echo "make check   lint, format, types, layers of imports"
-	@echo "make docs    build the site into site/"
+	@echo "make docs    check what pages show, build the site into site/"
 	@echo "make bench   run the benchmarks            ARGS='...' for those on a GPU"
 
 train: $(READY)
@@ -58,6 +58,7 @@ imports: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 docs: $(READY)
+	$(BIN)/python docs/write_snippets.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(READY)

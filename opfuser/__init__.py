@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import basic, optim, recipe
+from . import basic, gemm_providers, optim, recipe
 from .attention.cache import KVCache
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
@@ -12,7 +12,9 @@ from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
+from .integrations.torch_nn import ConversionReport, conversion_report, from_torch, to_torch
 from .linear import Linear
+from .merged_linear import MergedLinear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .quantization.quantizers import keep_quantized_weights
 from .quantization.region import autocast, fp8_autocast
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BasicOperation",
+    "ConversionReport",
     "Env",
     "FusedOperation",
     "FusibleOperation",
@@ -43,6 +46,7 @@ __all__ = [
     "FusionRecord",
     "KVCache",
     "Linear",
+    "MergedLinear",
     "OperationContext",
     "OperationFuser",
     "Optional",
@@ -56,12 +60,15 @@ __all__ = [
     "Sequential",
     "Step",
     "autocast",
+    "conversion_report",
     "disable",
     "enable",
     "fp8_autocast",
     "fp8_model_init",
+    "from_torch",
     "fusion",
     "fusions",
+    "gemm_providers",
     "keep_quantized_weights",
     "optim",
     "quantized_model_init",
@@ -70,6 +77,7 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
     "replay",
+    "to_torch",
     "watch_quantization",
 ]
 __all__ += basic.__all__

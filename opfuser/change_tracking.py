@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Clock", "Tracked", "active_calls", "has_hooks", "signature", "stamp"]
+__all__ = [
+    "Clock",
+    "Tracked",
+    "active_calls",
+    "has_hooks",
+    "replaces_forward",
+    "signature",
+    "stamp",
+]
 
 
 class Clock:
@@ -85,25 +93,32 @@ class Tracked(nn.Module):
         super().add_module(name, module)
         self._touch()
 
+    # A change counts once it is there: descriptions tell of hooks.
+
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_forward_pre_hook(*args, **kwargs)
         self._touch()
-        return super().register_forward_pre_hook(*args, **kwargs)
+        return handle
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_forward_hook(*args, **kwargs)
         self._touch()
-        return super().register_forward_hook(*args, **kwargs)
+        return handle
 
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_full_backward_pre_hook(*args, **kwargs)
         self._touch()
-        return super().register_full_backward_pre_hook(*args, **kwargs)
+        return handle
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_full_backward_hook(*args, **kwargs)
         self._touch()
-        return super().register_full_backward_hook(*args, **kwargs)
+        return handle
 
     def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super().register_backward_hook(*args, **kwargs)
         self._touch()
-        return super().register_backward_hook(*args, **kwargs)
+        return handle
 
 
 def stamp(modules: Iterable[Tracked]) -> None:
@@ -120,6 +135,19 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or module._backward_hooks
     )
+
+
+def replaces_forward(module: nn.Module) -> bool:
+    """Whether an attribute of ``module`` stands in place of the forward of its class.
+
+    Libraries that wrap it so may leave the forward of the class there once they take the wrapper
+    away, as accelerate does. That is none.
+    """
+    own = module.__dict__.get("forward")
+    if own is None:
+        return False
+    put_back = getattr(own, "__func__", None) is type(module).forward
+    return not (put_back and own.__self__ is module)
 
 
 # Attributes of a module on which no plan depends.

@@ -70,7 +70,13 @@ class Dtypes(NamedTuple):
 
 
 class GradNeeds(NamedTuple):
-    """Which gradients of one basic operation will be read."""
+    """Which gradients of one basic operation will be read.
+
+    Attributes:
+        input: that of the input.
+        parameters: those of the parameters, in registration order.
+        extra_inputs: those of the extra inputs.
+    """
 
     input: bool
     parameters: tuple[bool, ...]
@@ -150,6 +156,9 @@ class OperationContext:
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Saves ``tensors`` for backward. Called in forward, at most once per operation.
+
+        A fused operation that saves less than an operation whose forward it has called sets
+        ``to_save`` to the tuple of what remains.
 
         Raises:
             SavedTensorsError: the operation has saved already.

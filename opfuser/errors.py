@@ -12,7 +12,14 @@ class OpfuserError(Exception):
 
 
 def explain(invariant: str, *, where: str = "", received: str = "", remedy: str = "") -> str:
-    """Joins the parts of an error text; empty parts are left out."""
+    """Joins the parts of an error text; empty parts are left out.
+
+    Args:
+        invariant: what must hold.
+        where: the operation or fusion, or the place in it.
+        received: what was there instead.
+        remedy: what to do.
+    """
     text = invariant.rstrip(".")
     if where:
         text += f" ({where})"

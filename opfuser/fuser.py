@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from . import fused as _fused
-from .change_tracking import Clock, active_calls, signature, stamp
+from .change_tracking import Clock, Tracked, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
 from .engine.autograd import Kwargs, execute, execute_eagerly
@@ -42,9 +42,19 @@ from .op import (
 from .quantization.region import active_recipe, in_backward, open_regions
 from .quantization.weights import is_fp8
 from .recipe import Recipe
-from .registry import registry
+from .registry import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+    registry,
+)
 
-__all__ = ["OperationFuser"]
+__all__ = [
+    "OperationFuser",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]
 
 for _rule in _fused.FUSIONS:
     registry.add(_rule, _rule.stage, origin="opfuser")
@@ -84,9 +94,16 @@ class OperationFuser:
 
     Args:
         ops: operations in forward order.
+        routing: of extra tensors; a Sequential states it. None: channels among ``ops``, all else
+            from the caller and to it.
 
     A call passes the input and all extra inputs in operation order. It returns the output, or a
     tuple of it and the public extra outputs.
+
+    Raises:
+        ArgumentTypeError: an input or extra input is no tensor.
+        ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
+        NotSupportedError: torch.compile traces a call that computes quantised.
     """
 
     forward_fusion_functions = _FusionFunctions("forward")
@@ -286,7 +303,8 @@ class OperationFuser:
         for module, name in self._slots:
             if parametrize.is_parametrized(module, name):
                 refuse_impure(module, name)
-        ops = [*self._given, *self._units, *self._basic_ops]
+        ops: list[Tracked] = [*self._given, *self._units, *self._basic_ops]
+        ops += [m for op in self._basic_ops for m in op.children() if isinstance(m, Tracked)]
         self._stamped = list({id(op): op for op in ops}.values())
         stamp(self._stamped)
         return True
@@ -345,33 +363,38 @@ class OperationFuser:
         """The plan for tensors like these, and what the call returns; nothing is computed."""
         parameters = self._fake_parameters()
         plan = self._schedule(input_, parameters, extra_inputs).plan
-        dtypes = self._output_dtypes(input_, parameters, extra_inputs)
+        dtype, of_extras = self._output_dtypes(input_, parameters, extra_inputs)
 
         def facts(op: int, dtype: torch.dtype) -> TensorFacts:
             needed = plan.needs[op] is not None if plan.needs else input_.requires_grad
             return TensorFacts(dtype, input_.device, needed and dtype.is_floating_point)
 
-        extra_outputs = [facts(slot.op, dtypes[slot.op]) for slot in self.routing.outputs]
-        return Planned(plan, facts(-1, dtypes[-1]), extra_outputs)
+        extra_outputs = [facts(at, of_extras[at][slot]) for at, slot in self.routing.outputs]
+        return Planned(plan, facts(-1, dtype), extra_outputs)
 
     def _output_dtypes(
         self,
         input_: Tensor | TensorFacts,
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
-    ) -> list[torch.dtype]:
-        """The dtype of the input, then the dtype that each operation declares for its output."""
+    ) -> tuple[torch.dtype, list[Sequence[torch.dtype]]]:
+        """The dtypes that operations declare: of the output, and of each one's extra outputs."""
         lower = autocast_dtype(input_.device)
         left = iter([p.dtype for p in parameters])
-        before = [input_.dtype]
+        dtype = input_.dtype
+        of_extras: list[Sequence[torch.dtype]] = []
         for op, sources, count in zip(self._basic_ops, self.routing.sources, self._num_parameters):
             extras = tuple(
-                extra_inputs[source].dtype if isinstance(source, int) else before[source.op]
+                extra_inputs[source].dtype
+                if isinstance(source, int)
+                else of_extras[source.op][source.slot]
                 for source in sources
             )
             own = tuple(next(left) for _ in range(count))
-            before.append(op.output_dtype(Dtypes(before[-1], extras, own, lower)))
-        return before
+            dtypes = Dtypes(dtype, extras, own, lower)
+            dtype = op.output_dtype(dtypes)
+            of_extras.append(op.extra_output_dtypes(dtypes))
+        return dtype, of_extras
 
     @property
     def last_plan(self) -> Plan | None:

@@ -59,7 +59,12 @@ class QuantizedEdge(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a fusion declined: a code of ``REFUSAL_CODES`` and a sentence for the reader."""
+    """Why a fusion declined.
+
+    Attributes:
+        code: one of ``REFUSAL_CODES``.
+        detail: a sentence for the reader.
+    """
 
     code: str
     detail: str
@@ -85,6 +90,7 @@ class Requires:
     recipe: bool = False
 
     def missing(self, env: Env) -> Refusal | None:
+        """What machine and call lack, or None."""
         if self.device is not None and env.device.type != self.device:
             return Refusal("DEVICE", f"needs {self.device}, have {env.device.type}")
         if self.min_capability is not None and env.device.type == "cuda":
@@ -129,7 +135,11 @@ class Env:
 
 
 class Optional:
-    """A pattern element that may be absent; ``refuses`` and ``build`` then receive None for it."""
+    """A pattern element that may be absent; ``refuses`` and ``build`` then receive None for it.
+
+    Args:
+        *types: operation classes, one of which stands there.
+    """
 
     def __init__(self, *types: type[FusibleOperation]) -> None:
         self.types = types
@@ -333,6 +343,11 @@ class Fusion:
             follow the match, if it accepts that keyword; returns a :class:`Refusal`, or None.
         requires: requirements on the machine.
         enabled: whether the fusion is on when registered.
+
+    Raises:
+        FusionError: the stage is none of these; the pattern holds something else, or nothing that
+            has to be there; in planning, if ``refuses`` returns neither None nor a Refusal with a
+            known code.
 
     A ``Fusion`` is itself a fusion function, so that it can be registered beside hand-written ones.
     """

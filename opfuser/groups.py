@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from .change_tracking import Tracked, has_hooks
+from .change_tracking import Tracked, has_hooks, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known
@@ -16,6 +16,7 @@ from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
 from .engine.routing import RoutedGroup, Routes, route
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, QuantizedEdge, Refusal
+from .gemm_providers import GemmChoice
 from .op import (
     BasicOperation,
     FusedOperation,
@@ -107,14 +108,29 @@ class Group(NamedTuple):
         if isinstance(callee, OperationFuser):
             done = callee.planned(x, extras)
             return PlannedGroup([done.plan], done.output, done.extra_outputs)
-        if isinstance(callee, FusibleOperation) and self.split == "HOOK":
-            return _planned_alone(callee, x, extras)
-        if isinstance(callee, NestedSequential) and self.split != "FORWARD":
-            return callee.planned_groups(x, extras)
+        if self.split != "FORWARD" or _is_wrapped(callee):
+            note: tuple[str, ...] = ()
+            if self.split == "FORWARD":
+                note = (f"{type(callee).__name__} is called once by the forward in its place",)
+            if isinstance(callee, FusibleOperation):
+                return _planned_alone(callee, x, extras)._replace(assumed=note)
+            if isinstance(callee, NestedSequential):
+                inside = callee.planned_groups(x, extras)
+                return inside._replace(assumed=(*note, *inside.assumed))
         output = assumed_output(callee, x)
         note = () if is_known(callee) else (f"{type(callee).__name__} returns {output.dtype}",)
         given = [output] * sum(op.num_extra_outputs for op in self.ops)
         return PlannedGroup([], output, given, note)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether a forward set on the instance is all that makes a group call ``module``.
+
+    Libraries that set one call the module's own within it.
+    """
+    cls = type(module)
+    ours = cls.forward.__module__.startswith(f"{__package__}.")
+    return ours and cls.__call__ is nn.Module.__call__ and replaces_forward(module)
 
 
 def _planned_alone(op: FusibleOperation, x: Facts, extras: Sequence[Facts]) -> PlannedGroup:
@@ -242,14 +258,17 @@ def join_plans(
     quantized: list[int] = []
     high_precision: list[tuple[int, Refusal]] = []
     edges: list[QuantizedEdge] = []
+    notes: list[tuple[int, str]] = []
+    gemms: list[GemmChoice] = []
     env: Env | None = None
     before: Group | None = None
     for group, plans in groups:
         cut = group if group.split or before is None else before
         if before is not None and cut.split:
-            cuts[len(scanned)] = Refusal(
-                cut.split, f"{type(cut.callee).__name__} {_WHY[cut.split]}"
-            )
+            why = _WHY[cut.split]
+            if cut.split == "FORWARD" and isinstance(cut.callee, FusibleOperation):
+                why = cut.callee.own_forward() or why
+            cuts[len(scanned)] = Refusal(cut.split, f"{type(cut.callee).__name__} {why}")
         before = group
         if not plans:
             step = Step(cast(nn.Module, group.callee), ())
@@ -264,6 +283,8 @@ def join_plans(
             quantized += _shifted(plan.quantized, first)
             high_precision += [(first + n, why) for n, why in plan.high_precision]
             edges += [edge.behind(first) for edge in plan.edges]
+            notes += [(first + n, note) for n, note in plan.notes]
+            gemms += [choice._replace(op=first + choice.op) for choice in plan.gemms]
             replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
             for record in plan.history:
                 _merge(records, record, first)
@@ -283,6 +304,8 @@ def join_plans(
         tuple(quantized),
         tuple(high_precision),
         tuple(edges),
+        tuple(notes),
+        tuple(gemms),
         assumed=assumed,
         replays=tuple(replays),
     )

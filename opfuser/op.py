@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .change_tracking import Tracked, has_hooks, signature
+from .change_tracking import Tracked, has_hooks, replaces_forward, signature
 from .context import (
     Dtypes,
     GradNeeds,
@@ -27,9 +27,11 @@ from .errors import (
     ChannelError,
     ChannelIndexError,
     MissingImplementationError,
+    NotSupportedError,
     ReadOnlyAttributeError,
     explain,
 )
+from .gemm_providers import GemmChoice
 
 __all__ = [
     "BasicOperation",
@@ -142,6 +144,13 @@ class FusibleOperation(Tracked):
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Called before every forward. Override only if needed: it costs host time."""
+
+    def own_forward(self) -> str:
+        """Why calls may do something else than the passes, as a predicate; empty if they do not.
+
+        Asked, after changes, of operations whose class has a ``forward`` of its own.
+        """
+        return "has a forward of its own"
 
     def get_input_quantizer(self) -> Any | None:
         """How the input is quantised in the region that the caller is in; None: it is not."""
@@ -321,6 +330,10 @@ class BasicOperation(FusibleOperation):
         """
         return None
 
+    def gemm_choices(self, env: Any) -> Iterable[GemmChoice]:
+        """Who computes its quantised products, if the recipe of ``env`` names other than torch."""
+        return ()
+
     def num_quantizers(self, mode: str) -> int:
         """How many tensors the pass ``mode``, ``"forward"`` or ``"backward"``, may quantise."""
         return 0
@@ -346,6 +359,31 @@ class BasicOperation(FusibleOperation):
                 remedy="num_quantizers(mode) says how many there are",
             )
         )
+
+    def reset_recipe_state(self, *, recipe: Any | None = None) -> None:
+        """Forgets the scales of quantised compute: they begin anew at the next call.
+
+        Args:
+            recipe: None.
+
+        Raises:
+            NotSupportedError: another ``recipe``; that of a call is its region's.
+        """
+        if recipe is not None:
+            raise NotSupportedError(
+                explain(
+                    "An operation has no recipe before it is called",
+                    where=type(self).__name__,
+                    received=f"reset_recipe_state(recipe={type(recipe).__name__})",
+                    remedy="Open opfuser.autocast(recipe=...) around the call, or give the recipe "
+                    "to the Sequential",
+                )
+            )
+        for module in (self, self._owner):
+            if module is not None and any(module._modules.get(n) for n in RESTORED_CHILDREN):
+                for name in RESTORED_CHILDREN:
+                    module._modules.pop(name, None)
+                module._touch()
 
     def _quantizer(self, mode: str, index: int) -> Any | None:
         return None
@@ -373,10 +411,21 @@ class BasicOperation(FusibleOperation):
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         """The dtype of the output, which plans of the operations behind it depend on.
 
-        By default the input's, or the first parameter's where the input holds integers. Extra
-        outputs are assumed to have the input's.
+        By default the input's, or the first parameter's where the input holds integers.
         """
         return dtypes.input if dtypes.input.is_floating_point else dtypes.first_parameter
+
+    def note(self, env: Any) -> str | None:
+        """What the text of a plan says about the operation besides its name; None: nothing.
+
+        Args:
+            env: the ``Env`` of the call.
+        """
+        return None
+
+    def extra_output_dtypes(self, dtypes: Dtypes) -> Sequence[torch.dtype]:
+        """Those of the extra outputs; by default the input's."""
+        return (dtypes.input,) * self.num_extra_outputs
 
     @_with_any_keywords
     def op_forward(
@@ -508,6 +557,9 @@ class BasicOperation(FusibleOperation):
         """The modules and names that hold this operation's parameters, in registration order.
 
         A parametrised parameter counts under its own name: its value is computed at every read.
+
+        Raises:
+            ArgumentError: a basic operation of a compound is parametrised, not the compound.
         """
         slots: list[tuple[nn.Module, str]] = []
         owner = self._owner or self
@@ -544,7 +596,10 @@ class BasicOperation(FusibleOperation):
         """Connects extra input ``index`` to the named channel; None makes it the caller's again.
 
         Raises:
-            ChannelIndexError, ChannelError, ChannelCapturedError
+            ChannelIndexError: the operation has no extra input of that index.
+            ChannelError: the name is neither a non-empty string nor None.
+            ChannelCapturedError: a fuser or Sequential has captured the routing.
+            ArgumentTypeError: the index is no int.
         """
         self._check_channel("input", index, self.num_extra_inputs, channel)
         self._extra_input_channels[index] = channel
@@ -557,7 +612,10 @@ class BasicOperation(FusibleOperation):
         """Publishes extra output ``index`` on the named channel, and by default to the caller.
 
         Raises:
-            ChannelIndexError, ChannelError, ChannelCapturedError, ArgumentTypeError
+            ChannelIndexError: the operation has no extra output of that index.
+            ChannelError: the name is neither a non-empty string nor None.
+            ChannelCapturedError: a fuser or Sequential has captured the routing.
+            ArgumentTypeError: the index is no int, or ``output_to_caller`` no bool.
         """
         self._check_channel("output", index, self.num_extra_outputs, channel)
         if not isinstance(output_to_caller, bool):
@@ -617,6 +675,10 @@ class FusedOperation(FusibleOperation):
 
     Args:
         basic_ops: the basic operations it replaces, in forward order.
+
+    Raises:
+        ArgumentError: there are none.
+        ArgumentTypeError: one is no operation.
 
     Class attributes:
         saves_more: declares that its forward saves more bytes than the operations that it replaces;
@@ -693,7 +755,9 @@ def must_be_called(op: nn.Module) -> str:
     if not isinstance(op, FusibleOperation):
         return ""
     own = type(op)
-    if "forward" in op.__dict__ or own.forward not in _FORWARDS or own.__call__ is not _CALL:
+    if replaces_forward(op) or own.__call__ is not _CALL:
+        return "FORWARD"
+    if own.forward not in _FORWARDS and op.own_forward():
         return "FORWARD"
     return "HOOK" if has_hooks(op) else ""
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 
+from . import gemm_providers
 from .errors import ArgumentError, NotSupportedError, explain
 
 __all__ = [
@@ -52,14 +53,16 @@ class Format(Enum):
     @property
     def forward(self) -> torch.dtype:
         """The dtype of inputs and weights."""
-        others = {Format.E2M1: torch.float4_e2m1fn_x2, Format.E5M2: torch.float8_e5m2}
-        return others.get(self, torch.float8_e4m3fn)
+        if self is Format.E2M1:
+            return torch.float4_e2m1fn_x2
+        return torch.float8_e5m2 if self is Format.E5M2 else torch.float8_e4m3fn
 
     @property
     def backward(self) -> torch.dtype:
         """The dtype of gradients of outputs."""
-        others = {Format.E2M1: torch.float4_e2m1fn_x2, Format.E4M3: torch.float8_e4m3fn}
-        return others.get(self, torch.float8_e5m2)
+        if self is Format.E2M1:
+            return torch.float4_e2m1fn_x2
+        return torch.float8_e4m3fn if self is Format.E4M3 else torch.float8_e5m2
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,9 @@ class Recipe:
             operation for backward in E4M3, one byte for each element and four for each 128, with
             scales of their own; what forward computes does not change. Where it is not so, says
             ``cache_quantized_input`` of :class:`opfuser.SwiGLU`. None saves it as it is.
+        gemm: who multiplies quantised operands, by the name of a provider of
+            :mod:`opfuser.gemm_providers`. Products that it refuses are torch's; the plan says who
+            computes which, and why.
         fprop, dgrad, wgrad: ``"fp8"``, the format of the recipe whatever its name, or ``"bf16"``
             for the dtype that the operation computes in without a recipe: of the forward GEMM, and
             of those of the gradients of input and weight.
@@ -122,6 +128,7 @@ class Recipe:
     dgrad: Mode = "fp8"
     wgrad: Mode = "fp8"
     save_activations: Literal["fp8"] | None = None
+    gemm: str = "torch"
 
     # Features of a linear operation are multiples of this.
     multiple: ClassVar[int] = 16
@@ -147,6 +154,7 @@ class Recipe:
             self._wrong("fprop, dgrad and wgrad are 'fp8' or 'bf16'", repr(modes))
         if self.save_activations not in (None, "fp8"):
             self._wrong("save_activations is None or 'fp8'", repr(self.save_activations))
+        gemm_providers.find(self.gemm)
         if not isinstance(self.fp8_format, Format):
             self._wrong("fp8_format is a Format", repr(self.fp8_format))
         if self.fp8_format is Format.E2M1:
@@ -300,6 +308,8 @@ class Float8BlockScaling(Recipe):
             gradients of outputs.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1, 2 and 1; others are
             not supported.
+        wgrad_x_block_scaling_dim: of inputs as wgrad reads them, by columns: 2 for 128 x 128, which
+            GPUs multiply faster (on an H200 by a quarter), or 1, as Transformer Engine.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: of the GEMMs; sums are always split.
     """
 
@@ -310,6 +320,7 @@ class Float8BlockScaling(Recipe):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
+    wgrad_x_block_scaling_dim: int = 2
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
@@ -323,6 +334,9 @@ class Float8BlockScaling(Recipe):
         dims = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
         if dims != (1, 2, 1):
             self._refuse("Blocks are 1 x 128, 128 x 128 and 1 x 128", f"dimensions {dims}")
+        if self.wgrad_x_block_scaling_dim not in (1, 2):
+            received = f"wgrad_x_block_scaling_dim={self.wgrad_x_block_scaling_dim!r}"
+            self._wrong("Blocks of inputs in wgrad are 1 x 128 or 128 x 128", received)
         if self.fp8_format is not Format.E4M3:
             self._refuse("Blocks are in E4M3", str(self.fp8_format))
         gemms = self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad

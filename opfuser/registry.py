@@ -53,6 +53,17 @@ def fusion(
 
     The class is constructed with the matched operations as positional arguments, one per pattern
     element. Its registration handle becomes the class attribute ``handle``.
+
+    Args:
+        stage: ``"forward"``, ``"backward"``, or ``"joint"`` for both passes at once.
+        pattern: operation classes in forward order, as of :class:`Fusion`.
+        name: unique name; by default ``module:qualname`` of the class.
+        refuses: as of :class:`Fusion`.
+        requires: what the machine and the call must have.
+        prepend: apply it before the fusions registered so far rather than after them.
+
+    Raises:
+        FusionError: the name is taken, or ``Fusion`` does not accept stage or pattern.
     """
 
     def register(cls: F) -> F:
@@ -71,7 +82,16 @@ def fusion(
 
 
 class FusionInfo(NamedTuple):
-    """One registered fusion, as listed by :func:`fusions`."""
+    """One registered fusion, as listed by :func:`fusions`.
+
+    Attributes:
+        name: by which it is switched.
+        stage: ``"forward"``, ``"backward"`` or ``"joint"``.
+        origin: ``"opfuser"`` or ``"user"``.
+        requires: what the machine and the call must have.
+        enabled: whether it is on.
+        disabled_by: what switched it off; empty if it is on.
+    """
 
     name: str
     stage: Stage
@@ -82,7 +102,17 @@ class FusionInfo(NamedTuple):
 
 
 class FusionHandle:
-    """A registered fusion: remove it, switch it off and on, or use it as a context manager."""
+    """A registered fusion: remove it, switch it off and on, or use it as a context manager.
+
+    The functions that register a fusion return one. The block of ``with handle:`` ends by removing
+    the fusion.
+
+    Args:
+        name: unique name.
+        stage: ``"forward"``, ``"backward"`` or ``"joint"``.
+        function: what is called with a list of operations, or a :class:`Fusion`.
+        origin: ``"opfuser"`` or ``"user"``.
+    """
 
     def __init__(self, name: str, stage: Stage, function: FusionFunction, origin: str) -> None:
         self.name = name
@@ -106,6 +136,7 @@ class FusionHandle:
 
     @property
     def requires(self) -> Requires:
+        """What the machine and the call must have; nothing for a function."""
         return self.function.requires if isinstance(self.function, Fusion) else Requires()
 
     def disabled_by(self) -> str:
@@ -299,12 +330,26 @@ class _Switch:
 
 
 def disable(*names: str) -> _Switch:
-    """Switches fusions off by name (``"*"``: all); inside ``with``, until the block ends."""
+    """Switches fusions off; inside ``with``, until the block ends.
+
+    Args:
+        *names: of fusions; ``"*"`` for all but those that are switched by their names.
+
+    Raises:
+        UnknownFusionError: no fusion has that name.
+    """
     return _Switch(names, False, "opfuser.disable")
 
 
 def enable(*names: str) -> _Switch:
-    """Switches fusions on by name; inside ``with``, until the block ends."""
+    """Switches fusions on; inside ``with``, until the block ends.
+
+    Args:
+        *names: of fusions, as of :func:`disable`.
+
+    Raises:
+        UnknownFusionError: no fusion has that name.
+    """
     return _Switch(names, True, "opfuser.enable")
 
 
@@ -340,7 +385,16 @@ def register_forward_fusion(
 def register_backward_fusion(
     func: FusionFunction, prepend: bool = False, *, name: str | None = None
 ) -> FusionHandle:
-    """Registers a fusion of the backward pass; see :func:`register_forward_fusion`."""
+    """Registers a fusion of the backward pass; see :func:`register_forward_fusion`.
+
+    Args:
+        func: as there; lists are in forward order, here too.
+        prepend: as there.
+        name: as there.
+
+    Raises:
+        FusionError: as there.
+    """
     return registry.add(func, "backward", prepend=prepend, name=name)
 
 
@@ -350,5 +404,13 @@ def register_forward_backward_fusion(
     """Registers a fusion of both passes at once; see :func:`register_forward_fusion`.
 
     Joint fusions are applied before the forward-only and backward-only ones.
+
+    Args:
+        func: as there.
+        prepend: as there.
+        name: as there.
+
+    Raises:
+        FusionError: as there.
     """
     return registry.add(func, "joint", prepend=prepend, name=name)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -23,31 +23,29 @@ class RopeScaling:
     r"""How the frequencies of a rotary embedding differ from ``base ** (-2i / rotary_dim)``.
 
     Equal by value. With ω that unscaled frequency of pair i, s = ``factor``, and L =
-    ``original_max_position_embeddings``, the length that the model was trained for:
+    ``original_max_position_embeddings``, the length that the model was trained for, the types give
 
-    ============== =================================================================================
-    ``rope_type``  frequency of the pair
-    ============== =================================================================================
-    default        ω
-    linear         ω / s
-    dynamic        ω with ``base (s n / L - (s - 1)) ** (d / (d - 2))`` for a sequence of n > L
-                   tokens, where d = ``rotary_dim``
-    yarn           ω / s and ω, mixed by a ramp over the pairs from ``beta_fast`` to ``beta_slow``
-                   turns in L tokens; ``truncate`` rounds its ends to whole pairs
-    llama3         ω / s for wavelengths above ``L / low_freq_factor``, ω below
-                   ``L / high_freq_factor``, mixed in between
-    longrope       ω / ``long_factor`` for sequences of more than L tokens, else ω /
-                   ``short_factor``; one number for each pair
-    proportional   ω / s for the first ``partial_rotary_factor`` of the pairs, 0 for the others
-    axial          ω of a rotary embedding as wide as the section, for each section: for positions
-                   in two or more dimensions
-    custom         ``frequencies``, whatever they are
-    ============== =================================================================================
+    - ``"default"``: ω
+    - ``"linear"``: ω / s
+    - ``"dynamic"``: ω with the base ``base * (s n / L - (s - 1)) ** (d / (d - 2))``, where d is
+      ``rotary_dim``, for a sequence of n > L tokens; for others ω
+    - ``"yarn"``: a mix of ω / s and ω by a ramp over the pairs, from those that turn ``beta_slow``
+      times in L tokens to those that turn ``beta_fast`` times; ``truncate`` rounds its ends to
+      whole pairs
+    - ``"llama3"``: ω / s for wavelengths above ``L / low_freq_factor``, ω for those below
+      ``L / high_freq_factor``, a mix in between
+    - ``"longrope"``: ω / ``long_factor`` for a sequence of more than L tokens, ω /
+      ``short_factor`` for others; both have a number for each pair
+    - ``"proportional"``: ω / s for the first ``partial_rotary_factor`` of the pairs, 0 for the rest
+    - ``"axial"``: for each section ω of a rotary embedding as wide as the section, for positions in
+      two or more dimensions
+    - ``"custom"``: ``frequencies``, whatever they are
 
     Cosine and sine are multiplied by :attr:`attention_scaling`; q · k grows with its square.
 
     Arithmetic has the order of that with which the models were trained: in fp32 the frequencies are
-    the same to the last bit as those of ``transformers`` on the same device.
+    the same to the last bit as those that ``transformers`` computes on a CPU. On a GPU those of
+    "dynamic" beyond L, and all in compiled code, are computed there, with other last bits.
 
     Sources: linear: Chen et al., "Extending Context Window of Large Language Models via Positional
     Interpolation", arXiv 2306.15595; dynamic and yarn: Peng et al., "YaRN", arXiv 2309.00071;
@@ -55,18 +53,18 @@ class RopeScaling:
     2402.13753. Names are those of ``rope_parameters`` in transformers 5.
 
     Args:
-        rope_type: as above.
+        rope_type: the type, as above.
         factor: how many times longer sequences get.
         original_max_position_embeddings: tokens. Configurations with "dynamic" call it
             ``max_position_embeddings``.
         attention_factor: of cosine and sine, with yarn, longrope and custom; None follows from the
             factor, as in the papers, and is 1 for custom.
-        beta_fast, beta_slow, truncate: of yarn.
+        beta_fast, beta_slow, truncate: of yarn; None is 32, 1 and True.
         mscale, mscale_all_dim: of yarn: if both are given, the default attention factor is that of
             ``mscale`` divided by that of ``mscale_all_dim``.
         low_freq_factor, high_freq_factor: of llama3.
         short_factor, long_factor: of longrope, which needs ``factor`` or ``attention_factor`` too.
-        partial_rotary_factor: of proportional.
+        partial_rotary_factor: of proportional; None is 1.
         frequencies: of custom: radians per position, one for each pair; a sequence, or a tensor,
             whose values are read here and now.
 
@@ -87,12 +85,10 @@ class RopeScaling:
     truncate: bool | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
-    short_factor: tuple[float, ...] | None = None
-    long_factor: tuple[float, ...] | None = None
+    short_factor: Sequence[float] | None = None
+    long_factor: Sequence[float] | None = None
     partial_rotary_factor: float | None = None
-    frequencies: tuple[float, ...] | None = None
-
-    _of_each_pair: ClassVar = ("short_factor", "long_factor", "frequencies")
+    frequencies: Sequence[float] | Tensor | None = None
 
     def __post_init__(self) -> None:
         kind = _KINDS.get(self.rope_type)
@@ -111,7 +107,7 @@ class RopeScaling:
             _refuse(f"It takes {takes}", _list(unused), "Leave out what it does not take", where)
         for name in sorted(given - {"truncate"}):
             value = getattr(self, name)
-            if name in self._of_each_pair:
+            if name in _OF_EACH_PAIR:
                 value = tuple(_number(name, n, where) for n in _sequence(name, value, where))
             else:
                 value = _number(name, value, where)
@@ -180,7 +176,7 @@ class RopeScaling:
 
     def check_pairs(self, pairs: int, sections: tuple[int, ...] | None, where: str) -> None:
         """Raises ArgumentError unless it is for so many pairs, in such sections."""
-        for name in self._of_each_pair:
+        for name in _OF_EACH_PAIR:
             numbers = getattr(self, name)
             if numbers is not None and len(numbers) != pairs:
                 received = f"{len(numbers)} numbers, rotary_dim={2 * pairs}"
@@ -228,6 +224,16 @@ class Frequencies(NamedTuple):
             return 1.0 / torch.cat([_powers(self.base, size, device, dtype) for size in sizes])
         powers = _powers(_stretched_base(self), self.size, device, dtype)
         return _KINDS[scaling.rope_type].tensor(scaling, powers, self)
+
+    def tensor_of_host(self, like: Tensor) -> Tensor:
+        """Those that a CPU computes, on the device and in the dtype of ``like``.
+
+        Powers of a GPU differ in the last bits, which far positions multiply. Where every token of
+        a decoding step has frequencies of its own they are the GPU's: this is 60 launches.
+        """
+        if self.scaling is not None and self.scaling.rope_type == "dynamic" and self.length:
+            return self.tensor(like.device, like.dtype)
+        return _filled(self.tensor(torch.device("cpu"), like.dtype).tolist(), like)
 
 
 def _powers(base: Any, size: int, device: torch.device | None, dtype: torch.dtype) -> Tensor:
@@ -291,7 +297,7 @@ def _proportional(scaling: RopeScaling, powers: Tensor, f: Frequencies) -> Tenso
 
 
 def _filled(numbers: Iterable[float], like: Tensor) -> Tensor:
-    # Fills, where a copy from the host would wait for the device, and can not be captured.
+    # Fills, where a copy from the host would wait for the device and could not be captured.
     fills = [torch.full((), n, device=like.device, dtype=like.dtype) for n in numbers]
     return torch.stack(fills)
 
@@ -331,11 +337,12 @@ _KINDS: dict[str, _Kind] = {
     # Section by section, in Frequencies.tensor.
     "axial": _kind(lambda scaling, powers, f: 1.0 / powers),
     "custom": _kind(
-        lambda scaling, powers, f: _filled(scaling.frequencies or (), powers),
+        lambda scaling, powers, f: _filled(cast("tuple[float, ...]", scaling.frequencies), powers),
         "frequencies",
         "attention_factor",
     ),
 }
+_OF_EACH_PAIR = ("short_factor", "long_factor", "frequencies")
 _NAMES = [field.name for field in fields(RopeScaling) if field.name != "rope_type"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .basic import AddExtraInput, MakeExtraOutput
-from .change_tracking import Clock, has_hooks, stamp
+from .change_tracking import Clock, has_hooks, replaces_forward, stamp
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plan import Plan, expand
@@ -32,6 +32,12 @@ from .quantization.region import active_recipe, check_recipe, region, region_of_
 from .recipe import Recipe
 
 __all__ = ["Residual", "Sequential"]
+
+
+class Exports:
+    """What converts a sequence into modules of other libraries; ``integrations`` sets it."""
+
+    to_torch: Callable[[Sequential], nn.Module]
 
 
 class Sequential(NestedSequential):
@@ -168,6 +174,10 @@ class Sequential(NestedSequential):
 
         Modules with names keep them, and the new one gets the next free number. If all are named by
         their position, they are renumbered, as in ``torch.nn.Sequential``.
+
+        Raises:
+            IndexError: ``index`` is out of range.
+            ArgumentTypeError: ``module`` is no ``torch.nn.Module``.
         """
         self._check_module(module)
         size = len(self._modules)
@@ -208,7 +218,7 @@ class Sequential(NestedSequential):
     _routes: Routes
     _structure: list[tuple[str, list[tuple[int, Hashable]]]] | None
     _single: OperationFuser | None
-    _hooked: bool  # whether any module is; removing a hook by its handle is not noticed
+    _hooked: bool  # whether any module, or one in it, may be; removing a hook is not noticed
     _seen: int
     _stamped: list[Sequential]
 
@@ -246,7 +256,7 @@ class Sequential(NestedSequential):
                 _routes=routes,
                 _structure=structure,
                 _single=only if isinstance(only, OperationFuser) else None,
-                _hooked=any(split == "HOOK" for split, _ in found),
+                _hooked=any(split in ("HOOK", "FORWARD") for split, _ in found),
             )
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
@@ -294,9 +304,33 @@ class Sequential(NestedSequential):
         *extra_inputs: Tensor,
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
     ) -> Any:
+        """Runs the operations and modules in order, as the plan for these tensors has fused them.
+
+        The plan is looked up, or made if tensors of this kind, these operations and these fusions
+        meet for the first time. Where a gradient is needed, each group of operations is one node of
+        the autograd graph, whose backward follows the plan's backward steps.
+
+        Args:
+            input: what the first operation or module takes.
+            *extra_inputs: of all operations that read one from the caller, in operation order.
+            op_kwargs: keyword arguments of the forward of basic operations, by operation or by
+                index in this Sequential; negative indices count from the end.
+
+        Returns:
+            The output of the last operation or module. If operations return extra outputs to the
+            caller, a tuple of it and them, in operation order.
+
+        Raises:
+            ArgumentTypeError: an input or extra input of operations is no tensor.
+            ExtraInputCountError: more or fewer extra inputs than the operations read.
+            OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential, or it
+                does not take a keyword.
+            ChannelError: a channel lacks a producer, has a late one, or several.
+        """
         if self.recipe is not None and self.recipe is not active_recipe():
             with region_of_call(self.recipe):
-                return self.forward(input, *extra_inputs, op_kwargs=op_kwargs)
+                # Not self.forward: a wrapper or a subclass that called this is not called again.
+                return Sequential.forward(self, input, *extra_inputs, op_kwargs=op_kwargs)
         if torch.compiler.is_compiling():
             self._resolve_for_tracing()
             self._guard(tuple([seq._stamp for seq in self._stamped]))
@@ -395,6 +429,10 @@ class Sequential(NestedSequential):
             )
         return module
 
+    def to_torch(self) -> nn.Module:
+        """A ``torch.nn.Sequential`` with the same parameters; see :func:`opfuser.to_torch`."""
+        return Exports.to_torch(self)
+
     def plan(self, input: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow, as data.
 
@@ -402,6 +440,14 @@ class Sequential(NestedSequential):
         (``output_dtype``). A plain module between groups is assumed to return its input's dtype, or
         that of autocast; ``plan.assumed`` lists this for modules that are not torch's own.
         :attr:`last_plan` follows what the last call really returned.
+
+        Args:
+            input: as of a call; its dtype, device and ``requires_grad`` are read.
+            *extra_inputs: as of a call.
+
+        Raises:
+            ArgumentTypeError: an argument is no tensor, or this Sequential holds no operations.
+            ExtraInputCountError: more or fewer extra inputs than the operations read.
         """
         for t in (input, *extra_inputs):
             if not isinstance(t, Tensor):
@@ -450,7 +496,7 @@ class Sequential(NestedSequential):
         )
 
     def overrides_forward(self) -> bool:
-        return "forward" in self.__dict__ or type(self).forward is not Sequential.forward
+        return replaces_forward(self) or type(self).forward is not Sequential.forward
 
     @property
     def last_plan(self) -> Plan | None:
@@ -494,6 +540,9 @@ def Residual(*ops: nn.Module) -> Sequential:  # noqa: N802 - reads as the module
 
     The skip connection is a channel that only this residual sees, so that copies of it, nested and
     neighbouring residuals do not interfere.
+
+    Args:
+        *ops: operations and modules of the branch.
     """
     channel = PrivateChannel("residual")
     make, add = MakeExtraOutput(), AddExtraInput()

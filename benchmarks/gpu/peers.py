@@ -8,10 +8,13 @@ contestants read it too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +26,10 @@ from benchmarks.gpu.torch_models import Parts
 LIGER = "Liger-Kernel"
 QUACK = "quack"
 TE = "Transformer Engine"
-PACKAGES = {LIGER: "liger_kernel", QUACK: "quack", TE: "transformer_engine"}
+TORCHAO = "torchao"
+PACKAGES = {
+    LIGER: "liger_kernel", QUACK: "quack", TE: "transformer_engine", TORCHAO: "torchao",
+}  # fmt: skip
 
 Functions = dict[str, Function]
 
@@ -34,13 +40,33 @@ def installed(name: str) -> bool:
 
 
 def load_cudnn() -> None:
-    """Imports Transformer Engine, which loads the system's cuDNN, before torch loads its own.
+    """Imports Transformer Engine with the cuDNN that torch has.
 
-    With two of them in a process attention falls back to a slower kernel.
+    It would load that of the system. With two of them in a process torch's attention falls back to
+    a kernel that takes twice as long, for everybody but Transformer Engine.
     """
     if installed(TE):
         with contextlib.suppress(ImportError, OSError):  # then its rows say so
+            _load_cudnn_of_torch()
             importlib.import_module("transformer_engine.pytorch")
+
+
+# What Transformer Engine links to, dependencies first: else these come from LD_LIBRARY_PATH.
+_CUDNN = (
+    "graph", "ops", "cnn", "adv", "engines_runtime_compiled", "engines_precompiled", "heuristic",
+)  # fmt: skip
+
+
+def _load_cudnn_of_torch() -> None:
+    """Loads the cuDNN that was installed with torch, if there is one, for all that ask for any."""
+    own = importlib.util.find_spec("nvidia.cudnn")
+    if own is None or own.submodule_search_locations is None:
+        return
+    folder = Path(next(iter(own.submodule_search_locations)))
+    os.environ.setdefault("CUDNN_HOME", str(folder))
+    for name in (*(f"libcudnn_{part}.so.9" for part in _CUDNN), "libcudnn.so.9"):
+        if (folder / "lib" / name).exists():
+            ctypes.CDLL(str(folder / "lib" / name), mode=ctypes.RTLD_GLOBAL)
 
 
 def peer(name: str, build: Callable[[], Function]) -> Functions:

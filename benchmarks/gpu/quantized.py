@@ -154,6 +154,31 @@ def engine_ops(*operations: tuple[str, tuple[Any, ...], dict[str, Any]]) -> Func
     return lambda x: x + sequence(x)
 
 
+# torchao's recipes with scales from the values of a call, and ours that are computed likewise.
+TORCHAO = {"current": "tensorwise", "scales of rows": "rowwise"}
+LARGE = 4096  # features from which torchao takes part: compiling takes long
+
+
+def torchao(make: Callable[[], nn.Module], source: nn.Module, features: int) -> dict[str, Function]:
+    """The same block of torch.nn, its linear layers converted by torchao, in torch.compile."""
+    if not peers.installed(peers.TORCHAO) or features < LARGE:
+        return {}
+
+    def build(name: str) -> Function:
+        float8 = importlib.import_module("torchao.float8")
+        block = share(make(), source)
+        config = float8.Float8LinearConfig.from_recipe_name(name)
+        converted = float8.convert_to_float8_training(block, config=config)
+        torch.compiler.reset()  # otherwise one function reaches the limit of recompilations
+        compiled: Function = torch.compile(converted, dynamic=False, fullgraph=True)
+        return compiled
+
+    return {
+        f"torchao, compiled, {ours}": peers.late(lambda name=name: build(name))
+        for ours, name in TORCHAO.items()
+    }
+
+
 def swiglu(options: Options, dim: int, tokens: int) -> Problem:
     config = decoder_config(options, dim)
     source = torch_models.swiglu_block(config, Parts())
@@ -174,6 +199,7 @@ def swiglu(options: Options, dim: int, tokens: int) -> Problem:
         **ours(lambda: swiglu_block(config), source),
         **engines("te.ops", of_ops),
         **engines("te.LayerNormMLP", lambda: peers.engine_swiglu_block(norm, fc1, fc2, EPS)),
+        **torchao(lambda: torch_models.swiglu_block(config, Parts()), source, dim),
     }
     return Problem(
         drawing(options, ((tokens, dim),), ((tokens, dim),)),
@@ -215,6 +241,7 @@ def gpt(options: Options, dim: int, tokens: int) -> Problem:
         **ours(make, source),
         **engines("te.ops", of_ops),
         **engines("te.LayerNormMLP", lambda: peers.engine_gpt_block(parameters, EPS)),
+        **torchao(lambda: torch_models.gpt_block(dim, hidden, 0.0, EPS, to), source, dim),
     }
     return Problem(
         drawing(options, ((tokens, dim),), ((tokens, dim),)),
@@ -238,6 +265,7 @@ def layer(options: Options, dim: int, tokens: int) -> Problem:
         "torch": source,
         **ours(lambda: decoder_layer(config), source),
         **engines("te.TransformerLayer", lambda: EngineLayer(source, kind)),
+        **torchao(lambda: torch_models.decoder_layer(config, Parts(), length), source, dim),
     }
     return Problem(
         drawing(options, (shape,), (shape,)),

@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Call", "Heads", "Kernel", "Request", "Result", "additive", "request_of"]
+__all__ = [
+    "Call",
+    "Heads",
+    "Kernel",
+    "Request",
+    "Result",
+    "additive",
+    "enabled_kernels",
+    "request_of",
+]
 
 
 class Heads(NamedTuple):
@@ -93,6 +102,7 @@ class Request(NamedTuple):
         heads, kv_heads, head_dim, v_head_dim: sizes H, K, D, V.
         differentiable: whether backward will run.
         window, softcap, mask, alibi, varlen, dropout, sinks: whether the call has them.
+        traced: whether the tensors stand for others, as while torch.compile traces.
         enabled: what ``torch.backends.cuda`` allows: flash, efficient, cuDNN.
     """
 
@@ -115,6 +125,7 @@ class Request(NamedTuple):
     dropout: float = 0.0
     sinks: bool = False
     empty: bool = False
+    traced: bool = False
     enabled: tuple[bool, bool, bool] = (True, True, True)
 
     @property
@@ -143,14 +154,17 @@ def _lengths(queries: int, keys: int) -> tuple[int, int]:
     return (s, t) if s != t else (s, 2 * t) if queries < keys else (2 * s, t)
 
 
+def enabled_kernels(device: torch.device) -> tuple[bool, bool, bool]:
+    """What ``torch.backends.cuda`` allows: flash, efficient, cuDNN."""
+    if device.type != "cuda":
+        return True, True, True
+    cuda = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+
 def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
     """The request that a call of these heads is."""
     q, k, v = x
-    cuda = torch.backends.cuda
-    enabled = (True, True, True)
-    if q.device.type == "cuda":
-        flags = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
-        enabled = flags
     batch, heads, queries, head_dim = q.shape
     lengths = _lengths(queries, k.shape[2])
     return Request(
@@ -172,7 +186,8 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
         call.dropout_p,
         call.sinks is not None,
         batch == 0 or 0 in lengths,
-        enabled,
+        torch.compiler.is_compiling() or type(q) is not Tensor,
+        enabled_kernels(q.device),
     )
 
 

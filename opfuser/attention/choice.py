@@ -18,7 +18,7 @@ from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, request_of
 from .sdpa import CPU, CUDNN, EFFICIENT, FLASH, HALF
 
-__all__ = ["KERNELS", "Choice", "choose", "choose_plain", "expanded", "explained"]
+__all__ = ["KERNELS", "Choice", "choose", "choose_plain", "expanded", "explained", "foreseen"]
 
 # In order of preference. Among cuDNN, flash and efficient torch has one of its own, which counts
 # where its scaled_dot_product_attention could be called.
@@ -192,3 +192,20 @@ def explained(request: Request, kernel: str) -> Choice:
     if request.device.type == "cuda" and kernel not in ("cudnn", "blockwise"):
         note = cudnn_versions.trouble() or ""
     return Choice(kernel, tuple(passed), note)
+
+
+def foreseen(request: Request, forced: str | None) -> str:
+    """What is known of the choice before sizes and keywords are: a sentence.
+
+    Args:
+        request: with sizes that every kernel takes.
+        forced: the name of a kernel, or None.
+    """
+    if forced is not None:
+        return f"attention by {forced}, which is asked for by name"
+    reasons: dict[str, list[str]] = {}
+    for name, kernel in KERNELS.items():
+        reasons.setdefault(kernel.refusal(request) or "", []).append(name)
+    possible = " or ".join(reasons.pop(""))
+    text = "; ".join(f"not {', '.join(names)}: {why}" for why, names in reasons.items())
+    return f"attention by {possible}, as sizes and keywords allow" + (f"; {text}" if text else "")

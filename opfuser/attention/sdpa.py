@@ -221,6 +221,11 @@ def _efficient_refusal(r: Request) -> str | None:
         (r.varlen and r.sinks, "with cu_seqlens its log-sum-exp is padded"),
         (r.window and not r.causal, "its window is causal"),
         (r.causal and r.queries > r.keys, "there are more queries than keys"),
+        (
+            # In torch 2.13, the meta function of that operator has not the arguments of its schema.
+            r.traced and r.differentiable and (r.window or r.varlen or not r.aligned),
+            "torch cannot trace its backward with a window, cu_seqlens or fewer queries than keys",
+        ),
     )
 
 

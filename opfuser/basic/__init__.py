@@ -21,6 +21,7 @@ from .identity import Identity
 from .l2_normalization import L2Normalization
 from .layer_norm import LayerNorm
 from .make_extra_output import MakeExtraOutput
+from .permute import Permute
 from .pointwise import PointwiseOperation
 from .position_embedding import PositionEmbedding
 from .qk_norm import QKNorm
@@ -30,6 +31,9 @@ from .reshape import Reshape
 from .rms_norm import RMSNorm
 from .rotary_embedding import RotaryEmbedding
 from .scaled_activation import *  # noqa: F403
+from .swap_extra import SwapExtra
+from .top_k_router import TopKRouter
+from .unpermute import Unpermute
 
 __all__ = [
     "AddEmbedding",
@@ -48,6 +52,7 @@ __all__ = [
     "L2Normalization",
     "LayerNorm",
     "MakeExtraOutput",
+    "Permute",
     "PointwiseOperation",
     "PositionEmbedding",
     "QKNorm",
@@ -56,6 +61,9 @@ __all__ = [
     "ReduceScatter",
     "Reshape",
     "RotaryEmbedding",
+    "SwapExtra",
+    "TopKRouter",
+    "Unpermute",
 ]
 __all__ += activation.__all__
 __all__ += gated_activation.__all__

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention.alibi import alibi_slopes
 from ..attention.blockwise import hidden_keys
-from ..attention.call import Call, Heads
+from ..attention.call import Call, Heads, Request, enabled_kernels
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ._numbers import real_number
 
@@ -24,11 +24,13 @@ __all__ = [
     "check_separate",
     "heads_of",
     "prepare",
+    "request_before",
     "settings_of",
     "split",
 ]
 
 _WHERE = "DotProductAttention"
+_SOME = 64
 _LAYOUTS = ("packed", "separate")
 
 Inputs = tuple[Tensor, Tensor | None, Tensor | None]
@@ -262,6 +264,29 @@ def call_of(
         given.cu_seqlens,
         given.max_seqlen,
         sinks=given.sinks,
+    )
+
+
+def request_before(settings: AttentionSettings, env: Any) -> Request:
+    """The request of a call of which no size is known, and no keyword: what every kernel takes."""
+    return Request(
+        env.device,
+        env.compute_dtype,
+        _SOME,
+        _SOME,
+        settings.num_heads,
+        settings.num_kv_heads,
+        _SOME,
+        _SOME,
+        settings.causal,
+        1.0,
+        env.grad_enabled,
+        settings.window is not None,
+        settings.softcap is not None,
+        alibi=settings.alibi,
+        dropout=settings.dropout_p,
+        sinks=settings.has_sinks,
+        enabled=enabled_kernels(env.device),
     )
 
 

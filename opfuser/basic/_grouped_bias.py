@@ -24,10 +24,9 @@ def grouped_bias_grad(dy: Tensor, scales: Tensor | None, groups: RowGroups) -> T
     return groups.sum(dy if scales is None else dy * scales.reshape(-1, 1))
 
 
-def scale_grad(dy: Tensor, table: Tensor, scales: Tensor, groups: RowGroups) -> Tensor:
-    """``ds = b[group] · dy`` for each row: (T, N), (G, N) -> like ``scales``."""
-    per_row = _wide(dy) * groups.spread(table, dy.shape[0])
-    return per_row.sum(-1).to(scales.dtype).view(scales.shape)
+def scale_grad(dy: Tensor, table: Tensor, groups: RowGroups) -> Tensor:
+    """``ds = b[group] · dy`` for each row: (T, N), (G, N) -> (T,), in fp32 for fp16 and bf16."""
+    return (_wide(dy) * groups.spread(table, dy.shape[0])).sum(-1)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
+from ..gemm_providers import GemmChoice
+from ..quantization.products import gemm_choices
 
-__all__ = ["check_own_recipe", "recipe_refusal"]
+__all__ = ["check_own_recipe", "choices_of", "recipe_refusal"]
 
 
 def check_own_recipe(recipe: object, where: str) -> None:
@@ -43,3 +47,19 @@ def recipe_refusal(
     if (env.autocast_dtype or dtype) == torch.float64:
         return Refusal("DTYPE", "fp64 is not quantised")
     return None
+
+
+def choices_of(
+    env: Env, features: tuple[int, int], own: torch.dtype, *, into_main_grad: bool
+) -> Iterable[GemmChoice]:
+    """Who computes the products of an operation in a call with a recipe.
+
+    Args:
+        env: of the call.
+        features: of the matrices (N, K) that this rank multiplies by.
+        own: dtype of the values of the weight.
+        into_main_grad: whether its gradient goes there, in fp32.
+    """
+    assert env.recipe is not None
+    of_weight = torch.promote_types(own, torch.float32) if into_main_grad else own
+    return gemm_choices(env.recipe, features, (env.autocast_dtype or own, of_weight), env.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "WeightGradient",
     "fitting_grad",
     "grad_buffer",
+    "handed_over",
     "into_grad",
     "into_main_grad",
     "keep_weights",
@@ -250,6 +251,37 @@ def into_grad(gradient: Product, weight: nn.Parameter | None) -> Tensor | None:
         return gradient.value()
     gradient.write(grad, accumulate=True)
     return None
+
+
+def handed_over(
+    gradient: WeightGradient,
+    weight: nn.Parameter | None,
+    current: Callable[[], nn.Parameter],
+    where: str,
+    *,
+    main_grad: bool,
+    grad: bool,
+) -> Tensor | None:
+    """What autograd gets for a weight, as an operation's settings say.
+
+    To ``grad`` goes only a gradient whose GEMM can add to it. For others autograd moves no more
+    bytes.
+
+    Args:
+        gradient: of the weight.
+        weight: that forward used. None: no context, a forward fusion of the user's filled it in, or
+            it was traced.
+        current: returns the weight of now.
+        where: names the operation in errors.
+        main_grad: ``accumulate_into_main_grad``.
+        grad: ``accumulate_into_grad``.
+    """
+    if main_grad:
+        into = current() if weight is None else weight
+        return into_main_grad(gradient, into, where, of_forward=weight is not None)
+    if grad and isinstance(gradient, Product):
+        return into_grad(gradient, weight)
+    return gradient.value()
 
 
 def _address(buffer: Tensor | None) -> int | None:

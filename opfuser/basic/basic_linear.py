@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -16,6 +16,7 @@ from .. import gemm
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..fusion import Env, Refusal
+from ..gemm_providers import GemmChoice
 from ..op import Dtypes, OperationContext
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
@@ -28,13 +29,12 @@ from ._distributed import (
     refuse_reference,
     shard_linear,
 )
-from ._recipes import check_own_recipe, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, recipe_refusal
 from ._stored_weight import StoresWeight
 from ._weight_grad import (
     Product,
     WeightGradient,
-    into_grad,
-    into_main_grad,
+    handed_over,
     keep_weights,
     kept_weights,
     refuse_both,
@@ -235,6 +235,15 @@ class BasicLinear(StoresWeight):
         why = layout_refusal(stored, env.recipe)
         return None if why is None else Refusal("LAYOUT", why)
 
+    def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
+        w: Tensor | None = self.weight
+        if env.recipe is None or w is None:
+            return ()
+        features = self.local_out_features, self.local_in_features
+        own = w.dtype if self.weight_format is None else self.weight_format.dtype
+        into_main_grad = self.accumulate_into_main_grad
+        return choices_of(env, features, own, into_main_grad=into_main_grad)
+
     def num_quantizers(self, mode: str) -> int:
         return 2 if mode == "forward" else 1
 
@@ -394,19 +403,37 @@ class BasicLinear(StoresWeight):
         return self.hand_over(Product(dy, x, scale), ctx)
 
     def hand_over(self, gradient: WeightGradient, ctx: OperationContext | None) -> Tensor | None:
-        """As :meth:`weight_grad`, for a gradient in any form.
-
-        To ``grad`` goes only one whose GEMM can add to it. For others autograd moves no more bytes.
-        """
+        """As :meth:`weight_grad`, for a gradient in any form."""
         settings = self.settings if ctx is None else self.frozen_settings(ctx)
-        weight = next(iter(kept_weights(ctx)), None)
-        if settings.accumulate_into_main_grad:
-            # None: no context, a forward fusion of the user's filled it in, or it was traced.
-            into, where = self.weight if weight is None else weight, type(self).__name__
-            return into_main_grad(gradient, into, where, of_forward=weight is not None)
-        if settings.accumulate_into_grad and isinstance(gradient, Product):
-            return into_grad(gradient, weight)
-        return gradient.value()
+        return handed_over(
+            gradient,
+            next(iter(kept_weights(ctx)), None),
+            lambda: self.weight,
+            type(self).__name__,
+            main_grad=settings.accumulate_into_main_grad,
+            grad=settings.accumulate_into_grad,
+        )
+
+    def weight_grads(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        ctx: OperationContext,
+        scale: float | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """:meth:`weight_grad` for each parameter, if it needs one."""
+        return (self.weight_grad(dy, x, ctx, scale) if ctx.needs.parameters[0] else None,)
+
+    def hand_over_all(
+        self, gradient: Callable[[slice | None], WeightGradient], ctx: OperationContext
+    ) -> tuple[Tensor | None, ...]:
+        """:meth:`hand_over` for each parameter.
+
+        Args:
+            gradient: returns that of some columns of the output, or of all: None.
+            ctx: this operation's context in backward.
+        """
+        return (self.hand_over(gradient(None), ctx),)
 
     def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Operand) -> torch.dtype:
         """In forward, the dtype that the gradient of the weight, w of :meth:`operands`, goes to."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..context import COMPUTE_DTYPES, refuse_dtype
 from ..errors import ArgumentError, InputError, explain
+from ..gemm import Weight
 from ..op import BasicOperation, OperationContext
 from ._distributed import GroupRef, group_size
 from ._dtypes import check_parameter_dtype
@@ -123,7 +124,7 @@ class Bias(BasicOperation):
             bias = bias.to(input_.dtype)
         return input_.add(bias)  # a tenth of a microsecond less than the operator
 
-    def operand(self, x: Tensor, weight: Tensor | None = None) -> Tensor | None:
+    def operand(self, x: Tensor, weight: Weight | None = None) -> Tensor | None:
         """The bias, checked, for a pass of a fusion that adds it; None where it was cleared.
 
         Args:
@@ -146,6 +147,10 @@ class Bias(BasicOperation):
         if b.shape[0] != weight.shape[0]:
             self._refuse_input((*x.shape[:-1], weight.shape[0]))
         return b if b.dtype == x.dtype else b.to(x.dtype)
+
+    def gradients(self, db: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """For each parameter its share of the gradient ``db`` (size,), if it is needed."""
+        return (db,)
 
     def _refuse_input(self, shape: Sequence[int]) -> None:
         raise InputError(

@@ -166,7 +166,11 @@ class CrossEntropy(BasicOperation):
         return dx.view_as(input_), [()], [(None,)]
 
     def refuse_keywords(self, kwargs: dict[str, Any]) -> None:
-        """Raises OpKwargsError if there are any."""
+        """Refuses keywords of a call.
+
+        Raises:
+            OpKwargsError: there are any.
+        """
         if kwargs:
             raise OpKwargsError(
                 explain("CrossEntropy takes no keywords", received=", ".join(kwargs))

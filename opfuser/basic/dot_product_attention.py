@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..attention.call import Call, Heads, Request, Result, request_of
-from ..attention.choice import KERNELS, Choice, choose, choose_plain, expanded, explained
+from ..attention.choice import KERNELS, Choice, choose, choose_plain, expanded, explained, foreseen
 from ..attention.reference import plain_attention
 from ..attention.sinks import sinks_grad, with_sinks
 from ..context import (
@@ -179,6 +179,11 @@ class DotProductAttention(BasicOperation):
         The reasons are looked up when this is read, which takes longer than a call.
         """
         return self._last.choice()
+
+    def note(self, env: Any) -> str:
+        settings: AttentionSettings = self.settings
+        request = inputs.request_before(settings, env)
+        return foreseen(request, settings.kernel)
 
     def op_forward(
         self,

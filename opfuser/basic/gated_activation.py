@@ -124,9 +124,15 @@ class GLU(_GatedActivation):
 class GEGLU(_GatedActivation):
     r"""GELU-gated linear unit: :math:`y = \mathrm{GELU}(a) b`, with GELU approximated by tanh.
 
-    Shapes, layout, dtypes, arguments and errors as in :class:`GLU`.
+    Shapes, layout and dtypes as in :class:`GLU`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
+
+    Args:
+        cache_quantized_input: as of :class:`GLU`.
+
+    Raises:
+        InputError: in forward, if the last dimension is odd.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -139,7 +145,13 @@ class GEGLU(_GatedActivation):
 class QGEGLU(_GatedActivation):
     r"""Gated linear unit with quick GELU: :math:`y = a \sigma(1.702 a) b`.
 
-    Shapes, layout, dtypes, arguments and errors as in :class:`GLU`.
+    Shapes, layout and dtypes as in :class:`GLU`.
+
+    Args:
+        cache_quantized_input: as of :class:`GLU`.
+
+    Raises:
+        InputError: in forward, if the last dimension is odd.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -152,9 +164,15 @@ class QGEGLU(_GatedActivation):
 class ReGLU(_GatedActivation):
     r"""ReLU-gated linear unit: :math:`y = \max(a, 0) b`.
 
-    Shapes, layout, dtypes, arguments and errors as in :class:`GLU`.
+    Shapes, layout and dtypes as in :class:`GLU`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv 2002.05202.
+
+    Args:
+        cache_quantized_input: as of :class:`GLU`.
+
+    Raises:
+        InputError: in forward, if the last dimension is odd.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -167,7 +185,13 @@ class ReGLU(_GatedActivation):
 class SReGLU(_GatedActivation):
     r"""Gated linear unit with squared ReLU: :math:`y = \max(a, 0)^2 b`.
 
-    Shapes, layout, dtypes, arguments and errors as in :class:`GLU`.
+    Shapes, layout and dtypes as in :class:`GLU`.
+
+    Args:
+        cache_quantized_input: as of :class:`GLU`.
+
+    Raises:
+        InputError: in forward, if the last dimension is odd.
     """
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:

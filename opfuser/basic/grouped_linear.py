@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -23,7 +23,8 @@ from ..context import (
 )
 from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
-from ..gemm import as_rows, row_groups
+from ..gemm import RowGroups, as_rows, row_groups
+from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, Dtypes, OperationContext
 from ._autograd_state import backward_pass
 from ._grouped_bias import grouped_bias, grouped_bias_grad, scale_grad
@@ -36,11 +37,18 @@ from ._grouped_weight_grad import (
     GroupedWgrad,
     ScaledGroupedProduct,
 )
-from ._recipes import check_own_recipe, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, recipe_refusal
 from ._result_buffers import buffers_of_call, check_buffers, may_become_grad, overlap
 from ._weight_grad import keep_weights, kept_weights, refuse_both
 
-__all__ = ["GroupedLinear"]
+__all__ = ["GroupedGrad", "GroupedLinear"]
+
+
+class GroupedGrad(NamedTuple):
+    """The gradient of the output as products take it, and its groups of rows."""
+
+    dy: Any
+    groups: RowGroups
 
 
 class GroupedLinear(BasicOperation):
@@ -202,6 +210,32 @@ class GroupedLinear(BasicOperation):
         ):
             weight.skip_backward_post_hook = self.delay_wgrad_compute  # type: ignore[attr-defined]
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added."""
+        return self.use_bias
+
+    def make_grouped_weights(self) -> None:
+        """Stores the weights as one parameter from now on, as ``single_grouped_weight`` does.
+
+        The parameter is new: make optimisers, and wrappers of parameters, afterwards. Does nothing
+        if there is one already.
+
+        Raises:
+            ArgumentError: a group has no weight.
+        """
+        if self.single_grouped_weight:
+            return
+        weights = self._current_weights()
+        one = nn.Parameter(torch.stack([w.detach() for w in weights]), weights[0].requires_grad)
+        biases = {name: self._parameters[name] for name in self._bias_names}
+        # Weights come first: gradients are returned in the order of registration.
+        self._parameters.clear()
+        self._parameter_names.clear()
+        self.__dict__.update(single_grouped_weight=True, _weight_names=["weight"])
+        for name, parameter in {"weight": one, **biases}.items():
+            self.register_parameter(name, parameter)
+
     def reset_parameters(self) -> None:
         """Weights uniform in ±1/√in_features, as ``torch.nn.Linear``; biases zero."""
         tracker = self._rng_state_tracker_function
@@ -247,6 +281,13 @@ class GroupedLinear(BasicOperation):
         weight = getattr(self, self._weight_names[0])
         dtype = None if weight is None else weight.dtype
         return recipe_refusal(self.recipe, features, dtype, env)
+
+    def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
+        weight = getattr(self, self._weight_names[0])
+        if env.recipe is None or weight is None:
+            return ()
+        features = self.out_features, self.in_features
+        return choices_of(env, features, weight.dtype, into_main_grad=False)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.autocast or dtypes.first_parameter
@@ -298,7 +339,10 @@ class GroupedLinear(BasicOperation):
         if any(ctx.settings or self.frozen_settings(ctx)):
             keep_weights(ctx, weights)
         if ctx.requires_grad:
-            ctx.save_for_backward(split_sizes, scales, *saved)
+            reads_scales = any(ctx.needs.parameters[len(weights) :])
+            ctx.save_for_backward(split_sizes, scales if reads_scales else None, *saved)
+            if scales is not None:
+                ctx.scales_like = scales.shape, scales.dtype
             if grad_input is not None and ctx.needs.input:
                 ctx.grad_input = grad_input
         # Autograd must not take the caller's tensor, nor a view of it, for one of its own.
@@ -324,34 +368,63 @@ class GroupedLinear(BasicOperation):
         self, products: GroupedProducts, ctx: OperationContext, grad_output: Tensor
     ) -> BackwardResult:
         """:meth:`fuser_backward` of this operation alone, with other products."""
-        split_sizes, scales, *saved = ctx.saved_tensors
-        parameters = cast("tuple[Tensor, ...]", ctx.parameters)
-        needs = ctx.needs
-        count = len(self._weight_names)
-        weights, biases = parameters[:count], parameters[count:]
+        dx, dy = self.input_grad(products, ctx, grad_output)
+        _, _, *saved = ctx.saved_tensors
+        grads, ds = self.parameter_grads(products, ctx, dy, saved)
+        return dx, [grads], [(None, ds) if self.scale_bias else (None,)]
 
+    def input_grad(
+        self, products: GroupedProducts, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, GroupedGrad]:
+        """The gradient of the input, if it is needed, and what :meth:`parameter_grads` takes."""
+        split_sizes, _, *saved = ctx.saved_tensors
+        weights = cast("tuple[Tensor, ...]", ctx.parameters)[: len(self._weight_names)]
         dy = products.output_grad(as_rows(grad_output), saved)
         groups = row_groups(split_sizes, dy, type(self).__name__)
-        dx = ds = None
-        if needs.input:
-            buffer = getattr(ctx, "grad_input", None)
-            if buffer is not None and overlap(buffer, dy):
-                dy = dy.clone()
-            out = None if buffer is None else as_rows(buffer)
-            dx = products.dgrad(dy, weights, groups, out=out)
-            if buffer is not None:
-                dx = buffer.clone() if may_become_grad(buffer) else buffer.detach()
-            dx = dx.view(*grad_output.shape[:-1], self.in_features)
+        if not ctx.needs.input:
+            return None, GroupedGrad(dy, groups)
+        buffer = getattr(ctx, "grad_input", None)
+        if buffer is not None and overlap(buffer, dy):
+            dy = dy.clone()
+        out = None if buffer is None else as_rows(buffer)
+        dx = products.dgrad(dy, weights, groups, out=out)
+        if buffer is not None:
+            dx = buffer.clone() if may_become_grad(buffer) else buffer.detach()
+        dx = dx.view(*grad_output.shape[:-1], self.in_features)
+        return dx, GroupedGrad(dy, groups)
+
+    def parameter_grads(
+        self,
+        products: GroupedProducts,
+        ctx: OperationContext,
+        of_output: GroupedGrad,
+        saved: Sequence[Tensor | None],
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        """The gradients of the parameters, and of the scales of the bias, as far as needed.
+
+        Args:
+            products: of the operation.
+            ctx: its context in backward.
+            of_output: as :meth:`input_grad` returns it.
+            saved: what ``products`` saved in forward.
+        """
+        (dy, groups), needs = of_output, ctx.needs
+        scales = ctx.saved_tensors[1]
+        parameters = cast("tuple[Tensor, ...]", ctx.parameters)
+        count = len(self._weight_names)
+        weights, biases = parameters[:count], parameters[count:]
         grads: list[Tensor | None] = [None] * len(parameters)
+        ds = None
         if self.wants_weights(ctx):
             product = products.wgrad(dy, saved, weights, groups)
             grads[:count] = self._weight_grads(ctx, product)
         if any(needs.parameters[count:]):
             db = grouped_bias_grad(dy, scales, groups).to(biases[0].dtype)
             grads[count:] = [db] if self.single_grouped_bias else db.unbind(0)
-        if scales is not None and biases and needs.extra_inputs[1]:
-            ds = scale_grad(dy, self._table(biases), scales, groups)
-        return dx, [grads], [(None, ds) if self.scale_bias else (None,)]
+        if self.scale_bias and biases and needs.extra_inputs[1]:
+            shape, dtype = ctx.scales_like
+            ds = scale_grad(dy, self._table(biases), groups).to(dtype).view(shape)
+        return grads, ds
 
     def _weight_grads(
         self, ctx: OperationContext, product: GroupedProduct | ScaledGroupedProduct

@@ -23,6 +23,9 @@ class MakeExtraOutput(BasicOperation):
     Args:
         in_place: add into the incoming gradient of the extra output, where nobody else holds that
             tensor or shares its memory. The result is the same either way.
+
+    Raises:
+        OpKwargsError: a call passed keywords to this operation.
     """
 
     num_extra_outputs: int = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,12 +14,9 @@ from ..kernels.scalar import wide_dtype
 from ..op import BasicOperation, OperationContext
 from ..rope import Frequencies, RopeScaling
 from ..rope_configuration import field_of, read_configuration
+from ._rotary_tables import RotaryTables, pairs_of_rows
 
 __all__ = ["RotaryEmbedding"]
-
-# Kept of each kind, for different devices, dtypes and attributes: a base that changes at every step
-# must not pile tables up.
-_MAX_TABLES = 8
 
 
 class RotaryEmbedding(BasicOperation):
@@ -114,9 +110,9 @@ class RotaryEmbedding(BasicOperation):
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.max_positions = max_positions
         self.scaling = scaling
-        self.sections = sections
+        self.sections = None if sections is None else tuple(sections)
         self.interleave_sections = interleave_sections
-        self._kept = _Kept()
+        self._kept = RotaryTables()
         self.make_settings()
 
     @classmethod
@@ -168,8 +164,7 @@ class RotaryEmbedding(BasicOperation):
         return cls(**{**arguments, **others})
 
     def cached_tensors(self) -> Sequence[Tensor]:
-        tables = [t for table in self._kept.tables.values() for t in table]
-        return [*tables, *self._kept.frequencies.values(), *self._kept.rows.values()]
+        return self._kept.tensors
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -194,10 +189,11 @@ class RotaryEmbedding(BasicOperation):
             length: of the sequence, where the scaling depends on it; None is one of those that the
                 model was trained for.
             device: of the result; None is torch's default.
-            dtype: of the arithmetic and of the result.
+            dtype: of the arithmetic, which is that of a CPU, and of the result.
         """
         device = torch.get_default_device() if device is None else torch.device(device)
-        return self.make_settings().angles.of_length(length or 0).tensor(device, dtype)
+        angles = self.make_settings().angles.of_length(length or 0)
+        return angles.tensor(torch.device("cpu"), dtype).to(device)
 
     def make_settings(self) -> RotaryEmbedding.Settings:
         sizes = {
@@ -287,62 +283,22 @@ class RotaryEmbedding(BasicOperation):
 
         Its tables hold as many positions as there are tokens before these repeat, or more.
         """
-        length, device, interleaved = x.shape[1], x.device, settings.interleaved
-        dtype = wide_dtype(x.dtype)
-        # A tensor made while tracing, or a subclass such as a fake tensor, must not outlive it.
-        lasting = not torch.compiler.is_compiling() and type(x) is Tensor
+        length, kept = x.shape[1], self._kept
         angles = settings.angles.of_length(settings.length or length)
-        if positions is not None:
-            frequencies = self._frequencies(device, dtype, angles, lasting)
-            positions = positions.to(device)
-            if positions.dim() == 3:
-                rows = self._rows(device, settings, lasting)
-                flat = positions.flatten(1).index_select(0, rows).t()
-            else:
-                flat = positions.reshape(-1, 1)
-            tables = _turns(flat, frequencies, angles.attention_scaling)
-            return Rotation(*tables, flat.shape[0], interleaved)
-        key = device, dtype, angles
-        table = self._kept.tables.get(key) if lasting else None
-        if table is None or table[0].shape[0] < length:
-            count = settings.max_positions or length
-            frequencies = self._frequencies(device, dtype, angles, lasting)
-            flat = torch.arange(count, device=device)[:, None]
-            table = _turns(flat, frequencies, angles.attention_scaling)
-            if lasting and _outlives_call(table[0]):
-                _keep(self._kept.tables, key, table)
-        return Rotation(*table, length, interleaved)
-
-    def _frequencies(
-        self, device: torch.device, dtype: torch.dtype, angles: Frequencies, lasting: bool
-    ) -> Tensor:
-        """Angle between neighbouring positions, for each pair."""
-        key = device, dtype, angles
-        kept = self._kept.frequencies.get(key) if lasting else None
-        if kept is None:
-            kept = angles.tensor(device, dtype)
-            if lasting and _outlives_call(kept):
-                _keep(self._kept.frequencies, key, kept)
-        return kept
-
-    def _rows(
-        self, device: torch.device, settings: RotaryEmbedding.Settings, lasting: bool
-    ) -> Tensor:
-        """The row of positions that each pair turns by."""
-        sections, interleave = settings.angles.sections or (), settings.interleave_sections
-        key = device, sections, interleave
-        kept = self._kept.rows.get(key) if lasting else None
-        if kept is None:
-            kept = torch.zeros(sum(sections), dtype=torch.int64, device=device)
-            for row, pairs in enumerate(_pairs_of_rows(sections, interleave)):
-                kept[pairs.start : pairs.stop : pairs.step] = row
-            if lasting and _outlives_call(kept):
-                _keep(self._kept.rows, key, kept)
-        return kept
+        if positions is None:
+            tables = kept.of_sequence(x, angles, settings.max_positions)
+            return Rotation(*tables, length, settings.interleaved)
+        tables = kept.of_positions(x, positions, angles, settings.interleave_sections)
+        return Rotation(*tables, tables.cos.shape[0], settings.interleaved)
 
     def check_input(
         self, input_: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings
     ) -> None:
+        """Refuses an input, or positions, of another shape or dtype.
+
+        Raises:
+            InputError: they are.
+        """
         features = (settings.num_heads + 2 * settings.num_kv_heads) * settings.head_dim
         invariant = ""
         received = f"input {tuple(input_.shape)} of {input_.dtype}"
@@ -376,7 +332,7 @@ class RotaryEmbedding(BasicOperation):
             positions = torch.arange(length, device=device)
         angles = positions[..., None] * turns.tensor(device, wide_dtype(input_.dtype))
         if positions.dim() == 3:
-            rows = _pairs_of_rows(turns.sections or (), settings.interleave_sections)
+            rows = pairs_of_rows(turns.sections or (), settings.interleave_sections)
             mixed = angles[0].clone()
             for row, pairs in enumerate(rows):
                 for i in pairs:
@@ -396,59 +352,13 @@ class RotaryEmbedding(BasicOperation):
         return torch.cat([torch.cat([turned, qk[..., size:]], -1), v], 2).flatten(2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept": _Kept()}
+        return {**super().__getstate__(), "_kept": RotaryTables()}
 
     def extra_repr(self) -> str:
         parts = ["num_heads", "head_dim", "num_kv_heads", "base", "interleaved", "rotary_dim"]
         parts += ["scaling"] * (self.scaling is not None)
         parts += ["sections", "interleave_sections"] * (self.sections is not None)
         return ", ".join(f"{name}={getattr(self, name)}" for name in parts)
-
-
-class _Kept:
-    """Angles by device, dtype and all that they depend on; an object that no plan depends on.
-
-    Attributes:
-        tables: cosine and sine, for as many positions as the longest sequence had.
-        frequencies: angles between neighbouring positions.
-        rows: which row of positions each pair turns by.
-    """
-
-    def __init__(self) -> None:
-        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
-        self.frequencies: dict[Any, Tensor] = {}
-        self.rows: dict[Any, Tensor] = {}
-
-
-def _keep(tables: dict[Any, Any], key: Any, table: Any) -> None:
-    """Keeps it, and forgets the one that was first made if there are too many."""
-    if key not in tables and len(tables) >= _MAX_TABLES:
-        tables.pop(next(iter(tables)), None)
-    tables[key] = table
-
-
-def _outlives_call(made: Tensor) -> bool:
-    """Whether later calls may read it: no fake tensor, and none that a graph's replay computes."""
-    if type(made) is not Tensor:
-        return False
-    return not (made.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _turns(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of positions (tokens, pairs or 1), times the factor."""
-    angles = positions.to(frequencies.dtype) * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
-
-
-def _pairs_of_rows(sections: tuple[int, ...], interleave: bool) -> list[range]:
-    """The pairs that turn by each row of positions; by row 0 do all that no other row has."""
-    if not interleave:
-        ends = list(itertools.accumulate(sections))
-        return [range(end - size, end) for end, size in zip(ends, sections)]
-    count = len(sections)
-    others = [range(row, count * sections[row], count) for row in range(1, count)]
-    return [range(0), *others]
 
 
 def _check_sections(sections: tuple[int, ...], pairs: int, interleave: bool) -> None:
@@ -458,7 +368,7 @@ def _check_sections(sections: tuple[int, ...], pairs: int, interleave: bool) -> 
             "sections must be positive integers that add up to rotary_dim / 2",
             f"sections={sections}, rotary_dim={2 * pairs}",
         )
-    rows = _pairs_of_rows(sections, interleave)
+    rows = pairs_of_rows(sections, interleave)
     if any(pair >= pairs for row in rows for pair in row):
         _refuse(
             "Pairs of interleaved sections must be among the rotary_dim / 2 pairs",

@@ -11,9 +11,17 @@ from typing_extensions import Unpack
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import InputError, OpKwargsError, explain
 from ..kernels import functions
-from ..kernels.gated import Glu, ProductSpec, gated_backward, gated_forward, product_spec
+from ..kernels.gated import (
+    GatedGrads,
+    Glu,
+    ProductSpec,
+    gated_backward,
+    gated_backward_,
+    gated_forward,
+    product_spec,
+)
 from ..kernels.scalar import ScalarFunction, cast
-from ..op import BasicOperation, Dtypes, compute_dtype
+from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from . import _gated_math as gated
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
@@ -65,7 +73,9 @@ class _ScaledActivation(BasicOperation):
         (product,) = ctx.settings or self.frozen_settings(ctx)
         self._check(product.function, input_, scales)
         dtype = compute_dtype(input_, self)
-        x, scales = cast(input_, dtype), cast(scales, dtype)
+        if ctx.requires_grad:
+            ctx.scales_like = scales.shape, scales.dtype
+        x, scales = cast(input_, dtype), cast(scales.reshape(input_.shape[:-1]), dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, scales))
         return gated_forward(x, product, scales), [()]
@@ -78,32 +88,57 @@ class _ScaledActivation(BasicOperation):
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
+        if not (ctx.needs.input or ctx.needs.extra_inputs[0]):
+            return None, [()], [(None,)]
+        grads = self.gradients(ctx, grad_output)
+        return grads.dx, [()], [(grads.dscales,)]
+
+    def gradients(
+        self,
+        ctx: OperationContext,
+        dy: Tensor,
+        *,
+        want_output: bool = False,
+        over_input: bool = False,
+    ) -> GatedGrads:
+        """The gradients as far as they are needed, and the output if it is wanted.
+
+        Args:
+            ctx: the operation's context in backward.
+            dy: gradient of the output.
+            want_output: whether to recompute the output along with the gradients.
+            over_input: whether dx may overwrite the input that was saved.
+        """
         (product,) = ctx.settings or self.frozen_settings(ctx)
-        assert ctx.saved_tensors is not None
         x, scales = ctx.saved_tensors
-        assert x is not None
-        assert scales is not None
-        needs_dx, needs_dscales = ctx.needs.input, ctx.needs.extra_inputs[0]
-        dx = dscales = None
-        if needs_dx or needs_dscales:
-            grads = gated_backward(grad_output, x, product, scales, needs_dx, False, needs_dscales)
-            dx, dscales = grads.dx, grads.dscales
-            if dscales is not None:
-                dscales = cast(dscales, scales.dtype)
-        return dx, [()], [(dscales,)]
+        if scales is None:  # their own gradient does not depend on them
+            scales = x.new_ones(x.shape[:-1])
+        needs_dx, (needs_ds,) = ctx.needs.input, ctx.needs.extra_inputs
+        grads: GatedGrads
+        if over_input and needs_dx:
+            grads = gated_backward_(dy, x, product, scales, want_output, needs_ds)
+        else:
+            grads = gated_backward(dy, x, product, scales, needs_dx, want_output, needs_ds)
+        if grads.dscales is None:
+            return grads
+        shape, dtype = ctx.scales_like
+        return grads._replace(dscales=cast(grads.dscales, dtype).view(shape))
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (scales,) = extra_inputs
-        return self.make_function().reference(input_) * scales.to(input_.dtype).unsqueeze(-1)
+        scales = scales.to(input_.dtype).reshape(*input_.shape[:-1], 1)
+        return self.make_function().reference(input_) * scales
 
     def _check(self, function: ScalarFunction | Glu, input_: Tensor, scales: Tensor) -> None:
         where = type(self).__name__
         if isinstance(function, Glu):
             gated.check_glu_input(function, input_, where)
-        if not input_.dim() or scales.shape != input_.shape[:-1]:
+        leading = input_.shape[:-1]
+        if not input_.dim() or scales.shape not in (leading, (*leading, 1)):
             raise InputError(
                 explain(
-                    "The scales must have the input's shape without its last dimension",
+                    "The scales must have the input's shape without its last dimension, or with "
+                    "1 in its place",
                     where=where,
                     received=f"input {tuple(input_.shape)}, scales {tuple(scales.shape)}",
                     remedy="Pass one scale per row",
@@ -114,9 +149,9 @@ class _ScaledActivation(BasicOperation):
 class ScaledSwiGLU(_ScaledActivation):
     r"""Scaled SwiGLU: :math:`y_t = s_t \, a_t \sigma(a_t) b_t`, row :math:`x_t` split into [a, b].
 
-    Extra input: the scales s, with a gradient of their own. Shapes: x ``(…, 2F)``, s ``(…)``,
-    y ``(…, F)``. Input and scales are cast to the compute dtype (autocast's, else the input's),
-    which is the output's.
+    Extra input: the scales s, with a gradient of their own. Shapes: x ``(…, 2F)``, s ``(…)`` or
+    ``(…, 1)``, y ``(…, F)``. Input and scales are cast to the compute dtype (autocast's, else the
+    input's), which is the output's.
 
     Args:
         glu_interleave_size: columns per block of gates or linear units, see :class:`SwiGLU`.

@@ -43,8 +43,7 @@ def _is_functional(op: BasicOperation) -> bool:
     return (
         is_built_in(op)
         and not state.get("_state_names")
-        and not op._buffers
-        and not op._modules
+        and not any(module._buffers for module in op.modules())
         and not state.get("accumulate_into_main_grad")
         and not op.communicates
     )

@@ -34,9 +34,9 @@ def is_known(module: nn.Module) -> bool:
 def assumed_output(module: nn.Module, x: TensorFacts | Tensor) -> TensorFacts:
     """The output of ``module`` for an input like ``x``, as far as plans depend on it.
 
-    It requires grad if the input or a parameter does, and is on the device of the parameters. A
-    floating-point dtype stays, unless autocast changes it; integers become the parameters' dtype,
-    as in an embedding.
+    It requires grad if the input or a parameter does, and is on the device of the parameters, or
+    where the input is if they are on none. A floating-point dtype stays, unless autocast changes
+    it; integers become the parameters' dtype, as in an embedding.
     """
     if type(module) is nn.Sequential:
         out = TensorFacts(x.dtype, x.device, x.requires_grad)
@@ -45,6 +45,8 @@ def assumed_output(module: nn.Module, x: TensorFacts | Tensor) -> TensorFacts:
         return out
     parameters = list(_floating(module))
     device = parameters[0].device if parameters else x.device
+    if device.type == "meta":
+        device = x.device  # its parameters are brought there when it is called
     requires_grad = x.requires_grad or any(p.requires_grad for p in parameters)
     return TensorFacts(
         _dtype(module, x, parameters), device, torch.is_grad_enabled() and requires_grad

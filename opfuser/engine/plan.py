@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage
+from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..quantization.quantizers import Quantizer
 
@@ -45,8 +46,12 @@ class _Compared:
 class Step(_Compared):
     """One operation of a pass and the basic operations that it covers, by index.
 
-    ``fusion`` is the name of the fusion that built ``op``, if one did. A plain module inside a
-    Sequential is a step that covers none. Steps compare the type of ``op``.
+    A plain module inside a Sequential is a step that covers none. Steps compare the type of ``op``.
+
+    Attributes:
+        op: a basic operation, a fused one or a plain module.
+        indices: of the basic operations.
+        fusion: name of the fusion that built ``op``, if one did.
     """
 
     op: nn.Module
@@ -62,6 +67,8 @@ class FusionRecord:
     """The outcome of one fusion in one plan.
 
     Attributes:
+        name: of the fusion.
+        stage: of the fusion.
         status: ``"matched"``, ``"refused"``, ``"unmatched"``, ``"skipped"`` or ``"disabled"``.
         matches: the basic operations of each match, by index.
         refusals: the index where the pattern (or most of it) was found, and why it was not fused.
@@ -80,6 +87,7 @@ class FusionRecord:
     elapsed: float = field(default=0.0, compare=False)
 
     def summary(self) -> str:
+        """One line: what the log and the printed plan show."""
         head = f"[stage={self.stage}, fusion={self.name}]"
         if self.status in ("skipped", "disabled"):
             return f"{head} {self.status} ({self.detail})"
@@ -133,6 +141,8 @@ class Plan(_Compared):
         quantized: operations that compute as the recipe says, by index.
         high_precision: operations that could, and why they do not.
         edges: tensors that go from operation to operation as codes.
+        notes: what operations say about themselves, by index.
+        gemms: who computes the quantised products, where the recipe names other than torch.
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
         replays: of ``last_plan``, for each group of operations; not compared.
@@ -147,6 +157,8 @@ class Plan(_Compared):
     quantized: tuple[int, ...] = field(default=())
     high_precision: tuple[tuple[int, Refusal], ...] = field(default=())
     edges: tuple[QuantizedEdge, ...] = field(default=())
+    notes: tuple[tuple[int, str], ...] = field(default=())
+    gemms: tuple[GemmChoice, ...] = field(default=())
     names: tuple[str, ...] = field(default=())
     assumed: tuple[str, ...] = field(default=())
     replays: tuple[ReplayRecord, ...] = field(default=())
@@ -154,11 +166,16 @@ class Plan(_Compared):
     def _says(self) -> Hashable:
         kinds = tuple(type(op) for op in self.basic_ops)
         steps = self.forward, self.backward
-        precision = self.quantized, self.high_precision, self.edges
-        return kinds, self.names, steps, self.needs, self.history, self.env, precision
+        precision = self.quantized, self.high_precision, self.edges, self.gemms
+        said = self.names, self.notes
+        return kinds, said, steps, self.needs, self.history, self.env, precision
 
     def record(self, name: str) -> FusionRecord:
-        """The record of the fusion called ``name``."""
+        """The record of the fusion called ``name``.
+
+        Raises:
+            KeyError: the plan has none.
+        """
         for record in self.history:
             if record.name == name:
                 return record
@@ -201,6 +218,8 @@ class Plan(_Compared):
             lines.append(f"quantised, {type(env.recipe).__name__}: {_listed(self.quantized)}")
             lines += [f"  not op {at}: {why}" for at, why in self.high_precision]
             lines += [f"  {edge}" for edge in self.edges]
+            lines += [f"  {choice}" for choice in self.gemms]
+        lines += [f"op {at}: {what}" for at, what in self.notes]
         lines += [f"assumed: {what}" for what in self.assumed]
         lines += [f"replay of {_span(replay.indices)}: {replay}" for replay in self.replays]
         lines.append("fusions:")

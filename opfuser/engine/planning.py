@@ -79,14 +79,18 @@ def make_plan(
     else:
         maker.skip([h for h in ordered if h.stage == "backward"], "no gradient is needed")
     steps = maker.steps(forward), maker.steps(backward)
+    quantized, high_precision = _precision(basic_ops, steps[0], env)
     plan = Plan(
         basic_ops,
         *steps,
         needs,
         tuple(maker.history),
         env,
-        *_precision(basic_ops, steps[0], env),
+        quantized,
+        high_precision,
         _quantized_edges(*steps, env, needs),
+        tuple((n, note) for n, op in enumerate(basic_ops) if (note := op.note(env))),
+        tuple(c._replace(op=n) for n in quantized for c in basic_ops[n].gemm_choices(env)),
     )
     _log(plan)
     return plan

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import gemm_providers
 from ..fusion import Refusal
 from ..op import is_built_in
 from ..quantization.quantizers import kept_weights
@@ -236,6 +237,11 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
 def _refusal_of_schedule(schedule: Schedule) -> Refusal | None:
     """Why no call of a schedule is replayed."""
     plan = schedule.plan
+    for choice in plan.gemms:
+        provider = gemm_providers.find(choice.provider)
+        if choice.refusal is None and provider is not None and not provider.replayable:
+            why = f"GEMMs of {provider.name} do not promise that they only launch kernels"
+            return Refusal("OPERATION", why)
     for step in (*plan.forward, *plan.backward):
         for op in (step.op, *[plan.basic_ops[i] for i in step.indices]):
             if not _is_replayable(op):

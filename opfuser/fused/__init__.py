@@ -15,6 +15,7 @@ from . import (
     forward_linear_bias_add,
     forward_linear_scale_add,
     forward_qk_norm_rotary,
+    grouped_mlp,
     linear_cross_entropy,
     norm_linear,
     pointwise_chain,
@@ -34,6 +35,7 @@ from .forward_linear_bias_activation import ForwardLinearBiasActivation
 from .forward_linear_bias_add import ForwardLinearBiasAdd
 from .forward_linear_scale_add import ForwardLinearScaleAdd
 from .forward_qk_norm_rotary import ForwardQKNormRotary
+from .grouped_mlp import GroupedMLP
 from .linear_cross_entropy import LinearCrossEntropy
 from .norm_linear import NormLinear
 from .pointwise_chain import PointwiseChain
@@ -57,6 +59,7 @@ __all__ = [
     "ForwardLinearBiasAdd",
     "ForwardLinearScaleAdd",
     "ForwardQKNormRotary",
+    "GroupedMLP",
     "LinearCrossEntropy",
     "NormLinear",
     "PointwiseChain",
@@ -89,6 +92,7 @@ FUSIONS: tuple[Fusion, ...] = (
     pointwise_chain.FUSION,
     norm_linear.FUSION,
     quantized_linear.FUSION,
+    grouped_mlp.FUSION,
     quantized_grouped_linear.FUSION,
     forward_qk_norm_rotary.FUSION,
     forward_linear_scale_add.FUSION,
@@ -103,3 +107,4 @@ FUSIONS: tuple[Fusion, ...] = (
     backward_linear_scale.FUSION,
     backward_activation_bias.FUSION,
 )
+"""The built-in fusions, in the order in which they are applied."""

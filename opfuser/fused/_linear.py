@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from torch import Tensor
 
 from .. import gemm
 from ..basic.add_extra_input import AddExtraInput
 from ..basic.basic_linear import BasicLinear
+from ..basic.bias import Bias
+from ..basic.merged_linear import BasicMergedLinear, MergedBias
 from ..errors import NotSupportedError, explain
 from ..fusion import Refusal
 
-__all__ = ["backward_refusal", "communication", "forward_refusal", "insist", "linear_sum"]
+__all__ = [
+    "BIASES",
+    "LINEARS",
+    "AnyBias",
+    "AnyLinear",
+    "backward_refusal",
+    "communication",
+    "forward_refusal",
+    "insist",
+    "linear_sum",
+]
+
+# What patterns take for a linear operation and its bias, and how these are called.
+LINEARS = (BasicLinear, BasicMergedLinear)
+BIASES = (Bias, MergedBias)
+AnyLinear: TypeAlias = BasicLinear | BasicMergedLinear
+AnyBias: TypeAlias = Bias | MergedBias
 
 
-def communication(linear: BasicLinear, step: str) -> Refusal:
+def communication(linear: AnyLinear, step: str) -> Refusal:
     """The refusal of a linear operation whose ranks exchange data at ``step``."""
     sharding = linear.sharding
     parallel = "sequence-" if sharding.sequence_parallel else "tensor-"
@@ -23,14 +43,14 @@ def communication(linear: BasicLinear, step: str) -> Refusal:
     )
 
 
-def forward_refusal(linear: BasicLinear) -> Refusal | None:
+def forward_refusal(linear: AnyLinear) -> Refusal | None:
     """Why nothing can be added in the forward GEMM of ``linear``: it is reduced afterwards."""
     if linear.sharding.mode == "row":
         return communication(linear, "right after its forward GEMM")
     return None
 
 
-def backward_refusal(linear: BasicLinear) -> Refusal | None:
+def backward_refusal(linear: AnyLinear) -> Refusal | None:
     """Why the gradient GEMMs of ``linear`` are not all there is to its backward."""
     if linear.sharding.mode == "column":
         return communication(linear, "right after its input-gradient GEMM")
@@ -55,7 +75,7 @@ def linear_sum(
     add: AddExtraInput,
     z: Tensor,
     x: gemm.Operand,
-    w: gemm.Operand,
+    w: gemm.Weight,
     bias: Tensor | None = None,
     *,
     scale: float | None = None,

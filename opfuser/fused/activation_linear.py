@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..basic.add_extra_input import AddExtraInput
-from ..basic.basic_linear import BasicLinear
 from ..basic.bias import Bias
 from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusibleOperation
+from ._linear import BIASES, LINEARS, AnyBias, AnyLinear
 from ._residual_sum import GEMM
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
 from .parts.linear import refuse
@@ -56,9 +56,9 @@ class ActivationLinear(Pipeline):
         self,
         *,
         activation: Activation,
-        linear: BasicLinear,
+        linear: AnyLinear,
         bias: Bias | None = None,
-        linear_bias: Bias | None = None,
+        linear_bias: AnyBias | None = None,
         add: AddExtraInput | None = None,
         env: Env | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class ActivationLinear(Pipeline):
 
 
 def _refuses(
-    bias: Bias | None, activation: Activation, linear: BasicLinear, *rest: Any, env: Env
+    bias: Bias | None, activation: Activation, linear: AnyLinear, *rest: Any, env: Env
 ) -> Refusal | None:
     return bias_refusal(bias, activation) or refuse([linear], env)
 
@@ -77,8 +77,8 @@ def _refuses(
 def _build(
     bias: Bias | None,
     activation: Activation,
-    linear: BasicLinear,
-    linear_bias: Bias | None,
+    linear: AnyLinear,
+    linear_bias: AnyBias | None,
     add: AddExtraInput | None = None,
     *,
     env: Env | None = None,
@@ -91,7 +91,7 @@ def _build(
 FUSION = Fusion(
     name="activation_linear",
     stage="joint",
-    pattern=(Optional(Bias), ACTIVATIONS, BasicLinear, Optional(Bias)),
+    pattern=(Optional(Bias), ACTIVATIONS, LINEARS, Optional(*BIASES)),
     refuses=_refuses,
     build=_build,
 )
@@ -100,8 +100,8 @@ FUSION = Fusion(
 def _refuses_sum(
     bias: Bias | None,
     activation: Activation,
-    linear: BasicLinear,
-    linear_bias: Bias | None,
+    linear: AnyLinear,
+    linear_bias: AnyBias | None,
     add: AddExtraInput,
     *,
     env: Env,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from ..basic.activation import _Activation
@@ -30,6 +32,8 @@ class BackwardActivationBias(FusedOperation):
         bias: the bias, which comes first in forward.
         activation: the element-wise activation.
     """
+
+    fuse_backward_ops: ClassVar[Fusion]
 
     _parts: tuple[Bias, _Activation]
 
@@ -61,3 +65,5 @@ FUSION = Fusion(
     pattern=(Bias, PLAIN_ACTIVATIONS),
     build=lambda bias, activation: BackwardActivationBias(bias=bias, activation=activation),
 )
+# A static method of te.ops, which code of users calls.
+BackwardActivationBias.fuse_backward_ops = FUSION

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from ..basic.layer_norm import LayerNorm
@@ -66,6 +68,8 @@ class BackwardAddRMSNorm(BackwardAddNorm):
         rmsnorm: the norm.
     """
 
+    fuse_backward_ops: ClassVar[Fusion]
+
     def __init__(self, *, add: MakeExtraOutput, rmsnorm: RMSNorm) -> None:
         super().__init__(add, rmsnorm)
 
@@ -95,3 +99,6 @@ FUSION_OF_LAYER_NORM = Fusion(
     pattern=(MakeExtraOutput, LayerNorm),
     build=lambda add, layernorm: BackwardAddLayerNorm(add=add, layernorm=layernorm),
 )
+
+# A static method of te.ops, which code of users calls.
+BackwardAddRMSNorm.fuse_backward_ops = FUSION_OF_RMS_NORM

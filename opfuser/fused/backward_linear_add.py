@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from .. import gemm
-from ..basic.basic_linear import BasicLinear
 from ..basic.make_extra_output import MakeExtraOutput
 from ..buffer_reuse import only_reference
 from ..context import BackwardResult, Contexts, ExtraTensors
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
-from ._linear import backward_refusal, insist
+from ._linear import LINEARS, AnyLinear, backward_refusal, insist
 
 __all__ = ["FUSION", "BackwardLinearAdd"]
 
@@ -36,9 +37,11 @@ class BackwardLinearAdd(FusedOperation):
         NotSupportedError: the backward of ``linear`` exchanges data between ranks.
     """
 
-    _parts: tuple[MakeExtraOutput, BasicLinear]
+    fuse_backward_ops: ClassVar[Fusion]
 
-    def __init__(self, *, backward_add: MakeExtraOutput, linear: BasicLinear) -> None:
+    _parts: tuple[MakeExtraOutput, AnyLinear]
+
+    def __init__(self, *, backward_add: MakeExtraOutput, linear: AnyLinear) -> None:
         insist(backward_refusal(linear), type(self).__name__)
         super().__init__((backward_add, linear))
         self._parts = backward_add, linear
@@ -52,22 +55,25 @@ class BackwardLinearAdd(FusedOperation):
     ) -> BackwardResult:
         _, linear = self._parts
         ctx = basic_op_ctxs[1]
-        x, w = ctx.saved_tensors
+        x, *weight = ctx.saved_tensors
         ours = only_reference(basic_op_grad_extra_outputs[0])
         (g,) = basic_op_grad_extra_outputs[0]
-        dx = gemm.dgrad(grad_output, w, add=g, in_place=ours) if ctx.needs.input else None
-        dw = linear.weight_grad(grad_output, x, ctx) if ctx.needs.parameters[0] else None
-        return dx, [(), (dw,)], [(), ()]
+        dx = None
+        if ctx.needs.input:
+            dx = gemm.dgrad(grad_output, gemm.weight_of(weight), add=g, in_place=ours)
+        return dx, [(), linear.weight_grads(grad_output, x, ctx)], [(), ()]
 
 
-def _refuses(backward_add: MakeExtraOutput, linear: BasicLinear, *, env: Env) -> Refusal | None:
+def _refuses(backward_add: MakeExtraOutput, linear: AnyLinear, *, env: Env) -> Refusal | None:
     return backward_refusal(linear)
 
 
 FUSION = Fusion(
     name="backward_linear_add",
     stage="backward",
-    pattern=(MakeExtraOutput, BasicLinear),
+    pattern=(MakeExtraOutput, LINEARS),
     refuses=_refuses,
     build=lambda backward_add, linear: BackwardLinearAdd(backward_add=backward_add, linear=linear),
 )
+# A static method of te.ops, which code of users calls.
+BackwardLinearAdd.fuse_backward_ops = FUSION

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from .. import gemm
-from ..basic.basic_linear import BasicLinear
 from ..basic.constant_scale import ConstantScale
 from ..context import BackwardResult, Contexts, ExtraTensors
 from ..fusion import Env, Fusion, Refusal
 from ..kernels.scalar import cast
 from ..op import FusedOperation
-from ._linear import backward_refusal, insist
+from ._linear import LINEARS, AnyLinear, backward_refusal, insist
 
 __all__ = ["FUSION", "BackwardLinearScale"]
 
@@ -32,9 +33,11 @@ class BackwardLinearScale(FusedOperation):
         NotSupportedError: the backward of ``linear`` exchanges data between ranks.
     """
 
-    _parts: tuple[BasicLinear, ConstantScale]
+    fuse_backward_ops: ClassVar[Fusion]
 
-    def __init__(self, *, scale: ConstantScale, linear: BasicLinear) -> None:
+    _parts: tuple[AnyLinear, ConstantScale]
+
+    def __init__(self, *, scale: ConstantScale, linear: AnyLinear) -> None:
         insist(backward_refusal(linear), type(self).__name__)
         super().__init__((linear, scale))
         self._parts = linear, scale
@@ -48,23 +51,24 @@ class BackwardLinearScale(FusedOperation):
     ) -> BackwardResult:
         linear, scale = self._parts
         ctx = basic_op_ctxs[0]
-        x, w = ctx.saved_tensors
-        needs_dx, needs_dw = ctx.needs.input, ctx.needs.parameters[0]
+        x, *weight = ctx.saved_tensors
+        needs_dx = ctx.needs.input
         (s,) = scale.frozen_settings(basic_op_ctxs[1])
-        dy = cast(grad_output, w.dtype if needs_dx else x.dtype)  # once for two GEMMs
-        dx = gemm.dgrad(dy, w, scale=s) if needs_dx else None
-        dw = linear.weight_grad(dy, x, ctx, s) if needs_dw else None
-        return dx, [(dw,), ()], [(), ()]
+        dy = cast(grad_output, weight[0].dtype if needs_dx else x.dtype)  # once for two GEMMs
+        dx = gemm.dgrad(dy, gemm.weight_of(weight), scale=s) if needs_dx else None
+        return dx, [linear.weight_grads(dy, x, ctx, s), ()], [(), ()]
 
 
-def _refuses(linear: BasicLinear, scale: ConstantScale, *, env: Env) -> Refusal | None:
+def _refuses(linear: AnyLinear, scale: ConstantScale, *, env: Env) -> Refusal | None:
     return backward_refusal(linear)
 
 
 FUSION = Fusion(
     name="backward_linear_scale",
     stage="backward",
-    pattern=(BasicLinear, ConstantScale),
+    pattern=(LINEARS, ConstantScale),
     refuses=_refuses,
     build=lambda linear, scale: BackwardLinearScale(linear=linear, scale=scale),
 )
+# A static method of te.ops, which code of users calls.
+BackwardLinearScale.fuse_backward_ops = FUSION

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 from typing_extensions import Unpack
 
 from .. import gemm
-from ..basic.basic_linear import BasicLinear
-from ..basic.bias import Bias
 from ..context import Contexts, ForwardArguments, ForwardResult
 from ..errors import NotSupportedError, explain
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation
-from ._linear import forward_refusal, insist
+from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist
 
 __all__ = ["FUSION", "ForwardLinearBiasActivation"]
 
@@ -39,9 +39,11 @@ class ForwardLinearBiasActivation(FusedOperation):
         InputError: in forward, as in the operations that it replaces.
     """
 
-    _parts: tuple[BasicLinear, Bias | None]
+    fuse_forward_ops: ClassVar[Fusion]
 
-    def __init__(self, *, linear: BasicLinear, bias: Bias | None, activation: None = None) -> None:
+    _parts: tuple[AnyLinear, AnyBias | None]
+
+    def __init__(self, *, linear: AnyLinear, bias: AnyBias | None, activation: None = None) -> None:
         where = type(self).__name__
         if activation is not None:
             raise NotSupportedError(
@@ -65,14 +67,16 @@ class ForwardLinearBiasActivation(FusedOperation):
         return gemm.forward(x, w, b), [()] * len(basic_op_ctxs)
 
 
-def _refuses(linear: BasicLinear, bias: Bias, *, env: Env) -> Refusal | None:
+def _refuses(linear: AnyLinear, bias: AnyBias, *, env: Env) -> Refusal | None:
     return forward_refusal(linear)
 
 
 FUSION = Fusion(
     name="forward_linear_bias_activation",
     stage="forward",
-    pattern=(BasicLinear, Bias),
+    pattern=(LINEARS, BIASES),
     refuses=_refuses,
     build=lambda linear, bias: ForwardLinearBiasActivation(linear=linear, bias=bias),
 )
+# A static method of te.ops, which code of users calls.
+ForwardLinearBiasActivation.fuse_forward_ops = FUSION

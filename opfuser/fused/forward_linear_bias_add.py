@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ..basic.add_extra_input import AddExtraInput
-from ..basic.basic_linear import BasicLinear
-from ..basic.bias import Bias
 from ..buffer_reuse import only_reference
 from ..context import Contexts, ForwardArguments, ForwardResult
 from ..fusion import Env, Fusion, Optional, Refusal
 from ..op import FusedOperation, FusibleOperation
-from ._linear import forward_refusal, insist, linear_sum
+from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, forward_refusal, insist, linear_sum
 from ._residual_sum import GEMM
 
 __all__ = ["FUSION", "ForwardLinearBiasAdd"]
@@ -44,9 +43,11 @@ class ForwardLinearBiasAdd(FusedOperation):
         InputError: in forward, as in the operations that it replaces.
     """
 
-    _parts: tuple[BasicLinear, Bias | None, AddExtraInput]
+    fuse_forward_ops: ClassVar[Fusion]
 
-    def __init__(self, *, linear: BasicLinear, bias: Bias | None, add: AddExtraInput) -> None:
+    _parts: tuple[AnyLinear, AnyBias | None, AddExtraInput]
+
+    def __init__(self, *, linear: AnyLinear, bias: AnyBias | None, add: AddExtraInput) -> None:
         insist(forward_refusal(linear), type(self).__name__)
         super().__init__((linear, add) if bias is None else (linear, bias, add))
         self._parts = linear, bias, add
@@ -65,8 +66,8 @@ class ForwardLinearBiasAdd(FusedOperation):
 
 
 def _refuses(
-    linear: BasicLinear,
-    bias: Bias | None,
+    linear: AnyLinear,
+    bias: AnyBias | None,
     add: AddExtraInput,
     *,
     env: Env,
@@ -78,7 +79,9 @@ def _refuses(
 FUSION = Fusion(
     name="forward_linear_bias_add",
     stage="forward",
-    pattern=(BasicLinear, Optional(Bias), AddExtraInput),
+    pattern=(LINEARS, Optional(*BIASES), AddExtraInput),
     refuses=_refuses,
     build=lambda linear, bias, add: ForwardLinearBiasAdd(linear=linear, bias=bias, add=add),
 )
+# A static method of te.ops, which code of users calls.
+ForwardLinearBiasAdd.fuse_forward_ops = FUSION

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ..basic.add_extra_input import AddExtraInput
-from ..basic.basic_linear import BasicLinear
 from ..basic.constant_scale import ConstantScale
 from ..buffer_reuse import only_reference
 from ..context import Contexts, ForwardArguments, ForwardResult
 from ..fusion import Env, Fusion, Refusal
 from ..op import FusedOperation, FusibleOperation
-from ._linear import forward_refusal, insist, linear_sum
+from ._linear import LINEARS, AnyLinear, forward_refusal, insist, linear_sum
 from ._residual_sum import SCALED_GEMM
 
 __all__ = ["FUSION", "ForwardLinearScaleAdd"]
@@ -43,9 +43,11 @@ class ForwardLinearScaleAdd(FusedOperation):
         InputError: in forward, as in the operations that it replaces.
     """
 
-    _parts: tuple[BasicLinear, ConstantScale, AddExtraInput]
+    fuse_forward_ops: ClassVar[Fusion]
 
-    def __init__(self, *, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput) -> None:
+    _parts: tuple[AnyLinear, ConstantScale, AddExtraInput]
+
+    def __init__(self, *, linear: AnyLinear, scale: ConstantScale, add: AddExtraInput) -> None:
         insist(forward_refusal(linear), type(self).__name__)
         super().__init__((linear, scale, add))
         self._parts = linear, scale, add
@@ -64,7 +66,7 @@ class ForwardLinearScaleAdd(FusedOperation):
 
 
 def _refuses(
-    linear: BasicLinear,
+    linear: AnyLinear,
     scale: ConstantScale,
     add: AddExtraInput,
     *,
@@ -77,7 +79,9 @@ def _refuses(
 FUSION = Fusion(
     name="forward_linear_scale_add",
     stage="forward",
-    pattern=(BasicLinear, ConstantScale, AddExtraInput),
+    pattern=(LINEARS, ConstantScale, AddExtraInput),
     refuses=_refuses,
     build=lambda linear, scale, add: ForwardLinearScaleAdd(linear=linear, scale=scale, add=add),
 )
+# A static method of te.ops, which code of users calls.
+ForwardLinearScaleAdd.fuse_forward_ops = FUSION

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from ..basic.add_extra_input import AddExtraInput
-from ..basic.basic_linear import BasicLinear
-from ..basic.bias import Bias
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
 from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Fusion, Optional, Refusal
-from ._linear import insist
+from ._linear import BIASES, LINEARS, AnyBias, AnyLinear, insist
 from ._residual_sum import NORM_AND_GEMM
 from .parts.linear import refuse
 from .parts.norm import NormPart
@@ -57,10 +55,10 @@ class NormLinear(Pipeline):
         self,
         *,
         norm: Norm,
-        linear: BasicLinear,
+        linear: AnyLinear,
         add: AddExtraInput | None = None,
         make_extra: MakeExtraOutput | None = None,
-        bias: Bias | None = None,
+        bias: AnyBias | None = None,
         env: Env | None = None,
     ) -> None:
         where = type(self).__name__
@@ -84,8 +82,8 @@ def _refuses(
     add: AddExtraInput | None,
     make_extra: MakeExtraOutput | None,
     norm: Norm,
-    linear: BasicLinear,
-    bias: Bias | None,
+    linear: AnyLinear,
+    bias: AnyBias | None,
     *,
     env: Env,
 ) -> Refusal | None:
@@ -105,8 +103,8 @@ FUSION = Fusion(
         Optional(AddExtraInput),
         Optional(MakeExtraOutput),
         (RMSNorm, LayerNorm, PointwiseNorm),
-        BasicLinear,
-        Optional(Bias),
+        LINEARS,
+        Optional(*BIASES),
     ),
     refuses=_refuses,
     build=lambda add, make_extra, norm, linear, bias, *, env=None: NormLinear(

@@ -31,7 +31,8 @@ from ..gemm.scaled_groups import (
 )
 from ..kernels.quantize import Codes
 from ..op import BasicOperation, FusedOperation
-from ..quantization.quantizers import OperandQuantizer, has_hardware, kept_weights
+from ..quantization.products import accumulation
+from ..quantization.quantizers import OperandQuantizer, kept_weights
 from ..recipe import Recipe
 
 __all__ = ["FUSION", "QuantizedGroupedLinear"]
@@ -181,8 +182,8 @@ class _QuantizedProducts(GroupedProducts):
         return self.quantizer.weights(ws, sources, self.ctx.kept_weights, rows=rows, cols=not rows)
 
     def _how(self, product: str, x: Tensor, dtype: torch.dtype) -> Accumulation:
-        hardware = has_hardware(x.device, self.recipe)
-        return Accumulation(dtype, self.recipe.splits(product), hardware)
+        features = self.linear.out_features, self.linear.in_features
+        return accumulation(self.recipe, product, features, dtype, x.device)
 
 
 def _refuses(linear: GroupedLinear, *, env: Env) -> Refusal | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..basic.basic_linear import BasicLinear
-from ..basic.bias import Bias
 from ..basic.cross_entropy import CrossEntropy
 from ..fusion import Env, Fusion, Optional, Refusal, Requires
 from ..op import FusibleOperation
 from ..recipe import Recipe
+from ._linear import BIASES, LINEARS, AnyBias, AnyLinear
 from .parts.pipeline import Pipeline
 from .parts.quantized_linear import QuantizedLinearPart
 
@@ -35,19 +34,19 @@ class QuantizedLinear(Pipeline):
         InputError: in forward, as in the operations that it replaces.
     """
 
-    def __init__(self, *, linear: BasicLinear, recipe: Recipe, bias: Bias | None = None) -> None:
+    def __init__(self, *, linear: AnyLinear, recipe: Recipe, bias: AnyBias | None = None) -> None:
         super().__init__([QuantizedLinearPart(linear, bias, type(self).__name__, recipe=recipe)])
 
 
 def _refuses(
-    linear: BasicLinear, bias: Bias | None, *, env: Env, behind: Sequence[FusibleOperation]
+    linear: AnyLinear, bias: AnyBias | None, *, env: Env, behind: Sequence[FusibleOperation]
 ) -> Refusal | None:
     if behind and isinstance(behind[0], CrossEntropy):
         return Refusal("NO_RECIPE", "a loss takes its logits in high precision")
     return linear.quantized_refusal(env)
 
 
-def _build(linear: BasicLinear, bias: Bias | None, *, env: Env) -> QuantizedLinear:
+def _build(linear: AnyLinear, bias: AnyBias | None, *, env: Env) -> QuantizedLinear:
     assert env.recipe is not None
     return QuantizedLinear(linear=linear, bias=bias, recipe=env.recipe)
 
@@ -55,7 +54,7 @@ def _build(linear: BasicLinear, bias: Bias | None, *, env: Env) -> QuantizedLine
 FUSION = Fusion(
     name="quantized_linear",
     stage="joint",
-    pattern=(BasicLinear, Optional(Bias)),
+    pattern=(LINEARS, Optional(*BIASES)),
     refuses=_refuses,
     build=_build,
     requires=Requires(recipe=True),

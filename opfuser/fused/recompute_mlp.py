@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..basic.add_extra_input import AddExtraInput
-from ..basic.basic_linear import BasicLinear
-from ..basic.bias import Bias
 from ..basic.layer_norm import LayerNorm
 from ..basic.make_extra_output import MakeExtraOutput
+from ..basic.merged_linear import MergedBias
 from ..basic.rms_norm import RMSNorm
 from ..fusion import Env, Fusion, Optional, Refusal
+from ._linear import BIASES, LINEARS, AnyBias, AnyLinear
 from ._residual_sum import NORM_AND_GEMM
 from .parts.activation import ACTIVATIONS, Activation, ActivationPart, bias_refusal
 from .parts.linear import refuse
@@ -57,29 +57,32 @@ class RecomputeMLP(Pipeline):
         self,
         *,
         norm: RMSNorm | LayerNorm,
-        linear1: BasicLinear,
+        linear1: AnyLinear,
         activation: Activation,
-        linear2: BasicLinear,
+        linear2: AnyLinear,
         add: AddExtraInput | None = None,
         make_extra: MakeExtraOutput | None = None,
-        bias1: Bias | None = None,
-        bias2: Bias | None = None,
+        bias1: AnyBias | None = None,
+        bias2: AnyBias | None = None,
         env: Env | None = None,
     ) -> None:
         where = type(self).__name__
-        in_gemm = bias_refusal(bias1, activation) is not None
+        in_activation = None if isinstance(bias1, MergedBias) else bias1
+        if bias_refusal(in_activation, activation) is not None:
+            in_activation = None
+        in_gemm = bias1 if in_activation is None else None
         super().__init__(
             [
                 NormPart(add, make_extra, norm),
-                linear_part(linear1, bias1 if in_gemm else None, where, env=env),
-                ActivationPart(None if in_gemm else bias1, activation, where),
+                linear_part(linear1, in_gemm, where, env=env),
+                ActivationPart(in_activation, activation, where),
                 linear_part(linear2, bias2, where, env=env),
             ]
         )
 
 
 def _refuses(add: AddExtraInput | None, *parts: Any, env: Env) -> Refusal | None:
-    linears = [part for part in parts if isinstance(part, BasicLinear)]
+    linears = [part for part in parts if isinstance(part, LINEARS)]
     return NORM_AND_GEMM.refuses((add,), env) or refuse(linears, env)
 
 
@@ -103,11 +106,11 @@ FUSION = Fusion(
         Optional(AddExtraInput),
         Optional(MakeExtraOutput),
         (RMSNorm, LayerNorm),
-        BasicLinear,
-        Optional(Bias),
+        LINEARS,
+        Optional(*BIASES),
         ACTIVATIONS,
-        BasicLinear,
-        Optional(Bias),
+        LINEARS,
+        Optional(*BIASES),
     ),
     refuses=_refuses,
     build=_build,

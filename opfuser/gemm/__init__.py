@@ -13,9 +13,18 @@ from .grouped import (
     grouped_wgrad_into,
     has_grouped_gemm,
 )
-from .products import (
+from .operands import (
     Operand,
+    Stacked,
+    Weight,
     as_rows,
+    joined,
+    one_behind_another,
+    stacked,
+    tensors_of,
+    weight_of,
+)
+from .products import (
     dgrad,
     dgrad_into,
     forward,
@@ -28,6 +37,8 @@ from .row_groups import RowGroups, row_groups
 __all__ = [
     "Operand",
     "RowGroups",
+    "Stacked",
+    "Weight",
     "as_rows",
     "dgrad",
     "dgrad_into",
@@ -38,7 +49,12 @@ __all__ = [
     "grouped_wgrad",
     "grouped_wgrad_into",
     "has_grouped_gemm",
+    "joined",
+    "one_behind_another",
     "row_groups",
+    "stacked",
+    "tensors_of",
+    "weight_of",
     "wgrad",
     "wgrad_into",
 ]

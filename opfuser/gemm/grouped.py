@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .products import Operand, wgrad_into
+from .operands import Operand
+from .products import wgrad_into
 from .row_groups import RowGroups, groups_on_host
 
 __all__ = [

@@ -6,17 +6,17 @@ one product are of one dtype, except that dy is cast to that of the other operan
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from ..kernels.scalar import cast
+from .operands import Operand, Stacked, Weight, as_rows
+from .stacked import stacked_dgrad, stacked_forward
 
 __all__ = [
-    "Operand",
-    "as_rows",
     "dgrad",
     "dgrad_into",
     "forward",
@@ -25,19 +25,8 @@ __all__ = [
     "wgrad_into",
 ]
 
-# What a product multiplies. Callers pass it on, and read its shape and dtype alone: how its values
-# are stored is known in this package.
-Operand: TypeAlias = Tensor
-
 # Columns from which two products in cuBLAS's fast kernels take less time than one in others.
 _MANY = 4096
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """``x`` (..., D) as (rows, D). ``reshape(-1, D)`` is ambiguous where D is zero."""
-    if x.dim() == 2:
-        return x
-    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
 
 
 def _mm(a: Tensor, b: Tensor, scale: float | None) -> Tensor:
@@ -49,7 +38,7 @@ def _mm(a: Tensor, b: Tensor, scale: float | None) -> Tensor:
 
 def forward(
     x: Operand,
-    w: Operand,
+    w: Weight,
     bias: Tensor | None = None,
     *,
     scale: float | None = None,
@@ -66,6 +55,10 @@ def forward(
         add: z, of the shape and dtype of y.
         in_place: whether y may be written over z. Else the GEMM starts from a copy of z.
     """
+    if isinstance(w, Stacked):
+        if w.whole is None:
+            return stacked_forward(x, w, bias, scale=scale, add=add, in_place=in_place)
+        w = w.whole
     if add is None and scale is None:
         return linear(x, w, bias)
     if add is not None:
@@ -121,7 +114,7 @@ def _cut(y: Tensor) -> int:
 
 def dgrad(
     dy: Operand,
-    w: Operand,
+    w: Weight,
     *,
     scale: float | None = None,
     add: Tensor | None = None,
@@ -136,6 +129,10 @@ def dgrad(
         add: g, gradient of x from elsewhere, (..., K).
         in_place: whether dx may be written over g. Else the GEMM starts from a copy of g.
     """
+    if isinstance(w, Stacked):
+        if w.whole is None:
+            return stacked_dgrad(dy, w, scale=scale, add=add, in_place=in_place)
+        w = w.whole
     if dy.dtype != w.dtype:
         dy = dy.to(w.dtype)
     if add is None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from ..gemm_providers import GemmOperand, GemmProvider
 from ..kernels.microscaling_plain import E8M0, FP4, TAIL, block_scales, tensor_scale, values_of
 from ..kernels.quantize import Codes
 
@@ -33,11 +34,13 @@ class Accumulation(NamedTuple):
         dtype: of the result.
         split: whether to add up in fp32 after every 128 products.
         hardware: whether the device multiplies such codes.
+        provider: that which the recipe names, if it takes the product; None: torch.
     """
 
     dtype: torch.dtype
     split: bool
     hardware: bool
+    provider: GemmProvider | None = None
 
 
 class _Scales(NamedTuple):
@@ -145,6 +148,10 @@ def _product(a: _Matrix, b: _Matrix, how: Accumulation, bias: Tensor | None = No
     if not (m and n and k):
         y = torch.zeros(m, n, dtype=how.dtype, device=a.codes.device)
         return y if bias is None else y.add_(bias)
+    if how.provider is not None:
+        given = GemmOperand(*a[:2], a.kind), GemmOperand(*b[:2], b.kind)
+        y = how.provider.multiply(*given, how.dtype, how.split)
+        return y if bias is None else y.add_(bias)
     if how.hardware:
         fused = bias is not None and how.dtype == bias.dtype == torch.bfloat16
         left, right = a.scales, b.scales
@@ -196,7 +203,7 @@ def scaled_dgrad(dy: Codes, w: Codes, rows: int, how: Accumulation) -> Tensor:
 
 def scaled_wgrad(dy: Codes, x: Codes, how: Accumulation) -> Tensor:
     """``dW = dyᵀ x``, (N, K), for dy (T, N) and x (T, K), both by columns."""
-    return _product(_cols(dy), _cols(x), how)
+    return _product(_cols(dy), _cols(x, squares=x.has_square_cols), how)
 
 
 def _in_blocks(scale: Tensor | None) -> bool:

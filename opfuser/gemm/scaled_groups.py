@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.quantize import Codes
-from ..kernels.quantize_plain import BLOCK
+from ..kernels.quantize import BLOCK, Codes, in_fours
 from ..kernels.tiling import cdiv
 from .row_groups import RowGroups
 from .scaled import Accumulation, scaled_dgrad, scaled_forward
@@ -57,7 +56,9 @@ def _cut(codes: Codes, start: int, stop: int) -> Codes:
         # GEMMs look at the strides, also at that of a single row, which contiguous() may leave.
         row_scale = row_scale[:, start:stop].clone(memory_format=torch.contiguous_format)
     if col_scale is not None and col_scale.dim() == 2:
-        col_scale = col_scale[start // BLOCK : stop // BLOCK]
+        blocks = slice(start // BLOCK, stop // BLOCK)
+        squares = codes.has_square_cols
+        col_scale = in_fours(col_scale[:, blocks]) if squares else col_scale[blocks]
     return Codes(
         None if rows is None else rows[start:stop],
         row_scale,

@@ -49,10 +49,11 @@ __all__ = [
 
 # Shares are those of a device-to-device copy of as many bytes on an H200, for SwiGLU.
 _FORWARD = Tile(32, BLOCK, 4)  # 0.98 of 8192 x 14336, and 0.80 in blocks
-# 0.93 of 8192 x 14336 with amax, 0.333 ms. 64 x 64: 0.340 ms, without groups 0.351, and with 16
-# bytes at once 0.431.
-_BACKWARD = Tile(64, 128, 8, group=4, access=8)
-_MAXIMA = Tile(32, BLOCK, 4)  # not measured; nothing is transposed
+# 0.93 of 8192 x 14336, 0.334 ms, and 0.332 with amax. 64 x 128: 0.408 and 0.331 ms; 64 x 64
+# without groups 0.351, and by 4 warps 0.341.
+_BACKWARD = Tile(64, 64, 8, group=4, access=8)
+_FROM_CODES = Tile(64, BLOCK, 8, group=4, access=8)  # whose scales are those of blocks
+_MAXIMA = Tile(32, BLOCK, 8)  # 0.180 ms, 0.87 of reading as much; by 4 warps 0.204
 # Rows that backward in blocks takes at a time, for codes by rows and then by columns, and the steps
 # that are loaded at once: 0.545 ms, 0.57. In steps of 32 by 8 warps, two of them at once by rows,
 # 0.62 ms; of 64, 0.65; of 64 by 16 warps, 0.92.
@@ -146,14 +147,17 @@ def _launch_backward(
         # Each thread of a warp has four neighbours: a warp has rows for itself, and their maxima.
         tile = Tile(BLOCK, BLOCK, _WARPS, group=_GROUP, access=4 * x.element_size())
         kernel = "backward_by_blocks"
-        formats += ("STEP", _STEP), ("COL_STEP", _COL_STEP)
+        squares = isinstance(h, BlockScaling) and h.square_cols
+        formats += ("H_SQUARE_COLS", squares), ("STEP", _STEP), ("COL_STEP", _COL_STEP)
         ahead = (_STAGES, _COL_STAGES) if x.element_size() == 2 else (1, 1)  # else they spill
         formats += ("STAGES", ahead[0]), ("COL_STAGES", ahead[1])
         row_scale, col_scale = empty_block_scales(x, width, True, True)
-        _, h_scale = empty_block_scales(x, features, False, True)
+        _, h_scale = empty_block_scales(x, features, False, True, square_cols=squares)
         how = row_scale, col_scale, h_scale
     else:
-        kernel, tile = "backward", _BACKWARD if encodes else _MAXIMA
+        kernel, tile = "backward", _BACKWARD if x_scale is None else _FROM_CODES
+        if not encodes:
+            tile = _MAXIMA
         row_scale = col_scale = _inverse(dx)
         h_scale = _inverse(h)
         how = x_scale, dx.scale, h.scale, row_scale, h_scale, dx.amax, h.amax
@@ -268,12 +272,13 @@ def gated_backward_quantized(
         x, bias, spec: those of :func:`gated_forward_quantized`; or for x codes of
             :func:`quantize_input`, whose values count, where it :func:`fills_blocks`.
         dx, h: their scalings: of one kind, and both with a scale or both without. For blocks the
-            columns of x are a multiple of 128.
+            columns of x are a multiple of 128, and only h may have the scales of squares.
         column_sum: whether the sum of dx over the rows is wanted, before it is rounded: in the
             dtype of x, of codes in that of dy; accumulated in fp32.
     """
     assert bias is None or spec.up is None
     assert isinstance(dx, BlockScaling) == isinstance(h, BlockScaling)
+    assert isinstance(dx, TensorScaling) or not dx.square_cols
     assert _encodes(dx) == _encodes(h)
     if isinstance(x, Codes):
         assert x.rows is not None

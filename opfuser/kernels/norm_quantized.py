@@ -17,8 +17,8 @@ from .choice import kernel_or_plain
 from .launch import Launch, has_fp8
 from .norm_launch import FORWARD, RowLaunch, forward_tile, share_of_sum, strided_rows
 from .norm_quantized_plain import QuantizedNorm, cols_quantized_plain, forward_quantized_plain
-from .quantize import Tile, empty_codes
-from .quantize_plain import BLOCK, Codes, Scaling, TensorScaling
+from .quantize import Tile, empty_block_scales, empty_codes
+from .quantize_plain import BLOCK, BlockScaling, Codes, Scaling, TensorScaling
 from .tiling import cdiv, empty_contiguous
 
 __all__ = ["QuantizedNorm", "norm_cols_quantized", "norm_forward_quantized"]
@@ -31,7 +31,11 @@ _ACCESS = 16  # bytes that a thread reads at once
 
 
 def _power_of_two(scaling: Scaling) -> bool:
-    return not isinstance(scaling, TensorScaling) and scaling.power_of_two
+    return isinstance(scaling, BlockScaling) and scaling.power_of_two
+
+
+def _square_cols(scaling: Scaling) -> bool:
+    return isinstance(scaling, BlockScaling) and scaling.square_cols
 
 
 @functools.lru_cache(None)
@@ -63,6 +67,7 @@ def _cols_launch(
     zero_centered: bool,
     dtype: torch.dtype,
     power_of_two: bool,
+    square_cols: bool,
     itemsize: int,
     even: bool,
 ) -> Launch:
@@ -70,6 +75,7 @@ def _cols_launch(
         "ZERO_CENTERED": zero_centered,
         "E5M2": dtype == torch.float8_e5m2,
         "POWER_OF_TWO": power_of_two,
+        "SQUARE_COLS": square_cols,
     }
     return tile.launch("norm_quantized:columns", constants, itemsize, even)
 
@@ -124,8 +130,8 @@ def _launch_cols(
     bias = None if bias is None else bias.contiguous()
     mean = None if mean is None else mean.contiguous()
     launch = _cols_launch(
-        tile, zero_centered, scaling.dtype, _power_of_two(scaling), x.element_size(),
-        tile.even(rows, cols),
+        tile, zero_centered, scaling.dtype, _power_of_two(scaling), _square_cols(scaling),
+        x.element_size(), tile.even(rows, cols),
     )  # fmt: skip
     launch(
         (tile.programs(padded, cols), 1, 1),
@@ -145,11 +151,15 @@ def _memory(
         if scale is None:
             return None, amax, cdiv(rstd.numel(), BLOCK) * BLOCK, None, None
     padded, *layouts = empty_codes(rstd.view(-1), cols, scaling.dtype, by_rows, not by_rows)
+    inverse: Tensor | None
     if scale is not None:
         inverse = torch.empty_like(scale)
     else:
-        shape = (cols // BLOCK, padded) if by_rows else (padded // BLOCK, cols)
-        inverse = rstd.new_empty(shape)
+        squares = _square_cols(scaling)
+        inverses = empty_block_scales(
+            rstd.view(-1), cols, by_rows, not by_rows, square_cols=squares
+        )
+        inverse = inverses[not by_rows]
     return scale, amax, padded, layouts[not by_rows], inverse
 
 

@@ -17,12 +17,13 @@ __all__ = [
     "Codes",
     "Scaling",
     "TensorScaling",
-    "amax_of",
+    "amax_plain",
     "by_blocks_plain",
     "by_squares_plain",
     "by_tensor_plain",
     "dequantize",
     "encode",
+    "in_fours",
     "largest",
     "quantize_plain",
     "raise_amax",
@@ -49,7 +50,8 @@ class Codes(NamedTuple):
         row_scale: its scales: (1,); or (C/128, Rp), of blocks; or (Rp/128, up4(C/128)), of squares,
             up4 being the next multiple of 4.
         cols: (C, Rp), fp8: the transpose, contiguous.
-        col_scale: its scales: (1,); or (Rp/128, C), of blocks; or (C/128, up4(Rp/128)), of squares.
+        col_scale: its scales: (1,); or (Rp/128, C), of blocks; or (C/128, up4(Rp/128)), of squares,
+            as :attr:`has_square_cols` says.
         column_sum: (C,), what was quantised summed over the rows, in its dtype.
     """
 
@@ -58,6 +60,15 @@ class Codes(NamedTuple):
     cols: Tensor | None
     col_scale: Tensor | None
     column_sum: Tensor | None
+
+    @property
+    def has_square_cols(self) -> bool:
+        """Whether codes by columns have the scales of squares."""
+        cols, scale = self.cols, self.col_scale
+        if cols is None or scale is None or scale.dim() == 1:
+            return False
+        # Shapes of the two kinds never agree: C is at least 128.
+        return scale.shape != (cols.shape[1] // BLOCK, cols.shape[0])
 
 
 class TensorScaling(NamedTuple):
@@ -81,10 +92,12 @@ class BlockScaling(NamedTuple):
     Attributes:
         dtype: of the codes.
         power_of_two: whether scales are powers of two.
+        square_cols: whether codes by columns have a scale for each 128 × 128 instead, as weights.
     """
 
     dtype: torch.dtype
     power_of_two: bool = True
+    square_cols: bool = False
 
 
 Scaling = TensorScaling | BlockScaling
@@ -95,8 +108,8 @@ def largest(dtype: torch.dtype) -> float:
     return _LARGEST[dtype]
 
 
-def amax_of(x: Tensor) -> Tensor:
-    """``max |x|`` in fp32, shape (1,): NaN if one element is; 0 of an empty x. Reads x once."""
+def amax_plain(x: Tensor) -> Tensor:
+    """As ``quantize.amax_of``."""
     if x.numel() == 0:
         return x.new_zeros(1, dtype=torch.float32)
     norm: Tensor = torch.linalg.vector_norm(x, float("inf"))
@@ -106,7 +119,7 @@ def amax_of(x: Tensor) -> Tensor:
 def raise_amax(amax: Tensor | None, x: Tensor) -> None:
     """``amax`` becomes ``max(amax, max |x|)``, in place; NaN wins."""
     if amax is not None:
-        torch.maximum(amax, amax_of(x), out=amax)
+        torch.maximum(amax, amax_plain(x), out=amax)
 
 
 def scale_for_plain(
@@ -160,6 +173,9 @@ def dequantize(codes: Codes, rows: int, dtype: torch.dtype) -> Tensor:
     values = matrix.to(torch.float32)
     if scale.dim() == 1:
         values *= scale
+    elif codes.rows is None and codes.has_square_cols:
+        squares = values.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        squares.mul_(scale[:, : values.shape[1] // BLOCK, None].unsqueeze(1))
     else:
         values.unflatten(1, (-1, BLOCK)).mul_(scale.t().unsqueeze(2))
     if codes.rows is None:
@@ -192,9 +208,10 @@ def by_tensor_plain(
 
 
 def by_blocks_plain(
-    x: Tensor, dtype: torch.dtype, rows: bool, cols: bool, power_of_two: bool, column_sum: bool
+    x: Tensor, scaling: BlockScaling, rows: bool, cols: bool, column_sum: bool
 ) -> Codes:
     """As ``quantize.quantize_by_blocks``."""
+    dtype, power_of_two, square_cols = scaling
     values = _padded(x.to(torch.float32))
     row_codes = row_scale = col_codes = col_scale = None
     if rows:
@@ -202,7 +219,10 @@ def by_blocks_plain(
         s = scale_for_plain(blocks.abs().amax(2), dtype, power_of_two)
         row_codes = encode(blocks, s.unsqueeze(2), dtype).flatten(1)
         row_scale = s.reciprocal().t().contiguous()
-    if cols:
+    if cols and square_cols:
+        squares = by_squares_plain(x, dtype, False, True, power_of_two)
+        col_codes, col_scale = squares.cols, squares.col_scale
+    elif cols:
         blocks = values.unflatten(0, (-1, BLOCK))  # (Rp/128, 128, C)
         s = scale_for_plain(blocks.abs().amax(1), dtype, power_of_two)
         codes = encode(blocks, s.unsqueeze(1), dtype).flatten(0, 1)
@@ -217,8 +237,7 @@ def quantize_plain(
 ) -> Codes:
     """Codes of a matrix as ``scaling`` says; amax is raised."""
     if isinstance(scaling, BlockScaling):
-        dtype, power_of_two = scaling
-        return by_blocks_plain(x, dtype, rows, cols, power_of_two, column_sum)
+        return by_blocks_plain(x, scaling, rows, cols, column_sum)
     scale, dtype, amax = scaling
     raise_amax(amax, x)
     if scale is None:
@@ -238,16 +257,20 @@ def by_squares_plain(
     inverse = s.reciprocal()
     return Codes(
         codes if rows else None,
-        _in_fours(inverse) if rows else None,
+        in_fours(inverse) if rows else None,
         codes.t().contiguous() if cols else None,
-        _in_fours(inverse.t()) if cols else None,
+        in_fours(inverse.t()) if cols else None,
         None,
     )
 
 
-def _in_fours(scales: Tensor) -> Tensor:
-    """Contiguous, with columns of ones up to a multiple of 4."""
-    return pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous()
+def in_fours(scales: Tensor) -> Tensor:
+    """A copy with columns of ones up to a multiple of 4.
+
+    GEMMs look at the strides, also at that of a single row, which ``contiguous`` may leave.
+    """
+    padded = pad(scales, (0, -scales.shape[1] % 4), value=1.0)
+    return padded.clone(memory_format=torch.contiguous_format)
 
 
 def transpose_plain(codes: Tensor) -> Tensor:

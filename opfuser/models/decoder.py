@@ -127,6 +127,9 @@ def mlp_block(config: DecoderConfig) -> Sequential:
 
     Shapes: x and y ``(..., dim)``. Of a gated activation one weight ``(2 ffn_dim, dim)`` holds gate
     and up, gate first.
+
+    Args:
+        config: of the model.
     """
     make, gated = ACTIVATIONS[config.activation]
     activation, features = make(), config.ffn_features
@@ -140,19 +143,31 @@ def swiglu_block(config: DecoderConfig) -> Sequential:
     """Gated feed-forward block: ``y = x + down(silu(gate(norm(x))) * up(norm(x)))``.
 
     As :func:`mlp_block`, with this activation whatever ``config.activation`` is.
+
+    Args:
+        config: of the model.
     """
     return mlp_block(replace(config, activation="swiglu"))
 
 
 def decoder_layer(config: DecoderConfig, layer: int = 0) -> Sequential:
-    """An attention block and a feed-forward block, named ``attention`` and ``mlp``."""
+    """An attention block and a feed-forward block, named ``attention`` and ``mlp``.
+
+    Args:
+        config: of the model.
+        layer: which layer it is, since windows may differ.
+    """
     inside = replace(config, recipe=None)
     blocks = {"attention": attention_block(inside, layer), "mlp": mlp_block(inside)}
     return Sequential(blocks, recipe=config.recipe)
 
 
 def decoder_layers(config: DecoderConfig) -> Sequential:
-    """All ``num_layers`` layers: from (batch, sequence, dim) to the same shape."""
+    """All ``num_layers`` layers: from (batch, sequence, dim) to the same shape.
+
+    Args:
+        config: sizes of the model.
+    """
     inside = replace(config, recipe=None)
     layers = (decoder_layer(inside, layer) for layer in range(config.num_layers))
     return Sequential(*layers, recipe=config.recipe)
@@ -184,6 +199,10 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
     the configuration asks for them ``scale``, ``positions`` and ``dropout`` behind the embedding,
     and ``softcap`` behind the head. Their operations form one group: fusions apply across the
     borders of blocks and layers.
+
+    Args:
+        config: sizes of the model.
+        with_loss: whether the model ends with a loss, or with logits.
 
     Call:
         With a loss, ``model(tokens, targets)``: the mean cross entropy in nats, 0-d, of predicting

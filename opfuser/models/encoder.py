@@ -123,6 +123,9 @@ def text_encoder(config: EncoderConfig) -> Sequential:
     Its modules are ``embedding``, ``types``, ``positions``, ``embedding_norm``, ``dropout`` if
     there is any, ``layers`` and, with ``norm_first``, ``norm``.
 
+    Args:
+        config: of the model.
+
     Call:
         ``model(tokens, types)``: the hidden states ``(batch, sequence, dim)``. Both are
         ``(batch, sequence)`` of int32 or int64. A padded batch also takes

@@ -197,6 +197,9 @@ def image_encoder(config: ImageEncoderConfig) -> Sequential:
     Its modules are ``patches``, ``embedding``, ``class_token``, ``positions``, ``dropout`` if there
     is any, ``layers`` and ``norm``.
 
+    Args:
+        config: of the model.
+
     Call:
         ``model(images)``: from (batch, channels, height, width) to the hidden states
         (batch, 1 + patches, dim), of which the first one is that of the class token.

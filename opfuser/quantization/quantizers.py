@@ -154,14 +154,12 @@ class OperandQuantizer(NamedTuple):
         """The scaling of an operand, if it is known without its values."""
         recipe = self.recipe
         if isinstance(recipe, Float8BlockScaling):
-            return BlockScaling(recipe.dtype(role), _params(recipe, role).power_2_scale)
+            squares = role == "input" and recipe.wgrad_x_block_scaling_dim == 2
+            return BlockScaling(recipe.dtype(role), _params(recipe, role).power_2_scale, squares)
         if isinstance(recipe, Float8CurrentScaling):
             return None
         assert isinstance(recipe, Stateful)
-        state = state_of(self.op, recipe, amax_group())
-        if not state.knows(role):
-            return None
-        return TensorScaling(state.scale_of(role), recipe.dtype(role), state.amax_seen(role))
+        return state_of(self.op, recipe, amax_group()).known_scaling(role, recipe.dtype(role))
 
     def from_amax(self, role: str, amax: Tensor) -> TensorScaling:
         """The scaling of an operand that :meth:`given` has none for, from its largest value."""

@@ -141,7 +141,18 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: dist.ProcessGroup | None = None,
 ) -> autocast:
-    """:class:`autocast` with the names that Transformer Engine gave its arguments before."""
+    """:class:`autocast` with the names that Transformer Engine gave its arguments before.
+
+    Args:
+        enabled: as of :class:`autocast`.
+        calibrating: as of :class:`autocast`.
+        fp8_recipe: its ``recipe``.
+        fp8_group: its ``amax_reduction_group``.
+
+    Raises:
+        ArgumentError: ``fp8_recipe`` is none.
+        NotSupportedError: ``calibrating`` is set.
+    """
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 

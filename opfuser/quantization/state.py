@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..kernels.quantize import scale_for
+from ..kernels.quantize import TensorScaling, scale_for
 from ..kernels.scales import KeptScales
 from ..kernels.scales import update_scales as update_together
 from ..op import RESTORED_CHILDREN, FusibleOperation
@@ -103,6 +103,14 @@ class QuantizationState(nn.Module):
         self.scale_of(role).copy_(scale.nan_to_num(1.0))
         return scale
 
+    def known_scaling(self, role: str, dtype: torch.dtype) -> TensorScaling | None:
+        """How the next tensor of the role is quantised; None if there is no scale for it yet."""
+        number = _NUMBERS[role]
+        if not self.known[number]:
+            return None
+        parts = self._current_parts()
+        return TensorScaling(parts.scale[number], dtype, parts.amax[number])
+
     def scale_of(self, role: str) -> Tensor:
         """(1,): what values are multiplied by."""
         return self._current_parts().scale[_NUMBERS[role]]
@@ -189,7 +197,7 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
     if op._modules.get("quantization") is not state:
         op.add_module("quantization", state)
     old = state._buffers["amax_history"]
-    if old is not None and len(old) != length:
+    if old is not None and old.shape[0] != length:
         with torch.inference_mode(False):
             state.amax_history = old.new_zeros(length, len(ROLES))
         kept = min(length, len(old))

@@ -72,8 +72,6 @@ def watch_quantization(
 ) -> Iterator[list[QuantizationRecord]]:
     """Within it there is a :class:`QuantizationRecord` for every tensor that is quantised.
 
-    ::
-
         with opfuser.watch_quantization(model) as tensors:
             with opfuser.autocast(recipe=recipe):
                 loss = model(x)

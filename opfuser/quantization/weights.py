@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..kernels.launch import FP8
@@ -23,6 +22,7 @@ from ..kernels.quantize import (
     BLOCK,
     Codes,
     amax_of,
+    in_fours,
     quantize_by_squares,
     quantize_by_tensor,
     scale_for,
@@ -216,8 +216,8 @@ def weight_codes(codes: Tensor, scale: Tensor, recipe: Recipe, *, rows: bool, co
         down, across = (size // BLOCK for size in codes.shape)
         if scale.dim() == 1:
             scale = scale.expand(down, across)
-            row_scale = _in_fours(scale)
-        col_scale = _in_fours(scale[:, :across].t()) if cols else scale
+            row_scale = in_fours(scale)
+        col_scale = in_fours(scale[:, :across].t()) if cols else scale
     by_cols = transpose_codes(codes) if cols else None
     return Codes(
         codes if rows else None,
@@ -226,11 +226,6 @@ def weight_codes(codes: Tensor, scale: Tensor, recipe: Recipe, *, rows: bool, co
         col_scale if cols else None,
         None,
     )
-
-
-def _in_fours(scales: Tensor) -> Tensor:
-    """Contiguous, with columns of ones up to a multiple of 4."""
-    return pad(scales, (0, -scales.shape[1] % 4), value=1.0).contiguous()
 
 
 def keeping_codes(

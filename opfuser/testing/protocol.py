@@ -81,14 +81,14 @@ def _check_declared_dtypes(
         tuple(getattr(module, name).dtype for module, name in op.parameter_slots()),
         autocast_dtype(input_.device),
     )
-    for name, output in outputs.items():
-        declared = op.output_dtype(dtypes) if name == "output" else dtypes.input
+    declares = op.output_dtype(dtypes), *op.extra_output_dtypes(dtypes)
+    for (name, output), declared in zip(outputs.items(), declares):
         if output.dtype != declared:
             fail(
                 f"Plans take the {name} to be {declared}",
                 where,
                 str(output.dtype),
-                "Override output_dtype" if name == "output" else "Return it in the input's dtype",
+                f"Override {'output_dtype' if name == 'output' else 'extra_output_dtypes'}",
             )
 
 

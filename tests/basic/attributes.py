@@ -127,6 +127,10 @@ MORE_HEADS = {
     "num_kv_heads": Change(2, inputs=f32((2, 5, 24))),
 }
 INF, NAN = float("inf"), float("nan")
+GROUPS_OF_EXPERTS = (
+    "num_groups must divide num_experts into groups of two or more, and top_k_groups be from 1 to "
+    "num_groups"
+)
 HEADS_OF_ATTENTION = "num_heads must be a positive multiple of num_kv_heads"
 
 # By attribute, or by operation and attribute.
@@ -169,6 +173,15 @@ DOMAINS: dict[str, list[Bad]] = {
     "label_smoothing": [bad("label_smoothing must be between 0 and 1", -0.1, 1.1)],
     "reduction": [bad('reduction must be "mean", "sum" or "none"', "max")],
     "z_loss": [bad("z_loss must be a finite number, and not negative", -1.0, INF, NAN)],
+    "score_function": [bad('score_function must be "softmax" or "sigmoid"', "tanh")],
+    "scaling_factor": [bad("scaling_factor must be finite", INF, NAN)],
+    "num_experts": [bad("num_experts must be positive", 0, -1)],
+    "top_k": [
+        bad("top_k must be from 1 to num_experts", 0, 9),
+        bad("top_k_groups groups must have top_k experts", 5),
+    ],
+    "num_groups": [bad(GROUPS_OF_EXPERTS, 0, 1, 3, 8)],
+    "top_k_groups": [bad(GROUPS_OF_EXPERTS, 0, 5)],
     "dropout_probability": [
         bad("p must be between 0 and 1", -0.1, 1.5, NAN),
         bad("p must be a real Python number", torch.tensor(0.5), "a", error=ArgumentTypeError),
@@ -290,6 +303,11 @@ CASES: dict[str, Case] = {
     "L2Normalization": Case({}, rows(), EPS),
     "LayerNorm": Case({"normalized_shape": 8}, rows(), NORM),
     "MakeExtraOutput": Case({}, rows(), IN_PLACE),
+    "Permute": Case(
+        {"num_experts": 3},
+        lambda: [torch.randn(5, 8), torch.randint(3, (5, 2)), torch.rand(5, 2)],
+        {"num_experts": Change(4), "weighted": ReadOnly(False)},
+    ),
     "PointwiseOperation": Case({}, rows(), {"constants": Change((3.0,)), "exponent": Change(2)}),
     "PositionEmbedding": Case(
         {"num_positions": 7, "embedding_dim": 8},
@@ -339,7 +357,28 @@ CASES: dict[str, Case] = {
     "Sigmoid": ACTIVATION,
     "Softplus": Case({}, rows(), {"beta": Change(3.0), "threshold": Change(0.1), **CACHE}),
     "SwiGLU": Case({}, rows(), {**INTERLEAVE, **CACHE}),
+    "SwapExtra": Case({}, f32((3, 8), (4, 6)), {}),
     "Tanh": ACTIVATION,
+    "TopKRouter": Case(
+        {"num_experts": 8, "top_k": 3, "num_groups": 4, "top_k_groups": 2},
+        f32((9, 8)),
+        {
+            "num_experts": ReadOnly(9),
+            "aux_loss": ReadOnly(True),
+            "z_loss": ReadOnly(True),
+            "top_k": Change(4),
+            "score_function": Change("sigmoid"),
+            "norm_topk_prob": Change(True),
+            "scaling_factor": Change(2.0),
+            "num_groups": Change(2),
+            "top_k_groups": Change(3),
+        },
+    ),
+    "Unpermute": Case(
+        {},
+        lambda: [torch.randn(10, 8), torch.randperm(10).view(5, 2)],
+        {"weighted": ReadOnly(True)},
+    ),
 }
 # Others compute other functions in the same way.
 EACH_KIND = sorted(
@@ -398,7 +437,8 @@ def results(
     y = module(*leaves)
     ys = y if isinstance(y, tuple) else (y,)
     between()
-    torch.autograd.backward(ys, [torch.cos(y.detach()) for y in ys])
+    of_numbers = [y for y in ys if y.is_floating_point()]
+    torch.autograd.backward(of_numbers, [torch.cos(y.detach()) for y in of_numbers])
     grads = [t.grad for t in (*leaves, *parameters)]
     out = [*ys, *grads, *[p.main_grad for p in parameters]]  # type: ignore[attr-defined]
     return [t.detach().clone() for t in out if t is not None]

@@ -358,3 +358,69 @@ def test_the_last_choice_says_why_not_another_kernel() -> None:
     op(x)
     assert op.last_choice == ("blockwise", (*before, ("cpu", "it has no window")), "")
     assert str(op.last_choice).endswith("; cpu: it has no window)")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "name", ["fewer queries", "size of values", "window", "soft-capping", "ALiBi", "sinks", "mask",
+             "padding, sinks", "sequences, window"],
+)  # fmt: skip
+def test_compiles_without_a_graph_break(name: str) -> None:
+    torch.compiler.reset()
+    mode = MODES[name]
+    op, tensors = make(mode)
+    model = Sequential(op)
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    leaves = [t.requires_grad_() for t in (*tensors, *op.parameters())]
+    dy = torch.randn_like(op(*tensors, **mode.keywords))
+    found = []
+    for call in (model, compiled):
+        y = call(*tensors, op_kwargs={0: dict(mode.keywords)} if mode.keywords else None)
+        found.append((y, *torch.autograd.grad(y, leaves, dy)))
+    torch.testing.assert_close(*found)
+
+
+def test_dropout_under_compile_is_that_of_its_backward() -> None:
+    torch.compiler.reset()
+    op, (x,) = make(Mode({"dropout_p": 0.4}))
+    compiled: Any = torch.compile(Sequential(op), backend="aot_eager", fullgraph=True)
+    found = []
+    for call in (compiled, op):
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        found.append((y, *torch.autograd.grad(y.square().sum(), leaf)))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_shapes_on_the_meta_device(name: str) -> None:
+    mode = MODES[name]
+    op, tensors = make(mode)
+    keywords = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in mode.keywords.items()}
+    want = op(*tensors, **mode.keywords)
+    leaves = [t.to("meta").requires_grad_() for t in tensors]
+    y = op.to("meta")(*leaves, **keywords)
+    y.backward(torch.empty_like(y))
+    assert y.shape == want.shape
+    assert [t.grad is not None and t.grad.shape for t in leaves] == [t.shape for t in leaves]
+
+
+def test_a_plan_says_what_is_known_of_the_kernel() -> None:
+    x = torch.ones(1, 3, 24)
+    text = str(Sequential(DotProductAttention(2)).plan(x))
+    assert (
+        "\nop 0: attention by cpu or blockwise, as sizes and keywords allow; "
+        "not cudnn, flash, efficient: it runs on a GPU, not on cpu\n"
+    ) in text
+    text = str(Sequential(DotProductAttention(2, window=2)).plan(x))
+    assert "; not cpu: it has no window\n" in text
+    text = str(Sequential(DotProductAttention(2, kernel="blockwise")).plan(x))
+    assert "\nop 0: attention by blockwise, which is asked for by name\n" in text
+
+
+def test_separate_inputs_and_sinks_under_autocast() -> None:
+    op, tensors = make(MODES["fewer queries"], sinks=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_op(op, *tensors)

@@ -189,6 +189,21 @@ def test_inputs_of_other_shapes_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("Scaled")])
 def test_scales_must_be_one_per_row(name: str) -> None:
-    for shape in ((3,), (4, 1), ()):
+    for shape in ((3,), (4, 2), (1, 4), ()):
         with pytest.raises(InputError, match=rf"without its last .*\({name}\).*input \(4, 6\)"):
             FAMILIES[name]()(torch.ones(4, 6), torch.ones(shape))
+
+
+@pytest.mark.parametrize("name", ["ScaledSwiGLU", "ScaledSReLU"])
+def test_scales_may_be_a_column(name: str, device: torch.device) -> None:
+    x, scales = torch.randn(2, 3, 8, device=device), torch.randn(2, 3, 1, device=device)
+    check_values(FAMILIES[name](), x, scales)
+
+
+def test_the_gradient_of_scales_has_their_dtype() -> None:
+    """Those of a router are in fp32; rounding the gradient to bf16 would show in its weights."""
+    x = torch.randn(5, 8).bfloat16()
+    scales = torch.randn(5, requires_grad=True)
+    FAMILIES["ScaledSwiGLU"]()(x, scales).float().square().sum().backward()
+    assert scales.grad is not None
+    assert not torch.equal(scales.grad, scales.grad.bfloat16().float())

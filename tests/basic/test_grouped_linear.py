@@ -135,7 +135,7 @@ def test_sizes_known_to_the_device_alone_give_the_same(sizes: list[int]) -> None
             *gemm.grouped_wgrad(dy, x, groups, stacked=False),
             *gemm.grouped_wgrad(dy, x, groups, stacked=True),
             grouped_bias_grad(dy, scales, groups),
-            scale_grad(dy, table, scales, groups),
+            scale_grad(dy, table, groups),
             *[buffer[0] for buffer in buffers if buffer is not None],
         ]
 

@@ -132,6 +132,18 @@ def test_frequencies_of_ones_own(kind: Any) -> None:
     assert replace(op.scaling, attention_factor=2.0).attention_scaling == 2.0
 
 
+@pytest.mark.parametrize("name", [*SCALINGS])
+def test_the_frequencies_of_a_call_are_those_of_a_cpu(name: str, device: torch.device) -> None:
+    """At far positions the last bits of a frequency count."""
+    op = RotaryEmbedding(1, SIZE, num_kv_heads=0, base=5e5, scaling=scaling(name))
+    op(torch.randn(1, 3, SIZE, device=device))
+    (kept,) = op._kept.frequencies.values()
+    assert torch.equal(kept.cpu(), op.inverse_frequencies(device="cpu"))
+    (angles,) = [key[-1] for key in op._kept.frequencies]
+    like = torch.empty((), device=device)
+    assert torch.equal(angles.tensor_of_host(like), kept)
+
+
 def test_equal_by_value() -> None:
     longrope = scaling("longrope")
     for twin in (

@@ -24,6 +24,9 @@ from benchmarks.gpu.small_problems import ENTRIES, FIRST, GRAPHED
 from benchmarks.gpu.torch_models import share
 from examples.lm_recipes import RECIPES
 
+# Whichever test is the first of a process gets the warning.
+pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+
 FIRST_STEPS = first_steps.FIRST_STEPS
 CPU = Options(torch.device("cpu"), torch.float32, seconds=0.0)
 REHEARSAL = ["--device", "cpu", "--seconds", "0", "--no-compile"]
@@ -107,10 +110,6 @@ def trained(folder: Path, *args: str) -> list[dict[str, Any]]:
     return rows
 
 
-emulated = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
-
-
-@emulated
 def test_training_in_fp8_is_beside_bf16(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +145,6 @@ def test_training_from_one_seed_is_the_same_again(tmp_path: Path) -> None:
     assert first["validation_loss"] == again["validation_loss"]
 
 
-@emulated
 def test_training_that_fails_or_has_no_time_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

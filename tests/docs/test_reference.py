@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import opfuser
 from opfuser import basic
 from opfuser.fused import FUSIONS
+from opfuser.fused._linear import BIASES, LINEARS
 from opfuser.fused.backward_activation_bias import FUSION as WITH_PLAIN_ACTIVATION
 from opfuser.fused.parts.activation import ACTIVATIONS
 from opfuser.fusion import REFUSAL_CODES
@@ -33,11 +34,13 @@ MAKE: dict[str, Callable[[], opfuser.BasicOperation]] = {
     "Embedding": lambda: opfuser.Embedding(9, 4),
     "GroupedLinear": lambda: opfuser.GroupedLinear(2, 8, 6),
     "LayerNorm": lambda: opfuser.LayerNorm(8),
+    "Permute": lambda: opfuser.Permute(3),
     "PositionEmbedding": lambda: opfuser.PositionEmbedding(9, 8),
     "QKNorm": lambda: opfuser.QKNorm(2, 2, num_kv_heads=1),
     "RMSNorm": lambda: opfuser.RMSNorm(8),
     "Reshape": lambda: opfuser.Reshape((2, -1)),
     "RotaryEmbedding": lambda: opfuser.RotaryEmbedding(2, 4),
+    "TopKRouter": lambda: opfuser.TopKRouter(8, 2),
 }
 
 
@@ -155,6 +158,8 @@ _, plain_activations = WITH_PLAIN_ACTIVATION.elements
 KINDS = {
     "activation": tuple(kind.__name__ for kind in ACTIVATIONS),
     "plain activation": tuple(kind.__name__ for kind in plain_activations.types),
+    "BasicLinear": tuple(kind.__name__ for kind in LINEARS),
+    "Bias": tuple(kind.__name__ for kind in BIASES),
 }
 
 

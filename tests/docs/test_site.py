@@ -1,18 +1,28 @@
-"""The site builds without a warning."""
+"""The site builds without a warning, and shows every public name."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import zlib
+from collections import Counter
 from pathlib import Path
+
+import pytest
+
+from docs.docstrings import formula
+from tests.docs.test_docstrings import PUBLIC
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_site_builds_without_warnings(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         stdout=subprocess.PIPE,
@@ -22,5 +32,70 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "WARNING" not in done.stdout
-    page = (tmp_path / "planning" / "index.html").read_text(encoding="utf-8")
-    assert "BackwardLinearAdd" in page  # an output that the page includes
+    return folder
+
+
+def page(site: Path, name: str) -> str:
+    return (site / name / "index.html").read_text(encoding="utf-8")
+
+
+def test_pages_show_outputs_and_no_marker(site: Path) -> None:
+    text = page(site, "planning")
+    assert "BackwardLinearAdd" in text
+    assert "--8&lt;--" not in text
+
+
+@pytest.fixture(scope="module")
+def entries(site: Path) -> set[str]:
+    """The names that have an entry, from the inventory that other sites read."""
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    return {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+
+
+def test_every_public_name_has_an_entry(entries: set[str]) -> None:
+    assert {public.path for public in PUBLIC} - entries == set()
+
+
+def test_no_name_has_two_entries(site: Path) -> None:
+    text = "".join(p.read_text("utf-8") for p in (site / "reference/api").rglob("*.html"))
+    anchors = re.findall(r'<h\d id="(opfuser[^"]*)"', text)
+    assert len(anchors) > len(PUBLIC)
+    assert [name for name, count in Counter(anchors).items() if count > 1] == []
+
+
+def test_entry_shows_arguments_types_errors_and_source(site: Path) -> None:
+    text = page(site, "reference/api/operations")
+    entry = text[text.index('id="opfuser.basic.DotProductAttention"') :]
+    entry = re.sub(r"<[^>]+>", "", entry[: entry.index('id="opfuser.basic.Dropout"')])
+    for shown in "num_kv_heads", "int | None", "InputError", "opfuser/basic/dot_product_attention":
+        assert shown in entry
+
+
+def test_docstrings_are_shown_without_roles_and_with_links(site: Path) -> None:
+    pages = {path: path.read_text("utf-8") for path in (site / "reference/api").rglob("*.html")}
+    # The code of an entry is shown as it is.
+    texts = {p: re.sub(r'<details class="mkdocstrings-source">.*?</details>', "", t, flags=re.S)
+             for p, t in pages.items()}  # fmt: skip
+    assert [p for p, t in texts.items() if re.search(r":(math|class|func|meth|attr):|::", t)] == []
+    sequences = texts[site / "reference/api/sequences/index.html"]
+    assert re.search(r'<a [^>]*href="#opfuser.replay"[^>]*><code>replay</code></a>', sequences)
+
+
+@pytest.mark.parametrize(
+    ("latex", "html"),
+    [
+        (r"y = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} w",
+         "y = (x / √(<span>mean</span>(x<sup>2</sup>) + ε)) w"),
+        (r"e^{-x} \max(a_1, b), \quad x < 1",
+         "e<sup>-x</sup> max(a<sub>1</sub>, b), \N{EM SPACE} x &lt; 1"),
+        (r"\frac{a + b}{2}", "((a + b) / 2)"),
+    ],
+)  # fmt: skip
+def test_formulas_are_html(latex: str, html: str) -> None:
+    assert formula(latex) == f'<span class="formula">{html}</span>'
+
+
+@pytest.mark.parametrize(("latex", "says"), [(r"\unheard x", r"\unheard"), ("x^{2", "'}'")])
+def test_formula_that_is_not_understood_stops_the_build(latex: str, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        formula(latex)

@@ -1,6 +1,7 @@
 """What the documentation shows: its code runs, its outputs are those of the code.
 
-After a change, ``python docs/snippets/NAME.py > docs/snippets/NAME.txt 2>&1`` renews an output.
+After a change, ``python docs/snippets/NAME.py > docs/snippets/NAME.txt 2>&1`` renews an output, and
+``python docs/write_snippets.py`` the pages.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 import pytest
 
 import opfuser
+from docs import write_snippets
 
 ROOT = Path(__file__).parents[2]
-SNIPPETS = ROOT / "docs" / "snippets"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SNIPPETS = write_snippets.SNIPPETS
 FILES = sorted(SNIPPETS.glob("*.py"))
 OUTPUTS = sorted(SNIPPETS.glob("*.txt"))
 
@@ -64,27 +65,56 @@ def test_annotations_are_types() -> None:
     assert wrong == []
 
 
-def sections(source: str) -> list[str]:
-    found = re.finditer(
-        r"^# --8<-- \[start:(\w+)\]\n(.*?)^# --8<-- \[end:\1\]$", source, re.M | re.S
-    )
-    return [match[2] for match in found]
+# The fences of a page, with the comment that names what one shows.
+FENCE = re.compile(r"^(?: *<!-- snippet: (\S+) -->\n)?( *)```(\w*)\n.*?^\2```$", re.M | re.S)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", write_snippets.PAGES, ids=lambda path: path.stem)
 def test_every_example_is_taken_from_a_snippet(page: Path) -> None:
-    """Pages include their code and outputs; the README, which cannot, repeats them exactly."""
-    shown = {
-        "python": {s for path in FILES for s in sections(path.read_text("utf-8"))},
-        "text": {path.read_text("utf-8") for path in OUTPUTS},
-    }
     text = page.read_text(encoding="utf-8")
-    # Pages write {.python}: a formatter would take the line that includes a snippet for code.
-    for fence in re.finditer(r"^( *)```(?:\{\.)?(\w*)\}?\n(.*?)^\1```$", text, re.M | re.S):
-        kind, body = fence[2], textwrap.dedent(fence[3])
-        if page.name == "README.md" and kind in shown:
-            assert body in shown[kind]
-        elif kind in shown:
-            assert re.fullmatch(r'--8<-- "[\w.]+(:\w+)?"\n', body), body
-        else:
-            assert kind == "bash", f"a fence of kind {kind!r}"
+    assert write_snippets.written(text) == text, "run python docs/write_snippets.py"
+    for named, _, language in FENCE.findall(text):
+        assert language in ({"python", "text"} if named else {"bash"}), (named, language)
+
+
+def test_every_output_is_shown() -> None:
+    pages = "".join(page.read_text("utf-8") for page in write_snippets.PAGES)
+    assert [p.name for p in OUTPUTS if f"<!-- snippet: {p.name} -->" not in pages] == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<!-- snippet: where.txt -->\nText",
+        "<!-- snippet: where.txt -->\n```text\nolder\n\n```\nText",
+        '```{.python}\n--8<-- "where.txt"\n```\nText',
+    ],
+    ids=["named", "older", "include"],
+)
+def test_snippets_are_written_into_a_page(page: str) -> None:
+    shown = (SNIPPETS / "where.txt").read_text("utf-8")
+    expected = f"- Before\n\n<!-- snippet: where.txt -->\n```text\n{shown}```\nText"
+    assert write_snippets.written(f"- Before\n\n{page}") == expected
+    nested = textwrap.indent(page, "  ")
+    assert write_snippets.written(nested) == textwrap.indent(expected[10:], "  ")
+
+
+def test_snippet_that_does_not_exist_is_named() -> None:
+    with pytest.raises(SystemExit, match=r"where.py has no section 'nowhere'"):
+        write_snippets.written("<!-- snippet: where.py:nowhere -->\n")
+
+
+def test_script_names_the_pages_that_differ_and_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- snippet: where.txt -->\n")
+    monkeypatch.setattr(write_snippets, "PAGES", [page])
+    monkeypatch.setattr(write_snippets, "DOCS", tmp_path / "docs")
+    with pytest.raises(SystemExit, match=r"run python docs/write_snippets.py"):
+        write_snippets.main(["--check"])
+    assert page.read_text() == "<!-- snippet: where.txt -->\n"
+    write_snippets.main([])
+    assert "```text\n" in page.read_text()
+    assert capsys.readouterr().out == "page.md\n" * 2
+    write_snippets.main(["--check"])

@@ -230,6 +230,14 @@ def test_a_whole_language_model() -> None:
     torch.testing.assert_close(grads(ours, wrt), grads(expected, wrt))
 
 
+def test_a_hook_that_comes_later_counts() -> None:
+    model = opfuser.Sequential(opfuser.Linear(3, 3), opfuser.GELU())
+    compiled, x = compile_(model), f32(4, 3)
+    check(model, compiled, x)
+    model[0].register_forward_hook(lambda module, args, y: 2 * y)
+    check(model, compiled, x)
+
+
 def test_modes_and_plain_modules() -> None:
     model = opfuser.Sequential(
         opfuser.Linear(3, 3), nn.Tanh(), opfuser.Residual(nn.ReLU()), Square()

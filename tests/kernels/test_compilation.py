@@ -36,6 +36,8 @@ SPILLED = {
     (90, "rms 4096 x 16384 torch.bfloat16 with amax"): 8,
     (100, "rms 4096 x 16384 torch.bfloat16 with amax"): 8,
 }
+# Calls whose threads read 8 bytes at a time: so 0.180 ms on an H200, and 0.204 with 16.
+NARROW = ("amax of dx and h",)
 
 
 def launches(call: Callable[[], object]) -> list[Recorded]:
@@ -66,7 +68,8 @@ def check(call: str, noted: Recorded, capability: int) -> Report:
     text = f"sm_{capability} {report}  {call}: {noted.launch}"
     print(text)  # noqa: T201  # a table where pytest shows output (-s)
     assert report.stack <= SPILLED.get((capability, call), 0), f"spilled: {text}"
-    assert report.widest_access >= 16, f"accesses less than 16 bytes at a time: {text}"
+    least = 8 if any(name in call for name in NARROW) else 16
+    assert report.widest_access >= least, f"accesses less than {least} bytes at a time: {text}"
     assert report.shared <= SHARED[capability] * 1024, f"does not fit: {text}"
     return report
 

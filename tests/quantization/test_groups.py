@@ -405,12 +405,14 @@ def test_split_sizes_on_a_gpu(recipe: Recipe, device: torch.device) -> None:
     assert_same(*found)
 
 
+@pytest.mark.parametrize("square_cols", [False, True])
 @pytest.mark.parametrize("features", [128, 256])
-def test_scales_of_groups_lie_as_those_of_tensors(features: int) -> None:
+def test_scales_of_groups_lie_as_those_of_tensors(features: int, square_cols: bool) -> None:
     """GEMMs of blocks look at their strides, which kernels and plain torch leave different."""
     x = torch.randn(135, features)
     groups = groups_on_host(torch.tensor([5, 0, 130]), x)
     how: Any = {"dtype": torch.float8_e4m3fn, "rows": True, "cols": True}
+    how["square_cols"] = square_cols
     codes = quantize_by_blocks(padded_groups(x, groups), **how)
     assert codes.row_scale is not None
     fresh = codes.row_scale.clone(memory_format=torch.contiguous_format)

@@ -329,6 +329,11 @@ def test_compiled_calls_are_refused() -> None:
             "Blocks are 1 x 128, 128 x 128 and 1 x 128",
         ),
         (
+            lambda: recipes.Float8BlockScaling(wgrad_x_block_scaling_dim=0),
+            ArgumentError,
+            "Blocks of inputs in wgrad are 1 x 128 or 128 x 128",
+        ),
+        (
             lambda: recipes.Float8BlockScaling(fp8_format=recipes.Format.HYBRID),
             NotSupportedError,
             "Blocks are in E4M3",

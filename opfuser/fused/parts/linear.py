@@ -9,20 +9,26 @@ from torch import Tensor
 
 from ... import gemm
 from ...basic.add_extra_input import AddExtraInput
-from ...basic.basic_linear import BasicLinear
-from ...basic.bias import Bias, bias_grad
+from ...basic.bias import bias_grad
 from ...buffer_reuse import only_reference
 from ...context import Contexts, ExtraTensors
 from ...fusion import Env, Refusal
 from ...kernels.scalar import cast
 from ...quantization.quantizers import Quantizer
-from .._linear import backward_refusal, forward_refusal, insist, linear_sum
+from .._linear import (
+    AnyBias,
+    AnyLinear,
+    backward_refusal,
+    forward_refusal,
+    insist,
+    linear_sum,
+)
 from .part import PLAIN, Gradients, Part, PartGrads, Quantizers
 
 __all__ = ["LinearPart", "refuse"]
 
 
-def refuse(linears: Sequence[BasicLinear], env: Env) -> Refusal | None:
+def refuse(linears: Sequence[AnyLinear], env: Env) -> Refusal | None:
     """The refusal where nothing would be saved, or where ranks exchange data around a GEMM."""
     if not any(env.needs_backward):
         return Refusal("NO_GRAD", "no gradient is needed, so that nothing is saved")
@@ -54,8 +60,8 @@ class LinearPart(Part):
 
     def __init__(
         self,
-        linear: BasicLinear,
-        bias: Bias | None,
+        linear: AnyLinear,
+        bias: AnyBias | None,
         where: str,
         *,
         add: AddExtraInput | None = None,
@@ -82,8 +88,8 @@ class LinearPart(Part):
         x, w = self.linear.operands(ctx, x, save=False)
         b = None if self.bias is None else self.bias.operand(x, w)
         if ctx.requires_grad:
-            reads_input = save_input and (self.recomputed or ctx.needs.parameters[0])
-            ctx.save_for_backward(x if reads_input else None, w)
+            reads_input = save_input and (self.recomputed or True in ctx.needs.parameters)
+            ctx.save_for_backward(x if reads_input else None, *gemm.tensors_of(w))
             if self.recomputed and self.bias is not None:
                 ctxs[1].save_for_backward(b)
         nothing = [()] * len(self.ops)
@@ -95,9 +101,10 @@ class LinearPart(Part):
         return linear_sum(self.add, z, x, w, b, in_place=ours), nothing
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
-        saved, w = ctxs[0].saved_tensors
+        saved, *weight = ctxs[0].saved_tensors
         b = None if self.bias is None else ctxs[1].saved_tensors[0]
-        return gemm.forward(saved if x is None else cast(x, w.dtype), w, b)
+        x = saved if x is None else cast(x, weight[0].dtype)
+        return gemm.forward(x, gemm.weight_of(weight), b)
 
     def backward(
         self,
@@ -116,18 +123,22 @@ class LinearPart(Part):
         return PartGrads(dx, [], extra_inputs)
 
     def _input_grad(self, ctxs: Contexts, dy: Any) -> Tensor:
-        return gemm.dgrad(dy, ctxs[0].saved_tensors[1])
+        return gemm.dgrad(dy, gemm.weight_of(ctxs[0].saved_tensors[1:]))
 
     def wants_input(self, ctxs: Contexts) -> bool:
-        return ctxs[0].needs.parameters[0]
+        return True in ctxs[0].needs.parameters
 
     def parameter_grads(self, ctxs: Contexts, dy: Any, x: Any) -> list[Gradients]:
-        ctx, dw = ctxs[0], None
-        if ctx.needs.parameters[0]:
-            saved, w = ctx.saved_tensors
-            dw = self.linear.weight_grad(dy, cast(saved if x is None else x, w.dtype), ctx)
-        own: list[Gradients] = [(dw,)]
+        ctx = ctxs[0]
+        dws: Gradients = (None,) * len(ctx.needs.parameters)
+        if True in ctx.needs.parameters:
+            saved, w = ctx.saved_tensors[:2]
+            dws = self.linear.weight_grads(dy, cast(saved if x is None else x, w.dtype), ctx)
+        own: list[Gradients] = [dws]
         if self.bias is not None:
             needs = ctxs[1].needs.parameters
-            own.append((bias_grad(dy),) if True in needs else (None,) * len(needs))
+            if True in needs:
+                own.append(self.bias.gradients(bias_grad(dy), needs))
+            else:
+                own.append((None,) * len(needs))
         return own if self.add is None else [*own, ()]

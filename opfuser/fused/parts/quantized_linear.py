@@ -14,24 +14,24 @@ from ...basic._distributed import (
     reduce_input_grad,
     reduce_output,
 )
-from ...basic._weight_grad import ScaledProduct
+from ...basic._weight_grad import ScaledProduct, WeightGradient
 from ...basic.add_extra_input import AddExtraInput
-from ...basic.basic_linear import BasicLinear
-from ...basic.bias import Bias, bias_grad
+from ...basic.bias import bias_grad
 from ...context import Contexts, ExtraTensors, OperationContext
 from ...fusion import Env
 from ...gemm.scaled import Accumulation, scaled_dgrad, scaled_forward
-from ...kernels.quantize import Codes
+from ...kernels.quantize import Codes, amax_of
 from ...kernels.scalar import cast
+from ...quantization.products import accumulation
 from ...quantization.quantizers import (
     OperandQuantizer,
     QuantizedTensor,
     Quantizer,
-    has_hardware,
     kept_weights,
 )
 from ...quantization.weights import decode_weight
 from ...recipe import Recipe
+from .._linear import AnyBias, AnyLinear
 from .linear import LinearPart
 from .part import Gradients
 
@@ -39,8 +39,8 @@ __all__ = ["QuantizedLinearPart", "linear_part"]
 
 
 def linear_part(
-    linear: BasicLinear,
-    bias: Bias | None,
+    linear: AnyLinear,
+    bias: AnyBias | None,
     where: str,
     *,
     add: AddExtraInput | None = None,
@@ -75,6 +75,11 @@ class _Weight(NamedTuple):
         return self.w if self.scale is None else decode_weight(self.w, self.scale, dtype)
 
 
+def _saved_weight(ctx: OperationContext) -> _Weight:
+    scale, amax, *tensors = ctx.saved_tensors[3:]
+    return _Weight(gemm.joined(gemm.weight_of(tensors)), scale, amax)
+
+
 class QuantizedLinearPart(LinearPart):
     """As :class:`LinearPart`, with products of FP8 codes.
 
@@ -95,8 +100,8 @@ class QuantizedLinearPart(LinearPart):
 
     def __init__(
         self,
-        linear: BasicLinear,
-        bias: Bias | None,
+        linear: AnyLinear,
+        bias: AnyBias | None,
         where: str,
         *,
         add: AddExtraInput | None = None,
@@ -104,6 +109,7 @@ class QuantizedLinearPart(LinearPart):
     ) -> None:
         super().__init__(linear, bias, where, add=add)
         self.recipe = recipe
+        self.features = linear.sharding.local_out_features, linear.sharding.local_in_features
         self.quantized_ops = (linear,)
 
     def input_quantizer(self, ctxs: Contexts, *, save_input: bool) -> Quantizer | None:
@@ -118,7 +124,9 @@ class QuantizedLinearPart(LinearPart):
         """Whether forward saves the input in some form."""
         ctx = ctxs[0]
         # Where nothing requires a gradient, needs are empty.
-        return save_input and ctx.requires_grad and (self.recomputed or ctx.needs.parameters[0])
+        return (
+            save_input and ctx.requires_grad and (self.recomputed or True in ctx.needs.parameters)
+        )
 
     @property
     def _saves_codes(self) -> bool:
@@ -138,7 +146,7 @@ class QuantizedLinearPart(LinearPart):
         ctx, sharding = ctxs[0], self.linear.sharding
         ctx.kept_weights = kept_weights()
         local, w = self.linear.operands(ctx, x, save=False, gather=False, codes=True)
-        ctx.dtype, weight = local.dtype, self._given_weight(ctx, w)
+        ctx.dtype, weight = local.dtype, self._given_weight(ctx, gemm.joined(w))
         x = gather_input(local, sharding)
         b = None if self.bias is None else self.bias.operand(x, w)
         saves = self._saves(ctxs, save_input)
@@ -151,7 +159,8 @@ class QuantizedLinearPart(LinearPart):
             codes = Quantizer(self._operands, "input", rows, by_cols).codes(gemm.as_rows(x))
         if ctx.requires_grad:
             kept = (codes.cols, codes.col_scale) if by_cols and codes is not None else (None, None)
-            ctx.save_for_backward(local if saves and not by_cols else None, *kept, *weight)
+            saved = local if saves and not by_cols else None
+            ctx.save_for_backward(saved, *kept, weight.scale, weight.amax, *gemm.tensors_of(w))
             if self.recomputed and self.bias is not None:
                 ctxs[1].save_for_backward(b)
         reduced = sharding.mode == "row"
@@ -191,17 +200,18 @@ class QuantizedLinearPart(LinearPart):
         return y.view(*x.shape[:-1], features)
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
-        saved, _, _, *weight = ctxs[0].saved_tensors
+        saved = ctxs[0].saved_tensors[0]
         b = None if self.bias is None else ctxs[1].saved_tensors[0]
         x = saved if x is None else cast(x, ctxs[0].dtype)
         codes = None
         if self.recipe.fprop == "fp8":
             codes = Quantizer(self._operands, "input", True, False).codes(gemm.as_rows(x))
-        return self._product(ctxs[0], x, codes, _Weight(*weight), b)
+        return self._product(ctxs[0], x, codes, _saved_weight(ctxs[0]), b)
 
     def grad_output_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         wanted, needs = self._grad_quantizer(ctxs), ctxs[0].needs
-        plain = (needs.input and not wanted.rows) or (needs.parameters[0] and not wanted.cols)
+        some = True in needs.parameters
+        plain = (needs.input and not wanted.rows) or (some and not wanted.cols)
         gathers = self.linear.sharding.scatters_output
         if plain or gathers or self.add is not None or not (wanted.rows or wanted.cols):
             return None
@@ -216,13 +226,13 @@ class QuantizedLinearPart(LinearPart):
             self._operands,
             "grad_output",
             needs.input and recipe.dgrad == "fp8",
-            needs.parameters[0] and recipe.wgrad == "fp8",
+            all(needs.parameters) and recipe.wgrad == "fp8",
             sums and True in ctxs[1].needs.parameters,
         )
 
     def _input_grad(self, ctxs: Contexts, dy: Any) -> Tensor:
         ctx, sharding = ctxs[0], self.linear.sharding
-        weight = _Weight(*ctx.saved_tensors[3:])
+        weight = _saved_weight(ctx)
         dy = self._whole(ctxs, dy)
         if self.recipe.dgrad != "fp8":
             dx = gemm.dgrad(dy, weight.in_high_precision(ctx.dtype))
@@ -239,10 +249,11 @@ class QuantizedLinearPart(LinearPart):
         return Quantizer(self._operands, "input", False, True)
 
     def parameter_grads(self, ctxs: Contexts, dy: Any, x: Any) -> list[Gradients]:
-        dw = db = None
-        if ctxs[0].needs.parameters[0]:
-            dw = self._weight_grad(ctxs, self._whole(ctxs, dy), x)
-        own: list[Gradients] = [(dw,)]
+        db = None
+        dws: Gradients = (None,) * len(ctxs[0].needs.parameters)
+        if True in ctxs[0].needs.parameters:
+            dws = self._weight_grads(ctxs, self._whole(ctxs, dy), x)
+        own: list[Gradients] = [dws]
         if self.bias is not None:
             needs = ctxs[1].needs.parameters
             if True in needs:
@@ -250,24 +261,42 @@ class QuantizedLinearPart(LinearPart):
                 if wanted.column_sum and (wanted.rows or wanted.cols):
                     db = self._grad_codes(ctxs, dy).column_sum
                 db = bias_grad(dy) if db is None else cast(db, dy.dtype)
-            own.append((db,) if True in needs else (None,) * len(needs))
+                own.append(self.bias.gradients(db, needs))
+            else:
+                own.append((None,) * len(needs))
         return own if self.add is None else [*own, ()]
 
-    def _weight_grad(self, ctxs: Contexts, dy: Any, x: Any) -> Tensor | None:
+    def _weight_grads(self, ctxs: Contexts, dy: Any, x: Any) -> Gradients:
         ctx = ctxs[0]
-        saved, cols, col_scale, w, _, _ = ctx.saved_tensors
+        saved, cols, col_scale, _, _, w = ctx.saved_tensors[:6]
         if isinstance(x, QuantizedTensor):
             codes = x.codes
         elif self.recipe.wgrad != "fp8" or cols is None:
             x = gather_input(saved if x is None else cast(x, ctx.dtype), self.linear.sharding)
             if self.recipe.wgrad != "fp8":
-                return self.linear.weight_grad(dy, x, ctx)
+                return self.linear.weight_grads(dy, x, ctx)
             codes = Quantizer(self._operands, "input", False, True).codes(gemm.as_rows(x))
         else:
             codes = Codes(None, None, cols, col_scale, None)
         dtype = self.linear.weight_grad_dtype(ctx, w)
-        product = ScaledProduct(self._grad_codes(ctxs, dy), codes, self._how("wgrad", w, dtype))
-        return self.linear.hand_over(product, ctx)
+        how = self._how("wgrad", w, dtype)
+
+        def gradient(columns: slice | None) -> WeightGradient:
+            if columns is None:
+                return ScaledProduct(self._grad_codes(ctxs, dy), codes, how)
+            return ScaledProduct(self._codes_of_columns(ctxs, dy, columns), codes, how)
+
+        return self.linear.hand_over_all(gradient, ctx)
+
+    def _codes_of_columns(self, ctxs: Contexts, dy: Tensor, columns: slice) -> Codes:
+        """Some columns of the gradient of the output for wgrad, with a scale that is that of all.
+
+        Of projections of which some are frozen.
+        """
+        role = self._grad_quantizer(ctxs).role
+        rows = gemm.as_rows(cast(dy, ctxs[0].dtype)).contiguous()
+        how: Any = {"rows": False, "cols": True, "amax": amax_of(rows)}
+        return self._operands.quantize(role, rows[:, columns].contiguous(), **how)
 
     def _whole(self, ctxs: Contexts, dy: Any) -> Any:
         """The gradient of the output as the GEMMs take it, gathered once for both."""
@@ -300,4 +329,4 @@ class QuantizedLinearPart(LinearPart):
         return self._operands.weight(w, source, ctx.kept_weights, **how)
 
     def _how(self, product: str, w: Tensor, dtype: torch.dtype) -> Accumulation:
-        return Accumulation(dtype, self.recipe.splits(product), has_hardware(w.device, self.recipe))
+        return accumulation(self.recipe, product, self.features, dtype, w.device)

@@ -308,6 +308,18 @@ def col_scale_of(ptr, sizes, tile_row, stride, at, E5M2: tl.constexpr, POWER_OF_
 
 
 @triton.jit
+def square_scale_of(sizes, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale of a whole tile from absolute values."""
+    return scale_of(largest_along(largest_along(sizes, 1), 0), E5M2, POWER_OF_TWO)
+
+
+@triton.jit
+def store_square_scale(ptr, scale, down, along, count, POWER_OF_TWO: tl.constexpr):
+    """1 / s of a tile to ptr (…, up4(count)), at (down, along)."""
+    tl.store(ptr + down * (tl.cdiv(count, 4) * 4) + along, inverse_of(scale, POWER_OF_TWO))
+
+
+@triton.jit
 def store_sums(ptr, tile_row, C, line, within, v):
     """Sums of a tile's columns, to sums (T, C) of T tiles, from the sum of its four tensors."""
     at = ptr + tile_row.to(tl.int64) * C + line

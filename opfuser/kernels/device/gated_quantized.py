@@ -22,12 +22,14 @@ from .fp8 import (
     pairs_of,
     place,
     raise_amax,
+    square_scale_of,
     store_cols,
     store_row,
     store_row_block,
     store_row_blocks,
     store_row_scales,
     store_rows,
+    store_square_scale,
     store_sums,
     tile_cols,
     tile_rows,
@@ -440,15 +442,16 @@ def backward_by_blocks(
     R, RP, F, dy_stride, x_stride,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
     INTERLEAVE: tl.constexpr, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    H_E5M2: tl.constexpr, H_POWER_OF_TWO: tl.constexpr,
+    H_E5M2: tl.constexpr, H_POWER_OF_TWO: tl.constexpr, H_SQUARE_COLS: tl.constexpr,
     STEP: tl.constexpr, COL_STEP: tl.constexpr, STAGES: tl.constexpr, COL_STAGES: tl.constexpr,
     EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """As :func:`backward`, with a scale for each row and each column of a tile of da, db and h.
 
-    row_scale (2F / TILE_COLS, RP), col_scale (RP / TILE_ROWS, 2F), h_scale (RP / TILE_ROWS, F); F
-    and INTERLEAVE are multiples of TILE_COLS.
+    row_scale (2F / TILE_COLS, RP), col_scale (RP / TILE_ROWS, 2F), h_scale (RP / TILE_ROWS, F) or,
+    with one for all columns of a tile, (F / TILE_COLS, up4(RP / TILE_ROWS)); F and INTERLEAVE are
+    multiples of TILE_COLS.
 
     Values of a tile in fp32 would take more registers than there are. So they are computed twice:
     STEP rows at a time for codes by rows and the largest sizes in columns, then COL_STEP rows at a
@@ -505,7 +508,12 @@ def backward_by_blocks(
         units_scale = col_scale_of(
             col_scale_ptr + apart, db_sizes, tile_row, width, gates, E5M2, POWER_OF_TWO
         )
-    h_scale = col_scale_of(h_scale_ptr, h_sizes, tile_row, F, col, H_E5M2, H_POWER_OF_TWO)
+    if H_SQUARE_COLS:
+        h_scale = square_scale_of(h_sizes, H_E5M2, H_POWER_OF_TWO)
+        down = RP // TILE_ROWS
+        store_square_scale(h_scale_ptr, h_scale, tile_col, tile_row, down, H_POWER_OF_TWO)
+    else:
+        h_scale = col_scale_of(h_scale_ptr, h_sizes, tile_row, F, col, H_E5M2, H_POWER_OF_TWO)
     if bias_ptr is not None:
         bias = _load_bias(bias_ptr, gates, within, True, COL_STEP)
     below = line < F

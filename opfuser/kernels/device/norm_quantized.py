@@ -26,7 +26,9 @@ from .fp8 import (
     place,
     raise_amax,
     scale_of,
+    square_scale_of,
     store_cols,
+    store_square_scale,
     tile_cols,
     tile_rows,
 )
@@ -116,10 +118,14 @@ def columns(
     x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, scale_ptr, codes_ptr, inverse_ptr, amax_ptr,
     R, RP, D, x_stride,
     ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr,
-    GROUP: tl.constexpr,
+    SQUARE_COLS: tl.constexpr, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Codes (D, RP) of y, a tile per program; inverse: (1,), or (RP / TILE_ROWS, D) of blocks."""
+    """Codes (D, RP) of y, a tile per program.
+
+    inverse: (1,); or (RP / TILE_ROWS, D) of blocks; or (D / TILE_COLS, up4(RP / TILE_ROWS)) of
+    squares.
+    """
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     tile_row, tile_col = place(RP, D, TILE_ROWS, TILE_COLS, GROUP)
@@ -139,7 +145,12 @@ def columns(
     if codes_ptr is not None:
         if scale_ptr is None:
             sizes = largest_of_four(y0, y1, y2, y3)
-            scale = col_scale_of(inverse_ptr, sizes, tile_row, D, col, E5M2, POWER_OF_TWO)
+            if SQUARE_COLS:
+                down = RP // TILE_ROWS
+                scale = square_scale_of(sizes, E5M2, POWER_OF_TWO)
+                store_square_scale(inverse_ptr, scale, tile_col, tile_row, down, POWER_OF_TWO)
+            else:
+                scale = col_scale_of(inverse_ptr, sizes, tile_row, D, col, E5M2, POWER_OF_TWO)
         else:
             tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
         y0, y1, y2, y3 = four_times(y0, y1, y2, y3, scale, row, R, EVEN)

@@ -14,16 +14,18 @@ from .fp8 import (
     four_times,
     in_row,
     inverse_of,
-    largest_along,
+    larger,
     largest_of_four,
     load_four,
     pairs_of,
     place,
     raise_amax,
     scale_of,
+    square_scale_of,
     store_cols,
     store_row_blocks,
     store_rows,
+    store_square_scale,
     store_sums,
     tile_cols,
     tile_rows,
@@ -41,6 +43,18 @@ def scales(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     amax = tl.load(amax_ptr + at, mask=at < n, other=0.0)
     tl.store(scale_ptr + at, scale_of(amax, E5M2, POWER_OF_TWO) * factor, mask=at < n)
+
+
+@triton.jit
+def amax(x_ptr, amax_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+    """``max |x|`` of n elements to amax, which is not negative and raised."""
+    at = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS) + tl.arange(0, BLOCK)
+    sizes = tl.zeros((BLOCK,), tl.float32)
+    for step in tl.static_range(STEPS):
+        here = at + step * BLOCK
+        x = tl.load(x_ptr + here, mask=here < n, other=0.0)
+        sizes = larger(sizes, tl.abs(x.to(tl.float32)))
+    raise_amax(amax_ptr, sizes[None, :])
 
 
 @triton.jit
@@ -75,12 +89,13 @@ def by_tensor(
 def by_blocks(
     x_ptr, rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr, sums_ptr,
     R, RP, C, x_stride,
-    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, EVEN: tl.constexpr,
+    E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, SQUARE_COLS: tl.constexpr, EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Codes with a scale for each row and each column of a tile, and sums of its columns (T, C).
 
-    row_scale (C / TILE_COLS, RP), col_scale (RP / TILE_ROWS, C); C is a multiple of TILE_COLS.
+    row_scale (C / TILE_COLS, RP), col_scale (RP / TILE_ROWS, C), or, with one for all columns of
+    the tile, (C / TILE_COLS, up4(RP / TILE_ROWS)); C is a multiple of TILE_COLS.
     """
     tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
     row = tile_rows(tile_row, TILE_ROWS)
@@ -97,7 +112,13 @@ def by_blocks(
         store_sums(sums_ptr, tile_row, C, line, line < C, (v0 + v1) + (v2 + v3))
     if cols_ptr is not None:
         sizes = largest_of_four(v0, v1, v2, v3)
-        scale = col_scale_of(col_scale_ptr, sizes, tile_row, C, col, E5M2, POWER_OF_TWO)
+        if SQUARE_COLS:
+            scale = square_scale_of(sizes, E5M2, POWER_OF_TWO)
+            store_square_scale(
+                col_scale_ptr, scale, tile_col, tile_row, RP // TILE_ROWS, POWER_OF_TWO
+            )
+        else:
+            scale = col_scale_of(col_scale_ptr, sizes, tile_row, C, col, E5M2, POWER_OF_TWO)
         v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
         low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
         store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, True, TILE_ROWS)
@@ -106,7 +127,7 @@ def by_blocks(
 @triton.jit
 def by_squares(
     x_ptr, rows_ptr, row_scale_ptr, cols_ptr, col_scale_ptr,
-    R, RP, C, x_stride, row_scale_stride, col_scale_stride,
+    R, RP, C, x_stride,
     E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr, EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -117,18 +138,15 @@ def by_squares(
     col = in_row(line, VEC)
     v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
     v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
-    amax = largest_along(largest_along(largest_of_four(v0, v1, v2, v3), 1), 0)
-    scale = scale_of(amax, E5M2, POWER_OF_TWO)
+    scale = square_scale_of(largest_of_four(v0, v1, v2, v3), E5M2, POWER_OF_TWO)
     v0, v1, v2, v3 = four_times(v0, v1, v2, v3, scale, row, R, EVEN)
     if rows_ptr is not None:
-        tl.store(
-            row_scale_ptr + tile_row * row_scale_stride + tile_col, inverse_of(scale, POWER_OF_TWO)
-        )
+        across = C // TILE_COLS
+        store_square_scale(row_scale_ptr, scale, tile_row, tile_col, across, POWER_OF_TWO)
         store_rows(rows_ptr, row, C, col, col < C, v0, v1, v2, v3, E5M2, True)
     if cols_ptr is not None:
-        tl.store(
-            col_scale_ptr + tile_col * col_scale_stride + tile_row, inverse_of(scale, POWER_OF_TWO)
-        )
+        down = RP // TILE_ROWS
+        store_square_scale(col_scale_ptr, scale, tile_col, tile_row, down, POWER_OF_TWO)
         low, high = pairs_of(v0, v1, E5M2), pairs_of(v2, v3, E5M2)
         store_cols(cols_ptr, line, line < C, tile_row, RP, low, high, True, TILE_ROWS)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -177,19 +178,22 @@ def check_blocks(
     *,
     power_of_two: bool = True,
     column_sum: bool = True,
+    square_cols: bool = True,
 ) -> None:
     """Codes and scales are those of the values that gated kernels make in fp32, bit for bit."""
     spec = product_spec(f)
     z = x.float() if bias is None else x.float() + bias.float()
     y, values = gated_forward(z, spec, None), gated_backward(dy.float(), z, spec, None, True, True)
-    dx_scaling, h_scaling = BlockScaling(dtype, power_of_two), BlockScaling(h_dtype, power_of_two)
+    dx_scaling = BlockScaling(dtype, power_of_two)
+    h_scaling = BlockScaling(h_dtype, power_of_two, square_cols)
     assert_same(
         gated_forward_quantized(x, bias, spec, h_scaling),
         quantize_by_blocks(y, h_dtype, rows=True, cols=False, power_of_two=power_of_two),
         "forward",
     )
     want_dx = quantize_by_blocks(values.dx, dtype, rows=True, cols=True, power_of_two=power_of_two)
-    want_h = quantize_by_blocks(values.y, h_dtype, rows=False, cols=True, power_of_two=power_of_two)
+    h_how: Any = {"power_of_two": power_of_two, "square_cols": square_cols}
+    want_h = quantize_by_blocks(values.y, h_dtype, rows=False, cols=True, **h_how)
     made = gated_backward_quantized(dy, x, bias, spec, dx_scaling, h_scaling, column_sum=column_sum)
     are_there(made.dx, True, True, column_sum)
     if column_sum and values.dx.isfinite().all():
@@ -302,15 +306,15 @@ BLOCKS: dict[str, Glu | ScalarFunction] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "cols", "source", "power_of_two"),
+    ("name", "rows", "cols", "source", "power_of_two", "square_cols"),
     [
-        ("swiglu", 1, 128, torch.bfloat16, True),
-        ("swiglu", 129, 256, torch.float32, False),
-        ("geglu", 127, 128, torch.float16, False),
-        ("clamped", 130, 128, torch.bfloat16, True),
-        ("situ", 128, 128, torch.bfloat16, False),
-        ("no linear units", 129, 256, torch.bfloat16, True),
-        ("swiglu in blocks of 128", 3, 256, torch.bfloat16, True),
+        ("swiglu", 1, 128, torch.bfloat16, True, True),
+        ("swiglu", 129, 256, torch.float32, False, True),
+        ("geglu", 127, 128, torch.float16, False, False),
+        ("clamped", 130, 128, torch.bfloat16, True, False),
+        ("situ", 128, 128, torch.bfloat16, False, True),
+        ("no linear units", 129, 256, torch.bfloat16, True, True),
+        ("swiglu in blocks of 128", 3, 256, torch.bfloat16, True, False),
     ],
     ids=str,
 )
@@ -320,12 +324,14 @@ def test_blocks(
     cols: int,
     source: torch.dtype,
     power_of_two: bool,
+    square_cols: bool,
     device: torch.device,
 ) -> None:
     f = BLOCKS[name]
-    x = uneven(rows, columns(f, cols), source, device)
+    x, dy = (uneven(rows, n, source, device) for n in (columns(f, cols), cols))
     dtype = E5M2 if rows == 129 else E4M3
-    check_blocks(f, x, uneven(rows, cols, source, device), None, dtype, power_of_two=power_of_two)
+    how: Any = {"power_of_two": power_of_two, "square_cols": square_cols}
+    check_blocks(f, x, dy, None, dtype, **how)
 
 
 @pytest.mark.parametrize("name", ["gelu_erf", "gelu_tanh", "swish", "relu"])
@@ -372,7 +378,9 @@ def check_saved(
     h, codes = gated_forward_and_input(x, bias, spec, how)
     assert_same(h, gated_forward_quantized(x, bias, spec, how), "h")
     assert codes is not None
-    assert_same(codes, by_blocks_plain(x, E4M3, True, False, False, False), "x")
+    assert_same(
+        codes, by_blocks_plain(x, BlockScaling(E4M3, power_of_two=False), True, False, False), "x"
+    )
     assert_same(quantize_input(x), codes, "x alone")
     assert torch.equal(x, given)
     kept = [t.clone() for t in codes[:2]]
@@ -459,7 +467,9 @@ def test_blocks_from_codes_of_x(name: str, device: torch.device) -> None:
     h, codes = gated_forward_and_input(x, None, spec, how)
     assert codes is not None
     assert_same(h, gated_forward_quantized(x, None, spec, how), "h")
-    assert_same(codes, by_blocks_plain(x, E4M3, True, False, False, False), "x")
+    assert_same(
+        codes, by_blocks_plain(x, BlockScaling(E4M3, power_of_two=False), True, False, False), "x"
+    )
     values = dequantize(codes, 129, torch.float32)
     made, want = (
         gated_backward_quantized(dy, given, None, spec, how, how) for given in (codes, values)

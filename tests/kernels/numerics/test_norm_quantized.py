@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,13 @@ from opfuser.kernels import norm, norm_launch, norm_quantized
 from opfuser.kernels.launch import has_fp8, recorded
 from opfuser.kernels.norm_quantized import norm_cols_quantized, norm_forward_quantized
 from opfuser.kernels.norm_quantized_plain import QuantizedNorm
-from opfuser.kernels.quantize import BlockScaling, Codes, Scaling, TensorScaling
+from opfuser.kernels.quantize import (
+    BlockScaling,
+    Codes,
+    Scaling,
+    TensorScaling,
+    quantize_by_squares,
+)
 from tests.kernels.codes import (
     E4M3,
     E5M2,
@@ -119,10 +125,17 @@ def assert_encoded(
 ) -> None:
     """Codes of lines of values, padding included, which is where ``inside`` is false.
 
-    Blocks are along the lines; scales are those of (block, line).
+    Blocks are along the lines; scales are those of (block, line), of squares those of 128 lines.
     """
     values = torch.where(inside, lines, 0.0)
-    if isinstance(scaling, TensorScaling):
+    if what == "columns" and isinstance(scaling, BlockScaling) and scaling.square_cols:
+        how: Any = {"rows": True, "cols": False, "power_of_two": scaling.power_of_two}
+        squares = quantize_by_squares(values, scaling.dtype, **how)
+        assert squares.row_scale is not None
+        assert squares.rows is not None
+        assert_scales(scales, squares.row_scale, what)
+        want = squares.rows.view(torch.uint8)
+    elif isinstance(scaling, TensorScaling):
         assert scaling.scale is not None
         want = expected(values, scaling.scale, scaling.dtype)
         assert_scales(scales, inverse(scaling.scale.cpu()), what)
@@ -241,7 +254,7 @@ def test_blocks(
     factors = torch.randn(shape[1], device=device).exp()  # no two blocks have one scale
     if of.weight is not None:
         of = of._replace(weight=(of.weight * factors).to(dtype))
-    check(of, BlockScaling(fp8, power_of_two))
+    check(of, BlockScaling(fp8, power_of_two, square_cols=dtype == BF16))
 
 
 @pytest.mark.parametrize("most", [norm_launch.FORWARD.max_cols, 256])

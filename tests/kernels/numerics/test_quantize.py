@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,20 @@ def test_amax_is_raised_in_the_same_pass(
     torch.testing.assert_close(own, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [5.5, -5.5, INF, NAN])
+def test_amax_of_many_values(value: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Wherever it is: among those of several programs, and of columns that are apart."""
+    x = torch.rand(3, 16385, dtype=torch.float32).to(device, dtype)
+    want = torch.tensor([abs(value)])
+    for row, col in ((0, 0), (1, 16383), (2, 16384)):
+        held = x.clone()
+        held[row, col] = value
+        for layout in (held, held.t(), held.repeat_interleave(2, 1)[:, ::2]):
+            torch.testing.assert_close(amax_of(layout).cpu(), want, rtol=0, atol=0, equal_nan=True)
+    assert amax_of(x).item() == x.float().max().item()
+
+
 def test_amax_of_no_values_is_0(device: torch.device) -> None:
     for shape in ((0, 5), (5, 0)):
         amax = amax_of(torch.empty(shape, dtype=torch.bfloat16, device=device))
@@ -262,9 +277,18 @@ def test_blocks_and_squares(
     made = quantize_by_blocks(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
     is_wanted(made, by_rows, by_cols)
     assert_blocks(x, made, dtype, power_of_two)
-    made = quantize_by_squares(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
-    is_wanted(made, by_rows, by_cols)
-    check_by_squares(x, made, dtype, power_of_two)
+    assert not made.has_square_cols
+    squares = quantize_by_squares(x, dtype, rows=by_rows, cols=by_cols, power_of_two=power_of_two)
+    is_wanted(squares, by_rows, by_cols)
+    check_by_squares(x, squares, dtype, power_of_two)
+    how: Any = {"power_of_two": power_of_two, "square_cols": True}
+    mixed = quantize_by_blocks(x, dtype, rows=by_rows, cols=by_cols, **how)
+    assert mixed.has_square_cols == by_cols
+    for own, want in zip(mixed[:4], (*made[:2], *squares[2:4])):
+        assert (own is None) == (want is None)
+        if own is not None:
+            assert torch.equal(own.view(torch.uint8), want.view(torch.uint8))
+            assert (own.shape, own.stride()) == (want.shape, want.stride())
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

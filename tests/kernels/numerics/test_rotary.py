@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opfuser import QKNorm, RotaryEmbedding, Sequential
 from opfuser.kernels import rotary as family
 from opfuser.kernels import rotary_plain
 from opfuser.kernels.launch import recorded
@@ -176,6 +177,19 @@ def test_heads_that_all_turn(dtype: torch.dtype, device: torch.device) -> None:
     """Queries alone, or keys alone: there are no values behind them."""
     for heads in (Heads(5, 0, 10, 6), Heads(3, 0, 8, 8, True)):
         check_rotary(given(heads, dtype, device), heads)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_tables_of_positions_however_these_lie(norm: bool, device: torch.device) -> None:
+    op = RotaryEmbedding(2, 12, num_kv_heads=1, sections=(3, 2, 1))
+    model = Sequential(QKNorm(2, 12, num_kv_heads=1), op) if norm else Sequential(op)
+    x = torch.randn(2, 5, 48, device=device)
+    rows = torch.randint(40, (3, 2, 5), device=device)
+    for positions in (rows, rows[0], rows[:, :1], rows.mT.contiguous().mT, rows[0, 0]):
+        for lie in (positions, torch.stack([positions, positions], -1)[..., 0]):
+            y = model.to(device)(x, op_kwargs={op: {"positions": lie}})
+            wanted = op.reference(model[0].reference(x) if norm else x, positions=lie)
+            torch.testing.assert_close(y, wanted)
 
 
 def check_norm(g: Given, heads: Heads, turn: bool, zero_centered: bool = False) -> None:

@@ -130,3 +130,7 @@ for name, f, rows, cols, source in (
                 what, passes + sums / 2 * column_sum, backward, x,
                 f=f, dx=blocks, h=blocks, bias=parts == 1, column_sum=column_sum,
             )  # fmt: skip
+        SHIPPED.ship(
+            f"{size} backward in blocks, h in squares", passes, backward, x,
+            f=f, dx=blocks, h=BlockScaling(E4M3, square_cols=True), bias=parts == 1,
+        )  # fmt: skip

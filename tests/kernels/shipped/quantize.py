@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.quantize import (
+    amax_of,
     quantize_by_blocks,
     quantize_by_squares,
     quantize_by_tensor,
@@ -56,10 +57,13 @@ for rows, cols, source in (
             ("both with sums", {**both, "column_sum": True}, 2),
             ("rows", by_rows, 1),
             ("cols", {"rows": False, "cols": True}, 1),
+            ("both, columns in squares", {**both, "square_cols": True}, 2),
         ):
             passes = 1 + layouts * (layout + scales)
             SHIPPED.ship(f"{size} blocks {name}", passes, quantize_by_blocks, x, dtype=E4M3, **how)
         SHIPPED.ship(f"{size} squares", 1 + 2 * layout, quantize_by_squares, x, dtype=E4M3, **both)
 
+for dtype in (BF16, FP32):
+    SHIPPED.ship(f"amax of {dtype}", 1, amax_of, empty(28672, 4096, dtype=dtype))
 for rows, cols in ((28672, 4096), (1040, 2064)):  # W by columns; the second has no whole tiles
     SHIPPED.ship(f"transpose {rows} x {cols}", 2, transpose_codes, empty(rows, cols, dtype=E4M3))

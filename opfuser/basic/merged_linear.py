@@ -1,0 +1,359 @@
+"""Linear transformations of one input with separate weights, whose outputs are concatenated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from .. import gemm
+from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
+from ..errors import ArgumentError, InputError, explain
+from ..fusion import Env, Refusal
+from ..gemm_providers import GemmChoice
+from ..op import Dtypes, OperationContext
+from ..quantization.region import active_recipe, amax_group
+from ..quantization.tensor_quantizer import TensorQuantizer
+from ._distributed import LinearSharding
+from ._projections import OfProjections, Projection
+from ._recipes import check_own_recipe, choices_of, recipe_refusal
+from ._weight_grad import (
+    Computed,
+    Product,
+    WeightGradient,
+    handed_over,
+    keep_weights,
+    kept_weights,
+    refuse_both,
+)
+from .bias import bias_grad
+
+__all__ = ["BasicMergedLinear", "MergedBias"]
+
+
+class BasicMergedLinear(OfProjections):
+    r"""Concatenated linear transformations: :math:`y = [x W_1^T, x W_2^T, \dots]`.
+
+    Shapes: x ``(..., in_features)``, W_i ``(sizes[i], in_features)``, y ``(..., Σ sizes)``. Dtypes,
+    attributes and errors as in ``BasicLinear``; the weights are of one dtype. See ``MergedLinear``,
+    of which it is a part.
+
+    Args:
+        projections: by name; they become submodules.
+        accumulate_into_main_grad: see ``BasicLinear``, for each weight.
+        accumulate_into_grad: likewise.
+
+    Raises:
+        ArgumentError: both of the flags.
+        InputError: x has the wrong last dimension or dtype.
+    """
+
+    parameter: ClassVar[str] = "weight"
+    read_only: ClassVar[frozenset[str]] = OfProjections.read_only | {
+        "in_features",
+        "out_features",
+        "sharding",
+    }
+    recipe: str | None = "inherit"
+    takes_part_in_recipes: ClassVar[bool] = True
+
+    class Settings(NamedTuple):
+        accumulate_into_main_grad: bool
+        accumulate_into_grad: bool
+
+    def __init__(
+        self,
+        projections: Mapping[str, Projection],
+        *,
+        accumulate_into_main_grad: bool = False,
+        accumulate_into_grad: bool = False,
+    ) -> None:
+        super().__init__(projections)
+        self.in_features = next(iter(projections.values())).in_features
+        self.out_features = sum(self.sizes)
+        self.sharding = LinearSharding(None, None, 1, False, self.in_features, self.out_features)
+        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.accumulate_into_grad = accumulate_into_grad
+        self.make_settings()  # checks them
+
+    @property
+    def Saved(self) -> type[tuple[Any, ...]]:  # type: ignore[override]  # noqa: N802
+        """The input, and a weight for each projection; None where no gradient reads it."""
+        names = ("input", *(f"weight{n}" for n in range(len(self.names))))
+        return NamedTuple("Saved", [(n, Tensor | None) for n in names])  # type: ignore[return-value]
+
+    def make_settings(self) -> BasicMergedLinear.Settings:
+        both = self.accumulate_into_main_grad, self.accumulate_into_grad
+        refuse_both(*both, type(self).__name__)
+        check_own_recipe(self.recipe, type(self).__name__)
+        return self.Settings(*both)
+
+    def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
+        return dtypes.autocast or dtypes.first_parameter
+
+    def quantized_refusal(self, env: Env) -> Refusal | None:
+        dtype = self._weights()[0].dtype
+        for size in self.sizes:  # so that each is quantised with others as it is alone
+            no = recipe_refusal(self.recipe, (size, self.in_features), dtype, env)
+            if no is not None:
+                return no
+        return None
+
+    def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
+        if env.recipe is None:
+            return ()
+        features, own = (self.out_features, self.in_features), self._weights()[0].dtype
+        return choices_of(env, features, own, into_main_grad=self.accumulate_into_main_grad)
+
+    def num_quantizers(self, mode: str) -> int:
+        return 2 if mode == "forward" else 1
+
+    def _quantizer(self, mode: str, index: int) -> TensorQuantizer | None:
+        recipe, w = active_recipe(), self._weights()[0]
+        if recipe is None:
+            return None
+        env = Env(w.device, w.dtype, autocast_dtype=autocast_dtype(w.device), recipe=recipe)
+        if self.quantized_refusal(env) is not None:
+            return None
+        role = "grad_output" if mode == "backward" else ("input", "weight")[index]
+        return TensorQuantizer(self, recipe, amax_group(), role)
+
+    def scale_of(self, weight: Tensor) -> Tensor | None:
+        """None: the weights are stored in high precision."""
+        return None
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        return gemm.forward(*self.operands(ctx, input_))
+
+    def operands(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        save: bool = True,
+        gather: bool = True,
+        codes: bool = False,
+    ) -> tuple[gemm.Operand, gemm.Weight]:
+        """As of ``BasicLinear``; the weight is one operand, wherever its parts lie."""
+        weights, x = self._weights(), input_
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            self._refuse_input(x)
+        dtype = weights[0].dtype
+        if any_autocast():
+            dtype = autocast_dtype(x.device) or dtype
+        if any(ctx.settings or self.frozen_settings(ctx)):
+            keep_weights(ctx, weights)
+        if x.dtype != dtype:
+            if x.dtype not in COMPUTE_DTYPES:
+                refuse_dtype(x, self)
+            x = x.to(dtype)
+        w = gemm.stacked(weights)
+        if w.dtype != dtype:
+            w = w.to(dtype)
+        if save and ctx.requires_grad:
+            needs = ctx.needs
+            saved = w.matrices if needs.input else (None,) * len(weights)
+            ctx.save_for_backward(x if True in needs.parameters else None, *saved)
+        return x, w
+
+    def _weights(self) -> list[nn.Parameter]:
+        modules, cols, weights = self._modules, self.in_features, []
+        dtype = None
+        for name, rows in zip(self.names, self.sizes):
+            module: Any = modules[name]
+            w = module._parameters.get("weight")
+            if w is None:
+                w = self.parameter_not_registered(name)
+            dtype = dtype or w.dtype
+            if w.dtype != dtype or w.shape != (rows, cols):
+                self._refuse_weights()
+            weights.append(w)
+        return weights
+
+    def _refuse_weights(self) -> NoReturn:
+        found = [(name, getattr(self._modules[name], "weight")) for name in self.names]  # noqa: B009
+        raise ArgumentError(
+            explain(
+                "Projections have weights of one dtype, and of the shapes that they were made with",
+                where=f"{type(self).__name__}({self.extra_repr()})",
+                received=", ".join(f"{n} {tuple(w.shape)} {w.dtype}" for n, w in found),
+                remedy="Cast all of them, or use one Linear each",
+            )
+        )
+
+    def _refuse_input(self, x: Tensor) -> NoReturn:
+        raise InputError(
+            explain(
+                "The last dimension of the input must be in_features",
+                where=f"{type(self).__name__}({self.extra_repr()})",
+                received=f"shape {tuple(x.shape)}",
+                remedy=f"Pass a tensor of shape (..., {self.in_features})",
+            )
+        )
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        x, *weights = ctx.saved_tensors
+        dx = None
+        if ctx.needs.input:
+            dx = gemm.dgrad(grad_output, gemm.weight_of(weights))
+        return dx, self.weight_grads(grad_output, x, ctx)
+
+    def weight_grads(
+        self, dy: Tensor, x: Tensor, ctx: OperationContext, scale: float | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of the weights for autograd; None for those that are not needed.
+
+        Args as of :meth:`BasicLinear.weight_grad`.
+        """
+        if True not in ctx.needs.parameters:
+            return (None,) * len(ctx.needs.parameters)
+        if dy.dtype != x.dtype:
+            dy = dy.to(x.dtype)  # once for all
+
+        def gradient(columns: slice | None) -> Product:
+            return Product(dy if columns is None else dy[..., columns], x, scale)
+
+        return self.hand_over_all(gradient, ctx)
+
+    def hand_over_all(
+        self, gradient: Callable[[slice | None], WeightGradient], ctx: OperationContext
+    ) -> tuple[Tensor | None, ...]:
+        """The same for gradients in any form: one GEMM for all where nobody else takes them.
+
+        Args:
+            gradient: returns that of some columns of the output, or of all: None.
+            ctx: this operation's context in backward.
+        """
+        into_main_grad, into_grad = self.frozen_settings(ctx)
+        needed = ctx.needs.parameters
+        pieces: Sequence[Tensor] = ()
+        if all(needed):
+            whole = gradient(None)
+            if not (into_main_grad or (into_grad and isinstance(whole, Product))):
+                return tuple(whole.value().split(self.sizes))
+            if not isinstance(whole, Product):  # whose GEMM adds to nothing
+                pieces = whole.value().split(self.sizes)
+        used = kept_weights(ctx)
+
+        def handed(n: int, columns: slice) -> Tensor | None:
+            return handed_over(
+                Computed(pieces[n]) if pieces else gradient(columns),
+                used[n] if used else None,
+                lambda: self._weights()[n],
+                type(self).__name__,
+                main_grad=into_main_grad,
+                grad=into_grad,
+            )
+
+        return tuple(
+            [
+                handed(n, columns) if need else None
+                for n, (columns, need) in enumerate(zip(self.columns(), needed))
+            ]
+        )
+
+    def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Weight) -> torch.dtype:
+        """In forward, the dtype that the gradients of the weights go to."""
+        dtype = self._weights()[0].dtype
+        into_main_grad = self.frozen_settings(ctx).accumulate_into_main_grad
+        return torch.promote_types(dtype, torch.float32) if into_main_grad else dtype
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        weights = self._weights()
+        return torch.cat([input_.to(w.dtype) @ w.t() for w in weights], -1)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, {super().extra_repr()}"
+
+
+class MergedBias(OfProjections):
+    r"""Adds the biases of projections to their concatenated outputs.
+
+    Shapes: x and y ``(..., Σ sizes)``, b_i ``(sizes[i],)``. Nothing is added to the output of a
+    projection without bias. Dtypes and errors as in ``Bias``.
+
+    Args:
+        projections: by name; they become submodules.
+
+    Raises:
+        InputError: x has the wrong last dimension.
+    """
+
+    parameter: ClassVar[str] = "bias"
+    forward_leaves_nothing: ClassVar[bool] = True
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> Tensor:
+        if input_.dtype not in COMPUTE_DTYPES:
+            refuse_dtype(input_, self)
+        return input_.add(self.operand(input_))
+
+    def operand(self, x: Tensor, weight: gemm.Weight | None = None) -> Tensor:
+        """As of ``Bias``: the biases as one, (Σ sizes,), zero where a projection has none."""
+        width = x.shape[-1] if weight is None and x.dim() else 0
+        if weight is not None:
+            width = weight.shape[0]
+        if width != sum(self.sizes):
+            self._refuse_input(x, width)
+        biases: list[Tensor] = []
+        for name in self.owners:
+            module: Any = self._modules[name]
+            b = module._parameters.get("bias")
+            biases.append(self.parameter_not_registered(name) if b is None else b)
+        if len(biases) == len(self.names) and len({b.dtype for b in biases}) == 1:
+            whole = gemm.one_behind_another(biases)
+            if whole is not None:
+                return whole.to(x.dtype)
+        found = iter(biases)
+        return torch.cat(
+            [
+                next(found).to(x.dtype) if name in self.owners else x.new_zeros(size)
+                for name, size in zip(self.names, self.sizes)
+            ]
+        )
+
+    def gradients(self, db: Tensor, needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """For each bias its share of the gradient ``db`` (Σ sizes,), if it is needed."""
+        shares = [
+            share for name, share in zip(self.names, db.split(self.sizes)) if name in self.owners
+        ]
+        return tuple([share if need else None for share, need in zip(shares, needed)])
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+        needed = ctx.needs.parameters
+        dx = grad_output if ctx.needs.input else None
+        if True not in needed:
+            return dx, (None,) * len(needed)
+        return dx, self.gradients(bias_grad(grad_output), needed)
+
+    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        return input_ + self.operand(input_)
+
+    def _refuse_input(self, x: Tensor, width: int) -> NoReturn:
+        raise InputError(
+            explain(
+                "The last dimension of the input must be the sum of the sizes of the biases",
+                where=f"{type(self).__name__}({self.extra_repr()})",
+                received=f"shape {(*x.shape[:-1], width)}",
+                remedy=f"Pass a tensor of shape (..., {sum(self.sizes)})",
+            )
+        )

@@ -1,0 +1,124 @@
+"""What products multiply: tensors, and weights whose rows are those of several matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.launch import transforms_active
+
+__all__ = [
+    "Operand",
+    "Stacked",
+    "Weight",
+    "as_rows",
+    "functional",
+    "joined",
+    "one_behind_another",
+    "stacked",
+    "tensors_of",
+    "weight_of",
+]
+
+
+class Stacked(NamedTuple):
+    """The weight (N, K) whose rows are those of several matrices (N_i, K), N = Σ N_i.
+
+    Attributes:
+        matrices: of one dtype and device.
+        whole: one view of all of them where they lie one behind another; else None. What reads or
+            writes it is one product, and else one for each matrix.
+    """
+
+    matrices: tuple[Tensor, ...]
+    whole: Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, K)."""
+        return torch.Size((sum([m.shape[0] for m in self.matrices]), self.matrices[0].shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices."""
+        return self.matrices[0].dtype
+
+    @property
+    def sizes(self) -> list[int]:
+        """N_i."""
+        return [m.shape[0] for m in self.matrices]
+
+    def to(self, dtype: torch.dtype) -> Stacked:
+        """The values in another dtype; one behind another where they were."""
+        if self.whole is None:
+            return Stacked(tuple([m.to(dtype) for m in self.matrices]), None)
+        whole = self.whole.to(dtype)
+        return Stacked(tuple(whole.split(self.sizes)), whole)
+
+
+# What a product multiplies. Callers pass it on, and read its shape and dtype alone: how its values
+# are stored is known in this package.
+Operand: TypeAlias = Tensor
+Weight: TypeAlias = Tensor | Stacked
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` (..., D) as (rows, D). ``reshape(-1, D)`` is ambiguous where D is zero."""
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def functional() -> bool:
+    """Whether nothing takes an ``out`` or has an address: while traced, and under torch.vmap."""
+    return torch.compiler.is_compiling() or transforms_active()
+
+
+def one_behind_another(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One view, along the first dimension, of tensors that lie so in one storage; else None.
+
+    Args:
+        tensors: of one dtype, and of one shape but for the first dimension.
+    """
+    if functional():
+        return None
+    first, start, place = tensors[0], 0, 0
+    for t in tensors:
+        if type(t) is not nn.Parameter and type(t) is not Tensor:
+            return None  # others need not have an address
+        if not start:
+            start = place = t.data_ptr()
+        if t.data_ptr() != place or not t.is_contiguous():
+            return None
+        place += t.nbytes
+    # Memory within one storage belongs to no other one.
+    storage = first.untyped_storage()
+    if not start or place > storage.data_ptr() + storage.nbytes():
+        return None
+    rows, cols = sum([len(t) for t in tensors]), first.shape[1:]
+    return first.as_strided((rows, *cols), (*cols, 1))
+
+
+def stacked(matrices: Sequence[Tensor]) -> Stacked:
+    """The weight whose rows are those of ``matrices``."""
+    return Stacked(tuple(matrices), one_behind_another(matrices))
+
+
+def tensors_of(w: Weight) -> tuple[Tensor, ...]:
+    """The tensors that a weight consists of, to be saved."""
+    return w.matrices if isinstance(w, Stacked) else (w,)
+
+
+def weight_of(tensors: Sequence[Tensor]) -> Weight:
+    """The weight that consists of these tensors: the inverse of :func:`tensors_of`."""
+    return tensors[0] if len(tensors) == 1 else stacked(tensors)
+
+
+def joined(w: Weight) -> Tensor:
+    """(N, K) in one piece: a copy where its matrices do not lie one behind another."""
+    if not isinstance(w, Stacked):
+        return w
+    return torch.cat(w.matrices) if w.whole is None else w.whole

@@ -1,0 +1,1 @@
+"""Bridges to other libraries, none of which ``import opfuser`` brings in."""

@@ -1,0 +1,320 @@
+"""The modules of Transformer Engine that are a linear transformation with what is around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+import opfuser
+from opfuser import GroupedLinear, LayerNorm, Linear, MakeExtraOutput, MergedLinear, RMSNorm
+from opfuser.errors import ArgumentError, explain
+
+from .options import Options, refuse_delay, refuse_option, refuse_others
+
+__all__ = [
+    "ACTIVATIONS",
+    "GroupedLinearOptions",
+    "LayerNormLinearOptions",
+    "LayerNormMLPOptions",
+    "LinearOptions",
+    "Split",
+    "norm",
+    "projection",
+    "split_names",
+    "split_of",
+]
+
+Device = torch.device | str | None
+Dtype = torch.dtype | None
+Split = tuple[tuple[str, int], ...]
+
+# By their names there; ours are classes of the same formula.
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu": "GELU",
+    "geglu": "GEGLU",
+    "glu": "GLU",
+    "qgelu": "QGELU",
+    "qgeglu": "QGEGLU",
+    "relu": "ReLU",
+    "reglu": "ReGLU",
+    "srelu": "SReLU",
+    "sreglu": "SReGLU",
+    "silu": "SiLU",
+    "swiglu": "SwiGLU",
+    "clamped_swiglu": "ClampedSwiGLU",
+}
+_NORMS: Mapping[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+_NORM_NAMES = {"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}
+
+
+def norm(options: Any, features: int, device: Device, dtype: Dtype) -> LayerNorm | RMSNorm:
+    """The norm that ``options`` with fields ``normalization``, ``eps`` and so on ask for."""
+    found = _NORMS.get(options.normalization)
+    if found is None:
+        raise ArgumentError(
+            explain(
+                f"normalization is one of {', '.join(_NORMS)}",
+                where=type(options).__name__,
+                received=repr(options.normalization),
+            )
+        )
+    centered = options.zero_centered_gamma
+    where: Any = {"device": device, "dtype": dtype}
+    return found(features, eps=options.eps, zero_centered_gamma=centered, **where)
+
+
+def split_of(module: Any) -> Split | None:
+    """Names and rows of the parameters that make up the weight of a module there; None: one."""
+    names = module.weight_names
+    if names == ["weight"]:
+        return None
+    return tuple(
+        (n.removesuffix("_weight"), k) for n, k in zip(names, module.parameter_split_sizes)
+    )
+
+
+def split_names(linear: str, split: Split | None) -> dict[str, str]:
+    """The names of the parameters of a linear at the path ``linear``, and theirs."""
+    names: dict[str, str] = {}
+    for kind in ("weight", "bias"):
+        if split is None:
+            names[f"{linear}.{kind}"] = kind
+            continue
+        for name, _ in split:
+            names[f"{linear}.{name}.{kind}"] = f"{name}_{kind}"
+    return names
+
+
+def projection(
+    in_features: int, out_features: int, split: Split | None, **how: Any
+) -> Linear | MergedLinear:
+    """A linear transformation, of one parameter or of several."""
+    if split is None:
+        return Linear(in_features, out_features, **how)
+    return MergedLinear(in_features, dict(split), **how)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearOptions(Options):
+    """Of ``te.Linear``: the sequence ``linear``, :math:`y = x W^T + b`.
+
+    With ``parameters_split``, a tuple of names (without the ``_`` at their ends, which are no part
+    of the parameters' names there) and rows, it is a :class:`opfuser.MergedLinear`.
+    """
+
+    te_name: ClassVar[str] = "Linear"
+
+    in_features: int
+    out_features: int
+    bias: bool = True
+    fuse_wgrad_accumulation: bool = False
+    parameters_split: Split | None = None
+
+    def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
+        linear = projection(
+            self.in_features,
+            self.out_features,
+            self.parameters_split,
+            bias=self.bias,
+            device=device,
+            dtype=dtype,
+            accumulate_into_main_grad=self.fuse_wgrad_accumulation,
+        )
+        return {"linear": linear}
+
+    def names(self) -> Mapping[str, str]:
+        return {**self.renamed, **split_names("linear", self.parameters_split)}
+
+    @classmethod
+    def _read(cls, module: Any) -> dict[str, Any]:
+        refuse_others(module)
+        refuse_delay(module)
+        return {
+            "in_features": module.in_features,
+            "out_features": module.out_features,
+            "bias": module.use_bias,
+            "fuse_wgrad_accumulation": module.fuse_wgrad_accumulation,
+            "parameters_split": split_of(module),
+        }
+
+    @classmethod
+    def read(cls, module: nn.Module) -> LinearOptions:
+        return cls(**cls._read(module))
+
+    def te_arguments(self) -> dict[str, Any]:
+        split = self.parameters_split
+        return {**vars(self), "parameters_split": None if split is None else dict(split)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormLinearOptions(LinearOptions):
+    """Of ``te.LayerNormLinear``: the sequence ``norm``, ``linear``.
+
+    With ``return_layernorm_output`` the output of the norm is an extra output behind y.
+    """
+
+    te_name: ClassVar[str] = "LayerNormLinear"
+    renamed: ClassVar[Mapping[str, str]] = _NORM_NAMES
+
+    eps: float = 1e-5
+    normalization: str = "LayerNorm"
+    zero_centered_gamma: bool = False
+    return_layernorm_output: bool = False
+
+    def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
+        first: dict[str, nn.Module] = {"norm": norm(self, self.in_features, device, dtype)}
+        if self.return_layernorm_output:
+            first["normalized"] = MakeExtraOutput()
+        return {**first, **super().parts(device, dtype)}
+
+    @classmethod
+    def _read(cls, module: Any) -> dict[str, Any]:
+        return {
+            **super()._read(module),
+            "eps": module.eps,
+            "normalization": module.normalization,
+            "zero_centered_gamma": module.zero_centered_gamma,
+            "return_layernorm_output": module.return_layernorm_output,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNormMLPOptions(Options):
+    """Of ``te.LayerNormMLP``: the sequence ``norm``, ``fc1``, ``activation``, ``fc2``.
+
+    With ``return_layernorm_output`` the output of the norm is an extra output behind y. With
+    ``checkpoint`` a fused block saves its input alone: ``recompute_mlp`` of the activation.
+    """
+
+    te_name: ClassVar[str] = "LayerNormMLP"
+    renamed: ClassVar[Mapping[str, str]] = {
+        **_NORM_NAMES,
+        "fc1.weight": "fc1_weight",
+        "fc1.bias": "fc1_bias",
+        "fc2.weight": "fc2_weight",
+        "fc2.bias": "fc2_bias",
+    }
+
+    hidden_size: int
+    ffn_hidden_size: int
+    eps: float = 1e-5
+    bias: bool = True
+    normalization: str = "LayerNorm"
+    activation: str = "gelu"
+    activation_params: Mapping[str, float] | None = None
+    fuse_wgrad_accumulation: bool = False
+    return_layernorm_output: bool = False
+    zero_centered_gamma: bool = False
+    checkpoint: bool = False
+
+    def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
+        activation = self._activation()
+        gated = 2 if self.activation.endswith("glu") else 1
+        how: Any = {
+            "bias": self.bias,
+            "device": device,
+            "dtype": dtype,
+            "accumulate_into_main_grad": self.fuse_wgrad_accumulation,
+        }
+        first: dict[str, nn.Module] = {"norm": norm(self, self.hidden_size, device, dtype)}
+        if self.return_layernorm_output:
+            first["normalized"] = MakeExtraOutput()
+        return {
+            **first,
+            "fc1": Linear(self.hidden_size, gated * self.ffn_hidden_size, **how),
+            "activation": activation,
+            "fc2": Linear(self.ffn_hidden_size, self.hidden_size, **how),
+        }
+
+    def _activation(self) -> Any:
+        name = ACTIVATIONS.get(self.activation)
+        if name is None:
+            raise ArgumentError(
+                explain(
+                    f"activation is one of {', '.join(ACTIVATIONS)}",
+                    where=type(self).__name__,
+                    received=repr(self.activation),
+                )
+            )
+        params = dict(self.activation_params or {})
+        if set(params) - {"limit", "alpha", "glu_linear_offset"} or (
+            params and name != "ClampedSwiGLU"
+        ):
+            refuse_option(type(self).__name__, "activation_params", params)
+        activation = getattr(opfuser, name)(**params)
+        if self.checkpoint:
+            activation.recompute_mlp = True
+        return activation
+
+    @classmethod
+    def read(cls, module: nn.Module) -> LayerNormMLPOptions:
+        refuse_others(module)
+        return cls.read_inside(module)
+
+    @classmethod
+    def read_inside(cls, module: Any) -> LayerNormMLPOptions:
+        """The options of a module inside of another, which may add the bias of ``fc2`` itself."""
+        refuse_delay(module)
+        return cls(
+            hidden_size=module.fc1_weight.shape[1],
+            ffn_hidden_size=module.fc2_weight.shape[1],
+            eps=module.eps,
+            bias=module.use_bias,
+            normalization=module.normalization,
+            activation=module.activation,
+            activation_params=getattr(module, "activation_params", None),
+            fuse_wgrad_accumulation=module.fuse_wgrad_accumulation,
+            return_layernorm_output=module.return_layernorm_output,
+            zero_centered_gamma=module.zero_centered_gamma,
+            checkpoint=getattr(module, "checkpoint", False),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedLinearOptions(Options):
+    """Of ``te.GroupedLinear``: the sequence ``linear``, called with x and the split sizes.
+
+    The sizes, ``m_splits`` there, are the extra input, a tensor of integers.
+    """
+
+    te_name: ClassVar[str] = "GroupedLinear"
+
+    num_gemms: int
+    in_features: int
+    out_features: int
+    bias: bool = True
+    fuse_wgrad_accumulation: bool = False
+    delay_wgrad_compute: bool = False
+
+    def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
+        linear = GroupedLinear(
+            self.num_gemms,
+            self.in_features,
+            self.out_features,
+            bias=self.bias,
+            device=device,
+            dtype=dtype,
+            accumulate_into_main_grad=self.fuse_wgrad_accumulation,
+            delay_wgrad_compute=self.delay_wgrad_compute,
+        )
+        return {"linear": linear}
+
+    def names(self) -> Mapping[str, str]:
+        names = [f"{kind}{n}" for n in range(self.num_gemms) for kind in ("weight", "bias")]
+        return {f"linear.{name}": name for name in names}
+
+    @classmethod
+    def read(cls, module: Any) -> GroupedLinearOptions:
+        refuse_others(module)
+        return cls(
+            num_gemms=module.num_gemms,
+            in_features=module.in_features,
+            out_features=module.out_features,
+            bias=module.use_bias,
+            fuse_wgrad_accumulation=module.fuse_wgrad_accumulation,
+            delay_wgrad_compute=module.wgrad_store.delay_wgrad_compute(),
+        )

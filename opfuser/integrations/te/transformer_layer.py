@@ -1,0 +1,360 @@
+"""``te.TransformerLayer``: self-attention and a feed-forward block with their residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from opfuser import (
+    DotProductAttention,
+    Dropout,
+    Linear,
+    QKNorm,
+    Residual,
+    RotaryEmbedding,
+    Sequential,
+)
+from opfuser.errors import NotSupportedError, explain
+
+from .linear_modules import (
+    Device,
+    Dtype,
+    LayerNormLinearOptions,
+    LayerNormMLPOptions,
+    Split,
+    norm,
+    projection,
+    split_names,
+    split_of,
+)
+from .options import Options, refuse_delay, refuse_option, refuse_others
+from .packing import DeinterleaveHeads, SwapSequenceAndBatch
+
+__all__ = ["TransformerLayerOptions"]
+
+# Options of the layer and of its attention that have no counterpart but these values.
+_LAYER: Mapping[str, Any] = {
+    "layer_type": "encoder",
+    "parallel_attention_mlp": False,
+    "drop_path": None,
+    "softmax_type": "vanilla",
+    "tp_size": 1,
+}
+_CAUSAL = {"causal": True, "causal_bottom_right": True, "no_mask": False}
+_LAYOUTS = ("sbhd", "bshd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerLayerOptions(Options):
+    """Of ``te.TransformerLayer``: the sequence ``attention``, ``mlp`` and, if asked for, ``norm``.
+
+    The layer's input and output have the layout ``attn_input_format``; only around attention are
+    sequence and batch swapped. Heads that are interleaved (``qkv_weight_interleaved=True``) are
+    sorted behind the GEMM: one copy of queries, keys and values.
+
+    What calls pass there, masks, windows, rotary angles, belongs to operations here: keywords of
+    :class:`opfuser.DotProductAttention`, its ``window``, and ``rotary_base``.
+
+    Attributes:
+        rotary_base: not an argument there: base of the angles that calls of the layer pass as
+            ``rotary_pos_emb``; None: they pass none.
+
+    Raises:
+        NotSupportedError: an option has no counterpart, or not with this value.
+    """
+
+    te_name: ClassVar[str] = "TransformerLayer"
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_gqa_groups: int | None = None
+    layernorm_epsilon: float = 1e-5
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    kv_channels: int | None = None
+    self_attn_mask_type: str = "causal"
+    window_size: tuple[int, int] | None = None
+    softcap: float = 0.0
+    fuse_wgrad_accumulation: bool = False
+    apply_residual_connection_post_layernorm: bool = False
+    output_layernorm: bool = False
+    fuse_qkv_params: bool = False
+    rotary_pos_interleaved: bool = False
+    zero_centered_gamma: bool = False
+    qkv_weight_interleaved: bool = True
+    bias: bool = True
+    activation: str = "gelu"
+    activation_params: Mapping[str, float] | None = None
+    normalization: str = "LayerNorm"
+    attn_input_format: str = "sbhd"
+    qk_norm_type: str | None = None
+    qk_norm_eps: float = 1e-6
+    qk_norm_before_rope: bool = False
+    rotary_base: float | None = None
+
+    def __post_init__(self) -> None:
+        remedy = {
+            "self_attn_mask_type": "Convert with 'no_mask' or 'causal', and pass mask= to "
+            "DotProductAttention by op_kwargs",
+            "qk_norm_type": "QKNorm, an RMSNorm of each head, is there",
+        }
+        before, behind = self._window
+        refused = {
+            "self_attn_mask_type": self.self_attn_mask_type not in _CAUSAL,
+            "window_size": self.self_attn_mask_type == "no_mask" and before != behind,
+            "attn_input_format": self.attn_input_format not in _LAYOUTS,
+            "qk_norm_type": self.qk_norm_type not in (None, "RMSNorm"),
+        }
+        for option, wrong in refused.items():
+            if wrong:
+                value = getattr(self, option)
+                refuse_option(type(self).__name__, option, value, remedy.get(option, ""))
+        if not self.fuse_qkv_params:  # as there
+            object.__setattr__(self, "qkv_weight_interleaved", False)
+
+    @property
+    def _key_heads(self) -> int:
+        return self.num_gqa_groups or self.num_attention_heads
+
+    @property
+    def _head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def _window(self) -> tuple[int, int]:
+        """Positions before and behind that are seen; -1: all."""
+        before, behind = self.window_size or (-1, -1)
+        return (-1, -1) if before < 0 and behind <= 0 else (before, behind)
+
+    @property
+    def _split(self) -> Split | None:
+        if self.fuse_qkv_params:
+            return None
+        q, k = (n * self._head_dim for n in (self.num_attention_heads, self._key_heads))
+        return ("query", q), ("key", k), ("value", k)
+
+    @property
+    def eps(self) -> float:
+        """As ``layernorm_epsilon``."""
+        return self.layernorm_epsilon
+
+    def _mlp(self) -> LayerNormMLPOptions:
+        return LayerNormMLPOptions(
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            eps=self.layernorm_epsilon,
+            bias=self.bias,
+            normalization=self.normalization,
+            activation=self.activation,
+            activation_params=self.activation_params,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+            zero_centered_gamma=self.zero_centered_gamma,
+        )
+
+    def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
+        attention = self._attention(device, dtype)
+        if self.output_layernorm:
+            del attention["norm"]
+        blocks: dict[str, nn.Module] = {
+            "attention": self._residual(attention),
+            "mlp": self._residual(self._mlp().parts(device, dtype)),
+        }
+        if self.output_layernorm:
+            blocks["norm"] = norm(self, self.hidden_size, device, dtype)
+        return blocks
+
+    def _residual(self, block: dict[str, nn.Module]) -> Sequential:
+        """``block`` with a dropout and the sum behind it."""
+        split, add = Residual()
+        parts: dict[str, nn.Module] = {}
+        after_norm = self.apply_residual_connection_post_layernorm and "norm" in block
+        if after_norm:
+            parts["norm"] = block["norm"]
+        parts["residual"] = split
+        parts.update({name: op for name, op in block.items() if name not in parts})
+        if self.hidden_dropout:
+            parts["dropout"] = Dropout(self.hidden_dropout)
+        parts["add"] = add
+        return Sequential(parts)
+
+    def _attention(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
+        heads, groups, size = self.num_attention_heads, self._key_heads, self._head_dim
+        where: Any = {"device": device, "dtype": dtype}
+        how: Any = {
+            **where,
+            "bias": self.bias,
+            "accumulate_into_main_grad": self.fuse_wgrad_accumulation,
+        }
+        qkv = projection(self.hidden_size, (heads + 2 * groups) * size, self._split, **how)
+        parts: dict[str, nn.Module] = {
+            "norm": norm(self, self.hidden_size, device, dtype),
+            "qkv": qkv,
+        }
+        if self.attn_input_format == "sbhd":
+            parts["batch_first"] = SwapSequenceAndBatch()
+        if self.qkv_weight_interleaved:
+            parts["heads"] = DeinterleaveHeads(heads, groups)
+        parts.update(self._positions(where))
+        before, _ = self._window
+        parts["attention"] = DotProductAttention(
+            heads,
+            groups,
+            causal=_CAUSAL[self.self_attn_mask_type],
+            window=None if before < 0 else before + 1,
+            dropout_p=self.attention_dropout,
+            softcap=self.softcap or None,
+        )
+        if self.attn_input_format == "sbhd":
+            parts["sequence_first"] = SwapSequenceAndBatch()
+        parts["proj"] = Linear(heads * size, self.hidden_size, **how)
+        return parts
+
+    def _positions(self, where: Any) -> dict[str, nn.Module]:
+        heads, groups, size = self.num_attention_heads, self._key_heads, self._head_dim
+        parts: dict[str, nn.Module] = {}
+        if self.qk_norm_type is not None:
+            parts["qk_norm"] = QKNorm(
+                heads, size, num_kv_heads=groups, eps=self.qk_norm_eps, **where
+            )
+        if self.rotary_base is not None:
+            interleaved = self.rotary_pos_interleaved
+            rotary = RotaryEmbedding(
+                heads, size, num_kv_heads=groups, base=self.rotary_base, interleaved=interleaved
+            )
+            ordered = [*parts.items(), ("rotary", rotary)]
+            parts = dict(ordered if self.qk_norm_before_rope else ordered[::-1])
+        return parts
+
+    @property
+    def _qkv_name(self) -> str:
+        return "self_attention.qkv" if self.output_layernorm else "self_attention.layernorm_qkv"
+
+    def names(self) -> Mapping[str, str]:
+        there = self._qkv_name
+        own = {
+            "attention.norm.weight": f"{there}.layer_norm_weight",
+            "attention.norm.bias": f"{there}.layer_norm_bias",
+            "attention.qk_norm.q_weight": "self_attention.q_norm.weight",
+            "attention.qk_norm.k_weight": "self_attention.k_norm.weight",
+            "attention.proj.weight": "self_attention.proj.weight",
+            "attention.proj.bias": "self_attention.proj.bias",
+            "norm.weight": "layernorm.weight",
+            "norm.bias": "layernorm.bias",
+        }
+        qkv = split_names("attention.qkv", self._split)
+        own.update({ours: f"{there}.{theirs}" for ours, theirs in qkv.items()})
+        mlp = LayerNormMLPOptions.renamed.items()
+        own.update({f"mlp.{ours}": f"layernorm_mlp.{theirs}" for ours, theirs in mlp})
+        return own
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        found = [self._qkv_name, "self_attention.core_attention", "self_attention.proj"]
+        if self.qk_norm_type is not None:
+            found = ["self_attention.q_norm", "self_attention.k_norm", *found]
+        last = ["layernorm"] if self.output_layernorm else []
+        return (*found, "layernorm_mlp", *last)
+
+    @classmethod
+    def read(cls, module: Any, rotary_base: float | None = None) -> TransformerLayerOptions:
+        refuse_others(module, _LAYER)
+        attention, mlp = module.self_attention, module.layernorm_mlp
+        core = attention.core_attention
+        if getattr(core, "cp_group", None) is not None:
+            refuse_option("TransformerLayer", "context parallel group", core.cp_group)
+        last = module.output_layernorm
+        qkv = attention.qkv if last else attention.layernorm_qkv
+        read = cls(
+            hidden_size=mlp.fc1_weight.shape[1],
+            ffn_hidden_size=mlp.fc2_weight.shape[1],
+            num_attention_heads=attention.num_attention_heads,
+            num_gqa_groups=attention.num_gqa_groups,
+            layernorm_epsilon=mlp.eps,
+            hidden_dropout=module.hidden_dropout,
+            attention_dropout=core.attention_dropout,
+            kv_channels=attention.hidden_size_per_attention_head,
+            self_attn_mask_type=module.self_attn_mask_type,
+            window_size=module.window_size,
+            softcap=getattr(module, "softcap", 0.0),
+            fuse_wgrad_accumulation=mlp.fuse_wgrad_accumulation,
+            apply_residual_connection_post_layernorm=(
+                module.apply_residual_connection_post_layernorm
+            ),
+            output_layernorm=last,
+            fuse_qkv_params=split_of(qkv) is None,
+            rotary_pos_interleaved=attention.rotary_pos_interleaved,
+            zero_centered_gamma=mlp.zero_centered_gamma,
+            qkv_weight_interleaved=attention.qkv_weight_interleaved,
+            bias=mlp.use_bias,
+            activation=mlp.activation,
+            activation_params=getattr(mlp, "activation_params", None),
+            normalization=mlp.normalization,
+            attn_input_format=module.attn_input_format,
+            qk_norm_type=_kind(attention.q_norm),
+            qk_norm_eps=1e-6 if attention.q_norm is None else attention.q_norm.eps,
+            qk_norm_before_rope=attention.qk_norm_before_rope,
+            rotary_base=rotary_base,
+        )
+        read._check_inside(module)
+        return read
+
+    def _check_inside(self, module: Any) -> None:
+        """Refuses a layer in which a module was exchanged for one with other options."""
+        attention, mlp = module.self_attention, module.layernorm_mlp
+        qkv = attention.qkv if self.output_layernorm else attention.layernorm_qkv
+        refuse_delay(qkv)
+        refuse_delay(attention.proj)
+        found = LayerNormMLPOptions.read_inside(mlp)
+        how = {"bias": self.bias, "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation}
+        expected: list[tuple[str, Any, Any]] = [
+            ("layernorm_mlp.return_layernorm_output", found.return_layernorm_output,
+             self.apply_residual_connection_post_layernorm),
+            ("layernorm_mlp.checkpoint", found.checkpoint, False),
+            ("layernorm_mlp.hidden_size", mlp.fc2_weight.shape[0], self.hidden_size),
+            *((f"proj.{o}", getattr(attention.proj, _ATTRIBUTES.get(o, o)), v)
+              for o, v in how.items()),
+            *((f"qkv.{o}", getattr(qkv, _ATTRIBUTES.get(o, o)), v) for o, v in how.items()),
+        ]  # fmt: skip
+        if not self.output_layernorm:
+            options = LayerNormLinearOptions._read(qkv)
+            names = ("normalization", "eps", "zero_centered_gamma")
+            expected += [(f"qkv.{o}", options[o], getattr(self, o)) for o in names]
+        if self.qk_norm_type is not None:
+            heads = (attention.q_norm, attention.k_norm)
+            expected += [("qk_norm.eps", n.eps, self.qk_norm_eps) for n in heads]
+            expected += [("qk_norm.zero_centered_gamma", n.zero_centered_gamma, False)
+                         for n in heads]  # fmt: skip
+        wrong = [f"{name}={got!r}, not {want!r}" for name, got, want in expected if got != want]
+        if wrong:
+            raise NotSupportedError(
+                explain(
+                    "The modules of a layer must have the options that the layer was made with",
+                    where="TransformerLayer",
+                    received=", ".join(wrong),
+                    remedy="Convert its modules one by one",
+                )
+            )
+
+    def te_arguments(self) -> dict[str, Any]:
+        if self.rotary_base is not None:
+            raise NotSupportedError(
+                explain(
+                    "A layer there has no rotary positions of its own: calls pass them",
+                    where=type(self).__name__,
+                    received=f"rotary_base={self.rotary_base!r}",
+                    remedy="Build the sequence without rotary_base, and pass rotary_pos_emb to the "
+                    "layer",
+                )
+            )
+        return {name: value for name, value in vars(self).items() if name != "rotary_base"}
+
+
+_ATTRIBUTES = {"bias": "use_bias"}
+
+
+def _kind(module: object) -> str | None:
+    return None if module is None else type(module).__name__

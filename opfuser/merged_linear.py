@@ -1,0 +1,322 @@
+"""MergedLinear: linear transformations of one input with separate weights as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from . import gemm
+from .basic._projections import Projection, refusal
+from .basic.merged_linear import BasicMergedLinear, MergedBias
+from .context import COMPUTE_DTYPES
+from .errors import ArgumentError, NotSupportedError, explain
+from .fusion import Optional
+from .op import BasicOperation, FusedOperation
+
+__all__ = ["MergedLinear"]
+
+
+class MergedLinear(FusedOperation):
+    r"""Linear transformations of one input, concatenated: :math:`y = [x W_i^T + b_i]_i`.
+
+    As the projections of attention to queries, keys and values, or gate and up projection of a
+    gated feed-forward block: parameters have names of their own, those of a module that holds
+    ``torch.nn.Linear`` modules (``q_proj.weight``), and fusions take all of it for one ``Linear``.
+
+    Shapes: x ``(..., in_features)``, W_i ``(out_features[i], in_features)``, b_i
+    ``(out_features[i],)``, y ``(..., Σ out_features)`` in the order of the names. Dtypes as in
+    ``BasicLinear``; the weights are of one dtype. Weights start as in ``torch.nn.Linear``, biases
+    at zero.
+
+    Where the weights lie one behind another in one storage, as the constructor and
+    :meth:`merge_storages` place them, each pass is one GEMM; that is looked up at every call.
+    Elsewhere there is a GEMM for each weight, writing its columns of y, or adding to dx. Gradients
+    of all weights are one GEMM if all are needed, and autograd gets views of its result. With
+    ``accumulate_into_main_grad``, ``accumulate_into_grad``, or if some weights are frozen, it is
+    one GEMM for each that is not. Moves and casts keep merged storages merged; copies do not.
+
+    In a region of quantised compute (:class:`opfuser.autocast`) the weights are quantised as the
+    one matrix [W_i] (Σ out_features, in_features), with a common scale or common blocks, in one
+    GEMM. Where they do not lie one behind another, they are copied together at every call. Within
+    :func:`opfuser.keep_quantized_weights` they are quantised at every call all the same, and
+    :func:`opfuser.quantized_model_init` leaves them in high precision.
+
+    A projection may be replaced, by a LoRA layer of PEFT, say, or get hooks or a ``forward``: then
+    each module is called by itself, and their outputs are concatenated. The records of the plan
+    say why.
+
+    Args:
+        in_features: last dimension of x.
+        out_features: by name, the columns of y that each projection makes.
+        bias: whether projections have a bias; or the names of those that do.
+        device: of the parameters; None is torch's default.
+        dtype: of the parameters; None is torch's default.
+        accumulate_into_main_grad: see ``BasicLinear``, for each weight.
+        accumulate_into_grad: likewise.
+
+    Raises:
+        ArgumentError: no projections, sizes that are negative, names that modules cannot have,
+            other dtypes; in a call, weights of different dtypes.
+        InputError: x has the wrong last dimension or dtype, as in ``BasicLinear``.
+        NotSupportedError: in a call, ``accumulate_into_main_grad`` where modules are called.
+    """
+
+    read_only: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features", "basic_ops"})
+
+    basic_ops: tuple[BasicOperation, ...]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Mapping[str, int],
+        *,
+        bias: bool | Collection[str] = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
+        accumulate_into_grad: bool = False,
+    ) -> None:
+        where = type(self).__name__
+        dtype = dtype or torch.get_default_dtype()
+        with_bias = set(out_features if bias is True else bias or ())
+        if min(in_features, *out_features.values(), 0) < 0 or with_bias - set(out_features):
+            raise ArgumentError(
+                explain(
+                    "Sizes must not be negative, and biases are those of projections",
+                    where=where,
+                    received=f"in_features={in_features}, out_features={dict(out_features)}, "
+                    f"bias={bias!r}",
+                )
+            )
+        if dtype not in COMPUTE_DTYPES:
+            raise ArgumentError(
+                explain(
+                    "A linear operation computes in float16, bfloat16, float32 or float64",
+                    where=where,
+                    received=str(dtype),
+                )
+            )
+        made = {
+            name: Projection(in_features, size, name in with_bias, device, dtype)
+            for name, size in out_features.items()
+        }
+        self._hold(made, accumulate_into_main_grad, accumulate_into_grad)
+        if all(type(p) is nn.Parameter for p in self.parameters()):  # not of a FakeTensorMode
+            self.merge_storages()
+
+    @classmethod
+    def of(
+        cls,
+        modules: Mapping[str, nn.Linear],
+        *,
+        accumulate_into_main_grad: bool = False,
+        accumulate_into_grad: bool = False,
+    ) -> MergedLinear:
+        """One with the very parameters of existing modules, which stay where they are.
+
+        Args:
+            modules: by name; of one ``in_features``.
+            accumulate_into_main_grad: as of the constructor.
+            accumulate_into_grad: likewise.
+
+        Raises:
+            ArgumentError: no modules, other modules than ``torch.nn.Linear``, modules with hooks or
+                parametrisations, different sizes of the input, different dtypes.
+        """
+        made = {name: Projection.of(module, cls.__name__) for name, module in modules.items()}
+        kinds = {(p.in_features, p.weight.dtype, p.weight.device) for p in made.values()}
+        if len(kinds) > 1 or any(dtype not in COMPUTE_DTYPES for _, dtype, _ in kinds):
+            raise ArgumentError(
+                explain(
+                    "Projections that are merged have one in_features, and weights of one dtype "
+                    "that linear operations compute in, on one device",
+                    where=cls.__name__,
+                    received=", ".join(
+                        f"{name}: {p.in_features}, {p.weight.dtype}, {p.weight.device}"
+                        for name, p in made.items()
+                    ),
+                )
+            )
+        self = cls.__new__(cls)
+        self._hold(made, accumulate_into_main_grad, accumulate_into_grad)
+        return self.train(all(p.training for p in made.values()))
+
+    def _hold(
+        self,
+        projections: dict[str, Projection],
+        accumulate_into_main_grad: bool,
+        accumulate_into_grad: bool,
+    ) -> None:
+        holders = type(self), BasicMergedLinear, MergedBias
+        taken = [n for n in projections if n in _TAKEN or any(hasattr(h, n) for h in holders)]
+        if not projections or taken or any(n[:1] in ("", "_") or "." in n for n in projections):
+            raise ArgumentError(
+                explain(
+                    "Projections have names, without dots, that are no attributes of the module",
+                    where=type(self).__name__,
+                    received=repr(list(projections)),
+                )
+            )
+        weights = BasicMergedLinear(
+            projections,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            accumulate_into_grad=accumulate_into_grad,
+        )
+        biases = MergedBias(projections)
+        FusedOperation.__init__(self, [weights, biases] if biases.owners else [weights])
+        self.in_features = weights.in_features
+        self.out_features = weights.out_features
+
+    def _set_parts(self, parts: list[BasicOperation]) -> None:
+        self.basic_ops = tuple(parts)
+        for part in parts:
+            part.share_parameters_with(self)
+
+    @classmethod
+    def pattern_parts(cls) -> tuple[Any, ...]:
+        """The pattern elements that MergedLinear stands for."""
+        return (BasicMergedLinear, Optional(MergedBias))
+
+    @property
+    def accumulate_into_main_grad(self) -> bool:
+        """As the argument. Setting it takes effect at the next forward."""
+        return self._weights.accumulate_into_main_grad
+
+    @accumulate_into_main_grad.setter
+    def accumulate_into_main_grad(self, value: bool) -> None:
+        self._weights.accumulate_into_main_grad = value
+
+    @property
+    def accumulate_into_grad(self) -> bool:
+        """As the argument. Setting it takes effect at the next forward."""
+        return self._weights.accumulate_into_grad
+
+    @accumulate_into_grad.setter
+    def accumulate_into_grad(self, value: bool) -> None:
+        self._weights.accumulate_into_grad = value
+
+    @property
+    def recipe(self) -> str | None:
+        """``"inherit"``, or None where recipes of quantised compute leave it out."""
+        return self._weights.recipe
+
+    @recipe.setter
+    def recipe(self, value: str | None) -> None:
+        self._weights.recipe = value
+
+    @property
+    def _weights(self) -> BasicMergedLinear:
+        weights = self.basic_ops[0]
+        assert isinstance(weights, BasicMergedLinear)
+        return weights
+
+    def projections(self) -> dict[str, nn.Module]:
+        """The modules by name, with what has taken the place of some."""
+        return {name: self.get_submodule(name) for name in self._weights.names}
+
+    @torch.no_grad()
+    def merge_storages(self) -> None:
+        """Moves the weights, and the biases, into one storage each, unless they are there.
+
+        Parameters stay the same objects, with their gradients. Takes the memory of a copy while it
+        runs. Files of safetensors hold them as separate tensors, those of ``torch.save`` hold the
+        storage once; ``pickle`` alone writes it for each of them. Tensors that shared memory with a
+        parameter, ``weight.data`` that was kept, say, do so no longer.
+
+        Raises:
+            ArgumentError: the parameters differ in dtype or device, or a projection was replaced.
+        """
+        for name in ("weight", "bias"):
+            found = [getattr(p, "_parameters", {}).get(name) for p in self.projections().values()]
+            tensors = [t for t in found if t is not None]
+            if name == "bias" and len(tensors) < len(found):
+                continue
+            plain = all(type(t) is nn.Parameter for t in found)
+            if not plain or len({(t.dtype, t.device) for t in tensors}) > 1:
+                raise ArgumentError(
+                    explain(
+                        "Parameters in one storage are plain ones, of one dtype and device",
+                        where=f"{type(self).__name__}({self.extra_repr()})",
+                        received=", ".join(
+                            f"{type(t).__name__} {'' if t is None else t.dtype}" for t in found
+                        ),
+                    )
+                )
+            if gemm.one_behind_another(tensors) is None:
+                whole = torch.cat([t.detach() for t in tensors])
+                for t, piece in zip(tensors, whole.split([len(t) for t in tensors])):
+                    t.data = piece
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        merged = self.own_forward() == "" and self._is_merged()
+        out = super()._apply(fn, recurse)
+        if merged:
+            self.merge_storages()
+        return out
+
+    def _is_merged(self) -> bool:
+        first, *others = [p._parameters.get("weight") for p in self.projections().values()]
+        if type(first) is not nn.Parameter:
+            return False
+        storage = first.untyped_storage()._cdata  # also on the meta device
+        return all(
+            type(t) is nn.Parameter and t.untyped_storage()._cdata == storage for t in others
+        )
+
+    def own_forward(self) -> str:
+        """Why the modules are called one by one, as a predicate; empty if they are not."""
+        weights, biases = self._weights, self.basic_ops[-1]
+        owners = biases.owners if isinstance(biases, MergedBias) else ()
+        for name in weights.names:
+            module = self._modules[name]
+            if not isinstance(module, Projection):
+                kind = type(module)
+                return f"calls its modules: {name} is a {kind.__module__}.{kind.__qualname__}"
+            why = refusal(module, has_bias=name in owners)
+            if why:
+                return f"calls its modules: {name} {why}"
+        return ""
+
+    def forward(
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """The concatenated outputs of the projections."""
+        why = self.own_forward()
+        if not why:
+            return super().forward(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        if self.accumulate_into_main_grad:
+            raise NotSupportedError(
+                explain(
+                    "Modules that are called give gradients to autograd, not to main_grad",
+                    where=f"{type(self).__name__}({self.extra_repr()})",
+                    received=f"accumulate_into_main_grad=True, where it {why}",
+                    remedy="Set it to False, or put the plain projections back",
+                )
+            )
+        return torch.cat([module(input) for module in self.projections().values()], -1)
+
+    def train(self, mode: bool = True) -> MergedLinear:
+        super().train(mode)
+        for part in self.basic_ops:  # not submodules, so nn.Module does not reach them
+            part.training = mode
+        return self
+
+    def reset_parameters(self) -> None:
+        """Initialises weights and biases again, e.g. after ``to_empty``."""
+        for module in self.projections().values():
+            module.reset_parameters()  # type: ignore[operator]
+
+    def extra_repr(self) -> str:
+        return self._weights.extra_repr()
+
+
+# What the modules have besides.
+_TAKEN = frozenset(
+    "basic_ops in_features names out_features owners quantization sharding sizes training".split()
+)

@@ -1,0 +1,97 @@
+"""Who computes the products of a quantised operation, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import ScalingType
+
+from ..gemm.scaled import Accumulation
+from ..gemm_providers import Gemm, GemmChoice, find
+from ..recipe import Recipe
+from .quantizers import has_hardware
+
+__all__ = ["accumulation", "gemm_choices"]
+
+_ROLES = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+
+
+def _scaling(recipe: Recipe, role: str) -> ScalingType:
+    if recipe.float8_per_tensor_scaling():
+        return ScalingType.TensorWise
+    if recipe.mxfp8() or recipe.nvfp4():
+        return ScalingType.BlockWise1x32 if recipe.mxfp8() else ScalingType.BlockWise1x16
+    return ScalingType.BlockWise128x128 if role == "weight" else ScalingType.BlockWise1x128
+
+
+def _gemm(
+    recipe: Recipe,
+    product: str,
+    features: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Gemm:
+    left, right = _ROLES[product]
+    return Gemm(
+        product,
+        *features,
+        (recipe.dtype(left), recipe.dtype(right)),
+        (_scaling(recipe, left), _scaling(recipe, right)),
+        dtype,
+        recipe.splits(product),
+        device,
+        # A plan for tensors without values is that of a GPU.
+        device.type == "meta" or has_hardware(device, recipe),
+    )
+
+
+def accumulation(
+    recipe: Recipe,
+    product: str,
+    features: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Accumulation:
+    """How a product is computed in a call.
+
+    Args:
+        recipe: of the call.
+        product: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+        features: of the weight, (N, K).
+        dtype: of the result.
+        device: of the operands.
+    """
+    provider = find(recipe.gemm)
+    if provider is None:
+        return Accumulation(dtype, recipe.splits(product), has_hardware(device, recipe))
+    gemm = _gemm(recipe, product, features, dtype, device)
+    taken = provider if provider.refuses(gemm) is None else None
+    return Accumulation(dtype, gemm.split, gemm.hardware, taken)
+
+
+def gemm_choices(
+    recipe: Recipe,
+    features: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> Iterator[GemmChoice]:
+    """Who computes the products of an operation, where the recipe names another than torch.
+
+    Args:
+        recipe: of the call.
+        features: of the weight, (N, K).
+        dtypes: that the operation computes in, and of the gradient of its weight.
+        device: of the operands.
+    """
+    provider = find(recipe.gemm)
+    if provider is None:
+        return
+    for product in _ROLES:
+        if getattr(recipe, product) == "fp8":
+            gemm = _gemm(recipe, product, features, dtypes[product == "wgrad"], device)
+            yield GemmChoice(product, provider.name, provider.refuses(gemm))

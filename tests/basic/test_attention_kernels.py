@@ -1,0 +1,303 @@
+"""Kernels of a GPU: their schemas and shapes without one, their numbers and choice on one."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opfuser import DotProductAttention
+from opfuser.attention import cudnn_versions, sdpa
+from opfuser.attention.call import Request
+from opfuser.attention.choice import KERNELS
+from opfuser.basic import dot_product_attention as module
+from opfuser.errors import NotSupportedError
+from tests.basic.test_attention_modes import formula
+from tests.basic.values import fill
+
+BF16, FP32 = torch.bfloat16, torch.float32
+DIM = 64
+
+
+class Mode(NamedTuple):
+    """Arguments, lengths of queries and keys, keyword, what computes it in bf16 and in fp32.
+
+    What comes first is chosen on an H100.
+    """
+
+    arguments: dict[str, Any]
+    lengths: tuple[int, int]
+    keyword: str
+    kernels: tuple[str, ...]
+    in_fp32: tuple[str, ...]
+
+
+SEPARATE = {"layout": "separate"}
+CROSS = {**SEPARATE, "causal": False}
+PLAIN = "cudnn", "flash", "efficient"
+MODES = {
+    "causal": Mode({}, (70, 70), "", PLAIN, ("efficient",)),
+    "cross": Mode(CROSS, (30, 70), "", PLAIN, ("efficient",)),
+    "fewer queries": Mode(SEPARATE, (30, 70), "", PLAIN[1:], ("efficient",)),
+    "window": Mode({"window": 17}, (70, 70), "", PLAIN[1:], ("efficient",)),
+    "window, fewer queries": Mode(
+        {**SEPARATE, "window": 17}, (30, 70), "", PLAIN[1:], ("efficient",)
+    ),
+    "window to both sides": Mode(
+        {"window": 17, "causal": False}, (70, 70), "", ("flash",), ("blockwise",)
+    ),
+    "sinks": Mode({"sinks": True}, (70, 70), "", PLAIN, ("efficient",)),
+    "sinks, window": Mode({"sinks": True, "window": 17}, (70, 70), "", PLAIN[1:], ("efficient",)),
+    "padding": Mode({}, (70, 70), "padding", ("efficient",), ("efficient",)),
+    "padding, sinks": Mode({"sinks": True}, (70, 70), "padding", ("efficient",), ("efficient",)),
+    "padding, window": Mode({"window": 17}, (70, 70), "padding", ("efficient",), ("efficient",)),
+    "mask": Mode(CROSS, (30, 70), "mask", ("efficient",), ("efficient",)),
+    "sequences": Mode({}, (70, 70), "sequences", PLAIN[1:], ("efficient",)),
+    "sequences, window": Mode({"window": 9}, (70, 70), "sequences", PLAIN[1:], ("efficient",)),
+    "sequences, sinks": Mode({"sinks": True}, (70, 70), "sequences", ("flash",), ("blockwise",)),
+}
+CASES = [
+    pytest.param(name, dtype, kernel, id=f"{name}-{dtype}-{kernel}")
+    for name, mode in MODES.items()
+    for dtype, kernels in ((BF16, mode.kernels), (FP32, mode.in_fp32))
+    for kernel in kernels
+    if kernel != "blockwise"
+]
+
+
+def tensors(mode: Mode) -> list[Tensor]:
+    queries, keys = mode.lengths
+    batch = 1 if mode.keyword == "sequences" else 2
+    if mode.arguments.get("layout") != "separate":
+        return [torch.randn(batch, keys, 8 * DIM)]
+    return [torch.randn(batch, n, heads * DIM) for n, heads in ((queries, 4), (keys, 2), (keys, 2))]
+
+
+def keywords(mode: Mode) -> dict[str, Any]:
+    queries, keys = mode.lengths
+    if mode.keyword == "padding":
+        seen = torch.ones(2, keys, dtype=torch.bool)
+        seen[0, :9], seen[1, 50:] = False, False  # the first 9 queries of one see nothing
+        return {"mask": seen}
+    if mode.keyword == "mask":
+        return {"mask": torch.randn(2, 4, queries, keys)}
+    if mode.keyword == "sequences":
+        return {"cu_seqlens": torch.tensor([0, 20, 21, 70], dtype=torch.int32), "max_seqlen": 49}
+    return {}
+
+
+def make(mode: Mode, kernel: str | None) -> DotProductAttention:
+    return fill(DotProductAttention(4, 2, kernel=kernel, **mode.arguments))
+
+
+class WithoutMeta(TorchDispatchMode):
+    """Answers for an operator whose meta function takes other arguments than its schema names."""
+
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if f is torch.ops.aten._efficient_attention_backward.default:
+            return (*map(torch.empty_like, args[1:4]), torch.empty(()))
+        return f(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "dtype", "kernel"), CASES)
+def test_kernels_are_called_as_declared(
+    name: str, dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schemas and shapes are checked by tensors without memory; numbers are not."""
+    monkeypatch.setattr(module, "choose", lambda *_: kernel)
+    monkeypatch.setattr(module, "choose_plain", lambda *_: kernel)
+    mode, on = MODES[name], {"device": "meta", "dtype": dtype}
+    op = DotProductAttention(4, 2, **mode.arguments, **on)
+    leaves = [torch.empty(t.shape, **on, requires_grad=True) for t in tensors(mode)]
+    words = {k: t.to("meta") if isinstance(t, Tensor) else t for k, t in keywords(mode).items()}
+    with WithoutMeta():
+        y = op(*leaves, **words)
+        y.backward(torch.empty_like(y))
+    batch, queries, _ = leaves[0].shape
+    assert (y.shape, y.dtype) == ((batch, queries, 4 * DIM), dtype)
+    for leaf in (*leaves, *op.parameters()):
+        assert leaf.grad is not None
+        assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, dtype)
+
+
+def outcome(call: Any, op: Any, xs: list[Tensor], words: dict[str, Any], dy: Tensor) -> list[Any]:
+    leaves = [t.detach().requires_grad_() for t in xs]
+    parameters = list(op.parameters())
+    y = call(*leaves, **words)
+    return [y, *torch.autograd.grad(y, [*leaves, *parameters], dy.to(y.dtype))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "dtype", "kernel"), CASES)
+def test_numbers(name: str, dtype: torch.dtype, kernel: str) -> None:
+    mode = MODES[name]
+    op = make(mode, kernel).to("cuda", dtype)
+    xs = [t.to("cuda", dtype) for t in tensors(mode)]
+    words = {k: t.cuda() if isinstance(t, Tensor) else t for k, t in keywords(mode).items()}
+    dy = torch.randn(xs[0].shape[0], mode.lengths[0], 4 * DIM, device="cuda")
+    try:
+        got = outcome(op, op, xs, words, dy)
+    except NotSupportedError as error:
+        pytest.skip(f"this GPU or this torch: {error}")
+    assert op.last_choice is not None
+    assert op.last_choice.kernel == kernel
+    plain = outcome(lambda *ts, **kw: formula(op, *ts, **kw), op, xs, words, dy)
+    exact_op = make(mode, None).to("cuda", torch.float64)
+    exact_op.load_state_dict(op.state_dict())
+    exact = outcome(
+        lambda *ts, **kw: formula(exact_op, *ts, **kw),
+        exact_op,
+        [t.double() for t in xs],
+        words,
+        dy.to(dtype).double(),
+    )
+    for ours, theirs, want in zip(got, plain, exact):
+        error, allowed = ((t.double() - want).abs().max() for t in (ours, theirs))
+        unit = torch.finfo(dtype).eps * want.abs().max()
+        assert error <= 2 * allowed + unit
+
+
+HOPPER = Request(
+    torch.device("cuda"), BF16, 64, 64, 4, 2, DIM, DIM, causal=True, scale=1.0, differentiable=True
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "reason"),
+    [
+        ("flash", {}, None),
+        ("flash", {"dtype": FP32}, "it computes in fp16 and bf16, not in torch.float32"),
+        ("flash", {"mask": True}, "it takes no mask"),
+        ("flash", {"v_head_dim": 128}, "it has one size for heads of keys and of values"),
+        ("flash", {"head_dim": 264, "v_head_dim": 264}, "heads have more than 256 entries"),
+        ("flash", {"head_dim": 60}, "head sizes must be multiples of 8"),
+        ("flash", {"softcap": True}, "it has no soft-capping"),
+        ("flash", {"alibi": True}, "it has no ALiBi bias"),
+        ("flash", {"empty": True}, "there is no element"),
+        ("flash", {"enabled": (False, True, True)}, "torch.backends.cuda.enable_flash_sdp(False)"),
+        ("flash", {"window": True, "keys": 128}, None),
+        ("efficient", {"mask": True, "keys": 128, "window": True}, None),
+        ("efficient", {"dtype": torch.float64}, "it does not compute in fp64"),
+        ("efficient", {"window": True, "causal": False}, "its window is causal"),
+        ("efficient", {"queries": 128}, "there are more queries than keys"),
+        ("efficient", {"varlen": True, "mask": True}, "it takes no mask beside cu_seqlens"),
+        ("efficient", {"varlen": True, "sinks": True}, "with cu_seqlens its log-sum-exp is padded"),
+        ("efficient", {"window": True, "traced": True}, "torch cannot trace its backward with"),
+        ("efficient", {"window": True, "traced": True, "differentiable": False}, None),
+        ("efficient", {"enabled": (True, False, True)}, "torch.backends.cuda.enable_mem_efficient"),
+        ("cudnn", {"sinks": True, "dropout": 0.1}, None),
+        ("cudnn", {"mask": True}, "rows whose keys are all masked are not 0 there"),
+        ("cudnn", {"window": True}, "torch offers it without a window"),
+        ("cudnn", {"varlen": True}, "torch offers it without cu_seqlens"),
+        ("cudnn", {"keys": 128}, "torch counts its causality from the first key"),
+        ("cudnn", {"dtype": FP32}, "it computes in fp16 and bf16, not in torch.float32"),
+        ("cudnn", {"enabled": (True, True, False)}, "torch.backends.cuda.enable_cudnn_sdp(False)"),
+        ("cpu", {}, "it runs on a CPU, not on cuda"),
+        ("blockwise", {"mask": True, "varlen": True, "softcap": True, "alibi": True}, None),
+    ],
+)
+def test_reasons(
+    kernel: str, change: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sdpa, "capability", lambda _: (9, 0))
+    found = KERNELS[kernel].refusal(HOPPER._replace(**change))
+    assert found == reason or (found and reason and found.startswith(reason))
+
+
+def test_reasons_of_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = HOPPER._replace(head_dim=208, v_head_dim=208)
+    for capability, request, reason in (
+        ((7, 5), HOPPER, "it needs compute capability 8.0, have 7.5"),
+        ((8, 9), large, None),
+        ((8, 9), large._replace(dropout=0.1), "its backward has no heads of more than 192 entries"),
+        ((8, 9), large._replace(dropout=0.1, differentiable=False), None),
+        ((8, 0), large._replace(dropout=0.1), None),
+    ):
+        monkeypatch.setattr(sdpa, "capability", lambda _, found=capability: found)
+        found = KERNELS["flash"].refusal(request)
+        assert (found or "").startswith(reason or "")
+        assert (found is None) == (reason is None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("name", MODES)
+def test_choice_on_hopper(name: str, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs have other kernels")
+    mode = MODES[name]
+    op = make(mode, None).to("cuda", dtype)
+    words = {k: t.cuda() if isinstance(t, Tensor) else t for k, t in keywords(mode).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of another cuDNN
+        op(*[t.to("cuda", dtype) for t in tensors(mode)], **words)
+    choice = op.last_choice
+    assert choice is not None
+    names = list(KERNELS)
+    before = names[: names.index(choice.kernel)]
+    assert [name for name, _ in choice.passed_over] == before
+    wanted = (mode.kernels if dtype == BF16 else mode.in_fp32)[0]
+    if cudnn_versions.trouble() is None:
+        assert choice.kernel == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_dropout_of_a_kernel_is_that_of_its_backward(kernel: str) -> None:
+    """With values as the variable, the output is linear: its gradient gives the output back."""
+    op = DotProductAttention(2, layout="separate", dropout_p=0.3, kernel=kernel, causal=False)
+    q, k, v, dy = torch.randn(4, 2, 64, 2 * DIM, device="cuda", dtype=BF16)
+    v.requires_grad_()
+    torch.manual_seed(1)
+    y = op(q, k, v)
+    (dv,) = torch.autograd.grad(y, v, dy)
+    left, right = y.double() * dy, dv.double() * v
+    assert (left.sum() - right.sum()).abs() < 0.05 * left.norm()  # roundings, of random signs
+    torch.manual_seed(1)
+    assert torch.equal(op(q, k, v), y)
+    assert not torch.equal(op(q, k, v), y)
+
+
+def test_libraries_of_cudnn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them, or another version than that of the build, are told of."""
+    line = "7f00-7f01 r-xp 00000000 08:01 42 {}\n"
+    one, two = "/opt/a/libcudnn.so.9", "/usr/lib/libcudnn.so.9.8.0"
+    graph = "/opt/a/libcudnn_graph.so.9"
+    maps = tmp_path / "maps"
+    maps.write_text("".join(line.format(path) for path in (one, one, two, graph)))
+    monkeypatch.setattr(cudnn_versions, "_MAPS", maps)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    tell = cudnn_versions.trouble.__wrapped__
+    for versions, text in (
+        ((91002, 91002), f"Several libraries of cuDNN are loaded: {one}, {two}"),
+        ((91002, 90805), "cuDNN 9.8.5 is loaded, and torch was built with 9.10.2"),
+    ):
+        monkeypatch.setattr(cudnn_versions, "_versions", lambda versions=versions: versions)
+        assert (tell() or "").startswith(text)
+    monkeypatch.setattr(cudnn_versions, "_versions", lambda: (91002, 91002))
+    maps.write_text(line.format(one))
+    assert tell() is None
+
+
+@pytest.mark.parametrize(("capability", "warns"), [((9, 0), True), ((8, 0), False)])
+def test_another_cudnn_is_warned_of_where_it_would_be_faster(
+    capability: tuple[int, int], warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn_versions, "trouble", lambda: "Two are loaded")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    cudnn_versions.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            cudnn_versions.warn_once(torch.device("cuda", 0))
+    cudnn_versions.warn_once.cache_clear()
+    assert len(told) == warns
+    if warns:
+        assert "Attention runs without cuDNN, which would be faster. Two are" in str(
+            told[0].message
+        )

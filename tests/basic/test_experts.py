@@ -1,0 +1,333 @@
+"""Router, permutation by expert and its inverse: values, errors, the same as Hugging Face."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuser import Permute, Sequential, SwapExtra, TopKRouter, Unpermute
+from opfuser.errors import ArgumentError, InputError
+from opfuser.testing import check_op
+from tests.basic.values import DTYPES, EXACT, check_values
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "Mixtral": {"norm_topk_prob": True, "aux_loss": True, "z_loss": True},
+    "sigmoid, balanced": {"score_function": "sigmoid", "scaling_factor": 2.5, "aux_loss": True},
+    "DeepSeek-V3": {
+        "score_function": "sigmoid",
+        "norm_topk_prob": True,
+        "scaling_factor": 2.5,
+        "score_correction_bias": True,
+        "num_groups": 4,
+        "top_k_groups": 2,
+        "z_loss": True,
+    },
+    "corrected softmax": {"score_correction_bias": True},
+}
+
+
+def router(name: str, num_experts: int = 8, top_k: int = 3) -> TopKRouter:
+    op = TopKRouter(num_experts, top_k, **ROUTERS[name])
+    if op.score_correction_bias is not None:
+        torch.nn.init.normal_(op.score_correction_bias)
+    return op
+
+
+def choices(tokens: int, num_experts: int, k: int) -> Tensor:
+    """Indices of different experts for each token."""
+    return torch.rand(tokens, num_experts).topk(k).indices
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_as_exact_as_torch(name: str, device: torch.device) -> None:
+    check_values(router(name).to(device), torch.randn(2, 9, 8, device=device))
+
+
+def test_router_of_equal_and_huge_logits() -> None:
+    op = router("Mixtral")
+    weights, indices, tokens, aux, z = op(torch.zeros(4, 8))
+    torch.testing.assert_close(weights, torch.full((4, 3), 1 / 3))
+    assert torch.equal(indices, torch.zeros(4, 8).topk(3).indices)
+    assert tokens.tolist() == torch.bincount(indices.flatten(), minlength=8).tolist()
+    torch.testing.assert_close(aux, torch.tensor(3.0))
+    torch.testing.assert_close(z, torch.tensor(8.0).log().square())
+    x = torch.full((2, 8), -200.0, requires_grad=True)  # whose sigmoids are 0
+    weights, *_ = TopKRouter(8, 3, score_function="sigmoid", norm_topk_prob=True)(x)
+    weights.sum().backward()
+    assert x.grad is not None
+    assert weights.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+def test_router_without_tokens() -> None:
+    x = torch.empty(2, 0, 8, requires_grad=True)
+    weights, indices, tokens, aux, z = router("Mixtral")(x)
+    (weights.sum() + aux + z).backward()
+    assert weights.shape == indices.shape == (2, 0, 3)
+    assert tokens.tolist() == [0] * 8
+    assert aux == z == 0
+    assert x.grad is not None
+
+
+def test_correction_chooses_but_does_not_weigh() -> None:
+    op = TopKRouter(4, 1, score_correction_bias=True)
+    assert op.state_dict()["score_correction_bias"].tolist() == [0.0] * 4
+    assert op.score_correction_bias is not None
+    op.score_correction_bias[3] = 2.0  # in place, as a training loop does
+    x = torch.randn(5, 4)
+    weights, _, tokens = op(x)
+    assert tokens.tolist() == [0, 0, 0, 5]
+    assert torch.equal(weights, x.softmax(-1)[:, 3:])
+    op.reset_parameters()
+    assert torch.equal(op(x)[1], x.topk(1).indices)
+
+
+def test_losses_reach_the_logits_without_the_weights() -> None:
+    """And each alone: a training loss may read one of them."""
+    op, x = router("Mixtral").double(), torch.randn(6, 8, dtype=torch.float64)
+    for n in (0, 3, 4):
+        ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+        op(ours)[n].sum().backward()
+        op.reference(theirs)[n].sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_load_balancing_loss_is_that_of_transformers(padded: bool) -> None:
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    x = torch.randn(3, 7, 8, dtype=torch.float64)
+    mask = torch.arange(7) < torch.tensor([[7], [4], [1]]) if padded else None
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    aux = TopKRouter(8, 2, aux_loss=True)(ours, mask=mask)[3]
+    wanted = mixtral.load_balancing_loss_func((theirs.flatten(0, 1),), 8, 2, mask)
+    torch.testing.assert_close(aux, wanted, check_dtype=False, rtol=1e-6, atol=0)
+    aux.backward()
+    wanted.backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_groups_of_experts_are_those_of_transformers() -> None:
+    deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = deepseek.DeepseekV3Config(
+        hidden_size=16, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2
+    )
+    theirs = deepseek.DeepseekV3TopkRouter(config)
+    ours = router("DeepSeek-V3")
+    assert config.norm_topk_prob
+    assert config.routed_scaling_factor == ours.scaling_factor
+    torch.nn.init.normal_(theirs.weight)
+    theirs.e_score_correction_bias.copy_(ours.score_correction_bias)
+    x, y = (torch.randn(50, 16) for _ in range(2))
+    x, y = x.requires_grad_(), x.detach().clone().requires_grad_()
+    _, wanted, indices = theirs(y)
+    logits = x @ theirs.weight.t()
+    weights, chosen, *_ = ours(logits)
+    # In which order they come is open.
+    order, theirs_order = chosen.argsort(-1), indices.argsort(-1)
+    assert torch.equal(chosen.gather(-1, order), indices.gather(-1, theirs_order))
+    weights, wanted = weights.gather(-1, order), wanted.gather(-1, theirs_order)
+    torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-6)
+    dy = torch.randn_like(weights)
+    weights.backward(dy)
+    wanted.backward(dy)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "sigmoid, balanced"])
+def test_router_with_a_mask(name: str, device: torch.device) -> None:
+    op, x = router(name).to(device), torch.randn(4, 9, 8, device=device)
+    mask = torch.rand(4, 9, device=device) < 0.5
+    check_values(op, x, kwargs={"mask": mask}, zero_rows=False)
+    none = torch.zeros_like(mask)
+    leaf = x.clone().requires_grad_()
+    weights, _, tokens, *losses = op(leaf, mask=none)
+    assert not any(losses)
+    assert tokens.sum() == 4 * 9 * 3
+    (weights.square().sum() + sum(losses)).backward()
+    alone = x.clone().requires_grad_()
+    op(alone)[0].square().sum().backward()
+    torch.testing.assert_close(leaf.grad, alone.grad)
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.ones(3, 8).bool(), torch.ones(4).bool(), torch.ones(3)], ids=["E", "T", "dtype"]
+)
+def test_a_mask_that_does_not_fit(mask: Tensor) -> None:
+    with pytest.raises(
+        InputError,
+        match=r"^The mask must be bool, of the logits' shape without the last dimension "
+        r"\(TopKRouter\)\. Received: logits \(3, 8\), mask \(.*\) of torch\.",
+    ):
+        TopKRouter(8, 2)(torch.randn(3, 8), mask=mask)
+
+
+def test_router_says_what_it_cannot_take() -> None:
+    with pytest.raises(InputError) as error:
+        TopKRouter(8, 2)(torch.randn(3, 7))
+    assert str(error.value) == (
+        "Logits must be (..., 8), one for each expert (TopKRouter). Received: input (3, 7)."
+    )
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("leading", [(7,), (2, 5)], ids=str)
+def test_permute_as_exact_as_torch(
+    leading: tuple[int, ...], weighted: bool, device: torch.device
+) -> None:
+    x, indices = torch.randn(*leading, 6), torch.randint(4, (*leading, 3))
+    indices[..., 0] = 1  # expert 3 may have no token, expert 1 has all
+    extras = [indices, torch.rand(*leading, 3)][: 1 + weighted]
+    op = Permute(4, weighted=weighted)
+    tensors = [t.to(device) for t in (x, *extras)]
+    check_values(op, *tensors, floors=EXACT, zero_rows=False)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("leading", [(7,), (2, 5)], ids=str)
+def test_unpermute_as_exact_as_torch(
+    leading: tuple[int, ...], weighted: bool, device: torch.device
+) -> None:
+    row_map = torch.randperm(3 * torch.Size(leading).numel()).view(*leading, 3)
+    extras = [row_map, torch.randn(*leading, 3)][: 1 + weighted]
+    tensors = [t.to(device) for t in (torch.randn(row_map.numel(), 6), *extras)]
+    check_values(Unpermute(weighted=weighted), *tensors, zero_rows=False)
+
+
+def test_weights_of_another_dtype() -> None:
+    """As the router's, which are in fp32 whatever the tokens are."""
+    x, indices, weights = torch.randn(5, 6).bfloat16(), choices(5, 4, 2), torch.rand(5, 2)
+    check_op(Permute(4), x, indices, weights, zero_rows=False)
+    row_map = torch.randperm(10).view(5, 2)
+    check_op(Unpermute(weighted=True), torch.randn(10, 6).bfloat16(), row_map, weights,
+             zero_rows=False)  # fmt: skip
+
+
+def test_indices_and_row_maps_in_int32() -> None:
+    x, indices, weights = torch.randn(5, 6).double(), choices(5, 4, 2).int(), torch.rand(5, 2)
+    check_op(Permute(4), x, indices, weights, zero_rows=False)
+    row_map = torch.randperm(10).view(5, 2).int()
+    check_op(Unpermute(weighted=True), torch.randn(10, 6).double(), row_map, weights,
+             zero_rows=False)  # fmt: skip
+
+
+def test_permute_is_stable_and_unpermute_its_inverse() -> None:
+    indices = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 2]])
+    x = torch.arange(4.0).unsqueeze(-1)
+    rows, row_map, sizes = Permute(4, weighted=False)(x, indices)
+    assert rows.flatten().tolist() == [0, 1, 3, 2, 0, 1, 2, 3]
+    assert sizes.tolist() == [3, 1, 4, 0]
+    assert row_map.tolist() == [[4, 0], [1, 5], [6, 3], [2, 7]]
+    assert torch.equal(Unpermute()(rows, row_map), 2 * x)
+    rows, _, sizes, weights = Permute(4)(x, indices.int(), indices + x)
+    assert sizes.dtype is torch.int64
+    assert weights.tolist() == [0, 1, 3, 3, 2, 3, 4, 5]
+
+
+def test_no_tokens() -> None:
+    x, none = torch.empty(2, 0, 6, requires_grad=True), torch.empty(2, 0, 3)
+    rows, row_map, sizes, weights = Permute(4)(x, none.long(), none)
+    assert rows.shape == (0, 6)
+    assert sizes.tolist() == [0] * 4
+    y = Unpermute(weighted=True)(rows, row_map, none)
+    assert y.shape == x.shape
+    (y.sum() + weights.sum()).backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_there_and_back_is_reproducible(weighted: bool, device: torch.device) -> None:
+    """Bit by bit, as no sum depends on the order in which threads come."""
+    x = torch.randn(257, 33, device=device).bfloat16()
+    indices, weights = choices(257, 8, 4).to(device), torch.rand(257, 4, device=device)
+
+    def run() -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, weights)]
+        rows, row_map, _, row_weights = Permute(8)(leaves[0], indices, leaves[1])
+        rows = rows * row_weights.unsqueeze(-1)
+        extras = [row_map, leaves[1]][: 1 + weighted]
+        y = Unpermute(weighted=weighted)(rows.bfloat16(), *extras)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
+
+    first = run()
+    assert all(all(map(torch.equal, run(), first)) for _ in range(3))
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu(no_waiting: Any) -> None:
+    op = TopKRouter(8, 2, norm_topk_prob=True, aux_loss=True, z_loss=True)
+    permute, unpermute = Permute(8), Unpermute(weighted=True)
+    logits = torch.randn(64, 8, device="cuda", requires_grad=True)
+    x = torch.randn(64, 16, device="cuda", requires_grad=True)
+    with no_waiting():
+        weights, indices, _, aux, z = op(logits)
+        rows, row_map, _, row_weights = permute(x, indices, weights)
+        y = unpermute(rows * row_weights.unsqueeze(-1), row_map, weights)
+        (y.square().sum() + aux + z).backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+
+
+PERMUTE: dict[str, tuple[list[Any], str]] = {
+    "tokens": ([torch.randn(5, 6), torch.zeros(4, 2).long(), torch.rand(4, 2)],
+               r"The experts' indices must be \(\.\.\., k\) for an input \(\.\.\., D\)"),
+    "no k": ([torch.randn(5, 6), torch.zeros(5).long(), torch.rand(5)],
+             r"The experts' indices must be \(\.\.\., k\) for an input \(\.\.\., D\)"),
+    "dtype": ([torch.randn(5, 6), torch.zeros(5, 2), torch.rand(5, 2)],
+              "The experts' indices must be int32 or int64"),
+    "weights": ([torch.randn(5, 6), torch.zeros(5, 2).long(), torch.rand(5, 3)],
+                "The weights must have the shape of the experts' indices"),
+}  # fmt: skip
+UNPERMUTE: dict[str, tuple[list[Any], str]] = {
+    "rows": ([torch.randn(9, 6), torch.zeros(5, 2).long(), torch.rand(5, 2)],
+             r"The row map must have one entry for each row of an input \(R, D\)"),
+    "three dimensions": ([torch.randn(2, 5, 6), torch.zeros(5, 2).long(), torch.rand(5, 2)],
+                         r"The row map must have one entry for each row of an input \(R, D\)"),
+    "dtype": ([torch.randn(10, 6), torch.zeros(5, 2), torch.rand(5, 2)],
+              "The row map must be int32 or int64"),
+    "weights": ([torch.randn(10, 6), torch.zeros(5, 2).long(), torch.rand(5, 3)],
+                "The weights must have the shape of the row map"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PERMUTE)
+def test_permute_says_what_it_cannot_take(case: str) -> None:
+    inputs, text = PERMUTE[case]
+    with pytest.raises(InputError, match=rf"^{text} \(Permute\)\. Received: input .*, weights "):
+        Permute(4)(*inputs)
+
+
+@pytest.mark.parametrize("case", UNPERMUTE)
+def test_unpermute_says_what_it_cannot_take(case: str) -> None:
+    inputs, text = UNPERMUTE[case]
+    with pytest.raises(InputError, match=rf"^{text} \(Unpermute\)\. Received: input .*, weights "):
+        Unpermute(weighted=True)(*inputs)
+
+
+def test_an_index_that_is_no_experts_fails() -> None:
+    with pytest.raises(RuntimeError, match="index 4 is out of bounds"):
+        Permute(4, weighted=False)(torch.randn(2, 3), torch.tensor([[0], [4]]))
+
+
+def test_experts_that_are_too_few() -> None:
+    with pytest.raises(ArgumentError, match=r"^num_experts must be positive \(Permute\)\. "):
+        Permute(0)
+    with pytest.raises(ArgumentError, match=r"^top_k must be from 1 to num_experts \(TopKRouter\)"):
+        TopKRouter(2, 3)
+
+
+def test_swap_goes_on_with_the_other_branch() -> None:
+    check_values(SwapExtra(), torch.randn(3, 4), torch.randn(5), dtypes=DTYPES, zero_rows=False)
+    x, other = torch.randn(3, requires_grad=True), torch.randn(3, 2).bfloat16().requires_grad_()
+    seq = Sequential(SwapExtra())
+    y, aside = seq(x, other)
+    assert y.dtype is torch.bfloat16
+    y.sum().backward()  # the other output is not read
+    assert x.grad is None or not x.grad.any()
+    assert other.grad is not None
+    assert other.grad.eq(1).all()
+    assert torch.equal(aside, x)
+    assert seq.plan(x, other).basic_ops

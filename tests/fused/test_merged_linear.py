@@ -1,0 +1,161 @@
+"""Fusions take a MergedLinear for one linear operation, wherever its weights lie."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opfuser import (
+    AddExtraInput,
+    ConstantScale,
+    CrossEntropy,
+    Linear,
+    MakeExtraOutput,
+    MergedLinear,
+    RMSNorm,
+    Sequential,
+    SiLU,
+    SwiGLU,
+)
+from opfuser.testing import check_fusion
+from tests.fused.examples import (
+    DTYPES,
+    F64,
+    asking,
+    assert_same,
+    filled,
+    leaf,
+    only,
+    results,
+    saved_by,
+)
+
+
+def merged(*, bias: bool = True, **sizes: int) -> MergedLinear:
+    return MergedLinear(6, sizes or {"q": 3, "k": 1, "v": 2}, bias=bias)
+
+
+EXAMPLES: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
+    "recompute_mlp_where_asked": (
+        lambda: [RMSNorm(6), merged(gate=5, up=5), asking(SwiGLU()), Linear(5, 4)],
+        (),
+    ),
+    "activation_linear_add": (lambda: [SiLU(), merged(), AddExtraInput()], (6,)),
+    "activation_linear": (lambda: [SiLU(), merged()], ()),
+    "norm_linear": (lambda: [RMSNorm(6), merged()], ()),
+    "forward_linear_scale_add": (
+        lambda: [merged(bias=False), ConstantScale(0.3), AddExtraInput()],
+        (6,),
+    ),
+    "forward_linear_bias_add": (lambda: [merged(), AddExtraInput()], (6,)),
+    "forward_linear_bias_activation": (lambda: [merged()], ()),
+    "backward_linear_add": (lambda: [MakeExtraOutput(), merged(bias=False)], ()),
+    "backward_linear_scale": (lambda: [merged(bias=False), ConstantScale(0.3)], ()),
+}
+each = pytest.mark.parametrize("name", EXAMPLES)
+
+
+@each
+def test_check_fusion_apart(name: str, device: torch.device) -> None:
+    """Copies, with which it works, have storages of their own."""
+    make, widths = EXAMPLES[name]
+    ops = [op.to(device) for op in filled(make())]
+    extras = [torch.randn(3, 5, width, device=device) for width in widths]
+    check_fusion(name, ops, torch.randn(3, 5, 6, device=device), *extras, dtypes=DTYPES)
+
+
+@each
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+def test_in_one_storage(name: str, frozen: str | None) -> None:
+    make, widths = EXAMPLES[name]
+    seq = Sequential(*filled(make())).to(F64)
+    for key, p in seq.named_parameters():
+        p.requires_grad_(frozen is None or not key.endswith((f"k.{frozen}", f"up.{frozen}")))
+    inputs = [leaf(3, 5, width, dtype=F64) for width in (6, *widths)]
+    parameters = list(seq.parameters())
+    with only(name):
+        assert seq.plan(*inputs).record(name).matches
+        ours = results(seq, parameters, *inputs)
+    apart = copy.deepcopy(seq)
+    with only():
+        assert_same(ours, results(apart, list(apart.parameters()), *inputs))
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one storage", "apart"])
+def test_saves_what_is_saved_behind_one_linear_operation(apart: bool) -> None:
+    """The input of the norm and a number per row; and that of SwiGLU."""
+
+    def block(first: nn.Module) -> Any:
+        return Sequential(RMSNorm(64), first, SwiGLU(), Linear(64, 64))
+
+    one = block(Linear(64, 128, bias=False))
+    ours = block(MergedLinear(64, {"gate_proj": 64, "up_proj": 64}, bias=False))
+    ours = copy.deepcopy(ours) if apart else ours
+    x = torch.randn(300, 64, requires_grad=True)
+    expected, saved = saved_by(one, x), saved_by(ours, x)
+    assert sorted(t.nbytes for t in saved) == sorted(t.nbytes for t in expected)
+
+
+def test_gradients_in_a_block_of_an_llm() -> None:
+    """Gate and up projection with separate weights in float64, all fusions on."""
+    gate, up = (nn.Linear(6, 8, bias=False, dtype=F64) for _ in range(2))
+    down = nn.Linear(8, 6, bias=False, dtype=F64)
+    norm = nn.RMSNorm(6, eps=1e-5, dtype=F64)
+    x, dy = torch.randn(4, 6, dtype=F64, requires_grad=True), torch.randn(4, 6, dtype=F64)
+    h = norm(x)
+    y = down(nn.functional.silu(gate(h)) * up(h))
+    leaves = [x, norm.weight, gate.weight, up.weight, down.weight]
+    expected = [y, *torch.autograd.grad(y, leaves, dy)]
+    ours = Sequential(
+        RMSNorm(6), MergedLinear.of({"gate": gate, "up": up}), SwiGLU(), Linear(8, 6, bias=False)
+    )
+    ours[0].weight, ours[3].weight = norm.weight, down.weight
+    y = ours(x)
+    steps = [step.fusion for step in ours.plan(x).forward]
+    assert steps == ["norm_linear", "activation_linear"]
+    assert_same([y, *torch.autograd.grad(y, leaves, dy)], expected)
+
+
+def test_the_loss_fusion_leaves_it_alone() -> None:
+    """Logits of several heads are not those of one."""
+    seq, x = Sequential(merged(), CrossEntropy()), torch.randn(3, 6)
+    record = seq.plan(x, torch.zeros(3, dtype=torch.int64)).record("linear_cross_entropy")
+    assert not record.matches
+
+
+def test_main_grad_behind_a_norm() -> None:
+    op = MergedLinear(6, {"q": 4, "k": 2}, bias=False, accumulate_into_main_grad=True).double()
+    seq, x = Sequential(RMSNorm(6).double(), op), torch.randn(5, 6, dtype=F64)
+    for p in op.parameters():
+        p.main_grad = torch.zeros_like(p)
+    seq(x).sum().backward()
+    twin = copy.deepcopy(seq)
+    twin[1].accumulate_into_main_grad = False
+    for p in twin.parameters():
+        p.grad = None
+    twin(x).sum().backward()
+    for p, other in zip(op.parameters(), twin[1].parameters()):
+        torch.testing.assert_close(p.main_grad, other.grad)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_compiled(backward: bool) -> None:
+    seq = Sequential(RMSNorm(6), merged(gate=5, up=5), SwiGLU(), Linear(5, 6))
+    filled(list(seq))
+    compiled = torch.compile(seq, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 6, requires_grad=backward)
+    for _ in range(2):
+        ours, wanted = compiled(x), seq(x)
+        torch.testing.assert_close(ours, wanted)
+        if backward:
+            wrt = [x, *seq.parameters()]
+            for a, b in zip(*(torch.autograd.grad(y.sum(), wrt) for y in (ours, wanted))):
+                torch.testing.assert_close(a, b)
+        seq[1].gate.weight = nn.Parameter(torch.randn(5, 6))
+    seq[1].gate.register_forward_hook(lambda module, args, y: 0 * y)
+    torch.testing.assert_close(compiled(x), seq[3].bias.expand(4, -1))

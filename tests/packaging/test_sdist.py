@@ -1,0 +1,68 @@
+"""The sdist: the tests are in it, and all that they import, read or run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import opfuser
+
+ROOT = Path(__file__).parents[2]
+
+# Without the paths of an editable installation, from which a missing file would be read.
+COLLECT = """
+import sys
+from pathlib import Path
+sys.path = [path for path in sys.path if not (Path(path or ".") / "opfuser").is_dir()]
+import pytest
+sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "-n", "0", "tests"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    name = f"opfuser-{opfuser.__version__}"
+    with tarfile.open(folder / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
+def files(root: Path) -> set[str]:
+    """What a checkout and an sdist have in common; not what was built or is hidden."""
+    found = [path for path in root.iterdir() if path.is_file()]
+    for folder in ("opfuser", "tests", "benchmarks", "docs", "examples"):
+        found += [path for path in (root / folder).rglob("*") if path.is_file()]
+    names = {path.relative_to(root).as_posix() for path in found if path.name != "PKG-INFO"}
+    return {name for name in names if "__pycache__" not in name and not name.startswith(".")}
+
+
+def test_nothing_of_the_checkout_is_missing(unpacked: Path) -> None:
+    assert files(ROOT) - files(unpacked) == set()
+    assert files(unpacked) - files(ROOT) == set()
+
+
+@pytest.mark.slow
+def test_every_test_can_be_collected(unpacked: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT],
+        cwd=unpacked,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    collected = {line.partition(":")[0] for line in done.stdout.splitlines()}
+    assert {
+        p.relative_to(ROOT).as_posix() for p in (ROOT / "tests").rglob("test_*.py")
+    } <= collected
