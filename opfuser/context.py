@@ -157,6 +157,9 @@ class OperationContext:
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Saves ``tensors`` for backward. Called in forward, at most once per operation.
 
+        A fused operation that saves less than an operation whose forward it has called sets
+        ``to_save`` to the tuple of what remains.
+
         Raises:
             SavedTensorsError: the operation has saved already.
         """

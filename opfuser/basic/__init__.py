@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import activation, gated_activation, scaled_activation
 from .activation import *  # noqa: F403 - each family of activations lists its own
+from .add_embedding import AddEmbedding
 from .add_extra_input import AddExtraInput
 from .all_gather import AllGather
 from .all_reduce import AllReduce
@@ -35,6 +36,7 @@ from .top_k_router import TopKRouter
 from .unpermute import Unpermute
 
 __all__ = [
+    "AddEmbedding",
     "AddExtraInput",
     "AllGather",
     "AllReduce",

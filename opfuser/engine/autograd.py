@@ -101,7 +101,7 @@ class _SequenceFunction(torch.autograd.Function):
         extra_inputs = tensors[schedule.num_parameters :]
         output, outputs = execute_forward(schedule, kwargs, input_, extra_inputs, tape)
         if tape.verification is not None:
-            tape.verification.note(tensors)
+            tape.verification.note(schedule, tensors)
         marked = False
         if tape.saved or schedule.kept_parameters:
             kept = [tensors[n] for n in schedule.kept_parameters]

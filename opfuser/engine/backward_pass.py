@@ -160,14 +160,14 @@ def execute_backward(  # noqa: PLR0912 - a function for each branch would cost e
                     _place_parameter_grads(schedule, index, grads, param_grads)
             if verification is not None:
                 step = name_of(index, op) if general is None else general.name
-                verification.after_backward(index, step, dx)
+                verification.after_backward(schedule, index, step, dx)
     except ContextError as error:
         place = name_of(index, op) if general is None else general.name
         raise type(error)(f"{error} It happened in the backward of {place}.") from error
     if not schedule.input_needs_grad:
         dx = None
     if verification is not None:
-        verification.at_the_end(schedule, [*param_grads, *extra_grads])
+        verification.at_the_end([*param_grads, *extra_grads])
     return [dx, *param_grads, *extra_grads]
 
 

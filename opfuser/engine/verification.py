@@ -79,7 +79,7 @@ class Verification:
         self._kind = kind
         self._step = ""
         self._shapes: dict[int, torch.Size] = {}
-        self._tensors: list[torch.Size] = []
+        self._tensors: list[tuple[str, str, bool, torch.Size]] = []
 
     def before_forward(self, index: int, step: str, x: Any) -> None:
         """Looks at the input of a step, which is the output of the step before it."""
@@ -110,8 +110,11 @@ class Verification:
                         )
                     )
 
-    def after_backward(self, index: int, step: str, dx: Any) -> None:
+    def after_backward(self, schedule: Schedule, index: int, step: str, dx: Any) -> None:
         """Looks at the gradient of the input of a step whose first operation has this index."""
+        needs = schedule.plan.needs[index]
+        if needs is None or not needs.input:  # nobody will
+            return
         _check_tensor(dx, step, "the gradient of the input")
         shape = self._shapes.get(index)
         if dx is None or shape is None or dx.shape == shape:
@@ -119,26 +122,34 @@ class Verification:
         if index or not _sums_to(dx.shape, shape):  # autograd sums that of the whole group's
             raise _wrong_shape(step, "the input", dx.shape, shape)
 
-    def note(self, tensors: Sequence[Tensor]) -> None:
+    def note(self, schedule: Schedule, tensors: Sequence[Tensor]) -> None:
         """Remembers the shapes of the parameters and, behind them, of the extra inputs."""
-        self._tensors = [t.shape for t in tensors]
+        self._tensors = [(*owner, t.shape) for owner, t in zip(_owners(schedule), tensors)]
 
-    def at_the_end(self, schedule: Schedule, grads: Sequence[Any]) -> None:
+    def at_the_end(self, grads: Sequence[Any]) -> None:
         """Looks at the gradients of what was noted."""
-        for (step, name), shape, grad in zip(_owners(schedule), self._tensors, grads):
+        for (step, name, needed, shape), grad in zip(self._tensors, grads):
+            if not needed:
+                continue
             _check_tensor(grad, step, f"the gradient of {name}")
             if grad is not None and not _sums_to(grad.shape, shape):
                 raise _wrong_shape(step, name, grad.shape, shape)
         self._verified.add(self._kind)
 
 
-def _owners(schedule: Schedule) -> Iterator[tuple[str, str]]:
-    """Step and name of each parameter, and then of each extra input of the caller."""
-    for index, op in enumerate(schedule.plan.basic_ops):
-        for _, name in op.parameter_slots():
-            yield name_of(index, op), name
+def _owners(schedule: Schedule) -> Iterator[tuple[str, str, bool]]:
+    """Step and name of each parameter, then of each extra input, and whether it needs a gradient.
+
+    Extra inputs are those of the caller.
+    """
+    ops, all_needs = schedule.plan.basic_ops, schedule.plan.needs
+    for index, (op, needs) in enumerate(zip(ops, all_needs)):
+        for number, (_, name) in enumerate(op.parameter_slots()):
+            yield name_of(index, op), name, needs is not None and needs.parameters[number]
     for index, number in schedule.inputs:
-        yield name_of(index, schedule.plan.basic_ops[index]), f"extra input {number}"
+        needs = all_needs[index]
+        needed = needs is not None and needs.extra_inputs[number]
+        yield name_of(index, ops[index]), f"extra input {number}", needed
 
 
 def _check_tensor(grad: Any, step: str, what: str) -> None:

@@ -11,20 +11,27 @@ from .decoder import (
     mlp_block,
     swiglu_block,
 )
+from .encoder import EncoderConfig, attention_kwargs, text_encoder
 from .hf_weights import hf_state_dict, load_hf
+from .image_encoder import ImageEncoderConfig, image_encoder
 from .moe import MoEConfig, experts, moe_block
 
 __all__ = [
     "DecoderConfig",
+    "EncoderConfig",
+    "ImageEncoderConfig",
     "MoEConfig",
     "attention_block",
+    "attention_kwargs",
     "decoder_layer",
     "decoder_layers",
     "decoder_lm",
     "experts",
     "hf_state_dict",
+    "image_encoder",
     "load_hf",
     "mlp_block",
     "moe_block",
     "swiglu_block",
+    "text_encoder",
 ]

@@ -79,6 +79,9 @@ class DecoderConfig:
         qk_norm: whether every query and key head is normalised before it is rotated.
         norm: ``"rms"`` or ``"layer"``: the kind of the norms, of which the second has a bias.
         zero_centered_gamma: whether norms scale by ``1 + weight``.
+        causal: whether a position attends only to itself and to earlier ones.
+        norm_first: whether blocks normalise what they read; else they normalise the residual sum
+            (Vaswani et al., 2017), and there is no norm before the head.
         post_norms: whether there is also a norm behind each block, before its residual sum.
         activation: of the feed-forward block: ``"swiglu"``, ``"geglu"`` (gated, two weights wide),
             ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``.
@@ -126,6 +129,8 @@ class DecoderConfig:
     qk_norm: bool = False
     norm: str = "rms"
     zero_centered_gamma: bool = False
+    causal: bool = True
+    norm_first: bool = True
     post_norms: bool = False
     activation: str = "swiglu"
     learned_positions: int | None = None
@@ -164,6 +169,8 @@ class DecoderConfig:
             return f"dim must be a multiple of num_heads{even}", ["dim", "num_heads"]
         if self.num_heads % self.key_heads:
             return "num_heads must be a multiple of num_kv_heads", ["num_heads", "num_kv_heads"]
+        if self.post_norms and not self.norm_first:
+            return "post_norms is for blocks with norm_first", ["post_norms", "norm_first"]
         if len(self.windows) != self.num_layers:
             return "There is one window, or one for each layer", ["window", "num_layers"]
         if any(window is not None and window < 1 for window in self.windows):

@@ -56,7 +56,8 @@ def _linear(config: DecoderConfig, in_features: int, out_features: int, bias: bo
 def _block(config: DecoderConfig, *ops: nn.Module, in_features: int, bias: bool) -> Sequential:
     """``y = x + norm(out(ops(norm(x))))``, where the second norm is there only if it is asked for.
 
-    The weight of ``out`` is scaled so that the sum over all blocks keeps the size of one.
+    Without ``config.norm_first`` it is ``y = norm(x + out(ops(x)))``. The weight of ``out`` is
+    scaled so that the sum over all blocks keeps the size of one.
     """
     out = _linear(config, in_features, config.dim, bias)
     std = config.init_std / (2 * config.num_layers) ** 0.5
@@ -64,15 +65,20 @@ def _block(config: DecoderConfig, *ops: nn.Module, in_features: int, bias: bool)
     behind: list[nn.Module] = [_norm(config)] if config.post_norms else []
     if config.residual_dropout:
         behind.append(Dropout(config.residual_dropout))
-    block = Residual(_norm(config), *ops, out, *behind)
+    if config.norm_first:
+        block = Residual(_norm(config), *ops, out, *behind)
+    else:
+        block = Residual(*ops, out, *behind).append(_norm(config))
     block.recipe = config.recipe
     return block
 
 
 def attention_block(config: DecoderConfig, layer: int = 0) -> Sequential:
-    """Causal self-attention with rotary positions: ``y = x + out(attend(rope(qkv(norm(x)))))``.
+    """Self-attention: ``y = x + out(attend(rope(qkv(norm(x)))))``.
 
-    Queries and keys are normalised before they are rotated, if ``config.qk_norm``.
+    Causal and with rotary positions, unless the configuration says otherwise.
+
+    With ``config.qk_norm``, queries and keys are normalised before they are rotated.
 
     Shapes: x and y ``(batch, sequence, dim)``; qkv is packed, queries first, then keys, then
     values.
@@ -106,6 +112,7 @@ def attention_block(config: DecoderConfig, layer: int = 0) -> Sequential:
     attention = DotProductAttention(
         heads,
         kv_heads,
+        config.causal,
         scale=config.attention_scale,
         window=window,
         softcap=config.attention_softcap,
@@ -210,11 +217,10 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
         table = modules["embedding"]
         assert isinstance(table, Embedding)
         head.weight = table.weight
-    modules |= {
-        "layers": decoder_layers(replace(config, recipe=None)),
-        "norm": _norm(config),
-        "head": head,
-    }
+    modules["layers"] = decoder_layers(replace(config, recipe=None))
+    if config.norm_first:
+        modules["norm"] = _norm(config)
+    modules["head"] = head
     if config.logit_softcap is not None:
         cap = config.logit_softcap
         modules["softcap"] = Sequential(ConstantScale(1 / cap), Tanh(), ConstantScale(cap))

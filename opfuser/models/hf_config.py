@@ -6,14 +6,14 @@ configuration, such as the biases of Qwen2, is in the table of its ``model_type`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opfuser import RopeScaling
 from opfuser.errors import NotSupportedError, explain
 from opfuser.rope_configuration import read_configuration
 
-__all__ = ["decoder_arguments"]
+__all__ = ["decoder_arguments", "encoder_arguments", "image_encoder_arguments"]
 
 _GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 _PLAIN = {
@@ -32,17 +32,34 @@ def decoder_arguments(config: Any) -> dict[str, Any]:
         NotSupportedError: a model of a type that is not known, or with a feature that a
             ``DecoderConfig`` has no attribute for.
     """
+    return _arguments(config, _DECODERS, "DecoderConfig")
+
+
+def encoder_arguments(config: Any) -> dict[str, Any]:
+    """Those of the ``EncoderConfig``, likewise."""
+    return _arguments(config, _ENCODERS, "EncoderConfig")
+
+
+def image_encoder_arguments(config: Any) -> dict[str, Any]:
+    """Those of the ``ImageEncoderConfig``, likewise."""
+    return _arguments(config, _IMAGE_ENCODERS, "ImageEncoderConfig")
+
+
+_Families = dict[str, Callable[[Any], dict[str, Any]]]
+
+
+def _arguments(config: Any, families: _Families, made: str) -> dict[str, Any]:
     kind = getattr(config, "model_type", type(config).__name__)
-    if kind not in _FAMILIES:
+    if kind not in families:
         raise NotSupportedError(
             explain(
-                f"A configuration must be of one of these types: {', '.join(_FAMILIES)}",
-                where="from_hf",
+                f"A configuration must be of one of these types: {', '.join(families)}",
+                where=f"{made}.from_hf",
                 received=f"model_type={kind!r}",
-                remedy="Build a DecoderConfig by its arguments, if they can express the model",
+                remedy=f"Build a {made} by its arguments, if they can express the model",
             )
         )
-    return _FAMILIES[kind](config)
+    return families[kind](config)
 
 
 def _llama_like(config: Any) -> dict[str, Any]:
@@ -135,7 +152,58 @@ def _gpt2(config: Any) -> dict[str, Any]:
     }
 
 
-_FAMILIES: dict[str, Callable[[Any], dict[str, Any]]] = {
+def _bert(config: Any) -> dict[str, Any]:
+    _refuse(config, "is_decoder", "add_cross_attention")
+    kind = getattr(config, "position_embedding_type", "absolute")
+    if kind != "absolute":
+        raise NotSupportedError(
+            explain(
+                "position_embedding_type must be 'absolute'",
+                where="from_hf of a bert",
+                received=repr(kind),
+            )
+        )
+    return {
+        "vocab_size": config.vocab_size,
+        "dim": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "ffn_dim": config.intermediate_size,
+        "num_positions": config.max_position_embeddings,
+        "num_types": config.type_vocab_size,
+        "activation": _named(_PLAIN, config, "hidden_act"),
+        "norm_eps": config.layer_norm_eps,
+        "padding_idx": config.pad_token_id,
+        "dropout": config.hidden_dropout_prob,
+        "attention_dropout": config.attention_probs_dropout_prob,
+        "init_std": config.initializer_range,
+    }
+
+
+def _vit(config: Any) -> dict[str, Any]:
+    def size(value: int | Sequence[int]) -> int | tuple[int, ...]:
+        return value if isinstance(value, int) else tuple(value)
+
+    return {
+        "image_size": size(config.image_size),
+        "patch_size": size(config.patch_size),
+        "channels": config.num_channels,
+        "dim": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "ffn_dim": config.intermediate_size,
+        "qkv_bias": config.qkv_bias,
+        "activation": _named(_PLAIN, config, "hidden_act"),
+        "norm_eps": config.layer_norm_eps,
+        "dropout": config.hidden_dropout_prob,
+        "attention_dropout": config.attention_probs_dropout_prob,
+        "init_std": config.initializer_range,
+    }
+
+
+_IMAGE_ENCODERS: _Families = {"vit": _vit}
+_ENCODERS: _Families = {"bert": _bert}
+_DECODERS: _Families = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,

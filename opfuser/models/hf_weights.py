@@ -23,74 +23,10 @@ from opfuser import (
 )
 from opfuser.errors import ArgumentError, explain
 
+from .hf_names import BERT, CLASS_TOKEN, GEMMA2, GPT2, HEAD, LLAMA, VIT, VIT_4, Names
+from .image_encoder import Patches
+
 __all__ = ["hf_state_dict", "load_hf"]
-
-
-class _Names(NamedTuple):
-    """The names of modules in checkpoints of one family.
-
-    Attributes:
-        prefix: of all but the head, which checkpoints of a model without a head lack.
-        layer: prefix of those of one layer.
-        norms: of a layer, in the order in which they are applied.
-        transposed: whether weights of linears in layers are (in_features, out_features).
-        ignored: what checkpoints hold besides parameters.
-    """
-
-    prefix: str
-    embedding: str
-    positions: str
-    layer: str
-    norms: tuple[str, ...]
-    qkv: tuple[str, ...]
-    qk_norms: tuple[str, str]
-    out: str
-    up: tuple[str, ...]
-    down: str
-    norm: str
-    transposed: bool
-    ignored: str
-
-
-_LLAMA = _Names(
-    prefix="model.",
-    embedding="embed_tokens",
-    positions="",
-    layer="layers.{}.",
-    norms=("input_layernorm", "post_attention_layernorm"),
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
-    out="self_attn.o_proj",
-    up=("mlp.gate_proj", "mlp.up_proj"),
-    down="mlp.down_proj",
-    norm="norm",
-    transposed=False,
-    ignored=r"\.rotary_emb\.inv_freq$",
-)
-_GEMMA2 = _LLAMA._replace(
-    norms=(
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    ),
-)
-_GPT2 = _Names(
-    prefix="transformer.",
-    embedding="wte",
-    positions="wpe",
-    layer="h.{}.",
-    norms=("ln_1", "ln_2"),
-    qkv=("attn.c_attn",),
-    qk_norms=("", ""),
-    out="attn.c_proj",
-    up=("mlp.c_fc",),
-    down="mlp.c_proj",
-    norm="ln_f",
-    transposed=True,
-    ignored=r"\.attn\.(masked_)?bias$",
-)
-_HEAD = "lm_head"
 
 
 class _Entry(NamedTuple):
@@ -101,15 +37,19 @@ class _Entry(NamedTuple):
         name: of the parameter in the module.
         parts: names there, and how many rows of the parameter each of them is.
         transposed: whether they have its two dimensions exchanged.
+        shape: in the checkpoint, where it has other dimensions.
     """
 
     module: nn.Module
     name: str
     parts: tuple[tuple[str, int], ...]
     transposed: bool = False
+    shape: tuple[int, ...] | None = None
 
     def shape_of(self, rows: int) -> tuple[int, ...]:
         """In the checkpoint, of a part with these rows."""
+        if self.shape is not None:
+            return self.shape
         shape = (rows, *self.value.shape[1:])
         return shape[::-1] if self.transposed else shape
 
@@ -122,23 +62,27 @@ class _Entry(NamedTuple):
 
 
 def load_hf(model: Sequential, state_dict: Mapping[str, Tensor]) -> None:
-    """Sets the parameters of a decoder to those of a checkpoint of Hugging Face's transformers.
+    """Sets the parameters of a model to those of a checkpoint of Hugging Face's transformers.
 
-    The model is one of :func:`decoder_lm`, made with ``DecoderConfig.from_hf(config)``. Values are
+    The model is one of :func:`decoder_lm`, made with ``DecoderConfig.from_hf(config)``, or of
+    :func:`text_encoder`, made with ``EncoderConfig.from_hf(config)``. Values are
     copied, and cast to the dtype and moved to the device of the parameters. One parameter is packed
     at a time, so that a checkpoint may be larger than what is left of the memory.
 
     Args:
         model: with or without a loss.
         state_dict: by the names of the causal language model, or of the model inside of it, which
-            has no prefix and no head. A tied head may be missing.
+            has no prefix and no head. A tied head may be missing. Heads and poolers of encoders
+            are left out.
 
     Raises:
         ArgumentError: a tensor is missing, superfluous or of another shape, a head is given that
-            differs from the token table to which it is tied, or the model is none of
-            :func:`decoder_lm`. Nothing is changed then.
+            differs from the token table to which it is tied, or the model is of
+            another kind. Nothing is changed then.
     """
     names = _names(model)
+    if names is VIT and any("encoder.layer." in key for key in state_dict):
+        names = VIT_4
     prefixed = any(key.startswith(names.prefix) for key in state_dict)
     entries = list(_entries(model, names, names.prefix if prefixed else ""))
     given = {key: t for key, t in state_dict.items() if not re.search(names.ignored, key)}
@@ -150,34 +94,41 @@ def load_hf(model: Sequential, state_dict: Mapping[str, Tensor]) -> None:
     _check(entries, given)
     for entry in entries:
         parts = [given[name].t() if entry.transposed else given[name] for name, _ in entry.parts]
-        entry.module.load_state_dict({entry.name: torch.cat(parts)}, strict=False)
+        packed = torch.cat(parts)
+        if entry.shape is not None:
+            packed = packed.view_as(entry.value)
+        entry.module.load_state_dict({entry.name: packed}, strict=False)
 
 
 def hf_state_dict(model: Sequential) -> dict[str, Tensor]:
-    """Copies of the parameters of a decoder, as transformers' causal language model loads them.
+    """Copies of the parameters of a model, by their names in Hugging Face's transformers.
 
     ``hf_model.load_state_dict(hf_state_dict(model))`` and ``hf_model.save_pretrained(path)`` write
     a checkpoint of what was trained here.
 
     Args:
-        model: one of :func:`decoder_lm`, with or without a loss.
+        model: one of :func:`decoder_lm`, with or without a loss, or of :func:`text_encoder`.
 
     Returns:
-        Tensors by name, contiguous; a tied head is the same object as the token table.
+        Tensors by the names of the causal language model, or of the encoder without a head,
+        contiguous; a tied head is the same object as the token table.
 
     Raises:
-        ArgumentError: the model is none of :func:`decoder_lm`.
+        ArgumentError: the model is of another kind.
     """
     names = _names(model)
     out: dict[str, Tensor] = {}
-    for entry in _entries(model, names, names.prefix):
+    # Of an encoder there is no model with a head that all have.
+    prefix = names.prefix if "head" in model._modules else ""
+    for entry in _entries(model, names, prefix):
         rows = [rows for _, rows in entry.parts]
         for (name, _), part in zip(entry.parts, entry.value.detach().split_with_sizes(rows)):
-            out[name] = (part.t() if entry.transposed else part).clone(
+            copied = (part.t() if entry.transposed else part).clone(
                 memory_format=torch.contiguous_format
             )
+            out[name] = copied if entry.shape is None else copied.view(entry.shape)
     if _is_tied(model):
-        out[f"{_HEAD}.weight"] = out[f"{names.prefix}{names.embedding}.weight"]
+        out[f"{HEAD}.weight"] = out[f"{names.prefix}{names.embedding}.weight"]
     return out
 
 
@@ -186,7 +137,7 @@ def _named(model: Sequential, name: str) -> nn.Module:
     if module is None:
         raise ArgumentError(
             explain(
-                "Weights are loaded into, and read from, a model of decoder_lm",
+                "Weights are loaded into, and read from, models of decoder_lm and text_encoder",
                 received=f"{type(model).__name__} without a module {name!r}",
             )
         )
@@ -194,15 +145,20 @@ def _named(model: Sequential, name: str) -> nn.Module:
 
 
 def _is_tied(model: Sequential) -> bool:
-    return _named(model, "head").weight is _named(model, "embedding").weight
+    head = model._modules.get("head")
+    return head is not None and head.weight is _named(model, "embedding").weight
 
 
-def _names(model: Sequential) -> _Names:
+def _names(model: Sequential) -> Names:
+    if "types" in model._modules:
+        return BERT
+    if "patches" in model._modules:
+        return VIT
     if "positions" in model._modules:
-        return _GPT2
+        return GPT2
     layer = _blocks(_named(model, "layers"))[0]
     norms = [op for block in layer for op in _of(block, RMSNorm, LayerNorm)]
-    return _LLAMA if len(norms) == 2 else _GEMMA2
+    return LLAMA if len(norms) == 2 else GEMMA2
 
 
 def _blocks(layers: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
@@ -215,11 +171,18 @@ def _of(block: nn.Module, *types: type[nn.Module]) -> list[nn.Module]:
     return [module for module in block.children() if isinstance(module, types)]
 
 
-def _entries(model: Sequential, names: _Names, prefix: str) -> Iterator[_Entry]:
+def _entries(model: Sequential, names: Names, prefix: str) -> Iterator[_Entry]:
     """All parameters; the token table comes first, and the head last."""
-    yield from _whole(_named(model, "embedding"), prefix + names.embedding)
-    if "positions" in model._modules:
-        yield from _whole(model._modules["positions"], prefix + names.positions)
+    if names.prefix == VIT.prefix:
+        yield from _of_images(model, names, prefix)
+    else:
+        yield from _whole(_named(model, "embedding"), prefix + names.embedding)
+        for own, name in (
+            ("types", names.types),
+            ("positions", names.positions),
+            ("embedding_norm", names.embedding_norm),
+        ):
+            yield from _whole(model._modules.get(own), prefix + name)
     for n, blocks in enumerate(_blocks(_named(model, "layers"))):
         here = prefix + names.layer.format(n)
         norms = [op for block in blocks for op in _of(block, RMSNorm, LayerNorm)]
@@ -229,11 +192,31 @@ def _entries(model: Sequential, names: _Names, prefix: str) -> Iterator[_Entry]:
         up, down = _of(blocks[1], Linear)
         yield from _linear(up, names.up, here, names.transposed)
         yield from _linear(down, (names.down,), here, names.transposed)
-    yield from _whole(_named(model, "norm"), prefix + names.norm)
-    yield from _whole(_named(model, "head"), _HEAD)
+    yield from _whole(model._modules.get("norm"), prefix + names.norm)
+    yield from _whole(model._modules.get("head"), HEAD)
 
 
-def _attention(block: nn.Module, names: _Names, here: str) -> Iterator[_Entry]:
+def _of_images(model: Sequential, names: Names, prefix: str) -> Iterator[_Entry]:
+    """What stands before the layers of an encoder of images, where most has more dimensions."""
+    patches, embedding = _named(model, "patches"), _named(model, "embedding")
+    token, positions = _named(model, "class_token"), _named(model, "positions")
+    assert isinstance(patches, Patches)
+    assert isinstance(embedding, Linear)
+    dim = embedding.out_features
+    for entry in _whole(embedding, prefix + names.embedding):
+        if entry.name == "weight":  # of a convolution
+            rows, cols = patches.patch_size
+            channels = embedding.in_features // (rows * cols)
+            yield entry._replace(shape=(dim, channels, rows, cols))
+        else:
+            yield entry
+    yield _Entry(token, "weight", ((prefix + CLASS_TOKEN, dim),), shape=(1, 1, dim))
+    count = len(cast(Tensor, positions.weight))
+    name = prefix + names.positions
+    yield _Entry(positions, "weight", ((name, count),), shape=(1, count, dim))
+
+
+def _attention(block: nn.Module, names: Names, here: str) -> Iterator[_Entry]:
     (qkv, out), (attention,) = _of(block, Linear), _of(block, DotProductAttention)
     assert isinstance(attention, DotProductAttention)
     heads = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
@@ -246,10 +229,10 @@ def _attention(block: nn.Module, names: _Names, here: str) -> Iterator[_Entry]:
 
 
 def _whole(module: nn.Module | None, name: str) -> Iterator[_Entry]:
-    """The parameters of a module that is one there too."""
-    assert module is not None
-    for own, parameter in module.named_parameters(recurse=False):
-        yield _Entry(module, own, ((f"{name}.{own}", len(parameter)),))
+    """The parameters of a module that is one there too, or of none."""
+    if module is not None:
+        for own, parameter in module.named_parameters(recurse=False):
+            yield _Entry(module, own, ((f"{name}.{own}", len(parameter)),))
 
 
 def _linear(

@@ -214,6 +214,11 @@ DOMAINS: dict[str, list[Bad]] = {
 }
 
 CASES: dict[str, Case] = {
+    "AddEmbedding": Case(
+        {"num_embeddings": 7, "embedding_dim": 8},
+        lambda: [torch.randn(3, 8), torch.tensor([0, 6, 6])],
+        {"num_embeddings": ReadOnly(9), "embedding_dim": ReadOnly(9)},
+    ),
     "AddExtraInput": Case({}, f32((3, 8), (3, 8)), IN_PLACE),
     "AllGather": NOTHING,
     "AllReduce": NOTHING,

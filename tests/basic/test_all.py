@@ -15,6 +15,7 @@ from torch.func import functional_call
 from opfuser import Sequential
 from opfuser.basic import (
     GELU,
+    AddEmbedding,
     BasicLinear,
     Bias,
     ClampedSwiGLU,
@@ -44,8 +45,8 @@ ANY_DTYPE = {
 }  # fmt: skip
 # Their own files say what they refuse.
 OWN_TEXT = {
-    "CrossEntropy", "DotProductAttention", "Embedding", "Permute", "PositionEmbedding",
-    "RotaryEmbedding", "Unpermute",
+    "AddEmbedding", "CrossEntropy", "DotProductAttention", "Embedding", "Permute",
+    "PositionEmbedding", "RotaryEmbedding", "Unpermute",
 }  # fmt: skip
 # Theirs compare under autocast too, with shapes of their own.
 OWN_AUTOCAST = {
@@ -139,9 +140,9 @@ def test_shapes_on_the_meta_device(name: str) -> None:
 
 # Each way of computing once, but for those whose own files trace them.
 COMPILED = [
-    "ClampedSwiGLU", "CrossEntropy", "DotProductAttention", "Embedding", "GELU", "L2Normalization",
-    "LayerNorm", "PositionEmbedding", "QKNorm", "RMSNorm", "RotaryEmbedding", "ScaledSiTUGLU",
-    "TopKRouter",
+    "AddEmbedding", "ClampedSwiGLU", "CrossEntropy", "DotProductAttention", "Embedding", "GELU",
+    "L2Normalization", "LayerNorm", "PositionEmbedding", "QKNorm", "RMSNorm", "RotaryEmbedding",
+    "ScaledSiTUGLU", "TopKRouter",
 ]  # fmt: skip
 
 
@@ -160,6 +161,7 @@ def test_compiles_without_a_graph_break(name: str) -> None:
 # What is saved besides the first input and the parameters: other inputs, numbers of bytes. A few
 # numbers per row, never an intermediate of the input's size.
 SAVED: dict[str, list[str | int]] = {
+    "AddEmbedding": ["input 1"],
     "CrossEntropy": ["input 1", 20, 20, 8],
     "DotProductAttention": [480, 80],
     "GroupedLinear": ["input 1"],
@@ -176,7 +178,7 @@ SAVED: dict[str, list[str | int]] = {
     "Unpermute": ["input 1"],
 }
 NOTHING = ANY_DTYPE - {"Dropout"} | {
-    "Bias", "Permute", "PositionEmbedding", "RotaryEmbedding", "Unpermute",
+    "AddEmbedding", "Bias", "Permute", "PositionEmbedding", "RotaryEmbedding", "Unpermute",
 }  # fmt: skip
 
 
@@ -267,6 +269,7 @@ def test_parameters_of_other_dtypes_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("op", "text"),
     [
+        (AddEmbedding(5, 3), "AddEmbedding(5, 3)"),
         (BasicLinear(3, 2), "BasicLinear(in_features=3, out_features=2)"),
         (Bias(3), "Bias(3)"),
         (

@@ -25,6 +25,7 @@ README = DOCS.parent / "README.md"
 
 # How to construct what needs arguments, for an input of 8 features.
 MAKE: dict[str, Callable[[], opfuser.BasicOperation]] = {
+    "AddEmbedding": lambda: opfuser.AddEmbedding(9, 8),
     "BasicLinear": lambda: opfuser.BasicLinear(8, 6),
     "Bias": lambda: opfuser.Bias(8),
     "ConstantScale": lambda: opfuser.ConstantScale(0.7),
@@ -136,6 +137,8 @@ def test_formula_is_what_the_operation_computes(name: str) -> None:
         x = torch.randint(9, (5, 8))
     scaled = name.startswith("Scaled")
     extras = [torch.randn(5 if scaled else (5, 8), dtype=torch.float64)] * op.num_extra_inputs
+    if name == "AddEmbedding":
+        extras = [torch.randint(9, (5,))]
     y = op(x, *extras)
     y = y[0] if isinstance(y, tuple) else y
     expected = evaluate(EVALUATED[name], op, x, extras)

@@ -388,6 +388,25 @@ def test_what_autograd_sums_is_right() -> None:
     torch.testing.assert_close(whole.gamma.grad, dy.sum(0))
 
 
+def test_gradients_that_nobody_needs_may_be_anything() -> None:
+    wrong = backward("Wrong", lambda dy: (dy.flatten(), (dy.sum(1),)))()
+    wrong.gamma.requires_grad_(False)
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    class Weighted(Doubled):
+        def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+            return "nothing", (grad_output.sum(0),)
+
+    first = Weighted()
+    first.gamma = weight
+    Sequential(first)(randn(2, 3)).sum().backward()
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 2))
+    with pytest.raises(GradientShapeError, match="for the input"):
+        Sequential(first, wrong)(randn(2, 3)).sum().backward()
+    with pytest.raises(GradientShapeError, match="for the input"):
+        wrong(randn(2, 3, grad=True)).sum().backward()
+
+
 def test_another_number_of_dimensions_is_verified_too() -> None:
     seq = Sequential(
         Identity(), backward("Wrong", lambda dy: (dy, (dy.sum((0, -1)[: dy.dim() - 1]),)))()

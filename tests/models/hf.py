@@ -105,10 +105,34 @@ def hf_model(family: str, sizes: dict[str, Any], seed: int = 0) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="eager")
     kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model: nn.Module = getattr(transformers, family.removesuffix("Text") + kind)(config)
-    centre = 0.0 if family.startswith("Gemma") else 1.0  # of the norms
+    fill(model, 0.0 if family.startswith("Gemma") else 1.0)
+    return model.train()
+
+
+def fill(model: nn.Module, centre: float) -> None:
+    """Random parameters; ``centre`` is where the weights of norms are."""
     with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.2) if p.dim() > 1 else p.uniform_(centre - 0.5, centre + 0.5)
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                p.normal_(std=0.2)
+            else:  # biases that all rows have in common would hide what these differ in
+                p.uniform_(-0.5, 0.5).add_(0.0 if name.endswith("bias") else centre)
+
+
+BERT: dict[str, Any] = {
+    **{name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
+    "type_vocab_size": 3,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def hf_encoder(sizes: dict[str, Any], seed: int = 0) -> nn.Module:
+    """BERT without its pooler, likewise."""
+    torch.manual_seed(seed)
+    config = transformers.BertConfig(**sizes, attn_implementation="eager")
+    model: nn.Module = transformers.BertModel(config, add_pooling_layer=False)
+    fill(model, 1.0)
     return model.train()
 
 

@@ -1,0 +1,128 @@
+"""The names of parameters in the checkpoints of Hugging Face's transformers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["BERT", "CLASS_TOKEN", "GEMMA2", "GPT2", "HEAD", "LLAMA", "VIT", "VIT_4", "Names"]
+
+HEAD = "lm_head"
+CLASS_TOKEN = "embeddings.cls_token"
+
+
+class Names(NamedTuple):
+    """The names of modules in checkpoints of one family.
+
+    Attributes:
+        prefix: of all but the head, which checkpoints of a model without a head lack.
+        layer: prefix of those of one layer.
+        norms: of a layer, in the order in which they are applied.
+        transposed: whether weights of linears in layers are (in_features, out_features).
+        ignored: what checkpoints hold besides parameters.
+    """
+
+    prefix: str
+    embedding: str
+    positions: str
+    types: str
+    embedding_norm: str
+    layer: str
+    norms: tuple[str, ...]
+    qkv: tuple[str, ...]
+    qk_norms: tuple[str, str]
+    out: str
+    up: tuple[str, ...]
+    down: str
+    norm: str
+    transposed: bool
+    ignored: str
+
+
+LLAMA = Names(
+    prefix="model.",
+    embedding="embed_tokens",
+    positions="",
+    types="",
+    embedding_norm="",
+    layer="layers.{}.",
+    norms=("input_layernorm", "post_attention_layernorm"),
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    qk_norms=("self_attn.q_norm", "self_attn.k_norm"),
+    out="self_attn.o_proj",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    norm="norm",
+    transposed=False,
+    ignored=r"\.rotary_emb\.inv_freq$",
+)
+GEMMA2 = LLAMA._replace(
+    norms=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+)
+GPT2 = Names(
+    prefix="transformer.",
+    embedding="wte",
+    positions="wpe",
+    types="",
+    embedding_norm="",
+    layer="h.{}.",
+    norms=("ln_1", "ln_2"),
+    qkv=("attn.c_attn",),
+    qk_norms=("", ""),
+    out="attn.c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    norm="ln_f",
+    transposed=True,
+    ignored=r"\.attn\.(masked_)?bias$",
+)
+BERT = Names(
+    prefix="bert.",
+    embedding="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
+    types="embeddings.token_type_embeddings",
+    embedding_norm="embeddings.LayerNorm",
+    layer="encoder.layer.{}.",
+    norms=("attention.output.LayerNorm", "output.LayerNorm"),
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    qk_norms=("", ""),
+    out="attention.output.dense",
+    up=("intermediate.dense",),
+    down="output.dense",
+    norm="",
+    transposed=False,
+    ignored=r"^cls\.|(^|\.)pooler\.|\.(position|token_type)_ids$",
+)
+VIT = Names(
+    prefix="vit.",
+    embedding="embeddings.patch_embeddings.projection",
+    positions="embeddings.position_embeddings",
+    types="",
+    embedding_norm="",
+    layer="layers.{}.",
+    norms=("layernorm_before", "layernorm_after"),
+    qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    qk_norms=("", ""),
+    out="attention.o_proj",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    norm="layernorm",
+    transposed=False,
+    ignored=r"^classifier\.|^decoder\.|(^|\.)pooler\.|\.mask_token$",
+)
+# As transformers 4 has them, and checkpoints that it wrote.
+VIT_4 = VIT._replace(
+    layer="encoder.layer.{}.",
+    qkv=(
+        "attention.attention.query",
+        "attention.attention.key",
+        "attention.attention.value",
+    ),
+    out="attention.output.dense",
+    up=("intermediate.dense",),
+    down="output.dense",
+)
