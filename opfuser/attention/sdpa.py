@@ -220,6 +220,8 @@ def _efficient_refusal(r: Request) -> str | None:
         (r.varlen and r.mask, "it takes no mask beside cu_seqlens"),
         (r.varlen and r.sinks, "with cu_seqlens its log-sum-exp is padded"),
         (r.window and not r.causal, "its window is causal"),
+        # Seen on an H200 with torch 2.11.
+        (r.window and not r.aligned, "its window is another one where queries are fewer than keys"),
         (r.causal and r.queries > r.keys, "there are more queries than keys"),
         (
             # In torch 2.13, the meta function of that operator has not the arguments of its schema.

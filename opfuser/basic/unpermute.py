@@ -97,6 +97,7 @@ class Unpermute(BasicOperation):
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         row_map, weights = (*extra_inputs, None)[:2]
         assert row_map is not None
+        _check(input_, row_map, weights)  # a GPU would stop at rows that are not there
         rows = input_[row_map]
         return (rows if weights is None else rows * weights.to(rows.dtype).unsqueeze(-1)).sum(-2)
 

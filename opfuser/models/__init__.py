@@ -13,8 +13,8 @@ from .decoder import (
 )
 from .encoder import EncoderConfig, attention_kwargs, text_encoder
 from .hf_weights import hf_state_dict, load_hf
-from .image_encoder import ImageEncoderConfig, image_encoder
 from .moe import MoEConfig, experts, moe_block
+from .vision_encoder import ImageEncoderConfig, image_encoder
 
 __all__ = [
     "DecoderConfig",

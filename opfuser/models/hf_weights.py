@@ -24,7 +24,7 @@ from opfuser import (
 from opfuser.errors import ArgumentError, explain
 
 from .hf_names import BERT, CLASS_TOKEN, GEMMA2, GPT2, HEAD, LLAMA, VIT, VIT_4, Names
-from .image_encoder import Patches
+from .vision_encoder import Patches
 
 __all__ = ["hf_state_dict", "load_hf"]
 

@@ -123,7 +123,7 @@ def compare(names: list[str], own: Any, theirs: Any, exact: Any, tolerance: floa
             continue
         # What queries get cancels for the most part, and they are rounded before.
         allowed = 0.25 if "query" in name or "key" in name else tolerance
-        assert other <= allowed * size, f"te's {name}"
+        assert min(ours, other) <= allowed * size, f"both of {name}"
         assert ours <= 2 * other + 2**-8 * size, name
 
 
