@@ -269,7 +269,7 @@ def _gradients_quantized(
     assert y is not None
     sums, spec = want_db or dx.column_sum, _spec(function)
 
-    def run(dx_scaling: Scaling, y_scaling: Scaling) -> GatedGrads:
+    def run(dx_scaling: Scaling, y_scaling: Scaling, sums: bool = False) -> GatedGrads:
         rows = as_rows(dy), x.codes if isinstance(x, QuantizedTensor) else as_rows(x)
         return gated_backward_quantized(*rows, bias, spec, dx_scaling, y_scaling, column_sum=sums)
 
@@ -277,7 +277,7 @@ def _gradients_quantized(
     if isinstance(y_scaling, TensorScaling) and y.operands.recipe.fprop == "fp8":
         # Forward has seen it, and not from values of codes.
         y_scaling = y_scaling._replace(amax=None)
-    grads = run(dx_scaling, y_scaling)
+    grads = run(dx_scaling, y_scaling, sums)
     db = grads.dx.column_sum
     if db is not None and bias is not None:
         db = cast(db, bias.dtype)
