@@ -9,7 +9,7 @@ from torch.nn.functional import ScalingType
 
 from ..gemm.scaled import Accumulation
 from ..gemm_providers import Gemm, GemmChoice, find
-from ..recipe import Recipe
+from ..recipe import Float8BlockScaling, Recipe
 from .quantizers import has_hardware
 
 __all__ = ["accumulation", "gemm_choices"]
@@ -21,12 +21,14 @@ _ROLES = {
 }
 
 
-def _scaling(recipe: Recipe, role: str) -> ScalingType:
+def _scaling(recipe: Recipe, product: str, role: str) -> ScalingType:
+    if isinstance(recipe, Float8BlockScaling):
+        of_wgrad = product == "wgrad" and recipe.wgrad_x_block_scaling_dim == 2
+        squares = role == "weight" or (role == "input" and of_wgrad)
+        return ScalingType.BlockWise128x128 if squares else ScalingType.BlockWise1x128
     if recipe.float8_per_tensor_scaling():
         return ScalingType.TensorWise
-    if recipe.mxfp8() or recipe.nvfp4():
-        return ScalingType.BlockWise1x32 if recipe.mxfp8() else ScalingType.BlockWise1x16
-    return ScalingType.BlockWise128x128 if role == "weight" else ScalingType.BlockWise1x128
+    return ScalingType.BlockWise1x32 if recipe.mxfp8() else ScalingType.BlockWise1x16
 
 
 def _gemm(
@@ -41,7 +43,7 @@ def _gemm(
         product,
         *features,
         (recipe.dtype(left), recipe.dtype(right)),
-        (_scaling(recipe, left), _scaling(recipe, right)),
+        (_scaling(recipe, product, left), _scaling(recipe, product, right)),
         dtype,
         recipe.splits(product),
         device,

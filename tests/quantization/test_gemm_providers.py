@@ -98,7 +98,7 @@ def test_what_a_provider_is_asked() -> None:
     common: dict[str, Any] = {**fixed, "dtype": torch.float32, "formats": (e4m3, e4m3)}
     assert asked == [
         Gemm("fprop", 256, 128, scalings=(one, square), **common),
-        Gemm("wgrad", 256, 128, scalings=(one, one), **common),
+        Gemm("wgrad", 256, 128, scalings=(one, square), **common),
     ]
     assert [choice.product for choice in plan.gemms] == ["fprop", "wgrad"]
     asked.clear()
