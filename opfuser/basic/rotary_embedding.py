@@ -62,6 +62,9 @@ class RotaryEmbedding(BasicOperation):
             with sections also with a dimension of ``len(sections)`` in front of the latter two;
             without it all sections take the same. None is 0, 1, 2, … Its values are not held to
             ``max_positions``, since reading them would wait for the device.
+        tables: instead of positions, cosine and sine of the angles of each token and pair, as they
+            multiply: floating point, (2, sequence, rotary_dim / 2), or (2, batch * sequence, …).
+            Base, scaling and sections do not matter then. For models that bring their own.
         length: of the whole sequence, an int, where a scaling depends on it ("dynamic" and
             "longrope") and it is not that of the input: in a decoding step, or with several
             sequences in one.
@@ -75,6 +78,7 @@ class RotaryEmbedding(BasicOperation):
 
     class Saved(NamedTuple):
         positions: Tensor | None
+        """Or the tables, if these were given."""
 
     class Settings(NamedTuple):
         num_heads: int
@@ -247,12 +251,39 @@ class RotaryEmbedding(BasicOperation):
         next_op_input_quantizer: Any | None,
         positions: Tensor | None = None,
         length: int | None = None,
+        tables: Tensor | None = None,
     ) -> Tensor:
         settings = self.settings_of_call(ctx, length)
+        positions = self.given(positions, tables)
         self.check_input(input_, positions, settings)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(positions))
         return self._turn(input_, positions, settings, back=False)
+
+    def given(self, positions: Tensor | None, tables: Tensor | None) -> Tensor | None:
+        """What a call was given of the two.
+
+        Raises:
+            InputError: both, or one of them has the other's dtype.
+        """
+        invariant = ""
+        if tables is None:
+            if positions is None or not positions.is_floating_point():
+                return positions
+            invariant = "positions must be integer"
+        elif positions is None and tables.is_floating_point():
+            return tables
+        raise InputError(
+            explain(
+                invariant or "Tables hold cosine and sine in floating point, in place of positions",
+                where="RotaryEmbedding",
+                received=", ".join(
+                    f"{name} {tuple(t.shape)} of {t.dtype}"
+                    for name, t in (("positions", positions), ("tables", tables))
+                    if t is not None
+                ),
+            )
+        )
 
     def settings_of_call(self, ctx: OperationContext, length: int | None) -> Settings:
         """The frozen settings, with the length of the call if it is given."""
@@ -284,6 +315,9 @@ class RotaryEmbedding(BasicOperation):
         Its tables hold as many positions as there are tokens before these repeat, or more.
         """
         length, kept = x.shape[1], self._kept
+        if positions is not None and positions.is_floating_point():
+            cos, sin = positions.to(x.device, wide_dtype(x.dtype)).contiguous().unbind()
+            return Rotation(cos, sin, cos.shape[0], settings.interleaved)
         angles = settings.angles.of_length(settings.length or length)
         if positions is None:
             tables = kept.of_sequence(x, angles, settings.max_positions)
@@ -304,9 +338,16 @@ class RotaryEmbedding(BasicOperation):
         received = f"input {tuple(input_.shape)} of {input_.dtype}"
         if input_.dim() != 3 or input_.shape[2] != features or not input_.is_floating_point():
             invariant = f"The input must be floating point, (batch, sequence, {features})"
+        elif positions is not None and positions.is_floating_point():
+            shape, pairs = input_.shape, settings.angles.size // 2
+            if tuple(positions.shape) not in [(2, n, pairs) for n in (shape[1], shape[:2].numel())]:
+                invariant = (
+                    f"tables must be (2, sequence, {pairs}) or (2, batch * sequence, {pairs})"
+                )
+                received += f", tables {tuple(positions.shape)}"
         elif positions is not None:
             sections = settings.angles.sections
-            if positions.is_floating_point() or not _fits(positions.shape, input_.shape, sections):
+            if not _fits(positions.shape, input_.shape, sections):
                 several = sections and f", or ({len(sections)}, batch, sequence)"
                 invariant = "positions must be integer, (sequence,) or (batch, sequence)"
                 invariant += several or ""
@@ -323,9 +364,27 @@ class RotaryEmbedding(BasicOperation):
             raise InputError(explain(invariant, where="RotaryEmbedding", received=received))
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        positions = kwargs.get("positions")
+        positions = self.given(kwargs.get("positions"), kwargs.get("tables"))
         settings = self.make_settings()._replace(length=kwargs.get("length"))
         self.check_input(input_, positions, settings)
+        if positions is not None and positions.is_floating_point():
+            tables = positions.unflatten(1, (-1, input_.shape[1])).unbind()
+        else:
+            tables = self._reference_tables(input_, positions, settings)
+        cos, sin = (table.to(input_.dtype).unsqueeze(-2) for table in tables)
+        heads, size = input_.unflatten(2, (-1, self.head_dim)), self.rotary_dim
+        qk, v = heads.tensor_split([self.num_heads + self.num_kv_heads], dim=2)
+        if self.interleaved:
+            a, b = qk[..., 0:size:2], qk[..., 1:size:2]
+        else:
+            a, b = qk[..., : size // 2], qk[..., size // 2 : size]
+        pair = (a * cos - b * sin, b * cos + a * sin)
+        turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
+        return torch.cat([torch.cat([turned, qk[..., size:]], -1), v], 2).flatten(2)
+
+    def _reference_tables(
+        self, input_: Tensor, positions: Tensor | None, settings: RotaryEmbedding.Settings
+    ) -> tuple[Tensor, Tensor]:
         length, device = input_.shape[1], input_.device
         turns = settings.angles.of_length(settings.length or length)
         if positions is None:
@@ -339,17 +398,7 @@ class RotaryEmbedding(BasicOperation):
                     mixed[..., i] = angles[row, ..., i]
             angles = mixed
         factor = turns.attention_scaling
-        tables = angles.cos() * factor, angles.sin() * factor
-        cos, sin = (table.to(input_.dtype).unsqueeze(-2) for table in tables)
-        heads, size = input_.unflatten(2, (-1, self.head_dim)), self.rotary_dim
-        qk, v = heads.tensor_split([self.num_heads + self.num_kv_heads], dim=2)
-        if self.interleaved:
-            a, b = qk[..., 0:size:2], qk[..., 1:size:2]
-        else:
-            a, b = qk[..., : size // 2], qk[..., size // 2 : size]
-        pair = (a * cos - b * sin, b * cos + a * sin)
-        turned = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
-        return torch.cat([torch.cat([turned, qk[..., size:]], -1), v], 2).flatten(2)
+        return angles.cos() * factor, angles.sin() * factor
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_kept": RotaryTables()}

@@ -47,7 +47,7 @@ class ForwardQKNormRotary(FusedOperation):
         how = rotary.settings_of_call(rotary_ctx, kwargs.get("length"))
         if settings[:2] != how[:2]:  # set during a call
             insist(_refuses(qk_norm, rotary), type(self).__name__)
-        positions = kwargs.get("positions")
+        positions = rotary.given(kwargs.get("positions"), kwargs.get("tables"))
         qk_norm.check_input(input_, settings)
         x = in_compute_dtype(input_, qk_norm)
         rotary.check_input(x, positions, how)

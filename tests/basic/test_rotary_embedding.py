@@ -123,6 +123,20 @@ def test_given_positions(variant: str, kind: str, device: torch.device) -> None:
     assert torch.equal(Sequential(op)(x, op_kwargs={0: kwargs}), op(x, **kwargs))
 
 
+@pytest.mark.parametrize("variant", ["grouped", "partial interleaved", "attention factor"])
+def test_given_tables(variant: str, device: torch.device) -> None:
+    """Of one sequence, or of each; what the operation would compute does not matter."""
+    op, other = make(variant), make(variant, base=7.0, scaling=None)
+    x = torch.randn(2, 4, features(op), device=device)
+    for positions in (torch.tensor([5, 5, 0, 71]), torch.tensor([[0, 1, 2, 3], [90, 2, 2, 1]])):
+        angles = positions.reshape(-1, 1) * op.inverse_frequencies(dtype=torch.float64)
+        tables = (torch.stack([angles.cos(), angles.sin()]) * op.attention_scaling).to(device)
+        expected = op(x.double(), positions=positions.to(device))
+        y = other(x.double(), tables=tables)
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        check_values(other, x, kwargs={"tables": tables}, zero_rows=False)
+
+
 @pytest.mark.parametrize("scaling", [LONGROPE, DYNAMIC], ids=lambda scaling: scaling.rope_type)
 def test_each_length_has_tables_of_its_own(scaling: RopeScaling) -> None:
     """No table of another length is taken, whatever the order; backward takes that of forward."""
@@ -324,6 +338,22 @@ def test_refuses_inputs(x: Tensor) -> None:
 def test_refuses_positions(positions: Tensor) -> None:
     with pytest.raises(InputError, match=r"positions must be integer.*positions \("):
         make("half-split")(torch.ones(2, 3, 72), positions=positions)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"tables": torch.ones(2, 4, 6)}, r"tables must be \(2, sequence, 3\) or \(2, batch \* "),
+        ({"tables": torch.ones(2, 3, 6).long()}, r"Tables hold cosine and sine in floating point"),
+        (
+            {"tables": torch.ones(2, 3, 6), "positions": torch.arange(3)},
+            r"in place of positions .*Received: positions \(3,\) of torch.int64, tables \(2, 3, 6",
+        ),
+    ],
+)
+def test_refuses_tables(given: dict[str, Tensor], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        make("half-split")(torch.ones(2, 3, 72), **given)
 
 
 def test_refuses_positions_of_other_sections() -> None:

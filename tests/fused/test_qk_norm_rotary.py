@@ -93,6 +93,7 @@ def test_values(case: str, name: str, device: torch.device) -> None:
 GIVEN: list[tuple[Any, dict[str, Any]]] = [
     (partial, {"positions": torch.tensor([3, 0, 90, 1])}),
     (partial, {"positions": torch.tensor([[0, 1, 2, 3], [7, 7, 0, 1]])}),
+    (partial, {"tables": torch.rand(2, 8, 2)}),
     (scaled, {"positions": torch.arange(24).view(3, 2, 4)}),
     (scaled, {"positions": torch.arange(12).view(3, 1, 4), "length": 5}),
     (scaled, {"length": 5}),

@@ -1,0 +1,31 @@
+# --8<-- [start:apply]
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import opfuser.hf
+
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 100}
+config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, pad_token_id=0, **sizes)
+model = AutoModelForCausalLM.from_config(config)  # or from_pretrained("...")
+print(opfuser.hf.apply(model))
+# --8<-- [end:apply]
+
+tokens = torch.randint(1, 100, (2, 8))
+model(tokens, labels=tokens).loss.backward()
+
+model.config._attn_implementation = "eager"
+# --8<-- [start:report]
+model.eval()(tokens, output_attentions=True)
+first = opfuser.hf.report(model).replaced[0]
+assert first.calls == (("output_attentions is given", 1),)
+# --8<-- [end:report]
+
+# --8<-- [start:revert]
+opfuser.hf.revert(model)
+# --8<-- [end:revert]
+assert opfuser.hf.report(model).replaced == ()
+
+# --8<-- [start:loss]
+opfuser.hf.apply(model, fused_loss=True)
+assert model.train()(tokens, labels=tokens).logits is None
+# --8<-- [end:loss]

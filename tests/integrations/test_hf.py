@@ -1,0 +1,469 @@
+"""opfuser.hf.apply: models of transformers compute the same, and stay what they were."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import opfuser.hf
+from opfuser.errors import ArgumentTypeError
+
+from .hf_models import (
+    DECODER,
+    LAYERED,
+    MODELS,
+    assert_close,
+    assert_same,
+    batch_of,
+    calls,
+    causal,
+    pair,
+    step,
+    transformers,
+)
+
+
+def paths(report: opfuser.hf.Report, what: str) -> list[str]:
+    return [entry.path for entry in report.replaced if entry.what == what]
+
+
+def forwards(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_logits_and_every_gradient(name: str) -> None:
+    model, untouched, report = pair(name)
+    assert len(paths(report, "layer")) == (2 if name in LAYERED else 0)
+    for padded in (True, False):
+        batch = batch_of(name, padded=padded)
+        assert_same(step(model, **batch), step(untouched, **batch))
+    assert calls(model) == {}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "bert"])
+def test_bf16(name: str) -> None:
+    """Losses within 2e-3; no value further from fp32's than twice the untouched model's."""
+    torch.manual_seed(3)
+    model, untouched, _ = pair(name, dtype=torch.bfloat16)
+    batch = batch_of(name)
+    exact = step(copy.deepcopy(untouched).float(), **batch)
+    got, plain = step(model, **batch), step(untouched, **batch)
+    assert_close(got.loss, plain.loss, 2e-3)
+    assert got.logits.dtype == torch.bfloat16
+    pairs = [(got.logits, plain.logits, exact.logits)]
+    pairs += [(got.grads[n], plain.grads[n], exact.grads[n]) for n in exact.grads]
+    for mine, theirs, right in pairs:
+        assert (mine - right).norm() <= 2 * (theirs - right).norm()
+
+
+def test_autocast() -> None:
+    model, untouched, _ = pair("llama")
+    batch = batch_of("llama")
+    exact = step(untouched, **batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, plain = step(model, **batch), step(untouched, **batch)
+    assert calls(model) == {}
+    assert got.grads["model.norm.weight"].dtype == torch.float32
+    for name, grad in got.grads.items():
+        error = (grad - exact.grads[name]).norm()
+        assert error <= 2 * (plain.grads[name] - exact.grads[name]).norm(), name
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "mixtral"])
+def test_generates_the_same_tokens(name: str) -> None:
+    model, untouched, _ = pair(name)
+    tokens = batch_of(name)["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    for given in (
+        {},
+        {"attention_mask": mask},
+        {"attention_mask": mask, "num_beams": 3},
+        {"do_sample": True, "attention_mask": mask},
+        {"cache_implementation": "static"},
+    ):
+        made = []
+        for each in (model.eval(), untouched.eval()):
+            torch.manual_seed(1)
+            how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **given}
+            made.append(each.generate(tokens, **how))
+        assert torch.equal(*made), given
+    assert calls(model) == {}
+
+
+def test_a_cache_in_training_is_filled() -> None:
+    model, untouched, _ = pair("llama")
+    batch = batch_of("llama", padded=False)
+    kept = [each(**batch, use_cache=True).past_key_values for each in (model, untouched)]
+    for mine, theirs in zip(kept[0].layers, kept[1].layers):
+        torch.testing.assert_close(mine.keys, theirs.keys.detach())
+        torch.testing.assert_close(mine.values, theirs.values.detach())
+    more = {"input_ids": batch["input_ids"][:, :2], "labels": batch["labels"][:, :2]}
+    got, want = (
+        step(each, **more, past_key_values=cache) for each, cache in zip((model, untouched), kept)
+    )
+    assert_close(got.logits, want.logits, 1e-5)
+    assert calls(model) == {"gradients may be needed, and a cache has keys of other calls": 4}
+
+
+def test_the_report() -> None:
+    report = opfuser.hf.apply(MODELS["mixtral"]())
+    assert str(report) == (
+        "replaced:\n"
+        "  layer x2: model.layers.0 … model.layers.1 (2)\n"
+        "    fusions: backward_add_rms_norm, forward_linear_bias_add, norm_linear\n"
+        "    mlp is called: it is a "
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\n"
+        "  norm x1: model.norm\n"
+        "    fusions: none\n"
+        "kept:\n"
+        "  the model itself: returns logits; with fused_loss=True it would not store them"
+    )
+
+
+WHY_NOT = {
+    "gpt2": ("transformer.h.0.mlp", r"c_fc is a transformers\.pytorch_utils\.Conv1D; c_proj is"),
+    "granite": ("model.layers.1", r"computes something else than a sequence of its modules"),
+}
+
+
+@pytest.mark.parametrize("name", WHY_NOT)
+def test_what_is_kept_and_why(name: str) -> None:
+    """Parts of it are replaced all the same."""
+    model = MODELS[name]()
+    report = opfuser.hf.apply(model)
+    path, why = WHY_NOT[name]
+    (entry,) = [entry for entry in report.kept if entry.path == path]
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(entry.why)
+    assert f"{entry.why}" in str(report)
+    assert len(paths(report, "norm")) == 5
+    assert path not in forwards(model)
+
+
+class _Scaled(nn.Module):
+    """As a norm looks, with another formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.eps = 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.abs().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class _Cubed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+def _with_scaled(model: Any) -> None:
+    model.model.layers[0].input_layernorm = _Scaled()
+
+
+def _with_cubed(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = _Cubed()
+
+
+def _with_parameter(model: Any) -> None:
+    model.model.layers[0].register_parameter("gate", nn.Parameter(torch.ones(1)))
+
+
+def _with_flash(model: Any) -> None:
+    model.config._attn_implementation = "flash_attention_2"
+
+
+def _with_dropout(model: Any) -> None:
+    model.model.layers[0].mlp.activation_dropout = 0.5
+    own = type(model.model.layers[0].mlp)
+
+    class Dropping(own):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor) -> Tensor:
+            p = self.activation_dropout
+            return super().forward(nn.functional.dropout(x, p, self.training))
+
+    model.model.layers[0].mlp.__class__ = Dropping
+
+
+def _wrapped(model: Any) -> None:
+    layer = model.model.layers[0]
+    layer.forward = layer.forward
+
+
+REFUSALS = {
+    "another norm": (_with_scaled, "is no RMSNorm or LayerNorm over the last dimension"),
+    "another activation": (_with_cubed, "has the activation _Cubed, for which there is no"),
+    "another kernel": (_with_flash, "computes attention by flash_attention_2, not by sdpa or eag"),
+    "dropout elsewhere": (_with_dropout, "with dropout by activation_dropout than a sequence"),
+    "another forward": (_wrapped, "has a forward of its own, which something else has set"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_layers_that_compute_something_else_are_kept(case: str) -> None:
+    change, why = REFUSALS[case]
+    model = causal("Llama")
+    change(model)
+    report = opfuser.hf.apply(model, dry_run=True)
+    (entry,) = [entry for entry in report.kept if entry.path == "model.layers.0"]
+    assert why in entry.why
+
+
+def test_parameters_of_the_layer_itself_keep_it() -> None:
+    model = causal("Llama")
+    _with_parameter(model)
+    assert paths(opfuser.hf.apply(model), "layer") == ["model.layers.1"]
+
+
+def test_dry_run_changes_nothing() -> None:
+    model = MODELS["llama"]()
+    report = opfuser.hf.apply(model, dry_run=True)
+    assert forwards(model) == []
+    assert report == opfuser.hf.apply(model)
+
+
+def test_revert() -> None:
+    model, untouched, _ = pair("llama")
+    wrapper = model.model.layers[0]
+    wrapper._old_forward = wrapper.forward
+    opfuser.hf.revert(model)
+    assert forwards(model) == []
+    assert wrapper._old_forward.__func__ is type(wrapper).forward
+    del wrapper._old_forward
+    batch = batch_of("llama")
+    for got, want in zip(step(model, **batch)[:2], step(untouched, **batch)[:2]):
+        assert torch.equal(got, want)
+    assert opfuser.hf.report(model) == opfuser.hf.Report((), ())
+    assert str(opfuser.hf.report(model)) == "nothing is replaced"
+
+
+@pytest.mark.parametrize("function", [opfuser.hf.apply, opfuser.hf.revert, opfuser.hf.report])
+def test_refuses_what_is_no_module(function: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"A model is a torch.nn.Module.*Received: str\."):
+        function("meta-llama/Llama-3.2-1B")
+
+
+def test_names_and_files(tmp_path: Path) -> None:
+    model, untouched, _ = pair("llama")
+    before = dict(untouched.named_parameters())
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in untouched.named_modules()]
+    assert list(model.state_dict()) == list(untouched.state_dict())
+    assert list(dict(model.named_parameters())) == list(before)
+    batch = batch_of("llama")
+    want = step(model, **batch)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(step(loaded, **batch), want)
+    opfuser.hf.apply(loaded)
+    assert_same(step(loaded, **batch), want)
+    model.load_state_dict(causal("Llama").state_dict())
+    untouched.load_state_dict(model.state_dict())
+    assert_same(step(model, **batch), step(untouched, **batch))
+
+
+def test_merged_storages(tmp_path: Path) -> None:
+    model, untouched, _ = pair("llama")
+    before = list(model.parameters())
+    opfuser.hf.apply(model, merge_storages=True)
+    assert all(now is then for now, then in zip(model.parameters(), before))
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    for one, two in ((attention.q_proj, attention.k_proj), (mlp.gate_proj, mlp.up_proj)):
+        storages = [m.weight.untyped_storage().data_ptr() for m in (one, two)]
+        assert storages[0] == storages[1]
+    batch = batch_of("llama")
+    want = step(untouched, **batch)
+    assert_same(step(model, **batch), want)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(step(loaded, **batch), want)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_have_parameters_of_their_own(way: str) -> None:
+    model, untouched, _ = pair("llama")
+    batch = batch_of("llama")
+    step(model, **batch)
+    other = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert_same(step(other, **batch), step(untouched, **batch))
+    assert len(paths(opfuser.hf.report(other), "layer")) == 2
+
+
+def test_parameters_are_read_at_every_call() -> None:
+    """Set anew, cast, tied, or given for one call."""
+    model, untouched, _ = pair("qwen3")
+    batch = batch_of("qwen3")
+    step(model, **batch)
+    attention = "self_attn.q_proj.weight self_attn.q_norm.weight input_layernorm.weight".split()
+    for each in (model, untouched):
+        torch.manual_seed(5)
+        layer = each.model.layers[1]
+        for name in (*attention, "mlp.up_proj.weight"):
+            module, _, leaf = name.rpartition(".")
+            old = layer.get_parameter(name)
+            setattr(layer.get_submodule(module), leaf, nn.Parameter(torch.randn_like(old)))
+    assert_same(step(model, **batch), step(untouched, **batch))
+    given = {n: torch.randn_like(p) for n, p in untouched.named_parameters()}
+    with torch.no_grad():
+        got, want = (functional_call(m, given, (), batch) for m in (model, untouched))
+    assert_close(got.logits, want.logits, 1e-5)
+    for each in (model, untouched):
+        each.double()
+    assert_same(step(model, **batch), step(untouched, **batch), 1e-6)
+    assert calls(model) == {}
+
+
+def test_frozen_parameters_get_no_gradient() -> None:
+    model, untouched, _ = pair("llama")
+    for each in (model, untouched):
+        for name, p in each.named_parameters():
+            p.requires_grad_("k_proj" in name or "up_proj" in name)
+    batch = batch_of("llama")
+    got = step(model, **batch)
+    assert len(got.grads) == 4
+    assert_same(got, step(untouched, **batch))
+
+
+def test_modules_with_hooks_are_called() -> None:
+    """Linear modules and norms from the sequence; attention from the layer as it was."""
+    model, untouched, _ = pair("llama")
+    batch = batch_of("llama")
+    want = step(untouched, **batch)
+    step(model, **batch)
+    layer = model.model.layers[0]
+    seen: list[str] = []
+    for name in ("self_attn.k_proj", "mlp.down_proj", "post_attention_layernorm", "self_attn"):
+        module = layer.get_submodule(name)
+        hook = module.register_forward_hook(lambda *_, name=name: seen.append(name))
+        assert_same(step(model, **batch), want)
+        assert seen == [name]
+        entry = opfuser.hf.report(model).replaced
+        if name == "self_attn":
+            assert calls(model) == {"self_attn carries hooks": 1}
+        else:
+            assert f"{name} is called: it carries hooks" in entry[0].notes
+        hook.remove()
+        seen.clear()
+    step(model, **batch)
+    assert calls(model) == {"self_attn carries hooks": 1}
+    assert opfuser.hf.report(model).replaced[0].notes == ()
+
+
+def test_collected_outputs() -> None:
+    """Attentions are those of the untouched forward, and hidden states cost nothing."""
+    model, untouched, _ = pair("llama", attn_implementation="eager")
+    batch = batch_of("llama")
+    got, want = (m(**batch, output_hidden_states=True) for m in (model, untouched))
+    assert calls(model) == {}
+    for mine, theirs in zip(got.hidden_states, want.hidden_states, strict=True):
+        assert_close(mine, theirs, 1e-5)
+    got, want = (m(**batch, output_attentions=True) for m in (model, untouched))
+    for mine, theirs in zip(got.attentions, want.attentions, strict=True):
+        assert_close(mine, theirs, 1e-5)
+    assert calls(model) == {"output_attentions is given": 4}
+    model(**batch)
+    assert sum(calls(model).values()) == 4
+
+
+def test_arguments_that_are_not_known_go_to_the_untouched_forward() -> None:
+    model, untouched, _ = pair("llama")
+    batch = batch_of("llama")
+    assert_same(step(model, **batch, s_aux=torch.ones(1)), step(untouched, **batch))
+    assert calls(model) == {"s_aux is given": 4}
+
+
+def test_children_that_are_replaced_later_count() -> None:
+    model, untouched, _ = pair("llama")
+    batch = batch_of("llama")
+    step(model, **batch)
+    for each in (model, untouched):
+        each.model.layers[1].mlp.act_fn = nn.GELU(approximate="tanh")
+    assert_same(step(model, **batch), step(untouched, **batch))
+    assert calls(model) == {}
+    for each in (model, untouched):
+        each.model.layers[1].mlp.act_fn = _Cubed()
+    assert_same(step(model, **batch), step(untouched, **batch))
+    assert calls(model) == {"has the activation _Cubed, for which there is no operation": 2}
+    for each in (model, untouched):
+        each.model.layers[0].self_attn.scaling = 2.0
+        each.model.layers[0].input_layernorm.variance_epsilon = 0.5
+    assert_same(step(model, **batch), step(untouched, **batch))
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "llama"])
+def test_dropout_follows_the_modes_of_modules(name: str) -> None:
+    p = {"attention_probs_dropout_prob": 0.5, "hidden_dropout_prob": 0.5}
+    model, untouched, report = pair(name, **({"attention_dropout": 0.5} if name == "llama" else p))
+    assert len(paths(report, "layer")) == 2
+    batch = batch_of(name)
+    for each in (model.train(), untouched):
+        torch.manual_seed(0)
+        losses = [each(**batch).loss.item() for _ in range(24)]
+        assert len(set(losses)) == 24
+        spread = torch.tensor(losses)
+        each.spread = spread.mean(), spread.std()
+    (mean, std), (plain_mean, plain_std) = model.spread, untouched.spread
+    assert abs(mean - plain_mean) < 2 * plain_std
+    assert plain_std / 3 < std < 3 * plain_std
+    assert_same(step(model.eval(), **batch), step(untouched.eval(), **batch))
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if "attention_dropout" in vars(module):
+            module.attention_dropout = 0.0
+    assert_same(step(model, **batch), step(untouched, **batch))
+
+
+def test_a_model_without_memory() -> None:
+    """Made on the meta device, as for sharded loading; memory comes later."""
+    config = transformers.LlamaConfig(**{**DECODER, "num_hidden_layers": 1})
+    untouched = transformers.LlamaForCausalLM(config)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    assert paths(opfuser.hf.apply(model), "layer") == ["model.layers.0"]
+    model.to_empty(device="cpu")
+    model.load_state_dict(untouched.state_dict())
+    model.model.rotary_emb.inv_freq.copy_(untouched.model.rotary_emb.inv_freq)
+    batch = batch_of("llama")
+    assert_same(step(model, **batch), step(untouched, **batch))
+
+
+def test_nothing_random_is_disturbed() -> None:
+    model = MODELS["qwen3"]()
+    state = torch.get_rng_state()
+    opfuser.hf.apply(model)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_compiled_models_take_the_untouched_forwards() -> None:
+    model, untouched, _ = pair("llama")
+    batch = batch_of("llama")
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_close(compiled(**batch).logits, untouched(**batch).logits, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "bert"])
+def test_on_a_gpu(name: str) -> None:
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 2e-3)):
+        untouched = MODELS[name]().to("cuda", dtype)
+        model = copy.deepcopy(untouched)
+        assert len(paths(opfuser.hf.apply(model), "layer")) == 2
+        batch = {k: v.cuda() for k, v in batch_of(name).items()}
+        got, want = step(model, **batch), step(untouched, **batch)
+        assert_close(got.loss, want.loss, rtol)
+        if dtype == torch.float32:
+            assert_same(got, want)
+        assert calls(model) == {}

@@ -1,0 +1,332 @@
+"""Replaced models under Trainer, PEFT, accelerate and checkpointing train as untouched ones do."""
+
+from __future__ import annotations
+
+import copy
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import opfuser.hf
+
+from .hf_models import (
+    MODELS,
+    Pair,
+    assert_close,
+    assert_same,
+    batch_of,
+    calls,
+    pair,
+    step,
+    transformers,
+)
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+# PEFT reads the old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is:FutureWarning")
+
+PROJECTIONS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+
+
+class _Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of different lengths, padded."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.randint(2, 61, (80, 9))
+        self.masks = torch.ones_like(self.tokens)
+        self.masks[::3, -2:] = 0
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens, mask = self.tokens[index], self.masks[index]
+        labels = tokens.masked_fill(mask == 0, -100)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def losses(model: Any, path: Path, data: _Tokens, **arguments: Any) -> list[float]:
+    """Those of 20 steps of Trainer."""
+    settings = transformers.TrainingArguments(
+        output_dir=str(path),
+        max_steps=20,
+        per_device_train_batch_size=4,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=0,
+        **arguments,
+    )
+    trainer = transformers.Trainer(model=model, args=settings, train_dataset=data)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "bert": ("bert", {"gradient_accumulation_steps": 2}),
+    "mixtral": ("mixtral", {}),
+    "llama in bf16": ("llama", {"bf16": True}),
+    "qwen3 in bf16": ("qwen3", {"bf16": True}),
+    "bert in bf16": ("bert", {"bf16": True}),
+    "llama checkpointed": ("llama", {"activation_checkpointing": True}),
+}
+
+
+@pytest.mark.parametrize("case", TRAININGS)
+def test_twenty_steps_of_trainer(case: str, tmp_path: Path) -> None:
+    name, arguments = TRAININGS[case]
+    model, untouched, _ = pair(name)
+    data = _Tokens()
+    got, want = (losses(m, tmp_path, data, **arguments) for m in (model, untouched))
+    assert len(got) == 20
+    rtol = 2e-3 if "bf16" in arguments else 1e-5
+    assert got == pytest.approx(want, rel=rtol)
+    assert calls(model) == {}
+
+
+def adapted(pair: Pair, when: str) -> tuple[Any, Any]:
+    """Both with the same LoRA layers on every projection, which change the outputs."""
+    made = []
+    for model in pair[:2]:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=PROJECTIONS, init_lora_weights=False)
+        made.append(peft.get_peft_model(model, config))
+    if when == "before apply":
+        opfuser.hf.revert(made[0])
+        opfuser.hf.apply(made[0])
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("when", ["before apply", "after apply"])
+def test_lora(when: str, tmp_path: Path) -> None:
+    plain = pair("llama")
+    batch = batch_of("llama")
+    want = step(plain.untouched, **batch)
+    model, untouched = adapted(plain, when)
+    got, adapted_want = step(model, **batch), step(untouched, **batch)
+    assert len(got.grads) == 2 * len(PROJECTIONS) * 2
+    assert_same(got, adapted_want)
+    assert not torch.allclose(got.logits, want.logits, rtol=1e-3)
+    layer = opfuser.hf.report(model).replaced[0]
+    called = [note for note in layer.notes if "is called: it is a peft.tuners.lora" in note]
+    assert len(called) == len(PROJECTIONS)
+    data = _Tokens()
+    assert losses(model, tmp_path, data) == pytest.approx(losses(untouched, tmp_path, data), 1e-5)
+    with model.disable_adapter():
+        assert_close(model(**batch).logits, want.logits, 1e-5)
+    assert calls(model) == {}
+    model, untouched = model.merge_and_unload(), untouched.merge_and_unload()
+    assert_close(model(**batch).logits, untouched(**batch).logits, 1e-5)
+    assert opfuser.hf.report(model).replaced[0].notes == ()
+
+
+def test_lora_on_some_projections() -> None:
+    """Those of the feed-forward block are fused as before."""
+    model, untouched, report = pair("qwen3")
+    made = []
+    for each in (model, untouched):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        made.append(peft.get_peft_model(each, config))
+    batch = batch_of("qwen3")
+    assert_same(step(made[0], **batch), step(made[1], **batch))
+    fusions = opfuser.hf.report(made[0]).replaced[0].fusions
+    assert set(report.replaced[0].fusions) - set(fusions) == set()
+    assert calls(made[0]) == {}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bert"])
+def test_checkpointing(name: str, reentrant: bool) -> None:
+    model, untouched, _ = pair(name)
+    batch = batch_of(name)
+    plain = step(model, **batch)
+    for each in (model.train(), untouched.train()):
+        each.activation_checkpointing_enable({"use_reentrant": reentrant})
+        each.enable_input_require_grads()
+    recomputed: list[str] = []
+    inner = (model.bert if name == "bert" else model.model).get_submodule(
+        "encoder.layer.0" if name == "bert" else "layers.0"
+    )
+    own = inner._gradient_checkpointing_func
+    inner._gradient_checkpointing_func = lambda *a, **k: recomputed.append("") or own(*a, **k)
+    got = step(model, **batch)
+    assert recomputed == [""]
+    assert_same(got, step(untouched, **batch))
+    assert_same(got, plain)
+    for each in (model, untouched):
+        each.activation_checkpointing_disable()
+    assert_same(step(model, **batch), plain)
+    assert calls(model) == {}
+
+
+def test_checkpointing_keeps_less() -> None:
+    model, _, _ = pair("llama")
+    batch = batch_of("llama")
+
+    def kept() -> int:
+        total = 0
+
+        def pack(t: Tensor) -> Tensor:
+            nonlocal total
+            total += t.numel()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(**batch)
+        return total
+
+    whole = kept()
+    model.train().activation_checkpointing_enable({"use_reentrant": False})
+    assert kept() < whole / 2
+
+
+@pytest.mark.parametrize("when", ["before apply", "after apply"])
+def test_offloaded_by_accelerate(when: str) -> None:
+    """Hooks that bring parameters of modules are never passed over."""
+    untouched = MODELS["llama"]()
+    model = copy.deepcopy(untouched)
+    if when == "after apply":
+        opfuser.hf.apply(model)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    if when == "before apply":
+        opfuser.hf.apply(model)
+    batch = batch_of("llama")
+    with torch.no_grad():
+        assert_close(model(**batch).logits, untouched(**batch).logits, 1e-5)
+    report = opfuser.hf.report(model)
+    assert [entry.path for entry in report.replaced[:2]] == ["model.layers.0", "model.layers.1"]
+    assert len(report.replaced[0].notes) == len(PROJECTIONS) + 2
+    assert all(
+        note.endswith("called: it has a forward of its own") for note in report.replaced[0].notes
+    )
+
+
+def test_prepared_by_accelerate() -> None:
+    model, untouched, _ = pair("llama")
+    batch = batch_of("llama")
+    want = step(untouched, **batch)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+    loss = prepared(**batch).loss
+    accelerator.backward(loss)
+    assert_close(loss, want.loss, 1e-5)
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert_same(want._replace(grads=grads), want)
+    assert calls(accelerator.unwrap_model(prepared)) == {}
+
+
+def test_resized_and_tied_embeddings() -> None:
+    model, untouched, _ = pair("llama", tie_word_embeddings=True)
+    for each in (model, untouched):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(70)
+    assert isinstance(model.lm_head, nn.Linear)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    batch = batch_of("llama")
+    assert_same(step(model, **batch), step(untouched, **batch))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_fused_loss(name: str) -> None:
+    """The loss of training comes without logits; everything else is as before."""
+    untouched = MODELS[name]()
+    model = copy.deepcopy(untouched)
+    report = opfuser.hf.apply(model, fused_loss=True)
+    (entry,) = [entry for entry in report.replaced if entry.what == "loss"]
+    assert entry.fusions == ("linear_cross_entropy",)
+    batch = batch_of(name)
+    for given in ({}, {"num_items_in_batch": torch.tensor(11)}, {"num_items_in_batch": 7}):
+        want = step(untouched.train(), **batch, **given)
+        model.train().zero_grad()
+        out = model(**batch, **given)
+        assert out.logits is None
+        assert type(out) is type(untouched(**batch))
+        out.loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert_same(want._replace(loss=out.loss, grads=grads), want)
+    tokens = {"input_ids": batch["input_ids"]}
+    assert_close(model(**tokens).logits, untouched(**tokens).logits, 1e-5)
+    assert calls(model) == {}
+    few = model(**batch, logits_to_keep=torch.arange(9))
+    assert_close(few.logits, want.logits, 1e-5)
+    pairs = model(**batch, return_dict=False), untouched(**batch, return_dict=False)
+    for got, right in zip(*(made[:2] for made in pairs)):
+        assert_close(got, right, 1e-5)
+    assert calls(model) == {"logits_to_keep is given": 1, "a tuple is asked for": 1}
+    assert_same(step(model.eval(), **batch), step(untouched.eval(), **batch))
+    opfuser.hf.revert(model)
+    assert_same(step(model.train(), **batch), step(untouched.train(), **batch))
+
+
+def test_fused_loss_with_trainer(tmp_path: Path) -> None:
+    untouched = MODELS["llama"]()
+    for arguments in ({}, {"bf16": True, "gradient_accumulation_steps": 2}):
+        model, plain = copy.deepcopy(untouched), copy.deepcopy(untouched)
+        opfuser.hf.apply(model, fused_loss=True)
+        data = _Tokens()
+        got, want = (losses(m, tmp_path, data, **arguments) for m in (model, plain))
+        assert got == pytest.approx(want, rel=2e-3 if arguments else 1e-5)
+        assert calls(model) == {}
+        opfuser.hf.revert(model)  # accelerate has left its wrapper
+        plain.load_state_dict(model.state_dict())
+        batch = batch_of("llama")
+        got, want = step(model, **batch), step(plain, **batch)
+        assert torch.equal(got.logits, want.logits)
+
+
+def test_a_forward_that_was_wrapped_and_unwrapped() -> None:
+    """accelerate makes it a method of the model; copies of that have parameters of their own."""
+    untouched = MODELS["llama"]()
+    model = copy.deepcopy(untouched).train()
+    opfuser.hf.apply(model, fused_loss=True)
+    model.forward = types.MethodType(model.forward, model)
+    other = copy.deepcopy(model)
+    batch = batch_of("llama")
+    want = step(untouched.train(), **batch)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    out = other(**batch)
+    assert out.logits is None
+    assert_close(out.loss, want.loss, 1e-5)
+    assert opfuser.hf.report(model).replaced[0].what == "loss"
+    for each in (model, other):
+        opfuser.hf.revert(each)
+        assert "forward" not in vars(each)
+
+
+def test_a_capped_loss_is_kept() -> None:
+    """And without the option, any."""
+    why = {"has another loss than the cross entropy of its head's output"}
+    report = opfuser.hf.apply(MODELS["gemma2"](), fused_loss=True)
+    assert {entry.why for entry in report.kept} == why
+    report = opfuser.hf.apply(MODELS["llama"]())
+    why = {"returns logits; with fused_loss=True it would not store them"}
+    assert {entry.why for entry in report.kept} == why
+
+
+def test_a_head_with_an_adapter_is_called() -> None:
+    untouched = MODELS["llama"]()
+    model = copy.deepcopy(untouched)
+    opfuser.hf.apply(model, fused_loss=True)
+    made = []
+    for each in (model, untouched):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+        made.append(peft.get_peft_model(each, config).train())
+    batch = batch_of("llama")
+    assert_same(step(made[0], **batch), step(made[1], **batch))
+    assert calls(made[0]) == {"has a head that has to be called": 1}
