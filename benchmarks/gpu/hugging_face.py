@@ -1,0 +1,124 @@
+"""Training step of a Llama of transformers: untouched, with ``opfuser.hf.apply``, and others."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu import model as whole
+from benchmarks.gpu import peers
+from benchmarks.gpu.blocks import randomise
+from benchmarks.gpu.contest import solve
+from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Problem, Row
+from opfuser import hf
+
+MODES = ("default",)
+# What transformers calls the sizes of a decoder.
+NAMES = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
+}
+
+
+def llama(options: Options, layers: int, length: int) -> nn.Module:
+    """From a configuration, its attention by torch's scaled_dot_product_attention."""
+    transformers = importlib.import_module("transformers")
+    sizes = whole.SMALL if options.tiny else whole.LLAMA_1B
+    config = transformers.LlamaConfig(
+        **{NAMES[name]: size for name, size in sizes.items()},
+        num_hidden_layers=layers,
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device(options.device):
+        made: nn.Module = transformers.LlamaForCausalLM(config).to(options.dtype).train()
+    return made
+
+
+def loss_of(model: nn.Module) -> Function:
+    def loss(tokens: Tensor) -> Any:
+        return model(input_ids=tokens, labels=tokens).loss
+
+    return loss
+
+
+def sharing(source: nn.Module) -> nn.Module:
+    """A copy with the source's parameters, the same objects."""
+    own: nn.Module = copy.deepcopy(source, {id(p): p for p in source.parameters()})
+    return own
+
+
+def replaced(source: nn.Module, **options: bool) -> Function:
+    model = sharing(source)
+    hf.apply(model, **options)
+    return loss_of(model)
+
+
+def by_liger(source: nn.Module) -> Function:
+    def build() -> Function:
+        liger = importlib.import_module("liger_kernel.transformers")
+        model = sharing(source)
+        liger.apply_liger_kernel_to_llama(model=model)
+        return loss_of(model)
+
+    return peers.late(build)
+
+
+def step(options: Options, layers: int, length: int) -> Problem:
+    source = llama(options, layers, length)
+    randomise(source)
+    classes = source.config.vocab_size
+
+    def draw() -> Inputs:
+        tokens = torch.randint(classes, (2, length), device=options.device)
+        return Inputs((tokens,), (torch.ones((), device=options.device),))
+
+    functions: dict[str, Function] = {
+        "torch": loss_of(source),
+        "opfuser": replaced(source),
+        "opfuser, fused loss, merged weights": replaced(
+            source, fused_loss=True, merge_storages=True
+        ),
+    }
+    if peers.installed(peers.LIGER):
+        functions["Liger-Kernel"] = by_liger(source)
+    return Problem(
+        draw,
+        functions,
+        {STEP: None},
+        tuple(source.parameters()),
+        tolerance=whole.TOLERANCE.get(options.dtype),
+        wall=1,
+    )
+
+
+CASES = (
+    Case(
+        "Llama 1B of transformers",
+        step,
+        ({"layers": 16, "length": 4096},),
+        {"layers": 1, "length": 16},
+    ),
+)
+
+
+def available() -> bool:
+    """Whether transformers can be imported."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def rows(options: Options) -> Iterator[Row]:
+    modes = MODES if options.modes is None else options.modes
+    for case in CASES if available() else ():
+        yield from solve(case, options, modes)
