@@ -99,6 +99,20 @@ def test_generates_the_same_tokens(name: str) -> None:
     assert calls(model) == {}
 
 
+def test_a_mask_says_all_that_is_hidden() -> None:
+    """Also where it shows later tokens, as to those of a prefix."""
+    model, untouched, _ = pair("llama")
+    batch = batch_of("llama")
+    mask = torch.ones(9, 9).tril().bool()
+    mask[:4, :4] = True
+    batch["attention_mask"] = mask.expand(2, 1, 9, 9)
+    got, want = step(model, **batch), step(untouched, **batch)
+    assert_same(got, want)
+    assert calls(model) == {}
+    causal_logits = untouched(**batch_of("llama", padded=False)).logits
+    assert not torch.allclose(causal_logits, want.logits, rtol=1e-3)
+
+
 def test_a_cache_in_training_is_filled() -> None:
     model, untouched, _ = pair("llama")
     batch = batch_of("llama", padded=False)
@@ -374,6 +388,12 @@ def test_collected_outputs() -> None:
     assert calls(model) == {"output_attentions is given": 4}
     model(**batch)
     assert sum(calls(model).values()) == 4
+    for each in (model, untouched):
+        each.config.output_attentions = True
+    got, want = (m(**batch) for m in (model, untouched))
+    for mine, theirs in zip(got.attentions, want.attentions, strict=True):
+        assert_close(mine, theirs, 1e-5)
+    assert calls(model)["outputs of modules inside are collected"] == 4
 
 
 def test_arguments_that_are_not_known_go_to_the_untouched_forward() -> None:

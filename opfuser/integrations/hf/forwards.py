@@ -253,7 +253,8 @@ class Forward(ReplacedForward):
             )
         if built.turns is not None and not _are_tables(tables, built.turns[1].size):
             raise Fallback("its tables of cosine and sine are of another shape")
-        if built.read.captures and _collects_inside():
+        # Attention itself is asked for its weights, a layer may have modules inside that are.
+        if (built.read.captures or self.kind == "attention") and _collects_inside():
             raise Fallback("outputs of modules inside are collected")
         if cache is not None:
             self._check_cache(cache, built)
