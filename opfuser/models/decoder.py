@@ -263,7 +263,8 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
 
     Call:
         With a loss, ``model(tokens, targets)``: the mean cross entropy in nats, 0-d, of predicting
-        ``targets`` (batch, sequence). Without, ``model(tokens)``: logits
+        ``targets`` (batch, sequence), plus ``config.router_aux_loss_coef`` times the load-balancing
+        loss of all routers together. Without, ``model(tokens)``: logits
         (batch, sequence, vocab_size). tokens: (batch, sequence) of int32 or int64.
         ``model[:-1]`` of a model with a loss is the same model without one. Extra outputs that
         ``config.moe`` asks for follow. Padding is told to routers by

@@ -44,7 +44,7 @@ def data(padded: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 def same_lm(theirs: Any, **of_moe: Any) -> opfuser.Sequential:
     """Their model with its loss, made where it is."""
-    config = DecoderConfig.from_hf(theirs.config, device=theirs.device)
+    config = DecoderConfig.from_hf(theirs.config, device=theirs.device, dtype=theirs.dtype)
     assert config.moe is not None
     model = decoder_lm(replace(config, moe=replace(config.moe, **of_moe)))
     load_hf(model, theirs.state_dict())
@@ -206,7 +206,11 @@ def test_initial_weights_of_experts() -> None:
 
 @pytest.mark.gpu
 def test_nothing_waits_for_the_gpu(no_waiting: Any) -> None:
-    theirs: Any = hf_model(*CONFIGS["qwen2 moe"]).to("cuda")
+    """In bf16, with rows of 16 bytes, as GroupedLinear wants them."""
+    family, sizes = CONFIGS["qwen2 moe"]
+    names = "hidden_size", "intermediate_size", "shared_expert_intermediate_size"
+    sizes = {**sizes, **dict.fromkeys(names, 32), "moe_intermediate_size": 16}
+    theirs: Any = hf_model(family, sizes).to("cuda", torch.bfloat16)
     model = same_lm(theirs, aux_loss=True)
     tokens, targets, mask = data(True, theirs.device)
     kwargs = router_kwargs(model, mask=mask)
