@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import opfuser
-from opfuser.errors import ArgumentError, NotSupportedError
+from opfuser.errors import ArgumentError, ChannelError, NotSupportedError
 from opfuser.models import (
     DecoderConfig,
     MoEConfig,
@@ -29,6 +29,7 @@ from opfuser.testing import assert_fused
 from tests.models.hf import CONFIGS, EXPERTS, distance, hf_model
 
 FAMILIES = [name for name, (_, sizes) in CONFIGS.items() if "output_router_logits" in sizes]
+MOE = MoEConfig(dim=24, ffn_dim=10, num_experts=6, top_k=2)
 LENGTHS = torch.tensor([[11], [9], [3]])
 
 
@@ -125,6 +126,24 @@ def test_without_its_coefficient_there_is_no_loss_of_routers() -> None:
     assert (balance.coefficient, balance.num_routers) == (0.25, 3)
 
 
+def test_layers_that_carry_hooks() -> None:
+    """No channel reaches into them, but extra outputs of theirs reach the caller."""
+    config = DecoderConfig(37, 24, 3, 4, moe=MOE, router_aux_loss_coef=0.5, dtype=torch.float64)
+    model = decoder_lm(config)
+    tokens, targets, _ = data(False, torch.device("cpu"))
+    wanted = model(tokens, targets)
+    apart = replace(config, moe=replace(MOE, balance_terms=True), router_aux_loss_coef=0.0)
+    hooked = decoder_lm(apart)
+    hooked.load_state_dict(model.state_dict())
+    for m in (model, hooked):
+        m[1][1].register_forward_hook(lambda *args: None)
+    with pytest.raises(ChannelError, match=r"no producer .* which is called as a module"):
+        model(tokens, targets)
+    loss, *terms = hooked(tokens, targets)
+    got, _ = opfuser.LoadBalancingLoss(3, 0.5)(loss, *terms)
+    torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_experts_and_their_loss_keep_the_fusions(device: str) -> None:
     theirs: Any = hf_model(*CONFIGS["qwen2 moe"])
@@ -174,9 +193,6 @@ def test_what_cannot_be_expressed_is_refused(family: str, change: Any, text: str
     config = getattr(transformers, f"{family}Config")(**{**EXPERTS, **change})
     with pytest.raises(NotSupportedError, match=text):
         DecoderConfig.from_hf(config)
-
-
-MOE = MoEConfig(dim=24, ffn_dim=10, num_experts=6, top_k=2)
 
 
 @pytest.mark.parametrize(
