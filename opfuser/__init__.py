@@ -10,6 +10,7 @@ from .basic.gated_activation import *  # noqa: F403
 from .basic.scaled_activation import *  # noqa: F403
 from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
+from .engine.routing import PrivateChannel
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .integrations.torch_nn import ConversionReport, conversion_report, from_torch, to_torch
@@ -51,6 +52,7 @@ __all__ = [
     "OperationFuser",
     "Optional",
     "Plan",
+    "PrivateChannel",
     "QuantizationRecord",
     "Refusal",
     "Repeated",

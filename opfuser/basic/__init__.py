@@ -20,6 +20,7 @@ from .grouped_linear import GroupedLinear
 from .identity import Identity
 from .l2_normalization import L2Normalization
 from .layer_norm import LayerNorm
+from .load_balancing_loss import LoadBalancingLoss
 from .make_extra_output import MakeExtraOutput
 from .permute import Permute
 from .pointwise import PointwiseOperation
@@ -51,6 +52,7 @@ __all__ = [
     "Identity",
     "L2Normalization",
     "LayerNorm",
+    "LoadBalancingLoss",
     "MakeExtraOutput",
     "Permute",
     "PointwiseOperation",

@@ -56,7 +56,9 @@ class TopKRouter(BasicOperation):
     - with ``aux_loss`` the load-balancing loss, 0-d: ``E Σ_e f_e P_e`` of the T tokens, where
       ``f_e`` is the number of tokens of expert e over T and ``P_e`` the mean of its scores, for σ
       divided by their sum over the experts. It is k where all experts get the same;
-    - with ``z_loss`` the mean of ``logsumexp(x)²``, 0-d.
+    - with ``z_loss`` the mean of ``logsumexp(x)²``, 0-d;
+    - with ``balance_terms`` the ``f_e`` and the ``P_e``, (2, E), of which the first have no
+      gradient: :class:`opfuser.LoadBalancingLoss` makes one loss of those of several routers.
 
     The losses have gradients and no coefficients: a training loss adds ``c * loss``. Without tokens
     they are 0.
@@ -64,8 +66,8 @@ class TopKRouter(BasicOperation):
     Keyword of a call (through ``op_kwargs``): ``mask``, bool, ``(...)``: which tokens the losses
     are those of, where others are padding. All tokens have experts.
 
-    Saves the logits, the indices and the mask, and for the first loss the tokens of each expert.
-    Nothing waits for the device. Equal scores are chosen among as ``torch.topk`` does.
+    Saves the logits, the indices and the mask, and for the first loss or its terms ``f_e``. Nothing
+    waits for the device. Equal scores are chosen among as ``torch.topk`` does.
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; load-balancing loss: Fedus
     et al., "Switch Transformers", 2021, eq. 4-6, summed over the k choices as in Mixtral; z-loss:
@@ -84,6 +86,7 @@ class TopKRouter(BasicOperation):
         top_k_groups: groups that a token's experts may be of.
         aux_loss: whether to return the load-balancing loss.
         z_loss: whether to return the z-loss.
+        balance_terms: whether to return the terms of the load-balancing loss.
         device: of the buffer; None is torch's default.
 
     Raises:
@@ -95,7 +98,7 @@ class TopKRouter(BasicOperation):
 
     num_extra_outputs: int = 2
     read_only: ClassVar[frozenset[str]] = frozenset(
-        {"num_experts", "aux_loss", "z_loss", "num_extra_outputs"}
+        {"num_experts", "aux_loss", "z_loss", "balance_terms", "num_extra_outputs"}
     )
 
     score_correction_bias: Tensor | None
@@ -103,7 +106,7 @@ class TopKRouter(BasicOperation):
     class Saved(NamedTuple):
         logits: Tensor
         indices: Tensor
-        tokens_per_expert: Tensor | None
+        fractions: Tensor | None
         mask: Tensor | None
 
     Settings = RouterSettings
@@ -121,10 +124,11 @@ class TopKRouter(BasicOperation):
         top_k_groups: int = 1,
         aux_loss: bool = False,
         z_loss: bool = False,
+        balance_terms: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        if aux_loss or z_loss:
-            self.num_extra_outputs = 2 + aux_loss + z_loss
+        if aux_loss or z_loss or balance_terms:
+            self.num_extra_outputs = 2 + aux_loss + z_loss + balance_terms
         super().__init__()
         self.num_experts = num_experts
         self.top_k = top_k
@@ -135,6 +139,7 @@ class TopKRouter(BasicOperation):
         self.top_k_groups = top_k_groups
         self.aux_loss = aux_loss
         self.z_loss = z_loss
+        self.balance_terms = balance_terms
         self.make_settings()
         bias = None
         if score_correction_bias:
@@ -188,16 +193,23 @@ class TopKRouter(BasicOperation):
             indices = choice(scores, self.score_correction_bias, settings)
         weights = weights_of(scores.gather(-1, indices), settings)
         tokens = counts(indices, settings.num_experts)
-        losses, counted, number = [], None, count_tokens(logits, mask)
-        if self.aux_loss:
+        losses: list[Tensor] = []
+        terms: list[Tensor] = []  # f and P
+        number = count_tokens(logits, mask)
+        if self.aux_loss or self.balance_terms:
             counted = tokens if mask is None else counts(indices, settings.num_experts, mask)
             _, probabilities = probabilities_of(scores, settings.score_function)
             sums = masked(probabilities, mask).reshape(-1, settings.num_experts).sum(0)
-            losses.append((sums * counted).sum() * (settings.num_experts / number**2))
+            terms = [counted.to(scores.dtype) / number, sums / number]
+        if self.aux_loss:
+            losses.append((terms[0] * terms[1]).sum() * settings.num_experts)
         if self.z_loss:
             losses.append(masked(logits.logsumexp(-1, keepdim=True), mask).square().sum() / number)
+        if self.balance_terms:
+            losses.append(torch.stack(terms))
         if ctx.requires_grad:
-            ctx.save_for_backward(*self.Saved(input_, indices, counted, mask))
+            fractions = terms[0] if terms else None
+            ctx.save_for_backward(*self.Saved(input_, indices, fractions, mask))
         return weights, [(indices, tokens, *losses)]
 
     def fuser_backward(
@@ -210,19 +222,24 @@ class TopKRouter(BasicOperation):
         ctx = basic_op_ctxs[0]
         if not ctx.needs.input:
             return None, [()], [()]
-        input_, indices, counted, mask = ctx.saved_tensors
+        input_, indices, fractions, mask = ctx.saved_tensors
         settings = ctx.settings or self.frozen_settings(ctx)
         d_losses = [*basic_op_grad_extra_outputs[0]][2:]
         d_aux = d_losses.pop(0) if d_losses and self.aux_loss else None
-        d_z = d_losses.pop(0) if d_losses else None
+        d_z = d_losses.pop(0) if d_losses and self.z_loss else None
+        d_terms = d_losses.pop(0) if d_losses else None
 
         logits = widened(input_)
         number = count_tokens(logits, mask)
         scores = scores_of(logits, settings.score_function)
         dw = weights_backward(grad_output.to(scores.dtype), scores.gather(-1, indices), settings)
         ds = torch.zeros_like(scores).scatter_(-1, indices, dw)
+        d_means = None if d_terms is None else d_terms[1]
         if d_aux is not None:
-            dp = masked(d_aux * (settings.num_experts / number**2) * counted, mask)
+            of_aux = d_aux * settings.num_experts * fractions
+            d_means = of_aux if d_means is None else d_means + of_aux
+        if d_means is not None:
+            dp = masked(d_means / number, mask)
             total, probabilities = probabilities_of(scores, settings.score_function)
             ds += dp if total is None else quotient_backward(dp, probabilities, total)
         if settings.score_function == "softmax":
@@ -250,15 +267,17 @@ class TopKRouter(BasicOperation):
         count = chosen.sum().clamp(min=1)
         one_hot = torch.zeros_like(logits).scatter(-1, indices, 1.0)
         counted = (one_hot * chosen.unsqueeze(-1)).reshape(-1, settings.num_experts).sum(0)
+        probabilities = scores
+        if settings.score_function == "sigmoid":
+            probabilities = scores / scores.sum(-1, keepdim=True)
+        probabilities = probabilities * chosen.unsqueeze(-1)
+        means = probabilities.reshape(-1, settings.num_experts).sum(0) / count
         if self.aux_loss:
-            probabilities = scores
-            if settings.score_function == "sigmoid":
-                probabilities = scores / scores.sum(-1, keepdim=True)
-            probabilities = probabilities * chosen.unsqueeze(-1)
-            means = probabilities.reshape(-1, settings.num_experts).sum(0) / count
             out.append(settings.num_experts * (counted / count * means).sum())
         if self.z_loss:
             out.append((logits.logsumexp(-1).square() * chosen).sum() / count)
+        if self.balance_terms:
+            out.append(torch.stack([counted / count, means]))
         return tuple(out)
 
     def _check(self, logits: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -87,7 +87,13 @@ class Routes(NamedTuple):
 
 
 class PrivateChannel(str):
-    """A channel name that is visible only inside the Sequential that directly holds it."""
+    """The name of a channel that only the operations of one Sequential see.
+
+    ``set_extra_output_channel`` and ``set_extra_input_channel`` take it in place of a string. It
+    connects operations that the same Sequential directly holds, not those of Sequentials inside or
+    around it, nor those of another place where it occurs: such a sequence can be copied, nested and
+    used twice, as :func:`opfuser.Residual` can.
+    """
 
     __slots__ = ()
 

@@ -13,7 +13,7 @@ from .decoder import (
 )
 from .encoder import EncoderConfig, attention_kwargs, text_encoder
 from .hf_weights import hf_state_dict, load_hf
-from .moe import MoEConfig, experts, moe_block
+from .moe import MoEConfig, experts, moe_block, router_kwargs
 from .vision_encoder import ImageEncoderConfig, image_encoder
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "load_hf",
     "mlp_block",
     "moe_block",
+    "router_kwargs",
     "swiglu_block",
     "text_encoder",
 ]

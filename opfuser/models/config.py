@@ -14,6 +14,7 @@ from opfuser.quantization.region import check_recipe
 from opfuser.recipe import Recipe
 
 from .hf_config import decoder_arguments
+from .moe import MoEConfig
 
 __all__ = ["ACTIVATIONS", "Activation", "DecoderConfig"]
 
@@ -39,6 +40,7 @@ ACTIVATIONS = {
     "silu": Activation(SiLU, gated=False),
 }
 _SIZES = "vocab_size dim num_layers num_heads num_kv_heads ffn_dim head_dim learned_positions"
+_OF_EXPERTS = ["moe", "moe_layers", "router_aux_loss_coef"]
 _PROBABILITIES = "embedding_dropout residual_dropout attention_dropout"
 
 
@@ -65,8 +67,8 @@ class DecoderConfig:
             a block adds to the residual stream (Radford et al., GPT-2, 2019).
         device: of the parameters; None is torch's default.
         dtype: of the parameters; None is torch's default.
-        recompute: None; or ``"mlp"``, for feed-forward blocks that save their input alone and
-            recompute their first linear in backward: two ninths more GEMM work in them.
+        recompute: None; or ``"mlp"``, for feed-forward blocks without experts that save their input
+            alone and recompute their first linear in backward: two ninths more GEMM work in them.
         recipe: of :mod:`opfuser.recipe`: how the layers' linear operations compute, whatever the
             region. It is the recipe of the Sequential that is made, so that a call opens one
             region. None leaves it to :class:`opfuser.autocast`. Features that do not fit its blocks
@@ -100,11 +102,22 @@ class DecoderConfig:
         embedding_dropout: probability behind the embedding.
         residual_dropout: probability before every residual sum.
         attention_dropout: probability of leaving out a weight of attention.
+        moe: of the feed-forward blocks with experts; None is none. Its ``dim`` is that of the
+            model, whose ``init_std``, ``device``, ``dtype`` and ``recipe`` count, and whose norm
+            stands before the experts. The extra outputs that it asks for are those of the layers in
+            order, but for ``aux_loss``: of :func:`decoder_lm` that is one last extra output, the
+            load-balancing loss of all layers together.
+        moe_layers: numbers of the layers with experts; None is all.
+        router_aux_loss_coef: what the load-balancing loss of all layers together is multiplied by
+            before :func:`decoder_lm` adds it to its loss; see :class:`opfuser.LoadBalancingLoss`.
+            Its channels do not reach into layers that carry hooks, as after ``fully_shard`` of
+            each: there ``balance_terms`` of ``moe`` are extra outputs, of which a
+            ``LoadBalancingLoss`` called on the loss and them makes the same.
 
     Raises:
         ArgumentError: a size is not positive, the heads do not divide as needed, a name is none of
-            those above, a probability is outside of [0, 1], or ``recipe`` is neither None nor a
-            recipe.
+            those above, a probability is outside of [0, 1], layers or losses of experts do not go
+            with the rest, or ``recipe`` is neither None nor a recipe.
     """
 
     vocab_size: int
@@ -145,6 +158,9 @@ class DecoderConfig:
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
+    moe: MoEConfig | None = None
+    moe_layers: Sequence[int] | None = None
+    router_aux_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
         wrong = self._wrong()
@@ -187,7 +203,18 @@ class DecoderConfig:
             if getattr(self, name) not in allowed:
                 return f"{name} must be {' or '.join(map(repr, allowed))}", [name]
         wrong = [name for name in _PROBABILITIES.split() if not 0 <= getattr(self, name) <= 1]
-        return ("Probabilities must lie in [0, 1]", wrong) if wrong else None
+        if wrong:
+            return "Probabilities must lie in [0, 1]", wrong
+        return self._wrong_of_experts()
+
+    def _wrong_of_experts(self) -> tuple[str, list[str]] | None:
+        if self.moe is None and (self.moe_layers is not None or self.router_aux_loss_coef):
+            return "What is said of experts must go with moe", _OF_EXPERTS
+        if self.moe is not None and self.moe.dim != self.dim:
+            return "moe.dim must be dim", ["moe", "dim"]
+        if not {*(self.moe_layers or ())} <= {*range(self.num_layers)}:
+            return "moe_layers must be numbers of layers", ["moe_layers", "num_layers"]
+        return None
 
     @classmethod
     def from_hf(cls, config: Any, **changes: Any) -> DecoderConfig:
@@ -198,8 +225,11 @@ class DecoderConfig:
 
         Args:
             config: a ``PreTrainedConfig``, or what has its attributes; of ``model_type`` gemma,
-                gemma2, gemma3_text, gpt2, llama, mistral, qwen2 or qwen3.
-            **changes: attributes of the result, such as ``dtype``, which is not taken over.
+                gemma2, gemma3_text, gpt2, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3 or
+                qwen3_moe.
+            **changes: attributes of the result, such as ``dtype``, which is not taken over; and
+                ``router_aux_loss_coef``, which is taken over from a configuration with
+                ``output_router_logits``, as transformers adds the loss in this case only.
 
         Raises:
             NotSupportedError: a model of another type, or with a feature that there is no
@@ -223,6 +253,13 @@ class DecoderConfig:
         if isinstance(self.window, Sequence):
             return tuple(self.window)
         return (self.window,) * self.num_layers
+
+    @property
+    def expert_layers(self) -> frozenset[int]:
+        """The numbers of the layers with experts."""
+        if self.moe is None:
+            return frozenset()
+        return frozenset(range(self.num_layers) if self.moe_layers is None else self.moe_layers)
 
     @property
     def ffn_features(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,16 +17,20 @@ from opfuser import (
     Embedding,
     LayerNorm,
     Linear,
+    LoadBalancingLoss,
     PositionEmbedding,
+    PrivateChannel,
     QKNorm,
     Residual,
     RMSNorm,
     RotaryEmbedding,
     Sequential,
     Tanh,
+    TopKRouter,
 )
 
 from .config import ACTIVATIONS, DecoderConfig
+from .moe import MoEConfig, experts
 
 __all__ = [
     "attention_block",
@@ -54,21 +59,32 @@ def _linear(config: DecoderConfig, in_features: int, out_features: int, bias: bo
 
 
 def _block(config: DecoderConfig, *ops: nn.Module, in_features: int, bias: bool) -> Sequential:
-    """``y = x + norm(out(ops(norm(x))))``, where the second norm is there only if it is asked for.
+    """:func:`_residual` of ``out(ops(x))``.
 
-    Without ``config.norm_first`` it is ``y = norm(x + out(ops(x)))``. The weight of ``out`` is
-    scaled so that the sum over all blocks keeps the size of one.
+    The weight of ``out`` is scaled so that the sum over all blocks keeps the size of one.
     """
     out = _linear(config, in_features, config.dim, bias)
-    std = config.init_std / (2 * config.num_layers) ** 0.5
-    out.initialize_weight(partial(nn.init.normal_, std=std))
+    out.initialize_weight(partial(nn.init.normal_, std=_std_of_sums(config)))
+    return _residual(config, *ops, out)
+
+
+def _std_of_sums(config: DecoderConfig) -> float:
+    """Of the initial weights of a linear whose output is added to the residual stream."""
+    return config.init_std / math.sqrt(2 * config.num_layers)
+
+
+def _residual(config: DecoderConfig, *ops: nn.Module) -> Sequential:
+    """``y = x + norm(ops(norm(x)))``, where the second norm is there only if it is asked for.
+
+    Without ``config.norm_first`` it is ``y = norm(x + ops(x))``.
+    """
     behind: list[nn.Module] = [_norm(config)] if config.post_norms else []
     if config.residual_dropout:
         behind.append(Dropout(config.residual_dropout))
     if config.norm_first:
-        block = Residual(_norm(config), *ops, out, *behind)
+        block = Residual(_norm(config), *ops, *behind)
     else:
-        block = Residual(*ops, out, *behind).append(_norm(config))
+        block = Residual(*ops, *behind).append(_norm(config))
     block.recipe = config.recipe
     return block
 
@@ -150,15 +166,35 @@ def swiglu_block(config: DecoderConfig) -> Sequential:
     return mlp_block(replace(config, activation="swiglu"))
 
 
+def _experts_block(config: DecoderConfig, moe: MoEConfig) -> Sequential:
+    """Feed-forward block of experts: ``y = x + experts(norm(x))``."""
+    own = {name: getattr(config, name) for name in ("init_std", "device", "dtype")}
+    mixture = experts(replace(moe, recipe=None, **own))
+    std = _std_of_sums(config)
+    nn.init.normal_(mixture.get_parameter("down.weight"), std=std)
+    if moe.shared_ffn_dim:
+        shared = mixture.get_submodule("shared_down")
+        assert isinstance(shared, Linear)
+        shared.initialize_weight(partial(nn.init.normal_, std=std))
+    return _residual(config, mixture)
+
+
 def decoder_layer(config: DecoderConfig, layer: int = 0) -> Sequential:
     """An attention block and a feed-forward block, named ``attention`` and ``mlp``.
 
+    The second has experts, as :func:`moe_block`, where ``config.moe`` and ``config.moe_layers`` say
+    so.
+
     Args:
         config: of the model.
-        layer: which layer it is, since windows may differ.
+        layer: which layer it is, since windows and feed-forward blocks may differ.
     """
     inside = replace(config, recipe=None)
-    blocks = {"attention": attention_block(inside, layer), "mlp": mlp_block(inside)}
+    if config.moe is not None and layer in config.expert_layers:
+        mlp = _experts_block(inside, config.moe)
+    else:
+        mlp = mlp_block(inside)
+    blocks = {"attention": attention_block(inside, layer), "mlp": mlp}
     return Sequential(blocks, recipe=config.recipe)
 
 
@@ -192,13 +228,34 @@ def _embedding(config: DecoderConfig) -> dict[str, nn.Module]:
     return modules
 
 
+def _balanced_layers(
+    config: DecoderConfig, with_loss: bool
+) -> tuple[Sequential, LoadBalancingLoss | None]:
+    """All layers, and the loss of all their routers together if it has a reader."""
+    inside, moe = replace(config, recipe=None), config.moe
+    coefficient = config.router_aux_loss_coef if with_loss else 0.0
+    if moe is None or not config.expert_layers or not (moe.aux_loss or coefficient):
+        return decoder_layers(inside), None
+    layers = decoder_layers(replace(inside, moe=replace(moe, aux_loss=False, balance_terms=True)))
+    routers = [op for op in layers.modules() if isinstance(op, TopKRouter)]
+    balance = LoadBalancingLoss(len(routers), coefficient)
+    for n, router in enumerate(routers):
+        channel, last = f"balance_terms.{n}", router.num_extra_outputs - 1
+        router.set_extra_output_channel(last, channel, output_to_caller=moe.balance_terms)
+        balance.set_extra_input_channel(n, channel)
+    if not moe.aux_loss:
+        hidden = PrivateChannel("load_balancing_loss")
+        balance.set_extra_output_channel(0, hidden, output_to_caller=False)
+    return layers, balance
+
+
 def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
     """The whole language model, as one Sequential.
 
     Its modules are ``embedding``, ``layers``, ``norm``, ``head`` and, with a loss, ``loss``; where
     the configuration asks for them ``scale``, ``positions`` and ``dropout`` behind the embedding,
-    and ``softcap`` behind the head. Their operations form one group: fusions apply across the
-    borders of blocks and layers.
+    ``softcap`` behind the head, and ``balance`` at the end of a model without a loss. Their
+    operations form one group: fusions apply across the borders of blocks and layers.
 
     Args:
         config: sizes of the model.
@@ -206,9 +263,13 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
 
     Call:
         With a loss, ``model(tokens, targets)``: the mean cross entropy in nats, 0-d, of predicting
-        ``targets`` (batch, sequence). Without, ``model(tokens)``: logits
+        ``targets`` (batch, sequence), plus ``config.router_aux_loss_coef`` times the load-balancing
+        loss of all routers together. Without, ``model(tokens)``: logits
         (batch, sequence, vocab_size). tokens: (batch, sequence) of int32 or int64.
-        ``model[:-1]`` of a model with a loss is the same model without one.
+        ``model[:-1]`` of a model with a loss is the same model without one. Extra outputs that
+        ``config.moe`` asks for follow. Padding is told to routers by
+        ``op_kwargs=router_kwargs(model, mask=mask)``, with a mask (batch, sequence) of bool that is
+        True for what is no padding.
     """
     modules = _embedding(config)
     head = _linear(config, config.dim, config.vocab_size, bias=False)
@@ -217,7 +278,7 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
         table = modules["embedding"]
         assert isinstance(table, Embedding)
         head.weight = table.weight
-    modules["layers"] = decoder_layers(replace(config, recipe=None))
+    modules["layers"], balance = _balanced_layers(config, with_loss)
     if config.norm_first:
         modules["norm"] = _norm(config)
     modules["head"] = head
@@ -225,5 +286,8 @@ def decoder_lm(config: DecoderConfig, with_loss: bool = True) -> Sequential:
         cap = config.logit_softcap
         modules["softcap"] = Sequential(ConstantScale(1 / cap), Tanh(), ConstantScale(cap))
     if with_loss:
-        modules["loss"] = CrossEntropy()
+        loss = CrossEntropy()
+        modules["loss"] = loss if balance is None else Sequential(loss, balance)
+    elif balance is not None:
+        modules["balance"] = balance
     return Sequential(modules, recipe=config.recipe)

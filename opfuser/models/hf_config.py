@@ -13,6 +13,8 @@ from opfuser import RopeScaling
 from opfuser.errors import NotSupportedError, explain
 from opfuser.rope_configuration import read_configuration
 
+from .moe import MoEConfig
+
 __all__ = ["decoder_arguments", "encoder_arguments", "image_encoder_arguments"]
 
 _GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
@@ -95,6 +97,48 @@ def _qwen2(config: Any) -> dict[str, Any]:
 
 def _qwen3(config: Any) -> dict[str, Any]:
     return {**_llama_like(config), "qk_norm": True}
+
+
+def _mixtral(config: Any) -> dict[str, Any]:
+    _refuse(config, "router_jitter_noise")
+    return {**_llama_like(config), **_experts(config, config.num_local_experts, mixtral=True)}
+
+
+def _qwen2_moe(config: Any) -> dict[str, Any]:
+    bias = getattr(config, "qkv_bias", True)
+    return {**_llama_like(config), "qkv_bias": bias, **_experts(config, config.num_experts)}
+
+
+def _qwen3_moe(config: Any) -> dict[str, Any]:
+    return {**_qwen3(config), **_experts(config, config.num_experts)}
+
+
+def _experts(config: Any, number: int, mixtral: bool = False) -> dict[str, Any]:
+    """What is said of experts; of Mixtral there is less to say than of others."""
+    _named({"silu": "swiglu"}, config, "hidden_act")
+    layers = [*range(config.num_hidden_layers)]
+    if not mixtral:
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+        layers = [n for n in layers if n not in dense and (n + 1) % step == 0 and number]
+    if not layers:
+        return {}
+    shared = getattr(config, "shared_expert_intermediate_size", 0)
+    moe = MoEConfig(
+        config.hidden_size,
+        config.intermediate_size if mixtral else config.moe_intermediate_size,
+        number,
+        config.num_experts_per_tok,
+        norm_topk_prob=mixtral or config.norm_topk_prob,
+        shared_ffn_dim=shared,
+        shared_gate=shared > 0,
+        norm_eps=config.rms_norm_eps,
+        init_std=config.initializer_range,
+    )
+    return {
+        "moe": moe,
+        "moe_layers": None if len(layers) == config.num_hidden_layers else tuple(layers),
+        "router_aux_loss_coef": config.router_aux_loss_coef if config.output_router_logits else 0.0,
+    }
 
 
 def _gemma(config: Any) -> dict[str, Any]:
@@ -201,6 +245,8 @@ def _vit(config: Any) -> dict[str, Any]:
     }
 
 
+# Of these types one window is that of all layers.
+_ONE_WINDOW = {"mistral", "mixtral", "qwen3_moe"}
 _IMAGE_ENCODERS: _Families = {"vit": _vit}
 _ENCODERS: _Families = {"bert": _bert}
 _DECODERS: _Families = {
@@ -210,8 +256,11 @@ _DECODERS: _Families = {
     "gpt2": _gpt2,
     "llama": _llama_like,
     "mistral": _llama_like,
+    "mixtral": _mixtral,
     "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
 }
 
 
@@ -236,8 +285,8 @@ def _windows(config: Any) -> int | tuple[int | None, ...] | None:
     """One window for all layers, or one for each."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    if kinds is None and (window is None or config.model_type == "mistral"):
-        return window
+    if kinds is None and (not window or config.model_type in _ONE_WINDOW):
+        return window or None
     if kinds is None or not {*kinds} <= {"sliding_attention", "full_attention"}:
         raise NotSupportedError(
             explain(

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BERT", "CLASS_TOKEN", "GEMMA2", "GPT2", "HEAD", "LLAMA", "VIT", "VIT_4", "Names"]
+__all__ = [
+    "BERT",
+    "CLASS_TOKEN",
+    "EXPERTS",
+    "EXPERTS_4",
+    "GEMMA2",
+    "GPT2",
+    "HEAD",
+    "LLAMA",
+    "MIXTRAL_4",
+    "VIT",
+    "VIT_4",
+    "ExpertNames",
+    "Names",
+]
 
 HEAD = "lm_head"
 CLASS_TOKEN = "embeddings.cls_token"
@@ -125,4 +139,38 @@ VIT_4 = VIT._replace(
     out="attention.output.dense",
     up=("intermediate.dense",),
     down="output.dense",
+)
+
+
+class ExpertNames(NamedTuple):
+    """The names of parameters of a feed-forward block with experts, which stand behind a layer's.
+
+    Attributes:
+        gate_up: of the experts' first linears; with ``{}`` for the expert, one of each of them.
+        down: of their second ones, likewise.
+        shared: gate, up and down of the expert that all tokens have.
+        shared_gate: of what its output is scaled by.
+    """
+
+    router: str
+    gate_up: tuple[str, ...]
+    down: str
+    shared: tuple[str, str, str] = (
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.shared_expert.down_proj",
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+EXPERTS = ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj")
+# As transformers 4 has them, and checkpoints on disk.
+EXPERTS_4 = EXPERTS._replace(
+    gate_up=("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    down="mlp.experts.{}.down_proj.weight",
+)
+MIXTRAL_4 = ExpertNames(
+    "block_sparse_moe.gate",
+    ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
+    "block_sparse_moe.experts.{}.w2.weight",
 )

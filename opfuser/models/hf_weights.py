@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from opfuser import (
     DotProductAttention,
+    GroupedLinear,
     LayerNorm,
     Linear,
     QKNorm,
@@ -23,7 +24,21 @@ from opfuser import (
 )
 from opfuser.errors import ArgumentError, explain
 
-from .hf_names import BERT, CLASS_TOKEN, GEMMA2, GPT2, HEAD, LLAMA, VIT, VIT_4, Names
+from .hf_names import (
+    BERT,
+    CLASS_TOKEN,
+    EXPERTS,
+    EXPERTS_4,
+    GEMMA2,
+    GPT2,
+    HEAD,
+    LLAMA,
+    MIXTRAL_4,
+    VIT,
+    VIT_4,
+    ExpertNames,
+    Names,
+)
 from .vision_encoder import Patches
 
 __all__ = ["hf_state_dict", "load_hf"]
@@ -37,7 +52,7 @@ class _Entry(NamedTuple):
         name: of the parameter in the module.
         parts: names there, and how many rows of the parameter each of them is.
         transposed: whether they have its two dimensions exchanged.
-        shape: in the checkpoint, where it has other dimensions.
+        shape: of each part in the checkpoint, where it has other dimensions.
     """
 
     module: nn.Module
@@ -73,7 +88,7 @@ def load_hf(model: Sequential, state_dict: Mapping[str, Tensor]) -> None:
         model: with or without a loss.
         state_dict: by the names of the causal language model, or of the model inside of it, which
             has no prefix and no head. A tied head may be missing. Heads and poolers of encoders
-            are left out.
+            are left out. Experts may be in one tensor, or in one for each, as in transformers 4.
 
     Raises:
         ArgumentError: a tensor is missing, superfluous or of another shape, a head is given that
@@ -83,8 +98,12 @@ def load_hf(model: Sequential, state_dict: Mapping[str, Tensor]) -> None:
     names = _names(model)
     if names is VIT and any("encoder.layer." in key for key in state_dict):
         names = VIT_4
+    of_experts = EXPERTS
+    if any(".experts.0." in key for key in state_dict):
+        mixtral = any(".block_sparse_moe." in key for key in state_dict)
+        of_experts = MIXTRAL_4 if mixtral else EXPERTS_4
     prefixed = any(key.startswith(names.prefix) for key in state_dict)
-    entries = list(_entries(model, names, names.prefix if prefixed else ""))
+    entries = list(_entries(model, names, names.prefix if prefixed else "", of_experts))
     given = {key: t for key, t in state_dict.items() if not re.search(names.ignored, key)}
     table, head = (entry.parts[0][0] for entry in (entries[0], entries[-1]))
     if _is_tied(model):
@@ -171,7 +190,9 @@ def _of(block: nn.Module, *types: type[nn.Module]) -> list[nn.Module]:
     return [module for module in block.children() if isinstance(module, types)]
 
 
-def _entries(model: Sequential, names: Names, prefix: str) -> Iterator[_Entry]:
+def _entries(
+    model: Sequential, names: Names, prefix: str, of_experts: ExpertNames = EXPERTS
+) -> Iterator[_Entry]:
     """All parameters; the token table comes first, and the head last."""
     if names.prefix == VIT.prefix:
         yield from _of_images(model, names, prefix)
@@ -189,6 +210,10 @@ def _entries(model: Sequential, names: Names, prefix: str) -> Iterator[_Entry]:
         for norm, name in zip(norms, names.norms):
             yield from _whole(norm, here + name)
         yield from _attention(blocks[0], names, here)
+        mixture = _of(blocks[1], Sequential)
+        if mixture:
+            yield from _of_experts(mixture[0], of_experts, here)
+            continue
         up, down = _of(blocks[1], Linear)
         yield from _linear(up, names.up, here, names.transposed)
         yield from _linear(down, (names.down,), here, names.transposed)
@@ -226,6 +251,25 @@ def _attention(block: nn.Module, names: Names, here: str) -> Iterator[_Entry]:
         assert isinstance(norm, QKNorm)
         for own, name in zip(("q_weight", "k_weight"), names.qk_norms):
             yield _Entry(norm, own, ((f"{here}{name}.weight", norm.head_dim),))
+
+
+def _of_experts(mixture: nn.Module, names: ExpertNames, here: str) -> Iterator[_Entry]:
+    parts = dict(mixture.named_children())
+    yield from _whole(parts["router"], here + names.router)
+    for own, there in (("gate_up", names.gate_up), ("down", (names.down,))):
+        linear = parts[own]
+        assert isinstance(linear, GroupedLinear)
+        if "{}" not in there[0]:
+            yield _Entry(linear, "weight", ((here + there[0], linear.num_groups),))
+            continue
+        shape = linear.out_features // len(there), linear.in_features
+        of_each = [here + name.format(n) for n in range(linear.num_groups) for name in there]
+        yield _Entry(linear, "weight", tuple((name, shape[0]) for name in of_each), shape=shape)
+    if "shared_gate_up" in parts:
+        *up, down = names.shared
+        yield from _linear(parts["shared_gate_up"], tuple(up), here, transposed=False)
+        yield from _whole(parts["shared_down"], here + down)
+        yield from _whole(parts.get("shared_gate"), here + names.shared_gate)
 
 
 def _whole(module: nn.Module | None, name: str) -> Iterator[_Entry]:

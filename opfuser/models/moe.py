@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from opfuser import (
     Linear,
     MakeExtraOutput,
     Permute,
+    PrivateChannel,
     Residual,
     RMSNorm,
     ScaledSwiGLU,
@@ -26,13 +27,12 @@ from opfuser import (
     TopKRouter,
     Unpermute,
 )
-from opfuser.engine.routing import PrivateChannel
 from opfuser.errors import ArgumentError, explain
 from opfuser.op import BasicOperation
 from opfuser.quantization.region import check_recipe
 from opfuser.recipe import Recipe
 
-__all__ = ["MoEConfig", "experts", "moe_block"]
+__all__ = ["MoEConfig", "experts", "moe_block", "router_kwargs"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class MoEConfig:
         top_k_groups: groups that a token's experts may be of.
         aux_loss: whether the load-balancing loss is an extra output.
         z_loss: whether the router's z-loss is an extra output.
+        balance_terms: whether the terms of the load-balancing loss are an extra output.
         tokens_per_expert: whether the number of tokens of each expert is an extra output.
         shared_ffn_dim: features inside the expert that all tokens have besides theirs; 0 is none.
         shared_gate: whether that expert's output is scaled by a sigmoid of a linear function of the
@@ -81,6 +82,7 @@ class MoEConfig:
     top_k_groups: int = 1
     aux_loss: bool = False
     z_loss: bool = False
+    balance_terms: bool = False
     tokens_per_expert: bool = False
     shared_ffn_dim: int = 0
     shared_gate: bool = False
@@ -131,7 +133,7 @@ def experts(config: MoEConfig) -> Sequential:
     activation, not the output, which is the same: what comes behind is linear.
 
     Extra outputs, as far as the configuration asks for them: the tokens of each expert, the
-    load-balancing loss, the z-loss; see :class:`opfuser.TopKRouter`.
+    load-balancing loss, the z-loss, the terms of the first; see :class:`opfuser.TopKRouter`.
 
     Shapes: x and y ``(..., dim)``.
 
@@ -170,6 +172,17 @@ def experts(config: MoEConfig) -> Sequential:
         parts["shared_down"] = _linear(config, config.shared_ffn_dim, config.dim)
         parts["shared_add"] = _wired(AddExtraInput(), [routed])
     return Sequential(parts, recipe=config.recipe)
+
+
+def router_kwargs(model: nn.Module, **keywords: Any) -> Mapping[nn.Module, dict[str, Any]]:
+    """The ``op_kwargs`` that pass the same keywords, such as ``mask``, to every router.
+
+    Args:
+        model: the Sequential that is called with them.
+        **keywords: of a call of :class:`opfuser.TopKRouter`.
+    """
+    found = (op for op in model.modules() if isinstance(op, TopKRouter))
+    return {op: dict(keywords) for op in found}
 
 
 def _wired(
@@ -219,5 +232,6 @@ def _router(config: MoEConfig) -> TopKRouter:
         top_k_groups=config.top_k_groups,
         aux_loss=config.aux_loss,
         z_loss=config.z_loss,
+        balance_terms=config.balance_terms,
         device=config.device,
     )

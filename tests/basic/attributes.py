@@ -302,6 +302,15 @@ CASES: dict[str, Case] = {
     "Identity": NOTHING,
     "L2Normalization": Case({}, rows(), EPS),
     "LayerNorm": Case({"normalized_shape": 8}, rows(), NORM),
+    "LoadBalancingLoss": Case(
+        {"num_routers": 2, "coefficient": 0.5},
+        f32((3, 8), (2, 4), (2, 4)),
+        {
+            "num_routers": ReadOnly(3),
+            "num_extra_inputs": ReadOnly(3),
+            "coefficient": Change(2.0),
+        },
+    ),
     "MakeExtraOutput": Case({}, rows(), IN_PLACE),
     "Permute": Case(
         {"num_experts": 3},
@@ -366,6 +375,7 @@ CASES: dict[str, Case] = {
             "num_experts": ReadOnly(9),
             "aux_loss": ReadOnly(True),
             "z_loss": ReadOnly(True),
+            "balance_terms": ReadOnly(True),
             "top_k": Change(4),
             "score_function": Change("sigmoid"),
             "norm_topk_prob": Change(True),

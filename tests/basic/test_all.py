@@ -41,7 +41,7 @@ from tests.basic.values import DTYPES, fill, saved_by
 # Those that hand a tensor on, whatever its dtype.
 ANY_DTYPE = {
     "AddExtraInput", "AllGather", "AllReduce", "ConstantScale", "Dropout", "Identity",
-    "MakeExtraOutput", "Quantize", "ReduceScatter", "Reshape", "SwapExtra",
+    "LoadBalancingLoss", "MakeExtraOutput", "Quantize", "ReduceScatter", "Reshape", "SwapExtra",
 }  # fmt: skip
 # Their own files say what they refuse.
 OWN_TEXT = {
@@ -167,6 +167,7 @@ SAVED: dict[str, list[str | int]] = {
     "GroupedLinear": ["input 1"],
     "L2Normalization": [12],
     "LayerNorm": [12, 12],
+    "LoadBalancingLoss": [32],
     "Permute": [80],
     "QKNorm": [120],
     "RMSNorm": [12],

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser import Permute, Sequential, SwapExtra, TopKRouter, Unpermute
-from opfuser.errors import ArgumentError, InputError
+from opfuser import LoadBalancingLoss, Permute, Sequential, SwapExtra, TopKRouter, Unpermute
+from opfuser.errors import ArgumentError, InputError, OpKwargsError
 from opfuser.testing import check_op
 from tests.basic.values import DTYPES, EXACT, check_values
 
@@ -27,6 +27,8 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "z_loss": True,
     },
     "corrected softmax": {"score_correction_bias": True},
+    "sigmoid, terms": {"score_function": "sigmoid", "aux_loss": True, "balance_terms": True},
+    "softmax, terms": {"z_loss": True, "balance_terms": True},
 }
 
 
@@ -110,6 +112,48 @@ def test_load_balancing_loss_is_that_of_transformers(padded: bool) -> None:
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-9)
 
 
+def test_one_loss_of_several_routers_is_that_of_transformers() -> None:
+    """As of the tokens of all of them together."""
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    x = torch.randn(3, 2, 7, 8, dtype=torch.float64)
+    mask = torch.arange(7) < torch.tensor([[7], [4]])
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    op, balance = TopKRouter(8, 2, balance_terms=True), LoadBalancingLoss(3, 0.5)
+    terms = [op(logits, mask=mask)[3] for logits in ours]
+    loss, aux = balance(torch.tensor(2.0), *terms)
+    wanted = mixtral.load_balancing_loss_func(tuple(theirs.flatten(1, 2)), 8, 2, mask)
+    torch.testing.assert_close(aux, wanted, check_dtype=False, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss, 2 + 0.5 * wanted, check_dtype=False, rtol=1e-6, atol=0)
+    (3 * loss + aux).backward()
+    (2.5 * wanted).backward()
+    assert ours.grad is not None
+    assert theirs.grad is not None  # partly in fp32
+    assert (ours.grad - theirs.grad).norm() <= 1e-6 * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_load_balancing_loss_as_exact_as_torch(coefficient: float, device: torch.device) -> None:
+    x, *terms = (torch.rand(s, device=device) for s in ((), (2, 6), (2, 6), (2, 6)))
+    check_values(LoadBalancingLoss(3, coefficient), x, *terms, zero_rows=False)
+
+
+def test_load_balancing_loss_says_what_it_cannot_take() -> None:
+    x, terms = torch.tensor(1.0), torch.rand(2, 6)
+    with pytest.raises(ArgumentError, match=r"^num_routers must be positive \(LoadBalancingLoss\)"):
+        LoadBalancingLoss(0)
+    with pytest.raises(ArgumentError, match=r"^coefficient must be finite .*coefficient=nan\.$"):
+        LoadBalancingLoss(1, float("nan"))
+    for wrong in (torch.rand(2, 5), torch.rand(3, 6), torch.rand(6)):
+        with pytest.raises(InputError) as error:
+            LoadBalancingLoss(2)(x, wrong, terms)
+        assert str(error.value) == (
+            "The terms of every router must be (2, E) (LoadBalancingLoss). "
+            f"Received: {tuple(wrong.shape)}, (2, 6)."
+        )
+    with pytest.raises(OpKwargsError, match=r"^LoadBalancingLoss takes no keywords.*: mask"):
+        LoadBalancingLoss(1)(x, terms, mask=terms)
+
+
 def test_groups_of_experts_are_those_of_transformers() -> None:
     deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     config = deepseek.DeepseekV3Config(
@@ -137,7 +181,7 @@ def test_groups_of_experts_are_those_of_transformers() -> None:
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "sigmoid, balanced"])
+@pytest.mark.parametrize("name", ["Mixtral", "sigmoid, terms"])
 def test_router_with_a_mask(name: str, device: torch.device) -> None:
     op, x = router(name).to(device), torch.randn(4, 9, 8, device=device)
     mask = torch.rand(4, 9, device=device) < 0.5
@@ -145,9 +189,9 @@ def test_router_with_a_mask(name: str, device: torch.device) -> None:
     none = torch.zeros_like(mask)
     leaf = x.clone().requires_grad_()
     weights, _, tokens, *losses = op(leaf, mask=none)
-    assert not any(losses)
+    assert not any(loss.any() for loss in losses)
     assert tokens.sum() == 4 * 9 * 3
-    (weights.square().sum() + sum(losses)).backward()
+    (weights.square().sum() + sum(loss.sum() for loss in losses)).backward()
     alone = x.clone().requires_grad_()
     op(alone)[0].square().sum().backward()
     torch.testing.assert_close(leaf.grad, alone.grad)

@@ -34,6 +34,7 @@ MAKE: dict[str, Callable[[], opfuser.BasicOperation]] = {
     "Embedding": lambda: opfuser.Embedding(9, 4),
     "GroupedLinear": lambda: opfuser.GroupedLinear(2, 8, 6),
     "LayerNorm": lambda: opfuser.LayerNorm(8),
+    "LoadBalancingLoss": lambda: opfuser.LoadBalancingLoss(1, 0.1),
     "Permute": lambda: opfuser.Permute(3),
     "PositionEmbedding": lambda: opfuser.PositionEmbedding(9, 8),
     "QKNorm": lambda: opfuser.QKNorm(2, 2, num_kv_heads=1),

@@ -24,6 +24,14 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+EXPERTS: dict[str, Any] = {
+    **SIZES,
+    "num_experts_per_tok": 2,
+    "num_experts": 6,
+    "moe_intermediate_size": 10,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
 GPT2: dict[str, Any] = {
     "vocab_size": 37,
     "n_embd": 24,
@@ -91,6 +99,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "mixtral": ("Mixtral", {**EXPERTS, "sliding_window": 6}),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3 moe": ("Qwen3Moe", {**EXPERTS, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3 moe, every second layer": (
+        "Qwen3Moe",
+        {**EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2, untied": (
         "GPT2",
@@ -106,7 +131,35 @@ def hf_model(family: str, sizes: dict[str, Any], seed: int = 0) -> nn.Module:
     kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model: nn.Module = getattr(transformers, family.removesuffix("Text") + kind)(config)
     fill(model, 0.0 if family.startswith("Gemma") else 1.0)
+    if "output_router_logits" in sizes:
+        config._experts_implementation = "eager"  # others know no float64
+        settle_experts(model)
     return model.train()
+
+
+@torch.no_grad()
+def settle_experts(model: Any) -> None:
+    """Makes the token decide which experts it has, so far apart that no rounding changes them.
+
+    The first features of the residual stream stay those of the token table. Each layer has other
+    experts for them.
+    """
+    table = model.get_input_embeddings().weight
+    for n, layer in enumerate(model.model.layers):
+        layer.self_attn.o_proj.weight[:6] = 0
+        if not hasattr(layer.mlp, "experts"):
+            layer.mlp.down_proj.weight[:6] = 0
+            continue
+        layer.mlp.experts.down_proj[:, :6] = 0
+        if hasattr(layer.mlp, "shared_expert"):
+            layer.mlp.shared_expert.down_proj.weight[:6] = 0
+        layer.post_attention_layernorm.weight[:6] = 1
+        router = layer.mlp.gate.weight
+        router *= 0.05
+        router[:, :6] = 0
+        for expert in range(len(router)):
+            router[expert, (expert + n) % 6] = 1
+    table[:, :6] = torch.rand(len(table), 6).argsort(-1) * 0.4 - 1
 
 
 def fill(model: nn.Module, centre: float) -> None:

@@ -62,7 +62,7 @@ def test_bf16_error_is_at_most_twice_theirs(name: str, device: torch.device) -> 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["gpt2", "gemma 3"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma 3", "qwen3 moe"])
 def test_compiled_without_a_graph_break(name: str) -> None:
     torch.compiler.reset()
     model, (tokens, dy) = same_model(hf_model(*CONFIGS[name])), batch()
