@@ -119,7 +119,6 @@ def generate(  # noqa: PLR0913 - by keyword
 
     result = torch.cat([tokens, tokens.new_zeros(len(tokens), max_new_tokens)], 1)
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    ids = torch.tensor(ends, dtype=tokens.dtype, device=tokens.device)
     call = decoder.model if step is None else step
     hidden = _output(decoder.body(tokens, op_kwargs=keywords(positions)))
     logits = decoder.head(hidden[:, -1:].contiguous())
@@ -128,7 +127,8 @@ def generate(  # noqa: PLR0913 - by keyword
         token = _choice(scores, sampling, generator).to(tokens.dtype)
         if ends:
             token = token.masked_fill(ended, pad)
-            ended |= torch.isin(token, ids)
+            for end in ends:  # a tensor of them would be a copy that waits
+                ended |= token == end
         result[:, length] = token
         length += 1
         if length == total or (ends and bool(ended.all())):
