@@ -12,6 +12,7 @@ from .decoder import (
     swiglu_block,
 )
 from .encoder import EncoderConfig, attention_kwargs, text_encoder
+from .generation import generate
 from .hf_weights import hf_state_dict, load_hf
 from .moe import MoEConfig, experts, moe_block, router_kwargs
 from .vision_encoder import ImageEncoderConfig, image_encoder
@@ -27,6 +28,7 @@ __all__ = [
     "decoder_layers",
     "decoder_lm",
     "experts",
+    "generate",
     "hf_state_dict",
     "image_encoder",
     "load_hf",

@@ -1,0 +1,247 @@
+"""Text from decoders: one pass over the prompt, then one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from opfuser import DotProductAttention, KVCache, PositionEmbedding, RotaryEmbedding, Sequential
+from opfuser.errors import ArgumentError, InputError, OpfuserError, explain
+
+__all__ = ["generate"]
+
+_POSITIONAL = RotaryEmbedding, PositionEmbedding
+_Keywords = dict[nn.Module, dict[str, Any]]
+
+
+class _Sampling(NamedTuple):
+    """What the next token is drawn from: logits over temperature, of these the top k, then p."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+class _Decoder(NamedTuple):
+    """A model without its loss, and what its calls need besides tokens.
+
+    Attributes:
+        body, head: the model up to its head, and the rest, which one position of a prompt needs.
+        caches: of each attention.
+        positional: the operations that take positions.
+    """
+
+    model: Sequential
+    body: Sequential
+    head: Sequential
+    caches: dict[DotProductAttention, KVCache]
+    positional: list[RotaryEmbedding | PositionEmbedding]
+
+
+@torch.no_grad()
+def generate(  # noqa: PLR0913 - by keyword
+    model: Sequential,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    static_cache: bool = False,
+    step: Callable[..., Any] | None = None,
+) -> Tensor:
+    """The prompts, each continued by ``max_new_tokens`` tokens.
+
+    The next token is the one with the largest logit, or is drawn from
+    ``softmax(logits / temperature)``, as far as ``top_k`` and, of what that leaves, ``top_p`` let
+    it, in fp32. Each attention has an :class:`opfuser.KVCache`. The tokens are those of Hugging
+    Face's ``generate`` with the same arguments, with the same seed of torch also if drawn; there
+    ``top_k`` may default to 50.
+
+    The model runs in the mode that it is in: call ``model.eval()`` first if it has dropout. Its
+    parts are called, and no hooks of the whole. Nothing waits for a GPU but the check for
+    ``eos_token_id``, once for each token, and that of ``mask``, once.
+
+    Shapes: tokens ``(batch, prompt)``, int32 or int64; the result
+    ``(batch, prompt + max_new_tokens)``, of the same dtype; less if all sequences end before.
+
+    Args:
+        model: of :func:`decoder_lm`, with or without a loss.
+        tokens: the prompts.
+        max_new_tokens: 1 or more.
+        do_sample: whether tokens are drawn.
+        temperature: positive; below 1 the likely tokens become more likely.
+        top_k: draw from so many of the most likely tokens, and those as likely as the last of
+            them; None is all.
+        top_p: draw from the fewest most likely tokens whose probabilities sum to ``top_p`` or more
+            (Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019); None is all.
+        eos_token_id: a sequence ends with this token, or with one of these; None is none.
+        pad_token_id: what follows the end of a sequence in a batch with longer ones; None is the
+            first of ``eos_token_id``.
+        mask: ``(batch, prompt)`` of bool, True for what is no padding. Padding is on the left:
+            positions are counted from the first token that is none. None is no padding.
+        generator: of the random numbers; None is that of the device.
+        static_cache: whether memory for all positions is allocated at once, so that every token has
+            the same shapes.
+        step: is called instead of the model for each token after the prompt, with the tokens
+            ``(batch, 1)`` and ``op_kwargs``, and returns logits: with ``static_cache``,
+            ``torch.compile(model, fullgraph=True)`` of a model without a loss. It is compiled once,
+            also for later calls with as many sequences and positions.
+
+    Raises:
+        ArgumentError: the model is none of :func:`decoder_lm`, not causal, or has fewer learned
+            positions than are read; or another argument is not as above.
+        InputError: the tokens or the mask are not as above.
+    """
+    sampling = _sampling(do_sample, temperature, top_k, top_p)
+    ends, pad = _ends(eos_token_id, pad_token_id)
+    length, total = _lengths(tokens, max_new_tokens)
+    decoder = _decoder(model, total, static_cache)
+    seen, positions = None, None
+    last = torch.full((1,), length - 1, device=tokens.device)
+    if mask is not None:
+        _check_mask(mask, tokens)
+        seen = nn.functional.pad(mask, (0, max_new_tokens), value=True)
+        positions = (mask.cumsum(1) - 1).clamp_(min=0)
+        last = positions[:, -1:]
+
+    def keywords(positions: Tensor | None) -> _Keywords:
+        shown = seen if seen is None or static_cache else seen[:, :length]
+        return _op_kwargs(decoder, positions, shown, length)
+
+    result = torch.cat([tokens, tokens.new_zeros(len(tokens), max_new_tokens)], 1)
+    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    call = decoder.model if step is None else step
+    hidden = _output(decoder.body(tokens, op_kwargs=keywords(positions)))
+    logits = decoder.head(hidden[:, -1:].contiguous())
+    while True:
+        scores = _output(logits)[:, -1].float()
+        token = _choice(scores, sampling, generator).to(tokens.dtype)
+        if ends:
+            token = token.masked_fill(ended, pad)
+            for end in ends:  # a tensor of them would be a copy that waits
+                ended |= token == end
+        result[:, length] = token
+        length += 1
+        if length == total or (ends and bool(ended.all())):
+            return result[:, :length].contiguous()
+        last = last + 1
+        logits = call(token[:, None], op_kwargs=keywords(last))
+
+
+def _decoder(model: Sequential, total: int, static_cache: bool) -> _Decoder:
+    names = list(model._modules) if isinstance(model, Sequential) else []
+    if not {"embedding", "layers", "head"} <= {*names}:
+        received, remedy = type(model).__name__, "Pass the Sequential itself"
+        _refuse("The model must be one of decoder_lm", received, remedy)
+    attentions = [op for op in model.modules() if isinstance(op, DotProductAttention)]
+    if not all(op.causal for op in attentions):
+        _refuse("Attention must be causal", "causal=False")
+    positional = [op for op in model.modules() if isinstance(op, _POSITIONAL)]
+    tables = [op.num_positions for op in positional if isinstance(op, PositionEmbedding)]
+    if total - 1 > min(tables, default=total):  # the last token is not read
+        received = f"{total - 1} positions to read, {min(tables)} learned ones"
+        remedy = "Shorten the prompt or max_new_tokens"
+        _refuse("A sequence must not be longer than the table of positions", received, remedy)
+    logits = model[: names.index("loss")] if "loss" in names else model
+    head = names.index("head")
+    caches = {op: KVCache(total if static_cache else None) for op in attentions}
+    return _Decoder(logits, logits[:head], logits[head:], caches, positional)
+
+
+def _op_kwargs(
+    decoder: _Decoder, positions: Tensor | None, mask: Tensor | None, length: int
+) -> _Keywords:
+    """Those of a call after which the caches hold ``length`` positions."""
+    shared = {} if mask is None else {"mask": mask}
+    found: _Keywords = {op: {"cache": cache, **shared} for op, cache in decoder.caches.items()}
+    for op in decoder.positional if positions is not None else ():
+        found[op] = {"positions": positions}
+        scaling = op.scaling if isinstance(op, RotaryEmbedding) else None
+        # Frequencies may follow the length of the sequence, which one token does not show.
+        counted = None if scaling is None else scaling.counted_length(length)
+        if counted is not None:
+            found[op]["length"] = counted
+    return found
+
+
+def _output(result: Any) -> Tensor:
+    """The output of a call, which may have extra outputs too."""
+    output: Tensor = result[0] if isinstance(result, tuple) else result
+    return output
+
+
+def _choice(
+    scores: Tensor, sampling: _Sampling | None, generator: torch.Generator | None
+) -> Tensor:
+    """The next token of each sequence, by logits (batch, vocab_size)."""
+    if sampling is None:
+        return scores.argmax(1)
+    temperature, top_k, top_p = sampling
+    scores = scores / temperature
+    if top_k is not None:
+        least = scores.topk(min(top_k, scores.shape[1])).values[:, -1:]
+        scores = scores.masked_fill(scores < least, -torch.inf)
+    if top_p is not None and top_p < 1:
+        ascending, order = scores.sort(1)
+        unlikely = ascending.softmax(1).cumsum(1) <= 1 - top_p
+        unlikely[:, -1] = False
+        scores = scores.masked_fill(unlikely.scatter(1, order, unlikely), -torch.inf)
+    # As torch.multinomial draws one, which waits for a GPU to check the probabilities.
+    waits = torch.empty_like(scores).exponential_(generator=generator)
+    return (scores.softmax(1) / waits).argmax(1)
+
+
+def _sampling(
+    do_sample: bool, temperature: float, top_k: int | None, top_p: float | None
+) -> _Sampling | None:
+    sampling = _Sampling(temperature, top_k, top_p)
+    received = f"temperature={temperature}, top_k={top_k}, top_p={top_p}"
+    if not do_sample and sampling != _Sampling():
+        _refuse("temperature, top_k and top_p are for sampling", received, "Pass do_sample=True")
+    if temperature <= 0 or (top_k is not None and top_k < 1):
+        _refuse("temperature and top_k must be positive", received)
+    if top_p is not None and not 0 < top_p <= 1:
+        _refuse("top_p must be above 0 and at most 1", received)
+    return sampling if do_sample else None
+
+
+def _ends(eos_token_id: int | Sequence[int] | None, pad: int | None) -> tuple[list[int], int]:
+    """The tokens that end a sequence, and the one that follows them."""
+    ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+    if pad is not None and not ends:
+        _refuse("pad_token_id is for what follows eos_token_id", f"pad_token_id={pad}")
+    return ends, (ends or [0])[0] if pad is None else pad
+
+
+def _lengths(tokens: Tensor, max_new_tokens: int) -> tuple[int, int]:
+    """Positions of the prompts, and of the result."""
+    if tokens.dim() != 2 or not tokens.shape[1] or tokens.dtype not in (torch.int32, torch.int64):
+        invariant = "tokens must be (batch, prompt) of int32 or int64, and prompts not empty"
+        _refuse(invariant, f"{tuple(tokens.shape)} of {tokens.dtype}", error=InputError)
+    if max_new_tokens < 1:
+        _refuse("max_new_tokens must be positive", f"max_new_tokens={max_new_tokens}")
+    return tokens.shape[1], tokens.shape[1] + max_new_tokens
+
+
+def _check_mask(mask: Tensor, tokens: Tensor) -> None:
+    if mask.shape != tokens.shape or mask.dtype != torch.bool:
+        received = f"mask {tuple(mask.shape)} of {mask.dtype}, tokens {tuple(tokens.shape)}"
+        _refuse("A mask is bool, of the shape of tokens", received, "Pass mask.bool()", InputError)
+    if not bool(mask[:, -1].all()):
+        received, remedy = "a mask that ends with False", "Move the padding to the left"
+        _refuse("The last token of a prompt must not be padding", received, remedy, InputError)
+
+
+def _refuse(
+    invariant: str, received: str, remedy: str = "", error: type[OpfuserError] = ArgumentError
+) -> NoReturn:
+    raise error(explain(invariant, where="generate", received=received, remedy=remedy))
