@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -437,22 +436,15 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
     )
 
 
-@functools.lru_cache(256)
-def _keywords_of(op_forward: Callable[..., Any]) -> frozenset[str] | None:
-    """Those that it accepts; None is any. To read a signature takes longer than some operations."""
-    parameters = inspect.signature(op_forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return None
-    return frozenset(parameters) - {"self"}
-
-
 def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
     """Raises OpKwargsError for a keyword that the forward of ``op`` does not accept."""
     own = type(op).fuser_forward is BasicOperation.fuser_forward
     if not own:
         return  # it receives the dict and checks the keywords itself
-    accepted = _keywords_of(getattr(op.op_forward, "__func__", op.op_forward))
-    unknown = sorted(set(kwargs) - accepted) if accepted is not None else []
+    parameters = inspect.signature(op.op_forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    unknown = sorted(set(kwargs) - set(parameters))
     if unknown:
         raise OpKwargsError(
             explain(

@@ -17,6 +17,7 @@ TITLES = {
     "blocks": "Blocks",
     "quantized": "Blocks and models in FP8",
     "model": "Models",
+    "hugging_face": "Models of transformers",
     "small": "Small models",
     "host": "Host time",
 }
@@ -70,7 +71,7 @@ def cell(row: Row, part: str) -> str:
     for key, what in MEMORY.items() if part == "small" else ():
         if row.get(key):
             extras.append(f"{row[key] / 2**20:.0f} MiB {what}")
-    if part in ("blocks", "model") and row.get("saved_bytes"):
+    if part in ("blocks", "model", "hugging_face") and row.get("saved_bytes"):
         extras.append(f"{row['saved_bytes'] / 2**20:.0f} MiB saved")
     return text + (f" ({', '.join(extras)})" if extras else "")
 

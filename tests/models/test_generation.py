@@ -213,7 +213,7 @@ def test_a_compiled_step_is_one_graph_for_all_tokens(changes: dict[str, Any]) ->
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_samples_are_the_same_and_nothing_waits() -> None:
+def test_on_a_gpu_samples_are_the_same_and_nothing_waits(no_waiting: Any) -> None:
     theirs = hf_model(*CONFIGS["qwen3"]).eval().cuda()
     model = same_model(theirs, device="cuda").eval()
     tokens = prompts()[0].cuda()
@@ -223,11 +223,8 @@ def test_on_a_gpu_samples_are_the_same_and_nothing_waits() -> None:
         generate(model, tokens, NEW, static_cache=static, **given)  # kernels are compiled
         torch.manual_seed(3)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             got = generate(model, tokens, NEW, static_cache=static, **given)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
