@@ -105,10 +105,9 @@ class QuantizationState(nn.Module):
 
     def known_scaling(self, role: str, dtype: torch.dtype) -> TensorScaling | None:
         """How the next tensor of the role is quantised; None if there is no scale for it yet."""
-        number = _NUMBERS[role]
-        if not self.known[number]:
+        if not self.knows(role):
             return None
-        parts = self._current_parts()
+        number, parts = _NUMBERS[role], self._current_parts()
         return TensorScaling(parts.scale[number], dtype, parts.amax[number])
 
     def scale_of(self, role: str) -> Tensor:
