@@ -70,14 +70,14 @@ def start(recipe: Recipe | None) -> Run:
     return Run(model, torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True))
 
 
-def mean(losses: list[float], count: int = 50) -> float:
-    """Of the last losses.
+def mean(losses: list[float]) -> float:
+    """Of the last 50 losses.
 
     All runs see the same batches, so that their difference is that of the models. The mean over 50
     states of the weights varies less than the loss of the last one: between bf16 and fp32 by 0.001
     %, as on held-out text, between bf16 and delayed scaling by 0.01 %, on held-out text by 0.03 %.
     """
-    return sum(losses[-count:]) / count
+    return sum(losses[-50:]) / 50
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,14 @@ def test_300_steps_end_at_the_loss_of_bf16(name: str, bf16: list[float]) -> None
 def test_scales_that_stay_1_miss_the_loss_of_bf16(
     bf16: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison finds faults: here gradients are lost below the smallest number."""
+    """The comparison finds faults: here gradients are lost below the smallest number.
+
+    The loss falls behind slowly: by 0.8 % after 150 steps, by 2.2 % after all.
+    """
     monkeypatch.setattr(state, "update_scales", lambda: None)
     monkeypatch.setattr(state.QuantizationState, "knows", lambda self, role: True)
-    losses = start(DelayedScaling()).train(0, STEPS // 2)
-    assert mean(losses, 20) > (1 + 2 * CLOSE) * mean(bf16[: STEPS // 2], 20)
+    losses = start(DelayedScaling()).train(0, STEPS)
+    assert mean(losses) > (1 + 2 * CLOSE) * mean(bf16)
 
 
 @by_recipe
