@@ -52,14 +52,16 @@ class Step(_Compared):
         op: a basic operation, a fused one or a plain module.
         indices: of the basic operations.
         fusion: name of the fusion that built ``op``, if one did.
+        path: of a plain module in the Sequential whose plan this is; empty for operations.
     """
 
     op: nn.Module
     indices: tuple[int, ...]
     fusion: str | None = None
+    path: str = ""
 
     def _says(self) -> Hashable:
-        return type(self.op), self.indices, self.fusion
+        return type(self.op), self.indices, self.fusion, self.path
 
 
 @dataclass(frozen=True)
