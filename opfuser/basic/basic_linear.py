@@ -229,7 +229,7 @@ class BasicLinear(StoresWeight):
         dtype = None if weight is None else weight.dtype
         if stored is not None:
             dtype = stored.dtype
-        refusal = recipe_refusal(self.recipe, features, dtype, env)
+        refusal = recipe_refusal(self.recipe, features, dtype, env, stored=stored is not None)
         if refusal is not None or stored is None or env.recipe is None:
             return refusal
         why = layout_refusal(stored, env.recipe)

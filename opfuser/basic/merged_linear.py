@@ -18,7 +18,7 @@ from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ._distributed import LinearSharding
 from ._projections import OfProjections, Projection
-from ._recipes import check_own_recipe, choices_of, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, features_refusal, recipe_refusal
 from ._weight_grad import (
     Computed,
     Product,
@@ -94,12 +94,12 @@ class BasicMergedLinear(OfProjections):
         return dtypes.autocast or dtypes.first_parameter
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
-        dtype = self._weights()[0].dtype
         for size in self.sizes:  # so that each is quantised with others as it is alone
-            no = recipe_refusal(self.recipe, (size, self.in_features), dtype, env)
+            no = features_refusal((size, self.in_features), env)
             if no is not None:
                 return no
-        return None
+        features = self.out_features, self.in_features
+        return recipe_refusal(self.recipe, features, self._weights()[0].dtype, env)
 
     def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
         if env.recipe is None:
