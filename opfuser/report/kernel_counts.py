@@ -80,6 +80,11 @@ class KernelCounter(TorchDispatchMode):
         # being used twice, but not the memory alive: operations reuse what nothing else refers to.
         self._blank: dict[int, StorageWeakRef] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's question whether to import its compiler, which takes a second, for this mode."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

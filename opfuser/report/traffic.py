@@ -138,7 +138,9 @@ def model_traffic(target: Target) -> ModelTraffic:
     inputs = tuple(t.detach().to(meta).requires_grad_(t.requires_grad) for t in target.inputs)
     target = Target(target.name, moved(target.model, meta, None), inputs)
     try:
-        with observed(target.model) as found:  # makes the plans, which the second call follows
+        # Makes the plans, which the second call follows. Kernels are noted here too, as what stands
+        # for them in plain torch takes longer.
+        with counting(), observed(target.model) as found:
             target.model(*inputs)
         with _watched([(c.path, c.sequence) for c in found], target.model) as run:
             _train(target.model(*inputs), [*target.model.parameters(), *inputs], run.counter)
