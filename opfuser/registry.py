@@ -250,14 +250,14 @@ class Registry:
             self._state = on, self.configs
         return self._state
 
-    def _registered(self) -> list[FusionHandle]:
+    def registered(self) -> list[FusionHandle]:
         """In the order of registration, with plug-ins if they have been loaded."""
         return [handle for stage in STAGES for handle in self.handles[stage]]
 
     def stages(self) -> dict[str, Stage]:
         """The stage of each fusion, by name; plug-ins are loaded."""
         self._load_plugins()
-        return {handle.name: handle.stage for handle in self._registered()}
+        return {handle.name: handle.stage for handle in self.registered()}
 
     def _load_plugins(self) -> None:
         if self._plugins_are_loaded:
@@ -282,23 +282,23 @@ class Registry:
     @contextmanager
     def _registering_for(self, origin: str) -> Iterator[list[FusionHandle]]:
         """A block in which fusions get this origin; an error removes those registered in it."""
-        before = {handle: handle.origin for handle in self._registered()}
+        before = {handle: handle.origin for handle in self.registered()}
         made: list[FusionHandle] = []
         self._origin = origin
         try:
             yield made
         except BaseException:
-            for handle in self._registered():
+            for handle in self.registered():
                 if handle not in before:
                     self.remove(handle)
             raise
         finally:
             self._origin = "user"
-        made += [h for h in self._registered() if h.origin != before.get(h)]
+        made += [h for h in self.registered() if h.origin != before.get(h)]
 
     def _add_of_plugin(self, rule: Fusion) -> None:
         """Registers a plug-in's fusion, unless the program has done so; it then gets the origin."""
-        for handle in self._registered():
+        for handle in self.registered():
             if handle.function is rule:
                 handle.origin = self._origin
                 return
@@ -356,7 +356,7 @@ class Registry:
                 )
             )
         given = name or (function.name if isinstance(function, Fusion) else None)
-        taken = {handle.name for handle in self._registered()}
+        taken = {handle.name for handle in self.registered()}
         if given is not None and given in taken:
             raise FusionError(
                 explain(

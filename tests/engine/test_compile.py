@@ -279,6 +279,14 @@ def test_registered_fusions_take_effect() -> None:
     with opfuser.register_forward_backward_fusion(RULE) as handle:
         torch.testing.assert_close(compiled(x), 2 * unfused)
         check(model, compiled, x)
+        off = {"joint": {"doubles": {"enabled": False}}}
+        with opfuser.fusion_config(off):
+            torch.testing.assert_close(compiled(x), unfused)
+        torch.testing.assert_close(compiled(x), 2 * unfused)
+        model.fusion_config = off
+        torch.testing.assert_close(compiled(x), unfused)
+        model.fusion_config = None
+        torch.testing.assert_close(compiled(x), 2 * unfused)
         handle.enabled = False
         torch.testing.assert_close(compiled(x), unfused)
         handle.enabled = True
