@@ -588,7 +588,12 @@ class Sequential(NestedSequential):
                 explain("This Sequential holds no operations, so it has no plan")
             )
         paths = self._paths()
-        return replace(plan, names=tuple(paths.get(id(op), "") for op in plan.basic_ops))
+        forward, backward = (
+            tuple(s if s.indices else replace(s, path=paths.get(id(s.op), "")) for s in steps)
+            for steps in (plan.forward, plan.backward)
+        )
+        names = tuple(paths.get(id(op), "") for op in plan.basic_ops)
+        return replace(plan, forward=forward, backward=backward, names=names)
 
     def _paths(self) -> dict[int, str]:
         """The path of each module and operation, by id."""

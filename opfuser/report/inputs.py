@@ -97,10 +97,12 @@ def _from_text(
     if to.is_floating_point:
         if dtype is not None:
             to = dtype
-        return torch.randn(shape, dtype=to, device=device).requires_grad_()
+        x = torch.empty(shape, dtype=to, device=device)
+        return (x if x.is_meta else x.normal_()).requires_grad_()
     if to == torch.bool:
         return torch.ones(shape, dtype=to, device=device)
-    sizes = [m.num_embeddings for m in model.modules() if hasattr(m, "num_embeddings")]
+    tables = [getattr(m, "num_embeddings", None) for m in model.modules()]
+    sizes = [n for n in tables if isinstance(n, int)]
     return torch.randint(min(sizes, default=1), shape, dtype=to, device=device)
 
 

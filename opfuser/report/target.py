@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..engine.plan import Plan
 from ..errors import OpfuserError, TargetError, explain
@@ -16,7 +17,7 @@ from ..sequential import Sequential
 from .inputs import did_you_mean, examples, said, tensor
 from .observing import SequenceCall, observed
 
-__all__ = ["Target", "calls", "load", "plans"]
+__all__ = ["Target", "calls", "failed", "load", "moved", "plans"]
 
 
 class Target(NamedTuple):
@@ -64,7 +65,7 @@ def load(
     where = _device(device)
     found, home = _find(spec)
     model = _built(spec, found, where)
-    model = _moved(model, where, dtype)
+    model = moved(model, where, dtype)
     if inputs:
         given: tuple[Any, ...] = tuple(inputs)
     else:
@@ -88,7 +89,7 @@ def plans(target: Target) -> dict[str, Plan]:
         try:
             return {"": model.plan(*inputs)}
         except OpfuserError as error:
-            raise TargetError(_failed(target, error)) from error
+            raise TargetError(failed(target, error)) from error
     return {call.path: call.plan for call in calls(target)}
 
 
@@ -105,7 +106,7 @@ def calls(target: Target) -> list[SequenceCall]:
         try:
             target.model(*target.inputs)
         except Exception as error:  # the user's code may raise anything
-            raise TargetError(_failed(target, error)) from error
+            raise TargetError(failed(target, error)) from error
     return found
 
 
@@ -124,7 +125,8 @@ def _covers_all(model: Sequential) -> bool:
     return all(id(m) in reached for m in model.modules() if isinstance(m, Sequential))
 
 
-def _failed(target: Target, error: Exception) -> str:
+def failed(target: Target, error: Exception) -> str:
+    """The text about a model that does not run."""
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in target.inputs)
     on_meta = any(t.is_meta for t in target.inputs)
     return explain(
@@ -188,11 +190,28 @@ def _find(spec: str) -> tuple[Any, Any]:
     return found, home
 
 
+class _Unfilled(TorchFunctionMode):
+    """Inside, initial values are not drawn for tensors without data: torch imports much for it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        t = args[0] if args else kwargs.get("tensor")
+        fills = func in _FILL or getattr(func, "__module__", "") == "torch.nn.init"
+        if fills and isinstance(t, Tensor) and t.is_meta:
+            return t
+        return func(*args, **kwargs)
+
+
+_FILL = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_}
+
+
 def _built(spec: str, found: Any, device: torch.device) -> nn.Module:
     model = found
     if not isinstance(found, nn.Module) and callable(found):
         try:
-            with device:
+            with device, _Unfilled():
                 model = found()
         except Exception as error:
             raise TargetError(
@@ -211,7 +230,7 @@ def _built(spec: str, found: Any, device: torch.device) -> nn.Module:
     return model
 
 
-def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """The model with its tensors on ``device`` and in ``dtype``: itself if they are, else a copy.
 
     Tensors that are there already, or that go to the meta device, are not copied.
