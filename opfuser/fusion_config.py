@@ -443,15 +443,19 @@ def _word(text: str) -> str:
     return text if re.fullmatch(r"[A-Za-z_][\w.:]*\w", text) else json.dumps(text)
 
 
-def as_file(rows: Iterable[EffectiveSetting], *, origins: bool = False) -> str:
+def as_file(
+    rows: Iterable[EffectiveSetting], *, origins: bool = False, ordered_by: str = ""
+) -> str:
     """The text of a configuration file that states these settings.
 
     Args:
         rows: settings in run order; those with globs become overrides.
         origins: whether a comment behind each value says what stated it.
+        ordered_by: what stated the order of the fusions; empty if they are in that of registration.
     """
     rows = list(rows)
     lines = [f"schema: {SCHEMA}"]
+    lines += [f"order: listed  # {ordered_by}"] if ordered_by else []
     for stage in STAGES:
         own = [row for row in rows if row.stage == stage and not row.glob]
         lines += [f"{stage}:", *_written(own, origins, "  ")] if own else []
@@ -467,9 +471,10 @@ def _written(rows: list[EffectiveSetting], origins: bool, indent: str) -> list[s
     lines = []
     for name in dict.fromkeys(row.name for row in rows):
         own = [row for row in rows if row.name == name]
-        if not origins:
+        if not origins or len(own) == 1:
             inside = ", ".join(f"{row.setting}: {as_yaml(row.value)}" for row in own)
-            lines.append(f"{indent}{_word(name)}: {{{inside}}}")
+            by = f"  # {own[0].origin}" if origins else ""
+            lines.append(f"{indent}{_word(name)}: {{{inside}}}{by}")
             continue
         lines.append(f"{indent}{_word(name)}:")
         lines += [f"{indent}  {row.setting}: {as_yaml(row.value)}  # {row.origin}" for row in own]

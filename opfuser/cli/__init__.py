@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OpfuserError
-from . import diff, explain
+from . import config, diff, explain, fusions
 from .arguments import ERROR, FINE
 
 __all__ = ["COMMANDS", "main", "parser"]
 
-COMMANDS = (explain, diff)
+COMMANDS = (explain, diff, fusions, config)
 """In the order in which help lists them."""
 
 
