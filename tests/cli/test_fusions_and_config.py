@@ -215,7 +215,7 @@ def test_check_of_a_file(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "args", "expected"),
     [
-        ("joint:\n  norm_liner: {}", (), "(FILE:3, joint). Received: 'norm_liner'. Did you mean 'norm_l"),
+        ("joint:\n  norm_liner: {}", (), "(FILE:3, joint). Received: 'norm_liner'. Did you"),
         ("joint: {", (), "A configuration file is YAML (FILE:2)"),
         ("", ("--input", "2x8"), "Inputs are those of a model. Received: --input without a model."),
         ("", ("not_there:build",), "not_there"),

@@ -662,6 +662,15 @@ def test_names_that_yaml_would_misread_are_quoted(tmp_path: Path) -> None:
             handle.remove()
 
 
+SHOWN = sorted((ROOT / "docs" / "snippets").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", SHOWN, ids=lambda f: f.stem)
+def test_files_that_the_documentation_shows_are_configurations(file: Path) -> None:
+    with opfuser.fusion_config(file) as read:
+        assert read.config.names
+
+
 def test_refusal_that_a_setting_gives_is_a_refusal() -> None:
     with pairs(), opfuser.fusion_config({"forward": {"pairs": {"min_numel": 9}}}):
         ((at, why), *_) = four().plan(X).record("pairs").refusals
