@@ -36,7 +36,7 @@ from .groups import (
     make_groups,
     stretches,
 )
-from .op import BasicOperation, FusedOperation, FusibleOperation
+from .op import BasicOperation, FusedOperation, FusibleOperation, has_called_parts
 from .quantization.region import active_recipe, check_recipe, region, region_of_call
 from .recipe import Recipe
 from .registry import registry
@@ -318,18 +318,23 @@ class Sequential(NestedSequential):
     def _place_operations(self, configs: Sequence[tuple[str, FusionConfig]]) -> None:
         """Says to the groups where their operations stand, and what configurations hold there."""
         paths = self._paths()
-        reached: list[str] = []
+        ops = [op for group in self._groups for op in group.ops]
+        places = {id(op): _place(paths.get(id(op), ""), configs) for op in ops}
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
-                own = [paths.get(id(op), "") for op in group.ops]
-                group.callee.stand(tuple(_place(path, configs) for path in own))
-                reached += own
+                group.callee.stand(tuple(places[id(op)] for op in group.ops))
+            elif isinstance(group.callee, FusibleOperation) and group.split == "HOOK":
+                parts = expand(group.callee) if has_called_parts(group.callee) else [group.callee]
+                for part in parts:  # each is called by itself
+                    part._prepare_alone()
+                    part._alone.stand(tuple(places[id(op)] for op in expand(part)))
             elif configs and any(isinstance(m, Sequential) for m in group.callee.modules()):
                 logger.warning(
                     "the fusion_config of a Sequential does not reach the Sequentials in %s, which "
                     "is called as a module; give them their own",
                     type(group.callee).__name__,
                 )
+        reached = [place.path for place in places.values()]
         for prefix, config in configs:
             inside = [path[len(prefix) :] for path in reached if path.startswith(prefix)]
             for glob in config.globs():

@@ -575,6 +575,19 @@ def test_boundary_is_no_reason_where_the_fusion_is_off() -> None:
     assert seq.plan(X).record("pairs").refusals == ()
 
 
+def test_operation_that_a_hook_makes_a_module_keeps_its_place() -> None:
+    with pairs("one", Add):
+        off_at_1 = {"overrides": {"1": {"one": {"enabled": False}}}}
+        seq = Sequential(Identity(), Add(), Add(), fusion_config=off_at_1)
+        for hook in (None, seq[1].register_forward_hook(lambda *args: None)):
+            assert said(seq, "one")[0] == [2]
+            if hook is not None:
+                seq.fusion_config = None
+                assert said(seq, "one")[0] == [1, 2]
+                with opfuser.fusion_config(off_at_1):
+                    assert said(seq, "one")[0] == [2]
+
+
 def test_operation_called_alone_follows_what_holds_everywhere() -> None:
     op = Add()
     with pairs("one", Add):
