@@ -35,6 +35,7 @@ from .registry import (
 )
 from .rope import RopeScaling
 from .sequential import Residual, Sequential
+from .wgrad_overlap import WgradOverlap, overlap_wgrad
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,7 @@ __all__ = [
     "RopeScaling",
     "Sequential",
     "Step",
+    "WgradOverlap",
     "autocast",
     "conversion_report",
     "disable",
@@ -76,6 +78,7 @@ __all__ = [
     "gemm_providers",
     "keep_quantized_weights",
     "optim",
+    "overlap_wgrad",
     "plugins",
     "quantized_model_init",
     "recipe",
