@@ -84,6 +84,10 @@ def test_list_names_plug_ins_that_failed(run: Run, monkeypatch: pytest.MonkeyPat
         "disabled_by": "default",
     }
     assert document["plugins"][1]["error"] == "ImportError: no such"
+    status, lines = run("doctor")
+    assert status == 3
+    (line,) = [line for line in lines if "some-package" in line]
+    assert "The plug-in 'entry' of some-package (pkg.mod:F) failed to load: ImportError" in line
 
 
 def test_show_says_what_a_fusion_replaces_and_which_settings_hold(run: Run, tmp_path: Path) -> None:
