@@ -513,11 +513,17 @@ def test_override_that_names_nothing_is_reported(caplog: pytest.LogCaptureFixtur
 def test_sequence_that_the_configuration_does_not_reach_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Called(Sequential):
-        pass
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = Sequential(Add(), Add())
 
-    seq = Sequential(Add(), Add(), Called(Add(), Add()), fusion_config=OFF)
-    assert said(seq)[0] == [2]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(x)
+
+    seq = Sequential(Add(), Add(), Called(), fusion_config=OFF)
+    seq(X)
+    assert seq[2].inside.last_plan.fused("forward") == {"pairs": 1}
     (record,) = caplog.records
     assert record.getMessage() == (
         "the fusion_config of a Sequential does not reach the Sequentials in Called, which is "
@@ -573,6 +579,39 @@ def test_boundary_is_no_reason_where_the_fusion_is_off() -> None:
     seq.fusion_config = OFF
     assert seq.plan(X).record("pairs").summary().endswith("disabled (Sequential.fusion_config)")
     assert seq.plan(X).record("pairs").refusals == ()
+
+
+class Derived(Sequential):
+    """Is called as a module."""
+
+
+@pytest.mark.usefixtures("pairs_are_fused")
+@pytest.mark.parametrize("called", ["hook", "subclass", "both"])
+def test_sequence_that_is_called_keeps_its_place(called: str) -> None:
+    off = {"overrides": {"2.1": {"pairs": {"enabled": False}}}}
+    inner = (Sequential if called == "hook" else Derived)(Identity(), Sequential(Add(), Add()))
+    seq = Sequential(Add(), Add(), inner)
+    assert said(seq)[0] == [0, 3]
+    with opfuser.fusion_config(off):
+        if called != "subclass":
+            inner.register_forward_hook(lambda *args: None)
+        if called == "both":
+            inner[1].register_forward_hook(lambda *args: None)
+        assert said(seq)[0] == [0]
+        assert said(inner)[0] == []
+    seq.fusion_config = off
+    assert said(seq)[0] == [0]
+    assert said(inner)[0] == []
+    inner.fusion_config = {"overrides": {"1": {"pairs": {"enabled": True}}}}
+    assert said(seq)[0] == [0, 3]
+    inner.fusion_config = None
+    seq.insert(0, Identity())  # it has another path now
+    assert said(seq)[0] == [1, 4]
+    seq.pop(0)
+    assert said(seq)[0] == [0]
+    assert said(copy.deepcopy(seq))[0] == [0]
+    seq.pop(2)
+    assert said(inner)[0] == [1]  # it is in none any more
 
 
 def test_operation_that_a_hook_makes_a_module_keeps_its_place() -> None:
