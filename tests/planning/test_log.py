@@ -45,7 +45,7 @@ def test_every_fusion_is_logged_once_per_distinct_plan(log: Callable[[], list[st
             assert line == f"[stage=forward, fusion=test_{name}] [SUMMARY] {counts}"
         assert lines[2:] == [
             "[stage=forward, fusion=test_skipped] skipped (needs cuda, have cpu)",
-            "[stage=backward, fusion=test_disabled] disabled (handle)",
+            "[stage=backward, fusion=test_disabled] disabled (default)",
         ]
         planned("ABCB")
         assert log() == [], "the same plan of another sequence is logged once"
