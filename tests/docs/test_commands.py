@@ -23,7 +23,7 @@ def test_every_argument_of_every_command_is_there() -> None:
         section = text.partition(f"\n## {made.prog}\n")[2].partition("\n## ")[0]
         options = [o for action in made._actions for o in action.option_strings]
         assert [o for o in options if f"`{o}" not in section and o not in ("-h", "--help")] == []
-        assert f"\n{made.prog}" in section.partition("```bash")[2]
+        assert made.prog in section.partition("```bash")[2]
 
 
 def test_script_says_that_the_page_differs_and_writes_it(
