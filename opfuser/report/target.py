@@ -243,7 +243,8 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
     replaced: dict[int, Any] = {}
     for t in (*model.parameters(), *model.buffers()):
         to = dtype if t.is_floating_point() and dtype is not None else t.dtype
-        if t.device.type == device.type and t.dtype == to:
+        here = t.device.type == device.type and device.index in (None, t.device.index)
+        if here and t.dtype == to:
             continue
         if t.is_meta and device.type != "meta":
             raise TargetError(

@@ -140,6 +140,29 @@ def test_saved_bytes_are_those_on_a_gpu(name: str) -> None:
     assert traffic(block, x).saved_bytes == measured
 
 
+@pytest.mark.gpu
+def test_launches_are_those_on_a_gpu() -> None:
+    """Of operations without GEMMs, whose libraries may launch more than one kernel."""
+    model = opfuser.Sequential(opfuser.RMSNorm(64), opfuser.GELU()).to("cuda", torch.bfloat16)
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    wanted = [x, *model.parameters()]
+
+    def step() -> None:
+        torch.autograd.grad(model(x), wanted, dy)
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profile:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [name for name in on_gpu if not name.lower().startswith(("memcpy", "memset"))]
+    assert len(kernels) == traffic(model, x).counts.launches, kernels
+
+
 def test_a_model_besides_its_sequences() -> None:
     """``Wrapped``: a linear of torch between two sequences, one of which is called twice."""
     target = load("tests.cli.models:wrapped")
