@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -46,6 +46,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("opfuser")
+
+_Kind = TypeVar("_Kind", bound="Event")
 
 
 def counted(count: int, noun: str) -> str:
@@ -113,7 +115,7 @@ class Change(NamedTuple):
 class PlanInvalidated(Event):
     """The plan of the last call does not hold for this one, and a new plan is made.
 
-    Going back to a plan that is still cached is no event.
+    ``Sequential.plan`` counts as a call. Going back to a plan that is still cached is no event.
 
     Attributes:
         plan: number of the plan that no longer holds.
@@ -475,7 +477,7 @@ class EventLog(Sequence[Event]):
         with self._lock:
             return self._count - len(self._events)
 
-    def of(self, *kinds: type[Event]) -> list[Any]:
+    def of(self, *kinds: type[_Kind]) -> list[_Kind]:
         """Those of some kinds.
 
         Args:

@@ -555,3 +555,30 @@ def test_traced_code_tells_of_planning_and_is_not_traced_again(op: Any) -> None:
             torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x), expected)
         torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x), expected)
     assert log.of(BytesSaved) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_telling_waits_for_no_device(no_waiting: Any) -> None:
+    cuda: Any = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(2, 16, 128, **cuda, requires_grad=True)
+    seq = opfuser.Sequential(
+        opfuser.Linear(128, 384, **cuda),
+        opfuser.DotProductAttention(2),
+        opfuser.Linear(128, 384, **cuda),
+        opfuser.DotProductAttention(2, softcap=3.0),
+    )
+
+    def step() -> None:
+        with opfuser.autocast(recipe=DelayedScaling(min_features=16)):
+            y = seq(x)
+        y.sum().backward()
+
+    step()
+    with record_events() as log, no_waiting():
+        step()
+        step()
+    told = {type(event) for event in log}
+    assert {AttentionKernelTaken, FallbackTaken, BytesSaved, ScalesUpdated} <= told
+    fallbacks = [event for event in log.of(FallbackTaken) if "softcap" in event.what]
+    assert [event.taken for event in fallbacks] == ["blockwise"]
