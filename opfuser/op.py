@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, ClassVar, Concatenate, TypeVar
+from typing import Any, ClassVar, Concatenate, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from .errors import (
     ChannelIndexError,
     MissingImplementationError,
     NotSupportedError,
+    OpKwargsError,
     ReadOnlyAttributeError,
     explain,
 )
@@ -81,6 +82,10 @@ class FusibleOperation(Tracked):
             the way: no value is read by the host, nothing else is changed. Launches can then be
             recorded and replayed. A class outside of the library must state it itself; it is not
             inherited.
+        kernels: what computes the operation, for the text of plans: ``("my_package.my_norm",)``.
+            Not inherited by classes outside of the library. The library's own name families of
+            Triton kernels, which plain torch replaces where they do not run, and ``"GEMM"``; a
+            fused one of it, by default, has those of its basic operations.
         emits_quantized: whether forward returns what ``next_op_input_quantizer`` makes of its
             output, where it is given one.
         emits_quantized_grad: whether backward returns what ``grad_input_quantizer`` of its first
@@ -89,6 +94,7 @@ class FusibleOperation(Tracked):
 
     read_only: ClassVar[frozenset[str]] = frozenset()
     replayable: bool = True
+    kernels: ClassVar[tuple[str, ...]] = ()
     emits_quantized: ClassVar[bool] = False
     emits_quantized_grad: ClassVar[bool] = False
 
@@ -419,7 +425,8 @@ class BasicOperation(FusibleOperation):
         """What the text of a plan says about the operation besides its name; None: nothing.
 
         Args:
-            env: the ``Env`` of the call.
+            env: the ``Env`` of the call; where its input holds integers, with the dtype of the
+                first parameters before the operation.
         """
         return None
 
@@ -488,6 +495,19 @@ class BasicOperation(FusibleOperation):
                     remedy=f"Override {method}",
                 )
             )
+
+    def refuse_keywords(self, kwargs: Mapping[str, Any]) -> NoReturn:
+        """For a :meth:`fuser_forward` that takes no keywords and was given some.
+
+        Args:
+            kwargs: this operation's entry of ``basic_op_kwargs``, not empty.
+
+        Raises:
+            OpKwargsError: always.
+        """
+        raise OpKwargsError(
+            explain(f"{type(self).__name__} takes no keywords", received=", ".join(kwargs))
+        )
 
     def fuser_forward(
         self,

@@ -187,7 +187,6 @@ def _described(ops: Iterable[FusibleOperation], made_by: dict[int, str]) -> list
 
 
 def _record(record: FusionRecord, attempt: Attempt) -> dict[str, Any]:
-    near = record.near_miss
     return {
         "fusion": record.name,
         "stage": record.stage,
@@ -195,7 +194,10 @@ def _record(record: FusionRecord, attempt: Attempt) -> dict[str, Any]:
         "detail": record.detail,
         "matches": [list(match) for match in record.matches],
         "refusals": [{"index": at, **why._asdict()} for at, why in record.refusals],
-        "near_miss": near and {**near._asdict(), "stopped_by": near.stopped_by._asdict()},
+        "near_misses": [
+            {**near._asdict(), "stopped_by": near.stopped_by._asdict()}
+            for near in record.near_misses
+        ],
         **attempt._asdict(),
     }
 
@@ -213,11 +215,10 @@ def _text(data: dict[str, Any]) -> str:
     ]
     lines += [f"matched: {_span(match)}" for match in data["matches"]]
     lines += [f"refused at {no['index']}: {no['code']}: {no['detail']}" for no in data["refusals"]]
-    near = data["near_miss"]
-    if near:
+    for near in data["near_misses"]:
         why = near["stopped_by"]
         what = f"{near['matched']} of {near['of']} at {near['start']}"
-        lines.append(f"closest: {what}; {why['code']}: {why['detail']}")
+        lines.append(f"began: {what}; {why['code']}: {why['detail']}")
     for title in ("before", "after"):
         lines.append(f"{title}:" if data[title] else f"{title}: none")
         lines += [f"  {_step(step, data['operations'])}" for step in data[title]]

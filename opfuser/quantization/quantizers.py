@@ -398,16 +398,18 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 def multiplies(device: torch.device, recipe: Recipe) -> bool:
     """Whether ``device`` multiplies what the recipe rounds to."""
+    first, before = recipe.capability
     if device.type != "cuda":
         return False
-    (first, before), own = recipe.capability, _capability(device)
+    own = _capability(device)
     return own >= first and (before is None or own < before)
 
 
 def has_hardware(device: torch.device, recipe: Recipe) -> bool:
-    """As :func:`multiplies`. Elsewhere the same codes and scales are multiplied in fp32.
+    """As :func:`multiplies`, for a call.
 
-    The first such device of a format is told in a warning.
+    Elsewhere the same codes and scales are multiplied in fp32. The first such device of a format is
+    told in a warning.
     """
     if multiplies(device, recipe):
         return True

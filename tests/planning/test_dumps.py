@@ -63,7 +63,7 @@ def test_every_attempt_is_written_with_what_was_before_and_behind_it(folder: Pat
     assert first == {
         "schema": "opfuser.dump/1", "number": 1, "rank": 0, "plan": number,
         "fusion": "ab", "stage": "forward", "status": "matched", "detail": "",
-        "matches": [[0, 1]], "refusals": [], "near_miss": None,
+        "matches": [[0, 1]], "refusals": [], "near_misses": [],
         "before": single, "after": [fused, single[2]],
         "env": {"dtype": "torch.float32", "device": "cpu", "autocast_dtype": None,
                 "grad_enabled": True, "recipe": None},
@@ -72,7 +72,7 @@ def test_every_attempt_is_written_with_what_was_before_and_behind_it(folder: Pat
     assert refused["before"] == refused["after"] == first["after"]
     assert refused["refusals"] == [{"index": 2, "code": "SHAPE", "detail": "odd"}]
     assert closest["status"] == "unmatched"
-    assert closest["near_miss"]["stopped_by"]["code"] == "GROUP_SPLIT"
+    assert [near["stopped_by"]["code"] for near in closest["near_misses"]] == ["GROUP_SPLIT"]
     assert (skipped["status"], skipped["detail"]) == ("skipped", "needs cuda, have cpu")
     assert skipped["before"] == skipped["after"] == first["after"]
     assert backward["before"] == single, "each pass starts from the joint result"
@@ -94,7 +94,7 @@ def test_the_text_says_the_same(folder: Path) -> None:
         "before:", *steps, "after:", *steps,
     ]  # fmt: skip
     assert texts[2].splitlines()[2] == (
-        "closest: 1 of 2 at 2; GROUP_SPLIT: the run of operations ends where A is expected"
+        "began: 1 of 2 at 2; GROUP_SPLIT: the run of operations ends where A is expected"
     )
 
 
