@@ -32,7 +32,8 @@ from .errors import (
     OpKwargsError,
     explain,
 )
-from .events import PlanInvalidated, emit
+from .events.kinds import PlanInvalidated
+from .events.telling import emit
 from .fusion import Env, FusionFunction, Stage
 from .op import (
     BasicOperation,

@@ -14,7 +14,8 @@ from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known, replacement
 from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
 from .engine.routing import RoutedGroup, Routes, route
-from .events import Change, PlanInvalidated, counted, emit
+from .events.kinds import Change, PlanInvalidated, counted
+from .events.telling import emit
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Match, QuantizedEdge, Refusal
 from .gemm_providers import GemmChoice

@@ -17,7 +17,7 @@ from .engine.plan import Plan, expand
 from .engine.replay_options import check_mode
 from .engine.routing import PrivateChannel, Routes, Slot
 from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
-from .events import PlanInvalidated
+from .events.kinds import PlanInvalidated
 from .fuser import OperationFuser, check_keywords, count_message
 from .groups import (
     Facts,

@@ -13,7 +13,7 @@ from torch.backends.cuda import SDPAParams
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotSupportedError, explain
-from ..events import AttentionKernelTaken, Event, FallbackTaken
+from ..events.kinds import AttentionKernelTaken, Event, FallbackTaken
 from ..kernels.launch import transforms_active
 from . import cudnn_versions
 from .blockwise import BLOCKWISE

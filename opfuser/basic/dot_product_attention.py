@@ -30,7 +30,8 @@ from ..context import (
     ForwardResult,
 )
 from ..errors import ArgumentError, OpKwargsError, explain
-from ..events import AttentionKernelTaken, emit, generation
+from ..events.kinds import AttentionKernelTaken
+from ..events.telling import emit, generation
 from ..kernels.launch import transforms_active
 from ..kernels.scalar import cast
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype

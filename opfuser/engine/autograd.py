@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..buffer_reuse import memory_of
 from ..errors import DoubleBackwardError, NotSupportedError, explain
-from ..events import BytesSaved, emit
+from ..events.kinds import BytesSaved
+from ..events.telling import emit
 from .backward_pass import execute_backward, zeros
 from .forward_pass import Kwargs, Tape, execute_forward
 from .schedule import Schedule

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ..events import Change
+from ..events.kinds import Change
 from ..recipe import Recipe
 from ..registry import FusionHandle
 from .plan_key import CallFacts, PlanKey

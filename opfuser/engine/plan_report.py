@@ -21,14 +21,16 @@ from dataclasses import replace
 
 from torch import nn
 
-from .. import events
-from ..events import (
+from ..events.kinds import (
     AttentionKernelTaken,
+    Event,
     FallbackTaken,
     FusionMatched,
     FusionRefused,
     PlanCreated,
+    counted,
 )
+from ..events.telling import Subscription, emit, subscribe
 from ..fusion import Refusal
 from ..quantization.quantizers import multiplies
 from .plan import FusionRecord, Plan
@@ -45,14 +47,14 @@ _MOST = 8
 def report(plan: Plan) -> None:
     """Tells subscribers and the log of a plan that was made."""
     if PlanCreated.wanted:
-        events.emit(_created(plan))
+        emit(_created(plan))
     if FusionMatched.wanted or FusionRefused.wanted:
         for event in _outcomes(plan):
             if event.wanted:
-                events.emit(event)
+                emit(event)
     if FallbackTaken.wanted:
         for fallback in _fallbacks(plan):
-            events.emit(fallback)
+            emit(fallback)
     log.add(plan)
 
 
@@ -98,7 +100,7 @@ def _fallbacks(plan: Plan) -> Iterator[FallbackTaken]:
     device = plan.env.device
     # A plan for tensors without values is that of a GPU.
     if plan.quantized and not others and device.type != "meta" and not multiplies(device, recipe):
-        count, codes = events.counted(len(plan.quantized), "operation"), recipe.operands
+        count, codes = counted(len(plan.quantized), "operation"), recipe.operands
         no = Refusal("DEVICE", f"there are no such GEMMs on {device}")
         yield FallbackTaken(f"products of {count}", f"GEMMs of {codes}", "fp32", *no, plan=number)
 
@@ -127,7 +129,7 @@ class PlanLog:
         self._plans: dict[int, _Distinct] = {}
         self._taken: set[str] = set()
         self._lock = threading.Lock()
-        self._subscription: events.Subscription | None = None
+        self._subscription: Subscription | None = None
 
     def add(self, plan: Plan) -> None:
         """Logs a plan, if it is distinct, and counts it in any case."""
@@ -135,7 +137,7 @@ class PlanLog:
             self.close()
             return
         if self._subscription is None:
-            self._subscription = events.subscribe(self._add_taken, only=AttentionKernelTaken)
+            self._subscription = subscribe(self._add_taken, only=AttentionKernelTaken)
         first, *lines = _lines(plan)
         # Of the text itself nobody knows for how long it would have to be kept.
         key = hash((*[type(op).__name__ for op in plan.basic_ops], first, *lines))
@@ -170,7 +172,7 @@ class PlanLog:
         for plan in changed:
             logger.info("[plan %d] %d instances", plan.number, plan.instances)
 
-    def _add_taken(self, event: events.Event) -> None:
+    def _add_taken(self, event: Event) -> None:
         text = str(event)
         with self._lock:
             known = text in self._taken
@@ -192,7 +194,7 @@ def _lines(plan: Plan) -> list[str]:
     if env.recipe is not None:
         about += f", {type(env.recipe).__name__}"
     span = kinds[0] if len(kinds) == 1 else f"{kinds[0]} to {kinds[-1]}"
-    out = [f"{events.counted(len(kinds), 'operation')}, {span} ({about})"]
+    out = [f"{counted(len(kinds), 'operation')}, {span} ({about})"]
     for record in plan.history:
         out += [record.summary(), *_refusals(record)]
     alike: dict[str, list[str]] = {}

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import gemm_providers
-from ..events import FallbackTaken, emit, generation
+from ..events.kinds import FallbackTaken
+from ..events.telling import emit, generation
 from ..fusion import Refusal
 from ..op import is_built_in
 from ..quantization.quantizers import kept_weights

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..events import ScalesUpdated, emit
+from ..events.kinds import ScalesUpdated
+from ..events.telling import emit
 from ..kernels.quantize import TensorScaling, scale_for
 from ..kernels.scales import KeptScales
 from ..kernels.scales import update_scales as update_together
