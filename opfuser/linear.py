@@ -143,6 +143,15 @@ class Linear(FusedOperation):
     def recipe(self, value: str | None) -> None:
         self._basic_linear().recipe = value
 
+    @property
+    def weight_transposed(self) -> bool:
+        """Whether ``weight`` is (in_features, out_features). See ``BasicLinear``."""
+        return self._basic_linear().weight_transposed
+
+    @weight_transposed.setter
+    def weight_transposed(self, value: bool) -> None:
+        self._basic_linear().weight_transposed = value
+
     def _basic_linear(self) -> BasicLinear:
         linear = self.basic_ops[0]
         assert isinstance(linear, BasicLinear)

@@ -64,6 +64,9 @@ class BasicLinear(StoresWeight):
         weight_scale: a buffer, what codes are multiplied by: (1,), or one per 128 x 128 square.
             Only with codes.
         weight_format: how the weight is stored; None: in high precision.
+        weight_transposed: whether ``weight`` is :math:`W^T`, (in_features, out_features), as
+            GPT-2's is in Hugging Face's transformers. False unless it is set. Its gradient has its
+            shape, and neither is copied. GEMMs of quantised compute do not take it.
 
     Args:
         in_features: last dimension of x, over all ranks.
@@ -95,7 +98,7 @@ class BasicLinear(StoresWeight):
             stream too.
 
     Raises:
-        ArgumentError: arguments outside their domain.
+        ArgumentError: arguments outside their domain; in a call, ``weight_transposed`` of codes.
         NotSupportedError: ``userbuffers_options`` other than None.
         InputError: the last dimension of x is not the local ``in_features``; x is not of a dtype
             above.
@@ -110,8 +113,10 @@ class BasicLinear(StoresWeight):
     class Settings(NamedTuple):
         accumulate_into_main_grad: bool
         accumulate_into_grad: bool
+        weight_transposed: bool
 
     recipe: str | None = "inherit"
+    weight_transposed: bool = False
     takes_part_in_recipes: ClassVar[bool] = True
 
     def __init__(
@@ -220,9 +225,21 @@ class BasicLinear(StoresWeight):
         both = self.accumulate_into_main_grad, self.accumulate_into_grad
         refuse_both(*both, type(self).__name__)
         check_own_recipe(self.recipe, type(self).__name__)
-        return self.Settings(*both)
+        if self.weight_transposed and self.weight_format is not None:
+            raise ArgumentError(
+                explain(
+                    "Only a weight in high precision is stored as its transpose",
+                    where=type(self).__name__,
+                    received=f"weight_transposed=True, weight_format={self.weight_format}",
+                    remedy="Set weight_transposed to False, or construct it outside of "
+                    "opfuser.quantized_model_init",
+                )
+            )
+        return self.Settings(*both, self.weight_transposed)
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
+        if self.weight_transposed:
+            return Refusal("LAYOUT", "its weight is stored as its transpose")
         features = self.local_out_features, self.local_in_features
         weight: Tensor | None = self.weight
         stored = self.weight_format
@@ -314,8 +331,11 @@ class BasicLinear(StoresWeight):
         dtype = w.dtype
         if any_autocast():
             dtype = autocast_dtype(x.device) or dtype
-        if any(ctx.settings or self.frozen_settings(ctx)):
+        settings = ctx.settings or self.frozen_settings(ctx)
+        if any(settings):
             keep_weights(ctx, [w])
+            if settings.weight_transposed:
+                w = w.detach().t()  # of a view that is no leaf's, autograd's error of writes fits
         stored = self.weight_format
         if stored is not None and dtype == w.dtype:
             dtype = stored.dtype
@@ -391,8 +411,8 @@ class BasicLinear(StoresWeight):
             scale: a factor s of the gradient.
 
         Returns:
-            ``s dyᵀ x``; zeros once that is in ``main_grad``; None once it is in ``grad``, or where
-            it would be for ``main_grad`` and autograd does not want it.
+            ``s dyᵀ x``, as the weight is stored; zeros once that is in ``main_grad``; None once it
+            is in ``grad``, or where it would be for ``main_grad`` and autograd does not want it.
 
         Raises:
             ArgumentError: ``main_grad`` is asked for and missing.
@@ -403,10 +423,10 @@ class BasicLinear(StoresWeight):
         return self.hand_over(Product(dy, x, scale), ctx)
 
     def hand_over(self, gradient: WeightGradient, ctx: OperationContext | None) -> Tensor | None:
-        """As :meth:`weight_grad`, for a gradient in any form."""
+        """As :meth:`weight_grad`, for a gradient of W in any form."""
         settings = self.settings if ctx is None else self.frozen_settings(ctx)
         return handed_over(
-            gradient,
+            gradient.transposed() if settings.weight_transposed else gradient,
             next(iter(kept_weights(ctx)), None),
             lambda: self.weight,
             type(self).__name__,
@@ -449,7 +469,8 @@ class BasicLinear(StoresWeight):
             refuse_reference(self.sharding.group, type(self).__name__)
         stored = self.weight_format
         if stored is None:
-            return input_.to(self.weight.dtype) @ self.weight.t()
+            w = self.weight if self.weight_transposed else self.weight.t()
+            return input_.to(w.dtype) @ w
         return input_.to(stored.dtype) @ self.read_weight().t()
 
     def extra_repr(self) -> str:
@@ -458,4 +479,6 @@ class BasicLinear(StoresWeight):
             text += f", tensor_parallel_mode={self.sharding.mode!r}"
         if self.sharding.sequence_parallel:
             text += ", sequence_parallel=True"
+        if self.weight_transposed:
+            text += ", weight_transposed=True"
         return text + stored_in(self.weight_format)
