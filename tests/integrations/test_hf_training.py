@@ -77,6 +77,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "bert": ("bert", {"gradient_accumulation_steps": 2}),
     "mixtral": ("mixtral", {}),
+    "gpt2": ("gpt2", {}),
     "llama in bf16": ("llama", {"bf16": True}),
     "qwen3 in bf16": ("qwen3", {"bf16": True}),
     "bert in bf16": ("bert", {"bf16": True}),
@@ -145,6 +146,30 @@ def test_lora_on_some_projections() -> None:
     fusions = opfuser.hf.report(made[0]).replaced[0].fusions
     assert set(report.replaced[0].fusions) - set(fusions) == set()
     assert calls(made[0]) == {}
+
+
+@pytest.mark.parametrize("targets", [["c_attn"], ["c_attn", "c_proj", "c_fc"]], ids=len)
+def test_lora_on_transposed_weights(targets: list[str]) -> None:
+    """PEFT's ``fan_in_fan_out``: projections with an adapter are called, others fused as before."""
+    model, untouched, report = pair("gpt2")
+    made = []
+    for each in (model, untouched):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=True
+        )
+        made.append(peft.get_peft_model(each, config))
+    batch = batch_of("gpt2")
+    assert_same(step(made[0], **batch), step(made[1], **batch))
+    done = opfuser.hf.report(made[0]).replaced[0]
+    called = [note for note in done.notes if "is called: it is a peft.tuners.lora" in note]
+    assert len(called) == (1 if len(targets) == 1 else 4)
+    if len(targets) == 1:
+        assert "activation_linear_add" in set(done.fusions) & set(report.replaced[0].fusions)
+    assert calls(made[0]) == {}
+    merged = [each.merge_and_unload() for each in made]
+    assert_close(merged[0](**batch).logits, merged[1](**batch).logits, 1e-5)
+    assert opfuser.hf.report(merged[0]).replaced[0].notes == ()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

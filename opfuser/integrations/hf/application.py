@@ -170,7 +170,7 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
         return ()
     inside = list(module.modules())[1:]
     children = [m for m in module._modules.values() if m is not None]
-    linears = [m for m in children if _multiplies(m)]
+    linears = [m for m in children if leaves.is_linear(m)]
     if hasattr(module, "is_causal"):
         return ("attention",) if linears else ()
     if any(isinstance(m, nn.ModuleList) for m in inside):
@@ -180,14 +180,9 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
         feeds = len(linears) in (2, 3) and not any(map(leaves.is_norm, children))
         return ("mlp",) if feeds else ()
     # What holds attention and more than one projection behind it is a layer, or wants to be.
-    behind = [m for m in inside if _multiplies(m) and m not in set(attends[0].modules())]
+    behind = [m for m in inside if leaves.is_linear(m) and m not in set(attends[0].modules())]
     whole = len(attends) == 1 and len(children) > 2 and (behind or len(children) > 3)
     return ("layer",) if whole and "attention_mask" in _names(module) else ()
-
-
-def _multiplies(module: nn.Module) -> bool:
-    """Whether it is a linear module of some kind; transformers' Conv1D among them."""
-    return leaves.is_linear(module) or type(module).__name__ == "Conv1D"
 
 
 def _names(module: nn.Module) -> list[str]:

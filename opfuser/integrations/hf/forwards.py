@@ -30,6 +30,9 @@ _NOT_READ = frozenset(
     "output_router_logits".split()
 )
 
+# Names that layers have for the cache of all of them.
+_CACHES = "past_key_values", "layer_past"
+
 
 class Fallback(Exception):  # noqa: N818 - an answer, not a mistake
     """Raised with the reason why the untouched forward takes a call."""
@@ -205,7 +208,7 @@ class Forward(ReplacedForward):
         first = next(built.sequence.parameters())
         like: Any = {"dtype": first.dtype, "device": first.device}
         with torch.enable_grad():
-            x = torch.empty(1, 2, first.shape[-1], requires_grad=True, **like)
+            x = torch.empty(1, 2, built.features, requires_grad=True, **like)
             return built.sequence.plan(x)
 
     def refusal(self) -> str:
@@ -231,8 +234,9 @@ class Forward(ReplacedForward):
         if self.kind in ("attention", "layer"):
             mask = given.pop("attention_mask", None)
             tables = given.pop("position_embeddings", None)
-            causal, cache = given.pop("is_causal", None), given.pop("past_key_values", None)
-            found = Given(x, mask, causal, tables, cache)
+            caches = [given.pop(name, None) for name in _CACHES]
+            cache = next((c for c in caches if c is not None), None)
+            found = Given(x, mask, given.pop("is_causal", None), tables, cache)
         for name, value in given.items():
             if name not in _NOT_READ and value is not None and value is not False:
                 raise Fallback(f"{name} is given")

@@ -37,6 +37,7 @@ __all__ = [
     "Leaves",
     "eps_of",
     "is_norm",
+    "is_transposed",
     "leaves_of",
     "linear",
     "merged",
@@ -146,9 +147,17 @@ def _collect(read: Reader, leaf: Leaf, out: Leaves) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a linear module, or a wrapper such as PEFT's that stands for one."""
     sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
-    return isinstance(module, nn.Linear) or (
-        all(isinstance(size, int) for size in sizes) and hasattr(module, "base_layer")
+    return (
+        isinstance(module, nn.Linear)
+        or is_transposed(module)
+        or (all(isinstance(size, int) for size in sizes) and hasattr(module, "base_layer"))
     )
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a linear module whose weight is (in, out): transformers' Conv1D."""
+    kind = type(module)
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -166,6 +175,10 @@ def is_norm(module: nn.Module) -> bool:
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """Features that a linear module takes, and that it returns."""
+    if is_transposed(module):
+        weight: Any = module.weight
+        taken, returned = weight.shape
+        return taken, returned
     features: Any = module.in_features, module.out_features
     taken, returned = features
     return taken, returned
@@ -187,7 +200,7 @@ def why_called(module: nn.Module) -> str:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and not why_called(module)
+    return (type(module) is nn.Linear or is_transposed(module)) and not why_called(module)
 
 
 def _share(op: nn.Module, source: nn.Module) -> None:
@@ -204,6 +217,7 @@ def linear(module: nn.Module) -> nn.Module:
     if not _is_plain(module):
         return module
     op = Linear(*sizes_of(module), bias=module.bias is not None, device="meta")
+    op.weight_transposed = is_transposed(module)
     _share(op, module)
     return op
 
@@ -214,10 +228,11 @@ def merged(modules: dict[str, nn.Module]) -> MergedLinear:
     in_features = {sizes_of(module)[0] for module in modules.values()}
     if len(in_features) > 1:
         raise Refused("has projections of different inputs")
-    with_bias = [n for n, m in modules.items() if _is_plain(m) and m.bias is not None]
+    plain = {n: m for n, m in modules.items() if _is_plain(m) and not is_transposed(m)}
+    with_bias = [name for name, module in plain.items() if module.bias is not None]
     op = MergedLinear(in_features.pop(), sizes, bias=with_bias, device="meta")
     for name, module in modules.items():
-        if _is_plain(module):
+        if name in plain:
             _share(op.get_submodule(name), module)
         else:
             setattr(op, name, module)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from opfuser import (
+    ConstantScale,
     DotProductAttention,
     Dropout,
     QKNorm,
@@ -85,6 +86,7 @@ class Built(NamedTuple):
     Attributes:
         sequence: of operations with the parameters of the module.
         read: what it was built from.
+        features: of its input.
         aliases: of parameters, where to write those that other modules hold as ``weight``.
         modes: operations that differ in training, and the modules whose mode they follow.
         turns: operation and tables of rotary positions, or None.
@@ -95,6 +97,7 @@ class Built(NamedTuple):
 
     sequence: Sequential
     read: Reader
+    features: int
     aliases: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = ()
     modes: tuple[tuple[nn.Module, nn.Module], ...] = ()
     turns: tuple[RotaryEmbedding, Rotary] | None = None
@@ -203,13 +206,14 @@ def build(
     if kind == "norm":
         read.inner(module)
         ops = [maker.norm(Leaf("", module, module), own=True)]
-        return maker.built(ops)
+        return maker.built(ops, module.get_parameter("weight").shape[0])
     found = leaves.leaves_of(read, module)
     if kind == "mlp":
         if found.norms or found.unknown:
             what = "; ".join(f"{leaf.path} is a {_name(leaf.module)}" for leaf in found.unknown)
             raise Refused(what or "has norms inside")
-        return maker.built(maker.mlp(found.linears, found.activations, found.dropouts))
+        ops = maker.mlp(found.linears, found.activations, found.dropouts)
+        return maker.built(ops, sizes_of(found.linears[0].module)[0])
     holder = _attention_holder(found)
     if holder is None or (found.unknown and kind == "attention"):
         what = "; ".join(f"{leaf.path} is a {_name(leaf.module)}" for leaf in found.unknown)
@@ -217,8 +221,10 @@ def build(
     if kind == "attention":
         if found.activations or holder is not module:
             raise Refused("has more than attention")
-        return maker.built(maker.attention(holder, found))
-    return maker.built(maker.layer(holder, found))
+        ops = maker.attention(holder, found)
+    else:
+        ops = maker.layer(module, holder, found)
+    return maker.built(ops, sizes_of(_projections(holder, found.linears).inputs[0].module)[0])
 
 
 def _name(module: nn.Module) -> str:
@@ -243,10 +249,11 @@ class _Maker:
         self.turns: tuple[RotaryEmbedding, Rotary] | None = None
         self.holder: nn.Module | None = None
 
-    def built(self, ops: list[nn.Module]) -> Built:
+    def built(self, ops: list[nn.Module], features: int) -> Built:
         return Built(
             Sequential(*ops),
             self.read,
+            features,
             tuple(self.aliases),
             tuple(self.modes),
             self.turns,
@@ -299,7 +306,7 @@ class _Maker:
         if how not in _IMPLEMENTATIONS:
             raise Refused(f"computes attention by {how}, not by {' or '.join(_IMPLEMENTATIONS)}")
         causal = value(holder, "is_causal", True) if self.causal is None else self.causal
-        dropout_p, source = self.attention_dropout(holder, found)
+        dropout_p, behind = self.attention_dropout(holder, found)
         ops = [self.joined("qkv", projections.inputs)]
         norms = [leaf for leaf in found.norms if leaf.holder is holder]
         if norms:
@@ -318,19 +325,23 @@ class _Maker:
             softcap=value(holder, "attn_logit_softcapping"),
         )
         self.holder = holder
-        self.modes.append((self.attend, source))
+        self.modes.append((self.attend, holder))
         ops.append(self.attend)
-        return ops + [self.linear(leaf) for leaf in projections.output]
+        ops += [self.linear(leaf) for leaf in projections.output]
+        for leaf in behind:
+            ops += self.dropout(leaf)
+        return ops
 
-    def attention_dropout(self, holder: nn.Module, found: Leaves) -> tuple[float, nn.Module]:
-        """Its probability, and the module whose mode counts."""
-        p = self.read.value(holder, "attention_dropout")
-        if isinstance(p, float):
-            return p, holder
-        inside = [leaf.module for leaf in found.dropouts if leaf.holder is holder]
-        if len(inside) > 1:
+    def attention_dropout(self, holder: nn.Module, found: Leaves) -> tuple[float, list[Leaf]]:
+        """The probability for attention's weights, and the dropout behind the output, if any."""
+        named = [self.read.value(holder, name) for name in ("attention_dropout", "attn_dropout")]
+        p = next((value for value in named if isinstance(value, float)), None)
+        behind = [leaf for leaf in found.dropouts if leaf.holder is holder]
+        if p is None:
+            p = self.read.value(behind.pop(0).module, "p") if behind else 0.0
+        if len(behind) > 1:
             raise Refused("has several kinds of dropout in its attention")
-        return (self.read.value(inside[0], "p"), holder) if inside else (0.0, holder)
+        return p, behind
 
     def qk_norm(self, norms: list[Leaf], size: int, heads: dict[str, Any]) -> nn.Module:
         """The norm of each query and key head."""
@@ -369,13 +380,15 @@ class _Maker:
             ops += self.dropout(leaf)
         return ops
 
-    def layer(self, holder: nn.Module, found: Leaves) -> list[nn.Module]:
+    def layer(self, module: nn.Module, holder: nn.Module, found: Leaves) -> list[nn.Module]:
         """An attention block and a feed-forward block, each with its residual connection."""
         norms = [self.norm(leaf) for leaf in found.norms if leaf.holder is not holder]
         dropouts = [leaf for leaf in found.dropouts if leaf.holder is not holder]
         if len(dropouts) > 2:
             raise Refused("has more than two kinds of dropout")
         drop = [self.dropout(dropouts[0]), self.dropout(dropouts[-1])] if dropouts else [[], []]
+        if len(dropouts) == 1 and dropouts[0].holder is not module:  # of the feed-forward block
+            drop[0] = []
         attend = [*self.attention(holder, found), *drop[0]]
         linears = _projections(holder, found.linears).others
         if found.unknown:
@@ -386,6 +399,10 @@ class _Maker:
             mlp = [leaf.module, *drop[1]]
         else:
             mlp = [*self.mlp(linears, found.activations, []), *drop[1]]
+        scale = self.read.value(module, "residual_multiplier")
+        if isinstance(scale, float) and scale != 1:
+            attend.append(ConstantScale(scale))
+            mlp.append(ConstantScale(scale))
         return _arranged(self.choice.arrangement, norms, attend, mlp)
 
 

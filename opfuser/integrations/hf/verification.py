@@ -185,8 +185,8 @@ class _StandIn(nn.Module):
 def _random_copy(module: nn.Module) -> nn.Module:
     """A copy in fp32 on the CPU with random parameters, whose inner modules are simple ones.
 
-    Linear modules become those of torch, whatever wraps or stores them; modules that are called
-    as they are become a function of as many features.
+    Linear modules become those of torch, whatever wraps or stores them, but for those with
+    transposed weights; modules that are called as they are become a function of as many features.
     """
     memo: dict[int, Any] = {}
     found = leaves.leaves_of(Reader(), module) if module._modules else None
@@ -195,6 +195,8 @@ def _random_copy(module: nn.Module) -> nn.Module:
         if config is not None:
             memo[id(config)] = config
     for leaf in [] if found is None else found.linears:
+        if leaves.is_transposed(leaf.module):
+            continue
         sizes = leaves.sizes_of(leaf.module)
         bias = getattr(leaf.module, "bias", None) is not None
         memo[id(leaf.module)] = nn.Linear(*sizes, bias=bias, device="meta")
@@ -208,9 +210,10 @@ def _random_copy(module: nn.Module) -> nn.Module:
             inner.gradient_checkpointing = False  # type: ignore[assignment]
         for name in _STATE:
             getattr(inner, name).clear()
+        taken = 0 if leaves.is_transposed(inner) else -1
         for p in inner._parameters.values():
             if p is not None:
-                nn.init.normal_(p, std=_GAIN * p.shape[-1] ** -0.5 if p.dim() > 1 else 1.0)
+                nn.init.normal_(p, std=_GAIN * p.shape[taken] ** -0.5 if p.dim() > 1 else 1.0)
     return twin
 
 
@@ -242,8 +245,7 @@ def _is_dropout(module: nn.Module, name: str) -> bool:
 def _arguments(kind: str, twin: nn.Module, built: Built, with_mask: bool) -> dict[str, Any]:
     """What the copy's forward is called with."""
     names = list(inspect.signature(type(twin).forward).parameters)[1:]
-    size = next(p.shape[-1] for p in twin.parameters())
-    given: dict[str, Any] = {names[0]: _SCALE * torch.randn(_BATCH, _TOKENS, size)}
+    given: dict[str, Any] = {names[0]: _SCALE * torch.randn(_BATCH, _TOKENS, built.features)}
     if kind in ("norm", "mlp"):
         return given
     given["attention_mask"] = None
