@@ -34,6 +34,7 @@ DISTILBERT: dict[str, Any] = {
     "attention_dropout": 0.0,
     "max_position_embeddings": 64,
 }
+TOP_2: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8}
 VIT: dict[str, Any] = {"image_size": 8, "patch_size": 4, "num_labels": 5}
 
 
@@ -61,6 +62,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "gemma2": lambda: causal("Gemma2", head_dim=8, sliding_window=4, query_pre_attn_scalar=7),
     "gemma3": lambda: causal("Gemma3Text", head_dim=8, sliding_window=4),
     "mixtral": lambda **k: causal("Mixtral", num_local_experts=4, **k),
+    "qwen3_moe": lambda: causal("Qwen3Moe", num_experts=4, moe_intermediate_size=16, **TOP_2),
     "phi3": lambda: causal("Phi3"),
     "glm": lambda: causal("Glm", head_dim=8, eos_token_id=1),
     "opt": lambda: causal("OPT", ffn_dim=48, dropout=0.0, word_embed_proj_dim=32),

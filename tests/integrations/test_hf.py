@@ -138,6 +138,8 @@ def test_the_report() -> None:
         "    fusions: backward_add_rms_norm, forward_linear_bias_add, norm_linear\n"
         "    mlp is called: it is a "
         "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock\n"
+        "  experts x2: model.layers.0.mlp … model.layers.1.mlp (2)\n"
+        "    fusions: backward_linear_add, grouped_mlp\n"
         "  norm x1: model.norm\n"
         "    fusions: none\n"
         "kept:\n"
@@ -240,6 +242,15 @@ def test_layers_that_compute_something_else_are_kept(case: str) -> None:
     report = opfuser.hf.apply(model, dry_run=True)
     (entry,) = [entry for entry in report.kept if entry.path == "model.layers.0"]
     assert why in entry.why
+
+
+def test_experts_with_noise_are_kept() -> None:
+    model = causal("Mixtral", num_local_experts=4)
+    model.model.layers[0].mlp.jitter_noise = 0.1
+    report = opfuser.hf.apply(model, dry_run=True)
+    (entry,) = [entry for entry in report.kept if entry.path == "model.layers.0.mlp"]
+    assert entry.why.startswith("adds noise to its input")
+    assert paths(report, "experts") == ["model.layers.1.mlp"]
 
 
 def test_parameters_of_the_layer_itself_keep_it() -> None:
@@ -416,6 +427,42 @@ def test_collected_outputs() -> None:
     for mine, theirs in zip(got.attentions, want.attentions, strict=True):
         assert_close(mine, theirs, 1e-5)
     assert calls(model)["outputs of modules inside are collected"] == 4
+
+
+def test_experts_that_a_sequence_does_not_compute() -> None:
+    """Logits of routers are asked for; hooks, other activations, a weight that is no parameter."""
+    model, untouched, _ = pair("mixtral")
+    batch = batch_of("mixtral")
+    got, want = (m(**batch, output_router_logits=True) for m in (model, untouched))
+    for mine, theirs in zip(got.router_logits, want.router_logits, strict=True):
+        assert_close(mine, theirs, 1e-5)
+    assert_close(got.loss, want.loss, 1e-5)
+    whole = {"outputs of modules inside are collected": 6}  # layers, their attention, their experts
+    assert calls(model) == whole
+    seen: list[Tensor] = []
+    block = model.model.layers[0].mlp
+    hook = block.gate.register_forward_hook(lambda *args: seen.append(args[1]))
+    assert_same(step(model, **batch), step(untouched, **batch))
+    assert len(seen) == 1
+    hook.remove()
+    assert calls(model)["gate carries hooks"] == 1
+    for each in (model, untouched):
+        each.model.layers[0].mlp.gate.top_k = 3
+        each.model.layers[1].mlp.experts.act_fn = nn.ReLU()
+    assert_same(step(model, **batch), step(untouched, **batch))
+    assert calls(model)["has experts with another activation than SiLU"] == 1
+    for each in (model, untouched):
+        part = each.model.layers[0].mlp.experts
+        part.register_parameter("down_proj", nn.Parameter(part.down_proj.detach() * 2))
+    assert_same(step(model, **batch), step(untouched, **batch))
+    for each in (model, untouched):
+        part = each.model.layers[0].mlp.experts
+        down = part.down_proj.detach()
+        del part.down_proj
+        part.down_proj = down
+    assert_close(step(model, **batch).loss, step(untouched, **batch).loss, 1e-5)
+    why = "has no router and experts with their weights in two tensors"
+    assert calls(model)[why] == 1
 
 
 def test_arguments_that_are_not_known_go_to_the_untouched_forward() -> None:

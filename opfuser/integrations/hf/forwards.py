@@ -245,6 +245,9 @@ class Forward(ReplacedForward):
     def _check(self, given: Given, built: Built) -> None:
         """Raises Fallback where the sequence cannot do what the module would."""
         x, mask, _, tables, cache = given
+        # Attention itself is asked for its weights, others may have modules inside that are.
+        if (built.read.captures or self.kind == "attention") and _collects_inside():
+            raise Fallback("outputs of modules inside are collected")
         if built.attend is None:
             return
         if x.dim() != 3:
@@ -257,9 +260,6 @@ class Forward(ReplacedForward):
             )
         if built.turns is not None and not _are_tables(tables, built.turns[1].size):
             raise Fallback("its tables of cosine and sine are of another shape")
-        # Attention itself is asked for its weights, a layer may have modules inside that are.
-        if (built.read.captures or self.kind == "attention") and _collects_inside():
-            raise Fallback("outputs of modules inside are collected")
         if cache is not None:
             self._check_cache(cache, built)
 

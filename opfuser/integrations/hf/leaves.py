@@ -33,15 +33,18 @@ __all__ = [
     "ACTIVATIONS",
     "GATED",
     "NORMS",
+    "Experts",
     "Leaf",
     "Leaves",
     "eps_of",
+    "experts_of",
     "is_norm",
     "is_transposed",
     "leaves_of",
     "linear",
     "merged",
     "norm",
+    "refuse_distributed",
     "sizes_of",
 ]
 
@@ -94,6 +97,48 @@ class Leaves(NamedTuple):
     activations: list[Leaf]
     dropouts: list[Leaf]
     unknown: list[Leaf]
+
+
+class Experts(NamedTuple):
+    """The parts of a mixture of experts with D features, F of them inside of each of E experts.
+
+    Attributes:
+        router: with a weight (E, D).
+        experts: with the weights of all.
+        gate_up: name of their weight (E, 2 F, D).
+        down: name of their weight (E, D, F).
+        sizes: D, F and E.
+    """
+
+    router: nn.Module
+    experts: nn.Module
+    gate_up: str
+    down: str
+    sizes: tuple[int, int, int]
+
+
+def experts_of(module: nn.Module) -> Experts | None:
+    """The parts of what looks like a mixture of experts and nothing else."""
+    children = [child for child in module._modules.values() if child is not None]
+    if len(children) != 2 or module._parameters or module._buffers:
+        return None
+    for router, experts in (children, children[::-1]):
+        weight, (gate_up, down) = router._parameters.get("weight"), _two_names(experts)
+        if weight is None or len(router._parameters) > 1 or router._modules or router._buffers:
+            continue
+        if weight.dim() != 2 or not down or experts._buffers:
+            continue
+        count, features = weight.shape
+        shapes = [tuple(experts.get_parameter(name).shape) for name in (gate_up, down)]
+        inside = shapes[1][-1] if shapes[1] else 0
+        if shapes == [(count, 2 * inside, features), (count, features, inside)]:
+            return Experts(router, experts, gate_up, down, (features, inside, count))
+    return None
+
+
+def _two_names(module: nn.Module) -> tuple[str, str]:
+    names = [name for name, p in module._parameters.items() if p is not None]
+    return (names[0], names[1]) if len(names) == 2 else ("", "")
 
 
 def leaves_of(read: Reader, root: nn.Module) -> Leaves:
@@ -203,10 +248,15 @@ def _is_plain(module: nn.Module) -> bool:
     return (type(module) is nn.Linear or is_transposed(module)) and not why_called(module)
 
 
-def _share(op: nn.Module, source: nn.Module) -> None:
-    """Makes an operation read the parameters of ``source``, whatever is set there later."""
+def refuse_distributed(source: nn.Module) -> None:
+    """Raises Refused if parameters are DTensors."""
     if any(hasattr(p, "device_mesh") for p in source._parameters.values()):
         raise Refused("has parameters that are distributed tensors: apply before they are")
+
+
+def _share(op: nn.Module, source: nn.Module) -> None:
+    """Makes an operation read the parameters of ``source``, whatever is set there later."""
+    refuse_distributed(source)
     op.__dict__["_parameters"] = source._parameters
     for part in getattr(op, "basic_ops", ()):
         part.__dict__["_parameters"] = source._parameters

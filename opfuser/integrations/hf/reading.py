@@ -91,7 +91,7 @@ class Reader:
             hooks = getattr(module, name)
             _note(self._hooks, hooks, len(hooks))
             self.captures = self.captures or any(map(is_capturing, hooks.values()))
-        for name in ("weight", "bias"):
+        for name in dict.fromkeys(("weight", "bias", *module._parameters)):
             there = module._parameters.get(name) is not None
             _note(self._present, module._parameters, name, there)
 

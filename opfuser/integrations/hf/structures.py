@@ -18,6 +18,7 @@ from opfuser import (
     RotaryEmbedding,
     Sequential,
 )
+from opfuser.models.moe import MoEConfig, experts
 
 from . import leaves
 from .leaves import ACTIVATIONS, GATED, Leaf, Leaves, sizes_of
@@ -61,11 +62,29 @@ class Choice(NamedTuple):
         arrangement: of a layer's norms.
         swapped: whether the gate is the second of two projections.
         rotary: or None.
+        normalised: whether the weights of a token's experts are divided by their sum.
     """
 
     arrangement: str = ""
     swapped: bool = False
     rotary: Rotary | None = None
+    normalised: bool = False
+
+
+class Alias(NamedTuple):
+    """A parameter of a module that an operation reads as its own.
+
+    Attributes:
+        parameters: of the operation.
+        name: of the parameter there.
+        source: parameters of the module.
+        of: name of the parameter in the module.
+    """
+
+    parameters: dict[str, Any]
+    name: str
+    source: dict[str, Any]
+    of: str = "weight"
 
 
 class Formulas(Protocol):
@@ -87,7 +106,7 @@ class Built(NamedTuple):
         sequence: of operations with the parameters of the module.
         read: what it was built from.
         features: of its input.
-        aliases: of parameters, where to write those that other modules hold as ``weight``.
+        aliases: of parameters that other modules hold under other names.
         modes: operations that differ in training, and the modules whose mode they follow.
         turns: operation and tables of rotary positions, or None.
         attend: or None.
@@ -98,7 +117,7 @@ class Built(NamedTuple):
     sequence: Sequential
     read: Reader
     features: int
-    aliases: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = ()
+    aliases: tuple[Alias, ...] = ()
     modes: tuple[tuple[nn.Module, nn.Module], ...] = ()
     turns: tuple[RotaryEmbedding, Rotary] | None = None
     attend: DotProductAttention | None = None
@@ -107,8 +126,8 @@ class Built(NamedTuple):
 
     def follow(self) -> None:
         """Takes over the parameters and modes of now."""
-        for parameters, name, source in self.aliases:
-            parameters[name] = source["weight"]
+        for parameters, name, source, of in self.aliases:
+            parameters[name] = source[of]
         for op, module in self.modes:
             if op.training != module.training:
                 op.training = module.training
@@ -119,13 +138,17 @@ class Built(NamedTuple):
         return self.attend is not None and self.attend.causal
 
 
-KINDS = "norm", "mlp", "attention", "layer"
+KINDS = "norm", "mlp", "experts", "attention", "layer"
 
 
 def choices(kind: str, module: nn.Module, tables: tuple[Rotary, ...]) -> Iterator[Choice]:
     """What a module of some kind may be, the usual first."""
     if kind == "norm":
         yield Choice()
+        return
+    if kind == "experts":
+        yield Choice(normalised=True)
+        yield Choice(normalised=False)
         return
     turns: tuple[Rotary | None, ...] = (None,)
     if kind in ("attention", "layer") and _takes_tables(module):
@@ -207,6 +230,9 @@ def build(
         read.inner(module)
         ops = [maker.norm(Leaf("", module, module), own=True)]
         return maker.built(ops, module.get_parameter("weight").shape[0])
+    if kind == "experts":
+        ops, features = maker.experts(module)
+        return maker.built(ops, features)
     found = leaves.leaves_of(read, module)
     if kind == "mlp":
         if found.norms or found.unknown:
@@ -242,7 +268,7 @@ class _Maker:
         self.formulas = formulas
         self.choice = choice
         self.causal = causal
-        self.aliases: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
+        self.aliases: list[Alias] = []
         self.modes: list[tuple[nn.Module, nn.Module]] = []
         self.notes: list[str] = []
         self.attend: DotProductAttention | None = None
@@ -356,7 +382,7 @@ class _Maker:
         centred = q.zero_centered_gamma
         op = QKNorm(head_dim=size, eps=q.eps, zero_centered_gamma=centred, device="meta", **heads)
         for name, leaf in zip(("q_weight", "k_weight"), norms):
-            self.aliases.append((op._parameters, name, leaf.module._parameters))
+            self.aliases.append(Alias(op._parameters, name, leaf.module._parameters))
         return op
 
     def mlp(
@@ -379,6 +405,40 @@ class _Maker:
         for leaf in dropouts:
             ops += self.dropout(leaf)
         return ops
+
+    def experts(self, module: nn.Module) -> tuple[list[nn.Module], int]:
+        """A router, and gated blocks of which each token passes some; and a token's features."""
+        read, found = self.read, leaves.experts_of(module)
+        parts = read.children(module)
+        if found is None:
+            raise Refused("has no router and experts with their weights in two tensors")
+        for path, part in parts.items():
+            read.inner(part)
+            leaves.refuse_distributed(part)
+            if leaves.why_called(part):
+                raise Refused(f"{path} {leaves.why_called(part)}")
+        if read.value(module, "jitter_noise") or read.value(found.experts, "_is_expert_parallel"):
+            raise Refused("adds noise to its input, or has its experts on several devices")
+        activations = list(read.children(found.experts).values())
+        if len(activations) != 1 or self.formulas.of_activation(activations[0]) != "silu":
+            raise Refused("has experts with another activation than SiLU")
+        read.inner(activations[0])
+        top_k = read.value(found.router, "top_k")
+        dim, inside, count = found.sizes
+        if not isinstance(top_k, int) or not 0 < top_k <= count:
+            raise Refused("has a router that does not say how many experts a token has")
+        normalised = self.choice.normalised
+        config = MoEConfig(dim, inside, count, top_k, norm_topk_prob=normalised, device="meta")
+        op = experts(config)
+        holder = found.experts._parameters
+        for name, source, of in (
+            ("router", found.router._parameters, "weight"),
+            ("gate_up", holder, found.gate_up),
+            ("down", holder, found.down),
+        ):
+            parameters = op.get_submodule(name)._parameters
+            self.aliases.append(Alias(parameters, "weight", source, of))
+        return list(op), dim
 
     def layer(self, module: nn.Module, holder: nn.Module, found: Leaves) -> list[nn.Module]:
         """An attention block and a feed-forward block, each with its residual connection."""

@@ -28,6 +28,7 @@ _SCALE = 0.03
 # Scores of attention become about its square, so that a cap counts.
 _GAIN = 3.0
 _BATCH, _TOKENS = 2, 5
+_OF_ONE_INPUT = "norm", "mlp", "experts"
 _STATE = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
@@ -112,7 +113,8 @@ class Verified:
                 except Exception as error:  # noqa: BLE001
                     text = f"{type(error).__name__}: {error}".splitlines()[0]
                     raise Refused(f"could not be run on a small input: {text}") from None
-                expected = expected[0] if isinstance(expected, tuple) else expected
+                if isinstance(expected, tuple) and kind not in _OF_ONE_INPUT:
+                    expected = expected[0]
                 try:
                     y = run(built, **_own(given, twin, choice))
                 except OpfuserError as error:
@@ -121,7 +123,7 @@ class Verified:
                 if not close(y, expected):
                     what = f"with dropout by {p} " if p else ""
                     raise Refused(f"computes something else {what}than a sequence of its modules")
-                if kind in ("norm", "mlp"):
+                if kind in _OF_ONE_INPUT:
                     break
 
 
@@ -189,7 +191,8 @@ def _random_copy(module: nn.Module) -> nn.Module:
     transposed weights; modules that are called as they are become a function of as many features.
     """
     memo: dict[int, Any] = {}
-    found = leaves.leaves_of(Reader(), module) if module._modules else None
+    single = not module._modules or leaves.experts_of(module) is not None
+    found = None if single else leaves.leaves_of(Reader(), module)
     for inner in module.modules():
         config = inner.__dict__.get("config")
         if config is not None:
@@ -246,7 +249,7 @@ def _arguments(kind: str, twin: nn.Module, built: Built, with_mask: bool) -> dic
     """What the copy's forward is called with."""
     names = list(inspect.signature(type(twin).forward).parameters)[1:]
     given: dict[str, Any] = {names[0]: _SCALE * torch.randn(_BATCH, _TOKENS, built.features)}
-    if kind in ("norm", "mlp"):
+    if kind in _OF_ONE_INPUT:
         return given
     given["attention_mask"] = None
     if with_mask:
