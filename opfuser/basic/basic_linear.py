@@ -64,9 +64,6 @@ class BasicLinear(StoresWeight):
         weight_scale: a buffer, what codes are multiplied by: (1,), or one per 128 x 128 square.
             Only with codes.
         weight_format: how the weight is stored; None: in high precision.
-        weight_transposed: whether ``weight`` is :math:`W^T`, (in_features, out_features), as
-            GPT-2's is in Hugging Face's transformers. False unless it is set. Its gradient has its
-            shape, and neither is copied. GEMMs of quantised compute do not take it.
 
     Args:
         in_features: last dimension of x, over all ranks.
@@ -96,15 +93,20 @@ class BasicLinear(StoresWeight):
             here and get None, and anomaly detection sees nothing of dW. DistributedDataParallel,
             whose hook reads ``grad``, works; on a GPU it must have been constructed in the default
             stream too.
+        weight_transposed: make ``weight`` the transpose, :math:`W^T` (in_features, out_features),
+            as GPT-2's is in Hugging Face's transformers. Its gradient is of that shape; neither is
+            copied. It is never stored as codes, and quantised compute leaves the operation out.
 
     Raises:
-        ArgumentError: arguments outside their domain; in a call, ``weight_transposed`` of codes.
+        ArgumentError: arguments outside their domain.
         NotSupportedError: ``userbuffers_options`` other than None.
         InputError: the last dimension of x is not the local ``in_features``; x is not of a dtype
             above.
     """
 
-    read_only: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features", "sharding"})
+    read_only: ClassVar[frozenset[str]] = frozenset(
+        {"in_features", "out_features", "sharding", "weight_transposed"}
+    )
 
     class Saved(NamedTuple):
         input: Tensor | None
@@ -133,6 +135,7 @@ class BasicLinear(StoresWeight):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
         accumulate_into_grad: bool = False,
+        weight_transposed: bool = False,
     ) -> None:
         super().__init__()
         where = type(self).__name__
@@ -165,10 +168,14 @@ class BasicLinear(StoresWeight):
         self.out_features = out_features
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.accumulate_into_grad = accumulate_into_grad
+        self.weight_transposed = weight_transposed
         self.make_settings()  # checks them
         self._rng_state_tracker_function = rng_state_tracker_function
         shape = self.sharding.local_out_features, self.sharding.local_in_features
-        self.make_weight(*shape, device, dtype)
+        if weight_transposed:
+            self.weight = nn.Parameter(torch.empty(*shape[::-1], device=device, dtype=dtype))
+        else:
+            self.make_weight(*shape, device, dtype)
         self.reset_parameters()
 
     @property
@@ -215,7 +222,8 @@ class BasicLinear(StoresWeight):
         if not self.weight.numel():
             return
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
-            self.initialize_weight(partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
+            fill = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+            self.initialize_weight((lambda w: fill(w.t())) if self.weight_transposed else fill)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         stored = self.weight_format
@@ -225,16 +233,6 @@ class BasicLinear(StoresWeight):
         both = self.accumulate_into_main_grad, self.accumulate_into_grad
         refuse_both(*both, type(self).__name__)
         check_own_recipe(self.recipe, type(self).__name__)
-        if self.weight_transposed and self.weight_format is not None:
-            raise ArgumentError(
-                explain(
-                    "Only a weight in high precision is stored as its transpose",
-                    where=type(self).__name__,
-                    received=f"weight_transposed=True, weight_format={self.weight_format}",
-                    remedy="Set weight_transposed to False, or construct it outside of "
-                    "opfuser.quantized_model_init",
-                )
-            )
         return self.Settings(*both, self.weight_transposed)
 
     def quantized_refusal(self, env: Env) -> Refusal | None:

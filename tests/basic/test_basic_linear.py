@@ -219,16 +219,10 @@ def test_input_of_a_dtype_that_a_cast_would_change_is_an_error(kind: str) -> Non
                 AROUND[kind](BasicLinear(3, 2))(torch.ones(2, 3).to(dtype), *extra)
 
 
-def transposed(op: BasicLinear) -> BasicLinear:
-    """The same transformation by the transpose of its weight."""
-    op.weight = nn.Parameter(op.weight.detach().t().contiguous())
-    op.weight_transposed = True
-    return op
-
-
 def test_transposed_weight_as_exact_as_torch(device: torch.device) -> None:
     op = held_to(
-        transposed(BasicLinear(7, 11, device=device)), lambda op, x: F.linear(x, op.weight.t())
+        BasicLinear(7, 11, device=device, weight_transposed=True),
+        lambda op, x: F.linear(x, op.weight.t()),
     )
     for shape in ("matrix", "batched"):
         x = INPUTS[shape]().to(device)
@@ -242,9 +236,13 @@ def test_transposed_weight_as_exact_as_torch(device: torch.device) -> None:
 @SURROUNDED
 def test_gradient_of_a_transposed_weight(kind: str, target: str) -> None:
     """It has the layout of the weight before autograd gets it, which then takes it as it is."""
-    op = transposed(BasicLinear(3, 2))
-    op.accumulate_into_main_grad = target == "main_grad"
-    op.accumulate_into_grad = target == "grad"
+    op = BasicLinear(
+        3,
+        2,
+        accumulate_into_main_grad=target == "main_grad",
+        accumulate_into_grad=target == "grad",
+        weight_transposed=True,
+    )
     op.weight.main_grad = torch.zeros(3, 2)  # type: ignore[attr-defined]
     op.weight.grad = torch.zeros(3, 2) if target == "grad" else None
     got: list[Tensor] = []
@@ -261,28 +259,30 @@ def test_gradient_of_a_transposed_weight(kind: str, target: str) -> None:
 
 
 def test_transposed_weight_in_a_region_of_quantised_compute() -> None:
-    op = transposed(BasicLinear(16, 32))
+    op = BasicLinear(16, 32, weight_transposed=True)
     seq = Sequential(op, recipe=Float8CurrentScaling())
     plan = seq.plan(torch.randn(2, 16))
     assert plan.quantized == ()
     assert "its weight is stored as its transpose" in str(plan)
 
 
-def test_codes_are_not_transposed() -> None:
+def test_transposed_weight_is_not_stored_as_codes() -> None:
     with quantized_model_init(recipe=Float8CurrentScaling()):
-        op = BasicLinear(16, 32)
-    op.weight_transposed = True
-    with pytest.raises(ArgumentError, match="Only a weight in high precision is stored as its tra"):
-        op(torch.randn(2, 16))
+        op = BasicLinear(16, 32, weight_transposed=True)
+    assert op.weight_format is None
+    assert op.weight.dtype == torch.float32
 
 
-def test_is_transposed_in_forward_counts_in_backward() -> None:
-    op = transposed(BasicLinear(3, 3))
-    x = torch.randn(4, 3)
-    y = op(x)
-    op.weight_transposed = False
-    y.sum().backward()
-    torch.testing.assert_close(op.weight.grad, x.sum(0)[:, None].expand(3, 3))
+def test_transposed_weight_starts_as_the_other_one() -> None:
+    made = []
+    for how in (True, False):
+        torch.manual_seed(0)
+        made.append(BasicLinear(3, 5000, weight_transposed=how))
+    ours, other = made
+    assert ours.weight.shape == (3, 5000)
+    bound = 3**-0.5
+    assert 0.99 * bound < float(ours.weight.detach().abs().max()) <= bound
+    torch.testing.assert_close(ours.weight.std(), other.weight.std(), rtol=0.05, atol=0)
 
 
 def test_starts_as_torch_linear_does() -> None:

@@ -42,6 +42,7 @@ def forwards(model: nn.Module) -> list[str]:
 def test_loss_logits_and_every_gradient(name: str) -> None:
     model, untouched, report = pair(name)
     assert len(paths(report, "layer")) == (2 if name in LAYERED else 0)
+    assert len(paths(report, "experts")) == (2 if name in ("mixtral", "qwen3_moe") else 0)
     for padded in (True, False):
         batch = batch_of(name, padded=padded)
         assert_same(step(model, **batch), step(untouched, **batch))

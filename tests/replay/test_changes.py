@@ -281,8 +281,7 @@ def test_memory_moves_between_the_passes(device: torch.device) -> None:
 
 def test_memory_of_a_transposed_weight_moves_between_the_passes(device: torch.device) -> None:
     """What backward has saved is a view of the parameter."""
-    model = opfuser.Sequential(opfuser.Linear(DIM, DIM, device=device))
-    model[0].weight_transposed = True
+    model = opfuser.Sequential(opfuser.Linear(DIM, DIM, device=device, weight_transposed=True))
     other = twin(model)
     warm_both(model, device)
     x, dy = draw(device).requires_grad_(), draw(device)

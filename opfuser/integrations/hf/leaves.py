@@ -266,8 +266,8 @@ def linear(module: nn.Module) -> nn.Module:
     """The operation of a linear module, or itself where it has to be called."""
     if not _is_plain(module):
         return module
-    op = Linear(*sizes_of(module), bias=module.bias is not None, device="meta")
-    op.weight_transposed = is_transposed(module)
+    how: Any = {"bias": module.bias is not None, "weight_transposed": is_transposed(module)}
+    op = Linear(*sizes_of(module), **how, device="meta")
     _share(op, module)
     return op
 
