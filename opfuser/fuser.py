@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -457,15 +458,28 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
     )
 
 
+def _read_keywords(op_forward: Callable[..., Any]) -> frozenset[str] | None:
+    """Those that it accepts; None is any."""
+    parameters = inspect.signature(op_forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters) - {"self"}
+
+
+_keywords_of = functools.lru_cache(256)(_read_keywords)
+
+
 def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
     """Raises OpKwargsError for a keyword that the forward of ``op`` does not accept."""
     own = type(op).fuser_forward is BasicOperation.fuser_forward
     if not own:
         return  # it receives the dict and checks the keywords itself
-    parameters = inspect.signature(op.op_forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = sorted(set(kwargs) - set(parameters))
+    function = getattr(op.op_forward, "__func__", op.op_forward)
+    # A signature takes longer to read than some operations. torch.compile, which looks into what
+    # is cached, reads it itself.
+    traced = torch.compiler.is_compiling()
+    accepted = _read_keywords(function) if traced else _keywords_of(function)
+    unknown = [] if accepted is None else sorted(set(kwargs) - accepted)
     if unknown:
         raise OpKwargsError(
             explain(

@@ -340,8 +340,9 @@ class Sequential(NestedSequential):
             self._guard(tuple([seq._stamp for seq in self._stamped]))
         elif self._seen != Clock.now or self._hooked:
             self._resolve()
-        if op_kwargs is None and self._single is not None:
-            return self._single(input, *extra_inputs)
+        if self._single is not None:
+            kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)[0]
+            return self._single(input, *extra_inputs, basic_op_kwargs=kwargs)
         return self._walk(input, extra_inputs, op_kwargs)
 
     def _walk(
