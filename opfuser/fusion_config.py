@@ -364,7 +364,7 @@ def _mapping(node: _Node, what: str, keys: Iterable[str] | None = None) -> dict[
                 "Settings stand in mappings",
                 where=node.at(what),
                 received=_shown(node),
-                remedy="Write 'name: {enabled: false}', say",
+                remedy="Write settings below the name, as 'enabled: false'",
             )
         )
     for key, item in node.value.items():
