@@ -31,9 +31,9 @@ from .fusion_config import (
     Place,
     Setting,
     in_order,
-    read,
     settings_at,
 )
+from .fusion_config_text import read
 from .op import FusedOperation, FusibleOperation
 from .plugins import PluginInfo, load_all
 from .reversible import ReversibleChanges

@@ -27,7 +27,7 @@ from .errors import (
     explain,
 )
 from .fuser import OperationFuser, check_keywords, count_message
-from .fusion_config import FusionConfig, Place, reads_below
+from .fusion_config import FusionConfig, Place, glob_names
 from .groups import (
     Facts,
     Group,
@@ -365,7 +365,7 @@ class Sequential(NestedSequential):
                 continue  # the outer one has looked
             inside = [path[len(prefix) :] for path in reached if path.startswith(prefix)]
             for glob in config.globs():
-                if not any(reads_below(glob, path) for path in inside):
+                if not any(glob_names(glob, path) for path in inside):
                     logger.warning(
                         "%s: the override %r names no operation of its Sequential",
                         config.source,
