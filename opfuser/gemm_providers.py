@@ -19,10 +19,8 @@ Providers are:
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from .errors import ArgumentError, explain
+from .libraries import imported
 
 __all__ = ["Gemm", "GemmChoice", "GemmOperand", "GemmProvider", "find", "names", "register"]
 
@@ -165,15 +164,6 @@ def find(name: str) -> GemmProvider | None:
     )
 
 
-@functools.cache
-def _imported(module: str) -> ModuleType | str:
-    """A module, or why it cannot be imported."""
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"{module} cannot be imported: {str(error).splitlines()[0]}"
-
-
 _BLOCK = ScalingType.BlockWise1x128
 _SQUARE = ScalingType.BlockWise128x128
 _OF_BLOCKS = frozenset({_BLOCK, _SQUARE})
@@ -184,7 +174,7 @@ def _refusal(gemm: Gemm, module: str, scalings: frozenset[ScalingType]) -> str |
         return f"products are emulated on {gemm.device.type}"
     if not scalings.issuperset(gemm.scalings):
         return f"it has no scales of {gemm.scalings[0].name}"
-    found = _imported(module)
+    found = imported(module)
     return found if isinstance(found, str) else None
 
 

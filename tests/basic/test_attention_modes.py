@@ -356,8 +356,9 @@ def test_the_last_choice_says_why_not_another_kernel() -> None:
     assert op.last_choice == ("cpu", before, "")
     op.window = 2
     op(x)
-    assert op.last_choice == ("blockwise", (*before, ("cpu", "it has no window")), "")
-    assert str(op.last_choice).endswith("; cpu: it has no window)")
+    others = ("cpu", "it has no window"), ("flash_attn", gpu), ("flex", gpu)
+    assert op.last_choice == ("blockwise", (*before, *others), "")
+    assert "; cpu: it has no window; flash_attn: it runs on" in str(op.last_choice)
 
 
 @pytest.mark.slow
@@ -412,12 +413,14 @@ def test_a_plan_says_what_is_known_of_the_kernel() -> None:
     text = str(Sequential(DotProductAttention(2)).plan(x))
     assert (
         "\nop 0: attention by cpu or blockwise, as sizes and keywords allow; "
-        "not cudnn, flash, efficient: it runs on a GPU, not on cpu\n"
+        "not cudnn, flash, efficient, flash_attn, flex: it runs on a GPU, not on cpu\n"
     ) in text
     text = str(Sequential(DotProductAttention(2, window=2)).plan(x))
     assert "; not cpu: it has no window\n" in text
     text = str(Sequential(DotProductAttention(2, kernel="blockwise")).plan(x))
     assert "\nop 0: attention by blockwise, which is asked for by name\n" in text
+    text = str(Sequential(DotProductAttention(2, kernel="te")).plan(x))
+    assert "by te, which is asked for by name and refuses: it runs on a GPU, not on cpu\n" in text
 
 
 def test_separate_inputs_and_sinks_under_autocast() -> None:
