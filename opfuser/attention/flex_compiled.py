@@ -22,11 +22,14 @@ from torch import Tensor
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, Result
 from .flex import Form, Given, attend, captured, form_of, given_of, gradients
-from .sdpa import HALF, capability, first
+from .sdpa import HALF, capability, first, has_little_shared_memory
 
 __all__ = ["FLEX"]
 
 _LARGEST = 256  # entries of a head for which torch has sizes of blocks, on every GPU
+# Of 192 and 256 entries, torch 2.13 gives kernels for capability 8.9 that ask for 133 to 148 KiB of
+# shared memory, and there are 99.
+_LARGEST_OF_SMALL = 128
 _HOW: Any = {"options": {"triton.cudagraphs": False}}
 _ONE_BLOCK = 128  # up to this length torch's graph has one block, and guards that
 
@@ -316,7 +319,14 @@ def _refusal(r: Request) -> str | None:
     if reason is not None:
         return reason
     major, minor = capability(r.device)
-    return first((major < 8, f"it needs compute capability 8.0, have {major}.{minor}"))
+    small = has_little_shared_memory(major, minor)
+    return first(
+        (major < 8, f"it needs compute capability 8.0, have {major}.{minor}"),
+        (
+            small and max(r.head_dim, r.v_head_dim) > _LARGEST_OF_SMALL,
+            f"heads have more than {_LARGEST_OF_SMALL} entries: this GPU has little shared memory",
+        ),
+    )
 
 
 FLEX = Kernel(_refusal, _forward, _backward, prepare=_prepare)

@@ -11,7 +11,17 @@ from torch.nn import functional as F
 
 from .call import Call, Heads, Kernel, Request, Result, additive
 
-__all__ = ["CPU", "CUDNN", "EFFICIENT", "FLASH", "HALF", "capability", "first", "turned"]
+__all__ = [
+    "CPU",
+    "CUDNN",
+    "EFFICIENT",
+    "FLASH",
+    "HALF",
+    "capability",
+    "first",
+    "has_little_shared_memory",
+    "turned",
+]
 
 _aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -182,6 +192,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
 
 
+def has_little_shared_memory(major: int, minor: int) -> bool:
+    """Whether a block of a GPU of that capability has less than 100 KiB, where others have 163."""
+    return (major, minor) in ((8, 6), (8, 9)) or major == 12
+
+
 def _gpu_refusal(r: Request) -> str | None:
     return first(
         (r.device.type != "cuda", f"it runs on a GPU, not on {r.device.type}"),
@@ -203,7 +218,7 @@ def _flash_refusal(r: Request) -> str | None:
     if reason is not None:
         return reason
     major, minor = capability(r.device)
-    small = (major, minor) in ((8, 6), (8, 9)) or major == 12  # of little shared memory
+    small = has_little_shared_memory(major, minor)
     largest = 192 if r.dropout else 224
     return first(
         (major < 8, f"it needs compute capability 8.0, have {major}.{minor}"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opfuser import DotProductAttention, Sequential
-from opfuser.attention import choice, flash_attn, te
+from opfuser.attention import choice, flash_attn, flex_compiled, te
 from opfuser.attention.choice import KERNELS
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import ArgumentError, NotSupportedError
@@ -160,6 +160,13 @@ def test_older_gpus(kernel: str, packages: ModuleType, monkeypatch: pytest.Monke
     monkeypatch.setattr(own, "capability", lambda _: (7, 5))
     reason = "it needs compute capability 8.0, have 7.5"
     assert KERNELS[kernel].refusal(HOPPER) == reason
+
+
+def test_small_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_compiled, "capability", lambda _: (8, 9))
+    assert KERNELS["flex"].refusal(HOPPER._replace(head_dim=128)) is None
+    reason = KERNELS["flex"].refusal(HOPPER._replace(v_head_dim=192))
+    assert reason == "heads have more than 128 entries: this GPU has little shared memory"
 
 
 def test_versions(packages: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
