@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 from types import ModuleType
 
-__all__ = ["imported"]
+__all__ = ["imported", "installed"]
 
 
 @functools.cache
@@ -16,3 +17,9 @@ def imported(module: str) -> ModuleType | str:
         return importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
         return f"{module} cannot be imported: {str(error).splitlines()[0]}"
+
+
+@functools.cache
+def installed(package: str) -> bool:
+    """Whether there is a package of that name, which is not imported."""
+    return importlib.util.find_spec(package) is not None

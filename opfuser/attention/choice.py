@@ -83,18 +83,18 @@ def choose(x: Heads, call: Call, request: Request, forced: str | None) -> str:
             return choose_plain(x, call, request.differentiable)
         if transforms_active():
             return "blockwise"
-    name = _chosen(forced, *request)
-    prepare = KERNELS[name].prepare
-    if prepare is None:
-        return name
-    reason = prepare(x, call, request.differentiable)
-    if reason is None:
-        return name
-    if forced is not None:
-        raise _refused(forced, reason)
-    if not torch.compiler.is_compiling():
-        _unprepared[name, request] = reason
-    return "blockwise"
+    without: tuple[str, ...] = ()
+    while True:
+        name = _chosen(forced, without, *request)
+        prepare = KERNELS[name].prepare
+        reason = None if prepare is None else prepare(x, call, request.differentiable)
+        if reason is None:
+            return name
+        if forced is not None:
+            raise _refused(forced, reason)
+        if not torch.compiler.is_compiling():
+            _unprepared[name, request] = reason
+        without = (*without, name)
 
 
 # Why calls of a kind were not prepared for a kernel that would take them; for what is told of them.
@@ -102,13 +102,14 @@ _unprepared: dict[tuple[str, Request], str] = {}
 
 
 @functools.lru_cache(1024)
-def _find(request: Request, forced: str | None) -> str:
+def _find(request: Request, forced: str | None, without: tuple[str, ...] = ()) -> str:
     if forced is not None:
         reason = _refusal(forced, request)
         if reason is None:
             return forced
         raise _refused(forced, reason)
-    return next(name for name in _candidates() if KERNELS[name].refusal(request) is None)
+    left = [name for name in _candidates() if name not in without]
+    return next(name for name in left if KERNELS[name].refusal(request) is None)
 
 
 def _refused(forced: str, reason: str) -> NotSupportedError:
@@ -126,9 +127,9 @@ def _candidates() -> list[str]:
     return [name for name, kernel in KERNELS.items() if not kernel.by_name]
 
 
-def _chosen(forced: str | None, *fields: Any) -> str:
+def _chosen(forced: str | None, without: tuple[str, ...], *fields: Any) -> str:
     """As :func:`_find`. The fields of the request come apart, as Dynamo takes constants."""
-    return _find(Request(*fields), forced)
+    return _find(Request(*fields), forced, without)
 
 
 def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:

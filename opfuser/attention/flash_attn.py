@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..libraries import imported
+from ..libraries import imported, installed
 from .call import Call, Heads, Kernel, Request, Result
 from .sdpa import HALF, capability, first, turned
 
@@ -76,8 +77,13 @@ def _backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     return turned(*grads)
 
 
+def _prepare(x: Heads, call: Call, differentiable: bool) -> str | None:
+    return _unusable()
+
+
+@functools.cache
 def _unusable() -> str | None:
-    """Why the package cannot be used here."""
+    """Why the package that is installed cannot be used here; found out by the first call."""
     package = imported("flash_attn")
     if isinstance(package, str):
         return package
@@ -105,8 +111,10 @@ def _refusal(r: Request) -> str | None:
     if reason is not None:
         return reason
     major, minor = capability(r.device)
-    reason = first((major < 8, f"it needs compute capability 8.0, have {major}.{minor}"))
-    return reason or _unusable()
+    return first(
+        (major < 8, f"it needs compute capability 8.0, have {major}.{minor}"),
+        (not installed("flash_attn"), "flash_attn is not installed"),
+    )
 
 
-FLASH_ATTN = Kernel(_refusal, _forward, _backward)
+FLASH_ATTN = Kernel(_refusal, _forward, _backward, prepare=_prepare)

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ..kernels.scalar import wide_dtype
 from .call import Call, Heads
 
-__all__ = ["Form", "Given", "attend", "captured", "form_of", "given_of", "gradients"]
+__all__ = ["Form", "Given", "attend", "captured", "dtypes_of", "form_of", "given_of", "gradients"]
 
 _BLOCK = 128  # queries or keys; those of which all are hidden cost nothing
 _LN2 = math.log(2)
@@ -93,6 +93,19 @@ def given_of(x: Heads, call: Call, form: Form) -> Given:
         mask = mask.squeeze(tuple(i for i in range(4) if i not in form.mask))
     slopes = None if slopes is None else slopes.to(wide)
     return Given(slopes, offset, _sequence_ids(call.cu_seqlens, x.k.shape[2]), mask)
+
+
+def dtypes_of(x: Heads, call: Call, form: Form) -> tuple[torch.dtype | None, ...]:
+    """The dtypes of what :func:`given_of` returns, which costs no launch."""
+    wide = wide_dtype(x.q.dtype)
+    offset = torch.int32 if call.start is None else call.start.dtype
+    mask = None if call.mask is None else call.mask.dtype
+    return (
+        None if call.slopes is None else wide,
+        offset if form.shifted else None,
+        None if call.cu_seqlens is None else torch.int32,
+        wide if mask == torch.float64 else mask,
+    )
 
 
 def _sequence_ids(cu_seqlens: Tensor | None, length: int) -> Tensor | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, Result
-from .flex import Form, Given, attend, captured, form_of, given_of, gradients
+from .flex import Form, Given, attend, captured, dtypes_of, form_of, given_of, gradients
 from .sdpa import HALF, capability, first, has_little_shared_memory
 
 __all__ = ["FLEX"]
@@ -81,7 +81,7 @@ def _representative(length: int) -> int:
     return 40 if length <= _ONE_BLOCK else 400
 
 
-def _kind_of(x: Heads, form: Form, given: Given) -> _Kind:
+def _kind_of(x: Heads, call: Call, form: Form) -> _Kind:
     q, k, v = x
     queries, keys = _representative(q.shape[2]), _representative(k.shape[2])
     if queries == keys and q.shape[2] != k.shape[2]:
@@ -95,31 +95,42 @@ def _kind_of(x: Heads, form: Form, given: Given) -> _Kind:
         k.shape[1],
         q.shape[3],
         v.shape[3],
-        (q.stride(2), k.stride(2), v.stride(2)),
+        (_width(q), _width(k), _width(v)),
         min(q.shape[0], 2),
         queries,
         keys,
-        tuple(None if t is None else t.dtype for t in given),
+        dtypes_of(x, call, form),
         torch.is_inference_mode_enabled(),
     )
 
 
+def _strides(shape: Sequence[int], width: int) -> tuple[int, ...]:
+    """Of heads (B, H, S, D) that lie in rows (B, S, width)."""
+    return shape[2] * width, shape[3], width, 1
+
+
+def _in_rows(t: Tensor) -> bool:
+    return t.stride() == _strides(t.shape, t.stride(2))
+
+
+def _width(t: Tensor) -> int:
+    return t.stride(2) if _in_rows(t) else t.shape[1] * t.shape[3]
+
+
 def _rows(t: Tensor) -> Tensor:
-    """Heads (B, H, S, D) that lie in rows (B, S, ...), which are copied where they do not.
+    """Heads that lie in rows, copied to there where they do not.
 
     Neither is a view: of one, torch.compile guards the sizes of what it is a view of.
     """
-    row = t.stride(2)
-    if t.stride() != (t.shape[2] * row, t.shape[3], row, 1):
-        t = t.transpose(1, 2).contiguous().transpose(1, 2)
+    if not _in_rows(t):
+        # With one query, strides of contiguous memory may be any.
+        t = t.transpose(1, 2).contiguous().as_strided(t.shape, _strides(t.shape, _width(t)))
     return t.detach()
 
 
-def _inputs(x: Heads, call: Call) -> tuple[Heads, Form, Given]:
-    x = Heads(*map(_rows, x))
-    form = form_of(x, call)
-    given = given_of(x, call, form)
-    return x, form, Given(*(None if t is None else t.contiguous().detach() for t in given))
+def _inputs(x: Heads, call: Call, form: Form) -> list[Tensor]:
+    given = [t.contiguous() for t in given_of(x, call, form) if t is not None]
+    return [*map(_rows, x), *(t.detach() for t in given)]
 
 
 def _tensors(given: Given) -> list[Tensor]:
@@ -181,7 +192,8 @@ def _example(kind: _Kind) -> tuple[Heads, Given]:
     heads = []
     for (count, length, size), width in zip(shapes, kind.widths):
         memory = torch.zeros(kind.batch, length, width, dtype=kind.dtype, device=kind.device)
-        t = memory[..., : count * size].unflatten(2, (count, size)).transpose(1, 2).detach()
+        shape = kind.batch, count, length, size
+        t = memory.as_strided(shape, _strides(shape, width)).detach()
         heads.append(_dynamic(t, {0: kind.batch, 2: length}))
     sizes = {0: kind.batch, 1: kind.heads, 2: kind.queries, 3: kind.keys}
     kept = kind.form.mask or ()
@@ -237,8 +249,7 @@ def _prepare(x: Heads, call: Call, differentiable: bool) -> str | None:
         return "Dynamo does not trace it"
     if not _is_compiled(x.q):
         return None
-    x, form, given = _inputs(x, call)
-    kind = _kind_of(x, form, given)
+    kind = _kind_of(x, call, form_of(x, call))
     found = _compiled.get(kind)
     if found is None or (differentiable and found.backward is None and found.failure is None):
         if _capturing(x.q.device):
@@ -270,31 +281,30 @@ def _attempt(kind: _Kind, differentiable: bool) -> _Compiled:
 
 
 def _forward(x: Heads, call: Call) -> Result:
+    form = form_of(x, call)
     if not _is_compiled(x.q):
-        form = form_of(x, call)
         return Result(*attend(form, x, given_of(x, call, form)))
-    x, form, given = _inputs(x, call)
-    compiled = _compiled[_kind_of(x, form, given)].forward
+    compiled = _compiled[_kind_of(x, call, form)].forward
     assert compiled is not None
     with _neutral(x.q.device):
-        return Result(*compiled(*x, *_tensors(given)))
+        return Result(*compiled(*_inputs(x, call, form)))
 
 
 def _backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     assert r.logsumexp is not None
+    form = form_of(x, call)
     if not _is_compiled(x.q):
-        form = form_of(x, call)
         given = given_of(x, call, form)
         if torch.compiler.is_compiling() or type(x.q) is not Tensor:
             given = Given(*(None if t is None else captured(t) for t in given))
         return gradients(form, dy, x, r.output, r.logsumexp, given)
-    x, form, given = _inputs(x, call)
-    compiled = _for_backward(_kind_of(x, form, given))
+    compiled = _for_backward(_kind_of(x, call, form))
     if compiled is None:
         return BLOCKWISE.backward(dy, x, r, call)
+    tensors = _inputs(x, call, form)
     kept = _rows(r.output), r.logsumexp.detach()
     with _neutral(x.q.device):
-        return compiled(_rows(dy), *x, *kept, *_tensors(given))
+        return compiled(_rows(dy), *tensors[:3], *kept, *tensors[3:])
 
 
 def _for_backward(kind: _Kind) -> Callable[..., Any] | None:

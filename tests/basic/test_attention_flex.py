@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 
 import opfuser
-from opfuser import DotProductAttention, Sequential
+from opfuser import DotProductAttention, KVCache, Sequential
 from opfuser.attention import choice, flex, flex_compiled
 from opfuser.attention.alibi import alibi_slopes
 from opfuser.attention.blockwise import hidden_keys
@@ -188,6 +188,22 @@ def test_modes_of_torch_do_not_compile_again(graphs: list[Any]) -> None:
         op(x)
     op(x.bfloat16())
     assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("max_length", [None, 200])
+def test_generation_with_a_cache(max_length: int | None, graphs: list[Any]) -> None:
+    """Prefill is one kind of call, and all steps that follow another."""
+    ops = [DotProductAttention(4, 2, alibi=True, softcap=2.0, kernel=name)
+           for name in (None, "blockwise")]  # fmt: skip
+    caches = [KVCache(max_length) for _ in ops]
+    with torch.no_grad():
+        for length in (5, 1, 1, 1):
+            x = torch.randn(2, length, 8 * 16)
+            torch.testing.assert_close(*(op(x, cache=c) for op, c in zip(ops, caches)))
+    assert ops[0].last_choice is not None
+    assert ops[0].last_choice.kernel == "flex"
+    assert len(graphs) == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -387,6 +403,23 @@ def test_compiled_with_inductor_on_a_gpu() -> None:
         compiled: Any = torch.compile(model, fullgraph=True)
         found = [torch.autograd.grad(call(x).sum(), x)[0].float() for call in (compiled, model)]
         assert (found[0] - found[1]).norm() < 1e-2 * found[1].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_dtypes_are_those_of_what_is_given(dtype: torch.dtype) -> None:
+    x = Heads(*(torch.zeros(1, 2, n, 16, dtype=dtype) for n in (4, 9, 9)))
+    same = Heads(*(torch.zeros(1, 2, 9, 16, dtype=dtype) for _ in range(3)))
+    calls = [
+        (x, Call(True, 1.0, slopes=alibi_slopes(2, CPU))),
+        (same, Call(False, 1.0, start=torch.tensor(3), mask=torch.zeros(1, 1, 9, 9).double())),
+        (same, Call(True, 1.0, mask=torch.ones(1, 1, 1, 9, dtype=torch.bool))),
+        (same, Call(True, 1.0, cu_seqlens=torch.tensor([0, 9], dtype=torch.int32), max_seqlen=9)),
+    ]
+    for heads, call in calls:
+        form = flex.form_of(heads, call)
+        given = flex.given_of(heads, call, form)
+        want = tuple(None if t is None else t.dtype for t in given)
+        assert flex.dtypes_of(heads, call, form) == want
 
 
 def test_slopes_are_given_as_wide_as_scores() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -13,14 +14,20 @@ from torch import Tensor
 
 from opfuser import DotProductAttention, Sequential
 from opfuser.attention import choice, flash_attn, flex_compiled, te
+from opfuser.attention.call import Call, Heads
 from opfuser.attention.choice import KERNELS
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import ArgumentError, NotSupportedError
-from opfuser.libraries import imported
+from opfuser.libraries import imported, installed
 from tests.basic import attention_packages
 from tests.basic.test_attention_kernels import HOPPER, outcome
 from tests.basic.test_attention_modes import formula
 from tests.basic.values import fill
+
+
+def forget() -> None:
+    for cached in (imported, installed, flash_attn._unusable):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -28,6 +35,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Both packages can be imported; yields flash_attn."""
     package = ModuleType("flash_attn")
     package.__version__ = "2.8.3"  # type: ignore[attr-defined]
+    package.__spec__ = ModuleSpec("flash_attn", None)
     interface = ModuleType("flash_attn.flash_attn_interface")
     for function in attention_packages.FLASH_ATTN:
         setattr(interface, function.__name__, function)
@@ -42,9 +50,9 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.setattr(
             sys.modules[f"opfuser.attention.{name}"], "capability", lambda _: (9, 0)
         )
-    imported.cache_clear()
+    forget()
     yield package
-    imported.cache_clear()
+    forget()
 
 
 class Mode(NamedTuple):
@@ -134,7 +142,8 @@ def test_arguments_layouts_and_gradients(
         ("te", {"window": True, "causal": False}, "its window is asked for with causality"),
         ("te", {"mask": True}, "it is given no mask"),
         ("te", {"dropout": 0.1}, "it is asked for no dropout"),
-        ("te", {"head_dim": 60}, "head sizes must be multiples of 8"),
+        ("te", {"v_head_dim": 128}, "it is asked for one size for heads of keys and of values"),
+        ("te", {"head_dim": 60, "v_head_dim": 60}, "head sizes must be multiples of 8"),
         ("te", {"dtype": torch.float32}, "it computes in fp16 and bf16, not in torch.float32"),
         ("te", {"empty": True}, "there is no element"),
         ("te", {"traced": True}, "it is not asked where torch.compile traces"),
@@ -169,28 +178,60 @@ def test_small_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason == "heads have more than 128 entries: this GPU has little shared memory"
 
 
+def prepared() -> str | None:
+    """Why flash_attn cannot be called, which the first call finds out."""
+    flash_attn._unusable.cache_clear()
+    prepare = KERNELS["flash_attn"].prepare
+    assert prepare is not None
+    x = torch.zeros(1, 1, 8, 8)
+    return prepare(Heads(x, x, x), Call(True, 1.0), False)
+
+
 def test_versions(packages: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     packages.__version__ = "2.6.3"  # type: ignore[attr-defined]
-    assert KERNELS["flash_attn"].refusal(HOPPER) == "flash_attn 2.6.3 is older than 2.7"
+    assert prepared() == "flash_attn 2.6.3 is older than 2.7"
     packages.__version__ = "2.10.0.post1"  # type: ignore[attr-defined]
-    assert KERNELS["flash_attn"].refusal(HOPPER) is None
+    assert prepared() is None
     engine = sys.modules[te._MODULE]
     monkeypatch.setattr(engine, "fused_attn_bwd", lambda q, k, v, dqkv_dtype: None, raising=False)
     reason = "it is called as Transformer Engine 2.20 has it, and this one has other arguments"
     assert KERNELS["te"].refusal(HOPPER) == reason
 
 
-@pytest.mark.parametrize("kernel", ["flash_attn", "te"])
-def test_packages_that_are_not_there(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same as one that cannot be imported: which is what None among the modules says."""
-    monkeypatch.setattr(sys.modules[f"opfuser.attention.{kernel}"], "capability", lambda _: (9, 0))
-    for name in ("flash_attn", "transformer_engine", te._MODULE):
-        monkeypatch.setitem(sys.modules, name, None)
-    imported.cache_clear()
-    reason = KERNELS[kernel].refusal(HOPPER)
-    imported.cache_clear()
-    assert reason is not None
+@pytest.mark.usefixtures("packages")
+def test_packages_that_are_not_there_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None among the modules is one that cannot be imported."""
+    monkeypatch.setitem(sys.modules, flash_attn._MODULE, None)
+    monkeypatch.setitem(sys.modules, te._MODULE, None)
+    forget()
+    assert KERNELS["flash_attn"].refusal(HOPPER) is None, "a plan imports nothing"
+    assert " cannot be imported: " in (prepared() or "")
+    assert " cannot be imported: " in (KERNELS["te"].refusal(HOPPER) or "")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    forget()
+    assert KERNELS["flash_attn"].refusal(HOPPER) == "flash_attn is not installed"
+
+
+@pytest.mark.usefixtures("packages")
+def test_after_a_broken_package_comes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, flash_attn._MODULE, None)
+    forget()
+    choice._find.cache_clear()
+    for name in ("flash_attn", "flex"):
+        own = KERNELS[name]._replace(refusal=lambda _: None)
+        monkeypatch.setitem(KERNELS, name, own)
+    op = DotProductAttention(4, 2, softcap=2.0)
+    x = torch.randn(2, 9, 8 * 16)
+    torch.testing.assert_close(op(x), DotProductAttention(4, 2, softcap=2.0, kernel="blockwise")(x))
+    assert op.last_choice is not None
+    assert op.last_choice.kernel == "flex"
+    name, reason = op.last_choice.passed_over[-1]
+    assert name == "flash_attn"
     assert " cannot be imported: " in reason
+    with pytest.raises(NotSupportedError, match=r"'flash_attn' does not take .* be imported: "):
+        DotProductAttention(4, 2, softcap=2.0, kernel="flash_attn")(x)
+    choice._find.cache_clear()
+    choice._unprepared.clear()
 
 
 @pytest.mark.usefixtures("packages")

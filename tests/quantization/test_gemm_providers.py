@@ -355,3 +355,20 @@ def test_other_libraries_on_a_gpu(name: str, kind: type[Recipe], dtype: torch.dt
     assert taken == (wanted if name == "te" or (blocks and bf16) else set())
     for own, plain in zip(found[name], found["torch"]):
         assert error(own, plain.double()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
+def test_groups_of_transformer_engine_on_a_gpu(kind: type[Recipe]) -> None:
+    pytest.importorskip("transformer_engine", reason="needs it", exc_type=ImportError)
+    grouped = opfuser.GroupedLinear(3, 256, 384, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(400, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    sizes = torch.tensor([144, 0, 256])
+    found = {}
+    for provider in ("torch", "te"):
+        with opfuser.autocast(recipe=kind(gemm=provider)):
+            y = opfuser.Sequential(grouped)(x, sizes)
+        found[provider] = y, *torch.autograd.grad(y.sum(), [x, *grouped.parameters()])
+    for own, plain in zip(found["te"], found["torch"]):
+        assert error(own, plain.double()) < 1e-2 or not plain.any()
