@@ -50,8 +50,10 @@ class DotProductAttention(BasicOperation):
     With fewer queries than keys, the queries are the last positions.
 
     Every mode is computed by a kernel that exists: torch's for cuDNN, flash and memory-efficient
-    attention and for CPUs, forward and backward, and where none of these takes a call, plain
-    torch for a block of queries at a time, and again in backward. No attention matrix is stored.
+    attention and for CPUs, flash-attn's where it is installed, those that torch compiles for
+    flex_attention, and where none of these takes a call, plain torch for a block of queries at a
+    time, and again in backward. No attention matrix is stored. The first call that flex_attention
+    takes compiles its kernels, for every batch and length.
     :attr:`last_choice` says which kernel the last call took and why not another one; a plan says
     what is known before. ``docs/attention.md`` has the table.
 
@@ -83,7 +85,9 @@ class DotProductAttention(BasicOperation):
         sinks: whether each head has a learned logit that takes part in the softmax without a
             value: parameter ``sinks`` of shape (num_heads,), which starts at 0.
         alibi: whether scores fall with the distance, by a slope per head.
-        kernel: name of the kernel to take; a call that it does not take is an error. None chooses.
+        kernel: name of the kernel to take: ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"cpu"``,
+            ``"flash_attn"``, ``"flex"``, ``"blockwise"`` or ``"te"``, which is Transformer Engine's
+            and taken by name only; a call that it does not take is an error. None chooses.
         v_head_dim: entries of a value head in a packed input; None is as many as of a key head.
         device, dtype: of the parameter.
 

@@ -462,7 +462,9 @@ def test_attention_tells_its_kernel_once_for_each_kind_of_call() -> None:
     gpu = ("cudnn", no), ("flash", no), ("efficient", no)
     name = "DotProductAttention(2, 2, causal=True, scale=None"
     taken = AttentionKernelTaken(
-        f"{name}, softcap=3.0)", "blockwise", (*gpu, ("cpu", "it has no soft-capping"))
+        f"{name}, softcap=3.0)",
+        "blockwise",
+        (*gpu, ("cpu", "it has no soft-capping"), ("flash_attn", no), ("flex", no)),
     )
     what, detail = f"attention of {name}, softcap=3.0)", "cpu: it has no soft-capping"
     fallback = FallbackTaken(what, "cpu", "blockwise", "KERNEL", detail)
