@@ -9,7 +9,7 @@ smaller by exactly the tensors that no longer leave the chip. In particular
 - a function of ATen that returns no view is one launch; GEMMs among them read both operands and
   write the result, whatever they tile;
 - a look-up in a table reads as much of the table as it returns;
-- attention is one launch in each pass if a kernel of torch takes it;
+- attention is one launch in each pass if a kernel takes it on a GPU;
 - allocations and views are nothing.
 
 Saved bytes are what autograd keeps from forward to backward: each storage once, parameters and

@@ -19,7 +19,8 @@ import opfuser
 from opfuser import Identity, Sequential
 from opfuser.errors import ConfigError
 from opfuser.fusion import Fusion, Refusal
-from opfuser.fusion_config import FusionConfig, as_file, reads_below
+from opfuser.fusion_config import FusionConfig, glob_names
+from opfuser.fusion_config_text import as_file
 from opfuser.op import BasicOperation, OperationContext
 from opfuser.registry import Registry, effective, registry
 from tests.planning.toys import REGISTER, FusedForward, pattern
@@ -197,7 +198,7 @@ def test_function_is_not_called_for_operations_where_it_is_off() -> None:
     ],
 )  # fmt: skip
 def test_globs_name_modules_and_what_is_in_them(glob: str, path: str, holds: bool) -> None:
-    assert reads_below(glob, path) == holds
+    assert glob_names(glob, path) == holds
 
 
 # Layers.
