@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OpfuserError
-from . import explain
+from . import audit, explain
 
 __all__ = ["COMMANDS", "ERROR", "FINDINGS", "main", "parser"]
 
-COMMANDS = (explain,)
+COMMANDS = (explain, audit)
 """In the order in which help lists them."""
 
 FINE, ERROR, FINDINGS = 0, 1, 3

@@ -1,0 +1,260 @@
+"""An audit of a model: everything that could be fused in it and is not."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from ... import __version__
+from ...fusion import Refusal
+from ...integrations.torch_nn import conversion_report
+from ...registry import fusions
+from ...sequential import Sequential
+from . import segments
+from .chains import Chain, Fused, chains, fused, inputs_of, merged, operation, signature
+from .estimates import Cost, of_nodes, of_sequence, only, unfused
+from .formulas import Found, find
+from .kernels import KNOWN, Existing, advice, look_up
+from .sequences import Blocked, blocked
+from .todo import Estimate, Instance, MissedFusion, Todo
+from .tracing import Place, Trace, facts_of, trace
+
+__all__ = ["audit"]
+
+
+class _Site(NamedTuple):
+    """One finding before equal ones are put together."""
+
+    key: tuple[Any, ...]
+    where: tuple[Any, ...]
+    entry: MissedFusion
+    instance: Instance
+    cost: Cost
+
+
+def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
+    """What a model could fuse and does not.
+
+    The model is called once; on the meta device nothing is computed. In a Sequential of operations,
+    registered fusions are sought that something keeps from matching. Everywhere else, formulas are
+    sought that one kernel computes, and operations that would fuse in a Sequential.
+
+    Args:
+        model: of operations, of ``torch.nn``, of Hugging Face, or mixed.
+        inputs: positional arguments of its call; those that require grad, and parameters that do,
+            say whether backward counts.
+        name: of the model; the name of its class if empty.
+
+    Raises:
+        Exception: what the model itself raises.
+    """
+    given = tuple(inputs)
+    traced = trace(model, given)
+    sites = [_of_blocked(missed) for call in traced.calls for missed in blocked(call)]
+    sites += _in_graph(model, traced)
+    return Todo(name or type(model).__name__, _env(model, given), _joined(sites))
+
+
+def _in_graph(model: nn.Module, traced: Trace) -> Iterator[_Site]:
+    found = merged(find(traced))
+    costs: dict[Any, Cost | None] = {}
+    for f in found:
+        if f.kind in KNOWN and len(f.launches) > 1:
+            yield _of_formula(f, costs)
+    remedies = _remedies(model) if found else []
+    trained = any(p.requires_grad for p in model.parameters())
+    for one in fused(chains(found, traced), trained):
+        yield _of_chain(one, remedies, costs)
+
+
+def _of_formula(f: Found, costs: dict[Any, Cost | None]) -> _Site:
+    facts = facts_of(f.output)
+    gradient = facts is not None and facts.requires_grad
+    source, recommendation = advice(f.kind, gradient)
+    ops = tuple(segments.function(node) for node in f.launches)
+    entry = _entry(
+        f.kind, source, "joint" if gradient else "forward", ops, look_up(f.kind),
+        recommendation, _RISKS.get(f.kind, _ROUNDING),
+    )  # fmt: skip
+    key = f.kind, *((node.target, facts_of(node)) for node in f.nodes)
+    if key not in costs:
+        module = operation(f)
+        like = None if module is None else Chain((f,), (module,))
+        instead = None if like is None else (Sequential(*like.modules), inputs_of(like))
+        costs[key] = of_nodes(f.nodes, f.outputs, instead)
+    return _site(entry, f.nodes, [f"computed by {len(ops)} functions of torch"], costs[key])
+
+
+def _of_chain(one: Fused, remedies: list[_Remedy], costs: dict[Any, Cost | None]) -> _Site:
+    info = next(info for info in fusions() if info.name == one.name)
+    ops = tuple("sum of gradients" if f is None else f.kind for f in one.part.found)
+    why = "functions of torch compute it; opfuser fuses operations of a Sequential"
+    entry = _entry(
+        one.name, _origin(info.origin), info.stage, ops, _registered(one.name, info.origin),
+        "use_existing_kernel", _dropping(ops), Refusal("GROUP_SPLIT", why),
+    )  # fmt: skip
+    key = one.name, signature(one.part)
+    if key not in costs:
+        sequence = Sequential(*one.part.modules)
+        # A joint fusion may take in what others have fused before it.
+        within = nullcontext() if info.stage == "joint" else only(one.name)
+        costs[key] = of_sequence(sequence, inputs_of(one.part), unfused(), within)
+    nodes = [node for f in one.part.found if f is not None for node in f.nodes]
+    paths = [place.path for place in _places(nodes)]
+    notes = [r.text for r in remedies if all(_under(path, r.path) for path in paths)][:1]
+    return _site(entry, nodes, notes, costs[key])
+
+
+def _of_blocked(b: Blocked) -> _Site:
+    info = next(info for info in fusions() if info.name == b.name)
+    defer = b.why.code in ("COMMUNICATION", "DTYPE", "SUBCLASS", "FORWARD")
+    ops = tuple(type(op).__name__ for op in b.ops)
+    risk = _dropping(ops)
+    if b.why.code in ("SUBCLASS", "FORWARD"):
+        risk = "high: what stands there may compute something else"
+    entry = _entry(
+        b.name, _origin(info.origin), b.stage, ops, _registered(b.name, info.origin),
+        "defer" if defer else "use_existing_kernel", risk, b.why,
+    )  # fmt: skip
+    paths = [f"{b.call.path}.{path}" if b.call.path else path for path in b.paths]
+    where = f"{paths[0]} to {paths[-1]}" if paths[0] != paths[-1] else paths[0]
+    cost = b.cost()
+    instance = Instance(
+        where,
+        segments.modules(b.call.sequence, b.paths),
+        "\n".join(b.steps),
+        "; ".join([str(b.why), f"in the Sequential {b.call.path or '(root)'}", *_counted(cost)]),
+    )
+    return _Site((*_key(entry), b.why), (where, b.name), entry, instance, cost or Cost())
+
+
+def _counted(cost: Cost | None) -> list[str]:
+    """What an estimate consists of."""
+    if cost is None:
+        return ["bytes are not counted: it cannot be run without data"]
+    return [f"{cost.moved} bytes moved less, {cost.kept} kept less for backward"]
+
+
+def _entry(
+    name: str,
+    source: str,
+    stage: str,
+    ops: tuple[str, ...],
+    existing: Existing,
+    recommendation: str,
+    risk: str,
+    why: Refusal | None = None,
+) -> MissedFusion:
+    """An entry without sites."""
+    none = Estimate(0, 0, 0)
+    return MissedFusion(name, source, stage, ops, existing, recommendation, why, risk, none, ())
+
+
+def _key(entry: MissedFusion) -> tuple[Any, ...]:
+    return entry.fused_op, entry.stage, entry.component_ops
+
+
+def _site(
+    entry: MissedFusion, nodes: Sequence[fx.Node], notes: list[str], cost: Cost | None
+) -> _Site:
+    places = _places(nodes)
+    instance = Instance(
+        segments.located(places[-1]) if places else "",
+        segments.statements(places),
+        segments.nodes(nodes),
+        "; ".join([*notes, *_callers(places), *_counted(cost)]),
+    )
+    return _Site(_key(entry), tuple(dict.fromkeys(places)), entry, instance, cost or Cost())
+
+
+def _places(nodes: Iterable[fx.Node]) -> list[Place]:
+    return [place for node in nodes if (place := node.meta.get("place")) is not None]
+
+
+def _callers(places: list[Place]) -> list[str]:
+    """Where a function that holds the last statement is called."""
+    stack = places[-1].stack if places else ()
+    return [f"called from {segments.line(*stack[1])}"] if len(stack) > 1 else []
+
+
+def _under(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _joined(sites: list[_Site]) -> tuple[MissedFusion, ...]:
+    """One entry for all sites of a kind; a site that is called again is one."""
+    groups: dict[tuple[Any, ...], list[_Site]] = {}
+    for site in sites:
+        groups.setdefault(site.key, []).append(site)
+    out = []
+    for group in groups.values():
+        calls = len(group)
+        launches = sum(max(site.cost.launches, 0) for site in group) // calls
+        size = sum(site.cost.bytes for site in group) // calls
+        estimate = Estimate(launches, size, calls)
+        unique = {site.where: site.instance for site in group}
+        out.append(group[0].entry._replace(estimate=estimate, instances=tuple(unique.values())))
+    return tuple(sorted(out, key=lambda m: (-m.weight[0], -m.weight[1], m.fused_op)))
+
+
+_ROUNDING = "low: sums are accumulated in another order; results differ by rounding"
+_RISKS = {
+    "linear": "none: one GEMM adds the bias",
+    "rotary_embedding": "none: the same products and sums",
+    "embedding_norm": "none: the same values",
+    "merged_linear": "none: each column is the same sum",
+}
+
+
+def _dropping(ops: tuple[str, ...]) -> str:
+    drops = any(op.lower() == "dropout" for op in ops)
+    return f"{_ROUNDING}; dropout draws other masks" if drops else _ROUNDING
+
+
+def _origin(origin: str) -> str:
+    return "opfuser" if origin == "opfuser" else "plugin"
+
+
+def _registered(name: str, origin: str) -> Existing:
+    page = "docs/reference/fusions.md" if origin == "opfuser" else "registered here"
+    return Existing("found", (f"fusion {name} ({page}; importable here)",))
+
+
+class _Remedy(NamedTuple):
+    path: str
+    text: str
+
+
+def _remedies(model: nn.Module) -> list[_Remedy]:
+    """Modules that opfuser may replace as a whole, and by which call."""
+    out = [
+        _Remedy(m.path, f"opfuser.from_torch(model) replaces {m.path or 'the model'}")
+        for m in conversion_report(model).replaced
+        if m.result in ("Sequential", "EncoderLayer", "DecoderLayer")
+    ]
+    if type(model).__module__.startswith("transformers."):
+        text = "opfuser.hf.apply(model, dry_run=True) says whether it replaces this"
+        out.append(_Remedy("", text))
+    return out
+
+
+def _env(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    parameters = list(model.parameters())
+    first = parameters[0] if parameters else (inputs[0] if inputs else torch.empty(0))
+    dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)
+    return {
+        "opfuser": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": str(first.device),
+        "parameters": ", ".join(dtypes) or "none",
+        "training": model.training,
+        "inputs": [
+            f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}" for t in inputs
+        ],
+    }
