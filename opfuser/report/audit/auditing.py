@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class _Site(NamedTuple):
     where: tuple[Any, ...]
     entry: MissedFusion
     instance: Instance
-    cost: Cost
+    cost: Cost | None
 
 
 def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
@@ -102,8 +103,8 @@ def _of_chain(one: Fused, remedies: list[_Remedy], costs: dict[Any, Cost | None]
     if key not in costs:
         sequence = Sequential(*one.part.modules)
         # A joint fusion may take in what others have fused before it.
-        within = nullcontext() if info.stage == "joint" else only(one.name)
-        costs[key] = of_sequence(sequence, inputs_of(one.part), unfused(), within)
+        within = nullcontext if info.stage == "joint" else partial(only, one.name)
+        costs[key] = of_sequence(sequence, inputs_of(one.part), unfused, within)
     nodes = [node for f in one.part.found if f is not None for node in f.nodes]
     paths = [place.path for place in _places(nodes)]
     notes = [r.text for r in remedies if all(_under(path, r.path) for path in paths)][:1]
@@ -130,13 +131,13 @@ def _of_blocked(b: Blocked) -> _Site:
         "\n".join(b.steps),
         "; ".join([str(b.why), f"in the Sequential {b.call.path or '(root)'}", *_counted(cost)]),
     )
-    return _Site((*_key(entry), b.why), (where, b.name), entry, instance, cost or Cost())
+    return _Site((*_key(entry), b.why), (where, b.name), entry, instance, cost)
 
 
 def _counted(cost: Cost | None) -> list[str]:
     """What an estimate consists of."""
     if cost is None:
-        return ["bytes are not counted: it cannot be run without data"]
+        return ["what it saves is not counted: it cannot be run without data"]
     return [f"{cost.moved} bytes moved less, {cost.kept} kept less for backward"]
 
 
@@ -169,7 +170,7 @@ def _site(
         segments.nodes(nodes),
         "; ".join([*notes, *_callers(places), *_counted(cost)]),
     )
-    return _Site(_key(entry), tuple(dict.fromkeys(places)), entry, instance, cost or Cost())
+    return _Site(_key(entry), tuple(dict.fromkeys(places)), entry, instance, cost)
 
 
 def _places(nodes: Iterable[fx.Node]) -> list[Place]:
@@ -179,7 +180,7 @@ def _places(nodes: Iterable[fx.Node]) -> list[Place]:
 def _callers(places: list[Place]) -> list[str]:
     """Where a function that holds the last statement is called."""
     stack = places[-1].stack if places else ()
-    return [f"called from {segments.line(*stack[1])}"] if len(stack) > 1 else []
+    return [f"called from {segments.line(*stack[1][:2])}"] if len(stack) > 1 else []
 
 
 def _under(path: str, outer: str) -> bool:
@@ -190,12 +191,15 @@ def _joined(sites: list[_Site]) -> tuple[MissedFusion, ...]:
     """One entry for all sites of a kind; a site that is called again is one."""
     groups: dict[tuple[Any, ...], list[_Site]] = {}
     for site in sites:
-        groups.setdefault(site.key, []).append(site)
+        # What is counted, and saves nothing, is no finding.
+        if site.cost is None or site.cost.launches > 0 or site.cost.bytes:
+            groups.setdefault(site.key, []).append(site)
     out = []
     for group in groups.values():
         calls = len(group)
-        launches = sum(max(site.cost.launches, 0) for site in group) // calls
-        size = sum(site.cost.bytes for site in group) // calls
+        costs = [site.cost or Cost() for site in group]
+        launches = sum(max(cost.launches, 0) for cost in costs) // calls
+        size = sum(cost.bytes for cost in costs) // calls
         estimate = Estimate(launches, size, calls)
         unique = {site.where: site.instance for site in group}
         out.append(group[0].entry._replace(estimate=estimate, instances=tuple(unique.values())))

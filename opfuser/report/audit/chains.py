@@ -15,6 +15,7 @@ from ...basic import (
     QGEGLU,
     QGELU,
     AddExtraInput,
+    Bias,
     CrossEntropy,
     Dropout,
     LayerNorm,
@@ -217,6 +218,8 @@ def operation(f: Found) -> nn.Module | None:
     if f.kind == "linear":
         bias = values.get("bias") is not None
         return Linear(size[0], result.shape[-1], bias=bias, **how)  # type: ignore[arg-type]
+    if f.kind == "bias":
+        return Bias(size[0], **how) if source.shape == result.shape else None  # type: ignore[arg-type]
     if f.kind == "merged_linear":
         parts: list[Found] = values["parts"]
         widths = {str(n): _width(part) for n, part in enumerate(parts)}

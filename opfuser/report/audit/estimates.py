@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -151,8 +151,8 @@ def _on() -> list[str]:
 def of_sequence(
     sequence: Sequential,
     inputs: Iterable[Tensor],
-    without: AbstractContextManager[Any],
-    within: AbstractContextManager[Any],
+    without: Callable[[], AbstractContextManager[Any]],
+    within: Callable[[], AbstractContextManager[Any]],
 ) -> Cost | None:
     """What a Sequential takes more without fusions than with them.
 
@@ -167,9 +167,9 @@ def of_sequence(
     """
     target = Target("", _Within(sequence), tuple(inputs))
     try:
-        with without:
+        with without():
             before = model_traffic(target)
-        with within:
+        with within():
             after = model_traffic(target)
     except TargetError:
         return None

@@ -401,6 +401,9 @@ def _direct(node: fx.Node) -> Found | None:
         return made("embedding", (given(0, "input"),), weight=given(1, "weight"))
     if name == "cross_entropy":
         return made("cross_entropy", (given(0, "input"), given(1, "target")))
+    if name == "add" and len(args) == 2 and any(_is_vector(n) for n in args):
+        weight, x = args if _is_vector(args[0]) else args[::-1]
+        return made("bias", (x,), weight=weight)
     if name == "add" and not node.kwargs.get("alpha"):
         terms = [n for n in args if isinstance(n, fx.Node) and n.op != "get_attr"]
         shapes = {getattr(facts_of(n), "shape", None) for n in terms}
@@ -410,3 +413,7 @@ def _direct(node: fx.Node) -> Found | None:
 
 def _is_weight(node: Any) -> bool:
     return isinstance(node, fx.Node) and _MATRIX(node)
+
+
+def _is_vector(node: Any) -> bool:
+    return isinstance(node, fx.Node) and _VECTOR(node)

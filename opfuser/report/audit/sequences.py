@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ...op import BasicOperation, FusibleOperation, is_built_in
 from ...registry import disable, enable, fusions, registry
 from ...sequential import Sequential
 from ..observing import SequenceCall
-from .estimates import Cost, of_sequence, segment
+from .estimates import Cost, of_sequence, segment, unfused
 
 __all__ = ["Blocked", "blocked"]
 
@@ -39,6 +40,7 @@ class Blocked(NamedTuple):
         paths: of these operations in the Sequential.
         steps: how the plan runs them now.
         inputs: of these operations alone, without data.
+        refuses: whether the fusion itself does, so that it cannot be tried.
     """
 
     name: str
@@ -49,10 +51,22 @@ class Blocked(NamedTuple):
     paths: tuple[str, ...]
     steps: tuple[str, ...]
     inputs: tuple[Tensor, ...]
+    refuses: bool = False
 
     def cost(self) -> Cost | None:
-        """What it would save; None if that cannot be counted."""
-        return of_sequence(segment(self.ops), self.inputs, disable(self.name), enable(self.name))
+        """What it would save; None if that cannot be counted.
+
+        Where something stands in the way, it is in the way of other fusions too.
+        """
+        if self.refuses:
+            return None
+        switched_off = self.why.code == "DISABLED"
+        return of_sequence(
+            segment(self.ops),
+            self.inputs,
+            partial(disable, self.name) if switched_off else unfused,
+            partial(enable, self.name),
+        )
 
 
 class _Obstacle(NamedTuple):
@@ -182,7 +196,8 @@ def _refused(call: SequenceCall, before: Plan, gains: list[Blocked]) -> Iterator
                 continue
             span = _span(record.name, before, at)
             outputs = _outputs(before, call.inputs[0]) if outputs is None else outputs
-            yield _blocked(record.name, why, call, before, span, outputs, before)
+            found = _blocked(record.name, why, call, before, span, outputs, before)
+            yield found._replace(refuses=True)
 
 
 def _span(name: str, plan: Plan, at: int) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
-from torch.nn import functional as F
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -46,12 +45,12 @@ class Place(NamedTuple):
         path: of the module whose forward it is in; empty for the model itself.
         kind: the name of that module's class.
         stack: files and lines of the statement and of those that called it, the innermost first,
-            without those of torch.
+            without those of torch; and the instruction, as one line may have several calls.
     """
 
     path: str
     kind: str
-    stack: tuple[tuple[str, int], ...]
+    stack: tuple[tuple[str, int, int], ...]
 
     @property
     def file(self) -> str:
@@ -123,8 +122,6 @@ _SPELLED = {
     "concat": "cat", "concatenate": "cat", "rpow": "rpow", "mm": "matmul", "bmm": "matmul",
     "rmatmul": "matmul", "ipow": "pow",
 }  # fmt: skip
-# Functions in Python that are worth seeing inside.
-_OPEN = (F.multi_head_attention_forward,)
 _OWN_CODE = ("torch.", "opfuser.")
 
 
@@ -175,9 +172,6 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.opaque:
             return func(*args, **kwargs)
-        if func in _OPEN:
-            with self:
-                return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if tensors_of(out):
             self._add("call_function", func, args, kwargs, out)
@@ -239,7 +233,7 @@ class _Recorder(TorchFunctionMode):
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not trace.__code__:
             if not frame.f_globals.get("__name__", "").startswith(_OWN_CODE):
-                stack.append((frame.f_code.co_filename, frame.f_lineno))
+                stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))
             frame = frame.f_back
         return Place(path, type(module).__name__, tuple(stack))
 
