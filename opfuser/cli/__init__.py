@@ -15,14 +15,13 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OpfuserError
-from . import audit, explain
+from . import audit, bench, diff, doctor, explain
+from .arguments import ERROR, FINE
 
-__all__ = ["COMMANDS", "ERROR", "FINDINGS", "main", "parser"]
+__all__ = ["COMMANDS", "main", "parser"]
 
-COMMANDS = (explain, audit)
+COMMANDS = (explain, diff, audit, bench, doctor)
 """In the order in which help lists them."""
-
-FINE, ERROR, FINDINGS = 0, 1, 3
 
 
 class _Parser(argparse.ArgumentParser):

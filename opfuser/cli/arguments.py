@@ -6,11 +6,26 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import TargetError, explain
 from ..report.inputs import named_dtype
 from ..report.target import Target, load
 
-__all__ = ["Subparsers", "add_command", "add_model", "target_of", "write"]
+__all__ = [
+    "ERROR",
+    "FINDINGS",
+    "FINE",
+    "Subparsers",
+    "add_command",
+    "add_inputs",
+    "add_model",
+    "add_output",
+    "target_of",
+    "write",
+]
+
+FINE, ERROR, FINDINGS = 0, 1, 3  # the exit statuses of every command
 
 Subparsers = Any  # argparse keeps the class of its subparsers private
 
@@ -31,26 +46,29 @@ def add_command(
         name,
         help=summary,
         description=description,
-        epilog=f"example:\n{example}",
+        epilog=f"examples:\n{example}" if "\n" in example else f"example:\n{example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return made
 
 
-def add_model(parser: argparse.ArgumentParser, device: str = "meta", *, nargs: str = "") -> None:
+def add_model(parser: argparse.ArgumentParser, *, with_data: bool = False) -> None:
     """Adds the arguments that name a model and the inputs of its call.
 
     Args:
         parser: of a command.
-        device: the default of ``--device``.
-        nargs: "?" where the model may be left out.
+        with_data: whether the default device is not meta, but CUDA, or the CPU without it.
     """
     parser.add_argument(
         "model",
         metavar="pkg.mod:build",
         help="a function without arguments that builds the model, or the model itself",
-        **({"nargs": nargs} if nargs else {}),  # type: ignore[arg-type]
     )
+    add_inputs(parser, with_data=with_data)
+
+
+def add_inputs(parser: argparse.ArgumentParser, *, with_data: bool = False) -> None:
+    """Adds those of :func:`add_model` besides the model."""
     parser.add_argument(
         "--input",
         action="append",
@@ -61,9 +79,11 @@ def add_model(parser: argparse.ArgumentParser, device: str = "meta", *, nargs: s
     )
     parser.add_argument(
         "--device",
-        default=device,
+        default=None if with_data else "meta",
         metavar="DEVICE",
-        help="meta, cpu or cuda; meta plans like a GPU and needs none (default: %(default)s)",
+        help="cpu or cuda (default: cuda where there is one)"
+        if with_data
+        else "meta, cpu or cuda; meta plans like a GPU and needs none (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
@@ -84,7 +104,24 @@ def target_of(args: argparse.Namespace) -> Target:
         raise TargetError(
             explain("Parameters are converted to a floating-point dtype", received=args.dtype)
         )
-    return load(args.model, args.input, args.device, dtype)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return load(args.model, args.input, device, dtype)
+
+
+def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:
+    """Adds where a command writes to, and as what.
+
+    Args:
+        parser: of a command.
+        formats: the first is the default; none leaves ``--format`` out.
+    """
+    if formats:
+        parser.add_argument(
+            "--format", choices=formats, default=formats[0], help="(default: %(default)s)"
+        )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=None, metavar="FILE", help="write to a file"
+    )
 
 
 def write(text: str, file: Path | None) -> None:

@@ -8,11 +8,9 @@ from pathlib import Path
 from ..errors import OpfuserError, TargetError, explain
 from ..report.audit import audit
 from ..report.inputs import said
-from .arguments import Subparsers, add_command, add_model, target_of, write
+from .arguments import FINDINGS, FINE, Subparsers, add_command, add_model, target_of, write
 
 __all__ = ["add"]
-
-_FINE, _FINDINGS = 0, 3
 
 
 def add(subparsers: Subparsers) -> None:
@@ -51,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
             )
         ) from error
     if not todo.missed_fusions:
-        return _FINE
+        return FINE
     write(todo.as_yaml().rstrip("\n"), args.write)
     if args.write is not None:
         sites = sum(len(missed.instances) for missed in todo.missed_fusions)
         print(f"{args.write}: {len(todo.missed_fusions)} fused operations, {sites} sites")
-    return _FINDINGS
+    return FINDINGS

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...change_tracking import has_hooks, replaces_forward
 from ...engine.plan import Plan, Step
 from ...errors import OpfuserError
-from ...fusion import Fusion, Refusal, Stage
+from ...fusion import Fusion, Match, Refusal, Stage
 from ...integrations.torch_nn import from_torch
 from ...op import BasicOperation, FusibleOperation, is_built_in
 from ...registry import disable, enable, fusions, registry
@@ -38,7 +38,7 @@ class Blocked(NamedTuple):
         call: of the Sequential.
         ops: the basic operations.
         paths: of these operations in the Sequential.
-        steps: how the plan runs them now.
+        steps: how the plan runs them now, and what it says of the fusion there.
         inputs: of these operations alone, without data.
         refuses: whether the fusion itself does, so that it cannot be tried.
     """
@@ -204,9 +204,9 @@ def _span(name: str, plan: Plan, at: int) -> tuple[int, ...]:
     """The operations that a pattern takes from ``at`` on."""
     found: list[tuple[int, ...]] = []
 
-    def note(start: int, stop: int) -> Refusal:
-        if start == at:
-            found.append(tuple(range(start, stop)))
+    def note(match: Match) -> Refusal:
+        if match.start == at:
+            found.append(tuple(range(match.start, match.stop)))
         return Refusal("GROUP_SPLIT", "not built here")
 
     for handle in registry:
@@ -238,9 +238,15 @@ def _blocked(
         call,
         tuple(plan.basic_ops[i] for i in indices),
         paths,
-        _steps(before, set(paths)),
+        (*_steps(before, set(paths)), *_said_there(before, name, paths)),
         tuple(torch.empty_like(t, device="meta").requires_grad_(x_needs) for t in inputs),
     )
+
+
+def _said_there(plan: Plan, name: str, paths: tuple[str, ...]) -> list[str]:
+    """What a plan says of a fusion at the first of its operations."""
+    at = next((n for n, path in enumerate(plan.names) if path in paths), None)
+    return [] if at is None else plan.why(name, at).splitlines()
 
 
 def _steps(plan: Plan, paths: set[str]) -> tuple[str, ...]:
