@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, ClassVar, Concatenate, TypeVar
+from typing import Any, ClassVar, Concatenate, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from .errors import (
     ChannelIndexError,
     MissingImplementationError,
     NotSupportedError,
+    OpKwargsError,
     ReadOnlyAttributeError,
     explain,
 )
@@ -494,6 +495,19 @@ class BasicOperation(FusibleOperation):
                     remedy=f"Override {method}",
                 )
             )
+
+    def refuse_keywords(self, kwargs: Mapping[str, Any]) -> NoReturn:
+        """For a :meth:`fuser_forward` that takes no keywords and was given some.
+
+        Args:
+            kwargs: this operation's entry of ``basic_op_kwargs``, not empty.
+
+        Raises:
+            OpKwargsError: always.
+        """
+        raise OpKwargsError(
+            explain(f"{type(self).__name__} takes no keywords", received=", ".join(kwargs))
+        )
 
     def fuser_forward(
         self,

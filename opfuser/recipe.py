@@ -108,6 +108,8 @@ class Recipe:
             operation for backward in E4M3, one byte for each element and four for each 128, with
             scales of their own; what forward computes does not change. Where it is not so, says
             ``cache_quantized_input`` of :class:`opfuser.SwiGLU`. None saves it as it is.
+        min_features: linear operations with fewer features on either side compute without the
+            recipe, and the plan says so. Where a GPU takes less time than the host, FP8 saves none.
         gemm: who multiplies quantised operands, by the name of a provider of
             :mod:`opfuser.gemm_providers`. Products that it refuses are torch's; the plan says who
             computes which, and why.
@@ -129,6 +131,7 @@ class Recipe:
     wgrad: Mode = "fp8"
     save_activations: Literal["fp8"] | None = None
     gemm: str = "torch"
+    min_features: int = 0
 
     # Features of a linear operation are multiples of this.
     multiple: ClassVar[int] = 16
@@ -154,6 +157,8 @@ class Recipe:
             self._wrong("fprop, dgrad and wgrad are 'fp8' or 'bf16'", repr(modes))
         if self.save_activations not in (None, "fp8"):
             self._wrong("save_activations is None or 'fp8'", repr(self.save_activations))
+        if self.min_features < 0:
+            self._wrong("min_features is at least 0", repr(self.min_features))
         gemm_providers.find(self.gemm)
         if not isinstance(self.fp8_format, Format):
             self._wrong("fp8_format is a Format", repr(self.fp8_format))

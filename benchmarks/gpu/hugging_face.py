@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
@@ -15,7 +16,7 @@ from benchmarks.gpu import model as whole
 from benchmarks.gpu import peers
 from benchmarks.gpu.blocks import randomise
 from benchmarks.gpu.contest import solve
-from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Problem, Row
+from benchmarks.gpu.problem import STEP, Case, Function, Inputs, Options, Problem, Row, Within
 from opfuser import hf
 
 MODES = ("default",)
@@ -66,13 +67,31 @@ def replaced(source: nn.Module, **options: bool) -> Function:
 
 
 def by_liger(source: nn.Module) -> Function:
+    """Liger's patch of a model.
+
+    It also sets names in the module of all Llamas, such as the function of rotary embeddings, which
+    torch.compile cannot trace. They hold during its own calls, so that the others are untouched.
+    """
+    names = vars(importlib.import_module(type(source).__module__))
+    untouched = dict(names)
+    patched: dict[str, Any] = {}
+
     def build() -> Function:
         liger = importlib.import_module("liger_kernel.transformers")
         model = sharing(source)
         liger.apply_liger_kernel_to_llama(model=model)
         return loss_of(model)
 
-    return peers.late(build)
+    @contextlib.contextmanager
+    def own_names() -> Iterator[None]:
+        names.update(patched)
+        try:
+            yield
+        finally:
+            patched.update({n: v for n, v in names.items() if v is not untouched.get(n)})
+            names.update(untouched)
+
+    return Within(peers.late(build), own_names)
 
 
 def step(options: Options, layers: int, length: int) -> Problem:

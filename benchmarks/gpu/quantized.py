@@ -174,8 +174,8 @@ def torchao(make: Callable[[], nn.Module], source: nn.Module, features: int) -> 
         return compiled
 
     return {
-        f"torchao, compiled, {ours}": peers.late(lambda name=name: build(name))
-        for ours, name in TORCHAO.items()
+        f"torchao, compiled, {scales}": peers.late(lambda name=name: build(name))
+        for scales, name in TORCHAO.items()
     }
 
 

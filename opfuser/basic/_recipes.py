@@ -11,7 +11,7 @@ from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
 from ..quantization.products import gemm_choices
 
-__all__ = ["check_own_recipe", "choices_of", "recipe_refusal"]
+__all__ = ["check_own_recipe", "choices_of", "features_refusal", "recipe_refusal"]
 
 
 def check_own_recipe(recipe: object, where: str) -> None:
@@ -27,8 +27,21 @@ def check_own_recipe(recipe: object, where: str) -> None:
         )
 
 
+def features_refusal(features: tuple[int, int], env: Env) -> Refusal | None:
+    """Why a matrix (N, K) is not multiplied as the recipe of a call says, or None."""
+    multiple = 1 if env.recipe is None else env.recipe.multiple
+    if any(size % multiple or not size for size in features):
+        return Refusal("SHAPE", f"its features, {features}, are no multiples of {multiple}")
+    return None
+
+
 def recipe_refusal(
-    own: str | None, features: tuple[int, int], dtype: torch.dtype | None, env: Env
+    own: str | None,
+    features: tuple[int, int],
+    dtype: torch.dtype | None,
+    env: Env,
+    *,
+    stored: bool = False,
 ) -> Refusal | None:
     """Why the GEMMs of an operation do not follow the recipe of a call, or None.
 
@@ -38,12 +51,16 @@ def recipe_refusal(
         dtype: in which it computes without autocast; None where its weight was cleared, of which
             forward tells.
         env: of the call.
+        stored: whether its weight is stored quantised, so that ``min_features`` does not count.
     """
     if own is None:
         return Refusal("NO_RECIPE", "its recipe is None")
-    multiple = 1 if env.recipe is None else env.recipe.multiple
-    if any(size % multiple or not size for size in features):
-        return Refusal("SHAPE", f"its features, {features}, are no multiples of {multiple}")
+    refusal = features_refusal(features, env)
+    if refusal is not None:
+        return refusal
+    fewest = 0 if env.recipe is None or stored else env.recipe.min_features
+    if min(features) < fewest:
+        return Refusal("SHAPE", f"its features, {features}, are below min_features = {fewest}")
     if (env.autocast_dtype or dtype) == torch.float64:
         return Refusal("DTYPE", "fp64 is not quantised")
     return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, OpKwargsError, explain
+from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation
 from ._dtypes import check_parameter_dtype
 
@@ -82,8 +82,7 @@ class AddEmbedding(BasicOperation):
     ) -> ForwardResult:
         (ctx,), ((indices,),) = basic_op_ctxs, arguments["basic_op_extra_inputs"]
         if arguments["basic_op_kwargs"][0]:
-            received = ", ".join(arguments["basic_op_kwargs"][0])
-            raise OpKwargsError(explain("AddEmbedding takes no keywords", received=received))
+            self.refuse_keywords(arguments["basic_op_kwargs"][0])
         assert indices is not None
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(indices))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardResult
-from ..errors import InputError, OpKwargsError, explain
+from ..errors import InputError, explain
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["AddExtraInput"]
@@ -51,12 +51,7 @@ class AddExtraInput(BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> ForwardResult:
         if basic_op_kwargs[0]:
-            raise OpKwargsError(
-                explain(
-                    "AddExtraInput takes no keywords",
-                    received=", ".join(basic_op_kwargs[0]),
-                )
-            )
+            self.refuse_keywords(basic_op_kwargs[0])
         extra = basic_op_extra_inputs[0][0]
         assert extra is not None
         if basic_op_ctxs[0].may_overwrite and self._fits(input_, extra):

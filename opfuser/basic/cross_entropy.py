@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, OpKwargsError, explain
+from ..errors import ArgumentError, InputError, explain
 from ..kernels.cross_entropy import (
     Terms,
     cross_entropy_backward,
@@ -124,7 +124,8 @@ class CrossEntropy(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        self.refuse_keywords(given["basic_op_kwargs"][0])
+        if given["basic_op_kwargs"][0]:
+            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx, targets = basic_op_ctxs[0], given["basic_op_extra_inputs"][0][0]
         terms, reduction = ctx.settings or self.frozen_settings(ctx)
         assert targets is not None
@@ -165,17 +166,6 @@ class CrossEntropy(BasicOperation):
             terms,
         )
         return dx.view_as(input_), [()], [(None,)]
-
-    def refuse_keywords(self, kwargs: dict[str, Any]) -> None:
-        """Refuses keywords of a call.
-
-        Raises:
-            OpKwargsError: there are any.
-        """
-        if kwargs:
-            raise OpKwargsError(
-                explain("CrossEntropy takes no keywords", received=", ".join(kwargs))
-            )
 
     def check_inputs(self, shape: torch.Size, dtype: torch.dtype, targets: Tensor) -> None:
         """Raises InputError unless logits of that shape and dtype go with ``targets``."""

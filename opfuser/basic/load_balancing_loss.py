@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, OpKwargsError, explain
+from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["LoadBalancingLoss"]
@@ -92,8 +92,7 @@ class LoadBalancingLoss(BasicOperation):
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
         if given["basic_op_kwargs"][0]:
-            names = ", ".join(given["basic_op_kwargs"][0])
-            raise OpKwargsError(explain("LoadBalancingLoss takes no keywords", received=names))
+            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx = basic_op_ctxs[0]
         (coefficient,) = ctx.settings or self.frozen_settings(ctx)
         terms = [t for t in given["basic_op_extra_inputs"][0] if t is not None]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..buffer_reuse import only_reference
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardResult
-from ..errors import OpKwargsError, explain
 from ..op import BasicOperation
 
 __all__ = ["MakeExtraOutput"]
@@ -52,12 +51,7 @@ class MakeExtraOutput(BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> ForwardResult:
         if basic_op_kwargs[0]:
-            raise OpKwargsError(
-                explain(
-                    "MakeExtraOutput takes no keywords",
-                    received=", ".join(basic_op_kwargs[0]),
-                )
-            )
+            self.refuse_keywords(basic_op_kwargs[0])
         return input_, [(input_,)]
 
     def fuser_backward(

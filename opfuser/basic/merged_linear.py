@@ -16,9 +16,10 @@ from ..gemm_providers import GemmChoice
 from ..op import Dtypes, OperationContext
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
+from ..wgrad_overlap import WgradOverlap, compute
 from ._distributed import LinearSharding
 from ._projections import OfProjections, Projection
-from ._recipes import check_own_recipe, choices_of, recipe_refusal
+from ._recipes import check_own_recipe, choices_of, features_refusal, recipe_refusal
 from ._weight_grad import (
     Computed,
     Product,
@@ -59,6 +60,7 @@ class BasicMergedLinear(OfProjections):
     }
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
+    wgrad_overlap: WgradOverlap | None = None
 
     class Settings(NamedTuple):
         accumulate_into_main_grad: bool
@@ -95,12 +97,12 @@ class BasicMergedLinear(OfProjections):
         return dtypes.autocast or dtypes.first_parameter
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
-        dtype = self._weights()[0].dtype
         for size in self.sizes:  # so that each is quantised with others as it is alone
-            no = recipe_refusal(self.recipe, (size, self.in_features), dtype, env)
+            no = features_refusal((size, self.in_features), env)
             if no is not None:
                 return no
-        return None
+        features = self.out_features, self.in_features
+        return recipe_refusal(self.recipe, features, self._weights()[0].dtype, env)
 
     def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
         if env.recipe is None:
@@ -242,9 +244,9 @@ class BasicMergedLinear(OfProjections):
         if all(needed):
             whole = gradient(None)
             if not (into_main_grad or (into_grad and isinstance(whole, Product))):
-                return tuple(whole.value().split(self.sizes))
+                return tuple(compute(whole.value).split(self.sizes))
             if not isinstance(whole, Product):  # whose GEMM adds to nothing
-                pieces = whole.value().split(self.sizes)
+                pieces = compute(whole.value).split(self.sizes)
         used = kept_weights(ctx)
 
         def handed(n: int, columns: slice) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import ArgumentError, InputError, OpKwargsError, explain
+from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation, Dtypes
 from ._row_map import counts, gather_sum, slots, tokens
 
@@ -86,8 +86,7 @@ class Permute(BasicOperation):
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
         if given["basic_op_kwargs"][0]:
-            names = ", ".join(given["basic_op_kwargs"][0])
-            raise OpKwargsError(explain("Permute takes no keywords", received=names))
+            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx = basic_op_ctxs[0]
         indices, weights = (*given["basic_op_extra_inputs"][0], None)[:2]
         assert indices is not None

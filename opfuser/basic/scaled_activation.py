@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import InputError, OpKwargsError, explain
+from ..errors import InputError, explain
 from ..kernels import functions
 from ..kernels.gated import (
     GatedGrads,
@@ -61,13 +61,8 @@ class _ScaledActivation(BasicOperation):
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        where = type(self).__name__
         if given["basic_op_kwargs"][0]:
-            raise OpKwargsError(
-                explain(
-                    f"{where} takes no keywords", received=", ".join(given["basic_op_kwargs"][0])
-                )
-            )
+            self.refuse_keywords(given["basic_op_kwargs"][0])
         scales = given["basic_op_extra_inputs"][0][0]
         assert scales is not None
         ctx = basic_op_ctxs[0]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardResult
-from ..errors import OpKwargsError, explain
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["SwapExtra"]
@@ -42,9 +41,7 @@ class SwapExtra(BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> ForwardResult:
         if basic_op_kwargs[0]:
-            raise OpKwargsError(
-                explain("SwapExtra takes no keywords", received=", ".join(basic_op_kwargs[0]))
-            )
+            self.refuse_keywords(basic_op_kwargs[0])
         (extra,) = basic_op_extra_inputs[0]
         assert extra is not None
         return extra, [(input_,)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import InputError, OpKwargsError, explain
+from ..errors import InputError, explain
 from ..op import BasicOperation
 from ._row_map import gather_sum, slots, tokens
 
@@ -56,8 +56,7 @@ class Unpermute(BasicOperation):
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
         if given["basic_op_kwargs"][0]:
-            names = ", ".join(given["basic_op_kwargs"][0])
-            raise OpKwargsError(explain("Unpermute takes no keywords", received=names))
+            self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx = basic_op_ctxs[0]
         row_map, weights = (*given["basic_op_extra_inputs"][0], None)[:2]
         assert row_map is not None

@@ -16,7 +16,7 @@ from opfuser.recipe import Recipe
 from .hf_config import decoder_arguments
 from .moe import MoEConfig
 
-__all__ = ["ACTIVATIONS", "Activation", "DecoderConfig"]
+__all__ = ["ACTIVATIONS", "Activation", "DecoderConfig", "encoder_blocks"]
 
 
 class Activation(NamedTuple):
@@ -265,3 +265,28 @@ class DecoderConfig:
     def ffn_features(self) -> int:
         """Features inside the feed-forward block."""
         return -(-8 * self.dim // 192) * 64 if self.ffn_dim is None else self.ffn_dim
+
+
+# What an encoder's configuration and that of its blocks have under the same name.
+_OF_BLOCKS = (
+    "dim num_layers num_heads activation norm_eps attention_dropout init_std device dtype recipe"
+).split()
+
+
+def encoder_blocks(config: Any, **others: Any) -> DecoderConfig:
+    """The configuration of an encoder's blocks: LayerNorms, biases, attention to all positions.
+
+    Args:
+        config: of the encoder.
+        **others: what only some encoders have.
+    """
+    return DecoderConfig(
+        **{name: getattr(config, name) for name in _OF_BLOCKS},
+        ffn_dim=4 * config.dim if config.ffn_dim is None else config.ffn_dim,
+        out_bias=True,
+        mlp_bias=True,
+        norm="layer",
+        causal=False,
+        residual_dropout=config.dropout,
+        **others,
+    )

@@ -20,7 +20,7 @@ from opfuser import (
 )
 from opfuser.recipe import Recipe
 
-from .config import DecoderConfig
+from .config import DecoderConfig, encoder_blocks
 from .decoder import decoder_layers
 from .hf_config import encoder_arguments
 
@@ -91,29 +91,14 @@ class EncoderConfig:
 
     def blocks(self) -> DecoderConfig:
         """The configuration of its blocks."""
-        return DecoderConfig(
-            self.vocab_size,
-            self.dim,
-            self.num_layers,
-            self.num_heads,
-            ffn_dim=4 * self.dim if self.ffn_dim is None else self.ffn_dim,
-            norm_eps=self.norm_eps,
-            init_std=self.init_std,
-            device=self.device,
-            dtype=self.dtype,
-            recipe=self.recipe,
+        return encoder_blocks(
+            self,
+            vocab_size=self.vocab_size,
             learned_positions=self.num_positions,
             padding_idx=self.padding_idx,
             qkv_bias=True,
-            out_bias=True,
-            mlp_bias=True,
-            norm="layer",
             norm_first=self.norm_first,
-            causal=False,
-            activation=self.activation,
             embedding_dropout=self.dropout,
-            residual_dropout=self.dropout,
-            attention_dropout=self.attention_dropout,
         )
 
 

@@ -12,7 +12,7 @@ from opfuser import Dropout, LayerNorm, Linear, PositionEmbedding, Sequential
 from opfuser.errors import ArgumentError, InputError, explain
 from opfuser.recipe import Recipe
 
-from .config import DecoderConfig
+from .config import DecoderConfig, encoder_blocks
 from .decoder import decoder_layers
 from .hf_config import image_encoder_arguments
 
@@ -97,26 +97,11 @@ class ImageEncoderConfig:
 
     def blocks(self) -> DecoderConfig:
         """The configuration of its blocks, in which there is no vocabulary."""
-        return DecoderConfig(
-            1,
-            self.dim,
-            self.num_layers,
-            self.num_heads,
-            ffn_dim=4 * self.dim if self.ffn_dim is None else self.ffn_dim,
-            norm_eps=self.norm_eps,
-            init_std=self.init_std,
-            device=self.device,
-            dtype=self.dtype,
-            recipe=self.recipe,
+        return encoder_blocks(
+            self,
+            vocab_size=1,
             learned_positions=1 + self.num_patches,
             qkv_bias=self.qkv_bias,
-            out_bias=True,
-            mlp_bias=True,
-            norm="layer",
-            causal=False,
-            activation=self.activation,
-            residual_dropout=self.dropout,
-            attention_dropout=self.attention_dropout,
         )
 
 

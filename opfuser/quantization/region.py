@@ -39,6 +39,11 @@ class Region(NamedTuple):
     group: dist.ProcessGroup | None
 
 
+# On an H200, with 8192 tokens and delayed scaling, a SwiGLU block of 1024 features takes 3.5 ms, as
+# the host needs that, and 1.6 ms in bf16; one of 2048 features takes 3.6 and 3.5 ms, and replayed
+# 2.2 and 3.2 ms (benchmarks/results/h200/quantized.json).
+DEFAULT_RECIPE = DelayedScaling(min_features=2048)
+
 _NOWHERE = Region(None, None)
 _region: ContextVar[Region] = ContextVar("opfuser_region", default=_NOWHERE)
 
@@ -90,7 +95,8 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
     Args:
         enabled: False is a region without quantised compute.
         calibrating: not supported.
-        recipe: of :mod:`opfuser.recipe`; None is ``DelayedScaling()``.
+        recipe: of :mod:`opfuser.recipe`; None is ``DelayedScaling(min_features=2048)``: smaller
+            linear operations stay in high precision.
         amax_reduction_group: ranks that agree on the largest values of delayed and predicted
             scaling; None: each for itself.
 
@@ -117,7 +123,7 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
             )
         if recipe is not None:
             check_recipe(recipe, type(self).__name__)
-        self.region = Region(recipe or DelayedScaling(), amax_reduction_group)
+        self.region = Region(recipe or DEFAULT_RECIPE, amax_reduction_group)
         if not enabled:
             self.region = _NOWHERE
         self._tokens: list[Token[Region]] = []

@@ -396,6 +396,29 @@ def test_collected_outputs() -> None:
     assert calls(model)["outputs of modules inside are collected"] == 4
 
 
+def test_experts_keep_the_noise_of_their_routers() -> None:
+    model, untouched, report = pair("mixtral", router_jitter_noise=0.5)
+    assert len(paths(report, "layer")) == 2
+    batch = batch_of("mixtral")
+    made = []
+    for each, seed in ((model, 1), (untouched, 1), (untouched, 2)):
+        torch.manual_seed(seed)
+        made.append(step(each.train(), **batch))
+    assert_same(*made[:2])
+    assert not torch.allclose(made[1].logits, made[2].logits, rtol=1e-3)
+    assert calls(model) == {}
+
+
+def test_the_auxiliary_loss_is_that_of_untouched_layers() -> None:
+    model, untouched, _ = pair("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    batch = batch_of("mixtral")
+    got, want = step(model, **batch), step(untouched, **batch)
+    assert_same(got, want)
+    plain = step(untouched, **batch, output_router_logits=False)
+    assert want.loss > plain.loss + 0.1
+    assert calls(model) == {"outputs of modules inside are collected": 4}
+
+
 def test_arguments_that_are_not_known_go_to_the_untouched_forward() -> None:
     model, untouched, _ = pair("llama")
     batch = batch_of("llama")

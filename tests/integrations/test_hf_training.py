@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -72,40 +73,53 @@ def losses(model: Any, path: Path, data: _Tokens, **arguments: Any) -> list[floa
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "qwen3": ("qwen3", {}),
-    "bert": ("bert", {"gradient_accumulation_steps": 2}),
-    "mixtral": ("mixtral", {}),
-    "llama in bf16": ("llama", {"bf16": True}),
-    "qwen3 in bf16": ("qwen3", {"bf16": True}),
-    "bert in bf16": ("bert", {"bf16": True}),
-    "llama checkpointed": ("llama", {"activation_checkpointing": True}),
+class Training(NamedTuple):
+    """Of which model, with which arguments, and which modules LoRA layers are put on."""
+
+    name: str
+    arguments: dict[str, Any]
+    lora: Sequence[str] = ()
+
+
+BF16 = {"bf16": True}
+BERT_PROJECTIONS = ["query", "key", "value", "dense"]
+TRAININGS = {
+    "llama": Training("llama", {}),
+    "qwen3": Training("qwen3", {}),
+    "bert": Training("bert", {"gradient_accumulation_steps": 2}),
+    "mixtral": Training("mixtral", {}),
+    "llama in bf16": Training("llama", BF16),
+    "qwen3 in bf16": Training("qwen3", BF16),
+    "bert in bf16": Training("bert", BF16),
+    "mixtral in bf16": Training("mixtral", BF16),
+    "llama checkpointed": Training("llama", {"activation_checkpointing": True}),
+    "llama, LoRA, in bf16": Training("llama", BF16, PROJECTIONS),
+    "qwen3, LoRA": Training("qwen3", {}, PROJECTIONS),
+    "bert, LoRA, in bf16": Training("bert", BF16, BERT_PROJECTIONS),
+    "mixtral, LoRA": Training("mixtral", {}, PROJECTIONS[:4]),
 }
 
 
 @pytest.mark.parametrize("case", TRAININGS)
 def test_twenty_steps_of_trainer(case: str, tmp_path: Path) -> None:
-    name, arguments = TRAININGS[case]
-    model, untouched, _ = pair(name)
+    name, arguments, lora = TRAININGS[case]
+    trained = pair(name)
+    models = adapted(trained, lora) if lora else trained[:2]
     data = _Tokens()
-    got, want = (losses(m, tmp_path, data, **arguments) for m in (model, untouched))
+    got, want = (losses(m, tmp_path, data, **arguments) for m in models)
     assert len(got) == 20
     rtol = 2e-3 if "bf16" in arguments else 1e-5
     assert got == pytest.approx(want, rel=rtol)
-    assert calls(model) == {}
+    assert calls(trained.model) == {}
 
 
-def adapted(pair: Pair, when: str) -> tuple[Any, Any]:
-    """Both with the same LoRA layers on every projection, which change the outputs."""
+def adapted(pair: Pair, targets: Sequence[str]) -> tuple[Any, Any]:
+    """Both with the same LoRA layers on those modules, which change the outputs."""
     made = []
     for model in pair[:2]:
         torch.manual_seed(1)
-        config = peft.LoraConfig(r=4, target_modules=PROJECTIONS, init_lora_weights=False)
+        config = peft.LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)
         made.append(peft.get_peft_model(model, config))
-    if when == "before apply":
-        opfuser.hf.revert(made[0])
-        opfuser.hf.apply(made[0])
     return made[0], made[1]
 
 
@@ -114,7 +128,10 @@ def test_lora(when: str, tmp_path: Path) -> None:
     plain = pair("llama")
     batch = batch_of("llama")
     want = step(plain.untouched, **batch)
-    model, untouched = adapted(plain, when)
+    model, untouched = adapted(plain, PROJECTIONS)
+    if when == "before apply":
+        opfuser.hf.revert(model)
+        opfuser.hf.apply(model)
     got, adapted_want = step(model, **batch), step(untouched, **batch)
     assert len(got.grads) == 2 * len(PROJECTIONS) * 2
     assert_same(got, adapted_want)
@@ -134,17 +151,13 @@ def test_lora(when: str, tmp_path: Path) -> None:
 
 def test_lora_on_some_projections() -> None:
     """Those of the feed-forward block are fused as before."""
-    model, untouched, report = pair("qwen3")
-    made = []
-    for each in (model, untouched):
-        torch.manual_seed(1)
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        made.append(peft.get_peft_model(each, config))
+    plain = pair("qwen3")
+    model, untouched = adapted(plain, ["q_proj", "v_proj"])
     batch = batch_of("qwen3")
-    assert_same(step(made[0], **batch), step(made[1], **batch))
-    fusions = opfuser.hf.report(made[0]).replaced[0].fusions
-    assert set(report.replaced[0].fusions) - set(fusions) == set()
-    assert calls(made[0]) == {}
+    assert_same(step(model, **batch), step(untouched, **batch))
+    fusions = opfuser.hf.report(model).replaced[0].fusions
+    assert set(plain.report.replaced[0].fusions) - set(fusions) == set()
+    assert calls(model) == {}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

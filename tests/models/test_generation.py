@@ -22,6 +22,11 @@ FAMILIES = {
     name: (CONFIGS[name][0], {**CONFIGS[name][1], "tie_word_embeddings": False})
     for name in ("llama 3", "mistral, window", "qwen3", "gemma 2", "gemma 3")
 }
+# Transformers computes the loss of the routers in generation too, and fails at a mask.
+FAMILIES["mixtral"] = (
+    "Mixtral",
+    {**CONFIGS["mixtral"][1], "output_router_logits": False, "tie_word_embeddings": False},
+)
 FAMILIES["gpt2"] = (
     "GPT2",
     {**GPT2, "n_positions": PROMPT + NEW - 1, "tie_word_embeddings": False},

@@ -55,9 +55,23 @@ def test_a_region_and_its_end() -> None:
 
 
 def test_the_default_recipe() -> None:
-    seq = model()
+    with torch.device("meta"):
+        x, seq = torch.empty(16, 2048), opfuser.Sequential(opfuser.Linear(2048, 2048))
+        small = opfuser.Sequential(opfuser.Linear(2048, 2032), opfuser.ReLU())
+        merged = opfuser.Sequential(opfuser.MergedLinear(2048, {"gate": 1024, "up": 1024}))
     with opfuser.autocast():
-        assert seq.plan(X).env.recipe == DelayedScaling()
+        assert seq.plan(x).env.recipe == DelayedScaling(min_features=2048)
+        assert seq.plan(x).quantized == merged.plan(x).quantized == (0,)
+        plan = small.plan(x)
+    assert plan.quantized == ()
+    assert "not op 0: SHAPE: its features, (2032, 2048), are below min_features = 2048" in str(plan)
+
+
+def test_weights_stored_in_fp8_are_multiplied_whatever_their_size() -> None:
+    with opfuser.quantized_model_init():
+        seq = model()
+    with opfuser.autocast():
+        assert seq.plan(X).quantized == (0, 3)
 
 
 def test_other_threads_are_outside() -> None:
@@ -304,6 +318,7 @@ def test_compiled_calls_are_refused() -> None:
         (lambda: model(recipe=1), ArgumentError, "A recipe is one of opfuser.recipe"),
         (lambda: DelayedScaling(fp8_mha=True), NotSupportedError, "Attention is not computed"),
         (lambda: DelayedScaling(backward_override="x"), NotSupportedError, "backward_override is"),
+        (lambda: DelayedScaling(min_features=-1), ArgumentError, "min_features is at least 0"),
         (lambda: DelayedScaling(fprop="fp4"), ArgumentError, "fprop, dgrad and wgrad are"),
         (
             lambda: DelayedScaling(save_activations="bf16"),

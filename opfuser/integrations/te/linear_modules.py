@@ -13,7 +13,7 @@ import opfuser
 from opfuser import GroupedLinear, LayerNorm, Linear, MakeExtraOutput, MergedLinear, RMSNorm
 from opfuser.errors import ArgumentError, explain
 
-from .options import Options, refuse_delay, refuse_option, refuse_others
+from .options import Options, refuse_delay, refuse_option, refuse_others, values_of
 
 __all__ = [
     "ACTIVATIONS",
@@ -22,6 +22,7 @@ __all__ = [
     "LayerNormMLPOptions",
     "LinearOptions",
     "Split",
+    "linear_keywords",
     "norm",
     "projection",
     "split_names",
@@ -48,6 +49,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "clamped_swiglu": "ClampedSwiGLU",
 }
 _NORMS: Mapping[str, type[LayerNorm] | type[RMSNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+_OF_NORM = ("eps", "normalization", "zero_centered_gamma", "return_layernorm_output")
 _NORM_NAMES = {"norm.weight": "layer_norm_weight", "norm.bias": "layer_norm_bias"}
 
 
@@ -65,6 +67,24 @@ def norm(options: Any, features: int, device: Device, dtype: Dtype) -> LayerNorm
     centered = options.zero_centered_gamma
     where: Any = {"device": device, "dtype": dtype}
     return found(features, eps=options.eps, zero_centered_gamma=centered, **where)
+
+
+def _norms(options: Any, features: int, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
+    """The norm in front, and the extra output of what it makes if ``options`` ask for that."""
+    first: dict[str, nn.Module] = {"norm": norm(options, features, device, dtype)}
+    if options.return_layernorm_output:
+        first["normalized"] = MakeExtraOutput()
+    return first
+
+
+def linear_keywords(options: Any, device: Device, dtype: Dtype) -> dict[str, Any]:
+    """Of the linear operations, from the fields ``bias`` and ``fuse_wgrad_accumulation``."""
+    return {
+        "bias": options.bias,
+        "device": device,
+        "dtype": dtype,
+        "accumulate_into_main_grad": options.fuse_wgrad_accumulation,
+    }
 
 
 def split_of(module: Any) -> Split | None:
@@ -119,10 +139,7 @@ class LinearOptions(Options):
             self.in_features,
             self.out_features,
             self.parameters_split,
-            bias=self.bias,
-            device=device,
-            dtype=dtype,
-            accumulate_into_main_grad=self.fuse_wgrad_accumulation,
+            **linear_keywords(self, device, dtype),
         )
         return {"linear": linear}
 
@@ -133,13 +150,8 @@ class LinearOptions(Options):
     def _read(cls, module: Any) -> dict[str, Any]:
         refuse_others(module)
         refuse_delay(module)
-        return {
-            "in_features": module.in_features,
-            "out_features": module.out_features,
-            "bias": module.use_bias,
-            "fuse_wgrad_accumulation": module.fuse_wgrad_accumulation,
-            "parameters_split": split_of(module),
-        }
+        own = values_of(module, "in_features", "out_features", "bias", "fuse_wgrad_accumulation")
+        return {**own, "parameters_split": split_of(module)}
 
     @classmethod
     def read(cls, module: nn.Module) -> LinearOptions:
@@ -166,20 +178,12 @@ class LayerNormLinearOptions(LinearOptions):
     return_layernorm_output: bool = False
 
     def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
-        first: dict[str, nn.Module] = {"norm": norm(self, self.in_features, device, dtype)}
-        if self.return_layernorm_output:
-            first["normalized"] = MakeExtraOutput()
+        first = _norms(self, self.in_features, device, dtype)
         return {**first, **super().parts(device, dtype)}
 
     @classmethod
     def _read(cls, module: Any) -> dict[str, Any]:
-        return {
-            **super()._read(module),
-            "eps": module.eps,
-            "normalization": module.normalization,
-            "zero_centered_gamma": module.zero_centered_gamma,
-            "return_layernorm_output": module.return_layernorm_output,
-        }
+        return {**super()._read(module), **values_of(module, *_OF_NORM)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,17 +218,9 @@ class LayerNormMLPOptions(Options):
     def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
         activation = self._activation()
         gated = 2 if self.activation.endswith("glu") else 1
-        how: Any = {
-            "bias": self.bias,
-            "device": device,
-            "dtype": dtype,
-            "accumulate_into_main_grad": self.fuse_wgrad_accumulation,
-        }
-        first: dict[str, nn.Module] = {"norm": norm(self, self.hidden_size, device, dtype)}
-        if self.return_layernorm_output:
-            first["normalized"] = MakeExtraOutput()
+        how = linear_keywords(self, device, dtype)
         return {
-            **first,
+            **_norms(self, self.hidden_size, device, dtype),
             "fc1": Linear(self.hidden_size, gated * self.ffn_hidden_size, **how),
             "activation": activation,
             "fc2": Linear(self.ffn_hidden_size, self.hidden_size, **how),
@@ -262,15 +258,9 @@ class LayerNormMLPOptions(Options):
         return cls(
             hidden_size=module.fc1_weight.shape[1],
             ffn_hidden_size=module.fc2_weight.shape[1],
-            eps=module.eps,
-            bias=module.use_bias,
-            normalization=module.normalization,
-            activation=module.activation,
             activation_params=getattr(module, "activation_params", None),
-            fuse_wgrad_accumulation=module.fuse_wgrad_accumulation,
-            return_layernorm_output=module.return_layernorm_output,
-            zero_centered_gamma=module.zero_centered_gamma,
             checkpoint=getattr(module, "checkpoint", False),
+            **values_of(module, "bias", "activation", "fuse_wgrad_accumulation", *_OF_NORM),
         )
 
 
@@ -295,11 +285,8 @@ class GroupedLinearOptions(Options):
             self.num_gemms,
             self.in_features,
             self.out_features,
-            bias=self.bias,
-            device=device,
-            dtype=dtype,
-            accumulate_into_main_grad=self.fuse_wgrad_accumulation,
             delay_wgrad_compute=self.delay_wgrad_compute,
+            **linear_keywords(self, device, dtype),
         )
         return {"linear": linear}
 
@@ -310,11 +297,6 @@ class GroupedLinearOptions(Options):
     @classmethod
     def read(cls, module: Any) -> GroupedLinearOptions:
         refuse_others(module)
-        return cls(
-            num_gemms=module.num_gemms,
-            in_features=module.in_features,
-            out_features=module.out_features,
-            bias=module.use_bias,
-            fuse_wgrad_accumulation=module.fuse_wgrad_accumulation,
-            delay_wgrad_compute=module.wgrad_store.delay_wgrad_compute(),
-        )
+        own = "num_gemms in_features out_features bias fuse_wgrad_accumulation".split()
+        delays = module.wgrad_store.delay_wgrad_compute()
+        return cls(**values_of(module, *own), delay_wgrad_compute=delays)

@@ -23,6 +23,7 @@ __all__ = [
     "refuse_option",
     "refuse_others",
     "refuse_parameters",
+    "values_of",
 ]
 
 # Attributes of modules whose values here are the only ones that have a counterpart.
@@ -31,6 +32,7 @@ _REMEDY: Mapping[str, str] = {
     "tp_size": "Shard the operations of opfuser instead: Linear has tensor_parallel_mode",
     "return_bias": "Construct the module without it; an operation adds its own bias",
 }
+_ATTRIBUTES: Mapping[str, str] = {"bias": "use_bias"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,11 @@ def attribute(value: Any, path: str) -> Any:
     for part in path.split("."):
         value = value[int(part)] if part.isdigit() else getattr(value, part)
     return value() if callable(value) and getattr(value, "__self__", None) is not None else value
+
+
+def values_of(module: nn.Module, *options: str) -> dict[str, Any]:
+    """The options of a module there that it keeps as attributes, by the names of arguments."""
+    return {option: getattr(module, _ATTRIBUTES.get(option, option)) for option in options}
 
 
 def refuse_option(where: str, option: str, value: object, remedy: str = "") -> None:

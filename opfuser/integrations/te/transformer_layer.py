@@ -25,12 +25,13 @@ from .linear_modules import (
     LayerNormLinearOptions,
     LayerNormMLPOptions,
     Split,
+    linear_keywords,
     norm,
     projection,
     split_names,
     split_of,
 )
-from .options import Options, refuse_delay, refuse_option, refuse_others
+from .options import Options, refuse_delay, refuse_option, refuse_others, values_of
 from .packing import DeinterleaveHeads, SwapSequenceAndBatch
 
 __all__ = ["TransformerLayerOptions"]
@@ -45,6 +46,19 @@ _LAYER: Mapping[str, Any] = {
 }
 _CAUSAL = {"causal": True, "causal_bottom_right": True, "no_mask": False}
 _LAYOUTS = ("sbhd", "bshd")
+# Options by the module there that has them as attributes.
+_OF_LAYER = (
+    "hidden_dropout self_attn_mask_type window_size apply_residual_connection_post_layernorm "
+    "output_layernorm attn_input_format"
+).split()
+_OF_ATTENTION = (
+    "num_attention_heads num_gqa_groups rotary_pos_interleaved qkv_weight_interleaved "
+    "qk_norm_before_rope"
+).split()
+_OF_MLP = (
+    "hidden_size ffn_hidden_size bias normalization activation activation_params "
+    "fuse_wgrad_accumulation zero_centered_gamma"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,17 +157,8 @@ class TransformerLayerOptions(Options):
         return self.layernorm_epsilon
 
     def _mlp(self) -> LayerNormMLPOptions:
-        return LayerNormMLPOptions(
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            eps=self.layernorm_epsilon,
-            bias=self.bias,
-            normalization=self.normalization,
-            activation=self.activation,
-            activation_params=self.activation_params,
-            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
-            zero_centered_gamma=self.zero_centered_gamma,
-        )
+        own = {name: getattr(self, name) for name in _OF_MLP}
+        return LayerNormMLPOptions(**own, eps=self.layernorm_epsilon)
 
     def parts(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
         attention = self._attention(device, dtype)
@@ -184,11 +189,7 @@ class TransformerLayerOptions(Options):
     def _attention(self, device: Device, dtype: Dtype) -> dict[str, nn.Module]:
         heads, groups, size = self.num_attention_heads, self._key_heads, self._head_dim
         where: Any = {"device": device, "dtype": dtype}
-        how: Any = {
-            **where,
-            "bias": self.bias,
-            "accumulate_into_main_grad": self.fuse_wgrad_accumulation,
-        }
+        how = linear_keywords(self, device, dtype)
         qkv = projection(self.hidden_size, (heads + 2 * groups) * size, self._split, **how)
         parts: dict[str, nn.Module] = {
             "norm": norm(self, self.hidden_size, device, dtype),
@@ -262,63 +263,42 @@ class TransformerLayerOptions(Options):
     @classmethod
     def read(cls, module: Any, rotary_base: float | None = None) -> TransformerLayerOptions:
         refuse_others(module, _LAYER)
-        attention, mlp = module.self_attention, module.layernorm_mlp
+        mlp = LayerNormMLPOptions.read_inside(module.layernorm_mlp)
+        attention = module.self_attention
         core = attention.core_attention
         if getattr(core, "cp_group", None) is not None:
             refuse_option("TransformerLayer", "context parallel group", core.cp_group)
-        last = module.output_layernorm
-        qkv = attention.qkv if last else attention.layernorm_qkv
         read = cls(
-            hidden_size=mlp.fc1_weight.shape[1],
-            ffn_hidden_size=mlp.fc2_weight.shape[1],
-            num_attention_heads=attention.num_attention_heads,
-            num_gqa_groups=attention.num_gqa_groups,
+            **values_of(module, *_OF_LAYER),
+            **values_of(attention, *_OF_ATTENTION),
+            **{name: getattr(mlp, name) for name in _OF_MLP},
             layernorm_epsilon=mlp.eps,
-            hidden_dropout=module.hidden_dropout,
             attention_dropout=core.attention_dropout,
             kv_channels=attention.hidden_size_per_attention_head,
-            self_attn_mask_type=module.self_attn_mask_type,
-            window_size=module.window_size,
             softcap=getattr(module, "softcap", 0.0),
-            fuse_wgrad_accumulation=mlp.fuse_wgrad_accumulation,
-            apply_residual_connection_post_layernorm=(
-                module.apply_residual_connection_post_layernorm
-            ),
-            output_layernorm=last,
-            fuse_qkv_params=split_of(qkv) is None,
-            rotary_pos_interleaved=attention.rotary_pos_interleaved,
-            zero_centered_gamma=mlp.zero_centered_gamma,
-            qkv_weight_interleaved=attention.qkv_weight_interleaved,
-            bias=mlp.use_bias,
-            activation=mlp.activation,
-            activation_params=getattr(mlp, "activation_params", None),
-            normalization=mlp.normalization,
-            attn_input_format=module.attn_input_format,
+            fuse_qkv_params=split_of(_qkv(module)) is None,
             qk_norm_type=_kind(attention.q_norm),
             qk_norm_eps=1e-6 if attention.q_norm is None else attention.q_norm.eps,
-            qk_norm_before_rope=attention.qk_norm_before_rope,
             rotary_base=rotary_base,
         )
-        read._check_inside(module)
+        read._check_inside(module, mlp)
         return read
 
-    def _check_inside(self, module: Any) -> None:
+    def _check_inside(self, module: Any, mlp: LayerNormMLPOptions) -> None:
         """Refuses a layer in which a module was exchanged for one with other options."""
-        attention, mlp = module.self_attention, module.layernorm_mlp
-        qkv = attention.qkv if self.output_layernorm else attention.layernorm_qkv
-        refuse_delay(qkv)
-        refuse_delay(attention.proj)
-        found = LayerNormMLPOptions.read_inside(mlp)
-        how = {"bias": self.bias, "fuse_wgrad_accumulation": self.fuse_wgrad_accumulation}
+        attention, qkv = module.self_attention, _qkv(module)
+        how = ("bias", "fuse_wgrad_accumulation")
         expected: list[tuple[str, Any, Any]] = [
-            ("layernorm_mlp.return_layernorm_output", found.return_layernorm_output,
+            ("layernorm_mlp.return_layernorm_output", mlp.return_layernorm_output,
              self.apply_residual_connection_post_layernorm),
-            ("layernorm_mlp.checkpoint", found.checkpoint, False),
-            ("layernorm_mlp.hidden_size", mlp.fc2_weight.shape[0], self.hidden_size),
-            *((f"proj.{o}", getattr(attention.proj, _ATTRIBUTES.get(o, o)), v)
-              for o, v in how.items()),
-            *((f"qkv.{o}", getattr(qkv, _ATTRIBUTES.get(o, o)), v) for o, v in how.items()),
+            ("layernorm_mlp.checkpoint", mlp.checkpoint, False),
+            ("layernorm_mlp.hidden_size", module.layernorm_mlp.fc2_weight.shape[0],
+             self.hidden_size),
         ]  # fmt: skip
+        for name, linear in (("proj", attention.proj), ("qkv", qkv)):
+            refuse_delay(linear)
+            got = values_of(linear, *how)
+            expected += [(f"{name}.{option}", got[option], getattr(self, option)) for option in how]
         if not self.output_layernorm:
             options = LayerNormLinearOptions._read(qkv)
             names = ("normalization", "eps", "zero_centered_gamma")
@@ -353,7 +333,10 @@ class TransformerLayerOptions(Options):
         return {name: value for name, value in vars(self).items() if name != "rotary_base"}
 
 
-_ATTRIBUTES = {"bias": "use_bias"}
+def _qkv(module: Any) -> Any:
+    """The projection to queries, keys and values in a layer there, with the norm or without."""
+    attention = module.self_attention
+    return attention.qkv if module.output_layernorm else attention.layernorm_qkv
 
 
 def _kind(module: object) -> str | None:
