@@ -1,5 +1,4 @@
 # --8<-- [start:model]
-import torch
 from torch import nn
 
 
