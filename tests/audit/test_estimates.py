@@ -12,7 +12,8 @@ import opfuser
 from benchmarks.memory import Size, items
 from opfuser.report.audit import MissedFusion, audit
 from opfuser.report.audit.estimates import unfused
-from opfuser.report.traffic import traffic
+from opfuser.report.target import Target
+from opfuser.report.traffic import model_traffic, traffic
 
 from .ground_truth import TRUTHS, D
 
@@ -96,6 +97,30 @@ def test_a_norm_that_is_written_out_keeps_what_autograd_saves_less_its_input() -
         saved = [sum(i.bytes for i in items(m, size)) for m in (Norm(), opfuser.RMSNorm(D))]
     assert saved[1] == A + ROWS
     assert kept(found) == saved[0] - saved[1] > 0
+
+
+def moved(m: MissedFusion) -> int:
+    (text,) = (part for part in m.instances[0].notes.split("; ") if "moved less" in part)
+    return int(text.split()[0])
+
+
+def test_one_kernel_in_each_pass_by_hand() -> None:
+    class Modulated(nn.Module):
+        def forward(
+            self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+        ) -> torch.Tensor:
+            return nn.functional.layer_norm(x, (D,)) * (1 + scale) + shift
+
+    with torch.device("meta"):
+        x = torch.randn(2, 8, D).requires_grad_()
+        per_sample = [torch.randn(2, 1, D).requires_grad_() for _ in range(2)]
+        (found,) = audit(Modulated(), [x, *per_sample]).missed_fusions
+        apart = model_traffic(Target("", Modulated(), (x, *per_sample))).counts
+    s = 2 * D * 4  # bytes of scale, and of shift
+    forward = (A + 2 * s) + A
+    backward = (A + A + 2 * s) + (A + 2 * s)  # reads dy, x, scale, shift; writes the gradients
+    assert moved(found) == apart.bytes - forward - backward > 0
+    assert found.estimate.launches_saved == apart.launches - 2
 
 
 @pytest.mark.parametrize("name", ["attention", "adaptive norms", "embedding and norm"])

@@ -165,6 +165,11 @@ NOT_THESE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "others read what is inside": lambda m, x: torch.stack(
         [x * (inverse := torch.rsqrt(rms(x))), inverse.expand(x.shape)]
     ),
+    "others read what is inside of a weighted one": lambda m, x: torch.stack(
+        [m.w * (x * (inverse := torch.rsqrt(rms(x)))), inverse.expand(x.shape)]
+    ),
+    "the mean is of cubes": lambda m, x: x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-6),
+    "the sum is with 2": lambda m, x: x / (2 + torch.exp(-x)),
     "another constant": lambda m, x: 0.5 * x * (1 + torch.tanh(0.7 * (x + 0.044715 * x**3))),
     "weights are normalised, not scores": lambda m, x: (x @ x.mT).sigmoid() @ x,
     "another tensor turns": lambda m, x: x * m.w + rotated(x.cos()) * m.b,
