@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import opfuser
-from opfuser.report.audit.formulas import Found, find
+from opfuser.report.audit.finding import find
+from opfuser.report.audit.formulas import Found
 from opfuser.report.audit.tracing import trace
 
 D = 6

@@ -102,6 +102,55 @@ def test_inside_of_a_plain_model() -> None:
     assert "in the Sequential body" in found.instances[0].notes
 
 
+def test_a_sequence_that_is_called_twice_is_one_site() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = block(nn.GELU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(torch.sin(self.body(x)))
+
+    with torch.device("meta"):
+        (found,) = missed(Twice()).values()
+    assert (len(found.instances), found.estimate.calls_per_step) == (1, 2)
+
+
+def test_what_hooks_belong_to_is_not_copied() -> None:
+    class Trainer:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("copied")
+
+        def watch(self, *args: Any) -> None:
+            pass
+
+        def run(self, x: Tensor) -> Tensor:
+            return x[..., :D]
+
+    with torch.device("meta"):
+        model: Any = Sequential(*(block(GELU()) for _ in range(3)))
+        model[1][3].register_forward_hook(Trainer().watch)
+        model[1][4].forward = Trainer().run
+        assert "activation_linear" in missed(model)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Sequential(opfuser.ConstantScale(2.0), nn.Tanh(), opfuser.Sigmoid())
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.body(x)
+
+    with torch.device("meta"):
+        found = missed(Frozen())["pointwise_chain"]
+    a = 2 * 8 * D * 4
+    assert found.estimate[:3] == (2, 4 * a, 1)
+    assert "0 kept less" in found.instances[0].notes
+
+
 def test_a_fusion_that_was_switched_off() -> None:
     with torch.device("meta"):
         model = Sequential(block(GELU()), block(GELU()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,10 +18,12 @@ from ...integrations.torch_nn import conversion_report
 from ...registry import fusions
 from ...sequential import Sequential
 from . import segments
-from .chains import Chain, Fused, chains, fused, inputs_of, merged, operation, signature
+from .chains import Chain, Fused, chains, fused, inputs_of, merged, signature
 from .estimates import Cost, of_nodes, of_sequence, only, unfused
-from .formulas import Found, find
+from .finding import find
+from .formulas import Found
 from .kernels import KNOWN, Existing, advice, look_up
+from .operations import operation
 from .sequences import Blocked, blocked
 from .todo import Estimate, Instance, MissedFusion, Todo
 from .tracing import Place, Trace, facts_of, trace
@@ -56,7 +59,11 @@ def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
     """
     given = tuple(inputs)
     traced = trace(model, given)
-    sites = [_of_blocked(missed) for call in traced.calls for missed in blocked(call)]
+    calls = Counter(node.target for node in traced.graph.nodes if node.op == "call_module")
+    sites: list[_Site] = []
+    for call in traced.calls:
+        found = [_of_blocked(missed) for missed in blocked(call)]
+        sites += found * max(calls[call.path], 1)
     sites += _in_graph(model, traced)
     return Todo(name or type(model).__name__, _env(model, given), _joined(sites))
 
@@ -68,8 +75,7 @@ def _in_graph(model: nn.Module, traced: Trace) -> Iterator[_Site]:
         if f.kind in KNOWN and len(f.launches) > 1:
             yield _of_formula(f, costs)
     remedies = _remedies(model) if found else []
-    trained = any(p.requires_grad for p in model.parameters())
-    for one in fused(chains(found, traced), trained):
+    for one in fused(chains(found, traced)):
         yield _of_chain(one, remedies, costs)
 
 
@@ -104,7 +110,8 @@ def _of_chain(one: Fused, remedies: list[_Remedy], costs: dict[Any, Cost | None]
         sequence = Sequential(*one.part.modules)
         # A joint fusion may take in what others have fused before it.
         within = nullcontext if info.stage == "joint" else partial(only, one.name)
-        costs[key] = of_sequence(sequence, inputs_of(one.part), unfused, within)
+        with torch.set_grad_enabled(one.part.differentiated):
+            costs[key] = of_sequence(sequence, inputs_of(one.part), unfused, within)
     nodes = [node for f in one.part.found if f is not None for node in f.nodes]
     paths = [place.path for place in _places(nodes)]
     notes = [r.text for r in remedies if all(_under(path, r.path) for path in paths)][:1]

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from ...basic import (
-    GEGLU,
-    GELU,
-    GLU,
-    QGEGLU,
-    QGELU,
-    AddExtraInput,
-    Bias,
-    CrossEntropy,
-    Dropout,
-    LayerNorm,
-    MakeExtraOutput,
-    ReGLU,
-    ReLU,
-    RMSNorm,
-    Sigmoid,
-    SiLU,
-    SReLU,
-    SwiGLU,
-    Tanh,
-)
+from ...basic import MakeExtraOutput
 from ...engine.plan import Plan
 from ...errors import OpfuserError
 from ...fusion import Stage
-from ...linear import Linear
-from ...merged_linear import MergedLinear
 from ...op import BasicOperation, FusedOperation
 from ...sequential import Sequential
 from .estimates import like
 from .formulas import Found
+from .operations import GATED, operation
 from .tracing import Trace, facts_of, name_of
 
-__all__ = ["Chain", "Fused", "chains", "fused", "inputs_of", "merged", "operation", "signature"]
+__all__ = ["Chain", "Fused", "chains", "fused", "inputs_of", "merged", "signature"]
 
 _VIEWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 
@@ -55,6 +34,13 @@ class Chain(NamedTuple):
 
     found: tuple[Found | None, ...]
     modules: tuple[nn.Module, ...]
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether a gradient flows through it."""
+        last = next(f for f in self.found[::-1] if f is not None)
+        facts = facts_of(last.output)
+        return facts is not None and facts.requires_grad
 
 
 class Fused(NamedTuple):
@@ -83,7 +69,7 @@ def merged(found: list[Found]) -> list[Found]:
     for f in found:
         if f.kind == "linear" and name_of(f.output) == "linear":
             groups.setdefault(f.inputs[0], []).append(f)
-    gates = {f.inputs[0] for f in found if f.kind in _GATED}
+    gates = {f.inputs[0] for f in found if f.kind in GATED}
     out: list[Found] = []
     for f in found:
         group = groups.get(f.inputs[0], []) if f.kind == "linear" else []
@@ -109,7 +95,7 @@ def chains(found: list[Found], trace: Trace) -> list[Chain]:
     order = {node: n for n, node in enumerate(trace.graph.nodes)}
     reads: dict[fx.Node, list[Found]] = {}
     for f in found:
-        for node in f.inputs if f.kind in ("add", *_GATED) else f.inputs[:1]:
+        for node in f.inputs if f.kind in ("add", *GATED) else f.inputs[:1]:
             reads.setdefault(_source(node), []).append(f)
     linked: dict[int, Found] = {}
     heads = {id(f): f for f in found}
@@ -143,8 +129,8 @@ def _source(node: fx.Node) -> fx.Node:
 def _may_follow(f: Found, reader: Found, readers: list[Found]) -> bool:
     if f.kind == "merged_linear":
         outputs = f.values["outputs"]
-        return reader.kind in _GATED and {_source(n) for n in reader.inputs} == set(outputs)
-    if reader.kind in _GATED:
+        return reader.kind in GATED and {_source(n) for n in reader.inputs} == set(outputs)
+    if reader.kind in GATED:
         return False
     return reader.kind != "add" or len(readers) == 1
 
@@ -190,61 +176,7 @@ def _real_users(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-_GATED: dict[str, Callable[[], nn.Module]] = {
-    "swiglu": SwiGLU, "geglu": GEGLU, "reglu": ReGLU, "glu": GLU, "qgeglu": QGEGLU,
-}  # fmt: skip
-_PLAIN: dict[str, Callable[[], nn.Module]] = {
-    "add": AddExtraInput,
-    "gelu": lambda: GELU("none"),
-    "gelu_tanh": GELU,
-    "quick_gelu": QGELU,
-    "relu": ReLU,
-    "sigmoid": Sigmoid,
-    "silu": SiLU,
-    "squared_relu": SReLU,
-    "tanh": Tanh,
-    **_GATED,
-}
-
-
-def operation(f: Found) -> nn.Module | None:
-    """The operation that computes the same, without values; None if there is none."""
-    source, result, values = facts_of(f.inputs[0]), facts_of(f.output), f.values
-    if source is None or result is None or not result.dtype.is_floating_point:
-        return None
-    size, how = source.shape[-1:], {"device": "meta", "dtype": result.dtype}
-    if f.kind in _PLAIN:
-        return _PLAIN[f.kind]()
-    if f.kind == "linear":
-        bias = values.get("bias") is not None
-        return Linear(size[0], result.shape[-1], bias=bias, **how)  # type: ignore[arg-type]
-    if f.kind == "bias":
-        return Bias(size[0], **how) if source.shape == result.shape else None  # type: ignore[arg-type]
-    if f.kind == "merged_linear":
-        parts: list[Found] = values["parts"]
-        widths = {str(n): _width(part) for n, part in enumerate(parts)}
-        biased = [str(n) for n, part in enumerate(parts) if part.values.get("bias") is not None]
-        return MergedLinear(size[0], widths, bias=biased, **how)  # type: ignore[arg-type]
-    if f.kind == "dropout":
-        return Dropout(values["p"])
-    if f.kind == "cross_entropy" and len(source.shape) == 2:
-        return CrossEntropy()
-    weight = facts_of(values.get("weight"))
-    if weight is None or weight.shape != size or f.kind not in ("layer_norm", "rms_norm"):
-        return None
-    if f.kind == "rms_norm":
-        centred = bool(values.get("zero_centered_gamma"))
-        return RMSNorm(size, zero_centered_gamma=centred, **how)  # type: ignore[arg-type]
-    return LayerNorm(size, **how) if values.get("bias") is not None else None  # type: ignore[arg-type]
-
-
-def _width(f: Found) -> int:
-    facts = facts_of(f.output)
-    assert facts is not None
-    return facts.shape[-1]
-
-
-def fused(found: list[Chain], gradients: bool) -> Iterator[Fused]:
+def fused(found: list[Chain]) -> Iterator[Fused]:
     """The fusions that would match if chains were Sequentials.
 
     Those that join nothing but what one operation of the model computes are left out, and so are
@@ -252,13 +184,12 @@ def fused(found: list[Chain], gradients: bool) -> Iterator[Fused]:
 
     Args:
         found: as :func:`chains` returns them.
-        gradients: whether parameters of the model are trained.
     """
     plans: dict[Any, Plan | None] = {}
     for chain in found:
         key = signature(chain)
         if key not in plans:
-            plans[key] = _plan(chain, gradients)
+            plans[key] = _plan(chain)
         plan, owners = plans[key], _owners(chain)
         if plan is None:
             continue
@@ -291,8 +222,8 @@ def _owners(chain: Chain) -> list[int]:
     return out
 
 
-def _plan(chain: Chain, gradients: bool) -> Plan | None:
-    with torch.set_grad_enabled(gradients):
+def _plan(chain: Chain) -> Plan | None:
+    with torch.set_grad_enabled(chain.differentiated):
         try:
             return Sequential(*chain.modules).plan(*inputs_of(chain))
         except OpfuserError:
@@ -304,7 +235,7 @@ def inputs_of(chain: Chain) -> tuple[Tensor, ...]:
     first = next(f for f in chain.found if f is not None)
     facts = facts_of(first.inputs[0])
     assert facts is not None
-    if first.kind in _GATED:
+    if first.kind in GATED:
         facts = facts._replace(shape=(*facts.shape[:-1], 2 * facts.shape[-1]))
     extras: list[Tensor] = []
     for f, module in zip(chain.found, chain.modules):

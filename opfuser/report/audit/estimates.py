@@ -98,17 +98,19 @@ def of_nodes(
     """
     module = _Nodes(nodes, outputs)
     inputs = tuple(module.inputs.values())
+    made = [facts for n in outputs if (facts := facts_of(n)) is not None]
+    differentiated = any(facts.requires_grad for facts in made)
     try:
-        before = model_traffic(Target("", module, inputs))
-        if instead is not None:
-            return _difference(before, model_traffic(Target("", *instead)))
+        with torch.set_grad_enabled(differentiated):
+            before = model_traffic(Target("", module, inputs))
+            if instead is not None:
+                return _difference(before, model_traffic(Target("", *instead)))
     except TargetError:
         return None
-    made = [facts for n in outputs if (facts := facts_of(n)) is not None]
     given = [*inputs, *module.held.values()]
     once = sum(map(size_of, inputs)) + sum(map(_read, module.held))
     once += sum(facts.bytes for facts in made)
-    if not any(facts.requires_grad for facts in made):
+    if not differentiated:
         return Cost(before.counts.launches - 1, before.counts.bytes - once)
     grads = sum(size_of(t) for t in given if t.requires_grad)
     return Cost(

@@ -1,4 +1,4 @@
-"""Operations in an FX graph: functions of torch, and formulas that are written out."""
+"""Formulas: how operations are written out with functions of torch."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from .patterns import (
-    Binding,
-    Either,
-    Lifted,
-    Number,
-    Op,
-    Pattern,
-    Product,
-    Through,
-    Var,
-    heads,
-    is_parameter,
-    matches,
-    uncast,
-)
-from .tracing import Trace, facts_of, name_of
+from .patterns import Either, Lifted, Number, Op, Pattern, Product, Through, Var, is_parameter
+from .tracing import facts_of
 
-__all__ = ["Found", "find"]
+__all__ = [
+    "COMBINED",
+    "WRITTEN_OUT",
+    "Formula",
+    "Found",
+    "is_matrix",
+    "is_vector",
+    "matrix_operand",
+]
 
 
 class Found(NamedTuple):
@@ -73,8 +67,8 @@ class Formula(NamedTuple):
     numbers: tuple[tuple[str, Any], ...] = ()
 
 
-_VECTOR, _MATRIX = is_parameter(1), is_parameter(2)
-X, W, B = Var("x"), Var("weight", _VECTOR), Var("bias", _VECTOR)
+is_vector, is_matrix = is_parameter(1), is_parameter(2)
+X, W, B = Var("x"), Var("weight", is_vector), Var("bias", is_vector)
 EPS = Number(name="eps")
 
 
@@ -127,7 +121,7 @@ _INSIDE_TANH = Either((
                             _times(X, X, X, number=0.044715)))), number=0.7978845608),
     _times(X, _plus(Number(1), _times(X, X, number=0.044715)), number=0.7978845608),
 ))  # fmt: skip
-_MATRIX_OPERAND = Through("t transpose permute T mT", Var("weight", _MATRIX))
+matrix_operand = Through("t transpose permute T mT", Var("weight", is_matrix))
 _SCORES = Either((
     Op("matmul einsum", (Var("q"), Var("k"))),
     Op("baddbmm", (Var("mask"), Var("q"), Var("k"))),
@@ -203,14 +197,13 @@ WRITTEN_OUT = (
         "linear",
         _plus(
             Either((
-                Op("matmul", (X, _MATRIX_OPERAND)),
-                Op("linear", (X, Var("weight", _MATRIX))),
+                Op("matmul", (X, matrix_operand)),
+                Op("linear", (X, Var("weight", is_matrix))),
             )),
             B,
         ),
     ),
 )  # fmt: skip
-_BY_HEAD = tuple((formula, heads(formula.pattern) or frozenset()) for formula in WRITTEN_OUT)
 _ACTIVATION = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu", "relu": "reglu",
                "sigmoid": "glu", "quick_gelu": "qgeglu"}  # fmt: skip
 _SHIFTED = _plus(Number(1), Var("scale", _is_tensor))
@@ -246,174 +239,3 @@ COMBINED = (
         ("norm",),
     ),
 )
-
-
-def find(trace: Trace) -> list[Found]:
-    """The operations of a graph, in its order. Of formulas that overlap, the largest is found.
-
-    A node belongs to one of them at most.
-    """
-    order = {node: n for n, node in enumerate(trace.graph.nodes)}
-    claimed: dict[fx.Node, Found] = {}
-
-    def claim(found: Found) -> None:
-        for node in found.nodes:
-            claimed[node] = found
-            node.meta.pop("lifted", None)
-        found.output.meta["lifted"] = found
-
-    backwards = list(trace.graph.nodes)[::-1]
-    for node in backwards:
-        if node not in claimed:
-            found = _written_out(node, order)
-            if found is not None and not any(n in claimed for n in found.nodes):
-                claim(found)
-    for node in backwards[::-1]:
-        direct = None if node in claimed else _direct(node)
-        if direct is not None:
-            claim(direct)
-    for node in backwards:
-        combined = _combined(node, order)
-        if combined is not None:
-            claim(combined)
-    unique = {id(found): found for found in claimed.values()}
-    live = [f for f in unique.values() if f.output.meta.get("lifted") is f]
-    return sorted(live, key=lambda found: order[found.output])
-
-
-def _written_out(node: fx.Node, order: dict[fx.Node, int]) -> Found | None:
-    if node.op != "call_function":
-        return None
-    name = name_of(node)
-    for formula, names in _BY_HEAD:
-        for binding in matches(formula.pattern, node) if name in names else ():
-            found = _found(formula, node, binding, order)
-            if found is not None and len(found.launches) > 1:
-                return found
-    return None
-
-
-def _found(
-    formula: Formula, node: fx.Node, binding: Binding, order: dict[fx.Node, int]
-) -> Found | None:
-    inputs = [binding.values[name] for name in formula.inputs if name in binding.values]
-    shapes = {facts.shape for n in inputs if (facts := facts_of(n)) is not None}
-    if formula.same_shape and len(shapes) != 1:
-        return None
-    nodes = set(binding.nodes) - set(inputs)
-    output = node
-    while len(output.users) == 1 and uncast(next(iter(output.users)))[0] is output:
-        output = next(iter(output.users))
-        nodes.add(output)
-    nodes = _inside(nodes, output)
-    if node not in nodes:
-        return None
-    values = {**binding.values, **dict(formula.numbers)}
-    return Found(formula.kind, tuple(sorted(nodes, key=order.get)), output, tuple(inputs), values)  # type: ignore[arg-type]
-
-
-def _inside(nodes: set[fx.Node], output: fx.Node) -> set[fx.Node]:
-    """The nodes, without conversions that others read too; none if others read more."""
-    while True:
-        read = {n for n in nodes if n is not output and not set(n.users) <= nodes}
-        if not read:
-            return nodes
-        if any(uncast(n)[0] is n and n.meta.get("writes") for n in read):
-            return set()
-        nodes = nodes - read
-
-
-def _combined(node: fx.Node, order: dict[fx.Node, int]) -> Found | None:
-    for formula in COMBINED:
-        for binding in matches(formula.pattern, node):
-            parts = [binding.values[n] for n in ("act", "norm") if n in binding.values]
-            part: Found = parts[0].meta["lifted"]
-            if formula.kind == "embedding_norm":
-                return _of_embedding(part, order)
-            if part.output is not node and not set(part.output.users) <= binding.nodes:
-                continue
-            nodes = binding.nodes.union(part.nodes)
-            values = {n: v for n, v in binding.values.items() if v is not part.output}
-            whole = Formula(formula.kind, formula.pattern, ("x", *formula.inputs[1:]))
-            shape = facts_of(part.output), facts_of(binding.values.get("up"))
-            if formula.same_shape and (shape[1] is None or shape[0].shape != shape[1].shape):  # type: ignore[union-attr]
-                continue
-            joined = Binding({**part.values, **values, "x": part.inputs[0]}, nodes)
-            return _found(whole, node, joined, order)
-    return None
-
-
-def _of_embedding(norm: Found, order: dict[fx.Node, int]) -> Found | None:
-    """A norm with the embeddings that it alone reads."""
-    nodes, tables = set(norm.nodes), []
-    at = [norm.inputs[0]]
-    while at:
-        node = at.pop()
-        if not set(node.users) <= nodes or name_of(node) not in ("embedding", "add", "dropout"):
-            continue
-        nodes.add(node)
-        if name_of(node) == "embedding":
-            tables.append(node)
-        at += [n for n in node.all_input_nodes if n not in nodes]
-    if not tables:
-        return None
-    inputs = tuple(dict.fromkeys(n for n in tables[0].all_input_nodes if n.op != "get_attr"))
-    ordered = tuple(sorted(nodes, key=order.get))  # type: ignore[arg-type]
-    return Found("embedding_norm", ordered, norm.output, inputs, norm.values)
-
-
-_ACTIVATIONS = frozenset({"silu", "relu", "sigmoid", "tanh", "softplus"})
-_NORM_OPERANDS = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight", "eps")}
-
-
-def _direct(node: fx.Node) -> Found | None:
-    """What one function of torch computes, if an operation of opfuser is its like."""
-    name = name_of(node)
-    args: list[Any] = list(node.args)
-
-    def given(n: int, key: str, default: Any = None) -> Any:
-        return args[n] if n < len(args) else node.kwargs.get(key, default)
-
-    def made(kind: str, inputs: tuple[Any, ...], **values: Any) -> Found | None:
-        tensors = tuple(n for n in inputs if isinstance(n, fx.Node))
-        return Found(kind, (node,), node, tensors, values) if len(tensors) == len(inputs) else None
-
-    if name == "linear" and _is_weight(given(1, "weight")):
-        return made(
-            "linear", (given(0, "input"),), weight=given(1, "weight"), bias=given(2, "bias")
-        )
-    if name == "addmm" and _is_weight(given(2, "mat2")):
-        return made("linear", (given(1, "mat1"),), weight=given(2, "mat2"), bias=given(0, "input"))
-    if name == "matmul" and len(args) == 2:
-        for binding in matches(_MATRIX_OPERAND, args[1]):
-            return made("linear", (args[0],), weight=binding.values["weight"], bias=None)
-    if name in _NORM_OPERANDS:
-        names = enumerate(_NORM_OPERANDS[name], 2)
-        return made(name, (given(0, "input"),), **{key: given(n, key) for n, key in names})
-    if name in _ACTIVATIONS:
-        return made(name, (given(0, "input"),))
-    if name == "gelu":
-        tanh = given(1, "approximate", "none") == "tanh"
-        return made("gelu_tanh" if tanh else "gelu", (given(0, "input"),))
-    if name == "dropout" and given(2, "training", True) and given(1, "p", 0.5):
-        return made("dropout", (given(0, "input"),), p=given(1, "p", 0.5))
-    if name == "embedding" and _is_weight(given(1, "weight")):
-        return made("embedding", (given(0, "input"),), weight=given(1, "weight"))
-    if name == "cross_entropy":
-        return made("cross_entropy", (given(0, "input"), given(1, "target")))
-    if name == "add" and len(args) == 2 and any(_is_vector(n) for n in args):
-        weight, x = args if _is_vector(args[0]) else args[::-1]
-        return made("bias", (x,), weight=weight)
-    if name == "add" and not node.kwargs.get("alpha"):
-        terms = [n for n in args if isinstance(n, fx.Node) and n.op != "get_attr"]
-        shapes = {getattr(facts_of(n), "shape", None) for n in terms}
-        return made("add", tuple(terms)) if len(terms) == 2 and len(shapes) == 1 else None
-    return None
-
-
-def _is_weight(node: Any) -> bool:
-    return isinstance(node, fx.Node) and _MATRIX(node)
-
-
-def _is_vector(node: Any) -> bool:
-    return isinstance(node, fx.Node) and _VECTOR(node)

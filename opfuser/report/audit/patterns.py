@@ -13,7 +13,7 @@ from .tracing import facts_of, name_of
 
 __all__ = [
     "Binding", "Either", "Lifted", "Number", "Op", "Pattern", "Product", "Through", "Var",
-    "heads", "matches", "operands", "uncast",
+    "heads", "is_parameter", "matches", "operands", "uncast",
 ]  # fmt: skip
 
 CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous"})
@@ -260,11 +260,11 @@ def _behind(pattern: Through, node: fx.Node, found: Binding, left: int) -> Itera
             yield from _behind(pattern, value, found.cover(node, *casts), left - 1)
 
 
-def is_parameter(dims: int) -> Callable[[fx.Node], bool]:
-    """Whether a node reads a parameter or buffer of so many dimensions."""
+def is_parameter(dims: int) -> Callable[[Any], bool]:
+    """Whether an argument is a node that reads a parameter or buffer of so many dimensions."""
 
-    def accepts(node: fx.Node) -> bool:
+    def accepts(node: Any) -> bool:
         facts = facts_of(node)
-        return node.op == "get_attr" and facts is not None and len(facts.shape) == dims
+        return facts is not None and node.op == "get_attr" and len(facts.shape) == dims
 
     return accepts

@@ -16,7 +16,7 @@ from ...errors import OpfuserError
 from ...fusion import Fusion, Match, Refusal, Stage
 from ...integrations.torch_nn import from_torch
 from ...op import BasicOperation, FusibleOperation, is_built_in
-from ...registry import disable, enable, fusions, registry
+from ...registry import disable, enable, registry
 from ...sequential import Sequential
 from ..observing import SequenceCall
 from .estimates import Cost, of_sequence, segment, unfused
@@ -24,9 +24,11 @@ from .estimates import Cost, of_sequence, segment, unfused
 __all__ = ["Blocked", "blocked"]
 
 # Refusals that say that nothing is lost: another fusion is better or has the operations, there is
-# no kernel for this device, nobody asked for it, or there is no gradient.
-_AS_INTENDED = frozenset({"CONFLICT", "DEVICE", "DISABLED", "LAYOUT", "NO_GRAD", "NO_RECIPE"})
-_CUTS = frozenset({"GROUP_SPLIT"})
+# no kernel for this device, nobody asked for it, there is no gradient, or what stands between has
+# no like among the operations.
+_AS_INTENDED = frozenset(
+    {"CONFLICT", "DEVICE", "DISABLED", "GROUP_SPLIT", "LAYOUT", "NO_GRAD", "NO_RECIPE"}
+)
 
 
 class Blocked(NamedTuple):
@@ -61,12 +63,13 @@ class Blocked(NamedTuple):
         if self.refuses:
             return None
         switched_off = self.why.code == "DISABLED"
-        return of_sequence(
-            segment(self.ops),
-            self.inputs,
-            partial(disable, self.name) if switched_off else unfused,
-            partial(enable, self.name),
-        )
+        with torch.set_grad_enabled(self.call.plan.env.grad_enabled):
+            return of_sequence(
+                segment(self.ops),
+                self.inputs,
+                partial(disable, self.name) if switched_off else unfused,
+                partial(enable, self.name),
+            )
 
 
 class _Obstacle(NamedTuple):
@@ -74,7 +77,7 @@ class _Obstacle(NamedTuple):
     why: Refusal
 
 
-def blocked(call: SequenceCall) -> Iterator[Blocked]:
+def blocked(call: SequenceCall) -> list[Blocked]:
     """What is missed in one Sequential.
 
     Where a plain module stands that an operation could replace, where an operation carries hooks,
@@ -89,15 +92,15 @@ def blocked(call: SequenceCall) -> Iterator[Blocked]:
         try:
             before = call.sequence.plan(*call.inputs)
         except OpfuserError:
-            return
+            return []
         gains = list(_gained(call, before))
-        yield from gains
-        yield from _refused(call, before, gains)
+        return [*gains, *_refused(call, before, gains)]
 
 
 def _gained(call: SequenceCall, before: Plan) -> Iterator[Blocked]:
     freed, obstacles = _without_obstacles(call.sequence)
-    off = {f.name: f.disabled_by for f in fusions() if f.disabled_by not in ("", "default")}
+    usual = {handle.name for handle in registry if getattr(handle.function, "enabled", True)}
+    off = {r.name: r.detail for r in before.history if r.status == "disabled" and r.name in usual}
     if not obstacles and not off:
         return
     with enable(*off):
@@ -130,44 +133,52 @@ def _holds(outer: str, path: str) -> bool:
 
 
 def _without_obstacles(sequence: Sequential) -> tuple[Sequential, list[_Obstacle]]:
-    """A copy with the same parameters, and what is no longer in it."""
-    kept: dict[int, Any] = {id(t): t for t in (*sequence.parameters(), *sequence.buffers())}
-    twin = copy.deepcopy(sequence, kept)
+    """A copy without what stands in the way, and what that is.
+
+    Parameters, plain modules and whatever hooks belong to are not copied.
+    """
+    shared: dict[int, Any] = {id(t): t for t in (*sequence.parameters(), *sequence.buffers())}
     obstacles: list[_Obstacle] = []
+    for path, module in sequence.named_modules():
+        if not isinstance(module, (Sequential, FusibleOperation)):
+            shared[id(module)] = module
+            continue
+        shared.update({id(hooks): type(hooks)() for hooks in _hooks(module)})
+        shared.update({id(own): own for own in [vars(module).get("forward")] if own is not None})
+        if path and has_hooks(module):
+            why = Refusal("HOOK", f"{type(module).__name__} carries hooks")
+            obstacles.append(_Obstacle(path, why))
+    twin = copy.deepcopy(sequence, shared)
     for path, module in list(twin.named_modules()):
         if isinstance(module, Sequential):
             for name, child in list(module.named_children()):
                 at = f"{path}.{name}" if path else name
-                why = _replaced(module, name, child)
-                obstacles += [_Obstacle(at, why)] if why is not None else []
+                obstacles += [_Obstacle(at, why) for why in _replaced(module, name, child)]
         if path and isinstance(module, (Sequential, FusibleOperation)):
             obstacles += [_Obstacle(path, why) for why in _freed(module)]
     return twin, obstacles
 
 
-def _replaced(holder: Sequential, name: str, child: nn.Module) -> Refusal | None:
+def _hooks(module: nn.Module) -> list[Any]:
+    names = (name for name in vars(module) if name.endswith(("_hooks", "_hooks_with_kwargs")))
+    return [hooks for name in names if isinstance(hooks := vars(module)[name], dict)]
+
+
+def _replaced(holder: Sequential, name: str, child: nn.Module) -> Iterator[Refusal]:
     """Puts an operation in the place of a plain module, if there is one."""
     if isinstance(child, (FusibleOperation, Sequential)) or has_hooks(child):
-        return None
+        return
     operation = from_torch(child)
-    if not isinstance(operation, FusibleOperation):
-        return None
-    holder._modules[name] = operation
-    holder._touch()
-    kind, theirs = type(child).__name__, type(operation).__name__
-    return Refusal("GROUP_SPLIT", f"nn.{kind} stands where opfuser.{theirs} could")
+    if isinstance(operation, FusibleOperation):
+        holder._modules[name] = operation
+        holder._touch()
+        kind, theirs = type(child).__name__, type(operation).__name__
+        yield Refusal("GROUP_SPLIT", f"nn.{kind} stands where opfuser.{theirs} could")
 
 
 def _freed(module: nn.Module) -> Iterator[Refusal]:
-    """Takes hooks and forwards from a module, and makes a subclass what it derives from."""
+    """Takes its own forward from a module, and makes a subclass what it derives from."""
     name = type(module).__name__
-    if has_hooks(module):
-        for hooks in (
-            module._forward_pre_hooks, module._forward_hooks,
-            module._backward_pre_hooks, module._backward_hooks,
-        ):  # fmt: skip
-            hooks.clear()
-        yield Refusal("HOOK", f"{name} carries hooks")
     if replaces_forward(module):
         del vars(module)["forward"]
         yield Refusal("FORWARD", f"{name} has a forward of its own")
