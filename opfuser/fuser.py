@@ -18,6 +18,7 @@ from .engine import in_graph
 from .engine.autograd import Kwargs, execute, execute_eagerly
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
 from .engine.plan import Plan, expand
+from .engine.plan_changes import changes
 from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
 from .engine.replay import ReplayCall, Replays
@@ -31,6 +32,8 @@ from .errors import (
     OpKwargsError,
     explain,
 )
+from .events.kinds import PlanInvalidated
+from .events.telling import emit
 from .fusion import Env, FusionFunction, Stage
 from .op import (
     BasicOperation,
@@ -126,6 +129,7 @@ class OperationFuser:
         self._traced: dict[str, Schedule] = {}
         self._in_graph: dict[str, Callable[..., Any]] = {}
         self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
+        self._key: PlanKey | None = None
         self._used: Schedule | None = None
         self.replay: str | None = None
         self._recipe_of_forward: Recipe | None = None
@@ -248,11 +252,28 @@ class OperationFuser:
         key = PlanKey(registry.state(), self._signature, CallFacts.frozen(facts))
         schedule = self._schedules.get(key)
         if schedule is None:
+            if PlanInvalidated.wanted and self._key is not None:
+                self._tell_what_changed(self._key, key)
             schedule = self._make(key.call)
             if len(self._schedules) >= _MAX_PLANS:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = schedule
+        self._key = key
         return schedule
+
+    def _tell_what_changed(self, before: PlanKey, after: PlanKey) -> None:
+        known = {id(op): describe(n, op) for n, op in enumerate(self._basic_ops)}
+        modules = {id(op): op for op in [*self._units, *self._basic_ops]}.values()
+        operations = [known.get(id(op), type(op).__name__) for op in modules]
+        parameters = [
+            f"{name} of {known[id(op)]}"
+            for op in self._basic_ops
+            for _, name in op.parameter_slots()
+        ]
+        found = changes(before, after, operations, parameters)
+        old = self._schedules.get(before)
+        kinds = tuple(type(op).__name__ for op in self._basic_ops)
+        emit(PlanInvalidated(0 if old is None else old.plan.numbers[0], kinds, found))
 
     def _make(self, facts: CallFacts) -> Schedule:
         flags = iter(facts.parameters_require_grad or [False] * len(facts.parameter_dtypes))

@@ -17,6 +17,7 @@ from .engine.plan import Plan, expand
 from .engine.replay_options import check_mode
 from .engine.routing import PrivateChannel, Routes, Slot
 from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
+from .events.kinds import PlanInvalidated
 from .fuser import OperationFuser, check_keywords, count_message
 from .groups import (
     Facts,
@@ -26,6 +27,7 @@ from .groups import (
     join_plans,
     make_groups,
     stretches,
+    tell_regrouped,
 )
 from .op import BasicOperation, FusedOperation, FusibleOperation
 from .quantization.region import active_recipe, check_recipe, region, region_of_call
@@ -249,6 +251,8 @@ class Sequential(NestedSequential):
         found = stretches(_flatten(self))
         structure = [(split, [(id(m), scope) for m, scope in part]) for split, part in found]
         if structure != self._structure:
+            if PlanInvalidated.wanted:
+                tell_regrouped(self._groups, found)
             groups, routes = make_groups(found)
             only = groups[0].callee if len(groups) == 1 else None
             self.__dict__.update(

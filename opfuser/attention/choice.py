@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,23 @@ from torch.backends.cuda import SDPAParams
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotSupportedError, explain
+from ..events.kinds import AttentionKernelTaken, Event, FallbackTaken
 from ..kernels.launch import transforms_active
 from . import cudnn_versions
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, request_of
 from .sdpa import CPU, CUDNN, EFFICIENT, FLASH, HALF
 
-__all__ = ["KERNELS", "Choice", "choose", "choose_plain", "expanded", "explained", "foreseen"]
+__all__ = [
+    "KERNELS",
+    "Choice",
+    "choose",
+    "choose_plain",
+    "expanded",
+    "explained",
+    "foreseen",
+    "happened",
+]
 
 # In order of preference. Among cuDNN, flash and efficient torch has one of its own, which counts
 # where its scaled_dot_product_attention could be called.
@@ -192,6 +203,32 @@ def explained(request: Request, kernel: str) -> Choice:
     if request.device.type == "cuda" and kernel not in ("cudnn", "blockwise"):
         note = cudnn_versions.trouble() or ""
     return Choice(kernel, tuple(passed), note)
+
+
+# Kernels that are better than plain torch, by the type of the device.
+_BETTER = {"cuda": ("cudnn", "flash", "efficient"), "cpu": ("cpu",)}
+
+
+def happened(operation: str, request: Request, kernel: str, forced: str | None) -> Iterator[Event]:
+    """The events of a call: its kernel, and the fallback if that is one.
+
+    Args:
+        operation: with its arguments.
+        request, kernel: of the call.
+        forced: the name of the kernel that was asked for, or None.
+    """
+    if forced is not None:
+        yield AttentionKernelTaken(operation, kernel, (), "It is asked for by name")
+        return
+    choice = explained(request, kernel)
+    yield AttentionKernelTaken(operation, *choice)
+    better = _BETTER.get(request.device.type, ())
+    if not better or request.empty or not (kernel == "blockwise" or choice.note):
+        return
+    reasons = [f"{name}: {why}" for name, why in choice.passed_over if name in better]
+    detail = "; ".join([*reasons, choice.note] if choice.note else reasons)
+    wanted = [name for name in better if name != kernel]
+    yield FallbackTaken(f"attention of {operation}", " or ".join(wanted), kernel, "KERNEL", detail)
 
 
 def foreseen(request: Request, forced: str | None) -> str:

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..attention.call import Call, Heads, Request, Result, request_of
-from ..attention.choice import KERNELS, Choice, choose, choose_plain, expanded, explained, foreseen
+from ..attention.choice import (
+    KERNELS,
+    Choice,
+    choose,
+    choose_plain,
+    expanded,
+    explained,
+    foreseen,
+    happened,
+)
 from ..attention.reference import plain_attention
 from ..attention.sinks import sinks_grad, with_sinks
 from ..context import (
@@ -21,6 +30,8 @@ from ..context import (
     ForwardResult,
 )
 from ..errors import ArgumentError, OpKwargsError, explain
+from ..events.kinds import AttentionKernelTaken
+from ..events.telling import emit, generation
 from ..kernels.launch import transforms_active
 from ..kernels.scalar import cast
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
@@ -212,6 +223,8 @@ class DotProductAttention(BasicOperation):
                 kernel,
                 (qkv.shape, qkv.dtype, qkv.device, ctx.requires_grad, settings),
             )
+            if AttentionKernelTaken.wanted:
+                self._last.tell(self)
         chosen = KERNELS[kernel]
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if ctx.requires_grad:
@@ -236,6 +249,8 @@ class DotProductAttention(BasicOperation):
         kernel = choose(x, call, request, settings.kernel)
         if not torch.compiler.is_compiling():
             self._last.call = kernel, request
+            if AttentionKernelTaken.wanted:
+                self._last.tell(self)
         chosen = KERNELS[kernel]
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if call.sinks is not None and not chosen.has_sinks:
@@ -373,17 +388,35 @@ class _Last:
     """The kernel of the last call, and its request or what that follows from; no plan reads it."""
 
     call: tuple[str, Any] | None = None
+    told: tuple[int, Any] | None = None
+    told_request: tuple[int, str, Request] | None = None
 
     def choice(self) -> Choice | None:
-        if self.call is None:
-            return None
-        kernel, request = self.call
-        if not isinstance(request, Request):
-            shape, dtype, device, differentiable, settings = request
-            x = inputs.split(torch.empty(shape, dtype=dtype, device="meta"), settings)
-            call = Call(settings.causal, _scale_of(x, settings))
-            request = request_of(x, call, differentiable)._replace(device=device)
-        return explained(request, kernel)
+        return None if self.call is None else explained(self._request(), self.call[0])
+
+    def _request(self) -> Request:
+        assert self.call is not None
+        request = self.call[1]
+        if isinstance(request, Request):
+            return request
+        shape, dtype, device, differentiable, settings = request
+        x = inputs.split(torch.empty(shape, dtype=dtype, device="meta"), settings)
+        call = Call(settings.causal, _scale_of(x, settings))
+        return request_of(x, call, differentiable)._replace(device=device)
+
+    def tell(self, op: DotProductAttention) -> None:
+        """Tells subscribers of the last call, unless they know of one like it."""
+        now = generation()
+        if self.told == (now, self.call):
+            return
+        assert self.call is not None
+        self.told = now, self.call
+        kernel, request = self.call[0], self._request()
+        if self.told_request != (now, kernel, request):  # reasons take longer to find
+            self.told_request = now, kernel, request
+            name = f"{type(op).__name__}({op.extra_repr()})"
+            for event in happened(name, request, kernel, op.kernel):
+                emit(event)
 
 
 def _aligned(x: Tensor) -> Tensor:
