@@ -17,14 +17,16 @@ from ...fusion import Refusal
 from ...integrations.torch_nn import conversion_report
 from ...registry import fusions
 from ...sequential import Sequential
+from ..observing import SequenceCall
 from . import segments
 from .chains import Chain, Fused, chains, fused, inputs_of, merged, signature
+from .elsewhere import Elsewhere, elsewhere
 from .estimates import Cost, of_nodes, of_sequence, only, unfused
 from .finding import find
 from .formulas import Found
 from .kernels import KNOWN, Existing, advice, look_up
 from .operations import operation
-from .sequences import Blocked, blocked
+from .sequences import Blocked, blocked, steps_at
 from .todo import Estimate, Instance, MissedFusion, Todo
 from .tracing import Place, Trace, facts_of, trace
 
@@ -63,6 +65,7 @@ def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
     sites: list[_Site] = []
     for call in traced.calls:
         found = [_of_blocked(missed) for missed in blocked(call)]
+        found += [_of_elsewhere(known) for known in elsewhere(call)]
         sites += found * max(calls[call.path], 1)
     sites += _in_graph(model, traced)
     return Todo(name or type(model).__name__, _env(model, given), _joined(sites))
@@ -129,16 +132,32 @@ def _of_blocked(b: Blocked) -> _Site:
         b.name, _origin(info.origin), b.stage, ops, _registered(b.name, info.origin),
         "defer" if defer else "use_existing_kernel", risk, b.why,
     )  # fmt: skip
-    paths = [f"{b.call.path}.{path}" if b.call.path else path for path in b.paths]
+    return _in_sequence(entry, b.call, b.paths, b.steps, [str(b.why)], b.cost())
+
+
+def _of_elsewhere(e: Elsewhere) -> _Site:
+    gradient = any(need is not None for need in e.call.plan.needs)
+    source, recommendation = advice(e.kind, gradient)
+    ops = tuple(type(op).__name__ for op in e.ops)
+    stage, risk = "joint" if gradient else "forward", _RISKS.get(e.kind, _ROUNDING)
+    entry = _entry(e.kind, source, stage, ops, look_up(e.kind), recommendation, risk)
+    return _in_sequence(entry, e.call, e.paths, steps_at(e.call.plan, set(e.paths)), [], e.cost())
+
+
+def _in_sequence(
+    entry: MissedFusion,
+    call: SequenceCall,
+    inner: tuple[str, ...],
+    steps: tuple[str, ...],
+    notes: list[str],
+    cost: Cost | None,
+) -> _Site:
+    paths = [f"{call.path}.{path}" if call.path else path for path in inner]
     where = f"{paths[0]} to {paths[-1]}" if paths[0] != paths[-1] else paths[0]
-    cost = b.cost()
-    instance = Instance(
-        where,
-        segments.modules(b.call.sequence, b.paths),
-        "\n".join(b.steps),
-        "; ".join([str(b.why), f"in the Sequential {b.call.path or '(root)'}", *_counted(cost)]),
-    )
-    return _Site((*_key(entry), b.why), (where, b.name), entry, instance, cost)
+    notes = [*notes, f"in the Sequential {call.path or '(root)'}", *_counted(cost)]
+    segment = segments.modules(call.sequence, inner)
+    instance = Instance(where, segment, "\n".join(steps), "; ".join(notes))
+    return _Site((*_key(entry), entry.blocked_by), (where,), entry, instance, cost)
 
 
 def _counted(cost: Cost | None) -> list[str]:

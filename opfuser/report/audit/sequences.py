@@ -21,7 +21,7 @@ from ...sequential import Sequential
 from ..observing import SequenceCall
 from .estimates import Cost, of_sequence, segment, unfused
 
-__all__ = ["Blocked", "blocked"]
+__all__ = ["Blocked", "blocked", "steps_at"]
 
 # Refusals that say that nothing is lost: another fusion is better or has the operations, there is
 # no kernel for this device, nobody asked for it, there is no gradient, or what stands between has
@@ -249,7 +249,7 @@ def _blocked(
         call,
         tuple(plan.basic_ops[i] for i in indices),
         paths,
-        (*_steps(before, set(paths)), *_said_there(before, name, paths)),
+        (*steps_at(before, set(paths)), *_said_there(before, name, paths)),
         tuple(torch.empty_like(t, device="meta").requires_grad_(x_needs) for t in inputs),
     )
 
@@ -260,7 +260,7 @@ def _said_there(plan: Plan, name: str, paths: tuple[str, ...]) -> list[str]:
     return [] if at is None else plan.why(name, at).splitlines()
 
 
-def _steps(plan: Plan, paths: set[str]) -> tuple[str, ...]:
+def steps_at(plan: Plan, paths: set[str]) -> tuple[str, ...]:
     """The steps of a plan that compute operations at these paths, and modules between them."""
     out: list[str] = []
     for title, steps in (("forward", plan.forward), ("backward", plan.backward)):
