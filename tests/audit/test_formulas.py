@@ -200,6 +200,14 @@ def test_multi_head_attention_that_returns_its_weights() -> None:
     assert found_in(Itself(need_weights=True), x) == []
 
 
+def test_plain_modules_inside_of_a_sequence_are_looked_into() -> None:
+    inner = Written(WRITTEN["in fp32 and back"][0])
+    block = opfuser.Sequential(opfuser.Tanh(), inner, opfuser.Tanh())
+    (found,) = found_in(block, torch.randn(2, 3, D, dtype=torch.float64))
+    assert found.kind == "rms_norm"
+    assert found.output.meta["place"].path == "1"
+
+
 def test_operations_of_opfuser_are_one_node() -> None:
     block = opfuser.Residual(opfuser.RMSNorm(8), opfuser.Linear(8, 8))
     traced = trace(nn.Sequential(nn.Linear(8, 8), block), [torch.randn(2, 8)])

@@ -25,9 +25,10 @@ def test_finds_every_site_once(name: str) -> None:
     assert counted(audit(model, inputs)) == TRUTHS[name].missed
 
 
-@pytest.mark.parametrize("name", ["attention", "bias, dropout, residual"])
-def test_finds_the_same_where_there_are_values(name: str) -> None:
-    model, inputs = TRUTHS[name].build("cpu")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["attention", "bias, dropout, residual", "nothing, of opfuser"])
+def test_finds_the_same_where_there_are_values(name: str, device: str) -> None:
+    model, inputs = TRUTHS[name].build(device)
     assert counted(audit(model, inputs)) == TRUTHS[name].missed
 
 

@@ -86,6 +86,17 @@ def test_every_site_and_only_those_that_are_blocked() -> None:
     assert [site.op_loc for site in found.instances] == ["1.2 to 1.4", "3.2 to 3.4"]
 
 
+def test_plain_modules_that_follow_each_other_are_one_finding() -> None:
+    with torch.device("meta"):
+        model = Sequential(RMSNorm(D), Linear(D, H), nn.GELU(), nn.Linear(H, D))
+        (found,) = audit(model, [torch.randn(2, 8, D).requires_grad_()]).missed_fusions
+    assert (found.fused_op, len(found.instances)) == ("activation_linear", 1)
+    assert found.blocked_by is not None
+    assert found.blocked_by.detail == (
+        "nn.GELU stands where opfuser.GELU could; nn.Linear stands where opfuser.Linear could"
+    )
+
+
 def test_inside_of_a_plain_model() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:

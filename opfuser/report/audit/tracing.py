@@ -15,6 +15,7 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
 from ...integrations.hf.reading import replaced_forward
+from ...integrations.torch_nn import from_torch
 from ...op import FusibleOperation
 from ...sequential import Sequential
 from ..observing import SequenceCall, observed
@@ -139,25 +140,34 @@ class _Recorder(TorchFunctionMode):
         }
         self.paths = {id(m): path for path, m in model.named_modules()}
         self.active: list[nn.Module] = []
-        self.opaque: list[nn.Module] = []
+        # Where what is called begins to be one node, and where it no longer is, by turns.
+        self.borders: list[nn.Module] = []
         for n, t in enumerate(inputs):
             if isinstance(t, Tensor):
                 self._note(t, self.graph.placeholder(f"input_{n}"), ())
+
+    @property
+    def opaque(self) -> bool:
+        """Whether what is called belongs to one node."""
+        return len(self.borders) % 2 == 1
 
     def modules(self) -> ExitStack:
         """Follows which module is running, while it is open."""
 
         def enter(module: nn.Module, args: Any) -> None:
             self.active.append(module)
-            if not self.opaque and _is_opaque(module):
-                self.opaque.append(module)
+            # A plain module inside of a Sequential is looked into again.
+            if _is_opaque(module, self.opaque) is not self.opaque:
+                self.borders.append(module)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self.active.pop()
-            if self.opaque and self.opaque[-1] is module:
-                self.opaque.pop()
-                path = self.paths.get(id(module), type(module).__name__)
-                self._add("call_module", path, args, {}, output)
+            if self.borders and self.borders[-1] is module:
+                was_opaque = self.opaque
+                self.borders.pop()
+                if was_opaque:
+                    path = self.paths.get(id(module), type(module).__name__)
+                    self._add("call_module", path, args, {}, output)
 
         stack = ExitStack()
         pre = module_hooks.register_module_forward_pre_hook(enter)
@@ -210,9 +220,12 @@ class _Recorder(TorchFunctionMode):
         found = self.nodes.get(id(value))
         if found is not None:
             return found[1]
-        name = self.named.get(id(value), "constant")
+        name = self.named.get(id(value))
         with self.graph.inserting_before(self._first()):
-            node = self.graph.create_node("get_attr", name)
+            if name is None:  # made where nobody looks
+                node = self.graph.placeholder(f"given_{len(self.nodes)}")
+            else:
+                node = self.graph.create_node("get_attr", name)
         if isinstance(value, nn.Parameter):
             self.parameters[node] = value
         self._note(value, node, ())
@@ -250,8 +263,17 @@ def _in_place(target: Any) -> bool:
     return bool(name.endswith("_"))
 
 
-def _is_opaque(module: nn.Module) -> bool:
+def _is_opaque(module: nn.Module, inside: bool) -> bool:
+    """Whether what a module computes is one node.
+
+    Args:
+        module: which is called.
+        inside: whether in a Sequential; there a plain module that an operation could replace is an
+            obstacle to fusions of the Sequential, and nothing by itself.
+    """
     if isinstance(module, (Sequential, FusibleOperation)):
+        return True
+    if inside and not module._modules and isinstance(from_torch(module), FusibleOperation):
         return True
     return replaced_forward(vars(module).get("forward")) is not None
 
