@@ -97,6 +97,23 @@ def test_plain_modules_that_follow_each_other_are_one_finding() -> None:
     )
 
 
+def test_operations_that_are_called_outside_of_a_sequence() -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = RMSNorm(D), Linear(D, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(self.linear(self.norm(x)))
+
+    with torch.device("meta"):
+        model = Alone()
+        (found,) = missed(model).values()
+    assert (found.fused_op, found.component_ops) == ("norm_linear", ("RMSNorm", "Linear"))
+    assert "self.linear(self.norm(x))" in found.instances[0].module_segment
+    assert not model.norm._routing_captured
+
+
 def test_inside_of_a_plain_model() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:

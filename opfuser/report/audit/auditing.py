@@ -103,7 +103,7 @@ def _of_formula(f: Found, costs: dict[Any, Cost | None]) -> _Site:
 def _of_chain(one: Fused, remedies: list[_Remedy], costs: dict[Any, Cost | None]) -> _Site:
     info = next(info for info in fusions() if info.name == one.name)
     ops = tuple("sum of gradients" if f is None else f.kind for f in one.part.found)
-    why = "functions of torch compute it; opfuser fuses operations of a Sequential"
+    why = "called one by one; opfuser fuses operations of a Sequential"
     entry = _entry(
         one.name, _origin(info.origin), info.stage, ops, _registered(one.name, info.origin),
         "use_existing_kernel", _dropping(ops), Refusal("GROUP_SPLIT", why),

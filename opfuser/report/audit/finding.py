@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from ...op import BasicOperation, FusedOperation, FusibleOperation, must_be_called
 from .formulas import (
     COMBINED,
     WRITTEN_OUT,
@@ -44,7 +45,7 @@ def find(trace: Trace) -> list[Found]:
             if found is not None and not any(n in claimed for n in found.nodes):
                 claim(found)
     for node in backwards[::-1]:
-        direct = None if node in claimed else _direct(node)
+        direct = None if node in claimed else _called(node) or _direct(node)
         if direct is not None:
             claim(direct)
     for node in backwards:
@@ -184,3 +185,17 @@ def _direct(node: fx.Node) -> Found | None:
         shapes = {getattr(facts_of(n), "shape", None) for n in terms}
         return made("add", tuple(terms)) if len(terms) == 2 and len(shapes) == 1 else None
     return None
+
+
+def _called(node: fx.Node) -> Found | None:
+    """An operation of opfuser that is called outside of a Sequential, and could be in one."""
+    module = node.meta.get("module")
+    if not isinstance(module, FusibleOperation) or must_be_called(module):
+        return None
+    ops = module.basic_ops if isinstance(module, FusedOperation) else (module,)
+    alone = not any(isinstance(op, BasicOperation) and op.num_extra_inputs for op in ops)
+    if len(node.args) != 1 or facts_of(node) is None or not alone:
+        return None
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    return Found(type(module).__name__, (node,), node, (x,), {"module": module})

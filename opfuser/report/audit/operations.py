@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from ...basic import (
@@ -28,6 +30,7 @@ from ...basic import (
 )
 from ...linear import Linear
 from ...merged_linear import MergedLinear
+from ..target import moved
 from .formulas import Found
 from .tracing import facts_of
 
@@ -55,6 +58,9 @@ def operation(f: Found) -> nn.Module | None:
 
     Its parameters require grad if those of the model do.
     """
+    if "module" in f.values:
+        # A copy: being in a Sequential leaves traces in an operation.
+        return copy.deepcopy(moved(f.values["module"], torch.device("meta"), None))
     made = _operation(f)
     of_model = [facts_of(f.values.get(name)) for name in ("weight", "bias")]
     known = [facts.requires_grad for facts in of_model if facts is not None]

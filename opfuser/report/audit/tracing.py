@@ -167,7 +167,9 @@ class _Recorder(TorchFunctionMode):
                 self.borders.pop()
                 if was_opaque:
                     path = self.paths.get(id(module), type(module).__name__)
-                    self._add("call_module", path, args, {}, output)
+                    node = self._add("call_module", path, args, {}, output)
+                    if node is not None:
+                        node.meta["module"] = module
 
         stack = ExitStack()
         pre = module_hooks.register_module_forward_pre_hook(enter)
@@ -189,14 +191,14 @@ class _Recorder(TorchFunctionMode):
             self._add("call_function", func, args, kwargs, args[0])
         return out
 
-    def _add(self, op: str, target: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _add(self, op: str, target: Any, args: Any, kwargs: Any, out: Any) -> fx.Node | None:
         given = tensors_of((args, kwargs))
         made = tensors_of(out)
         # Such as x.to() of the dtype that x has: nothing is called. Under no_grad,
         # requires_grad_() and the like change nothing either.
         unchanged = made and all(any(t is g for g in given) for t in made)
         if unchanged and op == "call_function" and not _in_place(target):
-            return
+            return None
         node = self.graph.create_node(
             op,
             target,
@@ -208,11 +210,12 @@ class _Recorder(TorchFunctionMode):
         node.meta["place"] = self._place()
         if isinstance(out, Tensor):
             self._note(out, node, given)
-            return
+            return node
         for n, t in enumerate(made):
             item = self.graph.call_function(_item, (node, n))
             item.meta.update(node.meta, writes=False)
             self._note(t, item, given)
+        return node
 
     def _node(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
