@@ -427,7 +427,7 @@ def _note_boundaries(
     for handle in registry:
         rule = handle.function
         key = (handle.stage, handle.name)
-        if not isinstance(rule, Fusion) or key not in records or handle.disabled_by():
+        if not isinstance(rule, Fusion) or key not in records or records[key].status == "disabled":
             continue
         found = _split_matches(handle, rule, without, cuts_without, env)
         if replaced:

@@ -315,8 +315,9 @@ def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> N
         for n in views:
             grads[n] = grads[n].clone()  # type: ignore[union-attr]
         return
-    memory = [t.untyped_storage().data_ptr() for t in (*received, *grads) if t is not None]
-    if len(set(memory)) == len(memory):
+    present = [t for t in (*received, *grads) if t is not None]
+    memory = [t.untyped_storage().data_ptr() for t in present]
+    if len(set(memory)) == len(memory) or not _any_overlap(present, memory):
         return
     for n in views:
         grad = grads[n]
@@ -324,6 +325,20 @@ def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> N
             others = [*received, *grads[:n], *grads[n + 1 :]]
             if any(other is not None and _overlap(grad, other) for other in others):
                 grads[n] = grad.clone()
+
+
+def _any_overlap(tensors: Sequence[Tensor], memory: Sequence[int]) -> bool:
+    """Whether any two share bytes; ``memory`` has the addresses of their storages."""
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for t, address in zip(tensors, memory):
+        covered.setdefault(address, []).append(_extent(t))
+    for extents in covered.values():
+        last = 0
+        for start, stop in sorted(extents):
+            if start < last:
+                return True
+            last = max(last, stop)
+    return False
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -338,5 +353,7 @@ def _extent(t: Tensor) -> tuple[int, int]:
     start = int(t.storage_offset()) * t.itemsize
     if not t.numel():
         return start, start
+    if t.is_contiguous():
+        return start, start + t.nbytes
     last = sum((int(size) - 1) * int(stride) for size, stride in zip(t.shape, t.stride()))
     return start, start + (last + 1) * t.itemsize

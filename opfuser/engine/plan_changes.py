@@ -123,10 +123,14 @@ def _told_apart(before: str, after: str) -> tuple[str, str]:
 
 
 def _of_fusions(before: Any, after: Any) -> _Found:
-    """What differs between two states of the registry."""
+    """What differs between two states of the registry, and between places in configurations."""
     if before == after:
         return
-    old, new = _switches(before), _switches(after)
+    if before[1:] != after[1:]:
+        yield ("configuration of fusions", ""), "as it was", "another one"
+    if before[0] == after[0]:
+        return
+    old, new = _switches(before[0]), _switches(after[0])
     for name in {**old, **new}:
         values = old.get(name, "not registered"), new.get(name, "not registered")
         if values[0] != values[1]:
@@ -135,9 +139,8 @@ def _of_fusions(before: Any, after: Any) -> _Found:
         yield ("fusions", ""), "as they were", "in another order, or other ones of the same names"
 
 
-def _switches(state: Any) -> dict[str, str]:
+def _switches(pairs: Iterable[tuple[FusionHandle, str]]) -> dict[str, str]:
     """Whether each fusion is on, and else what switched it off."""
-    pairs = [row for row in state if isinstance(row, tuple) and isinstance(row[0], FusionHandle)]
     return {handle.name: f"off ({off})" if off else "on" for handle, off in pairs}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count, groupby, pairwise
 from typing import Any
 
 from ..errors import PlanError, explain
@@ -14,6 +14,7 @@ from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is
 from ..registry import FusionHandle
 from . import plan_text as _plan_text  # noqa: F401 - how plans are shown
 from .dumps import Dump
+from .limits import Limits
 from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizer_between
 from .plan_report import report
 from .routing import Routing
@@ -53,18 +54,20 @@ def make_plan(
     env: Env,
     needs: tuple[GradNeeds | None, ...],
     handles: Iterable[FusionHandle],
+    limits: Limits | None = None,
 ) -> Plan:
     """The plan that registered fusions lead to: joint ones first, then each pass on their result.
 
     Args:
         ops: basic operations, and fused ones that the user placed for their own kernels.
+        limits: what configurations say about them, if any is in force.
 
     Raises:
         PlanError: a fusion returned operations that do not tile the basic operations.
     """
     basic_ops = tuple(basic for op in ops for basic in expand(op))
     number, dump = next(_numbers), Dump.wanted()
-    maker = _Maker(basic_ops, env, needs, dump)
+    maker = _Maker(basic_ops, env, needs, dump, limits)
     try:
         forward, backward = _fused(maker, list(ops), list(handles))
     finally:  # also where a fusion raises an error
@@ -187,11 +190,13 @@ class _Maker:
         env: Env,
         needs: tuple[GradNeeds | None, ...],
         dump: Dump | None,
+        limits: Limits | None,
     ) -> None:
         self.basic_ops = basic_ops
         self.env = env
         self.needs = needs
         self.dump = dump
+        self.limits = limits
         self.history: list[FusionRecord] = []
         self.made_by: dict[int, str] = {}
 
@@ -199,7 +204,7 @@ class _Maker:
         self, handles: Iterable[FusionHandle], why: str, ops: Sequence[FusibleOperation]
     ) -> None:
         for handle in handles:
-            off = handle.disabled_by()
+            off = self._off(handle)
             status = "disabled" if off else "skipped"
             self.note(FusionRecord(handle.name, handle.stage, status, detail=off or why), ops, ops)
 
@@ -213,9 +218,12 @@ class _Maker:
         if self.dump is not None:
             self.dump.add(before, after, self.made_by)
 
+    def _off(self, handle: FusionHandle) -> str:
+        return handle.disabled_by() if self.limits is None else self.limits.off(handle)
+
     def attempt(self, handle: FusionHandle, ops: list[FusibleOperation]) -> list[FusibleOperation]:
         missing = handle.requires.missing(self.env)
-        if handle.disabled_by() or missing is not None:
+        if self._off(handle) or missing is not None:
             self.skip([handle], missing.detail if missing is not None else "", ops)
             return ops
         began = time.perf_counter()
@@ -223,16 +231,13 @@ class _Maker:
         refusals: tuple[tuple[int, Refusal], ...] = ()
         near: tuple[NearMiss, ...] = ()
         if isinstance(handle.function, Fusion):
-            scan = handle.function.scan(ops, self.env, self._veto(handle.stage, starts))
+            scan = handle.function.scan(ops, self.env, self._veto(handle, starts))
             new: list[FusibleOperation] = scan.ops
             refusals = tuple((starts[at], no) for at, no in scan.refusals)
             ends = [*starts, len(self.basic_ops)]
             near = tuple(_of_basic_ops(miss, ends) for miss in scan.near_misses)
         else:
-            answer = handle.call(ops, self.env)
-            if not isinstance(answer, Iterable):
-                self._broken([], handle, f"returned {type(answer).__name__}, which is no list")
-            new = list(answer)
+            new, refusals = self._called(handle, ops, starts)
         new_starts = self.tile(new, handle)
         before = {id(op) for op in ops}
         made = [
@@ -250,8 +255,30 @@ class _Maker:
         self.note(record, ops, new)
         return new
 
-    def _veto(self, stage: Stage, starts: list[int]) -> Callable[[Match], Refusal | None]:
+    def _called(
+        self, handle: FusionHandle, ops: list[FusibleOperation], starts: list[int]
+    ) -> tuple[list[FusibleOperation], tuple[tuple[int, Refusal], ...]]:
+        """What a function returns for ``ops``, without those where a configuration has it off."""
         ends = [*starts, len(self.basic_ops)]
+        limits = self.limits
+        noes = [None if limits is None else limits.refusal(handle, a, b) for a, b in pairwise(ends)]
+        new: list[FusibleOperation] = []
+        refusals: list[tuple[int, Refusal]] = []
+        for no, part in groupby(range(len(ops)), key=noes.__getitem__):
+            at = list(part)
+            inside = [ops[n] for n in at]
+            if no is not None:
+                refusals.append((starts[at[0]], no))
+                new += inside
+                continue
+            answer = handle.call(inside, self.env)
+            if not isinstance(answer, Iterable):
+                self._broken([], handle, f"returned {type(answer).__name__}, which is no list")
+            new += answer
+        return new, tuple(refusals)
+
+    def _veto(self, handle: FusionHandle, starts: list[int]) -> Callable[[Match], Refusal | None]:
+        ends, stage = [*starts, len(self.basic_ops)], handle.stage
 
         def veto(found: Match) -> Refusal | None:
             span = self.needs[ends[found.start] : ends[found.stop]]
@@ -262,6 +289,8 @@ class _Maker:
                 return Refusal(
                     "NO_GRAD", "the first operation that needs a gradient lies inside it"
                 )
+            if self.limits is not None:
+                return self.limits.refusal(handle, ends[found.start], ends[found.stop])
             return None
 
         return veto

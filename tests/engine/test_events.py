@@ -206,6 +206,12 @@ def switch_off(seq: opfuser.Sequential) -> None:
         seq(X)
 
 
+def configure(seq: opfuser.Sequential) -> None:
+    overrides = {"0": {"forward_linear_bias_activation": {"enabled": False}}}
+    with opfuser.fusion_config({"schema": "opfuser.fusions/1", "overrides": overrides}):
+        seq(X)
+
+
 def register(seq: opfuser.Sequential) -> None:
     with REGISTER["forward"](rule("A B", name="test_events")):
         seq(X)
@@ -256,6 +262,10 @@ CHANGES: dict[str, tuple[Callable[[opfuser.Sequential], Any], list[Change]]] = {
     "switch": (
         switch_off,
         [Change("fusion forward_linear_bias_activation", "on", "off (opfuser.disable)")],
+    ),
+    "configuration": (
+        configure,
+        [Change("configuration of fusions", "as it was", "another one")],
     ),
     "registered": (
         register,

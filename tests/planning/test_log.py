@@ -64,7 +64,7 @@ def test_every_fusion_is_logged_once_per_distinct_plan(log: Lines) -> None:
             "[stage=forward, fusion=test_refused] [SUMMARY] matches=0 refused=1",
             "[stage=forward, fusion=test_refused] refused at 2: SHAPE: odd",
             "[stage=forward, fusion=test_skipped] skipped (needs cuda, have cpu)",
-            "[stage=backward, fusion=test_disabled] disabled (handle)",
+            "[stage=backward, fusion=test_disabled] disabled (default)",
         ]
         planned("ABCB")
         assert log() == [], "the same plan of another sequence is logged once"
