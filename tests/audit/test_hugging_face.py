@@ -40,7 +40,7 @@ def bare(name: str, **sizes: Any) -> nn.Module:
 
 
 def llama(**others: Any) -> nn.Module:
-    return causal("Llama", num_key_value_heads=2, **SIZES, **others)
+    return causal("Llama", num_key_value_heads=2, **{**SIZES, **others})
 
 
 def gpt2() -> nn.Module:
@@ -126,6 +126,25 @@ def test_attention_that_is_computed_step_by_step() -> None:
     with torch.device("meta"):
         model = llama(attn_implementation="eager")
     assert counted(audit(model, [TOKENS]))["attention"] == (LAYERS, LAYERS)
+
+
+def test_the_loss_of_a_language_model() -> None:
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama(vocab_size=8192)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            loss: Tensor = self.model(tokens, labels=tokens).loss
+            return loss
+
+    with torch.device("meta"):
+        todo = audit(Trained(), [torch.zeros(2, 512, dtype=torch.int64)])
+    assert counted(todo)["linear_cross_entropy"] == (1, 1)
+    (loss,) = (m for m in todo.missed_fusions if m.fused_op == "linear_cross_entropy")
+    assert loss.component_ops == ("linear", "cross_entropy")
+    logits = 2 * 512 * 8192 * 4
+    assert loss.estimate.bytes_saved_per_call > logits
 
 
 def test_where_opfuser_computes_the_layers_nothing_is_left() -> None:

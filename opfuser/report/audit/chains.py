@@ -17,11 +17,10 @@ from ...sequential import Sequential
 from .estimates import like
 from .formulas import Found
 from .operations import GATED, operation
+from .patterns import VIEWS
 from .tracing import Trace, facts_of, name_of
 
 __all__ = ["Chain", "Fused", "chains", "fused", "inputs_of", "merged", "signature"]
-
-_VIEWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 
 
 class Chain(NamedTuple):
@@ -118,7 +117,7 @@ def chains(found: list[Found], trace: Trace) -> list[Chain]:
 
 def _source(node: fx.Node) -> fx.Node:
     """Where a tensor comes from, through views that keep its last dimension."""
-    while name_of(node) in _VIEWS:
+    while name_of(node) in VIEWS:
         before, now = facts_of(node.args[0]), facts_of(node)
         if before is None or now is None or before.shape[-1:] != now.shape[-1:]:
             break
@@ -240,9 +239,10 @@ def inputs_of(chain: Chain) -> tuple[Tensor, ...]:
     extras: list[Tensor] = []
     for f, module in zip(chain.found, chain.modules):
         if f is not None and isinstance(module, BasicOperation) and module.num_extra_inputs:
-            other = facts_of(f.inputs[-1] if f.kind == "cross_entropy" else f.output)
+            loss = f.kind == "cross_entropy"
+            other = facts_of(f.inputs[-1] if loss else f.output)
             assert other is not None
-            if f.kind == "add":  # what a view changed before it stays as it was
-                other = other._replace(shape=(*facts.shape[:-1], other.shape[-1]))
-            extras.append(like(other))
+            # What a view has changed before it is as it was.
+            last = () if loss else other.shape[-1:]
+            extras.append(like(other._replace(shape=(*facts.shape[:-1], *last))))
     return like(facts), *extras

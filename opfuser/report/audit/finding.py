@@ -16,7 +16,7 @@ from .formulas import (
     is_vector,
     matrix_operand,
 )
-from .patterns import Binding, heads, matches, uncast
+from .patterns import CASTS, VIEWS, Binding, heads, matches, uncast
 from .tracing import Trace, facts_of, name_of
 
 __all__ = ["find"]
@@ -175,8 +175,8 @@ def _direct(node: fx.Node) -> Found | None:
         return made("dropout", (given(0, "input"),), p=given(1, "p", 0.5))
     if name == "embedding" and is_matrix(given(1, "weight")):
         return made("embedding", (given(0, "input"),), weight=given(1, "weight"))
-    if name == "cross_entropy":
-        return made("cross_entropy", (given(0, "input"), given(1, "target")))
+    if name == "cross_entropy" and given(2, "weight") is None:
+        return _loss(node, given(0, "input"), given(1, "target"), given(6, "reduction", "mean"))
     if name == "add" and len(args) == 2 and any(is_vector(n) for n in args):
         weight, x = args if is_vector(args[0]) else args[::-1]
         return made("bias", (x,), weight=weight)
@@ -199,3 +199,19 @@ def _called(node: fx.Node) -> Found | None:
     x = node.args[0]
     assert isinstance(x, fx.Node)
     return Found(type(module).__name__, (node,), node, (x,), {"module": module})
+
+
+def _loss(node: fx.Node, logits: Any, target: Any, reduction: str) -> Found | None:
+    """A cross entropy of rows, with conversions and views of the logits that nobody else reads."""
+    facts = facts_of(logits)
+    if facts is None or len(facts.shape) != 2 or not isinstance(target, fx.Node):
+        return None
+    nodes = [node]
+    while name_of(logits) in CASTS | VIEWS and len(logits.users) == 1:
+        nodes.insert(0, logits)
+        logits = logits.args[0]
+    before = facts_of(logits)
+    if before is None or before.shape[-1:] != facts.shape[-1:]:
+        return None
+    values = {"reduction": reduction}
+    return Found("cross_entropy", tuple(nodes), node, (logits, target), values)

@@ -88,8 +88,8 @@ def _operation(f: Found) -> nn.Module | None:
         return MergedLinear(size[0], widths, bias=biased, **how)  # type: ignore[arg-type]
     if f.kind == "dropout":
         return Dropout(values["p"])
-    if f.kind == "cross_entropy" and len(source.shape) == 2:
-        return CrossEntropy()
+    if f.kind == "cross_entropy":
+        return CrossEntropy(reduction=values["reduction"])
     weight = facts_of(values.get("weight"))
     if weight is None or weight.shape != size or f.kind not in ("layer_norm", "rms_norm"):
         return None

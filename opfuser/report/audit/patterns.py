@@ -17,6 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous"})
+VIEWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 
 
 class Var(NamedTuple):
