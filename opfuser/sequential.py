@@ -514,7 +514,12 @@ class Sequential(NestedSequential):
         for path, module in list(self.named_modules()):
             if isinstance(module, FusedOperation):
                 paths.update({id(op): path for op in module.basic_ops if id(op) not in paths})
-        return replace(plan, names=tuple(paths.get(id(op), "") for op in plan.basic_ops))
+        forward, backward = (
+            tuple(s if s.indices else replace(s, path=paths.get(id(s.op), "")) for s in steps)
+            for steps in (plan.forward, plan.backward)
+        )
+        names = tuple(paths.get(id(op), "") for op in plan.basic_ops)
+        return replace(plan, forward=forward, backward=backward, names=names)
 
 
 def _operations(seq: Sequential) -> list[BasicOperation]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from ..errors import PlanError, explain
-from ..fusion import Env, Fusion, NearMiss, QuantizedEdge, Refusal, Stage
+from ..fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is_built_in
 from ..registry import FusionHandle
+from . import plan_text as _plan_text  # noqa: F401 - how plans are shown
 from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizer_between
 from .routing import Routing
 
@@ -89,7 +90,7 @@ def make_plan(
         quantized,
         high_precision,
         _quantized_edges(*steps, env, needs),
-        tuple((n, note) for n, op in enumerate(basic_ops) if (note := op.plan_note(env))),
+        tuple(_notes(basic_ops, env)),
         tuple(c._replace(op=n) for n in quantized for c in basic_ops[n].gemm_choices(env)),
     )
     _log(plan)
@@ -114,6 +115,21 @@ def _precision(
                 why = f"{type(step.op).__name__} computes it without"
                 others.append((n, ops[n].quantized_refusal(env) or Refusal("CONFLICT", why)))
     return tuple(quantized), tuple(others)
+
+
+def _notes(ops: Sequence[BasicOperation], env: Env) -> Iterator[tuple[int, str]]:
+    """What operations say about themselves, by index.
+
+    Where the input holds integers, such as tokens, those behind the first parameters are told the
+    dtype of these.
+    """
+    for n, op in enumerate(ops):
+        note = op.plan_note(env)
+        if note:
+            yield n, note
+        if not env.dtype.is_floating_point:
+            dtypes = [p.dtype for p in op.parameters() if p.is_floating_point()]
+            env = replace(env, dtype=dtypes[0]) if dtypes else env
 
 
 def _quantized_edges(
@@ -174,13 +190,13 @@ class _Maker:
         began = time.perf_counter()
         starts = self.tile(ops, handle)
         refusals: tuple[tuple[int, Refusal], ...] = ()
-        near: NearMiss | None = None
+        near: tuple[NearMiss, ...] = ()
         if isinstance(handle.function, Fusion):
             scan = handle.function.scan(ops, self.env, self._veto(handle.stage, starts))
             new: list[FusibleOperation] = scan.ops
             refusals = tuple((starts[at], no) for at, no in scan.refusals)
-            if scan.near_miss is not None:
-                near = scan.near_miss._replace(start=starts[scan.near_miss.start])
+            ends = [*starts, len(self.basic_ops)]
+            near = tuple(_of_basic_ops(miss, ends) for miss in scan.near_misses)
         else:
             answer = handle.call(ops, self.env)
             if not isinstance(answer, Iterable):
@@ -204,11 +220,12 @@ class _Maker:
         )  # fmt: skip
         return new
 
-    def _veto(self, stage: Stage, starts: list[int]) -> Callable[[int, int], Refusal | None]:
+    def _veto(self, stage: Stage, starts: list[int]) -> Callable[[Match], Refusal | None]:
         ends = [*starts, len(self.basic_ops)]
 
-        def veto(start: int, stop: int) -> Refusal | None:
-            owed = [need is not None for need in self.needs[ends[start] : ends[stop]]]
+        def veto(found: Match) -> Refusal | None:
+            span = self.needs[ends[found.start] : ends[found.stop]]
+            owed = [need is not None for need in span]
             if stage == "backward" and not all(owed):
                 return Refusal("NO_GRAD", "no gradient is needed at or before its first operation")
             if stage == "joint" and any(owed) and not all(owed):
@@ -302,6 +319,12 @@ class _Maker:
         )
 
 
+def _of_basic_ops(near: NearMiss, starts: Sequence[int]) -> NearMiss:
+    """A near miss in numbers of basic operations, given those where the scanned ones start."""
+    start, stop = starts[near.start], starts[near.start + near.matched]
+    return near._replace(start=start, matched=stop - start)
+
+
 def _names(ops: Iterable[Any]) -> str:
     return "[" + ", ".join(type(op).__name__ for op in ops) + "]"
 
@@ -313,10 +336,10 @@ def _log(plan: Plan) -> None:
     """Logs one INFO line per fusion, once per distinct plan, however many sequences share it."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    stable = [replace(record, elapsed=0.0).summary() for record in plan.history]
-    text = "\n".join([*(type(op).__name__ for op in plan.basic_ops), *stable])
+    lines = [record.summary() for record in plan.history]
+    text = "\n".join([*(type(op).__name__ for op in plan.basic_ops), *lines])
     if text in _logged:
         return
     _logged.add(text)
-    for record in plan.history:
-        logger.info("%s", record.summary())
+    for line in lines:
+        logger.info("%s", line)
