@@ -33,6 +33,7 @@ from .registry import (
 )
 from .rope import RopeScaling
 from .sequential import Residual, Sequential
+from .wgrad_overlap import WgradOverlap, overlap_wgrad
 
 __version__ = "0.1.0"
 
@@ -61,6 +62,7 @@ __all__ = [
     "RopeScaling",
     "Sequential",
     "Step",
+    "WgradOverlap",
     "autocast",
     "conversion_report",
     "disable",
@@ -73,6 +75,7 @@ __all__ = [
     "gemm_providers",
     "keep_quantized_weights",
     "optim",
+    "overlap_wgrad",
     "quantized_model_init",
     "recipe",
     "register_backward_fusion",
