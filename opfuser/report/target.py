@@ -125,15 +125,16 @@ def _covers_all(model: Sequential) -> bool:
     return all(id(m) in reached for m in model.modules() if isinstance(m, Sequential))
 
 
-def failed(target: Target, error: Exception) -> str:
+def failed(target: Target, error: Exception, remedy: str = "") -> str:
     """The text about a model that does not run."""
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in target.inputs)
-    on_meta = any(t.is_meta for t in target.inputs)
+    if not remedy and any(t.is_meta for t in target.inputs):
+        remedy = "Pass other inputs, or --device cpu if it reads values"
     return explain(
         f"The model has to run with inputs {shapes}",
         where=target.name,
         received=said(error),
-        remedy="Pass other inputs, or --device cpu if it reads values" if on_meta else "",
+        remedy=remedy,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -196,4 +198,32 @@ def test_what_reads_values_says_so() -> None:
     model = models.ReadsValues()
     with pytest.raises(TargetError, match=r"The model has to run .*\(reads\)") as caught:
         model_traffic(Target("reads", model, (torch.zeros(2, 16),)))
-    assert "--device cpu if it reads values" in str(caught.value)
+    assert "counted without data, so that nothing may read values" in str(caught.value)
+
+
+def test_experts_in_half_precision_read_no_sizes() -> None:
+    """Their products are one launch for all experts, as torch's grouped GEMM is."""
+    block = models.experts()
+    found = traffic(block, torch.empty(2, 8, 16, dtype=torch.bfloat16, requires_grad=True))
+    (experts,) = [s for s in found.forward if len(s.indices) > 1 and s.saved]
+    assert found.plan.fused("forward") == {"grouped_mlp": 1}
+    assert 3 <= experts.counts.launches < 20
+
+
+def test_products_of_codes_are_those_of_a_gpu_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two linear operations in FP8 two forward and four backward, none of them emulated."""
+    products = []
+    scaled_mm = torch.nn.functional.scaled_mm
+
+    def noted(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        products.append((a.dtype, b.dtype))
+        return scaled_mm(a, b, *args, **kwargs)
+
+    x = torch.empty(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", noted)
+    model = models.fp8()
+    traffic(model, x)
+    assert len(products) == 2 + 6  # forward runs once before it is counted, to be planned
+    assert {dtype.itemsize for pair in products for dtype in pair} == {1}
