@@ -144,6 +144,7 @@ def _section(n: int, paths: Sequence[str], plan: Plan, traffic: Traffic | None) 
         f"{autocast}, gradients {'on' if env.grad_enabled else 'off'}{recipe}{each}"
     )
     entries = [_entry(plan, record) for record in plan.history]
+    entries.sort(key=lambda entry: not entry.is_open)  # what happened is above what did not
     return _Section(
         f"plan-{n}",
         joined_names(paths) or "The model",
@@ -265,10 +266,9 @@ def _entry(plan: Plan, record: FusionRecord) -> _Entry:
     off = switched_off(record)
     lines = () if off else tuple(everywhere(plan, record))
     status = off.partition(" ")[0] or record.status
-    said = off.partition(" ")[2].strip("()") if off else outcome(record)
-    return _Entry(
-        record.name, record.stage, status, said, lines, bool(record.matches or record.refusals)
-    )
+    said = off.partition(" (")[2].removesuffix(")") if off else outcome(record)
+    is_open = not off and bool(record.matches or record.refusals)
+    return _Entry(record.name, record.stage, status, said, lines, is_open)
 
 
 def _quantised(plan: Plan) -> Iterator[_Entry]:

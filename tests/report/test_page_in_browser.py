@@ -176,6 +176,7 @@ def test_the_filter_shows_what_holds_all_its_words(opened: Any) -> None:
     assert shown.locator("#shown").inner_text() == f"{len(names)} of {everything}"
     search.fill("no such thing")
     assert shown.locator(".entry:visible").count() == 0
+    assert shown.locator(".group:visible").count() == 0
     search.fill("")
     assert shown.locator(".entry:visible").count() == everything
     assert shown.locator("details.entry[open]").count() < everything  # as before
