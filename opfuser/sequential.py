@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -16,8 +19,16 @@ from .engine.autograd import Kwargs
 from .engine.plan import Plan, expand
 from .engine.replay_options import check_mode
 from .engine.routing import PrivateChannel, Routes, Slot
-from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
+from .errors import (
+    ArgumentTypeError,
+    ConfigError,
+    ExtraInputCountError,
+    OpKwargsError,
+    explain,
+)
+from .events.kinds import PlanInvalidated
 from .fuser import OperationFuser, check_keywords, count_message
+from .fusion_config import FusionConfig, Place, glob_names
 from .groups import (
     Facts,
     Group,
@@ -26,12 +37,16 @@ from .groups import (
     join_plans,
     make_groups,
     stretches,
+    tell_regrouped,
 )
-from .op import BasicOperation, FusedOperation, FusibleOperation
+from .op import BasicOperation, FusedOperation, FusibleOperation, has_called_parts
 from .quantization.region import active_recipe, check_recipe, region, region_of_call
 from .recipe import Recipe
+from .registry import registry
 
 __all__ = ["Residual", "Sequential"]
+
+logger = logging.getLogger("opfuser")
 
 
 class Exports:
@@ -56,6 +71,10 @@ class Sequential(NestedSequential):
         recipe: of quantised compute, for its calls, whatever the region; None leaves it to
             :class:`opfuser.autocast`. A nested sequence with a recipe is called, not fused with its
             neighbours.
+        fusion_config: a configuration of fusions for its operations, as of
+            :class:`opfuser.fusion_config`, over which it has precedence; that of a nested sequence
+            has precedence over that of the outer one. It does not reach Sequentials in plain
+            modules.
 
     Call:
         ``seq(input, *extra_inputs, op_kwargs=None)``. Extra inputs are passed in operation order;
@@ -64,6 +83,7 @@ class Sequential(NestedSequential):
         forward.
 
     Raises:
+        ConfigError: ``fusion_config`` is not of its schema, or states an order.
         ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
         OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential.
         ChannelError: a channel lacks a producer, has a late one, or several.
@@ -71,17 +91,20 @@ class Sequential(NestedSequential):
 
     replay: str | None
     recipe: Recipe | None
+    fusion_config: FusionConfig | None
 
     def __init__(
         self,
         *args: nn.Module | Mapping[str, nn.Module],
         replay: str | None = None,
         recipe: Recipe | None = None,
+        fusion_config: FusionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self._forget()
         self.replay = replay
         self.recipe = recipe
+        self.fusion_config = fusion_config  # type: ignore[assignment]  # read when set
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -93,6 +116,17 @@ class Sequential(NestedSequential):
             check_mode(value, type(self).__name__)
         if name == "recipe" and value is not None:
             check_recipe(value, type(self).__name__)
+        if name == "fusion_config" and value is not None:
+            value = registry.read(value, f"{type(self).__name__}.fusion_config")
+            if value.orders:
+                raise ConfigError(
+                    explain(
+                        "The order of fusions is that of the program",
+                        where=f"{type(self).__name__}.fusion_config",
+                        received="order: listed",
+                        remedy="State it in the file of OPFUSER_CONFIG or in opfuser.fusion_config",
+                    )
+                )
         super().__setattr__(name, value)
 
     def _keys(self, index: int | slice) -> list[str]:
@@ -133,7 +167,7 @@ class Sequential(NestedSequential):
         keys = self._keys(index)
         if isinstance(index, slice):
             modules = {key: cast(nn.Module, self._modules[key]) for key in keys}
-            return Sequential(modules, recipe=self.recipe)
+            return Sequential(modules, recipe=self.recipe, fusion_config=self.fusion_config)
         return self._modules[keys[0]]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
@@ -204,7 +238,8 @@ class Sequential(NestedSequential):
             raise ArgumentTypeError(
                 explain("A Sequential is repeated a positive number of times", received=repr(times))
             )
-        return Sequential(*(m for _ in range(times) for m in self), recipe=self.recipe)
+        modules = [m for _ in range(times) for m in self]
+        return Sequential(*modules, recipe=self.recipe, fusion_config=self.fusion_config)
 
     __rmul__ = __mul__
 
@@ -220,6 +255,8 @@ class Sequential(NestedSequential):
     _single: OperationFuser | None
     _hooked: bool  # whether any module, or one in it, may be; removing a hook is not noticed
     _seen: int
+    _within: tuple[weakref.ref[Sequential], str] | None  # what calls it as a module, and the path
+    _stands: tuple[str, tuple[tuple[str, FusionConfig], ...]]
     _stamped: list[Sequential]
 
     def _forget(self) -> None:
@@ -231,16 +268,20 @@ class Sequential(NestedSequential):
             _single=None,
             _hooked=False,
             _seen=-1,
+            _within=None,
+            _stands=("", ()),
         )
 
     def __getstate__(self) -> dict[str, Any]:
         derived = (
-            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_stamped", "_stamp"
+            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_within", "_stands",
+            "_stamped", "_stamp",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"replay": None, "recipe": None, **state})  # type: ignore[no-untyped-call]
+        defaults = {"replay": None, "recipe": None, "fusion_config": None}
+        super().__setstate__({**defaults, **state})  # type: ignore[no-untyped-call]
         self._forget()
 
     def _resolve(self) -> bool:
@@ -248,7 +289,10 @@ class Sequential(NestedSequential):
         now = Clock.now
         found = stretches(_flatten(self))
         structure = [(split, [(id(m), scope) for m, scope in part]) for split, part in found]
-        if structure != self._structure:
+        changed = structure != self._structure
+        if changed:
+            if PlanInvalidated.wanted:
+                tell_regrouped(self._groups, found)
             groups, routes = make_groups(found)
             only = groups[0].callee if len(groups) == 1 else None
             self.__dict__.update(
@@ -261,11 +305,80 @@ class Sequential(NestedSequential):
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
                 group.callee.replay = self.replay
+        if changed or self._seen != now:
+            stands = self._standing()
+            if changed or stands != self._stands:
+                self.__dict__["_stands"] = stands
+                self._place_operations(*stands)
         self.__dict__["_seen"] = now
         return True
 
+    def _standing(self) -> tuple[str, tuple[tuple[str, FusionConfig], ...]]:
+        """The beginning of the paths of its operations, and the configurations that reach some.
+
+        Both are those of the outermost Sequential that calls it, if one does.
+        """
+        above = ""
+        around: tuple[tuple[str, FusionConfig], ...] = ()
+        outer = None if self._within is None else self._within[0]()
+        if self._within is not None and outer is not None:
+            path = self._within[1]
+            if _module_at(outer, path) is self:  # it was not taken away since
+                below, configs = outer._stands if outer._seen == Clock.now else outer._standing()
+                above = f"{below}{path}."
+                around = tuple(c for c in configs if above.startswith(c[0]))
+        return above, (*around, *self._configured(above))
+
+    def _configured(self, prefix: str) -> Iterator[tuple[str, FusionConfig]]:
+        """The configurations of this Sequential and of those that it takes the operations of.
+
+        Each with the beginning of the paths of their operations, the outer ones first.
+        """
+        if self.fusion_config is not None:
+            yield prefix, self.fusion_config
+        for name, module in self._modules.items():
+            if type(module) is Sequential and not _is_called(module):
+                yield from module._configured(f"{prefix}{name}.")
+
+    def _place_operations(self, above: str, configs: Sequence[tuple[str, FusionConfig]]) -> None:
+        """Says to the groups where their operations stand, and what configurations hold there."""
+        paths = self._paths()
+        ops = [op for group in self._groups for op in group.ops]
+        places = {id(op): _place(above + paths.get(id(op), ""), configs) for op in ops}
+        reached = [place.path for place in places.values()]
+        for group in self._groups:
+            if isinstance(group.callee, OperationFuser):
+                group.callee.stand(tuple(places[id(op)] for op in group.ops))
+            elif isinstance(group.callee, FusibleOperation) and group.split == "HOOK":
+                parts = expand(group.callee) if has_called_parts(group.callee) else [group.callee]
+                for part in parts:  # each is called by itself
+                    part._prepare_alone()
+                    part._alone.stand(tuple(places[id(op)] for op in expand(part)))
+            elif isinstance(group.callee, Sequential):
+                path = paths[id(group.callee)]
+                group.callee.__dict__.update(_within=(weakref.ref(self), path), _seen=-1)
+                reached += [f"{above}{path}.{inner}" for inner in group.callee._paths().values()]
+            elif configs and any(isinstance(m, Sequential) for m in group.callee.modules()):
+                logger.warning(
+                    "the fusion_config of a Sequential does not reach the Sequentials in %s, which "
+                    "is called as a module; give them their own",
+                    type(group.callee).__name__,
+                )
+        for prefix, config in configs:
+            if not prefix.startswith(above):
+                continue  # the outer one has looked
+            inside = [path[len(prefix) :] for path in reached if path.startswith(prefix)]
+            for glob in config.globs():
+                if not any(glob_names(glob, path) for path in inside):
+                    logger.warning(
+                        "%s: the override %r names no operation of its Sequential",
+                        config.source,
+                        glob,
+                    )
+
     def _describe(self) -> str:
-        return repr([(name, id(m), has_hooks(m)) for name, m in self.named_children()])
+        children = [(name, id(m), has_hooks(m)) for name, m in self.named_children()]
+        return repr((children, self.fusion_config))
 
     def _resolve_for_tracing(self) -> bool:
         self.__dict__["_stamped"] = [m for m in self.modules() if isinstance(m, Sequential)]
@@ -336,8 +449,9 @@ class Sequential(NestedSequential):
             self._guard(tuple([seq._stamp for seq in self._stamped]))
         elif self._seen != Clock.now or self._hooked:
             self._resolve()
-        if op_kwargs is None and self._single is not None:
-            return self._single(input, *extra_inputs)
+        if self._single is not None:
+            kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)[0]
+            return self._single(input, *extra_inputs, basic_op_kwargs=kwargs)
         return self._walk(input, extra_inputs, op_kwargs)
 
     def _walk(
@@ -510,16 +624,32 @@ class Sequential(NestedSequential):
             raise ArgumentTypeError(
                 explain("This Sequential holds no operations, so it has no plan")
             )
-        paths = {id(module): path for path, module in self.named_modules()}
-        for path, module in list(self.named_modules()):
-            if isinstance(module, FusedOperation):
-                paths.update({id(op): path for op in module.basic_ops if id(op) not in paths})
+        paths = self._paths()
         forward, backward = (
             tuple(s if s.indices else replace(s, path=paths.get(id(s.op), "")) for s in steps)
             for steps in (plan.forward, plan.backward)
         )
         names = tuple(paths.get(id(op), "") for op in plan.basic_ops)
         return replace(plan, forward=forward, backward=backward, names=names)
+
+    def _paths(self) -> dict[int, str]:
+        """The path of each module and operation, by id."""
+        paths = {id(module): path for path, module in self.named_modules()}
+        for path, module in list(self.named_modules()):
+            if isinstance(module, FusedOperation):
+                paths.update({id(op): path for op in module.basic_ops if id(op) not in paths})
+        return paths
+
+
+def _module_at(module: nn.Module | None, path: str) -> nn.Module | None:
+    for name in path.split("."):
+        module = None if module is None else module._modules.get(name)
+    return module
+
+
+def _place(path: str, configs: Sequence[tuple[str, FusionConfig]]) -> Place:
+    around = [(config, path[len(p) :]) for p, config in configs if path.startswith(p)]
+    return Place(path, tuple(around))
 
 
 def _operations(seq: Sequential) -> list[BasicOperation]:

@@ -9,7 +9,7 @@ smaller by exactly the tensors that no longer leave the chip. In particular
 - a function of ATen that returns no view is one launch; GEMMs among them read both operands and
   write the result, whatever they tile;
 - a look-up in a table reads as much of the table as it returns;
-- attention is one launch in each pass if a kernel of torch takes it;
+- attention is one launch in each pass if a kernel takes it on a GPU;
 - allocations and views are nothing.
 
 Saved bytes are what autograd keeps from forward to backward: each storage once, parameters and
@@ -138,7 +138,9 @@ def model_traffic(target: Target) -> ModelTraffic:
     inputs = tuple(t.detach().to(meta).requires_grad_(t.requires_grad) for t in target.inputs)
     target = Target(target.name, moved(target.model, meta, None), inputs)
     try:
-        with observed(target.model) as found:  # makes the plans, which the second call follows
+        # Makes the plans, which the second call follows. Kernels are noted here too, as what stands
+        # for them in plain torch takes longer.
+        with counting(), observed(target.model) as found:
             target.model(*inputs)
         with _watched([(c.path, c.sequence) for c in found], target.model) as run:
             _train(target.model(*inputs), [*target.model.parameters(), *inputs], run.counter)

@@ -134,3 +134,11 @@ def experts() -> opfuser.Sequential:
 def fp8() -> opfuser.Sequential:
     ops = [opfuser.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(2)]
     return opfuser.Sequential(*ops, recipe=opfuser.recipe.Float8BlockScaling())
+
+
+class NotCopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> NotCopied:
+        raise NotImplementedError("there is one alone")
+
+
+not_copied = NotCopied(2, 2)

@@ -81,6 +81,15 @@ def test_counts_of_other_steps_are_left_out(opfuser_command: Command) -> None:
     assert "launches" in opfuser_command(*argv).out
 
 
+@pytest.mark.gpu
+def test_a_gpu_follows_the_plan_that_is_counted(opfuser_command: Command) -> None:
+    argv = "explain", f"{MODELS}:mlp", "--dtype", "bf16", "--format", "json"
+    here = json.loads(opfuser_command(*argv, "--device", "cuda").out)
+    meta = json.loads(opfuser_command(*argv).out)
+    assert here["model"]["device"] == "cuda"
+    assert here["traffic"] == meta["traffic"] is not None
+
+
 class _Alone(opfuser.FusedOperation):
     def __init__(self, op: opfuser.BasicOperation) -> None:
         super().__init__([op])

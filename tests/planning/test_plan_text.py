@@ -492,7 +492,7 @@ def test_why_names_what_fused_an_operation_instead() -> None:
     ("options", "outcome"),
     [
         ({"requires": Requires(device="cuda")}, "skipped (needs cuda, have cpu)"),
-        ({"enabled": False}, "disabled (handle)"),
+        ({"enabled": False}, "disabled (default)"),
     ],
 )
 def test_why_a_fusion_was_not_tried(options: Any, outcome: str) -> None:

@@ -273,7 +273,7 @@ def test_every_registered_fusion_has_a_record() -> None:
     [
         ({"requires": Requires(device="cuda")}, "skipped", "needs cuda, have cpu"),
         ({"requires": Requires(package="no_such_one")}, "skipped", "needs the package no_such_one"),
-        ({"enabled": False}, "disabled", "handle"),
+        ({"enabled": False}, "disabled", "default"),
     ],
 )
 def test_what_keeps_a_fusion_from_being_tried_is_recorded(
