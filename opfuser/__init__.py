@@ -34,6 +34,7 @@ from .registry import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from .report import picture as _picture  # noqa: F401 - how notebooks show plans
 from .rope import RopeScaling
 from .sequential import Residual, Sequential
 from .wgrad_overlap import WgradOverlap, overlap_wgrad
