@@ -130,6 +130,14 @@ class UnknownFusionError(OpfuserError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class ConfigError(OpfuserError, ValueError):
+    """A configuration of fusions has an unknown key, name or value, or cannot be read."""
+
+
+class TargetError(OpfuserError, ValueError):
+    """A command was given a model, an input, a name or a file that it cannot use."""
+
+
 class DoubleBackwardError(OpfuserError, RuntimeError):
     """The gradient of a sequence was differentiated a second time."""
 

@@ -16,6 +16,7 @@ from .change_tracking import Clock, Tracked, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
 from .engine.autograd import Kwargs, execute, execute_eagerly
+from .engine.limits import Limits, OperationFacts
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
 from .engine.plan import Plan, expand
 from .engine.plan_key import CallFacts, PlanKey, call_facts
@@ -32,6 +33,7 @@ from .errors import (
     explain,
 )
 from .fusion import Env, FusionFunction, Stage
+from .fusion_config import Place
 from .op import (
     BasicOperation,
     FusedOperation,
@@ -128,6 +130,8 @@ class OperationFuser:
         self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
         self._used: Schedule | None = None
         self.replay: str | None = None
+        self._places_of_ops: tuple[Place, ...] = ()
+        self._has_own_configs = False
         self._recipe_of_forward: Recipe | None = None
         self._replays: Replays | None = None
         self._seen = self._started = -1
@@ -245,7 +249,10 @@ class OperationFuser:
 
     def _find(self, facts: tuple[Any, ...]) -> Schedule:
         """The schedule of a call, from the cache or made anew."""
-        key = PlanKey(registry.state(), self._signature, CallFacts.frozen(facts))
+        state = registry.state()
+        if self._is_configured():
+            state = state, self._places_of_ops
+        key = PlanKey(state, self._signature, CallFacts.frozen(facts))
         schedule = self._schedules.get(key)
         if schedule is None:
             schedule = self._make(key.call)
@@ -253,6 +260,14 @@ class OperationFuser:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = schedule
         return schedule
+
+    def stand(self, places: tuple[Place, ...]) -> None:
+        """States where the basic operations stand; without, they stand nowhere."""
+        self._places_of_ops = places
+        self._has_own_configs = any(place.around for place in places)
+
+    def _is_configured(self) -> bool:
+        return self._has_own_configs or bool(registry.configs)
 
     def _make(self, facts: CallFacts) -> Schedule:
         flags = iter(facts.parameters_require_grad or [False] * len(facts.parameter_dtypes))
@@ -268,8 +283,25 @@ class OperationFuser:
             facts.recipe,
         )
         registry.tell_unknown()
-        plan = make_plan(self._units, env, needs, registry)
+        limits = Limits(self._facts_of_operations(facts)) if self._is_configured() else None
+        plan = make_plan(self._units, env, needs, registry, limits)
         return Schedule(plan, self.routing, self._num_parameters)
+
+    def _facts_of_operations(self, facts: CallFacts) -> list[OperationFacts]:
+        """What limits of configurations are compared with; all of it follows from the key."""
+        extras = [dtype for dtype, _ in facts.extra_inputs]
+        before = facts.dtype
+        after, _ = self._output_dtypes(before, facts.parameter_dtypes, extras, facts.autocast_dtype)
+        shapes = iter(facts.parameter_shapes)
+        places = self._places_of_ops or (Place(),) * len(self._basic_ops)
+        out = []
+        for place, dtype, count in zip(places, after, self._num_parameters):
+            # Of what holds indices, as the input of an embedding, the result is computed in.
+            computed = before if before.is_floating_point else dtype
+            numel = sum(next(shapes).numel() for _ in range(count))
+            out.append(OperationFacts(place, facts.autocast_dtype or computed, numel))
+            before = dtype
+        return out
 
     # While torch.compile traces, planning runs as ordinary Python and stores its result under a
     # name; the traced code only looks it up.
@@ -299,6 +331,7 @@ class OperationFuser:
         )
 
     def _prepare_tracing(self) -> bool:
+        registry.state()  # loads plug-ins before the traced code is guarded by what is registered
         self._start()
         for module, name in self._slots:
             if parametrize.is_parametrized(module, name):
@@ -363,38 +396,44 @@ class OperationFuser:
         """The plan for tensors like these, and what the call returns; nothing is computed."""
         parameters = self._fake_parameters()
         plan = self._schedule(input_, parameters, extra_inputs).plan
-        dtype, of_extras = self._output_dtypes(input_, parameters, extra_inputs)
+        dtypes, of_extras = self._output_dtypes(
+            input_.dtype,
+            [p.dtype for p in parameters],
+            [t.dtype for t in extra_inputs],
+            autocast_dtype(input_.device),
+        )
 
         def facts(op: int, dtype: torch.dtype) -> TensorFacts:
             needed = plan.needs[op] is not None if plan.needs else input_.requires_grad
             return TensorFacts(dtype, input_.device, needed and dtype.is_floating_point)
 
         extra_outputs = [facts(at, of_extras[at][slot]) for at, slot in self.routing.outputs]
-        return Planned(plan, facts(-1, dtype), extra_outputs)
+        return Planned(plan, facts(-1, dtypes[-1] if dtypes else input_.dtype), extra_outputs)
 
     def _output_dtypes(
         self,
-        input_: Tensor | TensorFacts,
-        parameters: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor | TensorFacts],
-    ) -> tuple[torch.dtype, list[Sequence[torch.dtype]]]:
-        """The dtypes that operations declare: of the output, and of each one's extra outputs."""
-        lower = autocast_dtype(input_.device)
-        left = iter([p.dtype for p in parameters])
-        dtype = input_.dtype
+        dtype: torch.dtype,
+        parameters: Sequence[torch.dtype],
+        extra_inputs: Sequence[torch.dtype],
+        autocast: torch.dtype | None,
+    ) -> tuple[list[torch.dtype], list[Sequence[torch.dtype]]]:
+        """The dtypes that operations declare: of each one's output, and of its extra outputs."""
+        left = iter(parameters)
+        outputs: list[torch.dtype] = []
         of_extras: list[Sequence[torch.dtype]] = []
         for op, sources, count in zip(self._basic_ops, self.routing.sources, self._num_parameters):
             extras = tuple(
-                extra_inputs[source].dtype
+                extra_inputs[source]
                 if isinstance(source, int)
                 else of_extras[source.op][source.slot]
                 for source in sources
             )
             own = tuple(next(left) for _ in range(count))
-            dtypes = Dtypes(dtype, extras, own, lower)
+            dtypes = Dtypes(dtype, extras, own, autocast)
             dtype = op.output_dtype(dtypes)
+            outputs.append(dtype)
             of_extras.append(op.extra_output_dtypes(dtypes))
-        return dtype, of_extras
+        return outputs, of_extras
 
     @property
     def last_plan(self) -> Plan | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
@@ -247,7 +247,14 @@ class Match(NamedTuple):
 
 
 class NearMiss(NamedTuple):
-    """The longest beginning of a pattern that fitted somewhere, and what stopped it."""
+    """The beginning of a pattern that fitted somewhere, and what stopped it.
+
+    Attributes:
+        start: of the first operation that fitted, by index.
+        matched: operations that fitted.
+        of: elements of the pattern.
+        stopped_by: what stands where the next element is expected.
+    """
 
     start: int
     matched: int
@@ -318,12 +325,30 @@ def _would_take(wanted: _Element, op: FusibleOperation) -> bool:
 
 
 class Scan(NamedTuple):
-    """The result of one fusion on a list of operations."""
+    """The result of one fusion on a list of operations.
+
+    Attributes:
+        ops: what it made of them.
+        matches: what it replaced.
+        refusals: where the pattern was found, and why it was not replaced.
+        near_misses: where a beginning of the pattern was found, in order. Of those that end at one
+            operation the longest counts, so that there are at most as many as operations.
+    """
 
     ops: list[FusibleOperation]
     matches: list[Match]
     refusals: list[tuple[int, Refusal]]
-    near_miss: NearMiss | None
+    near_misses: list[NearMiss]
+
+    @property
+    def near_miss(self) -> NearMiss | None:
+        """The longest one, the first of equals."""
+        return longest(self.near_misses)
+
+
+def longest(near_misses: Iterable[NearMiss]) -> NearMiss | None:
+    """The near miss with most operations, the first of equals; None of none."""
+    return max(near_misses, key=lambda near: near.matched, default=None)
 
 
 @dataclass(frozen=True)
@@ -389,25 +414,25 @@ class Fusion:
         self,
         ops: Sequence[FusibleOperation],
         env: Env,
-        veto: Callable[[int, int], Refusal | None] | None = None,
+        veto: Callable[[Match], Refusal | None] | None = None,
     ) -> Scan:
         """Replaces matches greedily from the left.
 
         Args:
-            veto: the engine's own objection to fusing ``ops[start:stop]``, if any.
+            veto: the engine's own objection to a match, if any; asked before ``refuses``.
         """
         out: list[FusibleOperation] = []
         matches: list[Match] = []
         refusals: list[tuple[int, Refusal]] = []
-        near: NearMiss | None = None
-        at = 0
+        near: list[NearMiss] = []
+        reasons: dict[Refusal, Refusal] = {}  # one object for equal ones, as records live long
+        reached = at = 0
         while at < len(ops):
             found = _match(self.elements, ops, at)
             if isinstance(found, Match):
-                no = veto(found.start, found.stop) if veto is not None else None
-                if no is None and self.refuses is not None:
-                    more = {"behind": ops[found.stop :]} if self.looks_behind else {}
-                    no = self._checked(self.refuses(*found.parts, env=env, **more))
+                no = veto(found) if veto is not None else None
+                if no is None:
+                    no = self.refusal(found, ops, env)
                 if no is None:
                     known = {"env": env} if self.builds_for_env else {}
                     out.append(self.build(*found.parts, **known))
@@ -415,11 +440,20 @@ class Fusion:
                     at = found.stop
                     continue
                 refusals.append((found.start, no))
-            elif found.matched and (near is None or found.matched > near.matched):
-                near = found
+            elif found.start + found.matched > max(reached, found.start):
+                reached = found.start + found.matched
+                why = reasons.setdefault(found.stopped_by, found.stopped_by)
+                near.append(found._replace(stopped_by=why))
             out.append(ops[at])
             at += 1
         return Scan(out, matches, refusals, near)
+
+    def refusal(self, found: Match, ops: Sequence[FusibleOperation], env: Env) -> Refusal | None:
+        """What ``refuses`` says to a match in ``ops``."""
+        if self.refuses is None:
+            return None
+        more = {"behind": ops[found.stop :]} if self.looks_behind else {}
+        return self._checked(self.refuses(*found.parts, env=env, **more))
 
     def _checked(self, no: Any) -> Refusal | None:
         if no is None or (isinstance(no, Refusal) and no.code in REFUSAL_CODES):

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from .change_tracking import Tracked, has_hooks, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
-from .engine.plain_modules import assumed_output, is_known
+from .engine.plain_modules import assumed_output, is_known, replacement
 from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
 from .engine.routing import RoutedGroup, Routes, route
 from .fuser import OperationFuser
-from .fusion import Env, Fusion, QuantizedEdge, Refusal
+from .fusion import Env, Fusion, Match, QuantizedEdge, Refusal
 from .gemm_providers import GemmChoice
 from .op import (
     BasicOperation,
@@ -25,7 +25,7 @@ from .op import (
     has_called_parts,
     must_be_called,
 )
-from .registry import registry
+from .registry import FusionHandle, registry
 
 Facts = Tensor | TensorFacts
 
@@ -251,7 +251,7 @@ def join_plans(
     backward: list[Step] = []
     needs: list[GradNeeds | None] = []
     ops: list[BasicOperation] = []
-    scanned: list[tuple[int, BasicOperation]] = []
+    scanned: list[_Scanned] = []
     cuts: dict[int, Refusal] = {}
     records: dict[tuple[str, str], FusionRecord] = {}
     replays: list[ReplayRecord] = []
@@ -274,7 +274,13 @@ def join_plans(
             step = Step(cast(nn.Module, group.callee), ())
             forward.append(step)
             backward += [step] if grad_enabled else []
-            scanned += [(len(ops), op) for op in group.ops]
+            scanned += [_Scanned(len(ops), op) for op in group.ops]
+            instead = replacement(step.op)
+            if instead is not None:
+                kind = type(step.op).__name__
+                why = f"torch.nn.{kind} stands where {instead.text} would fit"
+                no = Refusal("GROUP_SPLIT", why)
+                scanned += [_Scanned(len(ops), op, no) for op in instead.operations]
         for plan in plans:
             first = len(ops)
             forward += [_shift(step, first) for step in plan.forward]
@@ -288,7 +294,7 @@ def join_plans(
             replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
             for record in plan.history:
                 _merge(records, record, first)
-            scanned += enumerate(plan.basic_ops, first)
+            scanned += [_Scanned(n, op) for n, op in enumerate(plan.basic_ops, first)]
             ops += plan.basic_ops
             env = env or plan.env
     if env is None:
@@ -327,61 +333,110 @@ def _shifted(indices: tuple[int, ...], first: int) -> tuple[int, ...]:
 
 
 def _merge(records: dict[tuple[str, str], FusionRecord], new: FusionRecord, first: int) -> None:
-    near = new.near_miss._replace(start=new.near_miss.start + first) if new.near_miss else None
     new = replace(
         new,
         matches=tuple(tuple(i + first for i in match) for match in new.matches),
         refusals=tuple((at + first, why) for at, why in new.refusals),
-        near_miss=near,
+        near_misses=tuple(near._replace(start=near.start + first) for near in new.near_misses),
     )
     key = (new.stage, new.name)
     old = records.get(key)
     if old is not None:
-        near = max(
-            filter(None, (old.near_miss, new.near_miss)), key=lambda m: m.matched, default=None
-        )
         ranks = ("disabled", "skipped", "unmatched", "refused", "matched")
         new = replace(
             new,
             status=max(old.status, new.status, key=ranks.index),
             matches=old.matches + new.matches,
             refusals=old.refusals + new.refusals,
-            near_miss=near,
+            near_misses=old.near_misses + new.near_misses,
             elapsed=old.elapsed + new.elapsed,
         )
     records[key] = new
 
 
+class _Scanned(NamedTuple):
+    """An operation as if there were no boundaries.
+
+    Attributes:
+        place: its index in the plan, or, of what is not in it, that of the operation behind it.
+        op: the operation; in place of a plain module one that could replace it.
+        stands_in: why it is not fused, if it is in place of a plain module.
+    """
+
+    place: int
+    op: BasicOperation
+    stands_in: Refusal | None = None
+
+
 def _note_boundaries(
     records: dict[tuple[str, str], FusionRecord],
-    scanned: Sequence[tuple[int, BasicOperation]],
+    scanned: Sequence[_Scanned],
     cuts: dict[int, Refusal],
     env: Env,
 ) -> None:
     """Adds a refusal wherever a pattern would fit if its operations were in one group.
 
+    Or if a plain module among them were an operation.
+
     Args:
         records: by stage and name.
-        scanned: the operations, also of modules without a plan, with their place in the plan.
+        scanned: the operations, also of modules without a plan.
         cuts: why a group ends, by the first of ``scanned`` behind it.
         env: of the plan.
     """
-    ops = [op for _, op in scanned]
+    if not cuts:
+        return
+    # Where modules are left out, a cut is before the operation that is next.
+    without: list[_Scanned] = []
+    cuts_without: dict[int, Refusal] = {}
+    for n, item in enumerate(scanned):
+        if n in cuts:
+            cuts_without.setdefault(len(without), cuts[n])
+        if item.stands_in is None:
+            without.append(item)
+    replaced = len(without) < len(scanned)
     for handle in registry:
         rule = handle.function
         key = (handle.stage, handle.name)
-        if not isinstance(rule, Fusion) or key not in records or handle.disabled_by():
+        if not isinstance(rule, Fusion) or key not in records or records[key].status == "disabled":
             continue
-        found: list[tuple[int, Refusal]] = []
-
-        def note(start: int, stop: int, found: list[tuple[int, Refusal]] = found) -> Refusal:
-            why = next((cuts[c] for c in range(start + 1, stop) if c in cuts), None)
-            if why is not None:
-                found.append((scanned[start][0], why))
-            return Refusal("GROUP_SPLIT", "not built here")
-
-        rule.scan(ops, env, note)
+        found = _split_matches(handle, rule, without, cuts_without, env)
+        if replaced:
+            found = {**found, **_split_matches(handle, rule, scanned, {}, env)}
         if found:
             old = records[key]
             status = "refused" if old.status == "unmatched" else old.status
-            records[key] = replace(old, status=status, refusals=old.refusals + tuple(found))
+            refusals = (*old.refusals, *sorted(found.items()))
+            records[key] = replace(old, status=status, refusals=refusals)
+
+
+def _split_matches(
+    handle: FusionHandle,
+    rule: Fusion,
+    scanned: Sequence[_Scanned],
+    cuts: dict[int, Refusal],
+    env: Env,
+) -> dict[int, Refusal]:
+    """Where a pattern fits over a cut or over what stands in for a module, and which it is."""
+    ops = [item.op for item in scanned]
+    found: dict[int, Refusal] = {}
+    reached = 0  # of those that end at one operation the longest counts
+
+    def note(match: Match) -> Refusal:
+        nonlocal reached
+        items = scanned[match.start : match.stop]
+        real = [item.place for item in items if item.stands_in is None]
+        reasons = [cuts[n] for n in range(match.start + 1, match.stop) if n in cuts]
+        reasons += [item.stands_in for item in items if item.stands_in is not None]
+        if real and reasons and match.stop > reached and asked_for(match):
+            found.setdefault(real[0], reasons[0])
+            reached = match.stop
+        return Refusal("GROUP_SPLIT", "not built here")
+
+    def asked_for(match: Match) -> bool:
+        # Functions of users are not to meet what stands in.
+        no = rule.refusal(match, ops, env) if handle.origin == "opfuser" else None
+        return no is None or no.code != "DISABLED"
+
+    rule.scan(ops, env, note)
+    return found

@@ -82,6 +82,10 @@ class FusibleOperation(Tracked):
             the way: no value is read by the host, nothing else is changed. Launches can then be
             recorded and replayed. A class outside of the library must state it itself; it is not
             inherited.
+        kernels: what computes the operation, for the text of plans: ``("my_package.my_norm",)``.
+            Not inherited by classes outside of the library. The library's own name families of
+            Triton kernels, which plain torch replaces where they do not run, and ``"GEMM"``; a
+            fused one of it, by default, has those of its basic operations.
         emits_quantized: whether forward returns what ``next_op_input_quantizer`` makes of its
             output, where it is given one.
         emits_quantized_grad: whether backward returns what ``grad_input_quantizer`` of its first
@@ -90,6 +94,7 @@ class FusibleOperation(Tracked):
 
     read_only: ClassVar[frozenset[str]] = frozenset()
     replayable: bool = True
+    kernels: ClassVar[tuple[str, ...]] = ()
     emits_quantized: ClassVar[bool] = False
     emits_quantized_grad: ClassVar[bool] = False
 
@@ -420,7 +425,8 @@ class BasicOperation(FusibleOperation):
         """What the text of a plan says about the operation besides its name; None: nothing.
 
         Args:
-            env: the ``Env`` of the call.
+            env: the ``Env`` of the call; where its input holds integers, with the dtype of the
+                first parameters before the operation.
         """
         return None
 

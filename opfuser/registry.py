@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .errors import FusionError, UnknownFusionError, explain
 from .fusion import (
@@ -22,15 +23,29 @@ from .fusion import (
     Requires,
     Stage,
 )
+from .fusion_config import (
+    EffectiveSetting,
+    FusionConfig,
+    Place,
+    Setting,
+    in_order,
+    read,
+    settings_at,
+)
 from .op import FusedOperation, FusibleOperation
+from .plugins import PluginInfo, load_all
+from .reversible import ReversibleChanges
 
 __all__ = [
     "FusionHandle",
     "FusionInfo",
     "disable",
+    "effective",
     "enable",
     "fusion",
+    "fusion_config",
     "fusions",
+    "plugins",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
@@ -87,9 +102,10 @@ class FusionInfo(NamedTuple):
     Attributes:
         name: by which it is switched.
         stage: ``"forward"``, ``"backward"`` or ``"joint"``.
-        origin: ``"opfuser"`` or ``"user"``.
+        origin: ``"opfuser"``, the name of the installed package that it is a plug-in of, or
+            ``"user"``.
         requires: what the machine and the call must have.
-        enabled: whether it is on.
+        enabled: whether it is on, but for overrides of a configuration.
         disabled_by: what switched it off; empty if it is on.
     """
 
@@ -111,7 +127,7 @@ class FusionHandle:
         name: unique name.
         stage: ``"forward"``, ``"backward"`` or ``"joint"``.
         function: what is called with a list of operations, or a :class:`Fusion`.
-        origin: ``"opfuser"`` or ``"user"``.
+        origin: ``"opfuser"``, a plug-in's package, or ``"user"``.
     """
 
     def __init__(self, name: str, stage: Stage, function: FusionFunction, origin: str) -> None:
@@ -119,7 +135,8 @@ class FusionHandle:
         self.stage: Stage = stage
         self.function = function
         self.origin = origin
-        self._enabled = getattr(function, "enabled", True) is True
+        self.by_default = getattr(function, "enabled", True) is True
+        self._enabled: bool | None = None
         parameters = inspect.signature(function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._keywords = tuple(k for k in ("recipe", "env") if takes_all or k in parameters)
@@ -127,7 +144,7 @@ class FusionHandle:
     @property
     def enabled(self) -> bool:
         """Whether the fusion is on; takes effect at the next call."""
-        return self._enabled
+        return self.by_default if self._enabled is None else self._enabled
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
@@ -139,15 +156,32 @@ class FusionHandle:
         """What the machine and the call must have; nothing for a function."""
         return self.function.requires if isinstance(self.function, Fusion) else Requires()
 
+    def switched(self) -> Setting | None:
+        """The switch that turns the fusion on or off; None where configurations decide."""
+        switched = registry.switched
+        if self.name in switched:
+            return self._says(*switched[self.name])
+        if self._enabled is False:
+            return self._says(False, "handle")
+        if "*" in switched and not switched["*"][0]:
+            return self._says(*switched["*"])
+        return None if self._enabled is None else self._says(True, "handle")
+
+    def _says(self, on: bool, by: str) -> Setting:
+        return Setting(self.name, "enabled", on, "", by)
+
+    def setting(self, place: Place | None = None) -> Setting:
+        """What turns the fusion on or off at a place, without one where no override holds."""
+        switched = self.switched()
+        if switched is not None:
+            return switched
+        stated = settings_at(self.name, registry.configs, place)
+        return stated.get("enabled") or self._says(self.by_default, "default")
+
     def disabled_by(self) -> str:
-        """What switched the fusion off; empty if it is on."""
-        if self.name in registry.switched:
-            return "" if registry.switched[self.name][0] else registry.switched[self.name][1]
-        if not self._enabled:
-            return "handle" if self.origin != "opfuser" else "default"
-        if "*" in registry.switched and not registry.switched["*"][0]:
-            return registry.switched["*"][1]
-        return ""
+        """What switched the fusion off; empty if it is on, but for overrides."""
+        found = self.setting()
+        return "" if found.value else found.origin
 
     def call(self, ops: Sequence[FusibleOperation], env: Env) -> Sequence[FusibleOperation]:
         """Calls the function with those of the keywords that its signature accepts."""
@@ -174,46 +208,130 @@ class FusionHandle:
 
 
 class Registry:
-    """The ordered lists of fusions, one per stage. ``version`` changes with every change."""
+    """The ordered lists of fusions, one per stage. ``version`` changes with every change.
+
+    Plug-ins and the file of ``OPFUSER_CONFIG`` are loaded when fusions are first iterated over.
+    """
 
     def __init__(self) -> None:
         self.handles: dict[Stage, list[FusionHandle]] = {stage: [] for stage in STAGES}
-        self._switches: list[_Switches] = []
+        self._switches = ReversibleChanges[dict[str, tuple[bool, str]]](lambda a, b: {**a, **b})
         self.switched: dict[str, tuple[bool, str]] = {}
+        self._configs = ReversibleChanges(FusionConfig.followed_by)
+        self.configs: tuple[FusionConfig, ...] = ()
+        self.plugins: tuple[PluginInfo, ...] = ()
+        self._plugins_are_loaded = self._is_loading = False
+        self._loading = threading.RLock()
+        self._origin = "user"
+        self._file = os.environ.get("OPFUSER_CONFIG", "")
+        self._folder = os.getcwd() if self._file else ""
         self.version = 0
         # The version as text, since torch.compile would trace a changing integer as a symbol.
         self.stamp = "version 0"
         self._told: set[str] = set()
         self._state: Hashable = None
+        self._ordered: list[FusionHandle] | None = None
         for variable, on in (("OPFUSER_DISABLE", False), ("OPFUSER_ENABLE", True)):
             names = filter(None, os.environ.get(variable, "").split(","))
-            self._add_switches(None, {name.strip(): (on, variable) for name in names})
+            self._switches.add(None, {name.strip(): (on, variable) for name in names})
+        self._apply()
 
     def changed(self) -> None:
         """Records a change of the fusions or their switches: calls look for their plans again."""
         self.version += 1
         self.stamp = f"version {self.version}"
         self._state = None
+        self._ordered = None
 
     def state(self) -> Hashable:
         """A value that is equal whenever the same fusions are on, in the same order."""
         if self._state is None:
-            self._state = tuple((handle, handle.disabled_by()) for handle in self)
+            on = tuple((handle, handle.disabled_by()) for handle in self)
+            self._state = on, self.configs
         return self._state
+
+    def registered(self) -> list[FusionHandle]:
+        """In the order of registration, with plug-ins if they have been loaded."""
+        return [handle for stage in STAGES for handle in self.handles[stage]]
+
+    def stages(self) -> dict[str, Stage]:
+        """The stage of each fusion, by name; plug-ins are loaded."""
+        self._load_plugins()
+        return {handle.name: handle.stage for handle in self.registered()}
+
+    def _load_plugins(self) -> None:
+        if self._plugins_are_loaded:
+            return
+        with self._loading:  # other threads wait; a plug-in that asks for fusions comes by again
+            if not self._plugins_are_loaded and not self._is_loading:
+                self._is_loading = True
+                self.plugins = load_all(self._registering_for, self._add_of_plugin)
+                self._plugins_are_loaded, self._is_loading = True, False
+
+    def _load_file(self) -> None:
+        """Reads the file of ``OPFUSER_CONFIG``; at each call again, until that succeeds."""
+        if not self._file:
+            return
+        with self._loading:
+            if self._file and not self._is_loading:
+                config = read(self._path(self._file), self.stages(), "OPFUSER_CONFIG")
+                self._configs.add(None, config)
+                self._file = ""
+                self._apply()
+
+    @contextmanager
+    def _registering_for(self, origin: str) -> Iterator[list[FusionHandle]]:
+        """A block in which fusions get this origin; an error removes those registered in it."""
+        before = {handle: handle.origin for handle in self.registered()}
+        made: list[FusionHandle] = []
+        self._origin = origin
+        try:
+            yield made
+        except BaseException:
+            for handle in self.registered():
+                if handle not in before:
+                    self.remove(handle)
+            raise
+        finally:
+            self._origin = "user"
+        made += [h for h in self.registered() if h.origin != before.get(h)]
+
+    def _add_of_plugin(self, rule: Fusion) -> None:
+        """Registers a plug-in's fusion, unless the program has done so; it then gets the origin."""
+        for handle in self.registered():
+            if handle.function is rule:
+                handle.origin = self._origin
+                return
+        self.add(rule, rule.stage)
 
     def tell_unknown(self) -> None:
         """Warns, once per name, of switched names that no fusion has when a plan is made."""
         known = {handle.name for handle in self} | {"*"}
-        for name in set(self.switched) - known - self._told:
+        named = {name: by for name, (_, by) in self.switched.items()}
+        for config in self.configs:
+            named.update(dict.fromkeys(config.names, config.source))
+        for name in set(named) - known - self._told:
             self._told.add(name)
-            logger.warning("%s names %r, but no fusion has that name", self.switched[name][1], name)
+            logger.warning("%s names %r, but no fusion has that name", named[name], name)
 
     def __len__(self) -> int:  # Dynamo calls it for every iterable
         return sum(map(len, self.handles.values()))
 
     def __iter__(self) -> Iterator[FusionHandle]:
-        for stage in STAGES:
-            yield from self.handles[stage]
+        """The fusions in the order in which they run."""
+        self._load_plugins()
+        self._load_file()
+        ordered = self._ordered
+        if ordered is None:
+            ordered = []
+            for stage in STAGES:
+                by_name = {handle.name: handle for handle in self.handles[stage]}
+                names = list(by_name)
+                for order in (order for config in self.configs for order in config.orders):
+                    names = in_order(names, order)
+                ordered += [by_name[name] for name in names]
+            self._ordered = ordered
+        return iter(ordered)
 
     def add(
         self,
@@ -222,7 +340,7 @@ class Registry:
         *,
         prepend: bool = False,
         name: str | None = None,
-        origin: str = "user",
+        origin: str | None = None,
     ) -> FusionHandle:
         if not callable(function):
             raise FusionError(
@@ -238,7 +356,7 @@ class Registry:
                 )
             )
         given = name or (function.name if isinstance(function, Fusion) else None)
-        taken = {handle.name for handle in self}
+        taken = {handle.name for handle in self.registered()}
         if given is not None and given in taken:
             raise FusionError(
                 explain(
@@ -247,8 +365,13 @@ class Registry:
                     remedy="Remove the first one through its handle, or choose another name",
                 )
             )
+        origin = origin or self._origin
         handle = FusionHandle(given or _default_name(function, taken), stage, function, origin)
-        self.handles[stage].insert(0 if prepend else len(self.handles[stage]), handle)
+        there = self.handles[stage]
+        # Those of plug-ins stand where they would if they were loaded at import.
+        among = [n for n, h in enumerate(there) if origin == "user" or h.origin != "user"]
+        ends = (among[0], among[-1] + 1) if among else (0, 0)
+        there.insert(ends[0] if prepend else ends[1], handle)
         self.changed()
         return handle
 
@@ -269,37 +392,37 @@ class Registry:
                         remedy=f"Choose among: {', '.join(sorted(known))}",
                     )
                 )
-        self._add_switches(owner, dict.fromkeys(names, (on, by)))
-        self.changed()
+        self._switches.add(owner, dict.fromkeys(names, (on, by)))
+        self._apply()
+
+    def configure(self, owner: object, config: FusionConfig) -> None:
+        """Applies a configuration until ``owner`` reverts it, for good once ``owner`` is gone."""
+        self._load_file()  # which comes first, whenever it is read
+        self._configs.add(owner, config)
+        self._apply()
 
     def take_back(self, owner: object) -> None:
-        """Reverts what ``owner`` switched, and nothing else."""
-        self._switches = [s for s in self._switches if s.owner is None or s.owner() is not owner]
-        self._merge_switches()
+        """Reverts what ``owner`` switched or configured, and nothing else."""
+        self._switches.take_back(owner)
+        self._configs.take_back(owner)
+        self._apply()
+
+    def _apply(self) -> None:
+        """What is switched and configured now; the last switch of a name counts."""
+        self.switched = {name: how for names in self._switches for name, how in names.items()}
+        self.configs = tuple(self._configs)
         self.changed()
 
-    def _add_switches(self, owner: object, names: dict[str, tuple[bool, str]]) -> None:
-        self._switches.append(_Switches(None if owner is None else weakref.ref(owner), names))
-        self._merge_switches()
+    def read(
+        self, source: FusionConfig | Mapping[str, Any] | str | os.PathLike[str], given_to: str
+    ) -> FusionConfig:
+        """The configuration that a file or a mapping states; see :func:`fusion_config`."""
+        return read(source, self.stages(), given_to)
 
-    def _merge_switches(self) -> None:
-        """Applies the last switch of each name; merges those that nobody can revert any more."""
-        kept: list[_Switches] = []
-        for switches in self._switches:
-            for_good = switches.owner is None or switches.owner() is None
-            if for_good and kept and kept[-1].owner is None:
-                kept[-1].names.update(switches.names)
-            else:
-                kept.append(switches._replace(owner=None) if for_good else switches)
-        self._switches = kept
-        self.switched = {name: how for s in kept for name, how in s.names.items()}
-
-
-class _Switches(NamedTuple):
-    """What one call switched, and its owner; without one it is permanent."""
-
-    owner: weakref.ref[object] | None
-    names: dict[str, tuple[bool, str]]
+    def _path(self, file: str) -> str:
+        """A path of the environment, as of the folder in which opfuser was imported."""
+        inside = os.getcwd() == self._folder or os.path.isabs(file)
+        return file if inside else os.path.join(self._folder, file)
 
 
 def _default_name(function: FusionFunction, taken: set[str]) -> str:
@@ -351,6 +474,66 @@ def enable(*names: str) -> _Switch:
         UnknownFusionError: no fusion has that name.
     """
     return _Switch(names, True, "opfuser.enable")
+
+
+class fusion_config:  # noqa: N801 - used as a function
+    """Applies a configuration of fusions; inside ``with``, until the block ends.
+
+    A later configuration has precedence over an earlier one and over the file of
+    ``OPFUSER_CONFIG``; that of a Sequential has precedence over all of them. Switches
+    (:func:`disable`, :func:`enable`, their variables and ``handle.enabled``) have the last word on
+    whether a fusion is on.
+
+    Args:
+        config: a mapping in the schema ``opfuser.fusions/1``, or the path of a YAML file in it.
+
+    Raises:
+        ConfigError: the file cannot be read; a key, a name, a type or a value is not of the schema.
+    """
+
+    def __init__(self, config: FusionConfig | Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        self.config = registry.read(config, "opfuser.fusion_config")
+        registry.configure(self, self.config)
+
+    def __enter__(self) -> fusion_config:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        registry.take_back(self)
+
+
+def effective(config: FusionConfig | None = None) -> list[EffectiveSetting]:
+    """Every value that is in force, with what states it, for the fusions in the order they run.
+
+    Args:
+        config: that of a Sequential (``seq.fusion_config``), for what is in force in it.
+    """
+    handles = list(registry)
+    configs = (*registry.configs, *([] if config is None else [config]))
+    out = []
+    for handle in handles:
+        stated = [s for c in configs for s in c.by_fusion.get(handle.name, ())]
+        switched = handle.switched()
+        default = Setting(handle.name, "enabled", handle.by_default, "", "default")
+        stated = [default, *stated]
+        if switched is not None:
+            stated = [*(s for s in stated if s.key != "enabled"), switched]
+        in_force: dict[tuple[str, str], Setting] = {}
+        for setting in stated:
+            if not setting.glob:  # takes the place of what came before it
+                in_force = {at: s for at, s in in_force.items() if at[0] != setting.key}
+            in_force[setting.key, setting.glob] = setting
+        for s in in_force.values():
+            out.append(
+                EffectiveSetting(handle.name, handle.stage, s.key, s.value, s.origin, s.glob)
+            )
+    return out
+
+
+def plugins() -> tuple[PluginInfo, ...]:
+    """The plug-ins that were found, and what each registered, or why it could not be loaded."""
+    registry.stages()
+    return registry.plugins
 
 
 def fusions() -> list[FusionInfo]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -16,8 +18,15 @@ from .engine.autograd import Kwargs
 from .engine.plan import Plan, expand
 from .engine.replay_options import check_mode
 from .engine.routing import PrivateChannel, Routes, Slot
-from .errors import ArgumentTypeError, ExtraInputCountError, OpKwargsError, explain
+from .errors import (
+    ArgumentTypeError,
+    ConfigError,
+    ExtraInputCountError,
+    OpKwargsError,
+    explain,
+)
 from .fuser import OperationFuser, check_keywords, count_message
+from .fusion_config import FusionConfig, Place, reads_below
 from .groups import (
     Facts,
     Group,
@@ -30,8 +39,11 @@ from .groups import (
 from .op import BasicOperation, FusedOperation, FusibleOperation
 from .quantization.region import active_recipe, check_recipe, region, region_of_call
 from .recipe import Recipe
+from .registry import registry
 
 __all__ = ["Residual", "Sequential"]
+
+logger = logging.getLogger("opfuser")
 
 
 class Exports:
@@ -56,6 +68,9 @@ class Sequential(NestedSequential):
         recipe: of quantised compute, for its calls, whatever the region; None leaves it to
             :class:`opfuser.autocast`. A nested sequence with a recipe is called, not fused with its
             neighbours.
+        fusion_config: a configuration of fusions for its operations, as of
+            :class:`opfuser.fusion_config`, over which it has precedence; that of a nested sequence
+            has precedence over that of the outer one. It does not reach modules that are called.
 
     Call:
         ``seq(input, *extra_inputs, op_kwargs=None)``. Extra inputs are passed in operation order;
@@ -64,6 +79,7 @@ class Sequential(NestedSequential):
         forward.
 
     Raises:
+        ConfigError: ``fusion_config`` is not of its schema, or states an order.
         ExtraInputCountError: a call passed more or fewer extra inputs than the operations read.
         OpKwargsError: a key of ``op_kwargs`` is no basic operation of this Sequential.
         ChannelError: a channel lacks a producer, has a late one, or several.
@@ -71,17 +87,20 @@ class Sequential(NestedSequential):
 
     replay: str | None
     recipe: Recipe | None
+    fusion_config: FusionConfig | None
 
     def __init__(
         self,
         *args: nn.Module | Mapping[str, nn.Module],
         replay: str | None = None,
         recipe: Recipe | None = None,
+        fusion_config: FusionConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         self._forget()
         self.replay = replay
         self.recipe = recipe
+        self.fusion_config = fusion_config  # type: ignore[assignment]  # read when set
         if len(args) == 1 and isinstance(args[0], Mapping):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -93,6 +112,17 @@ class Sequential(NestedSequential):
             check_mode(value, type(self).__name__)
         if name == "recipe" and value is not None:
             check_recipe(value, type(self).__name__)
+        if name == "fusion_config" and value is not None:
+            value = registry.read(value, f"{type(self).__name__}.fusion_config")
+            if value.orders:
+                raise ConfigError(
+                    explain(
+                        "The order of fusions is that of the program",
+                        where=f"{type(self).__name__}.fusion_config",
+                        received="order: listed",
+                        remedy="State it in the file of OPFUSER_CONFIG or in opfuser.fusion_config",
+                    )
+                )
         super().__setattr__(name, value)
 
     def _keys(self, index: int | slice) -> list[str]:
@@ -133,7 +163,7 @@ class Sequential(NestedSequential):
         keys = self._keys(index)
         if isinstance(index, slice):
             modules = {key: cast(nn.Module, self._modules[key]) for key in keys}
-            return Sequential(modules, recipe=self.recipe)
+            return Sequential(modules, recipe=self.recipe, fusion_config=self.fusion_config)
         return self._modules[keys[0]]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
@@ -204,7 +234,8 @@ class Sequential(NestedSequential):
             raise ArgumentTypeError(
                 explain("A Sequential is repeated a positive number of times", received=repr(times))
             )
-        return Sequential(*(m for _ in range(times) for m in self), recipe=self.recipe)
+        modules = [m for _ in range(times) for m in self]
+        return Sequential(*modules, recipe=self.recipe, fusion_config=self.fusion_config)
 
     __rmul__ = __mul__
 
@@ -220,6 +251,7 @@ class Sequential(NestedSequential):
     _single: OperationFuser | None
     _hooked: bool  # whether any module, or one in it, may be; removing a hook is not noticed
     _seen: int
+    _configs: tuple[tuple[str, FusionConfig], ...]
     _stamped: list[Sequential]
 
     def _forget(self) -> None:
@@ -231,16 +263,19 @@ class Sequential(NestedSequential):
             _single=None,
             _hooked=False,
             _seen=-1,
+            _configs=(),
         )
 
     def __getstate__(self) -> dict[str, Any]:
         derived = (
-            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_stamped", "_stamp"
+            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_configs",
+            "_stamped", "_stamp",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"replay": None, "recipe": None, **state})  # type: ignore[no-untyped-call]
+        defaults = {"replay": None, "recipe": None, "fusion_config": None}
+        super().__setstate__({**defaults, **state})  # type: ignore[no-untyped-call]
         self._forget()
 
     def _resolve(self) -> bool:
@@ -248,7 +283,9 @@ class Sequential(NestedSequential):
         now = Clock.now
         found = stretches(_flatten(self))
         structure = [(split, [(id(m), scope) for m, scope in part]) for split, part in found]
-        if structure != self._structure:
+        configs = tuple(self._configured())
+        changed = structure != self._structure
+        if changed:
             groups, routes = make_groups(found)
             only = groups[0].callee if len(groups) == 1 else None
             self.__dict__.update(
@@ -261,11 +298,51 @@ class Sequential(NestedSequential):
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
                 group.callee.replay = self.replay
+        if changed or configs != self._configs:
+            self.__dict__["_configs"] = configs
+            self._place_operations(configs)
         self.__dict__["_seen"] = now
         return True
 
+    def _configured(self, prefix: str = "") -> Iterator[tuple[str, FusionConfig]]:
+        """The configurations of this Sequential and of those that it takes the operations of.
+
+        Each with the beginning of the paths of their operations, the outer ones first.
+        """
+        if self.fusion_config is not None:
+            yield prefix, self.fusion_config
+        for name, module in self._modules.items():
+            if type(module) is Sequential and not _is_called(module):
+                yield from module._configured(f"{prefix}{name}.")
+
+    def _place_operations(self, configs: Sequence[tuple[str, FusionConfig]]) -> None:
+        """Says to the groups where their operations stand, and what configurations hold there."""
+        paths = self._paths()
+        reached: list[str] = []
+        for group in self._groups:
+            if isinstance(group.callee, OperationFuser):
+                own = [paths.get(id(op), "") for op in group.ops]
+                group.callee.stand(tuple(_place(path, configs) for path in own))
+                reached += own
+            elif configs and any(isinstance(m, Sequential) for m in group.callee.modules()):
+                logger.warning(
+                    "the fusion_config of a Sequential does not reach the Sequentials in %s, which "
+                    "is called as a module; give them their own",
+                    type(group.callee).__name__,
+                )
+        for prefix, config in configs:
+            inside = [path[len(prefix) :] for path in reached if path.startswith(prefix)]
+            for glob in config.globs():
+                if not any(reads_below(glob, path) for path in inside):
+                    logger.warning(
+                        "%s: the override %r names no operation of its Sequential",
+                        config.source,
+                        glob,
+                    )
+
     def _describe(self) -> str:
-        return repr([(name, id(m), has_hooks(m)) for name, m in self.named_children()])
+        children = [(name, id(m), has_hooks(m)) for name, m in self.named_children()]
+        return repr((children, self.fusion_config))
 
     def _resolve_for_tracing(self) -> bool:
         self.__dict__["_stamped"] = [m for m in self.modules() if isinstance(m, Sequential)]
@@ -510,11 +587,26 @@ class Sequential(NestedSequential):
             raise ArgumentTypeError(
                 explain("This Sequential holds no operations, so it has no plan")
             )
+        paths = self._paths()
+        forward, backward = (
+            tuple(s if s.indices else replace(s, path=paths.get(id(s.op), "")) for s in steps)
+            for steps in (plan.forward, plan.backward)
+        )
+        names = tuple(paths.get(id(op), "") for op in plan.basic_ops)
+        return replace(plan, forward=forward, backward=backward, names=names)
+
+    def _paths(self) -> dict[int, str]:
+        """The path of each module and operation, by id."""
         paths = {id(module): path for path, module in self.named_modules()}
         for path, module in list(self.named_modules()):
             if isinstance(module, FusedOperation):
                 paths.update({id(op): path for op in module.basic_ops if id(op) not in paths})
-        return replace(plan, names=tuple(paths.get(id(op), "") for op in plan.basic_ops))
+        return paths
+
+
+def _place(path: str, configs: Sequence[tuple[str, FusionConfig]]) -> Place:
+    around = [(config, path[len(p) :]) for p, config in configs if path.startswith(p)]
+    return Place(path, tuple(around))
 
 
 def _operations(seq: Sequential) -> list[BasicOperation]:

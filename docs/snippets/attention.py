@@ -37,5 +37,5 @@ model(x, op_kwargs={attention: {"mask": real}})
 print(attention.last_choice)
 cross(q, k, v)
 print(cross.last_choice)
-print(*[line for line in str(model.plan(x)).splitlines() if "attention by" in line])
+print(*[note for _, note in model.plan(x).notes])
 # --8<-- [end:choice]

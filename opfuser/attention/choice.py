@@ -202,7 +202,9 @@ def foreseen(request: Request, forced: str | None) -> str:
         forced: the name of a kernel, or None.
     """
     if forced is not None:
-        return f"attention by {forced}, which is asked for by name"
+        reason = KERNELS[forced].refusal(request)
+        text = f"attention by {forced}, which is asked for by name"
+        return text if reason is None else f"{text} but refuses: {reason}"
     reasons: dict[str, list[str]] = {}
     for name, kernel in KERNELS.items():
         reasons.setdefault(kernel.refusal(request) or "", []).append(name)

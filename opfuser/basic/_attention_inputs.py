@@ -268,9 +268,13 @@ def call_of(
 
 
 def request_before(settings: AttentionSettings, env: Any) -> Request:
-    """The request of a call of which no size is known, and no keyword: what every kernel takes."""
+    """The request of a call of which no size is known, and no keyword: what every kernel takes.
+
+    The meta device plans like a GPU.
+    """
+    device = torch.device("cuda") if env.device.type == "meta" else env.device
     return Request(
-        env.device,
+        device,
         env.compute_dtype,
         _SOME,
         _SOME,
@@ -286,7 +290,7 @@ def request_before(settings: AttentionSettings, env: Any) -> Request:
         alibi=settings.alibi,
         dropout=settings.dropout_p,
         sinks=settings.has_sinks,
-        enabled=enabled_kernels(env.device),
+        enabled=enabled_kernels(device),
     )
 
 

@@ -30,6 +30,7 @@ class _Activation(BasicOperation):
         recompute_mlp: set it to ask the fusion of that name for the feed-forward block around it.
     """
 
+    kernels = ("Triton activation",)
     recompute_mlp: bool = False
 
     class Saved(NamedTuple):

@@ -101,6 +101,7 @@ class BasicLinear(StoresWeight):
             above.
     """
 
+    kernels = ("GEMM",)
     read_only: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features", "sharding"})
 
     class Saved(NamedTuple):

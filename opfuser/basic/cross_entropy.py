@@ -62,6 +62,7 @@ class CrossEntropy(BasicOperation):
             gradient of its row nan.
     """
 
+    kernels = ("Triton cross_entropy",)
     num_extra_inputs: int = 1
 
     class Saved(NamedTuple):

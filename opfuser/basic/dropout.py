@@ -40,6 +40,8 @@ class Dropout(BasicOperation):
         ArgumentTypeError: if p is no real Python number.
     """
 
+    kernels = ("Triton pointwise",)
+
     class Saved(NamedTuple):
         mask: Tensor | None
 

@@ -36,6 +36,7 @@ class _GatedActivation(BasicOperation):
             halves, the only one of those whose constructor does not take it.
     """
 
+    kernels = ("Triton gated",)
     read_only: ClassVar[frozenset[str]] = frozenset({"glu_interleave_size"})
     recompute_mlp: bool = False
 

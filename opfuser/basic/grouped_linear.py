@@ -109,6 +109,7 @@ class GroupedLinear(BasicOperation):
         NotSupportedError: a buffer is passed while torch.compile traces.
     """
 
+    kernels = ("grouped GEMM",)
     num_extra_inputs: int = 1
     backward_reads_parameters: ClassVar[bool] = True
     recipe: str | None = "inherit"

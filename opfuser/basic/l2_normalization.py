@@ -39,6 +39,8 @@ class L2Normalization(BasicOperation):
             prepare compiled kernels for one shape.
     """
 
+    kernels = ("Triton norm",)
+
     class Saved(NamedTuple):
         input: Tensor
         rnorm: Tensor

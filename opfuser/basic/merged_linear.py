@@ -50,6 +50,7 @@ class BasicMergedLinear(OfProjections):
         InputError: x has the wrong last dimension or dtype.
     """
 
+    kernels = ("GEMM",)
     parameter: ClassVar[str] = "weight"
     read_only: ClassVar[frozenset[str]] = OfProjections.read_only | {
         "in_features",

@@ -44,6 +44,7 @@ class Norm(BasicOperation):
         Saved: the input, the mean if there is one, and one over the square root, of each row.
     """
 
+    kernels = ("Triton norm",)
     backward_reads_parameters = True
     read_only: ClassVar[frozenset[str]] = frozenset({"normalized_shape"})
     with_mean: ClassVar[bool]

@@ -51,6 +51,8 @@ class PointwiseOperation(BasicOperation):
         InputError: in forward, if x is not fp16, bf16, fp32 or fp64.
     """
 
+    kernels = ("Triton pointwise",)
+
     class Saved(NamedTuple):
         input: Tensor
 

@@ -55,6 +55,7 @@ class QKNorm(BasicOperation):
         InputError: in forward, if a shape or dtype is not as above.
     """
 
+    kernels = ("Triton rotary",)
     backward_reads_parameters = True
     read_only: ClassVar[frozenset[str]] = frozenset({"head_dim"})
 

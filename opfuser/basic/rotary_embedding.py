@@ -76,6 +76,8 @@ class RotaryEmbedding(BasicOperation):
         InputError: in forward, if a shape or dtype is not as above, or the sequence is too long.
     """
 
+    kernels = ("Triton rotary",)
+
     class Saved(NamedTuple):
         positions: Tensor | None
         """Or the tables, if these were given."""

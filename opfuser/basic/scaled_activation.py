@@ -34,6 +34,7 @@ class _ScaledActivation(BasicOperation):
     ``activation_recompute_in_mlp`` says.
     """
 
+    kernels = ("Triton gated",)
     num_extra_inputs: int = 1
 
     class Saved(NamedTuple):

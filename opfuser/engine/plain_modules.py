@@ -1,15 +1,23 @@
-"""What plans assume a plain ``torch.nn.Module`` returns: it declares nothing and is not run."""
+"""What plans assume a plain ``torch.nn.Module`` returns, which they do not run, and its remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..basic import Dropout, Embedding, Identity, LayerNorm, RMSNorm
+from ..basic.activation import GELU, ReLU, Sigmoid, SiLU, Softplus, Tanh
+from ..basic.basic_linear import BasicLinear
+from ..basic.bias import Bias
+from ..change_tracking import has_hooks, replaces_forward
 from ..context import TensorFacts, autocast_dtype
+from ..op import BasicOperation
 
-__all__ = ["assumed_output", "is_known"]
+__all__ = ["Replacement", "assumed_output", "is_known", "replacement"]
 
 # Modules that autocast runs in its dtype.
 _LOWERED = (
@@ -70,3 +78,78 @@ def _dtype(
     # Matrices of an unknown module are assumed to be for GEMMs, which autocast runs in its dtype.
     multiplies = not is_known(module) and any(p.dim() > 1 for p in parameters)
     return lower if multiplies or isinstance(module, _LOWERED) else x.dtype
+
+
+class Replacement(NamedTuple):
+    """What can stand in place of a plain module, so that it does not separate groups.
+
+    Attributes:
+        text: as it is written in a program, such as ``opfuser.GELU("none")``.
+        operations: of the types that fusions would meet; their sizes and options mean nothing.
+            None for a container.
+    """
+
+    text: str
+    operations: tuple[BasicOperation, ...]
+
+
+def replacement(module: nn.Module) -> Replacement | None:
+    """The operation that computes what a plain module does; None where there is none.
+
+    Only for the exact types of torch's modules: a subclass may compute something else, and so may
+    a module with hooks or a forward of its own.
+    """
+    known = _REPLACEMENTS.get(type(module))
+    found = None if known is None else known(module)
+    if found is None or has_hooks(module) or replaces_forward(module):
+        return None
+    text, kinds = found
+    return Replacement(f"opfuser.{text}", tuple(map(_stand_in, kinds)))
+
+
+@functools.cache
+def _stand_in(kind: Callable[[], BasicOperation]) -> BasicOperation:
+    return kind()
+
+
+def _linear() -> BasicOperation:
+    return BasicLinear(1, 1, device="meta")
+
+
+def _bias() -> BasicOperation:
+    return Bias(1, device="meta")
+
+
+def _dropout() -> BasicOperation:
+    return Dropout(0.5)
+
+
+def _layer_norm() -> BasicOperation:
+    return LayerNorm(1, device="meta")
+
+
+def _rms_norm() -> BasicOperation:
+    return RMSNorm(1, device="meta")
+
+
+def _embedding() -> BasicOperation:
+    return Embedding(1, 1, device="meta")
+
+
+_Kinds = tuple[Callable[[], BasicOperation], ...]
+# Not for modules with options that the operation does not have.
+_REPLACEMENTS: dict[type[nn.Module], Callable[[Any], tuple[str, _Kinds] | None]] = {
+    nn.Dropout: lambda m: ("Dropout", (_dropout,)),
+    nn.Embedding: lambda m: ("Embedding", (_embedding,)) if m.max_norm is None else None,
+    nn.GELU: lambda m: (f'GELU("{m.approximate}")', (GELU,)),
+    nn.Identity: lambda m: ("Identity", (Identity,)),
+    nn.LayerNorm: lambda m: None if m.bias is None else ("LayerNorm", (_layer_norm,)),
+    nn.Linear: lambda m: ("Linear", (_linear,) if m.bias is None else (_linear, _bias)),
+    nn.RMSNorm: lambda m: None if m.weight is None else ("RMSNorm", (_rms_norm,)),
+    nn.ReLU: lambda m: ("ReLU", (ReLU,)),
+    nn.Sequential: lambda m: ("Sequential", ()),
+    nn.SiLU: lambda m: ("SiLU", (SiLU,)),
+    nn.Sigmoid: lambda m: ("Sigmoid", (Sigmoid,)),
+    nn.Softplus: lambda m: ("Softplus", (Softplus,)),
+    nn.Tanh: lambda m: ("Tanh", (Tanh,)),
+}

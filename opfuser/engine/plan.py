@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
 
-from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage
+from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage, longest
 from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..quantization.quantizers import Quantizer
@@ -19,6 +19,7 @@ __all__ = [
     "Plan",
     "ReplayRecord",
     "Step",
+    "Texts",
     "expand",
     "needs_of",
     "quantizer_between",
@@ -52,14 +53,16 @@ class Step(_Compared):
         op: a basic operation, a fused one or a plain module.
         indices: of the basic operations.
         fusion: name of the fusion that built ``op``, if one did.
+        path: of a plain module in the Sequential whose plan this is; empty for operations.
     """
 
     op: nn.Module
     indices: tuple[int, ...]
     fusion: str | None = None
+    path: str = ""
 
     def _says(self) -> Hashable:
-        return type(self.op), self.indices, self.fusion
+        return type(self.op), self.indices, self.fusion, self.path
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class FusionRecord:
         status: ``"matched"``, ``"refused"``, ``"unmatched"``, ``"skipped"`` or ``"disabled"``.
         matches: the basic operations of each match, by index.
         refusals: the index where the pattern (or most of it) was found, and why it was not fused.
-        near_miss: the longest beginning of the pattern that was found, if the whole never was.
+        near_misses: where a beginning of the pattern was found but not the whole, in order; of
+            those that end at one operation the longest.
         detail: why the fusion was skipped, or what disabled it.
         elapsed: duration of the attempt in seconds; not compared.
     """
@@ -82,19 +86,21 @@ class FusionRecord:
     status: str
     matches: tuple[tuple[int, ...], ...] = ()
     refusals: tuple[tuple[int, Refusal], ...] = ()
-    near_miss: NearMiss | None = None
+    near_misses: tuple[NearMiss, ...] = ()
     detail: str = ""
     elapsed: float = field(default=0.0, compare=False)
 
+    @property
+    def near_miss(self) -> NearMiss | None:
+        """The longest near miss, the first of equals; None if there is none."""
+        return longest(self.near_misses)
+
     def summary(self) -> str:
-        """One line: what the log and the printed plan show."""
+        """One line: what the log shows."""
         head = f"[stage={self.stage}, fusion={self.name}]"
         if self.status in ("skipped", "disabled"):
             return f"{head} {self.status} ({self.detail})"
-        return (
-            f"{head} [SUMMARY] matches={len(self.matches)} refused={len(self.refusals)} "
-            f"time={self.elapsed * 1e3:.1f}ms"
-        )
+        return f"{head} [SUMMARY] matches={len(self.matches)} refused={len(self.refusals)}"
 
 
 class ReplayRecord(NamedTuple):
@@ -189,62 +195,33 @@ class Plan(_Compared):
                 counts[step.fusion] = counts.get(step.fusion, 0) + 1
         return counts
 
-    def _label(self, step: Step) -> str:
-        if not step.indices:
-            return f"{type(step.op).__name__} (plain module)"
-        names = self.names or ("",) * len(self.basic_ops)
-        kinds = [type(op).__name__ for op in self.basic_ops]
-        return " + ".join(f"{names[i]} {kinds[i]}".strip() for i in step.indices)
+    def why(self, name: str, at: int | None = None) -> str:
+        """What became of a fusion, as text: matched, refused with the reason, or how far it got.
 
-    def _runs_backward(self, step: Step) -> bool:
-        return not step.indices or any(self.needs[i] is not None for i in step.indices)
+        The code and the sentence of every refusal; of each near miss how many operations fitted,
+        and what stopped it; what skipped or disabled the fusion; its pattern, if it is still
+        registered.
+
+        Args:
+            name: of the fusion.
+            at: a basic operation, by index, to tell of that place alone; None: of all places, equal
+                ones together.
+
+        Raises:
+            UnknownFusionError: the plan has no record of it; a ``KeyError`` too.
+            IndexError: there is no such operation.
+        """
+        return Texts.why(self, name, at)
 
     def __str__(self) -> str:
-        env = self.env
-        grad = "on" if env.grad_enabled else "off"
-        about = f"{env.dtype}, {env.device}, autocast {env.autocast_dtype or 'off'}, grad {grad}"
-        lines = [f"Plan for {len(self.basic_ops)} basic operations ({about})"]
-        for title, steps in (("forward", self.forward), ("backward", self.backward[::-1])):
-            lines.append(f"{title}:" if steps else f"{title}: none")
-            labels = [(_span(s.indices), self._label(s), _becomes(s)) for s in steps]
-            if title == "backward":
-                labels = [
-                    (*label[:2], label[2] if self._runs_backward(step) else "(no gradient)")
-                    for label, step in zip(labels, steps)
-                ]
-            widths = [max((len(label[c]) for label in labels), default=0) for c in (0, 1)]
-            lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in labels]
-        if env.recipe is not None:
-            lines.append(f"quantised, {type(env.recipe).__name__}: {_listed(self.quantized)}")
-            lines += [f"  not op {at}: {why}" for at, why in self.high_precision]
-            lines += [f"  {edge}" for edge in self.edges]
-            lines += [f"  {choice}" for choice in self.gemms]
-        lines += [f"op {at}: {what}" for at, what in self.notes]
-        lines += [f"assumed: {what}" for what in self.assumed]
-        lines += [f"replay of {_span(replay.indices)}: {replay}" for replay in self.replays]
-        lines.append("fusions:")
-        for record in self.history:
-            lines.append(f"  {record.summary()}")
-            lines += [f"    op {at}: {why}" for at, why in record.refusals]
-            if record.status == "unmatched" and record.near_miss is not None:
-                lines.append(f"    {record.near_miss}")
-        return "\n".join(lines)
+        return Texts.text(self)
 
 
-def _span(indices: tuple[int, ...]) -> str:
-    if not indices:
-        return "-"
-    return str(indices[0]) if len(indices) == 1 else f"{indices[0]}-{indices[-1]}"
+class Texts:
+    """What shows plans as text; ``plan_text.py`` sets it."""
 
-
-def _listed(indices: tuple[int, ...]) -> str:
-    return ", ".join(map(str, indices)) or "none"
-
-
-def _becomes(step: Step) -> str:
-    if len(step.indices) < 2 and step.fusion is None:
-        return ""
-    return f"-> {type(step.op).__name__}" + (f" [{step.fusion}]" if step.fusion else "")
+    text: Callable[[Plan], str]
+    why: Callable[[Plan, str, int | None], str]
 
 
 def needs_of(step: Step, needs: Needs) -> Needs:

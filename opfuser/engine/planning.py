@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from ..errors import PlanError, explain
-from ..fusion import Env, Fusion, NearMiss, QuantizedEdge, Refusal, Stage
+from ..fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is_built_in
 from ..registry import FusionHandle
+from . import plan_text as _plan_text  # noqa: F401 - how plans are shown
+from .limits import Limits
 from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizer_between
 from .routing import Routing
 
@@ -51,17 +53,19 @@ def make_plan(
     env: Env,
     needs: tuple[GradNeeds | None, ...],
     handles: Iterable[FusionHandle],
+    limits: Limits | None = None,
 ) -> Plan:
     """The plan that registered fusions lead to: joint ones first, then each pass on their result.
 
     Args:
         ops: basic operations, and fused ones that the user placed for their own kernels.
+        limits: what configurations say about them, if any is in force.
 
     Raises:
         PlanError: a fusion returned operations that do not tile the basic operations.
     """
     basic_ops = tuple(basic for op in ops for basic in expand(op))
-    maker = _Maker(basic_ops, env, needs)
+    maker = _Maker(basic_ops, env, needs, limits)
     ordered = list(handles)
 
     def stage(name: Stage, start: list[FusibleOperation]) -> list[FusibleOperation]:
@@ -89,7 +93,7 @@ def make_plan(
         quantized,
         high_precision,
         _quantized_edges(*steps, env, needs),
-        tuple((n, note) for n, op in enumerate(basic_ops) if (note := op.plan_note(env))),
+        tuple(_notes(basic_ops, env)),
         tuple(c._replace(op=n) for n in quantized for c in basic_ops[n].gemm_choices(env)),
     )
     _log(plan)
@@ -114,6 +118,21 @@ def _precision(
                 why = f"{type(step.op).__name__} computes it without"
                 others.append((n, ops[n].quantized_refusal(env) or Refusal("CONFLICT", why)))
     return tuple(quantized), tuple(others)
+
+
+def _notes(ops: Sequence[BasicOperation], env: Env) -> Iterator[tuple[int, str]]:
+    """What operations say about themselves, by index.
+
+    Where the input holds integers, such as tokens, those behind the first parameters are told the
+    dtype of these.
+    """
+    for n, op in enumerate(ops):
+        note = op.plan_note(env)
+        if note:
+            yield n, note
+        if not env.dtype.is_floating_point:
+            dtypes = [p.dtype for p in op.parameters() if p.is_floating_point()]
+            env = replace(env, dtype=dtypes[0]) if dtypes else env
 
 
 def _quantized_edges(
@@ -152,40 +171,45 @@ class _Maker:
     """Applies fusions one after another, checks each result and keeps a record of each."""
 
     def __init__(
-        self, basic_ops: tuple[BasicOperation, ...], env: Env, needs: tuple[GradNeeds | None, ...]
+        self,
+        basic_ops: tuple[BasicOperation, ...],
+        env: Env,
+        needs: tuple[GradNeeds | None, ...],
+        limits: Limits | None,
     ) -> None:
         self.basic_ops = basic_ops
         self.env = env
         self.needs = needs
+        self.limits = limits
         self.history: list[FusionRecord] = []
         self.made_by: dict[int, str] = {}
 
     def skip(self, handles: Iterable[FusionHandle], why: str) -> None:
         for handle in handles:
-            off = handle.disabled_by()
+            off = self._off(handle)
             status = "disabled" if off else "skipped"
             self.history.append(FusionRecord(handle.name, handle.stage, status, detail=off or why))
 
+    def _off(self, handle: FusionHandle) -> str:
+        return handle.disabled_by() if self.limits is None else self.limits.off(handle)
+
     def attempt(self, handle: FusionHandle, ops: list[FusibleOperation]) -> list[FusibleOperation]:
         missing = handle.requires.missing(self.env)
-        if handle.disabled_by() or missing is not None:
+        if self._off(handle) or missing is not None:
             self.skip([handle], missing.detail if missing is not None else "")
             return ops
         began = time.perf_counter()
         starts = self.tile(ops, handle)
         refusals: tuple[tuple[int, Refusal], ...] = ()
-        near: NearMiss | None = None
+        near: tuple[NearMiss, ...] = ()
         if isinstance(handle.function, Fusion):
-            scan = handle.function.scan(ops, self.env, self._veto(handle.stage, starts))
+            scan = handle.function.scan(ops, self.env, self._veto(handle, starts))
             new: list[FusibleOperation] = scan.ops
             refusals = tuple((starts[at], no) for at, no in scan.refusals)
-            if scan.near_miss is not None:
-                near = scan.near_miss._replace(start=starts[scan.near_miss.start])
+            ends = [*starts, len(self.basic_ops)]
+            near = tuple(_of_basic_ops(miss, ends) for miss in scan.near_misses)
         else:
-            answer = handle.call(ops, self.env)
-            if not isinstance(answer, Iterable):
-                self._broken([], handle, f"returned {type(answer).__name__}, which is no list")
-            new = list(answer)
+            new, refusals = self._called(handle, ops, starts)
         new_starts = self.tile(new, handle)
         before = {id(op) for op in ops}
         made = [
@@ -204,17 +228,42 @@ class _Maker:
         )  # fmt: skip
         return new
 
-    def _veto(self, stage: Stage, starts: list[int]) -> Callable[[int, int], Refusal | None]:
+    def _called(
+        self, handle: FusionHandle, ops: list[FusibleOperation], starts: list[int]
+    ) -> tuple[list[FusibleOperation], tuple[tuple[int, Refusal], ...]]:
+        """What a function returns for ``ops``, without those where a configuration has it off."""
         ends = [*starts, len(self.basic_ops)]
+        limits = self.limits
+        noes = [None if limits is None else limits.refusal(handle, a, b) for a, b in pairwise(ends)]
+        new: list[FusibleOperation] = []
+        refusals: list[tuple[int, Refusal]] = []
+        for no, part in groupby(range(len(ops)), key=noes.__getitem__):
+            at = list(part)
+            inside = [ops[n] for n in at]
+            if no is not None:
+                refusals.append((starts[at[0]], no))
+                new += inside
+                continue
+            answer = handle.call(inside, self.env)
+            if not isinstance(answer, Iterable):
+                self._broken([], handle, f"returned {type(answer).__name__}, which is no list")
+            new += answer
+        return new, tuple(refusals)
 
-        def veto(start: int, stop: int) -> Refusal | None:
-            owed = [need is not None for need in self.needs[ends[start] : ends[stop]]]
+    def _veto(self, handle: FusionHandle, starts: list[int]) -> Callable[[Match], Refusal | None]:
+        ends, stage = [*starts, len(self.basic_ops)], handle.stage
+
+        def veto(found: Match) -> Refusal | None:
+            span = self.needs[ends[found.start] : ends[found.stop]]
+            owed = [need is not None for need in span]
             if stage == "backward" and not all(owed):
                 return Refusal("NO_GRAD", "no gradient is needed at or before its first operation")
             if stage == "joint" and any(owed) and not all(owed):
                 return Refusal(
                     "NO_GRAD", "the first operation that needs a gradient lies inside it"
                 )
+            if self.limits is not None:
+                return self.limits.refusal(handle, ends[found.start], ends[found.stop])
             return None
 
         return veto
@@ -302,6 +351,12 @@ class _Maker:
         )
 
 
+def _of_basic_ops(near: NearMiss, starts: Sequence[int]) -> NearMiss:
+    """A near miss in numbers of basic operations, given those where the scanned ones start."""
+    start, stop = starts[near.start], starts[near.start + near.matched]
+    return near._replace(start=start, matched=stop - start)
+
+
 def _names(ops: Iterable[Any]) -> str:
     return "[" + ", ".join(type(op).__name__ for op in ops) + "]"
 
@@ -313,10 +368,10 @@ def _log(plan: Plan) -> None:
     """Logs one INFO line per fusion, once per distinct plan, however many sequences share it."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    stable = [replace(record, elapsed=0.0).summary() for record in plan.history]
-    text = "\n".join([*(type(op).__name__ for op in plan.basic_ops), *stable])
+    lines = [record.summary() for record in plan.history]
+    text = "\n".join([*(type(op).__name__ for op in plan.basic_ops), *lines])
     if text in _logged:
         return
     _logged.add(text)
-    for record in plan.history:
-        logger.info("%s", record.summary())
+    for line in lines:
+        logger.info("%s", line)

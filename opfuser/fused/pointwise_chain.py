@@ -39,6 +39,8 @@ class PointwiseChain(Pipeline):
         InputError: in forward, as in the operations that it replaces.
     """
 
+    kernels = ("Triton pointwise",)
+
     def __init__(self, ops: Sequence[FusibleOperation]) -> None:
         super().__init__([ChainPart(ops, type(self).__name__)])
 

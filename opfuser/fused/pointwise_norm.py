@@ -47,6 +47,7 @@ class PointwiseNorm(Pipeline):
         planned: whether a plan built it, and not the user.
     """
 
+    kernels = ("Triton pointwise",)
     planned: bool = False
 
     def __init__(

@@ -53,6 +53,7 @@ class _State:
     """Whether kernels take tensors of any device, and where launches are noted instead of run."""
 
     everywhere: bool = INTERPRETED
+    only_meta: bool = False
     record: list[Recorded] | None = None
 
 
@@ -85,20 +86,24 @@ def runs(x: Tensor, dtypes: frozenset[torch.dtype] = DTYPES) -> bool:
 
     Under ``torch.vmap`` there are none: what it hands over has no memory of its own.
     """
-    has_kernels = (x.is_cuda or _State.everywhere) and AVAILABLE and x.dtype in dtypes
-    return has_kernels and not transforms_active()
+    taken = x.is_cuda or (_State.everywhere and (x.is_meta or not _State.only_meta))
+    return taken and AVAILABLE and x.dtype in dtypes and not transforms_active()
 
 
 @contextmanager
-def recorded() -> Iterator[list[Recorded]]:
-    """Notes launches instead of running them, on tensors of any device: those of ``meta``, say."""
-    before = _State.everywhere, _State.record
+def recorded(*, only_meta: bool = False) -> Iterator[list[Recorded]]:
+    """Notes launches instead of running them, on tensors of any device: those of ``meta``, say.
+
+    Args:
+        only_meta: whether tensors of other devices, which another thread may have, are left alone.
+    """
+    before = _State.everywhere, _State.only_meta, _State.record
     launches: list[Recorded] = []
-    _State.everywhere, _State.record = True, launches
+    _State.everywhere, _State.only_meta, _State.record = True, only_meta, launches
     try:
         yield launches
     finally:
-        _State.everywhere, _State.record = before
+        _State.everywhere, _State.only_meta, _State.record = before
 
 
 _counts: dict[int, int] = {}
@@ -205,7 +210,7 @@ class Launch:
             ints: integer arguments.
             floats: fp32 arguments.
         """
-        if _State.record is not None:
+        if _State.record is not None and (tensors[0].is_meta or not _State.only_meta):  # type: ignore[union-attr]
             _State.record.append(Recorded(self, grid, tensors, ints, floats))
             return
         x, y, z = grid

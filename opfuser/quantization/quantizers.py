@@ -48,6 +48,7 @@ __all__ = [
     "has_hardware",
     "keep_quantized_weights",
     "kept_weights",
+    "multiplies",
     "rounded",
     "scalings",
 ]
@@ -395,17 +396,24 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return found
 
 
+def multiplies(device: torch.device, recipe: Recipe) -> bool:
+    """Whether ``device`` multiplies what the recipe rounds to."""
+    first, before = recipe.capability
+    if device.type != "cuda":
+        return False
+    own = _capability(device)
+    return own >= first and (before is None or own < before)
+
+
 def has_hardware(device: torch.device, recipe: Recipe) -> bool:
-    """Whether ``device`` multiplies what the recipe rounds to.
+    """As :func:`multiplies`, for a call.
 
     Elsewhere the same codes and scales are multiplied in fp32. The first such device of a format is
     told in a warning.
     """
+    if multiplies(device, recipe):
+        return True
     (first, before), name = recipe.capability, recipe.operands
-    if device.type == "cuda":
-        own = _capability(device)
-        if own >= first and (before is None or own < before):
-            return True
     told = f"{name} on {device.type}"
     if told not in _warned:
         _warned.add(told)

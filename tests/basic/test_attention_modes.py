@@ -409,15 +409,26 @@ def test_shapes_on_the_meta_device(name: str) -> None:
 
 def test_a_plan_says_what_is_known_of_the_kernel() -> None:
     x = torch.ones(1, 3, 24)
-    text = str(Sequential(DotProductAttention(2)).plan(x))
-    assert (
-        "\nop 0: attention by cpu or blockwise, as sizes and keywords allow; "
-        "not cudnn, flash, efficient: it runs on a GPU, not on cpu\n"
-    ) in text
-    text = str(Sequential(DotProductAttention(2, window=2)).plan(x))
-    assert "; not cpu: it has no window\n" in text
-    text = str(Sequential(DotProductAttention(2, kernel="blockwise")).plan(x))
-    assert "\nop 0: attention by blockwise, which is asked for by name\n" in text
+
+    def note(x: Tensor, **options: Any) -> str:
+        plan = Sequential(DotProductAttention(2, **options)).plan(x)
+        ((at, text),) = plan.notes
+        assert at == 0
+        assert text in " ".join(str(plan).split())
+        return text
+
+    assert note(x) == (
+        "attention by cpu or blockwise, as sizes and keywords allow; "
+        "not cudnn, flash, efficient: it runs on a GPU, not on cpu"
+    )
+    assert note(x, window=2).endswith("; not cpu: it has no window")
+    by_name = "attention by blockwise, which is asked for by name"
+    assert note(x, kernel="blockwise") == by_name
+    assert note(x, kernel="flash") == (
+        "attention by flash, which is asked for by name but refuses: it runs on a GPU, not on cpu"
+    )
+    meta = torch.ones(1, 3, 24, dtype=torch.bfloat16, device="meta")
+    assert note(meta).startswith("attention by cudnn or flash or efficient or blockwise, as sizes")
 
 
 def test_separate_inputs_and_sinks_under_autocast() -> None:

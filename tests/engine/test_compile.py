@@ -288,6 +288,20 @@ def test_registered_fusions_take_effect() -> None:
     torch.testing.assert_close(compiled(x), unfused)
 
 
+def test_configurations_take_effect() -> None:
+    model = opfuser.Sequential(Square(), Square())
+    compiled = compile_(model)
+    x, off = f32(4, 3), {"joint": {"doubles": {"enabled": False}}}
+    with opfuser.register_forward_backward_fusion(RULE):
+        torch.testing.assert_close(compiled(x), 2 * x**4)
+        with opfuser.fusion_config(off):
+            torch.testing.assert_close(compiled(x), x**4)
+        model.fusion_config = off
+        torch.testing.assert_close(compiled(x), x**4)
+        model.fusion_config = None
+        torch.testing.assert_close(compiled(x), 2 * x**4)
+
+
 def test_a_function_around_a_loop_with_keywords_and_an_operation_alone() -> None:
     model = opfuser.Sequential(opfuser.Linear(3, 3), Square(), Power())
 

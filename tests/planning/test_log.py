@@ -42,11 +42,10 @@ def test_every_fusion_is_logged_once_per_distinct_plan(log: Callable[[], list[st
         for line, name, counts in zip(
             lines, ("matched", "refused"), ("matches=1 refused=0", "matches=0 refused=1")
         ):
-            assert line.startswith(f"[stage=forward, fusion=test_{name}] [SUMMARY] {counts} time=")
-            assert line.endswith("ms")
+            assert line == f"[stage=forward, fusion=test_{name}] [SUMMARY] {counts}"
         assert lines[2:] == [
             "[stage=forward, fusion=test_skipped] skipped (needs cuda, have cpu)",
-            "[stage=backward, fusion=test_disabled] disabled (handle)",
+            "[stage=backward, fusion=test_disabled] disabled (default)",
         ]
         planned("ABCB")
         assert log() == [], "the same plan of another sequence is logged once"

@@ -158,7 +158,7 @@ def test_the_decorator_registers_the_class() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_handles_and_blocks_switch_a_fusion(enabled: bool) -> None:
-    by_default = "matched" if enabled else "disabled handle"
+    by_default = "matched" if enabled else "disabled default"
     with REGISTER["forward"](rule("A B", enabled=enabled)) as handle:
         assert state() == by_default
         with opfuser.disable("rule"):
@@ -243,10 +243,10 @@ def test_switching_again_and_again_piles_nothing_up() -> None:
 @pytest.mark.parametrize(
     ("disable", "enable", "expected"),
     [
-        ("", "", ["", "", "handle"]),
-        ("x, y", "", ["OPFUSER_DISABLE", "OPFUSER_DISABLE", "handle"]),
+        ("", "", ["", "", "default"]),
+        ("x, y", "", ["OPFUSER_DISABLE", "OPFUSER_DISABLE", "default"]),
         ("*", "y,off", ["OPFUSER_DISABLE", "", ""]),
-        ("y", "y", ["", "", "handle"]),
+        ("y", "y", ["", "", "default"]),
     ],
 )
 def test_switches_of_the_environment(

@@ -1,0 +1,136 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..errors import TargetError, explain
+from ..report.inputs import named_dtype
+from ..report.target import Target, load
+
+__all__ = [
+    "ERROR",
+    "FINDINGS",
+    "FINE",
+    "Subparsers",
+    "add_command",
+    "add_inputs",
+    "add_model",
+    "add_output",
+    "target_of",
+    "write",
+]
+
+FINE, ERROR, FINDINGS = 0, 1, 3  # the exit statuses of every command
+
+Subparsers = Any  # argparse keeps the class of its subparsers private
+
+
+def add_command(
+    subparsers: Subparsers, name: str, summary: str, description: str, example: str
+) -> argparse.ArgumentParser:
+    """The parser of a command, whose help shows an example.
+
+    Args:
+        subparsers: of the command line.
+        name: of the command.
+        summary: one line for the list of commands.
+        description: what it does and when it returns which exit status.
+        example: command lines.
+    """
+    made: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=f"examples:\n{example}" if "\n" in example else f"example:\n{example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return made
+
+
+def add_model(parser: argparse.ArgumentParser, device: str = "meta") -> None:
+    """Adds the arguments that name a model and the inputs of its call.
+
+    Args:
+        parser: of a command.
+        device: the default of ``--device``.
+    """
+    parser.add_argument(
+        "model",
+        metavar="pkg.mod:build",
+        help="a function without arguments that builds the model, or the model itself",
+    )
+    add_inputs(parser, device)
+
+
+def add_inputs(parser: argparse.ArgumentParser, device: str = "meta") -> None:
+    """Adds those of :func:`add_model` besides the model."""
+    parser.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="SHAPE:DTYPE",
+        help="shape and dtype of an input, such as 8x2048x4096:bf16 or 2x128:int64; once per "
+        "input of the call (default: what example_inputs beside the model says)",
+    )
+    parser.add_argument(
+        "--device",
+        default=device,
+        metavar="DEVICE",
+        help="meta, cpu or cuda; meta plans like a GPU and needs none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default=None,
+        metavar="DTYPE",
+        help="convert parameters and inputs, such as bf16",
+    )
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """The model and the inputs that :func:`add_model` has read.
+
+    Raises:
+        TargetError: as :func:`opfuser.report.target.load`.
+    """
+    dtype = None if args.dtype is None else named_dtype(args.dtype)
+    if dtype is not None and not dtype.is_floating_point:
+        raise TargetError(
+            explain("Parameters are converted to a floating-point dtype", received=args.dtype)
+        )
+    return load(args.model, args.input, args.device, dtype)
+
+
+def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:
+    """Adds where a command writes to, and as what.
+
+    Args:
+        parser: of a command.
+        formats: the first is the default; none leaves ``--format`` out.
+    """
+    if formats:
+        parser.add_argument(
+            "--format", choices=formats, default=formats[0], help="(default: %(default)s)"
+        )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=None, metavar="FILE", help="write to a file"
+    )
+
+
+def write(text: str, file: Path | None) -> None:
+    """Writes a text to a file, or prints it.
+
+    Raises:
+        TargetError: the file cannot be written.
+    """
+    if file is None:
+        print(text)
+        return
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise TargetError(
+            explain("The file cannot be written", received=f"{file}: {error.strerror}")
+        ) from error

@@ -1,0 +1,102 @@
+"""``opfuser diff``: what one fusion, or an upgrade, changes in a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..errors import TargetError, explain
+from ..report.diff import around, data, difference, matches, text
+from ..report.plan_json import read
+from .arguments import (
+    FINDINGS,
+    FINE,
+    Subparsers,
+    add_command,
+    add_inputs,
+    add_output,
+    target_of,
+    write,
+)
+
+__all__ = ["add"]
+
+
+def add(subparsers: Subparsers) -> None:
+    """Adds the command to the parser of the command line."""
+    parser = add_command(
+        subparsers,
+        "diff",
+        "compare a model without and with a fusion, or two explanations",
+        """\
+Shows what a fusion changes: how often each fusion matches, steps, launches,
+bytes read and written, bytes saved for backward, and the steps that differ.
+Nothing is timed, and no GPU is needed: launches and bytes are counted without
+data. Of two files that opfuser explain --format json has written it shows the
+same, such as of before and after an upgrade.
+
+Exit status: 0; 3 if the fusion matches nowhere, or if two files differ.""",
+        """\
+  opfuser diff my_package.model:build --fusion norm_linear
+  opfuser diff before.json after.json""",
+    )
+    parser.add_argument(
+        "model",
+        nargs="+",
+        metavar="pkg.mod:build | FILE FILE",
+        help="a model, as of opfuser explain, or two files",
+    )
+    parser.add_argument(
+        "--fusion",
+        default=None,
+        metavar="NAME",
+        help='the fusion that is switched off on one side and on on the other; "*" for all',
+    )
+    add_inputs(parser)
+    add_output(parser, "text", "json")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the difference; :data:`FINDINGS` if two files differ, or a fusion matches nowhere."""
+    if args.fusion is None:
+        sides = _two_files(args.model)
+        before, after = (read(Path(file)) for file in sides)
+    else:
+        args.model = _one_model(args.model)
+        sides = ("without", "with")
+        before, after = around(target_of(args), args.fusion)
+    found = difference(before, after, sides)
+    shown = json.dumps(data(found), indent=1) if args.format == "json" else text(found)
+    write(shown, args.output)
+    if args.fusion is None:
+        return FINE if found.is_empty else FINDINGS
+    if matches(after, args.fusion):
+        return FINE
+    print(
+        f"{args.fusion} matches nowhere: opfuser explain --why {args.fusion} says why.",
+        file=sys.stderr,
+    )
+    return FINDINGS
+
+
+def _two_files(names: list[str]) -> tuple[str, str]:
+    if len(names) != 2:
+        raise TargetError(
+            explain(
+                "Without --fusion two files are compared",
+                received=", ".join(names),
+                remedy="Name a fusion, or two files that opfuser explain --format json has written",
+            )
+        )
+    return names[0], names[1]
+
+
+def _one_model(names: list[str]) -> str:
+    if len(names) != 1:
+        raise TargetError(
+            explain("With --fusion one model is compared with itself", received=", ".join(names))
+        )
+    return names[0]

@@ -1,0 +1,180 @@
+"""``opfuser explain``: what is fused in a model, and why other things are not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from textwrap import wrap
+from typing import Any
+
+from ..engine.plan import Plan
+from ..errors import TargetError, explain
+from ..report.diff import check_fusion_name, in_bytes
+from ..report.inputs import did_you_mean
+from ..report.plan_json import Explained, document, explained
+from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
+
+__all__ = ["add"]
+
+
+def add(subparsers: Subparsers) -> None:
+    """Adds the command to the parser of the command line."""
+    parser = add_command(
+        subparsers,
+        "explain",
+        "show what is fused, and why other things are not",
+        """\
+Shows the plan of every Sequential in a model: the steps of both passes, and
+what became of each fusion; and what a call launches, reads, writes and saves
+for backward on a GPU, which is counted without one. Models that hold their
+Sequentials in modules of their own are run once, without data on the meta
+device.""",
+        """\
+  opfuser explain my_package.model:build --input 8x2048x4096:bf16
+  opfuser explain my_package.model:build --why norm_linear --at 104
+  opfuser explain my_package.model:build --format html -o plan.html""",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--sequence",
+        default=None,
+        metavar="PATH",
+        help='only the Sequential with this path in the model; "" is the model itself',
+    )
+    parser.add_argument(
+        "--why", default=None, metavar="NAME", help="say what became of this fusion, and why"
+    )
+    parser.add_argument(
+        "--at",
+        default=None,
+        type=int,
+        metavar="N",
+        help="with --why: only at the basic operation with this number",
+    )
+    add_output(parser, "text", "json", "html", "svg")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plans, or what became of one fusion."""
+    if args.why is not None or args.at is not None:
+        write(_reasons(args), args.output)
+        return FINE
+    found = _chosen(explained(target_of(args)), args.sequence)
+    if args.format == "json":
+        shown = json.dumps(document(found), indent=1)
+    elif args.format == "html":
+        shown = _optional("page").page(found.plans, title=found.target.name)
+    elif args.format == "svg":
+        shown = _optional("picture").picture(_only(found.plans))
+    else:
+        shown = _text(found)
+    write(shown, args.output)
+    return FINE
+
+
+def _reasons(args: argparse.Namespace) -> str:
+    if args.why is None or args.format != "text":
+        raise TargetError(
+            explain(
+                "--at goes with --why, and both with text",
+                received=f"--why {args.why}, --at {args.at}, --format {args.format}",
+            )
+        )
+    check_fusion_name(args.why)
+    found = _chosen(explained(target_of(args), count=False), args.sequence)
+    plans = {"": _only(found.plans)} if args.at is not None else found.plans
+    for plan in plans.values():
+        if args.at is not None and not 0 <= args.at < len(plan.basic_ops):
+            raise TargetError(
+                explain(
+                    f"The plan has operations 0 to {len(plan.basic_ops) - 1}",
+                    received=f"--at {args.at}",
+                )
+            )
+    return "\n\n".join(_titled(path, plan.why(args.why, args.at)) for path, plan in plans.items())
+
+
+def _chosen(found: Explained, path: str | None) -> Explained:
+    """Only the Sequential asked for, if one is."""
+    if not found.plans:
+        raise TargetError(
+            explain(
+                "The model holds no opfuser.Sequential that it calls",
+                where=found.target.name,
+                remedy="Convert it with opfuser.from_torch or opfuser.hf.apply; opfuser audit says "
+                "what would fuse",
+            )
+        )
+    if path is None:
+        return found
+    if path not in found.plans:
+        raise TargetError(
+            explain(
+                "No Sequential with that path has a plan of its own",
+                received=repr(path),
+                remedy=did_you_mean(path, found.plans) or f"There are {_paths(found.plans)}",
+            )
+        )
+    return found._replace(plans={path: found.plans[path]})
+
+
+def _only(plans: dict[str, Plan]) -> Plan:
+    if len(plans) > 1:
+        raise TargetError(
+            explain(
+                "This is about one plan",
+                received=f"a model with {len(plans)}",
+                remedy=f"Choose one with --sequence: {_paths(plans)}",
+            )
+        )
+    return next(iter(plans.values()))
+
+
+def _paths(plans: dict[str, Plan]) -> str:
+    return ", ".join(path or '""' for path in plans)
+
+
+def _optional(module: str) -> Any:
+    """A module of ``opfuser.report`` that needs packages of the extra ``tools``."""
+    try:
+        return importlib.import_module(f"opfuser.report.{module}")
+    except ModuleNotFoundError as error:
+        raise TargetError(
+            explain(
+                f"This format needs the package {error.name}",
+                remedy="pip install opfuser[tools]",
+            )
+        ) from error
+
+
+def _text(found: Explained) -> str:
+    texts = []
+    for path, plan in found.plans.items():
+        lines = [_titled(path, str(plan))]
+        if found.traffic is not None and path in found.traffic.sequences:
+            own = found.traffic.sequences[path]
+            lines.append(_counted(own.counts.launches, *own.counts[1:], own.saved_bytes))
+        texts.append("\n".join(lines))
+    if found.missing:
+        texts.append("\n".join(wrap(f"No launches and bytes: {found.missing}", 80)))
+    elif found.traffic is not None and len(found.plans) > 1:
+        total = found.traffic.counts
+        texts.append("whole model: " + _counted(*total, found.traffic.saved_bytes))
+    return "\n\n".join(texts)
+
+
+def _counted(launches: int, read: int, written: int, saved: int) -> str:
+    return "\n  ".join(
+        [
+            "on a GPU, a call and its backward:",
+            f"{launches} launches",
+            f"{in_bytes(read)} read, {in_bytes(written)} written",
+            f"{in_bytes(saved)} saved for backward",
+        ]
+    )
+
+
+def _titled(path: str, text: str) -> str:
+    return f"{path}\n{'-' * len(path)}\n{text}" if path else text

@@ -1,0 +1,178 @@
+"""Equal steps of a plan, found as data: a layer that occurs 27 times is one entry."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from .plan import Plan, Step
+
+__all__ = ["Fold", "fold", "joined_names", "joined_numbers", "like", "place_in_layer"]
+
+
+class Fold(NamedTuple):
+    """Consecutive steps of a pass, and how often they are repeated without a gap.
+
+    Repetition ``r`` consists of ``steps[start + r * period : start + (r + 1) * period]``. Its steps
+    have the types of operations, fusions and notes of the first repetition, and names that differ
+    in numbers alone. Only the first step of the first repetition may cover fewer operations at its
+    beginning than those of the others: a fusion that reaches into the layer before does not do so
+    in the first layer.
+
+    Attributes:
+        start: position of the first step in the pass, in forward order.
+        period: steps of one repetition.
+        times: repetitions; 1 for steps that are not repeated.
+    """
+
+    start: int
+    period: int
+    times: int
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last step."""
+        return self.start + self.period * self.times
+
+    @property
+    def saved(self) -> int:
+        """How many steps are not shown if one repetition is."""
+        return self.period * (self.times - 1)
+
+    def steps(self) -> list[Fold]:
+        """The steps one by one."""
+        return [Fold(at, 1, 1) for at in range(self.start, self.stop)]
+
+
+def fold(plan: Plan, stage: Literal["forward", "backward"]) -> tuple[Fold, ...]:
+    """The steps of a pass, in forward order, with equal layers as one entry.
+
+    Every step belongs to exactly one entry. Of the repetitions that begin at a step the longest
+    stretch is taken, and of equally long ones that of the shortest period. Repetitions begin where
+    a layer does: what names have in common down to their first number.
+
+    Args:
+        plan: a plan.
+        stage: whose pass.
+    """
+    rows = _rows(plan, plan.forward if stage == "forward" else plan.backward)
+    folds: list[Fold] = []
+    at = 0
+    while at < len(rows):
+        found = _longest(rows, at)
+        layers = [row.layer for row in rows[at : found.stop]]
+        if at and layers[0] and layers[0] == rows[at - 1].layer and len(set(layers)) > 1:
+            found = Fold(at, 1, 1)  # what repeats begins with a layer, not within one
+        folds.append(found)
+        at = found.stop
+    return tuple(folds)
+
+
+class _Row(NamedTuple):
+    """A step as numbers that stand for it, and the layer that its last operation is in."""
+
+    kind: int
+    ops: tuple[int, ...]
+    layer: str
+
+    def equals(self, other: _Row) -> bool:
+        return self[:2] == other[:2]
+
+
+def _rows(plan: Plan, steps: Sequence[Step]) -> list[_Row]:
+    numbers: dict[Hashable, int] = {}
+
+    def number(*what: Hashable) -> int:
+        return numbers.setdefault(what, len(numbers))
+
+    notes, quantized = dict(plan.notes), set(plan.quantized)
+    names = plan.names or ("",) * len(plan.basic_ops)
+    ops = [
+        number(type(op), like(name), notes.get(i), i in quantized, plan.needs[i] is None)
+        for i, (op, name) in enumerate(zip(plan.basic_ops, names))
+    ]
+    return [
+        _Row(
+            number(type(step.op), step.fusion, like(step.path)),
+            tuple(ops[i] for i in step.indices),
+            _layer(names[step.indices[-1]] if step.indices else step.path),
+        )
+        for step in steps
+    ]
+
+
+def _layer(name: str) -> str:
+    parts = name.split(".")
+    numbers = (n for n, part in enumerate(parts[:-1]) if part.isdecimal())
+    return ".".join(parts[: next(numbers, -1) + 1])
+
+
+def _longest(rows: Sequence[_Row], at: int) -> Fold:
+    best = Fold(at, 1, 1)
+    for period in range(1, (len(rows) - at) // 2 + 1):
+        if not _begins_like(rows[at], rows[at + period]):
+            continue
+        same = 1
+        while at + same + period < len(rows) and rows[at + same].equals(rows[at + same + period]):
+            same += 1
+        times = 1 + same // period
+        if times > 1 and times * period > best.period * best.times:
+            best = Fold(at, period, times)
+    return best
+
+
+def _begins_like(first: _Row, other: _Row) -> bool:
+    """Whether a step is another one, up to operations at its beginning that it lacks."""
+    missing = len(other.ops) - len(first.ops)
+    if first.kind != other.kind or missing < 0:
+        return False
+    return first.ops == other.ops[missing:] and bool(first.ops or not missing)
+
+
+def like(name: str) -> str:
+    """A name without its numbers: ``layers.*.mlp.*`` for ``layers.3.mlp.0``."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def place_in_layer(name: str) -> str:
+    """A name without its first number, which says the layer: ``layers.*.mlp.0``."""
+    parts = name.split(".")
+    first = next((n for n, part in enumerate(parts) if part.isdecimal()), None)
+    return name if first is None else ".".join([*parts[:first], "*", *parts[first + 1 :]])
+
+
+def joined_names(names: Sequence[str]) -> str:
+    """Names that differ in numbers alone as one: ``layers.0-26.norm``.
+
+    Numbers are joined as by :func:`joined_numbers`; a list beside other parts is in brackets.
+
+    Args:
+        names: in order, of one form.
+    """
+    columns = list(zip(*(name.split(".") for name in names)))
+    parts = [_joined_parts(list(dict.fromkeys(column))) for column in columns]
+    if len(parts) == 1:
+        return parts[0]
+    return ".".join(f"[{part}]" if "," in part else part for part in parts)
+
+
+def _joined_parts(parts: Sequence[str]) -> str:
+    if not all(part.isdecimal() for part in parts):
+        return ", ".join(parts)
+    return joined_numbers(list(map(int, parts)))
+
+
+def joined_numbers(numbers: Sequence[int]) -> str:
+    """Numbers as text: ``0-12, 14-26``; ``0, 2 ... 98`` in steps of one size."""
+    steps = {b - a for a, b in pairwise(numbers)}
+    if len(steps) == 1 and steps != {1} and len(numbers) > 3:
+        return f"{numbers[0]}, {numbers[1]} ... {numbers[-1]}"
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    texts = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in ranges]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:6], "...", texts[-1]])

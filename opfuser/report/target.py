@@ -1,0 +1,258 @@
+"""The model that a command is about: found by name, built on a device, with inputs for a call."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..engine.plan import Plan
+from ..errors import OpfuserError, TargetError, explain
+from ..sequential import Sequential
+from .inputs import did_you_mean, examples, said, tensor
+from .observing import SequenceCall, observed
+
+__all__ = ["Target", "calls", "failed", "load", "moved", "plans"]
+
+
+class Target(NamedTuple):
+    """A model and the inputs of one call of it.
+
+    Attributes:
+        name: as it was asked for.
+        model: on the device asked for.
+        inputs: positional arguments of the call, on the same device.
+    """
+
+    name: str
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+
+
+def load(
+    spec: str,
+    inputs: Sequence[str] = (),
+    device: str = "meta",
+    dtype: torch.dtype | None = None,
+) -> Target:
+    """The model that ``spec`` names, and inputs for it.
+
+    Args:
+        spec: ``package.module:name``; the name, which may have dots, is that of a function without
+            arguments that returns a ``torch.nn.Module``, or of such a module. The function runs
+            with ``device`` as torch's default. A module that is elsewhere is copied to the device;
+            what the name stands for does not change.
+        inputs: texts such as ``8x2048x4096:bf16`` or ``2x128:int64``, one per positional argument;
+            the dtype defaults to the first floating-point parameter's. Floating-point inputs are
+            random and require grad; integers are random indices into the smallest table of the
+            model; on the meta device there are no values. Without any,
+            ``example_inputs`` is read from the function, the model or the Python module, in this
+            order: a tensor, a text as above, a sequence of these, or a function that returns one
+            of them.
+        device: where the model and its inputs are.
+        dtype: which floating-point parameters, buffers and inputs are converted to; None leaves
+            them as they are.
+
+    Raises:
+        TargetError: there is no such module or name, it does not build a module, a text is no
+            shape, there are no inputs, or there is no such device.
+    """
+    where = _device(device)
+    found, home = _find(spec)
+    model = _built(spec, found, where)
+    model = moved(model, where, dtype)
+    if inputs:
+        given: tuple[Any, ...] = tuple(inputs)
+    else:
+        given = examples(spec, (found, model, home), where)
+    made = tuple(tensor(item, spec, model, where, dtype) for item in given)
+    return Target(spec, model, made)
+
+
+def plans(target: Target) -> dict[str, Plan]:
+    """The plan of each Sequential's call, by the path of the Sequential in the model.
+
+    The plan of a Sequential covers those that it holds, so they have no entry of their own unless a
+    plain module between them calls them. Such models are run, on the device where they are; others
+    are only planned.
+
+    Raises:
+        TargetError: a model that has to be run fails.
+    """
+    model, inputs = target.model, target.inputs
+    if isinstance(model, Sequential) and not model.overrides_forward() and _covers_all(model):
+        try:
+            return {"": model.plan(*inputs)}
+        except OpfuserError as error:
+            raise TargetError(failed(target, error)) from error
+    return {call.path: call.plan for call in calls(target)}
+
+
+def calls(target: Target) -> list[SequenceCall]:
+    """Runs the model's forward once, and returns the call of each Sequential in it, in order.
+
+    Calls that are part of another Sequential's plan are left out; of a Sequential that is called
+    several times there is the first call.
+
+    Raises:
+        TargetError: the call fails.
+    """
+    with observed(target.model) as found:
+        try:
+            target.model(*target.inputs)
+        except Exception as error:  # the user's code may raise anything
+            raise TargetError(failed(target, error)) from error
+    return found
+
+
+def _covers_all(model: Sequential) -> bool:
+    """Whether the plan of ``model`` covers every Sequential in it."""
+    reached: set[int] = set()
+
+    def reach(sequence: Sequential) -> None:
+        reached.add(id(sequence))
+        if not sequence.overrides_forward():
+            for module in sequence:
+                if isinstance(module, Sequential):
+                    reach(module)
+
+    reach(model)
+    return all(id(m) in reached for m in model.modules() if isinstance(m, Sequential))
+
+
+def failed(target: Target, error: Exception) -> str:
+    """The text about a model that does not run."""
+    shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in target.inputs)
+    on_meta = any(t.is_meta for t in target.inputs)
+    return explain(
+        f"The model has to run with inputs {shapes}",
+        where=target.name,
+        received=said(error),
+        remedy="Pass other inputs, or --device cpu if it reads values" if on_meta else "",
+    )
+
+
+def _device(device: str) -> torch.device:
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise TargetError(
+            explain(
+                "A device is one of torch's",
+                received=repr(device),
+                remedy="Use meta, cpu or cuda",
+            )
+        ) from error
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise TargetError(
+            explain(
+                "This machine has no CUDA device",
+                received=repr(device),
+                remedy="Use --device meta, which plans like a GPU",
+            )
+        )
+    return where
+
+
+def _find(spec: str) -> tuple[Any, Any]:
+    """What a spec names, and the Python module that it is in."""
+    path, colon, name = spec.partition(":")
+    if not (path and colon and name):
+        raise TargetError(
+            explain(
+                "A model is named as package.module:name",
+                received=repr(spec),
+                remedy="The name is that of a function that builds it, or of the model",
+            )
+        )
+    try:
+        home = importlib.import_module(path)
+    except Exception as error:
+        raise TargetError(
+            explain(f"The Python module {path!r} cannot be imported", received=said(error))
+        ) from error
+    found: Any = home
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [n for n in vars(found) if not n.startswith("_")] if found is home else []
+            raise TargetError(
+                explain(
+                    f"{path!r} has no attribute {name!r}",
+                    remedy=did_you_mean(part, known),
+                )
+            )
+        found = getattr(found, part)
+    return found, home
+
+
+class _Unfilled(TorchFunctionMode):
+    """Inside, initial values are not drawn for tensors without data: torch imports much for it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        t = args[0] if args else kwargs.get("tensor")
+        fills = func in _FILL or getattr(func, "__module__", "") == "torch.nn.init"
+        if fills and isinstance(t, Tensor) and t.is_meta:
+            return t
+        return func(*args, **kwargs)
+
+
+_FILL = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.bernoulli_}
+
+
+def _built(spec: str, found: Any, device: torch.device) -> nn.Module:
+    model = found
+    if not isinstance(found, nn.Module) and callable(found):
+        try:
+            with device, _Unfilled():
+                model = found()
+        except Exception as error:
+            raise TargetError(
+                explain(
+                    f"{spec} has to build a model when it is called without arguments",
+                    received=said(error),
+                )
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise TargetError(
+            explain(
+                f"{spec} has to be a torch.nn.Module, or a function that returns one",
+                received=type(model).__name__,
+            )
+        )
+    return model
+
+
+def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """The model with its tensors on ``device`` and in ``dtype``: itself if they are, else a copy.
+
+    Tensors that are there already, or that go to the meta device, are not copied.
+    """
+    replaced: dict[int, Any] = {}
+    for t in (*model.parameters(), *model.buffers()):
+        to = dtype if t.is_floating_point() and dtype is not None else t.dtype
+        if t.device.type == device.type and t.dtype == to:
+            continue
+        if t.is_meta and device.type != "meta":
+            raise TargetError(
+                explain(
+                    "A model without values stays on the meta device",
+                    received=f"--device {device}",
+                    remedy="Leave the device to the function that builds it",
+                )
+            )
+        other = t.detach().to(device, to)
+        if isinstance(t, nn.Parameter):
+            other = nn.Parameter(other, t.requires_grad)
+        replaced[id(t)] = other
+    if not replaced:
+        return model
+    kept = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, {**kept, **replaced})

@@ -1,0 +1,317 @@
+"""Launches, traffic and saved bytes of the steps of a plan, as they would be on a GPU.
+
+The model. A step is what its kernels do: each reads the tensors that it is given once, and writes
+its results once. Caches are not modelled: what one kernel writes and the next one reads counts
+twice, and a tensor that is read by two kernels counts twice too. So the traffic of a fusion is
+smaller by exactly the tensors that no longer leave the chip. In particular
+
+- a kernel of the library is one launch, which touches all tensors that it is given;
+- a function of ATen that returns no view is one launch; GEMMs among them read both operands and
+  write the result, whatever they tile;
+- a look-up in a table reads as much of the table as it returns;
+- attention is one launch in each pass if a kernel of torch takes it;
+- allocations and views are nothing.
+
+Saved bytes are what autograd keeps from forward to backward: each storage once, parameters and
+buffers left out, the input of the model counted in.
+
+The model is run on the meta device, without data. What reads values, such as a mixture of experts
+that reads how many rows each has, cannot be counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..engine.plan import Plan, expand
+from ..engine.schedule import Schedule
+from ..errors import TargetError
+from ..fuser import OperationFuser
+from ..op import FusibleOperation, has_called_parts
+from ..sequential import Sequential
+from .kernel_counts import Counts, KernelCounter, counting
+from .observing import observed
+from .target import Target, failed, moved
+
+__all__ = ["ModelTraffic", "StepTraffic", "Traffic", "model_traffic", "traffic"]
+
+
+class StepTraffic(NamedTuple):
+    """What one step of a plan does in one call.
+
+    Attributes:
+        stage: the pass.
+        indices: of the basic operations that it covers; none for a plain module, whose kernels are
+            not told apart.
+        counts: launches, and bytes read and written.
+        saved: in forward, bytes that it keeps for backward and that no earlier step keeps.
+    """
+
+    stage: Literal["forward", "backward"]
+    indices: tuple[int, ...]
+    counts: Counts
+    saved: int = 0
+
+
+class Traffic(NamedTuple):
+    """What the steps of one plan do in one call.
+
+    Attributes:
+        plan: which was followed.
+        forward, backward: the steps of each pass, as in the plan, both in forward order.
+        saved: bytes kept for backward by the basic operation that keeps them first, by index.
+    """
+
+    plan: Plan
+    forward: tuple[StepTraffic, ...]
+    backward: tuple[StepTraffic, ...]
+    saved: Mapping[int, int]
+
+    @property
+    def counts(self) -> Counts:
+        """Of both passes."""
+        return _total(step.counts for step in (*self.forward, *self.backward))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Kept for backward by all operations."""
+        return sum(self.saved.values())
+
+
+class ModelTraffic(NamedTuple):
+    """What a model does in one call of it, and in the backward of that.
+
+    Attributes:
+        sequences: by the path of the Sequential.
+        elsewhere: what runs outside of their steps: plain modules, and sums of gradients.
+        saved_bytes: kept for backward by all of the model.
+    """
+
+    sequences: dict[str, Traffic]
+    elsewhere: Counts
+    saved_bytes: int
+
+    @property
+    def counts(self) -> Counts:
+        """Of the whole model, in both passes."""
+        return _total(t.counts for t in self.sequences.values()).plus(self.elsewhere)
+
+
+def traffic(sequence: Sequential, *inputs: Tensor) -> Traffic:
+    """What the plan of a Sequential does in one call with inputs like these, and in its backward.
+
+    Args:
+        sequence: any, on any device; a copy of it without data is run.
+        *inputs: input and extra inputs.
+
+    Raises:
+        TargetError: the sequence cannot be run without data.
+    """
+    return model_traffic(Target(type(sequence).__name__, sequence, inputs)).sequences[""]
+
+
+def model_traffic(target: Target) -> ModelTraffic:
+    """What a model does in one call, and in the backward of that where a gradient is needed.
+
+    Args:
+        target: the model and inputs, on any device; a copy without data is run.
+
+    Raises:
+        TargetError: the model cannot be run without data.
+    """
+    meta = torch.device("meta")
+    inputs = tuple(t.detach().to(meta).requires_grad_(t.requires_grad) for t in target.inputs)
+    target = Target(target.name, moved(target.model, meta, None), inputs)
+    try:
+        with observed(target.model) as found:  # makes the plans, which the second call follows
+            target.model(*inputs)
+        with _watched([(c.path, c.sequence) for c in found], target.model) as run:
+            _train(target.model(*inputs), [*target.model.parameters(), *inputs])
+    except Exception as error:
+        raise TargetError(failed(target, error)) from error
+    return run.result({call.path: call.plan for call in found})
+
+
+def _train(outputs: Any, leaves: Iterable[Tensor]) -> None:
+    """The backward of all outputs that need one; leaves no gradients behind."""
+    roots = [t for t in _outputs(outputs) if t.requires_grad]
+    wanted = [t for t in leaves if t.requires_grad]
+    if roots:
+        grads = [torch.empty_like(t) for t in roots]
+        torch.autograd.grad(roots, wanted, grads, allow_unused=True)
+
+
+def _outputs(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _outputs(inner)
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from _outputs(inner)
+
+
+def _total(counts: Iterable[Counts]) -> Counts:
+    total = Counts()
+    for more in counts:
+        total = total.plus(more)
+    return total
+
+
+class _Part(NamedTuple):
+    """A step, as the counter names it."""
+
+    path: str
+    stage: Literal["forward", "backward"]
+    indices: tuple[int, ...]
+
+
+class _Run:
+    """One call of a model: who runs what, and what is kept for backward."""
+
+    def __init__(self, counter: KernelCounter, held: Iterable[Tensor]) -> None:
+        self.counter = counter
+        self.saved: dict[str, dict[int, int]] = {}
+        self.saved_bytes = 0
+        self._held = {t.untyped_storage()._cdata for t in held}
+        # By address, which a weak reference keeps from being used twice.
+        self._by_steps: dict[int, StorageWeakRef] = {}
+        self._by_autograd: dict[int, StorageWeakRef] = {}
+
+    def keep(self, t: Tensor) -> Tensor:
+        """Notes what autograd saves."""
+        self.saved_bytes += self._new(t, self._by_autograd)
+        return t
+
+    def note_saved(self, path: str, index: int, tensors: Iterable[Any]) -> None:
+        """Notes what an operation hands to its backward."""
+        of_path = self.saved.setdefault(path, {})
+        for t in tensors:
+            if isinstance(t, Tensor):
+                size = self._new(t, self._by_steps)
+                if size:
+                    of_path[index] = of_path.get(index, 0) + size
+
+    def _new(self, t: Tensor, seen: dict[int, StorageWeakRef]) -> int:
+        storage = t.untyped_storage()
+        at = storage._cdata
+        if at in self._held or at in seen:
+            return 0
+        seen[at] = StorageWeakRef(storage)
+        return storage.nbytes()
+
+    def result(self, plans: Mapping[str, Plan]) -> ModelTraffic:
+        counts = dict(self.counter.counts)
+        sequences = {}
+        for path, plan in plans.items():
+            saved = self.saved.get(path, {})
+            passes: dict[str, tuple[StepTraffic, ...]] = {}
+            for stage, steps in (("forward", plan.forward), ("backward", plan.backward)):
+                passes[stage] = tuple(
+                    StepTraffic(
+                        stage,  # type: ignore[arg-type]
+                        step.indices,
+                        counts.pop(_Part(path, stage, step.indices), Counts()),  # type: ignore[arg-type]
+                        sum(saved.get(i, 0) for i in step.indices) if stage == "forward" else 0,
+                    )
+                    for step in steps
+                )
+            sequences[path] = Traffic(plan, passes["forward"], passes["backward"], saved)
+        return ModelTraffic(sequences, _total(counts.values()), self.saved_bytes)
+
+
+@contextmanager
+def _watched(sequences: Sequence[tuple[str, Sequential]], model: nn.Module) -> Iterator[_Run]:
+    """Counts what runs inside, by the steps of the plans that these sequences used last."""
+    with ExitStack() as stack:
+        run = _Run(stack.enter_context(counting()), [*model.parameters(), *model.buffers()])
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(run.keep, lambda t: t))
+        for path, sequence in sequences:
+            first = 0
+            for schedule in _schedules(sequence):
+                stack.callback(_restore, schedule, schedule.forward, schedule.backward)
+                _watch(schedule, run, path, first)
+                first += len(schedule.plan.basic_ops)
+        yield run
+
+
+def _restore(schedule: Schedule, forward: Any, backward: Any) -> None:
+    schedule.forward, schedule.backward = forward, backward
+
+
+def _schedules(sequence: Sequential) -> Iterator[Schedule]:
+    """Those that the last call followed, in the order in which its plan joins their plans."""
+    for group in sequence._groups:
+        callee = group.callee
+        fusers: list[Any] = []
+        if isinstance(callee, OperationFuser):
+            fusers = [callee]
+        elif isinstance(callee, FusibleOperation):
+            fusers = [
+                op._alone for op in (expand(callee) if has_called_parts(callee) else [callee])
+            ]
+        elif isinstance(callee, Sequential):
+            yield from _schedules(callee)
+        for fuser in fusers:
+            if fuser is not None and fuser._used is not None:
+                yield fuser._used
+
+
+def _watch(schedule: Schedule, run: _Run, path: str, first: int) -> None:
+    def part(step: Any, stage: Literal["forward", "backward"]) -> _Part:
+        own = (step.first,) if step.general is None else step.general.indices
+        return _Part(path, stage, tuple(first + i for i in own))
+
+    schedule.forward = tuple(
+        step._replace(op=_WatchedOperation(step.op, run, part(step, "forward")))
+        for step in schedule.forward
+    )
+    schedule.backward = tuple(
+        step._replace(op=_WatchedOperation(step.op, run, part(step, "backward")))
+        for step in schedule.backward
+    )
+
+
+class _WatchedOperation:
+    """Stands for an operation in a schedule, and tells the counter when it runs."""
+
+    def __init__(self, op: Any, run: _Run, part: _Part) -> None:
+        self._op, self._run, self._part = op, run, part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._op, name)
+
+    def _counted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self._run.counter.enter(self._part)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._run.counter.enter(before)
+
+    def _note(self, ctxs: Iterable[Any]) -> None:
+        for index, ctx in zip(self._part.indices, ctxs):
+            if ctx.requires_grad and ctx.to_save is not None:
+                self._run.note_saved(self._part.path, index, ctx.to_save)
+
+    def op_forward(self, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        y = self._counted(self._op.op_forward, ctx, *args, **kwargs)
+        self._note([ctx])
+        return y
+
+    def fuser_forward(self, ctxs: Any, *args: Any, **kwargs: Any) -> Any:
+        y = self._counted(self._op.fuser_forward, ctxs, *args, **kwargs)
+        self._note(ctxs)
+        return y
+
+    def op_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._counted(self._op.op_backward, *args, **kwargs)
+
+    def fuser_backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._counted(self._op.fuser_backward, *args, **kwargs)
