@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import TargetError, explain
 from ..report.inputs import named_dtype
 from ..report.target import Target, load
@@ -50,22 +52,22 @@ def add_command(
     return made
 
 
-def add_model(parser: argparse.ArgumentParser, device: str = "meta") -> None:
+def add_model(parser: argparse.ArgumentParser, *, with_data: bool = False) -> None:
     """Adds the arguments that name a model and the inputs of its call.
 
     Args:
         parser: of a command.
-        device: the default of ``--device``.
+        with_data: whether the default device is not meta, but CUDA, or the CPU without it.
     """
     parser.add_argument(
         "model",
         metavar="pkg.mod:build",
         help="a function without arguments that builds the model, or the model itself",
     )
-    add_inputs(parser, device)
+    add_inputs(parser, with_data=with_data)
 
 
-def add_inputs(parser: argparse.ArgumentParser, device: str = "meta") -> None:
+def add_inputs(parser: argparse.ArgumentParser, *, with_data: bool = False) -> None:
     """Adds those of :func:`add_model` besides the model."""
     parser.add_argument(
         "--input",
@@ -77,9 +79,11 @@ def add_inputs(parser: argparse.ArgumentParser, device: str = "meta") -> None:
     )
     parser.add_argument(
         "--device",
-        default=device,
+        default=None if with_data else "meta",
         metavar="DEVICE",
-        help="meta, cpu or cuda; meta plans like a GPU and needs none (default: %(default)s)",
+        help="cpu or cuda (default: cuda where there is one)"
+        if with_data
+        else "meta, cpu or cuda; meta plans like a GPU and needs none (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
@@ -100,7 +104,8 @@ def target_of(args: argparse.Namespace) -> Target:
         raise TargetError(
             explain("Parameters are converted to a floating-point dtype", received=args.dtype)
         )
-    return load(args.model, args.input, args.device, dtype)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return load(args.model, args.input, device, dtype)
 
 
 def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:

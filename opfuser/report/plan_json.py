@@ -17,7 +17,7 @@ and a plan the schema ``opfuser.plan/1``::
         both in forward order; counts are null where traffic is
     saved: [{operation, bytes}], or null
     fusions: [{name, stage, status, detail, matches, refusals [{at, code, detail}],
-        near_miss {at, matched, of, code, detail}}], in the order in which they were tried
+        near_misses [{at, matched, of, code, detail}]}], in the order in which they were tried
     edges, gemms, assumed: texts
 
 Bytes are integers, dtypes and devices the names that torch gives them without ``torch.``; nothing
@@ -225,7 +225,6 @@ def _steps(
 
 
 def _record(record: FusionRecord) -> dict[str, Any]:
-    near = record.near_miss
     return {
         "name": record.name,
         "stage": record.stage,
@@ -233,12 +232,8 @@ def _record(record: FusionRecord) -> dict[str, Any]:
         "detail": record.detail,
         "matches": [list(match) for match in record.matches],
         "refusals": [{"at": at, **why._asdict()} for at, why in record.refusals],
-        "near_miss": None
-        if near is None
-        else {
-            "at": near.start,
-            "matched": near.matched,
-            "of": near.of,
-            **near.stopped_by._asdict(),
-        },
+        "near_misses": [
+            {"at": n.start, "matched": n.matched, "of": n.of, **n.stopped_by._asdict()}
+            for n in record.near_misses
+        ],
     }

@@ -39,7 +39,7 @@ from .kernel_counts import Counts, KernelCounter, counting
 from .observing import observed
 from .target import Target, failed, moved
 
-__all__ = ["ModelTraffic", "StepTraffic", "Traffic", "model_traffic", "traffic"]
+__all__ = ["ModelTraffic", "StepTraffic", "Traffic", "model_traffic", "outputs_of", "traffic"]
 
 
 class StepTraffic(NamedTuple):
@@ -140,22 +140,23 @@ def model_traffic(target: Target) -> ModelTraffic:
 
 def _train(outputs: Any, leaves: Iterable[Tensor]) -> None:
     """The backward of all outputs that need one; leaves no gradients behind."""
-    roots = [t for t in _outputs(outputs) if t.requires_grad]
+    roots = [t for t in outputs_of(outputs) if t.requires_grad]
     wanted = [t for t in leaves if t.requires_grad]
     if roots:
         grads = [torch.empty_like(t) for t in roots]
         torch.autograd.grad(roots, wanted, grads, allow_unused=True)
 
 
-def _outputs(value: Any) -> Iterator[Tensor]:
+def outputs_of(value: Any) -> Iterator[Tensor]:
+    """The tensors that a model has returned, also inside of tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _outputs(inner)
+            yield from outputs_of(inner)
     elif isinstance(value, (tuple, list)):
         for inner in value:
-            yield from _outputs(inner)
+            yield from outputs_of(inner)
 
 
 def _total(counts: Iterable[Counts]) -> Counts:

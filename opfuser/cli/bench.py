@@ -1,0 +1,105 @@
+"""``opfuser bench``: time and memory of a model with its fusions and without."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..report.bench import UNFUSED, Bench, Contestant, bench
+from ..report.diff import in_bytes
+from ..report.machine import summary
+from ..report.target import Target
+from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
+
+__all__ = ["add"]
+
+
+def add(subparsers: Subparsers) -> None:
+    """Adds the command to the parser of the command line."""
+    parser = add_command(
+        subparsers,
+        "bench",
+        "time a model with its fusions and without",
+        """\
+Times training steps (forward and backward, without an optimizer) of a model
+with its fusions, without them, and compiled by torch if asked, in turns on this
+device. Prints the median and the quartiles of the time of a step, the peak of
+device memory, and what is saved for backward; and machine and versions.""",
+        """\
+  opfuser bench my_package.model:build --input 8x2048x4096:bf16 --compile""",
+    )
+    add_model(parser, with_data=True)
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        metavar="N",
+        help="samples of each contestant; a sample is one step or several, so that it takes 20 ms "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--compile", action="store_true", help="torch.compile takes part")
+    parser.add_argument(
+        "--forward", action="store_true", help="leave the backward out, and record no gradients"
+    )
+    add_output(parser, "text", "json")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what was measured."""
+    target = target_of(args)
+    found = bench(target, args.steps, compiled=args.compile, forward_only=args.forward)
+    write(_json(target, found) if args.format == "json" else _text(target, found), args.output)
+    return FINE
+
+
+def _inputs(target: Target) -> str:
+    return ", ".join(
+        f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}"
+        for t in target.inputs
+    )
+
+
+def _json(target: Target, found: Bench) -> str:
+    rows = [
+        {**c._asdict(), "seconds": None if c.seconds is None else c.seconds._asdict()}
+        for c in found.contestants
+    ]
+    about = {"schema": "opfuser.bench/1", "model": target.name, "inputs": _inputs(target)}
+    return json.dumps({**about, **found._asdict(), "contestants": rows}, indent=1)
+
+
+def _text(target: Target, found: Bench) -> str:
+    passes = "forward and backward" if found.backward else "forward"
+    each = "a step" if found.steps == 1 else f"{found.steps} steps"
+    lines = [
+        f"{target.name}, inputs {_inputs(target)}",
+        summary(),
+        f"{passes}, {found.samples} samples of {each} each, in turns",
+        "",
+    ]
+    unfused = next(c.seconds for c in found.contestants if c.name == UNFUSED)
+    rows: list[tuple[str, ...]] = [("", "ms per step", "quartiles", "of unfused", "peak", "saved")]
+    for c in found.contestants:
+        if c.seconds is not None:
+            rows.append(_row(c, None if unfused is None else unfused.median))
+    rows = [row[:4] + row[5:] for row in rows] if not any(row[4] for row in rows[1:]) else rows
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    for name, *cells in rows:
+        padded = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
+        lines.append(f"{name:<{widths[0]}}  {padded}".rstrip())
+    lines += [f"{c.name} failed: {c.error}" for c in found.contestants if c.error]
+    return "\n".join(lines)
+
+
+def _row(found: Contestant, unfused: float | None) -> tuple[str, ...]:
+    assert found.seconds is not None
+    median, low, high = (f"{1e3 * s:.3f}" for s in found.seconds)
+    return (
+        found.name,
+        median,
+        f"{low} to {high}",
+        "" if unfused is None else f"{found.seconds.median / unfused:.2f}",
+        "" if found.peak is None else in_bytes(found.peak),
+        "" if found.saved is None else in_bytes(found.saved),
+    )

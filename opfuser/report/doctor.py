@@ -1,0 +1,274 @@
+"""What this process would run, and what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+
+from ..attention import cudnn_versions
+from ..attention.call import Request, enabled_kernels
+from ..attention.choice import KERNELS
+from ..engine.replay_options import current
+from ..gemm_providers import names as gemm_providers
+from ..registry import fusions
+from .machine import machine
+
+__all__ = ["Examination", "Row", "examine"]
+
+KNOWN_VARIABLES = (
+    "OPFUSER_CONFIG",
+    "OPFUSER_DISABLE",
+    "OPFUSER_DUMP_DIR",
+    "OPFUSER_DUMP_RANKS",
+    "OPFUSER_ENABLE",
+    "OPFUSER_REPLAY",
+)
+_OTHER_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "LD_LIBRARY_PATH",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TRITON_CACHE_DIR",
+    "TRITON_INTERPRET",
+)
+_OLDEST = 8, 0  # what kernels are compiled for by the tests
+_FP8, _FP4 = (8, 9), (10, 0)
+
+
+class Row(NamedTuple):
+    """One line: what, and what is the case."""
+
+    name: str
+    value: str
+
+
+class Examination(NamedTuple):
+    """What was found.
+
+    Attributes:
+        sections: title and rows.
+        problems: what is wrong, a sentence for each.
+    """
+
+    sections: tuple[tuple[str, tuple[Row, ...]], ...]
+    problems: tuple[str, ...]
+
+
+def examine() -> Examination:
+    """Looks at versions, device, kernels, packages, plug-ins, switches and environment variables.
+
+    Nothing is computed on the device.
+    """
+    sections = (
+        ("versions and machine", _machine()),
+        ("kernels", _kernels()),
+        ("packages of extras", _packages()),
+        ("plug-ins", _plugins()),
+        ("configuration in effect", _configuration()),
+        ("environment variables", _variables()),
+    )
+    return Examination(
+        tuple((title, tuple(rows)) for title, rows in sections), tuple(dict.fromkeys(_problems()))
+    )
+
+
+def _machine() -> Iterator[Row]:
+    about = machine()
+    for name in ("opfuser", "torch", "triton", "python"):
+        yield Row(name, str(about.get(name, "not installed")))
+    if "device" not in about:
+        yield Row("GPU", "none that torch sees; plain torch computes on the CPU")
+    else:
+        yield Row(
+            "GPU",
+            f"{about['device']}, compute capability {about['capability']}, "
+            f"{about['memory_gib']} GiB, {about['multiprocessors']} multiprocessors",
+        )
+        yield Row("CUDA, driver", f"{about['cuda']}, {about['driver']}")
+        number = torch.backends.cudnn.version()
+        if number is not None:
+            major, rest = divmod(number, 10000)
+            yield Row("cuDNN", f"{major}.{rest // 100}.{rest % 100}")
+    yield Row("processor", f"{about['processor']}, {about['cpu']}, {about['threads']} threads")
+
+
+def _capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def _kernels() -> Iterator[Row]:
+    capability = _capability()
+    no_gpu = capability is None
+    triton = _installed("triton")
+    if triton is None:
+        state = "not installed: plain torch computes in their place"
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        state = "interpreted (TRITON_INTERPRET=1): for tests, and slow"
+    else:
+        state = "no GPU: plain torch computes in their place" if no_gpu else "run on this GPU"
+    yield Row("Triton", state)
+    rows = {dtype: list(_attention(dtype)) for dtype in (torch.bfloat16, torch.float32)}
+    same = len(set(map(tuple, rows.values()))) == 1
+    for dtype, (first, *others) in rows.items():
+        if not same:
+            yield Row(f"attention, {str(dtype).removeprefix('torch.')}", first.value)
+        elif dtype == torch.bfloat16:
+            yield first
+        else:
+            break
+        yield from others
+    for name, least in (("FP8", _FP8), ("FP4", _FP4)):
+        has = capability is not None and capability >= least
+        wanted = f"needs compute capability {least[0]}.{least[1]}"
+        yield Row(f"GEMMs in {name}", "on this GPU" if has else f"emulated: {wanted}")
+    yield Row("GEMM providers", ", ".join(gemm_providers()))
+    yield Row("fp32 GEMMs", f"precision {torch.get_float32_matmul_precision()!r}")
+
+
+def _attention(dtype: torch.dtype) -> Iterator[Row]:
+    """The kernels that take a call whose sizes every one of them takes, and why others do not."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = 64, 64, 8, 8, 64, 64
+    given = enabled_kernels(device)
+    request = Request(device, dtype, *sizes, True, 0.125, True, enabled=given)
+    reasons = {name: kernel.refusal(request) for name, kernel in KERNELS.items()}
+    taken = " or ".join(name for name, why in reasons.items() if why is None)
+    yield Row("attention", f"{taken}, as sizes and keywords allow")
+    for name, why in reasons.items():
+        if why is not None:
+            yield Row(f"  not {name}", why)
+
+
+class _Requirement(NamedTuple):
+    name: str
+    bounds: str
+    extras: tuple[str, ...]
+
+
+def _requirements() -> list[_Requirement]:
+    """What the installed opfuser asks for; nothing if it runs from a folder of sources."""
+    out: dict[tuple[str, str], list[str]] = {}
+    try:
+        lines = metadata.requires("opfuser") or []
+    except metadata.PackageNotFoundError:
+        lines = []
+    for line in lines:
+        text, _, marker = line.partition(";")
+        read = re.fullmatch(r"\s*([\w.-]+)(?:\[[\w,-]+\])?\s*(.*?)\s*", text)
+        if read is not None:
+            extras = re.findall(r"extra == ['\"]([\w-]+)['\"]", marker)
+            out.setdefault((read[1], read[2]), []).extend(extras)
+    return [_Requirement(*key, tuple(extras)) for key, extras in out.items()]
+
+
+def _packages() -> Iterator[Row]:
+    by_extra: dict[str, list[_Requirement]] = {}
+    for requirement in _requirements():
+        for extra in requirement.extras:
+            by_extra.setdefault(extra, []).append(requirement)
+    for extra, wanted in by_extra.items():
+        found = (
+            f"{r.name} {_installed(r.name) or '(not installed)'}"
+            for r in wanted
+            if r.name != "opfuser"
+        )
+        yield Row(extra, ", ".join(found))
+    if not by_extra:
+        yield Row("unknown", "opfuser is not installed as a package")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _plugins() -> Iterator[Row]:
+    own: dict[str, list[str]] = {}
+    for info in fusions():
+        if info.origin != "opfuser":
+            own.setdefault(info.origin, []).append(info.name)
+    for origin, names in own.items():
+        yield Row(origin, ", ".join(names))
+    if not own:
+        yield Row("none", "all fusions are opfuser's own")
+
+
+def _configuration() -> Iterator[Row]:
+    infos = fusions()
+    yield Row("fusions", f"{sum(i.enabled for i in infos)} of {len(infos)} are on")
+    off: dict[str, list[str]] = {}
+    for info in infos:
+        if not info.enabled:
+            off.setdefault(info.disabled_by, []).append(info.name)
+    for by, names in off.items():
+        yield Row(f"off by {by}", ", ".join(names))
+    yield Row("replay", current().mode)
+
+
+def _variables() -> Iterator[Row]:
+    names = [name for name in os.environ if name.startswith("OPFUSER_")]
+    names += [name for name in _OTHER_VARIABLES if name in os.environ]
+    for name in sorted(names):
+        yield Row(name, os.environ[name])
+    if not names:
+        yield Row("none", "of those that matter here is set")
+
+
+def _problems() -> Iterator[str]:
+    capability = _capability()
+    if capability is not None:
+        if capability < _OLDEST:
+            yield (
+                f"The GPU has compute capability {capability[0]}.{capability[1]}; kernels are made "
+                f"for {_OLDEST[0]}.{_OLDEST[1]} and later."
+            )
+        if _installed("triton") is None:
+            yield "There is a GPU but no Triton, so no kernel runs: pip install triton."
+        trouble = cudnn_versions.trouble()
+        if trouble is not None:
+            yield f"{trouble}."
+    elif torch.version.cuda is not None and os.path.exists("/dev/nvidiactl"):
+        yield "The machine has a GPU that torch cannot use: see torch.cuda.is_available()."
+    for requirement in _requirements():
+        version = _installed(requirement.name)
+        if version is not None and not within(version, requirement.bounds):
+            yield (
+                f"{requirement.name} {version} is installed, and opfuser was tested with "
+                f"{requirement.bounds}."
+            )
+    for name in os.environ:
+        if name.startswith("OPFUSER_") and name not in KNOWN_VARIABLES:
+            yield f"No environment variable {name} is read; there are {', '.join(KNOWN_VARIABLES)}."
+    known = {info.name for info in fusions()} | {"*"}
+    for variable in ("OPFUSER_DISABLE", "OPFUSER_ENABLE"):
+        for name in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+            if name not in known:
+                yield f"{variable} names {name!r}, but no fusion has that name."
+
+
+def within(version: str, bounds: str) -> bool:
+    """Whether a version is within bounds such as ``<2.14,>=2.11``, by its numbers alone."""
+    have = _numbers(version)
+    for bound in filter(None, map(str.strip, bounds.split(","))):
+        read = re.fullmatch(r"(>=|<)\s*([\d.]+)", bound)
+        if read is not None and (have >= _numbers(read[2])) != (read[1] == ">="):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    read = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(n) for n in read[0].split(".")] if read else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
