@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -81,9 +81,9 @@ class _Row(NamedTuple):
 
 
 def _rows(plan: Plan, steps: Sequence[Step]) -> list[_Row]:
-    numbers: dict[Hashable, int] = {}
+    numbers: dict[tuple[object, ...], int] = {}
 
-    def number(*what: Hashable) -> int:
+    def number(*what: object) -> int:
         return numbers.setdefault(what, len(numbers))
 
     notes, quantized = dict(plan.notes), set(plan.quantized)

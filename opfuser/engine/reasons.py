@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import UnknownFusionError, explain
@@ -136,21 +137,25 @@ def _modules(plan: Plan, no: Refusal, indices: Sequence[int]) -> str:
 
 
 def _odd_lines(plan: Plan, record: FusionRecord) -> list[str]:
-    """Near misses worth telling: where like places matched, or of a fusion that is not opfuser's.
+    """Near misses worth telling: where most like places matched, or of a fusion of the user.
 
-    Those of fusions that found nothing are too many: most patterns begin somewhere in every model.
+    Others are too many: most patterns begin somewhere in every layer.
     """
     if record.status == "unmatched":
         near = record.near_miss
         theirs = record.name not in _BUILT_IN
         shown = near is not None and (theirs or near.stopped_by.code == "SUBCLASS")
         return wrapped(str(near), 4) if shown else []
-    matched = {_kind(plan, i) for match in record.matches for i in match if _in_layer(plan, i)}
+    matched = Counter(
+        _kind(plan, i) for match in record.matches for i in match if _in_layer(plan, i)
+    )
+    missed = Counter(_last_kind(plan, near) for near in record.near_misses)
     refused = {at for at, _ in record.refusals}
     groups: dict[tuple[int, Refusal], list[int]] = {}
     for near in record.near_misses:
-        last = near.start + near.matched - 1
-        if _kind(plan, last) in matched and refused.isdisjoint(range(near.start, last + 1)):
+        kind = _last_kind(plan, near)
+        told = refused.isdisjoint(range(near.start, near.start + near.matched))
+        if told and missed[kind] < matched[kind]:
             groups.setdefault((near.matched, near.stopped_by), []).append(near.start)
     lines: list[str] = []
     for (_, no), at in groups.items():
@@ -160,6 +165,11 @@ def _odd_lines(plan: Plan, record: FusionRecord) -> list[str]:
 
 def _kind(plan: Plan, at: int) -> tuple[str, type]:
     return place_in_layer(plan.names[at]) if plan.names else "", type(plan.basic_ops[at])
+
+
+def _last_kind(plan: Plan, near: NearMiss) -> tuple[str, type]:
+    """Of the last operation that fitted."""
+    return _kind(plan, near.start + near.matched - 1)
 
 
 def _in_layer(plan: Plan, at: int) -> bool:
@@ -239,16 +249,16 @@ def _at(plan: Plan, record: FusionRecord, at: int) -> Iterator[str]:
         if at in match:
             yield f"matched ops {span(match)}, which include {here}"
             return
-    told = False
-    for start, no in record.refusals:
-        if start == at:
-            told = True
-            yield f"refused at {here}: {no}{_modules(plan, no, [at])}"
-    for near in record.near_misses:
-        if near.start <= at <= near.start + near.matched:
-            told = True
-            yield _stopped(near).format(f"op {near.start} ({named(plan, near.start)})")
-    if not told:
+    refusals = dict(record.refusals)
+    near = {n.start: n for n in record.near_misses if n.start <= at <= n.start + n.matched}
+    for start in sorted({*near, *([at] if at in refusals else [])}):
+        place = places(plan, [start])
+        if start in refusals:
+            no = refusals[start]
+            yield f"refused at {place}: {no}{_modules(plan, no, [start])}"
+        else:
+            yield _stopped(near[start]).format(place)
+    if not near and at not in refusals:
         yield f"its pattern does not begin at {here}, nor reach it"
     steps = plan.backward if record.stage == "backward" else plan.forward
     for step in steps:

@@ -256,7 +256,20 @@ def test_a_module_before_the_operations_is_one_in_the_way_too() -> None:
     assert [(at, str(no)) for at, no in made.record("pair").refusals] == [
         (1, "GROUP_SPLIT: torch.nn.Linear stands where opfuser.Linear would fit")
     ]
-    assert " would fit (1)" in str(made)
+    assert " would fit (1)" in " ".join(str(made).split())
+    assert made.why("pair", at=1).endswith(" would fit (1)")
+
+
+def test_why_at_an_operation_within_what_a_module_stops() -> None:
+    triple = of.Fusion("triple", "forward", (of.Identity, of.Bias, of.GELU), FusedForward)
+    model = of.Sequential(of.Identity(), of.Bias(4), nn.GELU())
+    with of.register_forward_fusion(triple):
+        made = model.plan(torch.ones(2, 4))
+    for at in (0, 1):
+        assert " ".join(made.why("triple", at).split()).endswith(
+            "refused at op 0 (0 Identity): GROUP_SPLIT: torch.nn.GELU stands where "
+            'opfuser.GELU("none") would fit (2)'
+        )
 
 
 def test_modules_alone_are_no_reason() -> None:
@@ -314,6 +327,16 @@ def test_near_misses_at_other_places_are_not() -> None:
         made = of.Sequential(*blocks).plan(torch.ones(2))
     assert len(made.record("pair").near_misses) == 3
     assert "\n  pair (forward): 3 matches\n" in str(made)
+    assert "not from" not in str(made)
+
+
+def test_near_misses_are_not_told_where_most_places_are_like_them() -> None:
+    pair = of.Fusion("pair", "forward", (of.Identity, of.GELU), FusedForward)
+    blocks = [of.Sequential(of.Identity(), of.ReLU()) for _ in range(3)]
+    with of.register_forward_fusion(pair):
+        made = of.Sequential(of.Sequential(of.Identity(), of.GELU()), *blocks).plan(torch.ones(2))
+    assert len(made.record("pair").near_misses) == 3
+    assert "\n  pair (forward): 1 match\n" in str(made)
     assert "not from" not in str(made)
 
 

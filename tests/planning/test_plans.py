@@ -284,3 +284,10 @@ def test_what_keeps_a_fusion_from_being_tried_is_recorded(
     assert (record.status, record.detail, record.matches) == (status, detail, ())
     assert record.summary() == f"[stage=forward, fusion=rule] {status} ({detail})"
     assert spans(made.forward) == [(0,), (1,)]
+
+
+def test_there_are_at_most_as_many_near_misses_as_operations() -> None:
+    """Also of a pattern that begins anywhere and takes as much as it can."""
+    made = plan("A" * 300, rule("A* B"))
+    assert [(m.start, m.matched) for m in made.record("rule").near_misses] == [(0, 300)]
+    assert len(plan("AC" * 150, rule("A B")).record("rule").near_misses) == 150
