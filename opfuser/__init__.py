@@ -11,6 +11,7 @@ from .basic.scaled_activation import *  # noqa: F403
 from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
 from .engine.routing import PrivateChannel
+from .expectations import Answer, can_fuse, require_fusions
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .integrations.torch_nn import ConversionReport, conversion_report, from_torch, to_torch
@@ -39,6 +40,7 @@ from .sequential import Residual, Sequential
 __version__ = "0.1.0"
 
 __all__ = [
+    "Answer",
     "BasicOperation",
     "ConversionReport",
     "Env",
@@ -64,6 +66,7 @@ __all__ = [
     "Sequential",
     "Step",
     "autocast",
+    "can_fuse",
     "conversion_report",
     "disable",
     "enable",
@@ -83,6 +86,7 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
     "replay",
+    "require_fusions",
     "to_torch",
     "watch_quantization",
 ]
