@@ -219,14 +219,15 @@ def reasons(plan: Plan, record: FusionRecord) -> Iterator[Refusal]:
     refusals = [no for _, no in record.refusals]
     # Where a group ends, a fusion might be refused for its own reasons too.
     yield from sorted(refusals, key=lambda no: no.code == "GROUP_SPLIT")
-    if record.status == "unmatched":
-        yield from _conflicts(plan, record)
+    yield from _conflicts(plan, record)
     if record.near_miss is not None:
         yield record.near_miss.stopped_by
 
 
 def _conflicts(plan: Plan, record: FusionRecord) -> Iterator[Refusal]:
-    """Which fusions have taken operations that this one would take."""
+    """Which fusions have taken operations that this one would take, where it found none."""
+    if record.status != "unmatched":
+        return
     rules = [h.function for h in registry if (h.name, h.stage) == (record.name, record.stage)]
     steps = plan.backward if record.stage == "backward" else plan.forward
     for rule in rules:
@@ -257,7 +258,8 @@ def reasons_by_place(plans: Mapping[str, Plan], name: str) -> list[str]:
     said: dict[str, list[str]] = {}
     for path, plan in sorted(plans.items(), key=lambda item: _matches(item[1], name)):
         if any(record.name == name for record in plan.history):
-            text = plan.why(name)
+            lost = [no for r in plan.history if r.name == name for no in _conflicts(plan, r)]
+            text = "\n".join([plan.why(name), *(f"  {no}" for no in dict.fromkeys(lost))])
         else:
             text = "it was not registered when the plan was made"
         said.setdefault(text, []).append(path)

@@ -236,6 +236,10 @@ def test_an_earlier_fusion_that_takes_the_operations_is_the_reason() -> None:
     with opfuser.register_forward_fusion(later):
         taken = (False, "CONFLICT", "scales has fused its operations")
         assert can_fuse(scales(), "later", X) == can_fuse(scales(3), "later", X) == taken
+        seq = scales()
+        seq(X)
+        with pytest.raises(MissingFusionError, match=r"(?m)^      CONFLICT: scales has fused it"):
+            require_fusions(nn.Sequential(Identity(), seq), forward={"later": 1})
         with opfuser.disable("scales"):
             assert can_fuse(scales(), "later", X)
 
