@@ -23,7 +23,7 @@ DOCS = Path(__file__).parent
 SNIPPETS = DOCS / "snippets"
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 
-LANGUAGES = {".py": "python", ".txt": "text"}
+LANGUAGES = {".py": "python", ".txt": "text", ".yaml": "yaml", ".toml": "toml"}
 INCLUDE = re.compile(r'^( *)```.*\n *--8<-- "([\w.:]+)"\n *```$', re.M)
 # A comment, and the fence below it if it has been written before.
 SHOWN = re.compile(r"^( *)<!-- snippet: ([\w.:]+) -->\n(?: *```\w+\n(?:.*\n)*?\1```\n)?", re.M)

@@ -36,6 +36,7 @@ from .registry import (
 )
 from .rope import RopeScaling
 from .sequential import Residual, Sequential
+from .wgrad_overlap import WgradOverlap, overlap_wgrad
 
 __version__ = "0.1.0"
 
@@ -65,6 +66,7 @@ __all__ = [
     "RopeScaling",
     "Sequential",
     "Step",
+    "WgradOverlap",
     "autocast",
     "can_fuse",
     "conversion_report",
@@ -79,6 +81,7 @@ __all__ = [
     "gemm_providers",
     "keep_quantized_weights",
     "optim",
+    "overlap_wgrad",
     "plugins",
     "quantized_model_init",
     "recipe",

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+from typing_extensions import Self
+
 from .errors import FusionError, UnknownFusionError, explain
 from .fusion import (
     ANYWHERE,
@@ -29,9 +31,9 @@ from .fusion_config import (
     Place,
     Setting,
     in_order,
-    read,
     settings_at,
 )
+from .fusion_config_text import read
 from .op import FusedOperation, FusibleOperation
 from .plugins import PluginInfo, load_all
 from .reversible import ReversibleChanges
@@ -439,17 +441,19 @@ logger = logging.getLogger("opfuser")
 registry = Registry()
 
 
-class _Switch:
+class _Block:
     """Takes effect when made; as a context manager, until the block ends."""
 
-    def __init__(self, names: Sequence[str], on: bool, by: str) -> None:
-        registry.switch(self, names, on, by)
-
-    def __enter__(self) -> _Switch:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         registry.take_back(self)
+
+
+class _Switch(_Block):
+    def __init__(self, names: Sequence[str], on: bool, by: str) -> None:
+        registry.switch(self, names, on, by)
 
 
 def disable(*names: str) -> _Switch:
@@ -476,7 +480,7 @@ def enable(*names: str) -> _Switch:
     return _Switch(names, True, "opfuser.enable")
 
 
-class fusion_config:  # noqa: N801 - used as a function
+class fusion_config(_Block):  # noqa: N801 - used as a function
     """Applies a configuration of fusions; inside ``with``, until the block ends.
 
     A later configuration has precedence over an earlier one and over the file of
@@ -494,12 +498,6 @@ class fusion_config:  # noqa: N801 - used as a function
     def __init__(self, config: FusionConfig | Mapping[str, Any] | str | os.PathLike[str]) -> None:
         self.config = registry.read(config, "opfuser.fusion_config")
         registry.configure(self, self.config)
-
-    def __enter__(self) -> fusion_config:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        registry.take_back(self)
 
 
 def effective(config: FusionConfig | None = None) -> list[EffectiveSetting]:

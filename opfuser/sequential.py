@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -26,7 +27,7 @@ from .errors import (
     explain,
 )
 from .fuser import OperationFuser, check_keywords, count_message
-from .fusion_config import FusionConfig, Place, reads_below
+from .fusion_config import FusionConfig, Place, glob_names
 from .groups import (
     Facts,
     Group,
@@ -36,7 +37,7 @@ from .groups import (
     make_groups,
     stretches,
 )
-from .op import BasicOperation, FusedOperation, FusibleOperation
+from .op import BasicOperation, FusedOperation, FusibleOperation, has_called_parts
 from .quantization.region import active_recipe, check_recipe, region, region_of_call
 from .recipe import Recipe
 from .registry import registry
@@ -70,7 +71,8 @@ class Sequential(NestedSequential):
             neighbours.
         fusion_config: a configuration of fusions for its operations, as of
             :class:`opfuser.fusion_config`, over which it has precedence; that of a nested sequence
-            has precedence over that of the outer one. It does not reach modules that are called.
+            has precedence over that of the outer one. It does not reach Sequentials in plain
+            modules.
 
     Call:
         ``seq(input, *extra_inputs, op_kwargs=None)``. Extra inputs are passed in operation order;
@@ -251,7 +253,8 @@ class Sequential(NestedSequential):
     _single: OperationFuser | None
     _hooked: bool  # whether any module, or one in it, may be; removing a hook is not noticed
     _seen: int
-    _configs: tuple[tuple[str, FusionConfig], ...]
+    _within: tuple[weakref.ref[Sequential], str] | None  # what calls it as a module, and the path
+    _stands: tuple[str, tuple[tuple[str, FusionConfig], ...]]
     _stamped: list[Sequential]
 
     def _forget(self) -> None:
@@ -263,12 +266,13 @@ class Sequential(NestedSequential):
             _single=None,
             _hooked=False,
             _seen=-1,
-            _configs=(),
+            _within=None,
+            _stands=("", ()),
         )
 
     def __getstate__(self) -> dict[str, Any]:
         derived = (
-            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_configs",
+            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_within", "_stands",
             "_stamped", "_stamp",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
@@ -283,7 +287,6 @@ class Sequential(NestedSequential):
         now = Clock.now
         found = stretches(_flatten(self))
         structure = [(split, [(id(m), scope) for m, scope in part]) for split, part in found]
-        configs = tuple(self._configured())
         changed = structure != self._structure
         if changed:
             groups, routes = make_groups(found)
@@ -298,13 +301,31 @@ class Sequential(NestedSequential):
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
                 group.callee.replay = self.replay
-        if changed or configs != self._configs:
-            self.__dict__["_configs"] = configs
-            self._place_operations(configs)
+        if changed or self._seen != now:
+            stands = self._standing()
+            if changed or stands != self._stands:
+                self.__dict__["_stands"] = stands
+                self._place_operations(*stands)
         self.__dict__["_seen"] = now
         return True
 
-    def _configured(self, prefix: str = "") -> Iterator[tuple[str, FusionConfig]]:
+    def _standing(self) -> tuple[str, tuple[tuple[str, FusionConfig], ...]]:
+        """The beginning of the paths of its operations, and the configurations that reach some.
+
+        Both are those of the outermost Sequential that calls it, if one does.
+        """
+        above = ""
+        around: tuple[tuple[str, FusionConfig], ...] = ()
+        outer = None if self._within is None else self._within[0]()
+        if self._within is not None and outer is not None:
+            path = self._within[1]
+            if _module_at(outer, path) is self:  # it was not taken away since
+                below, configs = outer._stands if outer._seen == Clock.now else outer._standing()
+                above = f"{below}{path}."
+                around = tuple(c for c in configs if above.startswith(c[0]))
+        return above, (*around, *self._configured(above))
+
+    def _configured(self, prefix: str) -> Iterator[tuple[str, FusionConfig]]:
         """The configurations of this Sequential and of those that it takes the operations of.
 
         Each with the beginning of the paths of their operations, the outer ones first.
@@ -315,15 +336,24 @@ class Sequential(NestedSequential):
             if type(module) is Sequential and not _is_called(module):
                 yield from module._configured(f"{prefix}{name}.")
 
-    def _place_operations(self, configs: Sequence[tuple[str, FusionConfig]]) -> None:
+    def _place_operations(self, above: str, configs: Sequence[tuple[str, FusionConfig]]) -> None:
         """Says to the groups where their operations stand, and what configurations hold there."""
         paths = self._paths()
-        reached: list[str] = []
+        ops = [op for group in self._groups for op in group.ops]
+        places = {id(op): _place(above + paths.get(id(op), ""), configs) for op in ops}
+        reached = [place.path for place in places.values()]
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
-                own = [paths.get(id(op), "") for op in group.ops]
-                group.callee.stand(tuple(_place(path, configs) for path in own))
-                reached += own
+                group.callee.stand(tuple(places[id(op)] for op in group.ops))
+            elif isinstance(group.callee, FusibleOperation) and group.split == "HOOK":
+                parts = expand(group.callee) if has_called_parts(group.callee) else [group.callee]
+                for part in parts:  # each is called by itself
+                    part._prepare_alone()
+                    part._alone.stand(tuple(places[id(op)] for op in expand(part)))
+            elif isinstance(group.callee, Sequential):
+                path = paths[id(group.callee)]
+                group.callee.__dict__.update(_within=(weakref.ref(self), path), _seen=-1)
+                reached += [f"{above}{path}.{inner}" for inner in group.callee._paths().values()]
             elif configs and any(isinstance(m, Sequential) for m in group.callee.modules()):
                 logger.warning(
                     "the fusion_config of a Sequential does not reach the Sequentials in %s, which "
@@ -331,9 +361,11 @@ class Sequential(NestedSequential):
                     type(group.callee).__name__,
                 )
         for prefix, config in configs:
+            if not prefix.startswith(above):
+                continue  # the outer one has looked
             inside = [path[len(prefix) :] for path in reached if path.startswith(prefix)]
             for glob in config.globs():
-                if not any(reads_below(glob, path) for path in inside):
+                if not any(glob_names(glob, path) for path in inside):
                     logger.warning(
                         "%s: the override %r names no operation of its Sequential",
                         config.source,
@@ -602,6 +634,12 @@ class Sequential(NestedSequential):
             if isinstance(module, FusedOperation):
                 paths.update({id(op): path for op in module.basic_ops if id(op) not in paths})
         return paths
+
+
+def _module_at(module: nn.Module | None, path: str) -> nn.Module | None:
+    for name in path.split("."):
+        module = None if module is None else module._modules.get(name)
+    return module
 
 
 def _place(path: str, configs: Sequence[tuple[str, FusionConfig]]) -> Place:

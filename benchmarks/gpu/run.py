@@ -1,10 +1,10 @@
 """Benchmarks on a GPU: ``python benchmarks/gpu/run.py --out runs/gpu``, the repository on the path.
 
-Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``model``, ``hugging_face``, ``small``,
-``host``. Each writes ``<part>.json`` into the output folder row by row, so that an interrupted run
-keeps its rows. A failure is a row with the text of its error. torch.compile takes part only in the
-sizes that a case names, one or a few, since it compiles for each of them. ``--device cpu``
-rehearses with tiny sizes: its figures mean nothing.
+Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``overlap``, ``model``, ``hugging_face``,
+``small``, ``host``. Each writes ``<part>.json`` into the output folder row by row, so that an
+interrupted run keeps its rows. A failure is a row with the text of its error. torch.compile takes
+part only in the sizes that a case names, one or a few, since it compiles for each of them.
+``--device cpu`` rehearses with tiny sizes: its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from typing import Any
 import torch
 
 from benchmarks import timing
-from benchmarks.gpu import blocks, host, hugging_face, kernels, model, peers, quantized, small, sums
+from benchmarks.gpu import (
+    blocks,
+    host,
+    hugging_face,
+    kernels,
+    model,
+    overlap,
+    peers,
+    quantized,
+    small,
+    sums,
+)
 from benchmarks.gpu.compiled import COMPILED
 from benchmarks.gpu.contest import COPY
 from benchmarks.gpu.first_steps import FIRST_STEPS
@@ -31,6 +42,7 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "sums": sums.rows,
     "blocks": blocks.rows,
     "quantized": quantized.rows,
+    "overlap": overlap.rows,
     "model": model.rows,
     "hugging_face": hugging_face.rows,
     "small": small.rows,

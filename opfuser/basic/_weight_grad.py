@@ -15,6 +15,7 @@ from ..gemm.scaled import Accumulation, scaled_wgrad
 from ..kernels.quantize import Codes
 from ..quantization.weights import is_fp8
 from ..recording import assume, callers_stream, is_recording, repeat
+from ..wgrad_overlap import compute, issue
 from ._autograd_state import Destination, backward_pass, destination, is_first_write, note_forward
 
 __all__ = [
@@ -242,14 +243,14 @@ def into_grad(gradient: Product, weight: nn.Parameter | None) -> Tensor | None:
         weight: that forward used, or None if it is not known.
     """
     if weight is None:
-        return gradient.value()
+        return compute(gradient.value)
     grad = grad_buffer(weight, gradient.x)
     if is_recording():
         like = gradient.x.new_empty(0)
         assume(lambda: _address(grad_buffer(weight, like)))
     if grad is None:
-        return gradient.value()
-    gradient.write(grad, accumulate=True)
+        return compute(gradient.value)
+    issue(lambda: gradient.write(grad, accumulate=True))
     return None
 
 
@@ -281,7 +282,7 @@ def handed_over(
         return into_main_grad(gradient, into, where, of_forward=weight is not None)
     if grad and isinstance(gradient, Product):
         return into_grad(gradient, weight)
-    return gradient.value()
+    return compute(gradient.value)
 
 
 def _address(buffer: Tensor | None) -> int | None:
@@ -311,7 +312,7 @@ def into_main_grad(
     if goes is Destination.NOWHERE and of_forward:
         return None
     if goes is not Destination.ACCUMULATED:  # or the weight of now is not that of forward
-        return gradient.value()
+        return compute(gradient.value)
     buffer, accumulate = main_grad_buffer(weight, where)
-    gradient.write(buffer, accumulate=accumulate)
+    issue(lambda: gradient.write(buffer, accumulate=accumulate))
     return mark_added(weight)

@@ -21,6 +21,7 @@ from ..op import Dtypes, OperationContext
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..quantization.weights import encoding_of, layout_refusal, stored_in
+from ..wgrad_overlap import WgradOverlap
 from ._distributed import (
     gather_input,
     gather_output_grad,
@@ -114,6 +115,7 @@ class BasicLinear(StoresWeight):
 
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
+    wgrad_overlap: WgradOverlap | None = None
 
     def __init__(
         self,
@@ -399,7 +401,7 @@ class BasicLinear(StoresWeight):
             ArgumentError: ``main_grad`` is asked for and missing.
         """
         settings = self.settings if ctx is None else ctx.settings or self.frozen_settings(ctx)
-        if not any(settings):
+        if not any(settings) and self.wgrad_overlap is None:
             return gemm.wgrad(dy, x, scale=scale)
         return self.hand_over(Product(dy, x, scale), ctx)
 

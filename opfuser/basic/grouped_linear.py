@@ -26,6 +26,7 @@ from ..fusion import Env, Refusal
 from ..gemm import RowGroups, as_rows, row_groups
 from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, Dtypes, OperationContext
+from ..wgrad_overlap import WgradOverlap
 from ._autograd_state import backward_pass
 from ._grouped_bias import grouped_bias, grouped_bias_grad, scale_grad
 from ._grouped_inputs import check_grouped_inputs
@@ -114,6 +115,7 @@ class GroupedLinear(BasicOperation):
     backward_reads_parameters: ClassVar[bool] = True
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
+    wgrad_overlap: WgradOverlap | None = None
     replayable = False  # the host reads the split sizes
     read_only: ClassVar[frozenset[str]] = frozenset(
         "num_groups in_features out_features use_bias scale_bias single_grouped_weight "

@@ -16,6 +16,7 @@ from ..gemm_providers import GemmChoice
 from ..op import Dtypes, OperationContext
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
+from ..wgrad_overlap import WgradOverlap, compute
 from ._distributed import LinearSharding
 from ._projections import OfProjections, Projection
 from ._recipes import check_own_recipe, choices_of, features_refusal, recipe_refusal
@@ -59,6 +60,7 @@ class BasicMergedLinear(OfProjections):
     }
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
+    wgrad_overlap: WgradOverlap | None = None
 
     class Settings(NamedTuple):
         accumulate_into_main_grad: bool
@@ -242,9 +244,9 @@ class BasicMergedLinear(OfProjections):
         if all(needed):
             whole = gradient(None)
             if not (into_main_grad or (into_grad and isinstance(whole, Product))):
-                return tuple(whole.value().split(self.sizes))
+                return tuple(compute(whole.value).split(self.sizes))
             if not isinstance(whole, Product):  # whose GEMM adds to nothing
-                pieces = whole.value().split(self.sizes)
+                pieces = compute(whole.value).split(self.sizes)
         used = kept_weights(ctx)
 
         def handed(n: int, columns: slice) -> Tensor | None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from ..engine.plan import Plan
 from ..errors import TargetError, explain
-from ..fusion_config import EffectiveSetting, FusionConfig, as_file, in_order, reads_below
+from ..fusion_config import EffectiveSetting, FusionConfig, glob_names, in_order
+from ..fusion_config_text import as_file
 from ..registry import effective, registry
 from ..report.target import plans
 from .arguments import (
@@ -128,7 +129,7 @@ def _moved(config: FusionConfig) -> Iterable[str]:
 
 
 def _reached(glob: str, found: Iterable[Plan]) -> int:
-    return sum(reads_below(glob, name) for plan in found for name in plan.names)
+    return sum(glob_names(glob, name) for plan in found for name in plan.names)
 
 
 def _count(things: Iterable[object], what: str) -> str:

@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.format == "html":
         shown = _optional("page").page(found.plans, title=found.target.name)
     elif args.format == "svg":
-        shown = _optional("picture").picture(_only(found.plans))
+        plan = _only(found.plans)
+        shown = _optional("picture").picture(plan)
     else:
         shown = _text(found)
     write(shown, args.output)

@@ -16,6 +16,7 @@ from ..errors import (
 )
 from ..op import OperationContext
 from ..quantization.watch import is_watched
+from ..wgrad_overlap import OverlappedPass, WgradOverlap
 from .routing import Slot
 from .schedule import GeneralBackward, Schedule
 from .verification import name_of, refuse_grads
@@ -115,6 +116,10 @@ def _revive_all(
     return ctxs
 
 
+def _overlap(overlap: WgradOverlap, device: torch.device) -> OverlappedPass | None:
+    return None if torch.compiler.is_compiling() else overlap.begin(device)
+
+
 def execute_backward(  # noqa: PLR0912 - a function for each branch would cost every call
     func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
 ) -> list[Tensor | None]:
@@ -127,6 +132,7 @@ def execute_backward(  # noqa: PLR0912 - a function for each branch would cost e
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
     base = len(saved) - len(schedule.kept_parameters)
+    overlap = schedule.overlap and _overlap(schedule.overlap, schedule.plan.env.device)
     grads_of: dict[Slot, Tensor] = {}
     for slot, grad in zip(schedule.outputs, grad_outputs):
         if grad is not None:
@@ -164,6 +170,9 @@ def execute_backward(  # noqa: PLR0912 - a function for each branch would cost e
     except ContextError as error:
         place = name_of(index, op) if general is None else general.name
         raise type(error)(f"{error} It happened in the backward of {place}.") from error
+    finally:
+        if overlap is not None:
+            overlap.end()
     if not schedule.input_needs_grad:
         dx = None
     if verification is not None:

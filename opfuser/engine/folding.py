@@ -8,7 +8,16 @@ from typing import Literal, NamedTuple
 
 from .plan import Plan, Step
 
-__all__ = ["Fold", "fold", "joined_names", "joined_numbers", "like", "place_in_layer"]
+__all__ = [
+    "Fold",
+    "NamePart",
+    "fold",
+    "joined_names",
+    "joined_numbers",
+    "joined_parts",
+    "like",
+    "place_in_layer",
+]
 
 
 class Fold(NamedTuple):
@@ -142,25 +151,47 @@ def place_in_layer(name: str) -> str:
     return name if first is None else ".".join([*parts[:first], "*", *parts[first + 1 :]])
 
 
-def joined_names(names: Sequence[str]) -> str:
-    """Names that differ in numbers alone as one: ``layers.0-26.norm``.
+class NamePart(NamedTuple):
+    """What stands between two dots of joined names.
 
-    Numbers are joined as by :func:`joined_numbers`; a list beside other parts is in brackets.
+    Attributes:
+        text: the part, or the numbers that it is in several names.
+        varies: whether it is not the same in all.
+    """
+
+    text: str
+    varies: bool
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a number in every name."""
+        return self.varies or self.text.isdecimal()
+
+    def __str__(self) -> str:
+        return f"[{self.text}]" if self.varies and "," in self.text else self.text
+
+
+def joined_parts(names: Sequence[str]) -> tuple[NamePart, ...]:
+    """The parts of names that differ in numbers alone, joined as by :func:`joined_numbers`."""
+    columns = zip(*(name.split(".") for name in names))
+    return tuple(_joined(list(dict.fromkeys(column))) for column in columns)
+
+
+def _joined(parts: Sequence[str]) -> NamePart:
+    if len(parts) == 1:
+        return NamePart(parts[0], False)
+    if all(part.isdecimal() for part in parts):
+        return NamePart(joined_numbers(list(map(int, parts))), True)
+    return NamePart(", ".join(parts), True)
+
+
+def joined_names(names: Sequence[str]) -> str:
+    """Names that differ in numbers alone as one: ``layers.0-26.norm``, ``[0-12, 14-26].norm``.
 
     Args:
         names: in order, of one form.
     """
-    columns = list(zip(*(name.split(".") for name in names)))
-    parts = [_joined_parts(list(dict.fromkeys(column))) for column in columns]
-    if len(parts) == 1:
-        return parts[0]
-    return ".".join(f"[{part}]" if "," in part else part for part in parts)
-
-
-def _joined_parts(parts: Sequence[str]) -> str:
-    if not all(part.isdecimal() for part in parts):
-        return ", ".join(parts)
-    return joined_numbers(list(map(int, parts)))
+    return ".".join(map(str, joined_parts(names)))
 
 
 def joined_numbers(numbers: Sequence[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from ..op import FusedOperation, FusibleOperation, is_built_in
 from ..quantization.quantizers import multiplies
-from .folding import Fold, fold, joined_names, joined_numbers
+from .folding import Fold, NamePart, fold, joined_numbers, joined_parts
 from .plain_modules import replacement
 from .plan import Plan, Step, Texts
 from .reasons import fusion_lines, places, span, why, wrapped
@@ -122,12 +121,15 @@ def _about_kernels(plan: Plan) -> str:
         text += "; meta is planned as a GPU"
     if lost:
         what = plan.env.device.type if not _on_gpu(plan) else "this dtype"
-        missing = f"has none for {what}" if _TRITON else "is not installed, for"
+        missing = f"has none for {what}" if _TRITON else "is not installed"
         text += f"; Triton {missing}: {', '.join(sorted(lost))}"
     return text
 
 
 # Steps.
+
+
+_Parts = tuple[NamePart, ...]
 
 
 class _Op(NamedTuple):
@@ -139,20 +141,20 @@ class _Op(NamedTuple):
         always: whether the first repetition has it too, and in the same layer.
     """
 
-    name: str
+    name: _Parts
     kind: str
     always: bool
 
-    def within(self, prefix: str) -> _Op:
+    def within(self, layer: _Parts) -> _Op:
         """It, with a name that begins behind that of the layer, be it its own or the one before."""
-        if not prefix:
+        own, rest = self.name[: len(layer)], self.name[len(layer) :]
+        if not layer or not rest:
             return self
-        if self.name.startswith(f"{prefix}."):
-            return self._replace(name=self.name.removeprefix(f"{prefix}."))
-        size = prefix.count(".") + 1
-        parts = self.name.split(".")
-        if _form(".".join(parts[:size])) == _form(prefix):
-            return self._replace(name="the previous " + ".".join(parts[size:]), always=False)
+        if own == layer:
+            return self._replace(name=rest)
+        if all(a == b or (a.is_number and b.is_number) for a, b in zip(own, layer)):
+            first = rest[0]._replace(text=f"the previous {rest[0].text}")
+            return self._replace(name=(first, *rest[1:]), always=False)
         return self
 
 
@@ -225,20 +227,20 @@ def _fold_rows(plan: Plan, steps: Sequence[Step], part: Fold, shown: set[int]) -
     columns = [column for column in columns if not shown.isdisjoint(column)]
     ops = [_ops(plan, [steps[n] for n in column]) for column in columns]
     if part.times == 1:
-        return _FoldRows("", "", [_row(plan, steps[c[0]], o, "") for c, o in zip(columns, ops)])
-    prefix = next((p for o in reversed(ops) if (p := _varying(o[-1].name if o else ""))), "")
+        return _FoldRows("", "", [_row(plan, steps[c[0]], o, ()) for c, o in zip(columns, ops)])
+    layer = next((found for o in reversed(ops) if (found := _layer(o[-1].name))), ())
     covered = [i for n in range(part.start, part.stop) for i in steps[n].indices]
     heading = f"{part.times} times" + (f", ops {span(covered)}" if covered else "")
-    if prefix:
-        heading = f"{prefix}, {heading}"
-    rows = [_row(plan, steps[c[0]], o, prefix) for c, o in zip(columns, ops)]
-    return _FoldRows(heading, prefix or heading, rows)
+    if layer:
+        heading = f"{_text(layer)}, {heading}"
+    rows = [_row(plan, steps[c[0]], o, layer) for c, o in zip(columns, ops)]
+    return _FoldRows(heading, _text(layer) or heading, rows)
 
 
 def _ops(plan: Plan, repetitions: Sequence[Step]) -> list[_Op]:
     """The operations of a step; those that the first repetition lacks stand at the beginning."""
     if not repetitions[0].indices and not repetitions[-1].indices:
-        name = joined_names([step.path for step in repetitions])
+        name = joined_parts([step.path for step in repetitions])
         return [_Op(name, type(repetitions[0].op).__name__, True)]
     out: list[_Op] = []
     names = plan.names or ("",) * len(plan.basic_ops)
@@ -246,30 +248,26 @@ def _ops(plan: Plan, repetitions: Sequence[Step]) -> list[_Op]:
     for behind in range(size, 0, -1):
         own = [step.indices[-behind] for step in repetitions if len(step.indices) >= behind]
         kind = type(plan.basic_ops[own[0]]).__name__
-        out.append(_Op(joined_names([names[i] for i in own]), kind, behind <= least))
+        out.append(_Op(joined_parts([names[i] for i in own]), kind, behind <= least))
     return out
 
 
-def _form(prefix: str) -> str:
-    """The beginning of a joined name without its numbers."""
-    return re.sub(r"\[.*\]|\d+-\d+|\d+", "*", prefix)
+def _layer(name: _Parts) -> _Parts:
+    """The beginning of a joined name down to the number that varies, if more follows it."""
+    varying = (n for n, part in enumerate(name[:-1]) if part.varies)
+    return name[: next(varying, -1) + 1]
 
 
-def _varying(name: str) -> str:
-    """The part of a joined name down to the number that varies, if more follows it."""
-    parts = name.split(".")
-    for n, part in enumerate(parts[:-1]):
-        if "-" in part or "," in part:
-            return ".".join(parts[: n + 1])
-    return ""
+def _text(name: _Parts) -> str:
+    return ".".join(map(str, name))
 
 
-def _row(plan: Plan, step: Step, ops: Sequence[_Op], prefix: str) -> tuple[str, str]:
+def _row(plan: Plan, step: Step, ops: Sequence[_Op], layer: _Parts) -> tuple[str, str]:
+    local = [op.within(layer) for op in ops]
     if not step.indices:
-        label = f"{ops[0].name.removeprefix(f'{prefix}.')} {ops[0].kind} (plain module)".strip()
+        label = f"{_text(local[0].name)} {ops[0].kind} (plain module)".strip()
         instead = replacement(step.op)
         return "-", label if instead is None else f"{label}: {instead.text} can replace it"
-    local = [op.within(prefix) for op in ops]
     lead = [op for op in local if not op.always]
     label = " + ".join(_runs(local[len(lead) :]))
     if lead:
@@ -295,20 +293,18 @@ def _runs(ops: Sequence[_Op]) -> Iterator[str]:
 
 
 def _run(run: Sequence[_Op]) -> str:
-    name = run[0].name
-    if run[-1].name != name:
-        name = f"{name}-{run[-1].name.rpartition('.')[2]}"
+    name = _text(run[0].name)
+    if run[-1].name != run[0].name:
+        name = f"{name}-{run[-1].name[-1]}"
     return f"{name} {' + '.join(op.kind for op in run)}".strip()
 
 
-def _follows(name: str, other: str) -> bool:
+def _follows(name: _Parts, other: _Parts) -> bool:
     """Whether ``other`` is the same name, or that with the next number at its end."""
-    stem, _, last = name.rpartition(".")
-    other_stem, _, other_last = other.rpartition(".")
-    if name == other:
-        return True
-    numbers = last.isdecimal() and other_last.isdecimal()
-    return stem == other_stem and numbers and int(other_last) == int(last) + 1
+    if name == other or name[:-1] != other[:-1]:
+        return name == other
+    last, next_ = name[-1].text, other[-1].text
+    return last.isdecimal() and next_.isdecimal() and int(next_) == int(last) + 1
 
 
 # Quantised compute.

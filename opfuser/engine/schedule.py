@@ -108,6 +108,8 @@ class Schedule:
         self.spans = tuple(pairwise(ends))
         self.num_parameters = ends[-1]
         self.needs_backward = any(need is not None for need in plan.needs)
+        overlaps = (getattr(op, "wgrad_overlap", None) for op in plan.basic_ops)
+        self.overlap = next((overlap for overlap in overlaps if overlap is not None), None)
         self.input_needs_grad = bool(plan.needs and plan.needs[0] and plan.needs[0].input)
         kept: list[int] = []
         reads: list[tuple[int, int] | None] = []

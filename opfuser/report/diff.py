@@ -320,7 +320,7 @@ def _heading(change: Change) -> str:
     """Where steps differ, as in ``forward, 54 times: layers.0-26.mlp.1 to layers.0-26.mlp.2``."""
     text = f"{change.path} {change.stage}".strip()
     if not change.places:
-        return text
+        return f"{text}: other operations"
     columns = list(zip(*change.places))
     ends = [joined_names(columns[0])]
     if len(columns) > 1:

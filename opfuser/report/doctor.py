@@ -15,7 +15,7 @@ from ..attention.call import Request, enabled_kernels
 from ..attention.choice import KERNELS
 from ..engine.replay_options import current
 from ..gemm_providers import names as gemm_providers
-from ..registry import fusions
+from ..registry import fusions, plugins
 from .machine import machine
 
 __all__ = ["Examination", "Row", "examine"]
@@ -249,6 +249,11 @@ def _problems() -> Iterator[str]:
     for name in os.environ:
         if name.startswith("OPFUSER_") and name not in KNOWN_VARIABLES:
             yield f"No environment variable {name} is read; there are {', '.join(KNOWN_VARIABLES)}."
+    yield from (
+        f"The plug-in {p.name!r} of {p.distribution} ({p.value}) failed to load: {p.error}."
+        for p in plugins()
+        if p.error
+    )
     known = {info.name for info in fusions()} | {"*"}
     for variable in ("OPFUSER_DISABLE", "OPFUSER_ENABLE"):
         for name in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):

@@ -113,7 +113,7 @@ class KernelCounter(TorchDispatchMode):
         if packet in _GATHER and read and made:
             sizes[0] = min(sizes[0], size_of(made[0]))
         self.add(sum(sizes), sum(_sizes([*changed, *made])))
-        self._fill([*changed, *made])
+        self.fill([*changed, *made])
 
     def flush(self) -> None:
         """Counts the launches noted since the last time."""
@@ -129,7 +129,7 @@ class KernelCounter(TorchDispatchMode):
                     (written if blank or _place(t) in seen else read).append(t)
                     seen.add(_place(t))
             self.add(sum(map(size_of, read)), sum(map(size_of, written)))
-            self._fill(written)
+            self.fill(written)
 
     def add(self, read: int, written: int) -> None:
         """Counts one launch; one that touches nothing is none."""
@@ -142,7 +142,7 @@ class KernelCounter(TorchDispatchMode):
         self.flush()
         out = [t for t in written if t is not None]
         self.add(sum(_sizes(t for t in read if t is not None)), sum(_sizes(out)))
-        self._fill(out)
+        self.fill(out)
 
     def enter(self, part: Any) -> Any:
         """Counts under ``part`` from here on; returns under what it did before."""
@@ -150,7 +150,8 @@ class KernelCounter(TorchDispatchMode):
         before, self.part = self.part, part
         return before
 
-    def _fill(self, tensors: Iterable[Tensor]) -> None:
+    def fill(self, tensors: Iterable[Tensor]) -> None:
+        """Notes that these have been written to."""
         for t in tensors:
             self._blank.pop(t.untyped_storage()._cdata, None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -35,22 +37,24 @@ class SequenceCall(NamedTuple):
 
 @contextmanager
 def observed(model: nn.Module) -> Iterator[list[SequenceCall]]:
-    """Collects in a list the calls of Sequentials inside, in their order."""
+    """Collects the calls of Sequentials inside; the list is complete, and in order, at the end."""
     paths = {id(m): path for path, m in model.named_modules()}
-    active: list[nn.Module] = []
+    active: list[tuple[int, nn.Module]] = []
+    count = itertools.count()
+    began: list[int] = []
     found: list[SequenceCall] = []
     seen: set[int] = set()
     taken: set[str] = set()
 
     # Hooks for all modules: those of one module would keep it from being fused.
     def enter(module: nn.Module, args: Any) -> None:
-        active.append(module)
+        active.append((next(count), module))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        active.pop()
+        number, _ = active.pop()
         if not isinstance(module, Sequential) or id(module) in seen or output is None:
             return
-        caller = active[-1] if active else None
+        caller = active[-1][1] if active else None
         if isinstance(caller, Sequential) and not caller.overrides_forward():
             return
         try:
@@ -60,9 +64,14 @@ def observed(model: nn.Module) -> Iterator[list[SequenceCall]]:
         if plan is None:
             return
         seen.add(id(module))
-        owner = next((m for m in (module, *reversed(active)) if id(m) in paths), model)
+        owner = next(
+            (m for m in (module, *(m for _, m in reversed(active))) if id(m) in paths), model
+        )
         path = _distinct(paths.get(id(owner), ""), taken)
-        found.append(SequenceCall(path, module, tuple(args), plan))
+        # A call ends after those inside of it.
+        at = bisect_left(began, number)
+        began.insert(at, number)
+        found.insert(at, SequenceCall(path, module, tuple(args), plan))
 
     handles = (
         module_hooks.register_module_forward_pre_hook(enter),

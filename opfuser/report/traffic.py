@@ -132,18 +132,19 @@ def model_traffic(target: Target) -> ModelTraffic:
         with observed(target.model) as found:  # makes the plans, which the second call follows
             target.model(*inputs)
         with _watched([(c.path, c.sequence) for c in found], target.model) as run:
-            _train(target.model(*inputs), [*target.model.parameters(), *inputs])
+            _train(target.model(*inputs), [*target.model.parameters(), *inputs], run.counter)
     except Exception as error:
         raise TargetError(failed(target, error)) from error
     return run.result({call.path: call.plan for call in found})
 
 
-def _train(outputs: Any, leaves: Iterable[Tensor]) -> None:
+def _train(outputs: Any, leaves: Iterable[Tensor], counter: KernelCounter) -> None:
     """The backward of all outputs that need one; leaves no gradients behind."""
     roots = [t for t in outputs_of(outputs) if t.requires_grad]
     wanted = [t for t in leaves if t.requires_grad]
     if roots:
         grads = [torch.empty_like(t) for t in roots]
+        counter.fill(grads)  # they are the caller's
         torch.autograd.grad(roots, wanted, grads, allow_unused=True)
 
 

@@ -84,6 +84,10 @@ def test_list_names_plug_ins_that_failed(run: Run, monkeypatch: pytest.MonkeyPat
         "disabled_by": "default",
     }
     assert document["plugins"][1]["error"] == "ImportError: no such"
+    status, lines = run("doctor")
+    assert status == 3
+    (line,) = [line for line in lines if "some-package" in line]
+    assert "The plug-in 'entry' of some-package (pkg.mod:F) failed to load: ImportError" in line
 
 
 def test_show_says_what_a_fusion_replaces_and_which_settings_hold(run: Run, tmp_path: Path) -> None:
@@ -215,7 +219,7 @@ def test_check_of_a_file(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "args", "expected"),
     [
-        ("joint:\n  norm_liner: {}", (), "(FILE:3, joint). Received: 'norm_liner'. Did you mean 'norm_l"),
+        ("joint:\n  norm_liner: {}", (), "(FILE:3, joint). Received: 'norm_liner'. Did you"),
         ("joint: {", (), "A configuration file is YAML (FILE:2)"),
         ("", ("--input", "2x8"), "Inputs are those of a model. Received: --input without a model."),
         ("", ("not_there:build",), "not_there"),

@@ -143,7 +143,8 @@ def test_constructors() -> None:
         agree(parameters(getattr(of, name)), expected(text))
     for name, text in FUSED_CONSTRUCTORS.items():
         agree(parameters(getattr(fused, name)), expected(text))
-    assert parameters(of.Sequential) == expected("*args, replay=None, recipe=None")
+    ours = "*args, replay=None, recipe=None, fusion_config=None"
+    assert parameters(of.Sequential) == expected(ours)
     assert parameters(of.FusedOperation) == expected("basic_ops")
     assert parameters(of.OperationFuser)[:1] == expected("ops")
     assert parameters(of.BasicOperation) == []

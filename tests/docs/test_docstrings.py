@@ -19,14 +19,27 @@ import pytest
 from docs.docstrings import separated
 from opfuser.engine.plan import ReplayRecord
 from opfuser.fusion import QuantizedEdge
+from opfuser.fusion_config import EffectiveSetting, FusionConfig, Setting
 from opfuser.op import GradNeeds, compute_dtype
-from opfuser.registry import FusionInfo
+from opfuser.plugins import PluginInfo
+from opfuser.registry import FusionInfo, effective
 
 griffe: Any = pytest.importorskip("griffe", reason="needs the packages that build the site")
 
 MODULES = "basic fused recipe testing models optim errors hf".split()
 # Of other modules, but shown: what pages of the docs import, and what public names return.
-BESIDES = (GradNeeds, compute_dtype, FusionInfo, ReplayRecord, QuantizedEdge)
+BESIDES = (
+    GradNeeds,
+    compute_dtype,
+    FusionInfo,
+    ReplayRecord,
+    QuantizedEdge,
+    FusionConfig,
+    Setting,
+    EffectiveSetting,
+    effective,
+    PluginInfo,
+)
 
 
 class Public(NamedTuple):

@@ -22,6 +22,7 @@ def test_sequences_and_plans() -> None:
     assert steps[1] == "(1, 2) ForwardLinearBiasActivation"
     assert status == "unmatched"
     assert "norm_linear" in user_code.without_norm_linear()
+    assert user_code.configured() == ["opfuser.fusion_config"] * 3
 
 
 @emulated

@@ -35,6 +35,7 @@ from opfuser import (
 )
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.recipe import Recipe
+from opfuser.registry import effective
 from opfuser.testing import check_fusion, check_op
 
 
@@ -292,3 +293,12 @@ def train_decoder() -> Tensor:
 def without_norm_linear() -> list[str]:
     with opfuser.disable("norm_linear"):
         return [info.name for info in opfuser.fusions() if info.disabled_by]
+
+
+def configured() -> list[str]:
+    off = {"joint": {"norm_linear": {"enabled": False, "dtypes": [torch.bfloat16]}}}
+    with opfuser.fusion_config(off) as block:
+        model = Sequential(RMSNorm(8), Linear(8, 8), fusion_config=block.config)
+        record = model.plan(torch.randn(3, 8)).record("norm_linear")
+        rows = [row.origin for row in effective(model.fusion_config) if row.name == "norm_linear"]
+    return [record.detail, *rows, *(plugin.error for plugin in opfuser.plugins())]

@@ -19,7 +19,8 @@ import opfuser
 from opfuser import Identity, Sequential
 from opfuser.errors import ConfigError
 from opfuser.fusion import Fusion, Refusal
-from opfuser.fusion_config import FusionConfig, as_file, reads_below
+from opfuser.fusion_config import FusionConfig, glob_names
+from opfuser.fusion_config_text import as_file
 from opfuser.op import BasicOperation, OperationContext
 from opfuser.registry import Registry, effective, registry
 from tests.planning.toys import REGISTER, FusedForward, pattern
@@ -197,7 +198,7 @@ def test_function_is_not_called_for_operations_where_it_is_off() -> None:
     ],
 )  # fmt: skip
 def test_globs_name_modules_and_what_is_in_them(glob: str, path: str, holds: bool) -> None:
-    assert reads_below(glob, path) == holds
+    assert glob_names(glob, path) == holds
 
 
 # Layers.
@@ -513,11 +514,17 @@ def test_override_that_names_nothing_is_reported(caplog: pytest.LogCaptureFixtur
 def test_sequence_that_the_configuration_does_not_reach_is_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Called(Sequential):
-        pass
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = Sequential(Add(), Add())
 
-    seq = Sequential(Add(), Add(), Called(Add(), Add()), fusion_config=OFF)
-    assert said(seq)[0] == [2]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(x)
+
+    seq = Sequential(Add(), Add(), Called(), fusion_config=OFF)
+    seq(X)
+    assert seq[2].inside.last_plan.fused("forward") == {"pairs": 1}
     (record,) = caplog.records
     assert record.getMessage() == (
         "the fusion_config of a Sequential does not reach the Sequentials in Called, which is "
@@ -573,6 +580,52 @@ def test_boundary_is_no_reason_where_the_fusion_is_off() -> None:
     seq.fusion_config = OFF
     assert seq.plan(X).record("pairs").summary().endswith("disabled (Sequential.fusion_config)")
     assert seq.plan(X).record("pairs").refusals == ()
+
+
+class Derived(Sequential):
+    """Is called as a module."""
+
+
+@pytest.mark.usefixtures("pairs_are_fused")
+@pytest.mark.parametrize("called", ["hook", "subclass", "both"])
+def test_sequence_that_is_called_keeps_its_place(called: str) -> None:
+    off = {"overrides": {"2.1": {"pairs": {"enabled": False}}}}
+    inner = (Sequential if called == "hook" else Derived)(Identity(), Sequential(Add(), Add()))
+    seq = Sequential(Add(), Add(), inner)
+    assert said(seq)[0] == [0, 3]
+    with opfuser.fusion_config(off):
+        if called != "subclass":
+            inner.register_forward_hook(lambda *args: None)
+        if called == "both":
+            inner[1].register_forward_hook(lambda *args: None)
+        assert said(seq)[0] == [0]
+        assert said(inner)[0] == []
+    seq.fusion_config = off
+    assert said(seq)[0] == [0]
+    assert said(inner)[0] == []
+    inner.fusion_config = {"overrides": {"1": {"pairs": {"enabled": True}}}}
+    assert said(seq)[0] == [0, 3]
+    inner.fusion_config = None
+    seq.insert(0, Identity())  # it has another path now
+    assert said(seq)[0] == [1, 4]
+    seq.pop(0)
+    assert said(seq)[0] == [0]
+    assert said(copy.deepcopy(seq))[0] == [0]
+    seq.pop(2)
+    assert said(inner)[0] == [1]  # it is in none any more
+
+
+def test_operation_that_a_hook_makes_a_module_keeps_its_place() -> None:
+    with pairs("one", Add):
+        off_at_1 = {"overrides": {"1": {"one": {"enabled": False}}}}
+        seq = Sequential(Identity(), Add(), Add(), fusion_config=off_at_1)
+        for hook in (None, seq[1].register_forward_hook(lambda *args: None)):
+            assert said(seq, "one")[0] == [2]
+            if hook is not None:
+                seq.fusion_config = None
+                assert said(seq, "one")[0] == [1, 2]
+                with opfuser.fusion_config(off_at_1):
+                    assert said(seq, "one")[0] == [2]
 
 
 def test_operation_called_alone_follows_what_holds_everywhere() -> None:
@@ -660,6 +713,15 @@ def test_names_that_yaml_would_misread_are_quoted(tmp_path: Path) -> None:
     finally:
         for handle in handles:
             handle.remove()
+
+
+SHOWN = sorted((ROOT / "docs" / "snippets").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", SHOWN, ids=lambda f: f.stem)
+def test_files_that_the_documentation_shows_are_configurations(file: Path) -> None:
+    with opfuser.fusion_config(file) as read:
+        assert read.config.names
 
 
 def test_refusal_that_a_setting_gives_is_a_refusal() -> None:

@@ -97,11 +97,12 @@ def test_each_pass_is_folded_by_its_own_steps() -> None:
         (["norm"], "norm"),
         (["", ""], ""),
         ([f"layers.{n}.mlp.2" for n in range(27)], "layers.0-26.mlp.2"),
-        ([f"{n}" for n in range(0, 100, 2)], "0, 2 ... 98"),
+        ([f"{n}" for n in range(0, 100, 2)], "[0, 2 ... 98]"),
         ([f"{n}.x" for n in range(0, 100, 2)], "[0, 2 ... 98].x"),
         ([f"{n}.x" for n in (0, 1, 2, 4, 5)], "[0-2, 4-5].x"),
         (["a.0.1", "a.0.2", "a.1.1"], "a.0-1.1-2"),
-        (["3", "x"], "3, x"),
+        (["3", "x"], "[3, x]"),
+        (["my-block.1", "my-block.2"], "my-block.1-2"),
     ],
 )
 def test_names_as_one(names: list[str], joined: str) -> None:

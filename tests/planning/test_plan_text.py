@@ -157,6 +157,27 @@ def test_the_odd_layer_is_shown_with_its_reason() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.usefixtures("built_in")
+def test_a_flat_sequence() -> None:
+    """Its layers have no names: their numbers are listed."""
+    with torch.device("meta"):
+        model = of.Sequential(*[op for _ in range(100) for op in (of.Linear(8, 8), of.GELU())])
+        made = model.plan(torch.zeros(2, 8))
+    assert before_fusions(made) == text_of("""
+        Plan for 300 basic operations (torch.float32, meta, autocast off, grad on)
+        forward:
+          0    0 BasicLinear: cuBLAS
+          1-4  0-2 Bias + GELU + BasicLinear + Bias -> activation_linear: Triton
+               activation, cuBLAS
+          98 times, ops 5-298:
+            5-7  [3, 5 ... 197] GELU + [4, 6 ... 198] BasicLinear + Bias ->
+                 activation_linear: Triton activation, cuBLAS
+          299  199 GELU: Triton activation
+        backward: the steps of forward in reverse
+        kernels: torch's where none is named; meta is planned as a GPU
+    """)
+
+
 def test_equal_calls_give_equal_texts() -> None:
     first, second = plan("ABABAC", rule("A B")), plan("ABABAC", rule("A B"))
     assert [r.elapsed for r in first.history] != [r.elapsed for r in second.history]

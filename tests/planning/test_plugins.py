@@ -223,6 +223,12 @@ check_fusion("merged_scales", [ConstantScale(2.0), ConstantScale(0.3)], x)
 """
 
 
+def test_the_documentation_shows_the_entry_of_the_example() -> None:
+    shown = (ROOT / "docs" / "snippets" / "plugin.toml").read_text("utf-8")
+    assert shown in (ROOT / "examples" / "fusion_plugin" / "pyproject.toml").read_text("utf-8")
+    assert shown in (ROOT / "examples" / "fusion_plugin" / "README.md").read_text("utf-8")
+
+
 @pytest.mark.slow
 def test_the_example_is_installed_and_found(tmp_path: Path) -> None:
     pytest.importorskip("pip", reason="installs the example")

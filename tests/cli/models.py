@@ -1,0 +1,105 @@
+"""Models that commands are called with, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.models import DecoderConfig, decoder_lm
+
+WIDTH = 16
+
+
+def mlp() -> opfuser.Sequential:
+    """Norm and linear fuse; so does the residual."""
+    return opfuser.Residual(
+        opfuser.RMSNorm(WIDTH), opfuser.Linear(WIDTH, 4 * WIDTH), opfuser.GELU(),
+        opfuser.Linear(4 * WIDTH, WIDTH),
+    )  # fmt: skip
+
+
+mlp.example_inputs = f"2x3x{WIDTH}"  # type: ignore[attr-defined]
+
+
+def layers(count: int = 23) -> opfuser.Sequential:
+    """A decoder of 300 operations."""
+    return decoder_lm(
+        DecoderConfig(
+            vocab_size=32, dim=WIDTH, num_layers=count, num_heads=2, num_kv_heads=1, ffn_dim=32
+        )
+    )
+
+
+layers.example_inputs = ["2x8:int64", "2x8:int64"]  # type: ignore[attr-defined]
+
+
+class Wrapped(nn.Module):
+    """Two Sequentials between modules of torch; one is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = mlp()
+        self.between = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([mlp()])
+        self.never_called = mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.between(self.first(x))
+        return {"hidden": self.blocks[0](self.blocks[0](x)), "count": 1}
+
+
+def wrapped() -> Wrapped:
+    return Wrapped()
+
+
+wrapped.example_inputs = lambda: torch.zeros(2, WIDTH, requires_grad=True)  # type: ignore[attr-defined]
+
+
+class ReadsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if x.sum().item() > -1e9 else x
+
+
+ready = mlp()  # an object, on the CPU
+example_inputs = (f"4x{WIDTH}:fp32",)  # what the module says, where nothing else does
+
+
+def plain() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def number() -> int:
+    return 3
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no weights\nhere")
+
+
+def without_values() -> nn.Module:
+    return opfuser.Linear(WIDTH, WIDTH, device="meta")
+
+
+class Bad(nn.Module):
+    example_inputs = (3,)
+
+
+bad_examples = Bad()
+
+
+def longer() -> opfuser.Sequential:
+    return mlp().append(opfuser.SiLU())
+
+
+longer.example_inputs = mlp.example_inputs  # type: ignore[attr-defined]
+
+
+def reads_values() -> ReadsValues:
+    return ReadsValues()

@@ -1,0 +1,139 @@
+"""``opfuser doctor``: what there is, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+import opfuser
+from opfuser.attention import cudnn_versions
+from opfuser.report import doctor
+
+Command = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in doctor.KNOWN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return
+
+
+def rows(command: Command, section: str) -> dict[str, str]:
+    found = json.loads(command("doctor", "--format", "json").out)
+    assert found["schema"] == "opfuser.doctor/1"
+    return {row["name"]: row["value"] for row in found["sections"][section]}
+
+
+def test_versions_and_device(opfuser_command: Command) -> None:
+    found = rows(opfuser_command, "versions and machine")
+    assert found["opfuser"] == opfuser.__version__
+    assert found["torch"] == torch.__version__
+    assert ("none" in found["GPU"]) == (not torch.cuda.is_available())
+
+
+def test_kernels_that_run_and_why_others_do_not(
+    opfuser_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    found = rows(opfuser_command, "kernels")
+    assert found["Triton"] == "no GPU: plain torch computes in their place"
+    assert found["attention"].startswith("cpu or blockwise")
+    assert found["  not flash"] == "it runs on a GPU, not on cpu"
+    assert found["GEMMs in FP8"] == "emulated: needs compute capability 8.9"
+    assert found["GEMM providers"].split(", ")[0] == "torch"
+
+
+def test_packages_of_extras(opfuser_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["torch>=2.11", "pytest>=8.4; extra == 'test'", "no-such-thing[x]>=1; extra == 'te'"]
+    monkeypatch.setattr(metadata, "requires", lambda name: wanted)
+    assert rows(opfuser_command, "packages of extras") == {
+        "test": f"pytest {pytest.__version__}",
+        "te": "no-such-thing (not installed)",
+    }
+
+
+def test_fusions_of_others_and_what_is_off(opfuser_command: Command) -> None:
+    rule = opfuser.Fusion("mine", "forward", (opfuser.GELU,), build=opfuser.FusedOperation)
+    with opfuser.register_forward_fusion(rule), opfuser.disable("norm_linear"):
+        assert rows(opfuser_command, "plug-ins") == {"user": "mine"}
+        found = rows(opfuser_command, "configuration in effect")
+    assert found["off by opfuser.disable"] == "norm_linear"
+    assert "recompute_mlp" in found["off by default"]
+    with opfuser.replay("on"):
+        assert rows(opfuser_command, "configuration in effect")["replay"] == "on"
+
+
+def test_nothing_is_wrong(opfuser_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_requirements", list)
+    done = opfuser_command("doctor")
+    if not torch.cuda.is_available():
+        assert done.status == 0
+        assert done.out.endswith("\nNothing is wrong.\n")
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def _old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_capability", lambda: (7, 5))
+
+
+def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(doctor, "_installed", lambda name: None)
+
+
+def _two_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(cudnn_versions, "trouble", lambda: "Several libraries of cuDNN are loaded")
+
+
+def _other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: ["torch<2.4,>=2.0"])
+
+
+PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "an old GPU": (_old_gpu, "compute capability 7.5; kernels are made for 8.0 and later."),
+    "no Triton": (_no_triton, "There is a GPU but no Triton, so no kernel runs"),
+    "two cuDNN": (_two_libraries, "Several libraries of cuDNN are loaded."),
+    "another torch": (_other_torch, f"torch {torch.__version__} is installed, and opfuser was"),
+    "an unknown variable": (
+        lambda patch: patch.setenv("OPFUSER_DISABEL", "x"),
+        "No environment variable OPFUSER_DISABEL is read; there are OPFUSER_CONFIG,",
+    ),
+    "an unknown fusion": (
+        lambda patch: patch.setenv("OPFUSER_ENABLE", "norm_linear, foo"),
+        "OPFUSER_ENABLE names 'foo', but no fusion has that name.",
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_what_is_wrong_is_a_finding(
+    opfuser_command: Command, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    plant, says = PROBLEMS[problem]
+    plant(monkeypatch)
+    done = opfuser_command("doctor")
+    assert done.status == 3
+    assert says in " ".join(done.out.replace("\n", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("version", "bounds", "inside"),
+    [
+        ("2.13.0+cu130", "<2.14,>=2.11", True),
+        ("2.14.0", "<2.14,>=2.11", False),
+        ("2.11", "<2.14,>=2.11.0", True),
+        ("2.9.1", ">=2.11", False),
+        ("10.0", ">=9.5", True),
+        ("1.0", "", True),
+    ],
+)
+def test_versions_are_compared_by_number(version: str, bounds: str, inside: bool) -> None:
+    assert doctor.within(version, bounds) is inside

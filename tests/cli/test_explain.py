@@ -1,0 +1,100 @@
+"""``opfuser explain``: plans as text and JSON, reasons, and how much it computes for that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import opfuser
+from opfuser import fuser
+from tests.cli import models
+
+MODELS = "tests.cli.models"
+Command = Callable[..., Any]
+
+
+def test_text_is_the_plan_and_what_it_launches(opfuser_command: Command) -> None:
+    done = opfuser_command("explain", f"{MODELS}:mlp", "--input", "2x3x16:bf16", "--dtype", "bf16")
+    x = torch.empty(2, 3, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    plan, _, counts = done.out.partition("on a GPU, ")
+    assert (done.status, done.err) == (0, "")
+    assert plan.rstrip() == str(models.mlp().to("meta", torch.bfloat16).plan(x)).rstrip()
+    assert "launches" in counts
+    assert "saved for backward" in counts
+
+
+def test_every_sequence_has_its_path(opfuser_command: Command) -> None:
+    out = opfuser_command("explain", f"{MODELS}:wrapped").out
+    titles = [line for line in out.splitlines() if line in ("first", "blocks.0", "never_called")]
+    assert titles == ["first", "blocks.0"]
+    assert "whole model: " in out
+    one = opfuser_command("explain", f"{MODELS}:wrapped", "--sequence", "blocks.0").out
+    assert "first" not in one.splitlines()
+
+
+def test_why(opfuser_command: Command) -> None:
+    out = opfuser_command("explain", f"{MODELS}:mlp", "--why", "norm_linear").out
+    with torch.device("meta"):
+        plan = models.mlp().plan(torch.empty(2, 3, 16, requires_grad=True))
+    assert out == plan.why("norm_linear") + "\n"
+    out = opfuser_command("explain", f"{MODELS}:mlp", "--why", "norm_linear", "--at", "1").out
+    assert out == plan.why("norm_linear", 1) + "\n"
+
+
+def test_json_goes_to_a_file(opfuser_command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    done = opfuser_command("explain", f"{MODELS}:mlp", "--format", "json", "-o", str(file))
+    assert (done.status, done.out) == (0, "")
+    found = json.loads(file.read_text())
+    assert found["schema"] == "opfuser.explain/1"
+    assert list(found["sequences"]) == [""]
+
+
+def test_counts_of_other_steps_are_left_out(opfuser_command: Command) -> None:
+    """Those of a GPU, where a fusion is for the CPU alone."""
+    rule = opfuser.Fusion(
+        "here_alone", "joint", (opfuser.GELU,), build=_Alone,
+        requires=opfuser.Requires(device="cpu"),
+    )  # fmt: skip
+    argv = "explain", f"{MODELS}:mlp", "--device", "cpu"
+    with opfuser.register_forward_backward_fusion(rule, prepend=True):
+        out = opfuser_command(*argv).out
+        found = json.loads(opfuser_command(*argv, "--format", "json").out)
+    assert "No launches and bytes: " in out
+    assert found["traffic"] is None
+    assert found["sequences"][""]["forward"][0]["launches"] is None
+    assert "launches" in opfuser_command(*argv).out
+
+
+class _Alone(opfuser.FusedOperation):
+    def __init__(self, op: opfuser.BasicOperation) -> None:
+        super().__init__([op])
+
+
+class Counter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_model_of_300_operations_is_planned_once_and_run_twice(
+    opfuser_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    make_plan = fuser.make_plan
+    monkeypatch.setattr(fuser, "make_plan", lambda *args: made.append(1) or make_plan(*args))
+    with Counter() as counter:
+        done = opfuser_command("explain", f"{MODELS}:layers")
+    assert "Plan for 303 basic operations" in done.out
+    assert len(made) == 1
+    assert counter.count < 303 * 25

@@ -1,0 +1,135 @@
+"""The frame of the commands: help, errors in one line, exit statuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import opfuser
+from opfuser.cli import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+MODELS = "tests.cli.models"
+NAMES = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+Command = Callable[..., Any]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_an_example(opfuser_command: Command, name: str) -> None:
+    done = opfuser_command(name, "--help")
+    assert done.status == 0
+    assert f"  opfuser {name}" in done.out.split("example")[-1]
+
+
+def test_help_lists_all_commands(opfuser_command: Command) -> None:
+    out = opfuser_command("--help").out
+    assert all(f"    {name} " in out for name in NAMES)
+    assert "Exit status: 0 fine, 1 error, 3 findings." in out
+
+
+def test_version(opfuser_command: Command) -> None:
+    assert opfuser_command("--version").out == f"opfuser {opfuser.__version__}\n"
+
+
+# What is asked for, and what the error says.
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "command": (["explian"], "invalid choice: 'explian'"),
+    "no command": ([], "the following arguments are required: command"),
+    "argument": (["explain", f"{MODELS}:mlp", "--frobnicate"], "--frobnicate"),
+    "no colon": (["explain", MODELS], "A model is named as package.module:name"),
+    "module": (["explain", "no_such.module:build"], "'no_such.module' cannot be imported"),
+    "attribute": (["explain", f"{MODELS}:mpl"], "Perhaps mlp is meant"),
+    "not a model": (["explain", f"{MODELS}:number"], "Received: int"),
+    "fails": (["explain", f"{MODELS}:broken"], "RuntimeError: no weights here"),
+    "shape": (["explain", f"{MODELS}:mlp", "--input", "2,3"], "Received: '2,3'"),
+    "no shape": (["explain", f"{MODELS}:mlp", "--input", ""], "An input is a shape and a dtype"),
+    "dtype": (["explain", f"{MODELS}:mlp", "--input", "2x16:bf61"], "Perhaps bf16"),
+    "odd dtype": (["explain", f"{MODELS}:mlp", "--dtype", "q"], "Use one of fp64, fp32"),
+    "integers": (["explain", f"{MODELS}:mlp", "--dtype", "int8"], "floating-point dtype"),
+    "examples": (["explain", f"{MODELS}:bad_examples"], "are tensors, or texts"),
+    "no examples": (["explain", "torch.nn:Identity"], "says nothing about its inputs"),
+    "device": (["explain", f"{MODELS}:mlp", "--device", "gpu"], "A device is one of torch's"),
+    "values": (["explain", f"{MODELS}:without_values", "--device", "cpu"], "stays on the meta"),
+    "wrong input": (["explain", f"{MODELS}:wrapped", "--input", "2x9"], "The model has to run"),
+    "too many inputs": (
+        ["explain", f"{MODELS}:mlp", "--input", "2x16", "--input", "2x16"],
+        "Expected 0 extra inputs but got 1",
+    ),
+    "no sequence": (["explain", f"{MODELS}:plain"], "holds no opfuser.Sequential"),
+    "sequence": (["explain", f"{MODELS}:mlp", "--sequence", "x"], 'There are ""'),
+    "fusion": (["explain", f"{MODELS}:mlp", "--why", "norm_liner"], "Perhaps norm_linear"),
+    "odd fusion": (["explain", f"{MODELS}:mlp", "--why", "q"], "There are "),
+    "at alone": (["explain", f"{MODELS}:mlp", "--at", "1"], "--at goes with --why"),
+    "at": (["explain", f"{MODELS}:mlp", "--why", "norm_linear", "--at", "99"], "operations 0 to "),
+    "why of a picture": (
+        ["explain", f"{MODELS}:mlp", "--why", "norm_linear", "--format", "svg"], "with text"
+    ),
+    "several": (["explain", f"{MODELS}:wrapped", "--format", "svg"], "first, blocks.0"),
+    "output": (["explain", f"{MODELS}:mlp", "-o", "/no/such/folder/x"], "cannot be written"),
+    "diff of a fusion": (["diff", f"{MODELS}:mlp", "--fusion", "norm_liner"], "Perhaps norm"),
+    "diff of one": (["diff", f"{MODELS}:mlp"], "Without --fusion two files are compared"),
+    "diff of two": (["diff", "a", "b", "--fusion", "x"], "one model is compared with itself"),
+    "no file": (["diff", "/no/a.json", "/no/b.json"], "cannot be read"),
+    "no JSON": (["diff", __file__, __file__], "has to be JSON"),
+    "bench on meta": (["bench", f"{MODELS}:mlp", "--device", "meta"], "Use --device cpu or cuda"),
+    "bench of nothing": (["bench", f"{MODELS}:mlp", "--steps", "0"], "At least one sample"),
+    "bench fails": (["bench", f"{MODELS}:mlp", "--input", "2x9"], "The model has to run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_status_1(opfuser_command: Command, mistake: str) -> None:
+    argv, says = MISTAKES[mistake]
+    done = opfuser_command(*argv)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.count("\n") == 1
+    assert done.err.startswith("opfuser")
+    assert says in done.err
+
+
+def test_a_file_of_another_schema(opfuser_command: Command, tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text('{"schema": "opfuser.diff/1"}')
+    done = opfuser_command("diff", str(file), str(file))
+    assert done.status == 1
+    assert "has to be of the schema opfuser.explain/1" in done.err
+    assert "Received: " in done.err
+    assert "opfuser.diff/1" in done.err
+
+
+def test_a_format_that_needs_a_package_says_which(
+    opfuser_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opfuser.report.page", None)
+    done = opfuser_command("explain", f"{MODELS}:mlp", "--format", "html")
+    assert done.status == 1
+    assert "pip install opfuser[tools]" in done.err
+
+
+def in_a_process(*argv: str, cwd: Path, reader: str = "") -> subprocess.CompletedProcess[str]:
+    command = f'"{sys.executable}" -m opfuser {" ".join(argv)} {reader}; exit ${{PIPESTATUS[0]}}'
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_model_of_the_current_folder_and_a_reader_that_leaves(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import opfuser\n"
+        "def build():\n"
+        "    return opfuser.Sequential(*(opfuser.Linear(4, 4) for _ in range(2000)))\n"
+    )
+    argv = "explain", "mine:build", "--input", "2x4", "--format", "json"
+    done = in_a_process(*argv, cwd=tmp_path, reader="| head -c 20")
+    assert (done.returncode, done.stdout, done.stderr) == (0, '{\n "schema": "opfuse', "")
