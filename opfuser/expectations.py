@@ -216,9 +216,8 @@ def reasons(plan: Plan, record: FusionRecord) -> Iterator[Refusal]:
         found = [no for no in lacking if no is not None]
         # The other reason is that there is no backward.
         yield from found or [Refusal("NO_GRAD", record.detail)]
-    refusals = [no for _, no in record.refusals]
-    # Where a group ends, a fusion might be refused for its own reasons too.
-    yield from sorted(refusals, key=lambda no: no.code == "GROUP_SPLIT")
+    # Those of boundaries between groups are the last ones.
+    yield from (no for _, no in record.refusals)
     yield from _conflicts(plan, record)
     if record.near_miss is not None:
         yield record.near_miss.stopped_by

@@ -219,6 +219,7 @@ def test_an_answer_is_true_or_says_why() -> None:
             (False, "DISABLED", "it is switched off (opfuser.disable)"),
         ),
         (Identity(), "scales", (False, "LAYOUT", "no operation begins its pattern")),
+        ([Identity(), nn.ReLU(), Identity(), Identity()], "picky", (False, "SHAPE", "odd")),
         (
             [ConstantScale(2.0), nn.ReLU(), ConstantScale(2.0)],
             "scales",
