@@ -76,7 +76,8 @@ def check_fusion(
         zero_rows, factor, floor: as for :func:`check_op`.
 
     Raises:
-        AssertionError: naming the pairing, the call, the tensor, its error and the error allowed.
+        AssertionError: as of :func:`check_op`, naming the pairing too, and the first step of the
+            plan whose results deviate when the steps are run one after the other.
         ArgumentError: ``ops`` do not form one group, or the stage is missing.
         UnknownFusionError: no fusion of that name is registered.
     """
