@@ -5,8 +5,11 @@ Both sides of a case hold the same parameters, and are written as a user would w
 
 from __future__ import annotations
 
+import copy
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -56,6 +59,18 @@ class Bias(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.bias
+
+
+class HuggingFace(nn.Module):
+    """The mean loss of a model of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=targets).loss
+        return loss
 
 
 class Loss(nn.Module):
@@ -141,6 +156,23 @@ def trained(name: str, layers: int) -> Case:
     return Case(name, 1, build)
 
 
+def applied(name: str, layers: int) -> Case:
+    """A Llama of transformers after ``opfuser.hf.apply``, and the same untouched."""
+
+    def build(device: torch.device) -> tuple[nn.Module, nn.Module, tuple[Tensor, ...]]:
+        made: Any = importlib.import_module("transformers")
+        sizes = {"vocab_size": CLASSES, "hidden_size": DIM, "intermediate_size": 2 * DIM}
+        heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS // 2}
+        config = made.LlamaConfig(**sizes, **heads, num_hidden_layers=layers, eos_token_id=2)
+        other = made.LlamaForCausalLM(config).to(device)
+        own = copy.deepcopy(other)
+        importlib.import_module("opfuser.hf").apply(own)
+        tokens = torch.randint(CLASSES, (1, TOKENS), device=device)
+        return HuggingFace(own), HuggingFace(other), (tokens, tokens)
+
+    return Case(name, 1, build)
+
+
 CASES = (
     *(
         case
@@ -189,4 +221,5 @@ CASES = (
     ),
     trained("language model, 1 layer", 1),
     trained("language model, 4 layers", 4),
+    *([applied("hf.apply, Llama, 2 layers", 2)] if find_spec("transformers") else []),
 )

@@ -1,5 +1,7 @@
 """Host time of eager calls: opfuser against torch.nn with the same parameters.
 
+The last case is a model of transformers after ``opfuser.hf.apply`` against the untouched one.
+
 The models of ``host_models.py`` are tiny, so that nearly all of the time is host overhead of Python
 and of the dispatcher. Both sides run in one process, alternating; medians are compared. On a GPU a
 sample begins with an idle device and ends when the host is done. Prints a table and writes JSON.

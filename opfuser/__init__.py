@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import basic, gemm_providers, optim, recipe
+from . import basic, events, gemm_providers, optim, recipe
 from .attention.cache import KVCache
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
@@ -11,6 +11,7 @@ from .basic.scaled_activation import *  # noqa: F403
 from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
 from .engine.routing import PrivateChannel
+from .events import record_events
 from .expectations import Answer, can_fuse, require_fusions
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
@@ -72,6 +73,7 @@ __all__ = [
     "conversion_report",
     "disable",
     "enable",
+    "events",
     "fp8_autocast",
     "fp8_model_init",
     "from_torch",
@@ -85,6 +87,7 @@ __all__ = [
     "plugins",
     "quantized_model_init",
     "recipe",
+    "record_events",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

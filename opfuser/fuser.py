@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from .engine.autograd import Kwargs, execute, execute_eagerly
 from .engine.limits import Limits, OperationFacts
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
 from .engine.plan import Plan, expand
+from .engine.plan_changes import changes
 from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
 from .engine.replay import ReplayCall, Replays
@@ -32,6 +34,8 @@ from .errors import (
     OpKwargsError,
     explain,
 )
+from .events.kinds import PlanInvalidated
+from .events.telling import emit
 from .fusion import Env, FusionFunction, Stage
 from .fusion_config import Place
 from .op import (
@@ -128,6 +132,7 @@ class OperationFuser:
         self._traced: dict[str, Schedule] = {}
         self._in_graph: dict[str, Callable[..., Any]] = {}
         self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
+        self._key: PlanKey | None = None
         self._used: Schedule | None = None
         self.replay: str | None = None
         self._places_of_ops: tuple[Place, ...] = ()
@@ -249,16 +254,17 @@ class OperationFuser:
 
     def _find(self, facts: tuple[Any, ...]) -> Schedule:
         """The schedule of a call, from the cache or made anew."""
-        state = registry.state()
-        if self._is_configured():
-            state = state, self._places_of_ops
-        key = PlanKey(state, self._signature, CallFacts.frozen(facts))
+        places = self._places_of_ops if self._is_configured() else ()
+        key = PlanKey((*registry.state(), places), self._signature, CallFacts.frozen(facts))
         schedule = self._schedules.get(key)
         if schedule is None:
+            if PlanInvalidated.wanted and self._key is not None:
+                self._tell_what_changed(self._key, key)
             schedule = self._make(key.call)
             if len(self._schedules) >= _MAX_PLANS:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = schedule
+        self._key = key
         return schedule
 
     def stand(self, places: tuple[Place, ...]) -> None:
@@ -268,6 +274,20 @@ class OperationFuser:
 
     def _is_configured(self) -> bool:
         return self._has_own_configs or bool(registry.configs)
+
+    def _tell_what_changed(self, before: PlanKey, after: PlanKey) -> None:
+        known = {id(op): describe(n, op) for n, op in enumerate(self._basic_ops)}
+        modules = {id(op): op for op in [*self._units, *self._basic_ops]}.values()
+        operations = [known.get(id(op), type(op).__name__) for op in modules]
+        parameters = [
+            f"{name} of {known[id(op)]}"
+            for op in self._basic_ops
+            for _, name in op.parameter_slots()
+        ]
+        found = changes(before, after, operations, parameters)
+        old = self._schedules.get(before)
+        kinds = tuple(type(op).__name__ for op in self._basic_ops)
+        emit(PlanInvalidated(0 if old is None else old.plan.numbers[0], kinds, found))
 
     def _make(self, facts: CallFacts) -> Schedule:
         flags = iter(facts.parameters_require_grad or [False] * len(facts.parameter_dtypes))
@@ -475,15 +495,28 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
     )
 
 
+def _read_keywords(op_forward: Callable[..., Any]) -> frozenset[str] | None:
+    """Those that it accepts; None is any."""
+    parameters = inspect.signature(op_forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return frozenset(parameters) - {"self"}
+
+
+_keywords_of = functools.lru_cache(256)(_read_keywords)
+
+
 def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
     """Raises OpKwargsError for a keyword that the forward of ``op`` does not accept."""
     own = type(op).fuser_forward is BasicOperation.fuser_forward
     if not own:
         return  # it receives the dict and checks the keywords itself
-    parameters = inspect.signature(op.op_forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    unknown = sorted(set(kwargs) - set(parameters))
+    function = getattr(op.op_forward, "__func__", op.op_forward)
+    # A signature takes longer to read than some operations. torch.compile, which looks into what
+    # is cached, reads it itself.
+    traced = torch.compiler.is_compiling()
+    accepted = _read_keywords(function) if traced else _keywords_of(function)
+    unknown = [] if accepted is None else sorted(set(kwargs) - accepted)
     if unknown:
         raise OpKwargsError(
             explain(

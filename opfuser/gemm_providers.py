@@ -10,7 +10,8 @@ Sequential::
 Providers are:
 
 - ``"torch"``: ``torch.nn.functional.scaled_mm``, and fp32 where a device has no such GEMM;
-- ``"te"``: ``general_gemm`` of Transformer Engine, for one scale per tensor and for blocks of 128;
+- ``"te"``: ``general_gemm`` of Transformer Engine, for one scale per tensor and for blocks of 128,
+  and its ``general_grouped_gemm`` for groups of rows;
 - ``"deepgemm"``: ``fp8_gemm_nt`` of DeepGEMM, forward and dgrad of blocks of 128 in bf16. It
   compiles a kernel for each pair of features when it first meets it;
 - those that :func:`register` adds.
@@ -19,10 +20,8 @@ Providers are:
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from .errors import ArgumentError, explain
+from .libraries import imported
 
 __all__ = ["Gemm", "GemmChoice", "GemmOperand", "GemmProvider", "find", "names", "register"]
 
@@ -97,6 +97,11 @@ class GemmOperand(NamedTuple):
     scaling: ScalingType
 
 
+GroupsMultiply = Callable[
+    [Sequence[GemmOperand], Sequence[GemmOperand], torch.dtype, bool], Sequence[Tensor]
+]
+
+
 class GemmProvider(NamedTuple):
     """A library that multiplies quantised operands.
 
@@ -109,12 +114,16 @@ class GemmProvider(NamedTuple):
             asked for in fp32. Runs in the current stream, and waits for nothing.
         replayable: whether it does nothing but launch kernels, so that its launches may be
             recorded.
+        multiply_groups: products of several pairs of operands at once, in their order, with
+            ``dtype`` and ``split`` of them all; None: ``multiply`` is called for each. Operations
+            of groups ask it for forward and dgrad.
     """
 
     name: str
     refuses: Callable[[Gemm], str | None]
     multiply: Callable[[GemmOperand, GemmOperand, torch.dtype, bool], Tensor]
     replayable: bool = False
+    multiply_groups: GroupsMultiply | None = None
 
 
 _providers: dict[str, GemmProvider] = {}
@@ -165,15 +174,6 @@ def find(name: str) -> GemmProvider | None:
     )
 
 
-@functools.cache
-def _imported(module: str) -> ModuleType | str:
-    """A module, or why it cannot be imported."""
-    try:
-        return importlib.import_module(module)
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"{module} cannot be imported: {str(error).splitlines()[0]}"
-
-
 _BLOCK = ScalingType.BlockWise1x128
 _SQUARE = ScalingType.BlockWise128x128
 _OF_BLOCKS = frozenset({_BLOCK, _SQUARE})
@@ -184,7 +184,7 @@ def _refusal(gemm: Gemm, module: str, scalings: frozenset[ScalingType]) -> str |
         return f"products are emulated on {gemm.device.type}"
     if not scalings.issuperset(gemm.scalings):
         return f"it has no scales of {gemm.scalings[0].name}"
-    found = _imported(module)
+    found = imported(module)
     return found if isinstance(found, str) else None
 
 
@@ -219,6 +219,18 @@ def _te_multiply(a: GemmOperand, b: GemmOperand, dtype: torch.dtype, split: bool
     return y
 
 
+def _te_multiply_groups(
+    a: Sequence[GemmOperand], b: Sequence[GemmOperand], dtype: torch.dtype, split: bool
+) -> list[Tensor]:
+    gemm = importlib.import_module(f"{_TE}.cpp_extensions").general_grouped_gemm
+    rows = [x.codes.shape[0] for x in a]
+    device = a[0].codes.device
+    outs = [torch.empty(m, x.codes.shape[0], dtype=dtype, device=device) for m, x in zip(rows, b)]
+    how: Any = {"layout": "TN", "m_splits": rows, "use_split_accumulator": split}
+    gemm([*map(_te_operand, b)], [*map(_te_operand, a)], outs, [None] * len(outs), dtype, **how)
+    return outs
+
+
 def _deepgemm_refuses(gemm: Gemm) -> str | None:
     if gemm.product == "wgrad":
         return "its GEMM has squares in one operand"
@@ -238,5 +250,5 @@ def _deepgemm_multiply(a: GemmOperand, b: GemmOperand, dtype: torch.dtype, split
     return y
 
 
-register(GemmProvider("te", _te_refuses, _te_multiply))
+register(GemmProvider("te", _te_refuses, _te_multiply, multiply_groups=_te_multiply_groups))
 register(GemmProvider("deepgemm", _deepgemm_refuses, _deepgemm_multiply))

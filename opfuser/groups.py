@@ -14,6 +14,8 @@ from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known, replacement
 from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
 from .engine.routing import RoutedGroup, Routes, route
+from .events.kinds import Change, PlanInvalidated, counted
+from .events.telling import emit
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Match, QuantizedEdge, Refusal
 from .gemm_providers import GemmChoice
@@ -215,6 +217,32 @@ def make_groups(
     return groups, routes
 
 
+def tell_regrouped(
+    before: Sequence[Group], after: Iterable[tuple[str, list[tuple[nn.Module, Hashable]]]]
+) -> None:
+    """Tells subscribers that the plans of groups are void, since there are other ones now."""
+    old = [(group.split, group.ops or (group.callee,)) for group in before]
+    new = [(split, [module for module, _ in modules]) for split, modules in after]
+    change = Change("groups of modules", _shown(old), _shown(new))
+    for group in before:
+        plan = group.callee.last_plan if isinstance(group.callee, OperationFuser) else None
+        if plan is not None:
+            kinds = tuple(type(op).__name__ for op in group.ops)
+            emit(PlanInvalidated(plan.numbers[0], kinds, (change,)))
+
+
+def _shown(groups: Iterable[tuple[str, Sequence[Any]]]) -> str:
+    """Groups as text, such as ``"3 operations | Tanh (GROUP_SPLIT) | 1 operation"``."""
+    texts = []
+    for split, members in groups:
+        count = sum(len(expand(m)) if isinstance(m, FusibleOperation) else 1 for m in members)
+        alone = f"{type(members[0]).__name__} ({split})"
+        texts.append(alone if split else counted(count, "operation"))
+    if len(texts) > 8:
+        texts[7:] = [f"{len(texts) - 7} more"]
+    return " | ".join(texts) or "none"
+
+
 def _as_routed(split: str, modules: list[tuple[nn.Module, Hashable]]) -> RoutedGroup:
     module = modules[0][0]
     if isinstance(module, FusibleOperation):
@@ -314,6 +342,7 @@ def join_plans(
         tuple(gemms),
         assumed=assumed,
         replays=tuple(replays),
+        numbers=tuple(n for _, plans in groups for plan in plans for n in plan.numbers),
     )
 
 

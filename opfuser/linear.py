@@ -46,6 +46,7 @@ class Linear(FusedOperation):
         rng_state_tracker_function: see ``BasicLinear``.
         accumulate_into_main_grad: see ``BasicLinear``.
         accumulate_into_grad: see ``BasicLinear``; for the weight.
+        weight_transposed: see ``BasicLinear``.
 
     Raises:
         ArgumentError: arguments outside their domain; a bias set on a Linear made without one.
@@ -72,6 +73,7 @@ class Linear(FusedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
         accumulate_into_grad: bool = False,
+        weight_transposed: bool = False,
     ) -> None:
         sharding = shard_linear(
             in_features,
@@ -95,6 +97,7 @@ class Linear(FusedOperation):
                 rng_state_tracker_function=rng_state_tracker_function,
                 accumulate_into_main_grad=accumulate_into_main_grad,
                 accumulate_into_grad=accumulate_into_grad,
+                weight_transposed=weight_transposed,
             )
         ]
         if bias:
@@ -142,6 +145,11 @@ class Linear(FusedOperation):
     @recipe.setter
     def recipe(self, value: str | None) -> None:
         self._basic_linear().recipe = value
+
+    @property
+    def weight_transposed(self) -> bool:
+        """Whether ``weight`` is (in_features, out_features). See ``BasicLinear``."""
+        return self._basic_linear().weight_transposed
 
     def _basic_linear(self) -> BasicLinear:
         linear = self.basic_ops[0]

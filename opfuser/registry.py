@@ -231,7 +231,7 @@ class Registry:
         # The version as text, since torch.compile would trace a changing integer as a symbol.
         self.stamp = "version 0"
         self._told: set[str] = set()
-        self._state: Hashable = None
+        self._state: tuple[Hashable, Hashable] | None = None
         self._ordered: list[FusionHandle] | None = None
         for variable, on in (("OPFUSER_DISABLE", False), ("OPFUSER_ENABLE", True)):
             names = filter(None, os.environ.get(variable, "").split(","))
@@ -245,8 +245,8 @@ class Registry:
         self._state = None
         self._ordered = None
 
-    def state(self) -> Hashable:
-        """A value that is equal whenever the same fusions are on, in the same order."""
+    def state(self) -> tuple[Hashable, Hashable]:
+        """The fusions in their order, each with what switches it off, and the configurations."""
         if self._state is None:
             on = tuple((handle, handle.disabled_by()) for handle in self)
             self._state = on, self.configs

@@ -26,6 +26,7 @@ from .errors import (
     OpKwargsError,
     explain,
 )
+from .events.kinds import PlanInvalidated
 from .fuser import OperationFuser, check_keywords, count_message
 from .fusion_config import FusionConfig, Place, glob_names
 from .groups import (
@@ -36,6 +37,7 @@ from .groups import (
     join_plans,
     make_groups,
     stretches,
+    tell_regrouped,
 )
 from .op import BasicOperation, FusedOperation, FusibleOperation, has_called_parts
 from .quantization.region import active_recipe, check_recipe, region, region_of_call
@@ -289,6 +291,8 @@ class Sequential(NestedSequential):
         structure = [(split, [(id(m), scope) for m, scope in part]) for split, part in found]
         changed = structure != self._structure
         if changed:
+            if PlanInvalidated.wanted:
+                tell_regrouped(self._groups, found)
             groups, routes = make_groups(found)
             only = groups[0].callee if len(groups) == 1 else None
             self.__dict__.update(
@@ -445,8 +449,9 @@ class Sequential(NestedSequential):
             self._guard(tuple([seq._stamp for seq in self._stamped]))
         elif self._seen != Clock.now or self._hooked:
             self._resolve()
-        if op_kwargs is None and self._single is not None:
-            return self._single(input, *extra_inputs)
+        if self._single is not None:
+            kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)[0]
+            return self._single(input, *extra_inputs, basic_op_kwargs=kwargs)
         return self._walk(input, extra_inputs, op_kwargs)
 
     def _walk(

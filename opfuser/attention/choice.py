@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,22 +13,38 @@ from torch.backends.cuda import SDPAParams
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotSupportedError, explain
+from ..events.kinds import AttentionKernelTaken, Event, FallbackTaken
 from ..kernels.launch import transforms_active
 from . import cudnn_versions
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, request_of
+from .flash_attn import FLASH_ATTN
+from .flex_compiled import FLEX
 from .sdpa import CPU, CUDNN, EFFICIENT, FLASH, HALF
+from .te import TE
 
-__all__ = ["KERNELS", "Choice", "choose", "choose_plain", "expanded", "explained", "foreseen"]
+__all__ = [
+    "KERNELS",
+    "Choice",
+    "choose",
+    "choose_plain",
+    "expanded",
+    "explained",
+    "foreseen",
+    "happened",
+]
 
-# In order of preference. Among cuDNN, flash and efficient torch has one of its own, which counts
-# where its scaled_dot_product_attention could be called.
+# In order of preference, but for those taken by name only. Among cuDNN, flash and efficient torch
+# has one of its own, which counts where its scaled_dot_product_attention could be called.
 KERNELS: dict[str, Kernel] = {
     "cudnn": CUDNN,
     "flash": FLASH,
     "efficient": EFFICIENT,
     "cpu": CPU,
+    "flash_attn": FLASH_ATTN,
+    "flex": FLEX,
     "blockwise": BLOCKWISE,
+    "te": TE,
 }
 _BY_CHOICE = {1: "flash", 2: "efficient", 3: "cudnn"}  # torch.nn.attention.SDPBackend
 
@@ -77,28 +94,53 @@ def choose(x: Heads, call: Call, request: Request, forced: str | None) -> str:
             return choose_plain(x, call, request.differentiable)
         if transforms_active():
             return "blockwise"
-    return _chosen(forced, *request)
+    without: tuple[str, ...] = ()
+    while True:
+        name = _chosen(forced, without, *request)
+        prepare = KERNELS[name].prepare
+        reason = None if prepare is None else prepare(x, call, request.differentiable)
+        if reason is None:
+            return name
+        if forced is not None:
+            raise _refused(forced, reason)
+        if not torch.compiler.is_compiling():
+            _unprepared[name, request] = reason
+        without = (*without, name)
+
+
+# Why calls of a kind were not prepared for a kernel that would take them; for what is told of them.
+_unprepared: dict[tuple[str, Request], str] = {}
 
 
 @functools.lru_cache(1024)
-def _find(request: Request, forced: str | None) -> str:
+def _find(request: Request, forced: str | None, without: tuple[str, ...] = ()) -> str:
     if forced is not None:
         reason = _refusal(forced, request)
         if reason is None:
             return forced
-        raise NotSupportedError(
-            explain(
-                f"The kernel {forced!r} does not take this call: {reason}",
-                where="DotProductAttention",
-                remedy="With kernel=None one that takes it is chosen",
-            )
+        raise _refused(forced, reason)
+    left = [name for name in _candidates() if name not in without]
+    return next(name for name in left if KERNELS[name].refusal(request) is None)
+
+
+def _refused(forced: str, reason: str) -> NotSupportedError:
+    return NotSupportedError(
+        explain(
+            f"The kernel {forced!r} does not take this call: {reason}",
+            where="DotProductAttention",
+            remedy="With kernel=None one that takes it is chosen",
         )
-    return next(name for name in KERNELS if KERNELS[name].refusal(request) is None)
+    )
 
 
-def _chosen(forced: str | None, *fields: Any) -> str:
+def _candidates() -> list[str]:
+    """The names of kernels that are taken without being asked for, in order of preference."""
+    return [name for name, kernel in KERNELS.items() if not kernel.by_name]
+
+
+def _chosen(forced: str | None, without: tuple[str, ...], *fields: Any) -> str:
     """As :func:`_find`. The fields of the request come apart, as Dynamo takes constants."""
-    return _find(Request(*fields), forced)
+    return _find(Request(*fields), forced, without)
 
 
 def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:
@@ -152,7 +194,7 @@ def expanded(x: Heads) -> Heads:
 
 def _refusal(name: str, request: Request) -> str | None:
     """Why a kernel does not take a request, asked of torch too where it can tell."""
-    reason = KERNELS[name].refusal(request)
+    reason = KERNELS[name].refusal(request) or _unprepared.get((name, request))
     if reason is None and request.is_plain and request.device.type == "cuda":
         return _refusal_of_torch(name, request)
     return reason
@@ -183,15 +225,45 @@ def _refusal_of_torch(name: str, request: Request) -> str | None:
 def explained(request: Request, kernel: str) -> Choice:
     """The choice with its reasons, which are looked up only now."""
     passed: list[tuple[str, str]] = []
-    for name in KERNELS:
+    for name in [] if KERNELS[kernel].by_name else _candidates():
         if name == kernel:
             break
-        reason = _refusal(name, request)
-        passed.append((name, reason or f"torch prefers {kernel}"))
+        reason = _refusal(name, request) or (
+            f"torch prefers {kernel}"
+            if name in _BY_CHOICE.values()
+            else "torch chooses where it has a kernel of its own"
+        )
+        passed.append((name, reason))
     note = ""
     if request.device.type == "cuda" and kernel not in ("cudnn", "blockwise"):
         note = cudnn_versions.trouble() or ""
     return Choice(kernel, tuple(passed), note)
+
+
+# Kernels that are better than plain torch, by the type of the device.
+_BETTER = {"cuda": ("cudnn", "flash", "efficient", "flex"), "cpu": ("cpu",)}
+
+
+def happened(operation: str, request: Request, kernel: str, forced: str | None) -> Iterator[Event]:
+    """The events of a call: its kernel, and the fallback if that is one.
+
+    Args:
+        operation: with its arguments.
+        request, kernel: of the call.
+        forced: the name of the kernel that was asked for, or None.
+    """
+    if forced is not None:
+        yield AttentionKernelTaken(operation, kernel, (), "It is asked for by name")
+        return
+    choice = explained(request, kernel)
+    yield AttentionKernelTaken(operation, *choice)
+    better = _BETTER.get(request.device.type, ())
+    if not better or request.empty or not (kernel == "blockwise" or choice.note):
+        return
+    reasons = [f"{name}: {why}" for name, why in choice.passed_over if name in better]
+    detail = "; ".join([*reasons, choice.note] if choice.note else reasons)
+    wanted = [name for name in better if name != kernel]
+    yield FallbackTaken(f"attention of {operation}", " or ".join(wanted), kernel, "KERNEL", detail)
 
 
 def foreseen(request: Request, forced: str | None) -> str:
@@ -206,8 +278,8 @@ def foreseen(request: Request, forced: str | None) -> str:
         text = f"attention by {forced}, which is asked for by name"
         return text if reason is None else f"{text} but refuses: {reason}"
     reasons: dict[str, list[str]] = {}
-    for name, kernel in KERNELS.items():
-        reasons.setdefault(kernel.refusal(request) or "", []).append(name)
+    for name in _candidates():
+        reasons.setdefault(KERNELS[name].refusal(request) or "", []).append(name)
     possible = " or ".join(reasons.pop(""))
     text = "; ".join(f"not {', '.join(names)}: {why}" for why, names in reasons.items())
     return f"attention by {possible}, as sizes and keywords allow" + (f"; {text}" if text else "")

@@ -11,7 +11,17 @@ from torch.nn import functional as F
 
 from .call import Call, Heads, Kernel, Request, Result, additive
 
-__all__ = ["CPU", "CUDNN", "EFFICIENT", "FLASH", "HALF"]
+__all__ = [
+    "CPU",
+    "CUDNN",
+    "EFFICIENT",
+    "FLASH",
+    "HALF",
+    "capability",
+    "first",
+    "has_little_shared_memory",
+    "turned",
+]
 
 _aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -35,7 +45,7 @@ def _cpu_backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     return backward(*given, attn_mask=bias, scale=call.scale)
 
 
-def _turned(*heads: Tensor) -> list[Tensor]:
+def turned(*heads: Tensor) -> list[Tensor]:
     """(B, H, S, D) as (B, S, H, D), or back."""
     return [t.transpose(1, 2) for t in heads]
 
@@ -50,7 +60,7 @@ def _window(call: Call) -> dict[str, int]:
 def _flash_forward(x: Heads, call: Call) -> Result:
     p, causal, scale = call.dropout_p, call.causal, call.scale
     if call.cu_seqlens is not None:
-        rows = [t.squeeze(0) for t in _turned(*x)]
+        rows = [t.squeeze(0) for t in turned(*x)]
         out = _aten._flash_attention_forward(
             *rows, *_ends(call), p, causal, False, scale=scale, **_window(call)
         )
@@ -58,7 +68,7 @@ def _flash_forward(x: Heads, call: Call) -> Result:
     if call.window is not None:
         lengths = None, None, x.q.shape[2], x.k.shape[2]
         out = _aten._flash_attention_forward(
-            *_turned(*x), *lengths, p, causal, False, scale=scale, **_window(call)
+            *turned(*x), *lengths, p, causal, False, scale=scale, **_window(call)
         )
         return Result(out[0].transpose(1, 2), *out[1:4])
     out = _aten._scaled_dot_product_flash_attention(*x, p, causal, scale=scale)
@@ -69,19 +79,19 @@ def _flash_backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     p, causal, scale = call.dropout_p, call.causal, call.scale
     lengths = None, None, x.q.shape[2], x.k.shape[2]
     if call.cu_seqlens is not None:
-        dy, *rows, y = [t.squeeze(0) for t in _turned(dy, *x, r.output)]
+        dy, *rows, y = [t.squeeze(0) for t in turned(dy, *x, r.output)]
         grads = _aten._flash_attention_backward(
             dy, *rows, y, r.logsumexp, *_ends(call), p, causal, r.seed, r.offset,
             scale=scale, **_window(call),
         )  # fmt: skip
-        return _turned(*[grad.unsqueeze(0) for grad in grads])
+        return turned(*[grad.unsqueeze(0) for grad in grads])
     if call.window is not None:
-        dy, *rows, y = _turned(dy, *x, r.output)
+        dy, *rows, y = turned(dy, *x, r.output)
         grads = _aten._flash_attention_backward(
             dy, *rows, y, r.logsumexp, *lengths, p, causal, r.seed, r.offset,
             scale=scale, **_window(call),
         )  # fmt: skip
-        return _turned(*grads)
+        return turned(*grads)
     backward = _aten._scaled_dot_product_flash_attention_backward
     given = r.output, r.logsumexp, *lengths, p, causal, r.seed, r.offset
     return backward(dy, *x, *given, scale=scale)
@@ -122,7 +132,7 @@ def _efficient_forward(x: Heads, call: Call) -> Result:
         forward = _aten._scaled_dot_product_efficient_attention
         return Result(*forward(*x, bias, True, p, call.causal, scale=scale))
     out = _aten._efficient_attention_forward(
-        *_turned(*x), bias, *_ends(call), p, _causality(x, call), True,
+        *turned(*x), bias, *_ends(call), p, _causality(x, call), True,
         scale=scale, window_size=call.window,
     )  # fmt: skip
     return Result(out[0].transpose(1, 2), *out[1:4])
@@ -136,12 +146,12 @@ def _efficient_backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
         return backward(dy, *x, bias, *r, p, wanted, call.causal, scale=scale)
     *starts, queries, keys = _ends(call)
     lengths = (x.q.shape[2], x.k.shape[2]) if queries is None else (queries, keys)
-    dy, *rows, y = _turned(dy, *x, r.output)
+    dy, *rows, y = turned(dy, *x, r.output)
     grads = _aten._efficient_attention_backward(
         dy, *rows, bias, y, *starts, *lengths, r.logsumexp, p, r.seed, r.offset,
         _causality(x, call), False, scale=scale, window_size=call.window,
     )  # fmt: skip
-    return _turned(*grads[:3])
+    return turned(*grads[:3])
 
 
 def _cudnn_forward(x: Heads, call: Call) -> Result:
@@ -157,12 +167,13 @@ def _cudnn_backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     return backward(*given, scale=call.scale)
 
 
-def _first(*reasons: tuple[bool, str]) -> str | None:
+def first(*reasons: tuple[bool, str]) -> str | None:
+    """The first reason that holds."""
     return next((why for holds, why in reasons if holds), None)
 
 
 def _cpu_refusal(r: Request) -> str | None:
-    return _first(
+    return first(
         (r.device.type != "cpu", f"it runs on a CPU, not on {r.device.type}"),
         (r.empty, "it divides by the number of elements, which is zero"),
         (r.softcap, "it has no soft-capping"),
@@ -181,8 +192,13 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
 
 
+def has_little_shared_memory(major: int, minor: int) -> bool:
+    """Whether a block of a GPU of that capability has less than 100 KiB, where others have 163."""
+    return (major, minor) in ((8, 6), (8, 9)) or major == 12
+
+
 def _gpu_refusal(r: Request) -> str | None:
-    return _first(
+    return first(
         (r.device.type != "cuda", f"it runs on a GPU, not on {r.device.type}"),
         (r.empty, "there is no element"),
         (bool(r.head_dim % 8 or r.v_head_dim % 8), "head sizes must be multiples of 8"),
@@ -192,7 +208,7 @@ def _gpu_refusal(r: Request) -> str | None:
 
 
 def _flash_refusal(r: Request) -> str | None:
-    reason = _gpu_refusal(r) or _first(
+    reason = _gpu_refusal(r) or first(
         (not r.enabled[0], "torch.backends.cuda.enable_flash_sdp(False) is set"),
         (r.dtype not in HALF, f"it computes in fp16 and bf16, not in {r.dtype}"),
         (r.mask, "it takes no mask"),
@@ -202,9 +218,9 @@ def _flash_refusal(r: Request) -> str | None:
     if reason is not None:
         return reason
     major, minor = capability(r.device)
-    small = (major, minor) in ((8, 6), (8, 9)) or major == 12  # of little shared memory
+    small = has_little_shared_memory(major, minor)
     largest = 192 if r.dropout else 224
-    return _first(
+    return first(
         (major < 8, f"it needs compute capability 8.0, have {major}.{minor}"),
         (
             small and r.differentiable and r.head_dim > largest,
@@ -214,7 +230,7 @@ def _flash_refusal(r: Request) -> str | None:
 
 
 def _efficient_refusal(r: Request) -> str | None:
-    return _gpu_refusal(r) or _first(
+    return _gpu_refusal(r) or first(
         (not r.enabled[1], "torch.backends.cuda.enable_mem_efficient_sdp(False) is set"),
         (r.dtype == torch.float64, "it does not compute in fp64"),
         (r.varlen and r.mask, "it takes no mask beside cu_seqlens"),
@@ -232,7 +248,7 @@ def _efficient_refusal(r: Request) -> str | None:
 
 
 def _cudnn_refusal(r: Request) -> str | None:
-    return _gpu_refusal(r) or _first(
+    return _gpu_refusal(r) or first(
         (not r.enabled[2], "torch.backends.cuda.enable_cudnn_sdp(False) is set"),
         (r.dtype not in HALF, f"it computes in fp16 and bf16, not in {r.dtype}"),
         (r.mask, "rows whose keys are all masked are not 0 there"),

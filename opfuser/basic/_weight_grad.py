@@ -13,6 +13,7 @@ from ..context import OperationContext
 from ..errors import ArgumentError, NotSupportedError, explain
 from ..gemm.scaled import Accumulation, scaled_wgrad
 from ..kernels.quantize import Codes
+from ..kernels.scalar import cast
 from ..quantization.weights import is_fp8
 from ..recording import assume, callers_stream, is_recording, repeat
 from ..wgrad_overlap import compute, issue
@@ -57,6 +58,10 @@ class Product(NamedTuple):
         """Adds it to ``out``, or writes it there."""
         gemm.wgrad_into(out, self.dy, self.x, accumulate=accumulate, scale=self.scale)
 
+    def transposed(self) -> Product:
+        """That of a weight that is stored as its transpose: ``s xᵀ dy``, in x's dtype."""
+        return Product(self.x, cast(self.dy, self.x.dtype), self.scale)
+
 
 class Computed(NamedTuple):
     """The gradient of a weight, where it exists before it is known where it goes."""
@@ -70,6 +75,10 @@ class Computed(NamedTuple):
     def write(self, out: Tensor, *, accumulate: bool) -> None:
         """Adds it to ``out``, or writes it there."""
         out.add_(self.dw) if accumulate else out.copy_(self.dw)
+
+    def transposed(self) -> Computed:
+        """That of a weight that is stored as its transpose."""
+        return Computed(self.dw.t())
 
 
 class ScaledProduct(NamedTuple):
@@ -96,6 +105,10 @@ class ScaledProduct(NamedTuple):
         """Adds it to ``out``, or writes it there, rounded once."""
         how = self.how._replace(dtype=torch.float32)
         Computed(scaled_wgrad(self.dy, self.x, how)).write(out, accumulate=accumulate)
+
+    def transposed(self) -> Computed:
+        """That of a weight that is stored as its transpose."""
+        return Computed(self.value().t())
 
 
 WeightGradient: TypeAlias = Product | Computed | ScaledProduct

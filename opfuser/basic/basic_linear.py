@@ -94,6 +94,9 @@ class BasicLinear(StoresWeight):
             here and get None, and anomaly detection sees nothing of dW. DistributedDataParallel,
             whose hook reads ``grad``, works; on a GPU it must have been constructed in the default
             stream too.
+        weight_transposed: make ``weight`` the transpose, :math:`W^T` (in_features, out_features),
+            as GPT-2's is in Hugging Face's transformers. Its gradient is of that shape; neither is
+            copied. It is never stored as codes, and quantised compute leaves the operation out.
 
     Raises:
         ArgumentError: arguments outside their domain.
@@ -103,7 +106,9 @@ class BasicLinear(StoresWeight):
     """
 
     kernels = ("GEMM",)
-    read_only: ClassVar[frozenset[str]] = frozenset({"in_features", "out_features", "sharding"})
+    read_only: ClassVar[frozenset[str]] = frozenset(
+        {"in_features", "out_features", "sharding", "weight_transposed"}
+    )
 
     class Saved(NamedTuple):
         input: Tensor | None
@@ -112,8 +117,10 @@ class BasicLinear(StoresWeight):
     class Settings(NamedTuple):
         accumulate_into_main_grad: bool
         accumulate_into_grad: bool
+        weight_transposed: bool
 
     recipe: str | None = "inherit"
+    weight_transposed: bool = False
     takes_part_in_recipes: ClassVar[bool] = True
     wgrad_overlap: WgradOverlap | None = None
 
@@ -131,6 +138,7 @@ class BasicLinear(StoresWeight):
         accumulate_into_main_grad: bool = False,
         userbuffers_options: dict[str, Any] | None = None,
         accumulate_into_grad: bool = False,
+        weight_transposed: bool = False,
     ) -> None:
         super().__init__()
         where = type(self).__name__
@@ -163,10 +171,14 @@ class BasicLinear(StoresWeight):
         self.out_features = out_features
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.accumulate_into_grad = accumulate_into_grad
+        self.weight_transposed = weight_transposed
         self.make_settings()  # checks them
         self._rng_state_tracker_function = rng_state_tracker_function
         shape = self.sharding.local_out_features, self.sharding.local_in_features
-        self.make_weight(*shape, device, dtype)
+        if weight_transposed:
+            self.weight = nn.Parameter(torch.empty(*shape[::-1], device=device, dtype=dtype))
+        else:
+            self.make_weight(*shape, device, dtype)
         self.reset_parameters()
 
     @property
@@ -213,7 +225,8 @@ class BasicLinear(StoresWeight):
         if not self.weight.numel():
             return
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
-            self.initialize_weight(partial(nn.init.kaiming_uniform_, a=math.sqrt(5)))
+            fill = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))
+            self.initialize_weight((lambda w: fill(w.t())) if self.weight_transposed else fill)
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         stored = self.weight_format
@@ -223,9 +236,11 @@ class BasicLinear(StoresWeight):
         both = self.accumulate_into_main_grad, self.accumulate_into_grad
         refuse_both(*both, type(self).__name__)
         check_own_recipe(self.recipe, type(self).__name__)
-        return self.Settings(*both)
+        return self.Settings(*both, self.weight_transposed)
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
+        if self.weight_transposed:
+            return Refusal("LAYOUT", "its weight is stored as its transpose")
         features = self.local_out_features, self.local_in_features
         weight: Tensor | None = self.weight
         stored = self.weight_format
@@ -317,8 +332,11 @@ class BasicLinear(StoresWeight):
         dtype = w.dtype
         if any_autocast():
             dtype = autocast_dtype(x.device) or dtype
-        if any(ctx.settings or self.frozen_settings(ctx)):
+        settings = ctx.settings or self.frozen_settings(ctx)
+        if any(settings):
             keep_weights(ctx, [w])
+            if settings.weight_transposed:
+                w = w.detach().t()  # of a view that is no leaf's, autograd's error of writes fits
         stored = self.weight_format
         if stored is not None and dtype == w.dtype:
             dtype = stored.dtype
@@ -394,8 +412,8 @@ class BasicLinear(StoresWeight):
             scale: a factor s of the gradient.
 
         Returns:
-            ``s dyᵀ x``; zeros once that is in ``main_grad``; None once it is in ``grad``, or where
-            it would be for ``main_grad`` and autograd does not want it.
+            ``s dyᵀ x``, as the weight is stored; zeros once that is in ``main_grad``; None once it
+            is in ``grad``, or where it would be for ``main_grad`` and autograd does not want it.
 
         Raises:
             ArgumentError: ``main_grad`` is asked for and missing.
@@ -406,10 +424,10 @@ class BasicLinear(StoresWeight):
         return self.hand_over(Product(dy, x, scale), ctx)
 
     def hand_over(self, gradient: WeightGradient, ctx: OperationContext | None) -> Tensor | None:
-        """As :meth:`weight_grad`, for a gradient in any form."""
+        """As :meth:`weight_grad`, for a gradient of W in any form."""
         settings = self.settings if ctx is None else self.frozen_settings(ctx)
         return handed_over(
-            gradient,
+            gradient.transposed() if settings.weight_transposed else gradient,
             next(iter(kept_weights(ctx)), None),
             lambda: self.weight,
             type(self).__name__,
@@ -452,7 +470,8 @@ class BasicLinear(StoresWeight):
             refuse_reference(self.sharding.group, type(self).__name__)
         stored = self.weight_format
         if stored is None:
-            return input_.to(self.weight.dtype) @ self.weight.t()
+            w = self.weight if self.weight_transposed else self.weight.t()
+            return input_.to(w.dtype) @ w
         return input_.to(stored.dtype) @ self.read_weight().t()
 
     def extra_repr(self) -> str:
@@ -461,4 +480,6 @@ class BasicLinear(StoresWeight):
             text += f", tensor_parallel_mode={self.sharding.mode!r}"
         if self.sharding.sequence_parallel:
             text += ", sequence_parallel=True"
+        if self.weight_transposed:
+            text += ", weight_transposed=True"
         return text + stored_in(self.weight_format)

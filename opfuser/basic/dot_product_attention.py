@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from ..attention.call import Call, Heads, Request, Result, request_of
-from ..attention.choice import KERNELS, Choice, choose, choose_plain, expanded, explained, foreseen
+from ..attention.choice import (
+    KERNELS,
+    Choice,
+    choose,
+    choose_plain,
+    expanded,
+    explained,
+    foreseen,
+    happened,
+)
 from ..attention.reference import plain_attention
 from ..attention.sinks import sinks_grad, with_sinks
 from ..context import (
@@ -21,6 +30,8 @@ from ..context import (
     ForwardResult,
 )
 from ..errors import ArgumentError, OpKwargsError, explain
+from ..events.kinds import AttentionKernelTaken
+from ..events.telling import emit, generation
 from ..kernels.launch import transforms_active
 from ..kernels.scalar import cast
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
@@ -39,8 +50,10 @@ class DotProductAttention(BasicOperation):
     With fewer queries than keys, the queries are the last positions.
 
     Every mode is computed by a kernel that exists: torch's for cuDNN, flash and memory-efficient
-    attention and for CPUs, forward and backward, and where none of these takes a call, plain
-    torch for a block of queries at a time, and again in backward. No attention matrix is stored.
+    attention and for CPUs, flash-attn's where it is installed, those that torch compiles for
+    flex_attention, and where none of these takes a call, plain torch for a block of queries at a
+    time, and again in backward. No attention matrix is stored. The first call that flex_attention
+    takes compiles its kernels, for every batch and length.
     :attr:`last_choice` says which kernel the last call took and why not another one; a plan says
     what is known before. ``docs/attention.md`` has the table.
 
@@ -72,7 +85,9 @@ class DotProductAttention(BasicOperation):
         sinks: whether each head has a learned logit that takes part in the softmax without a
             value: parameter ``sinks`` of shape (num_heads,), which starts at 0.
         alibi: whether scores fall with the distance, by a slope per head.
-        kernel: name of the kernel to take; a call that it does not take is an error. None chooses.
+        kernel: name of the kernel to take: ``"cudnn"``, ``"flash"``, ``"efficient"``, ``"cpu"``,
+            ``"flash_attn"``, ``"flex"``, ``"blockwise"`` or ``"te"``, which is Transformer Engine's
+            and taken by name only; a call that it does not take is an error. None chooses.
         v_head_dim: entries of a value head in a packed input; None is as many as of a key head.
         device, dtype: of the parameter.
 
@@ -212,6 +227,8 @@ class DotProductAttention(BasicOperation):
                 kernel,
                 (qkv.shape, qkv.dtype, qkv.device, ctx.requires_grad, settings),
             )
+            if AttentionKernelTaken.wanted:
+                self._last.tell(self)
         chosen = KERNELS[kernel]
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if ctx.requires_grad:
@@ -236,6 +253,8 @@ class DotProductAttention(BasicOperation):
         kernel = choose(x, call, request, settings.kernel)
         if not torch.compiler.is_compiling():
             self._last.call = kernel, request
+            if AttentionKernelTaken.wanted:
+                self._last.tell(self)
         chosen = KERNELS[kernel]
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if call.sinks is not None and not chosen.has_sinks:
@@ -373,17 +392,35 @@ class _Last:
     """The kernel of the last call, and its request or what that follows from; no plan reads it."""
 
     call: tuple[str, Any] | None = None
+    told: tuple[int, Any] | None = None
+    told_request: tuple[int, str, Request] | None = None
 
     def choice(self) -> Choice | None:
-        if self.call is None:
-            return None
-        kernel, request = self.call
-        if not isinstance(request, Request):
-            shape, dtype, device, differentiable, settings = request
-            x = inputs.split(torch.empty(shape, dtype=dtype, device="meta"), settings)
-            call = Call(settings.causal, _scale_of(x, settings))
-            request = request_of(x, call, differentiable)._replace(device=device)
-        return explained(request, kernel)
+        return None if self.call is None else explained(self._request(), self.call[0])
+
+    def _request(self) -> Request:
+        assert self.call is not None
+        request = self.call[1]
+        if isinstance(request, Request):
+            return request
+        shape, dtype, device, differentiable, settings = request
+        x = inputs.split(torch.empty(shape, dtype=dtype, device="meta"), settings)
+        call = Call(settings.causal, _scale_of(x, settings))
+        return request_of(x, call, differentiable)._replace(device=device)
+
+    def tell(self, op: DotProductAttention) -> None:
+        """Tells subscribers of the last call, unless they know of one like it."""
+        now = generation()
+        if self.told == (now, self.call):
+            return
+        assert self.call is not None
+        self.told = now, self.call
+        kernel, request = self.call[0], self._request()
+        if self.told_request != (now, kernel, request):  # reasons take longer to find
+            self.told_request = now, kernel, request
+            name = f"{type(op).__name__}({op.extra_repr()})"
+            for event in happened(name, request, kernel, op.kernel):
+                emit(event)
 
 
 def _aligned(x: Tensor) -> Tensor:

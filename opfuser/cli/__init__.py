@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OpfuserError
-from . import bench, bisect, check, config, diff, doctor, explain, fusions
+from . import audit, bench, bisect, check, config, diff, doctor, explain, fusions
 from .arguments import ERROR, FINE
 
 __all__ = ["COMMANDS", "main", "parser"]
 
-COMMANDS = (explain, diff, check, bisect, fusions, config, bench, doctor)
+COMMANDS = (explain, diff, fusions, config, audit, check, bisect, bench, doctor)
 """In the order in which help lists them."""
 
 

@@ -117,7 +117,10 @@ def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:
     """
     if formats:
         parser.add_argument(
-            "--format", choices=formats, default=formats[0], help="(default: %(default)s)"
+            "--format",
+            choices=formats,
+            default=formats[0],
+            help="how it is shown (default: %(default)s)",
         )
     parser.add_argument(
         "-o", "--output", type=Path, default=None, metavar="FILE", help="write to a file"

@@ -8,11 +8,14 @@ import json
 from textwrap import wrap
 from typing import Any
 
+from ..engine.folding import joined_names, like
 from ..engine.plan import Plan
 from ..errors import TargetError, explain
 from ..report.diff import check_fusion_name, in_bytes
 from ..report.inputs import did_you_mean
+from ..report.kernel_counts import Counts
 from ..report.plan_json import Explained, document, explained
+from ..report.traffic import total
 from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
 
 __all__ = ["add"]
@@ -94,7 +97,10 @@ def _reasons(args: argparse.Namespace) -> str:
                     received=f"--at {args.at}",
                 )
             )
-    return "\n\n".join(_titled(path, plan.why(args.why, args.at)) for path, plan in plans.items())
+    return "\n\n".join(
+        _titled(joined_names(paths), plans[paths[0]].why(args.why, args.at))
+        for paths in _equal(plans)
+    )
 
 
 def _chosen(found: Explained, path: str | None) -> Explained:
@@ -152,26 +158,37 @@ def _optional(module: str) -> Any:
 
 def _text(found: Explained) -> str:
     texts = []
-    for path, plan in found.plans.items():
-        lines = [_titled(path, str(plan))]
-        if found.traffic is not None and path in found.traffic.sequences:
-            own = found.traffic.sequences[path]
-            lines.append(_counted(own.counts.launches, *own.counts[1:], own.saved_bytes))
+    counted = {} if found.traffic is None else found.traffic.sequences
+    for paths in _equal(found.plans):
+        lines = [_titled(joined_names(paths), str(found.plans[paths[0]]))]
+        own = [counted[path] for path in paths if path in counted]
+        if own:
+            counts = total(traffic.counts for traffic in own)
+            each = "" if len(own) == 1 else f", {len(own)} of them"
+            lines.append(_counted(each, counts, sum(traffic.saved_bytes for traffic in own)))
         texts.append("\n".join(lines))
     if found.missing:
         texts.append("\n".join(wrap(f"No launches and bytes: {found.missing}", 80)))
     elif found.traffic is not None and len(found.plans) > 1:
-        total = found.traffic.counts
-        texts.append("whole model: " + _counted(*total, found.traffic.saved_bytes))
+        whole = _counted("", found.traffic.counts, found.traffic.saved_bytes)
+        texts.append("whole model, " + whole)
     return "\n\n".join(texts)
 
 
-def _counted(launches: int, read: int, written: int, saved: int) -> str:
+def _equal(plans: dict[str, Plan]) -> list[list[str]]:
+    """The paths of plans that are equal and differ in numbers of their paths alone, together."""
+    found: dict[tuple[str, Plan], list[str]] = {}
+    for path, plan in plans.items():
+        found.setdefault((like(path), plan), []).append(path)
+    return list(found.values())
+
+
+def _counted(of: str, counts: Counts, saved: int) -> str:
     return "\n  ".join(
         [
-            "on a GPU, a call and its backward:",
-            f"{launches} launches",
-            f"{in_bytes(read)} read, {in_bytes(written)} written",
+            f"on a GPU, a call and its backward{of}:",
+            f"{counts.launches} launches",
+            f"{in_bytes(counts.read)} read, {in_bytes(counts.written)} written",
             f"{in_bytes(saved)} saved for backward",
         ]
     )

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..buffer_reuse import memory_of
 from ..errors import DoubleBackwardError, NotSupportedError, explain
+from ..events.kinds import BytesSaved
+from ..events.telling import emit
 from .backward_pass import execute_backward, zeros
 from .forward_pass import Kwargs, Tape, execute_forward
 from .schedule import Schedule
@@ -114,13 +117,16 @@ class _SequenceFunction(torch.autograd.Function):
             # shares memory with another one, gets a wrong gradient.
             output = output.view_as(output)
             outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
-        elif output._is_view() and (
-            torch.compiler.is_compiling()  # tensors without memory, and functional in any case
-            or output.untyped_storage().data_ptr()
-            not in [t.untyped_storage().data_ptr() for t in (input_, *tensors)]
-        ):
-            # A view of an intermediate result, which autograd would not let the caller change.
-            output = output.detach()
+        else:
+            if BytesSaved.wanted and not torch.compiler.is_compiling():
+                emit(_bytes_saved(schedule, tape.saved, tensors[: schedule.num_parameters], marked))
+            if output._is_view() and (
+                torch.compiler.is_compiling()  # tensors without memory, and functional in any case
+                or output.untyped_storage().data_ptr()
+                not in [t.untyped_storage().data_ptr() for t in (input_, *tensors)]
+            ):
+                # A view of an intermediate result, which autograd would not let the caller change.
+                output = output.detach()
         if not outputs:
             return output
         func_ctx.set_materialize_grads(False)
@@ -218,6 +224,22 @@ _NOT_BATCHED = explain(
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
 
 
+def _bytes_saved(
+    schedule: Schedule,
+    saved: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    checkpointed: bool,
+) -> BytesSaved:
+    (number,) = schedule.plan.numbers
+    own = {memory_of(p) for p in parameters if p.layout is torch.strided}
+    # A sparse tensor has no memory of its own, but pieces that have.
+    kept = [t for t in saved if t is not None and t.layout is torch.strided]
+    sizes = {memory_of(t): t.untyped_storage().nbytes() for t in kept}
+    size = sum(n for memory, n in sizes.items() if memory not in own)
+    count = sum(memory_of(t) not in own for t in kept)
+    return BytesSaved(number, size, count, checkpointed)
+
+
 def _in_checkpoint() -> bool:
     """Whether a checkpoint drops the saved tensors and recomputes them in backward.
 
@@ -293,8 +315,9 @@ def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> N
         for n in views:
             grads[n] = grads[n].clone()  # type: ignore[union-attr]
         return
-    memory = [t.untyped_storage().data_ptr() for t in (*received, *grads) if t is not None]
-    if len(set(memory)) == len(memory):
+    present = [t for t in (*received, *grads) if t is not None]
+    memory = [t.untyped_storage().data_ptr() for t in present]
+    if len(set(memory)) == len(memory) or not _any_overlap(present, memory):
         return
     for n in views:
         grad = grads[n]
@@ -302,6 +325,20 @@ def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> N
             others = [*received, *grads[:n], *grads[n + 1 :]]
             if any(other is not None and _overlap(grad, other) for other in others):
                 grads[n] = grad.clone()
+
+
+def _any_overlap(tensors: Sequence[Tensor], memory: Sequence[int]) -> bool:
+    """Whether any two share bytes; ``memory`` has the addresses of their storages."""
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for t, address in zip(tensors, memory):
+        covered.setdefault(address, []).append(_extent(t))
+    for extents in covered.values():
+        last = 0
+        for start, stop in sorted(extents):
+            if start < last:
+                return True
+            last = max(last, stop)
+    return False
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -316,5 +353,7 @@ def _extent(t: Tensor) -> tuple[int, int]:
     start = int(t.storage_offset()) * t.itemsize
     if not t.numel():
         return start, start
+    if t.is_contiguous():
+        return start, start + t.nbytes
     last = sum((int(size) - 1) * int(stride) for size, stride in zip(t.shape, t.stride()))
     return start, start + (last + 1) * t.itemsize

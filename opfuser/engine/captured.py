@@ -107,9 +107,10 @@ class Captured:
         kept = [parameters[n] for n in schedule.kept_parameters]
         self._saved = [] if tape is None else [*tape.saved, *kept]
         self._contexts = [] if tape is None else tape.contexts
-        numbers = {id(p): n for n, p in reversed(list(enumerate(parameters)))}
-        # The parameters that backward reads, and which of the saved tensors they are.
-        self._read = [(n, numbers[id(t)]) for n, t in enumerate(self._saved) if id(t) in numbers]
+        # The parameters that backward reads, and which of the saved tensors they, or views, are.
+        numbers = {_memory_read(p): n for n, p in reversed(list(enumerate(parameters)))}
+        read = {n: _memory_read(t) for n, t in enumerate(self._saved) if t is not None}
+        self._read = [(n, numbers[memory]) for n, memory in read.items() if memory in numbers]
         self._read_parameters = sorted({number for _, number in self._read})
         self.num_read = len(self._read_parameters)
         self._addresses = [parameters[n].data_ptr() for n in self._read_parameters]
@@ -247,12 +248,20 @@ class Captured:
         saved = list(self._saved)
         now = dict(zip(self._read_parameters, read))
         for n, number in self._read:
-            saved[n] = now[number]
+            t, parameter = saved[n], now[number]
+            assert t is not None
+            is_view = t is not self.parameters[number]
+            saved[n] = parameter.as_strided(t.shape, t.stride()) if is_view else parameter
         dy, *dys = received
         grads = execute_backward(self._forwarded(saved), dy, dys, keep=True)
         separate(grads, received)
         own = {memory_of(t) for t in self.tensors if t is not None}
         return [g.clone() if g is not None and memory_of(g) in own else g for g in grads]
+
+
+def _memory_read(t: Tensor) -> tuple[int, int, torch.dtype]:
+    """Equal for a parameter and a view of all of it, such as its transpose."""
+    return t.data_ptr(), t.nbytes, t.dtype
 
 
 def _cached_tensors(schedule: Schedule) -> list[Tensor]:

@@ -91,12 +91,13 @@ def execute_forward(  # noqa: PLR0912 - a function for each branch would cost ev
                     tape.add_step(general, ctxs, x)
                 continue
             ctx = constant or new_context(needs, _settings(op, traced) if freezes else None)
-            if kwargs is None:
+            own = None if kwargs is None else kwargs[first]
+            if not own:
                 x = op.op_forward(
                     ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
                 )
             else:
-                x, _ = op.fuser_forward([ctx], x, **_NO_EXTRAS, basic_op_kwargs=[kwargs[first]])
+                x, _ = op.fuser_forward([ctx], x, **_NO_EXTRAS, basic_op_kwargs=[own])
             if tape is not None:
                 if constant is None:
                     tape.add(ctx)

@@ -132,9 +132,9 @@ class ReplayRecord(NamedTuple):
 class Plan(_Compared):
     """The steps of both passes, and how they were decided.
 
-    Plans are equal, and hash alike, if all fields but ``assumed`` and ``replays`` are: operations
-    compare by type and name, not by object or parameters, and records compare everything but
-    durations.
+    Plans are equal, and hash alike, if all fields but ``assumed``, ``replays`` and ``numbers`` are:
+    operations compare by type and name, not by object or parameters, and records compare everything
+    but durations.
 
     Attributes:
         basic_ops: the basic operations, in forward order.
@@ -152,6 +152,8 @@ class Plan(_Compared):
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
         replays: of ``last_plan``, for each group of operations; not compared.
+        numbers: of the plans of groups that it joins, as events, log and dumps show them: counted
+            in this process; not compared.
     """
 
     basic_ops: tuple[BasicOperation, ...]
@@ -168,6 +170,7 @@ class Plan(_Compared):
     names: tuple[str, ...] = field(default=())
     assumed: tuple[str, ...] = field(default=())
     replays: tuple[ReplayRecord, ...] = field(default=())
+    numbers: tuple[int, ...] = field(default=())
 
     def _says(self) -> Hashable:
         kinds = tuple(type(op) for op in self.basic_ops)

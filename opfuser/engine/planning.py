@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 from typing import Any
 
 from ..errors import PlanError, explain
@@ -14,13 +13,15 @@ from ..fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is_built_in
 from ..registry import FusionHandle
 from . import plan_text as _plan_text  # noqa: F401 - how plans are shown
+from .dumps import Dump
 from .limits import Limits
 from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizer_between
+from .plan_report import report
 from .routing import Routing
 
 __all__ = ["grad_needs", "make_plan"]
 
-logger = logging.getLogger("opfuser")
+_numbers = count(1)
 
 
 def grad_needs(
@@ -65,23 +66,13 @@ def make_plan(
         PlanError: a fusion returned operations that do not tile the basic operations.
     """
     basic_ops = tuple(basic for op in ops for basic in expand(op))
-    maker = _Maker(basic_ops, env, needs, limits)
-    ordered = list(handles)
-
-    def stage(name: Stage, start: list[FusibleOperation]) -> list[FusibleOperation]:
-        for handle in ordered:
-            if handle.stage == name:
-                start = maker.attempt(handle, start)
-        return start
-
-    joint = stage("joint", list(ops))
-    forward = stage("forward", _for_pass(joint, "fuser_forward"))
-    backward: list[FusibleOperation] = []
-    if any(need is not None for need in needs):
-        backward = stage("backward", _for_pass(joint, "fuser_backward"))
-        forward = maker.show_outputs(forward, backward)
-    else:
-        maker.skip([h for h in ordered if h.stage == "backward"], "no gradient is needed")
+    number, dump = next(_numbers), Dump.wanted()
+    maker = _Maker(basic_ops, env, needs, dump, limits)
+    try:
+        forward, backward = _fused(maker, list(ops), list(handles))
+    finally:  # also where a fusion raises an error
+        if dump is not None:
+            dump.write(number, basic_ops, env, maker.history)
     steps = maker.steps(forward), maker.steps(backward)
     quantized, high_precision = _precision(basic_ops, steps[0], env)
     plan = Plan(
@@ -95,9 +86,32 @@ def make_plan(
         _quantized_edges(*steps, env, needs),
         tuple(_notes(basic_ops, env)),
         tuple(c._replace(op=n) for n in quantized for c in basic_ops[n].gemm_choices(env)),
+        numbers=(number,),
     )
-    _log(plan)
+    report(plan)
     return plan
+
+
+def _fused(
+    maker: _Maker, ops: list[FusibleOperation], handles: Sequence[FusionHandle]
+) -> tuple[list[FusibleOperation], list[FusibleOperation]]:
+    """The operations of the forward pass, and of the backward pass: none where it does not run."""
+
+    def stage(name: Stage, start: list[FusibleOperation]) -> list[FusibleOperation]:
+        for handle in handles:
+            if handle.stage == name:
+                start = maker.attempt(handle, start)
+        return start
+
+    joint = stage("joint", ops)
+    forward = stage("forward", _for_pass(joint, "fuser_forward"))
+    backward = _for_pass(joint, "fuser_backward")
+    if any(need is not None for need in maker.needs):
+        backward = stage("backward", backward)
+        return maker.show_outputs(forward, backward), backward
+    of_backward = [handle for handle in handles if handle.stage == "backward"]
+    maker.skip(of_backward, "no gradient is needed", backward)
+    return forward, []
 
 
 def _precision(
@@ -175,20 +189,34 @@ class _Maker:
         basic_ops: tuple[BasicOperation, ...],
         env: Env,
         needs: tuple[GradNeeds | None, ...],
+        dump: Dump | None,
         limits: Limits | None,
     ) -> None:
         self.basic_ops = basic_ops
         self.env = env
         self.needs = needs
+        self.dump = dump
         self.limits = limits
         self.history: list[FusionRecord] = []
         self.made_by: dict[int, str] = {}
 
-    def skip(self, handles: Iterable[FusionHandle], why: str) -> None:
+    def skip(
+        self, handles: Iterable[FusionHandle], why: str, ops: Sequence[FusibleOperation]
+    ) -> None:
         for handle in handles:
             off = self._off(handle)
             status = "disabled" if off else "skipped"
-            self.history.append(FusionRecord(handle.name, handle.stage, status, detail=off or why))
+            self.note(FusionRecord(handle.name, handle.stage, status, detail=off or why), ops, ops)
+
+    def note(
+        self,
+        record: FusionRecord,
+        before: Sequence[FusibleOperation],
+        after: Sequence[FusibleOperation],
+    ) -> None:
+        self.history.append(record)
+        if self.dump is not None:
+            self.dump.add(before, after, self.made_by)
 
     def _off(self, handle: FusionHandle) -> str:
         return handle.disabled_by() if self.limits is None else self.limits.off(handle)
@@ -196,7 +224,7 @@ class _Maker:
     def attempt(self, handle: FusionHandle, ops: list[FusibleOperation]) -> list[FusibleOperation]:
         missing = handle.requires.missing(self.env)
         if self._off(handle) or missing is not None:
-            self.skip([handle], missing.detail if missing is not None else "")
+            self.skip([handle], missing.detail if missing is not None else "", ops)
             return ops
         began = time.perf_counter()
         starts = self.tile(ops, handle)
@@ -220,12 +248,11 @@ class _Maker:
         matches = tuple(tuple(range(at, at + len(op.basic_ops))) for at, op in made)
         self.made_by.update({id(op): handle.name for _, op in made})
         status = "matched" if matches else "refused" if refusals else "unmatched"
-        self.history.append(
-            FusionRecord(
-                handle.name, handle.stage, status, matches, refusals, near,
-                elapsed=time.perf_counter() - began,
-            )
+        record = FusionRecord(
+            handle.name, handle.stage, status, matches, refusals, near,
+            elapsed=time.perf_counter() - began,
         )  # fmt: skip
+        self.note(record, ops, new)
         return new
 
     def _called(
@@ -359,19 +386,3 @@ def _of_basic_ops(near: NearMiss, starts: Sequence[int]) -> NearMiss:
 
 def _names(ops: Iterable[Any]) -> str:
     return "[" + ", ".join(type(op).__name__ for op in ops) + "]"
-
-
-_logged: set[str] = set()
-
-
-def _log(plan: Plan) -> None:
-    """Logs one INFO line per fusion, once per distinct plan, however many sequences share it."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    lines = [record.summary() for record in plan.history]
-    text = "\n".join([*(type(op).__name__ for op in plan.basic_ops), *lines])
-    if text in _logged:
-        return
-    _logged.add(text)
-    for line in lines:
-        logger.info("%s", line)

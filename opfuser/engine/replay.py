@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import gemm_providers
+from ..events.kinds import FallbackTaken
+from ..events.telling import emit, generation
 from ..fusion import Refusal
 from ..op import is_built_in
 from ..quantization.quantizers import kept_weights
@@ -86,6 +88,7 @@ class Replays:
         self._unproven: dict[Hashable, set[Hashable]] = {}
         self._count = 0
         self._refusal: Refusal | None = None
+        self._told: Hashable = None
 
     def call(self, options: ReplayOptions, call: ReplayCall) -> Any:
         """The output of a call, or a tuple of it and the extra outputs."""
@@ -96,12 +99,21 @@ class Replays:
             for op, needed in schedule.prepared_ops:
                 op.pre_fuser_forward(requires_grad=needed)
             return replayed(found, input_, parameters, extra_inputs)
+        if found is not None:
+            self._tell(options, found, schedule)
         self._refusal = found
-        if found is not None and found not in _told:
-            _told.add(found)
-            level = logging.WARNING if options.mode == "on" else logging.INFO
-            logger.log(level, "[replay] steps aside: %s", found)
         return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
+
+    def _tell(self, options: ReplayOptions, refusal: Refusal, schedule: Schedule) -> None:
+        """Tells subscribers and the log of a call that is not replayed."""
+        if FallbackTaken.wanted and self._told != (refusal, schedule, generation()):
+            self._told = refusal, schedule, generation()
+            place, (number,) = _place(schedule), schedule.plan.numbers
+            emit(FallbackTaken(f"replay of {place}", "replay", "eager", *refusal, plan=number))
+        if refusal not in _told:
+            _told.add(refusal)
+            level = logging.WARNING if options.mode == "on" else logging.INFO
+            logger.log(level, "[replay] steps aside: %s", refusal)
 
     def _find(self, options: ReplayOptions, call: ReplayCall) -> Flight | Refusal | None:
         """A recording for a call, or why there is none; None if there may be one later."""

@@ -51,8 +51,9 @@ class QuantizedGroupedLinear(FusedOperation):
 
     Split sizes are read by the host: on a GPU it waits for them once a call.
 
-    Kernels: ``torch.nn.functional.scaled_mm``, once for each group that has rows; opfuser's
-    quantisation of both layouts in one pass.
+    Kernels: ``torch.nn.functional.scaled_mm``, once for each group that has rows, or those of the
+    provider that the recipe names, which may multiply all groups at once; opfuser's quantisation of
+    both layouts in one pass.
 
     Args:
         linear: the operation.

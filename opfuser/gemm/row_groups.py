@@ -68,7 +68,7 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
                 remedy="Call it for one after the other",
             )
         )
-    if split_sizes.is_cuda:
+    if split_sizes.is_cuda or split_sizes.is_meta:  # which plans and counts as a GPU does
         return groups_on_device(split_sizes)
     if torch.compiler.is_compiling():
         return RowGroups(None, split_sizes, None)

@@ -11,6 +11,7 @@ Products of MXFP8 and NVFP4 have never run on a GPU that multiplies them; what i
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,14 @@ from ..gemm_providers import GemmOperand, GemmProvider
 from ..kernels.microscaling_plain import E8M0, FP4, TAIL, block_scales, tensor_scale, values_of
 from ..kernels.quantize import Codes
 
-__all__ = ["Accumulation", "scaled_dgrad", "scaled_forward", "scaled_wgrad"]
+__all__ = [
+    "Accumulation",
+    "scaled_dgrad",
+    "scaled_dgrads",
+    "scaled_forward",
+    "scaled_forwards",
+    "scaled_wgrad",
+]
 
 _BLOCK = 128
 
@@ -71,6 +79,11 @@ class _Matrix(NamedTuple):
         if self.scale.dim() == 1:
             return ScalingType.TensorWise
         return ScalingType.BlockWise128x128 if self.squares else ScalingType.BlockWise1x128
+
+    @property
+    def operand(self) -> GemmOperand:
+        """As providers take it."""
+        return GemmOperand(self.codes, self.scale, self.kind)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -149,8 +162,7 @@ def _product(a: _Matrix, b: _Matrix, how: Accumulation, bias: Tensor | None = No
         y = torch.zeros(m, n, dtype=how.dtype, device=a.codes.device)
         return y if bias is None else y.add_(bias)
     if how.provider is not None:
-        given = GemmOperand(*a[:2], a.kind), GemmOperand(*b[:2], b.kind)
-        y = how.provider.multiply(*given, how.dtype, how.split)
+        y = how.provider.multiply(a.operand, b.operand, how.dtype, how.split)
         return y if bias is None else y.add_(bias)
     if how.hardware:
         fused = bias is not None and how.dtype == bias.dtype == torch.bfloat16
@@ -179,6 +191,15 @@ def _product(a: _Matrix, b: _Matrix, how: Accumulation, bias: Tensor | None = No
     return total.to(how.dtype)
 
 
+def _products(pairs: Sequence[tuple[_Matrix, _Matrix]], how: Accumulation) -> Iterator[Tensor]:
+    """The product of each pair, which has elements; by a provider of groups at once."""
+    multiply = None if how.provider is None else how.provider.multiply_groups
+    if multiply is None or not pairs:
+        return (_product(a, b, how) for a, b in pairs)
+    left, right = ([matrix.operand for matrix in side] for side in zip(*pairs))
+    return iter(multiply(left, right, how.dtype, how.split))
+
+
 def scaled_forward(
     x: Codes, w: Codes, shape: tuple[int, int], bias: Tensor | None, how: Accumulation
 ) -> Tensor:
@@ -191,14 +212,34 @@ def scaled_forward(
         how: see there.
     """
     rows, features = shape
+    return _product(*_of_forward(x, w, features), how, bias)[:rows]
+
+
+def scaled_forwards(
+    pairs: Sequence[tuple[Codes, Codes]], features: int, how: Accumulation
+) -> Iterator[Tensor]:
+    """``x Wᵀ`` of each pair, as in :func:`scaled_forward`, with the rows of padding that x has."""
+    return _products([_of_forward(x, w, features) for x, w in pairs], how)
+
+
+def _of_forward(x: Codes, w: Codes, features: int) -> tuple[_Matrix, _Matrix]:
     matrix = _rows(w, squares=_in_blocks(x.row_scale))
-    return _product(_rows(x), matrix._replace(codes=matrix.codes[:features]), how, bias)[:rows]
+    return _rows(x), matrix._replace(codes=matrix.codes[:features])
 
 
 def scaled_dgrad(dy: Codes, w: Codes, rows: int, how: Accumulation) -> Tensor:
     """``dx = dy W``, (T, K), for dy (T, N) by rows and W (N, K) by columns; T is ``rows``."""
+    return _product(*_of_dgrad(dy, w), how)[:rows]
+
+
+def scaled_dgrads(pairs: Sequence[tuple[Codes, Codes]], how: Accumulation) -> Iterator[Tensor]:
+    """``dy W`` of each pair, as in :func:`scaled_dgrad`, with the rows of padding that dy has."""
+    return _products([_of_dgrad(dy, w) for dy, w in pairs], how)
+
+
+def _of_dgrad(dy: Codes, w: Codes) -> tuple[_Matrix, _Matrix]:
     left, right = _rows(dy), _cols(w, squares=_in_blocks(dy.row_scale))
-    return _product(left, right.narrowed(left.shape[1]), how)[:rows]
+    return left, right.narrowed(left.shape[1])
 
 
 def scaled_wgrad(dy: Codes, x: Codes, how: Accumulation) -> Tensor:

@@ -7,7 +7,7 @@ know the bounds of the groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kernels.quantize import BLOCK, Codes, in_fours
 from ..kernels.tiling import cdiv
 from .row_groups import RowGroups
-from .scaled import Accumulation, scaled_dgrad, scaled_forward
+from .scaled import Accumulation, scaled_dgrads, scaled_forwards
 
 __all__ = ["codes_of_groups", "padded_groups", "scaled_grouped_dgrad", "scaled_grouped_forward"]
 
@@ -80,12 +80,8 @@ def scaled_grouped_forward(
         out: memory, which gets its values from products of ``how.dtype``.
         how: see there.
     """
-    assert groups.bounds is not None
-    for codes, w, (start, stop) in zip(codes_of_groups(x, groups), weights, groups.bounds):
-        if start < stop:
-            shape = stop - start, out.shape[1]
-            out[start:stop] = scaled_forward(codes, w, shape, None, how)
-    return out
+    pairs, bounds = _present(x, weights, groups)
+    return _written(scaled_forwards(pairs, out.shape[1], how), bounds, out)
 
 
 def scaled_grouped_dgrad(
@@ -95,8 +91,24 @@ def scaled_grouped_dgrad(
 
     Args as in :func:`scaled_grouped_forward`, but for weights by columns.
     """
+    pairs, bounds = _present(dy, weights, groups)
+    return _written(scaled_dgrads(pairs, how), bounds, out)
+
+
+_Bounds = list[tuple[int, int]]
+
+
+def _present(
+    x: Codes, weights: Sequence[Codes], groups: RowGroups
+) -> tuple[list[tuple[Codes, Codes]], _Bounds]:
+    """Codes and weight of each group that has rows, and where it lies."""
     assert groups.bounds is not None
-    for codes, w, (start, stop) in zip(codes_of_groups(dy, groups), weights, groups.bounds):
-        if start < stop:
-            out[start:stop] = scaled_dgrad(codes, w, stop - start, how)
+    every = zip(codes_of_groups(x, groups), weights, groups.bounds)
+    present = [(codes, w, bounds) for codes, w, bounds in every if bounds[0] < bounds[1]]
+    return [(codes, w) for codes, w, _ in present], [bounds for _, _, bounds in present]
+
+
+def _written(products: Iterable[Tensor], bounds: _Bounds, out: Tensor) -> Tensor:
+    for product, (start, stop) in zip(products, bounds):
+        out[start:stop] = product[: stop - start]
     return out

@@ -11,7 +11,8 @@ import copy
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ __all__ = [
     "multiprocessors",
     "recorded",
     "runs",
+    "tell_compilations",
     "transforms_active",
 ]
 
@@ -47,14 +49,22 @@ _MAX_RECENT = 256
 # The launcher, the binary's function, what comes between it and the kernel's arguments, and whether
 # these come in a tuple.
 _Entry = tuple[Any, Any, tuple[Any, ...], bool]
+Told = Callable[["Launch", tuple[str, ...], torch.device, float], None]
 
 
 class _State:
-    """Whether kernels take tensors of any device, and where launches are noted instead of run."""
+    """What applies to all launches.
+
+    Attributes:
+        everywhere: whether kernels take tensors of any device.
+        record: where launches are noted instead of run.
+        compiled: is told of each kernel that was compiled.
+    """
 
     everywhere: bool = INTERPRETED
     only_meta: bool = False
     record: list[Recorded] | None = None
+    compiled: Told | None = None
 
 
 class Recorded(NamedTuple):
@@ -104,6 +114,16 @@ def recorded(*, only_meta: bool = False) -> Iterator[list[Recorded]]:
         yield launches
     finally:
         _State.everywhere, _State.only_meta, _State.record = before
+
+
+def tell_compilations(told: Told | None) -> None:
+    """Has ``told`` called after the first launch with arguments of a kind; None: nobody.
+
+    Args:
+        told: takes the launch, the kinds of its arguments, their device, and the seconds that the
+            host took.
+    """
+    _State.compiled = told
 
 
 _counts: dict[int, int] = {}
@@ -268,10 +288,16 @@ class Launch:
         if INTERPRETED:
             function[grid](*args, *self._values, **self.options)
             return
+        began = time.perf_counter()
         with torch.cuda.device(args[0].device):
             kernel = function[grid](*args, *self._values, **self.options)
         if key is not None and hasattr(kernel, "packed_metadata"):
-            self._compiled[_general(key)] = _entry(kernel)
+            general, told = _general(key), _State.compiled
+            is_new = general not in self._compiled
+            self._compiled[general] = _entry(kernel)
+            if is_new and told is not None:
+                kinds = tuple(map(_kind, args))
+                told(self, kinds, args[0].device, time.perf_counter() - began)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -296,6 +322,17 @@ def _general(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     device, ints, *dtypes = key
     return (device, *[1 if i == 1 else (i & 15 == 0, i >> 31) for i in ints], *dtypes)
+
+
+def _kind(argument: Tensor | int | float | None) -> str:
+    """What Triton tells apart of an argument, as text."""
+    if argument is None:
+        return "None"
+    if isinstance(argument, Tensor):
+        return f"{str(argument.dtype).removeprefix('torch.')}*"
+    if isinstance(argument, float):
+        return "float32"
+    return "1" if argument == 1 else "16n" if argument & 15 == 0 else "int"
 
 
 def _entry(kernel: Any) -> _Entry:

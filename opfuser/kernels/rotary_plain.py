@@ -24,6 +24,7 @@ __all__ = ["NormedHeads", "QKNormGrads", "Rotation", "qk_norm", "qk_norm_backwar
 # blocks there is nothing to gain.
 _BLOCK = 2**17
 _MIN_BLOCKS = 4
+_WHOLE = slice(None)
 
 
 class Rotation(NamedTuple):
@@ -64,12 +65,17 @@ def rotary(x: Tensor, rotation: Rotation, kv_heads: int, head_dim: int, back: bo
     if not y.numel():
         return y
     xs, ys = _heads(x, period, head_dim), _heads(y, period, head_dim)
-    active = xs.shape[2] - kv_heads
-    cos, sin = _angles(rotation, back)
+    sizes = [xs.shape[2] - kv_heads, kv_heads]
+    parts = xs.split_with_sizes(sizes, 2), ys.split_with_sizes(sizes, 2)
+    cos, sin = _angles(rotation)
     for block in _blocks(xs):
-        ys[:, block, active:].copy_(xs[:, block, active:])
-        qk = cast(xs[:, block, :active], cos.dtype)
-        _turn(ys[:, block, :active], qk, cos[block], sin[block], interleaved)
+        if block == _WHOLE:  # a view takes a microsecond or two: there are none of all there is
+            (qk, v), (qk_out, v_out), angles = *parts, (cos, sin)
+        else:
+            (qk, v), (qk_out, v_out) = [[t[:, block] for t in own] for own in parts]
+            angles = cos[block], sin[block]
+        v_out.copy_(v)
+        _turn(qk_out, cast(qk, cos.dtype), *angles, interleaved, back)
     return y
 
 
@@ -90,7 +96,7 @@ def qk_norm(
     if not y.numel():
         return NormedHeads(y, rstd)
     period = _count(x) if rotation is None else rotation.period
-    angles = None if rotation is None else _angles(rotation, False)
+    angles = None if rotation is None else _angles(rotation)
     xs, ys = _heads(x, period, head_dim), _heads(y, period, head_dim)
     rstds = rstd.view(-1, period, active, 1)
     scales = _scales(q_weight, k_weight, active - kv_heads, kv_heads, dtype, zero_centered)
@@ -104,7 +110,7 @@ def qk_norm(
             ys[:, block, :active].copy_(qk)
         else:
             cos, sin = angles
-            _turn(ys[:, block, :active], qk, cos[block], sin[block], rotation.interleaved)
+            _turn(ys[:, block, :active], qk, cos[block], sin[block], rotation.interleaved, False)
     return NormedHeads(y, rstd)
 
 
@@ -130,7 +136,7 @@ def qk_norm_backward(
     sums = torch.zeros((active, head_dim), dtype=rstd.dtype, device=x.device)
     if x.numel():
         period = _count(x) if rotation is None else rotation.period
-        angles = None if rotation is None else _angles(rotation, True)
+        angles = None if rotation is None else _angles(rotation)
         dys, xs = _heads(dy, period, head_dim), _heads(x, period, head_dim)
         dxs = None if dx is None else _heads(dx, period, head_dim)
         rstds = rstd.reshape(-1, period, active, 1)
@@ -143,7 +149,7 @@ def qk_norm_backward(
                 cos, sin = angles
                 g = torch.empty(dqk.shape, dtype=rstd.dtype, device=x.device)
                 wide = cast(dqk, rstd.dtype)
-                _turn(g, wide, cos[block], sin[block], rotation.interleaved)
+                _turn(g, wide, cos[block], sin[block], rotation.interleaved, True)
             h = xs[:, block, :active] * rstds[:, block]
             gh = g * h
             if want_dw:
@@ -173,27 +179,30 @@ def _blocks(heads: Tensor) -> list[slice]:
     """Tokens to work on at a time."""
     # While torch.compile traces, a size is not to be asked for: the graph would hold for it alone.
     if torch.compiler.is_compiling() or not heads.is_cpu:
-        return [slice(None)]
+        return [_WHOLE]
     block = _BLOCK * torch.get_num_threads()
     if heads.numel() < _MIN_BLOCKS * block:
-        return [slice(None)]
+        return [_WHOLE]
     period = heads.shape[1]
     step = max(1, block * period // heads.numel())
     return [slice(start, start + step) for start in range(0, period, step)]
 
 
-def _angles(rotation: Rotation, back: bool) -> tuple[Tensor, Tensor]:
+def _angles(rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (T, 1, P), for the heads to share."""
-    period = rotation.period
-    cos, sin = rotation.cos[:period, None], rotation.sin[:period, None]
-    return cos, -sin if back else sin
+    period, cos, sin = rotation.period, rotation.cos, rotation.sin
+    if cos.shape[0] != period:
+        cos, sin = cos[:period], sin[:period]
+    return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
-def _turn(dst: Tensor, src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+def _turn(
+    dst: Tensor, src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+) -> None:
     """Writes heads with their pairs turned to ``dst``; ``src`` is in the dtype of the angles."""
     if dst.dtype != src.dtype:
         wide = src.new_empty(src.shape)
-        _turn(wide, src, cos, sin, interleaved)
+        _turn(wide, src, cos, sin, interleaved, back)
         dst.copy_(wide)
         return
     size = 2 * cos.shape[-1]
@@ -204,22 +213,25 @@ def _turn(dst: Tensor, src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool)
         z, turned = (
             torch.view_as_complex(t[..., :size].unflatten(-1, (-1, 2))) for t in (src, dst)
         )
-        torch.mul(z, torch.complex(cos, sin), out=turned)
+        torch.mul(z, torch.complex(cos, -sin if back else sin), out=turned)
         return
     a, b = _pairs(src, size, interleaved)
     a_out, b_out = _pairs(dst, size, interleaved)
     if _functional():
+        sin = -sin if back else sin
         a_out.copy_(a * cos - b * sin)
         b_out.copy_(b * cos + a * sin)
     else:
-        torch.mul(a, cos, out=a_out).addcmul_(b, sin, value=-1)
-        torch.mul(b, cos, out=b_out).addcmul_(a, sin)
+        sign = -1 if back else 1
+        torch.mul(a, cos, out=a_out).addcmul_(b, sin, value=-sign)
+        torch.mul(b, cos, out=b_out).addcmul_(a, sin, value=sign)
 
 
 def _pairs(heads: Tensor, size: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     if interleaved:
         return heads[..., 0:size:2], heads[..., 1:size:2]
-    return heads[..., : size // 2], heads[..., size // 2 : size]
+    a, b = (heads if size == heads.shape[-1] else heads[..., :size]).chunk(2, -1)
+    return a, b
 
 
 def _functional() -> bool:

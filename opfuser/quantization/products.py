@@ -70,7 +70,9 @@ def accumulation(
     """
     provider = find(recipe.gemm)
     if provider is None:
-        return Accumulation(dtype, recipe.splits(product), has_hardware(device, recipe))
+        # The meta device counts as a GPU that has it, as it does in planning.
+        hardware = device.type == "meta" or has_hardware(device, recipe)
+        return Accumulation(dtype, recipe.splits(product), hardware)
     gemm = _gemm(recipe, product, features, dtype, device)
     taken = provider if provider.refuses(gemm) is None else None
     return Accumulation(dtype, gemm.split, gemm.hardware, taken)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..events.kinds import ScalesUpdated
+from ..events.telling import emit
 from ..kernels.quantize import TensorScaling, scale_for
 from ..kernels.scales import KeptScales
 from ..kernels.scales import update_scales as update_together
@@ -101,6 +103,8 @@ class QuantizationState(nn.Module):
         self.known[_NUMBERS[role]] = True
         scale: Tensor = scale_for(amax, recipe.dtype(role))
         self.scale_of(role).copy_(scale.nan_to_num(1.0))
+        if ScalesUpdated.wanted:
+            emit(ScalesUpdated(1, (role,), "first value"))
         return scale
 
     def known_scaling(self, role: str, dtype: torch.dtype) -> TensorScaling | None:
@@ -206,6 +210,8 @@ def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> 
         state.recipe = recipe
         if restored:  # what a state dict brought waits since the region opened
             update_together([state._current_parts().kept])
+            if ScalesUpdated.wanted:
+                emit(ScalesUpdated(1, ROLES, "state dict"))
     if not recipe.reduce_amax:
         group = None
     if state.group is not group and not in_backward():  # there the region is closed
@@ -276,7 +282,10 @@ def update_scales() -> None:
     for group in groups:
         _agree(group, [state for state in states if state.group is group])
     ready = [state for state in states if state.group is None or state.group in groups]
-    update_together([kept for state in ready if (kept := state.kept()) is not None])
+    update = [kept for state in ready if (kept := state.kept()) is not None]
+    update_together(update)
+    if update and ScalesUpdated.wanted:
+        emit(ScalesUpdated(len(update), ROLES, "region"))
 
 
 def _agree(group: dist.ProcessGroup, states: list[QuantizationState]) -> None:

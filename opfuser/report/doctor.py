@@ -14,8 +14,9 @@ from ..attention import cudnn_versions
 from ..attention.call import Request, enabled_kernels
 from ..attention.choice import KERNELS
 from ..engine.replay_options import current
+from ..fusion_config import as_yaml
 from ..gemm_providers import names as gemm_providers
-from ..registry import fusions, plugins
+from ..registry import effective, fusions, plugins
 from .machine import machine
 
 __all__ = ["Examination", "Row", "examine"]
@@ -193,13 +194,15 @@ def _installed(name: str) -> str | None:
 
 
 def _plugins() -> Iterator[Row]:
-    own: dict[str, list[str]] = {}
-    for info in fusions():
-        if info.origin != "opfuser":
-            own.setdefault(info.origin, []).append(info.name)
-    for origin, names in own.items():
-        yield Row(origin, ", ".join(names))
-    if not own:
+    found = plugins()
+    for plugin in found:
+        names = ", ".join(plugin.fusions) or "no fusions"
+        yield Row(f"{plugin.distribution} {plugin.version}".strip(), plugin.error or names)
+    origins = {plugin.distribution for plugin in found} | {"opfuser"}
+    own = [info.name for info in fusions() if info.origin not in origins]
+    if own:
+        yield Row("registered by the program", ", ".join(own))
+    if not (found or own):
         yield Row("none", "all fusions are opfuser's own")
 
 
@@ -212,6 +215,11 @@ def _configuration() -> Iterator[Row]:
             off.setdefault(info.disabled_by, []).append(info.name)
     for by, names in off.items():
         yield Row(f"off by {by}", ", ".join(names))
+    for setting in effective():
+        if setting.setting != "enabled" or setting.glob:
+            at = f" in {setting.glob}" if setting.glob else ""
+            what = f"{setting.setting} is {as_yaml(setting.value)}{at}"
+            yield Row(setting.name, f"{what} ({setting.origin})")
     yield Row("replay", current().mode)
 
 

@@ -80,6 +80,11 @@ class KernelCounter(TorchDispatchMode):
         # being used twice, but not the memory alive: operations reuse what nothing else refers to.
         self._blank: dict[int, StorageWeakRef] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's question whether to import its compiler, which takes a second, for this mode."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -183,7 +188,7 @@ def counting() -> Iterator[KernelCounter]:
     """Counts inside what computations on the meta device would launch on a GPU.
 
     Kernels of the library are noted, not run. A function of ATen that is no view is one launch.
-    Attention is one in each pass, as torch's kernels are. Tensors of other devices, which other
+    Attention is one in each pass where a kernel takes it. Tensors of other devices, which other
     threads may have, are computed as ever.
     """
     with recorded(only_meta=True) as launches:
@@ -233,9 +238,13 @@ def _attention(plain: Kernel, counter: KernelCounter) -> Kernel:
 
 
 def _on_a_gpu(x: Heads, call: Call) -> str | None:
-    """The kernel of torch that would compute attention of these tensors without data on a GPU."""
+    """The kernel that would compute attention of these tensors without data on a GPU, if any."""
     if not x.q.is_meta:
         return None
     request = request_of(x, call, differentiable=True)._replace(device=torch.device("cuda"))
-    names = ("cudnn", "flash", "efficient")
-    return next((name for name in names if KERNELS[name].refusal(request) is None), None)
+    for name, kernel in KERNELS.items():
+        if name == "blockwise":  # what follows is taken by name only
+            break
+        if kernel.refusal(request) is None:
+            return name
+    return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..engine.plan import Plan
 from ..errors import OpfuserError, TargetError, explain
 from ..sequential import Sequential
 from .inputs import did_you_mean, examples, said, tensor
+from .kernel_counts import counting
 from .observing import SequenceCall, observed
 
 __all__ = ["Target", "calls", "failed", "load", "moved", "plans"]
@@ -102,7 +104,9 @@ def calls(target: Target) -> list[SequenceCall]:
     Raises:
         TargetError: the call fails.
     """
-    with observed(target.model) as found:
+    on_meta = any(t.is_meta for t in target.inputs)
+    # On the meta device kernels are noted: what stands for them in plain torch takes longer.
+    with counting() if on_meta else nullcontext(), observed(target.model) as found:
         try:
             target.model(*target.inputs)
         except Exception as error:  # the user's code may raise anything
@@ -125,15 +129,16 @@ def _covers_all(model: Sequential) -> bool:
     return all(id(m) in reached for m in model.modules() if isinstance(m, Sequential))
 
 
-def failed(target: Target, error: Exception) -> str:
+def failed(target: Target, error: Exception, remedy: str = "") -> str:
     """The text about a model that does not run."""
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in target.inputs)
-    on_meta = any(t.is_meta for t in target.inputs)
+    if not remedy and any(t.is_meta for t in target.inputs):
+        remedy = "Pass other inputs, or --device cpu if it reads values"
     return explain(
         f"The model has to run with inputs {shapes}",
         where=target.name,
         received=said(error),
-        remedy="Pass other inputs, or --device cpu if it reads values" if on_meta else "",
+        remedy=remedy,
     )
 
 
@@ -238,7 +243,8 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
     replaced: dict[int, Any] = {}
     for t in (*model.parameters(), *model.buffers()):
         to = dtype if t.is_floating_point() and dtype is not None else t.dtype
-        if t.device.type == device.type and t.dtype == to:
+        here = t.device.type == device.type and device.index in (None, t.device.index)
+        if here and t.dtype == to:
             continue
         if t.is_meta and device.type != "meta":
             raise TargetError(
@@ -255,4 +261,14 @@ def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
     if not replaced:
         return model
     kept = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, {**kept, **replaced})
+    try:
+        return copy.deepcopy(model, {**kept, **replaced})
+    except Exception as error:
+        raise TargetError(
+            explain(
+                f"A model that is not on {device}, in the dtype asked for, is copied",
+                where=type(model).__name__,
+                received=said(error),
+                remedy="Let a function build it, which runs with that device as torch's default",
+            )
+        ) from error

@@ -9,20 +9,21 @@ smaller by exactly the tensors that no longer leave the chip. In particular
 - a function of ATen that returns no view is one launch; GEMMs among them read both operands and
   write the result, whatever they tile;
 - a look-up in a table reads as much of the table as it returns;
-- attention is one launch in each pass if a kernel of torch takes it;
+- attention is one launch in each pass if a kernel takes it on a GPU;
 - allocations and views are nothing.
 
 Saved bytes are what autograd keeps from forward to backward: each storage once, parameters and
 buffers left out, the input of the model counted in.
 
-The model is run on the meta device, without data. What reads values, such as a mixture of experts
-that reads how many rows each has, cannot be counted.
+The model is run on the meta device, without data. What reads values, such as experts in fp32 that
+read how many rows each has, cannot be counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,7 +40,15 @@ from .kernel_counts import Counts, KernelCounter, counting
 from .observing import observed
 from .target import Target, failed, moved
 
-__all__ = ["ModelTraffic", "StepTraffic", "Traffic", "model_traffic", "outputs_of", "traffic"]
+__all__ = [
+    "ModelTraffic",
+    "StepTraffic",
+    "Traffic",
+    "model_traffic",
+    "outputs_of",
+    "total",
+    "traffic",
+]
 
 
 class StepTraffic(NamedTuple):
@@ -76,7 +85,7 @@ class Traffic(NamedTuple):
     @property
     def counts(self) -> Counts:
         """Of both passes."""
-        return _total(step.counts for step in (*self.forward, *self.backward))
+        return total(step.counts for step in (*self.forward, *self.backward))
 
     @property
     def saved_bytes(self) -> int:
@@ -100,7 +109,7 @@ class ModelTraffic(NamedTuple):
     @property
     def counts(self) -> Counts:
         """Of the whole model, in both passes."""
-        return _total(t.counts for t in self.sequences.values()).plus(self.elsewhere)
+        return total(t.counts for t in self.sequences.values()).plus(self.elsewhere)
 
 
 def traffic(sequence: Sequential, *inputs: Tensor) -> Traffic:
@@ -129,13 +138,18 @@ def model_traffic(target: Target) -> ModelTraffic:
     inputs = tuple(t.detach().to(meta).requires_grad_(t.requires_grad) for t in target.inputs)
     target = Target(target.name, moved(target.model, meta, None), inputs)
     try:
-        with observed(target.model) as found:  # makes the plans, which the second call follows
+        # Makes the plans, which the second call follows. Kernels are noted here too, as what stands
+        # for them in plain torch takes longer.
+        with counting(), observed(target.model) as found:
             target.model(*inputs)
         with _watched([(c.path, c.sequence) for c in found], target.model) as run:
             _train(target.model(*inputs), [*target.model.parameters(), *inputs], run.counter)
     except Exception as error:
-        raise TargetError(failed(target, error)) from error
+        raise TargetError(failed(target, error, _NO_DATA)) from error
     return run.result({call.path: call.plan for call in found})
+
+
+_NO_DATA = "Launches and bytes are counted without data, so that nothing may read values"
 
 
 def _train(outputs: Any, leaves: Iterable[Tensor], counter: KernelCounter) -> None:
@@ -160,11 +174,9 @@ def outputs_of(value: Any) -> Iterator[Tensor]:
             yield from outputs_of(inner)
 
 
-def _total(counts: Iterable[Counts]) -> Counts:
-    total = Counts()
-    for more in counts:
-        total = total.plus(more)
-    return total
+def total(counts: Iterable[Counts]) -> Counts:
+    """The sum of counts."""
+    return reduce(Counts.plus, counts, Counts())
 
 
 class _Part(NamedTuple):
@@ -226,7 +238,7 @@ class _Run:
                     for step in steps
                 )
             sequences[path] = Traffic(plan, passes["forward"], passes["backward"], saved)
-        return ModelTraffic(sequences, _total(counts.values()), self.saved_bytes)
+        return ModelTraffic(sequences, total(counts.values()), self.saved_bytes)
 
 
 @contextmanager

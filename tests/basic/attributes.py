@@ -229,6 +229,7 @@ CASES: dict[str, Case] = {
             "in_features": ReadOnly(9),
             "out_features": ReadOnly(9),
             "sharding": ReadOnly(None),
+            "weight_transposed": ReadOnly(True),
             **ACCUMULATE,
         },
     ),

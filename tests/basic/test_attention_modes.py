@@ -356,8 +356,9 @@ def test_the_last_choice_says_why_not_another_kernel() -> None:
     assert op.last_choice == ("cpu", before, "")
     op.window = 2
     op(x)
-    assert op.last_choice == ("blockwise", (*before, ("cpu", "it has no window")), "")
-    assert str(op.last_choice).endswith("; cpu: it has no window)")
+    others = ("cpu", "it has no window"), ("flash_attn", gpu), ("flex", gpu)
+    assert op.last_choice == ("blockwise", (*before, *others), "")
+    assert "; cpu: it has no window; flash_attn: it runs on" in str(op.last_choice)
 
 
 @pytest.mark.slow
@@ -419,7 +420,7 @@ def test_a_plan_says_what_is_known_of_the_kernel() -> None:
 
     assert note(x) == (
         "attention by cpu or blockwise, as sizes and keywords allow; "
-        "not cudnn, flash, efficient: it runs on a GPU, not on cpu"
+        "not cudnn, flash, efficient, flash_attn, flex: it runs on a GPU, not on cpu"
     )
     assert note(x, window=2).endswith("; not cpu: it has no window")
     by_name = "attention by blockwise, which is asked for by name"
@@ -427,8 +428,11 @@ def test_a_plan_says_what_is_known_of_the_kernel() -> None:
     assert note(x, kernel="flash") == (
         "attention by flash, which is asked for by name but refuses: it runs on a GPU, not on cpu"
     )
+    assert note(x, kernel="te").startswith("attention by te, which is asked for by name but refuse")
     meta = torch.ones(1, 3, 24, dtype=torch.bfloat16, device="meta")
-    assert note(meta).startswith("attention by cudnn or flash or efficient or blockwise, as sizes")
+    assert note(meta).startswith(
+        "attention by cudnn or flash or efficient or flex or blockwise, as"
+    )
 
 
 def test_separate_inputs_and_sinks_under_autocast() -> None:

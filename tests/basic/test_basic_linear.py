@@ -18,9 +18,11 @@ from opfuser import (
     MakeExtraOutput,
     OperationContext,
     Sequential,
+    quantized_model_init,
 )
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.op import GradNeeds
+from opfuser.recipe import Float8CurrentScaling
 from opfuser.testing import check_op
 from tests.basic.values import FLOORS, HALF, check_values, held_to
 from tests.contract.gradients import handed_over
@@ -215,6 +217,72 @@ def test_input_of_a_dtype_that_a_cast_would_change_is_an_error(kind: str) -> Non
                 pytest.raises(InputError, match=rf"fp64 \(BasicLinear\).*{dtype}.*Convert the inp"),
             ):
                 AROUND[kind](BasicLinear(3, 2))(torch.ones(2, 3).to(dtype), *extra)
+
+
+def test_transposed_weight_as_exact_as_torch(device: torch.device) -> None:
+    op = held_to(
+        BasicLinear(7, 11, device=device, weight_transposed=True),
+        lambda op, x: F.linear(x, op.weight.t()),
+    )
+    for shape in ("matrix", "batched"):
+        x = INPUTS[shape]().to(device)
+        check_values(op, x)
+        for dtype in HALF:
+            with torch.autocast(device.type, dtype):
+                check_op(op, x, floor=FLOORS[dtype])
+
+
+@pytest.mark.parametrize("target", ["autograd", "main_grad", "grad"])
+@SURROUNDED
+def test_gradient_of_a_transposed_weight(kind: str, target: str) -> None:
+    """It has the layout of the weight before autograd gets it, which then takes it as it is."""
+    op = BasicLinear(
+        3,
+        2,
+        accumulate_into_main_grad=target == "main_grad",
+        accumulate_into_grad=target == "grad",
+        weight_transposed=True,
+    )
+    op.weight.main_grad = torch.zeros(3, 2)  # type: ignore[attr-defined]
+    op.weight.grad = torch.zeros(3, 2) if target == "grad" else None
+    got: list[Tensor] = []
+    if target == "autograd":
+        op.weight.register_hook(got.append)
+    before, weight = op.weight.detach().clone(), op.weight
+    y = run_around(kind, op)
+    y.backward(torch.tensor([1.0, 2.0]).expand(4, 2))
+    if target == "autograd":
+        assert got[0].is_contiguous()
+    dw = weight.main_grad if target == "main_grad" else weight.grad  # type: ignore[attr-defined]
+    assert torch.equal(dw, torch.tensor([4.0, 8.0]).expand(3, 2))
+    torch.testing.assert_close(y, torch.ones(4, 3) @ before + (kind == "added"))
+
+
+def test_transposed_weight_in_a_region_of_quantised_compute() -> None:
+    op = BasicLinear(16, 32, weight_transposed=True)
+    seq = Sequential(op, recipe=Float8CurrentScaling())
+    plan = seq.plan(torch.randn(2, 16))
+    assert plan.quantized == ()
+    assert "its weight is stored as its transpose" in str(plan)
+
+
+def test_transposed_weight_is_not_stored_as_codes() -> None:
+    with quantized_model_init(recipe=Float8CurrentScaling()):
+        op = BasicLinear(16, 32, weight_transposed=True)
+    assert op.weight_format is None
+    assert op.weight.dtype == torch.float32
+
+
+def test_transposed_weight_starts_as_the_other_one() -> None:
+    made = []
+    for how in (True, False):
+        torch.manual_seed(0)
+        made.append(BasicLinear(3, 5000, weight_transposed=how))
+    ours, other = made
+    assert ours.weight.shape == (3, 5000)
+    bound = 3**-0.5
+    assert 0.99 * bound < float(ours.weight.detach().abs().max()) <= bound
+    torch.testing.assert_close(ours.weight.std(), other.weight.std(), rtol=0.05, atol=0)
 
 
 def test_starts_as_torch_linear_does() -> None:

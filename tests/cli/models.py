@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser.models import DecoderConfig, decoder_lm
+from opfuser.models import DecoderConfig, MoEConfig, decoder_lm, moe_block
 
 WIDTH = 16
 
@@ -103,3 +103,42 @@ longer.example_inputs = mlp.example_inputs  # type: ignore[attr-defined]
 
 def reads_values() -> ReadsValues:
     return ReadsValues()
+
+
+class Many(nn.Module):
+    """Equal layers of a module of the user, and one that is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(mlp() for _ in range(4))
+        self.layers[2].append(opfuser.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def many() -> Many:
+    return Many()
+
+
+many.example_inputs = wrapped.example_inputs  # type: ignore[attr-defined]
+
+
+def experts() -> opfuser.Sequential:
+    config = MoEConfig(dim=WIDTH, ffn_dim=32, num_experts=4, top_k=2, dtype=torch.bfloat16)
+    return moe_block(config)
+
+
+def fp8() -> opfuser.Sequential:
+    ops = [opfuser.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(2)]
+    return opfuser.Sequential(*ops, recipe=opfuser.recipe.Float8BlockScaling())
+
+
+class NotCopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> NotCopied:
+        raise NotImplementedError("there is one alone")
+
+
+not_copied = NotCopied(2, 2)

@@ -92,3 +92,11 @@ def test_json(opfuser_command: Command) -> None:
     assert found["machine"]["torch"] == torch.__version__
     low, median, high = (found["contestants"][0]["seconds"][n] for n in ("low", "median", "high"))
     assert 0 < low == median == high
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu(opfuser_command: Command) -> None:
+    argv = "bench", f"{MODELS}:mlp", "--steps", "2", "--format", "json"
+    found = json.loads(opfuser_command(*argv).out)
+    assert found["machine"]["device"] == torch.cuda.get_device_name()
+    assert all(c["peak"] > 0 and c["saved"] > 0 for c in found["contestants"])

@@ -12,6 +12,7 @@ import torch
 
 import opfuser
 from opfuser.attention import cudnn_versions
+from opfuser.plugins import PluginInfo
 from opfuser.report import doctor
 
 Command = Callable[..., Any]
@@ -62,12 +63,28 @@ def test_packages_of_extras(opfuser_command: Command, monkeypatch: pytest.Monkey
 def test_fusions_of_others_and_what_is_off(opfuser_command: Command) -> None:
     rule = opfuser.Fusion("mine", "forward", (opfuser.GELU,), build=opfuser.FusedOperation)
     with opfuser.register_forward_fusion(rule), opfuser.disable("norm_linear"):
-        assert rows(opfuser_command, "plug-ins") == {"user": "mine"}
+        assert rows(opfuser_command, "plug-ins") == {"registered by the program": "mine"}
         found = rows(opfuser_command, "configuration in effect")
     assert found["off by opfuser.disable"] == "norm_linear"
     assert "recompute_mlp" in found["off by default"]
+    with opfuser.fusion_config({"forward": {"forward_add_rms_norm": {"min_numel": 64}}}):
+        found = rows(opfuser_command, "configuration in effect")
+    assert found["forward_add_rms_norm"].startswith("min_numel is 64 (")
     with opfuser.replay("on"):
         assert rows(opfuser_command, "configuration in effect")["replay"] == "on"
+
+
+def test_plug_ins(opfuser_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    fine = PluginInfo("x", "a.b:X", "some-fusions", "1.2", ("merge", "split"), "")
+    broken = PluginInfo("y", "a.c", "others", "", (), "ImportError: no c")
+    monkeypatch.setattr(doctor, "plugins", lambda: (fine, broken))
+    assert rows(opfuser_command, "plug-ins") == {
+        "some-fusions 1.2": "merge, split",
+        "others": "ImportError: no c",
+    }
+    done = opfuser_command("doctor")
+    assert done.status == 3
+    assert "! The plug-in 'y' of others (a.c) failed to load: ImportError: no c." in done.out
 
 
 def test_nothing_is_wrong(opfuser_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,18 @@ def test_every_sequence_has_its_path(opfuser_command: Command) -> None:
     out = opfuser_command("explain", f"{MODELS}:wrapped").out
     titles = [line for line in out.splitlines() if line in ("first", "blocks.0", "never_called")]
     assert titles == ["first", "blocks.0"]
-    assert "whole model: " in out
+    assert "whole model, on a GPU, " in out
     one = opfuser_command("explain", f"{MODELS}:wrapped", "--sequence", "blocks.0").out
     assert "first" not in one.splitlines()
+
+
+@pytest.mark.parametrize("more", [(), ("--why", "norm_linear")])
+def test_equal_sequences_are_told_together(opfuser_command: Command, more: tuple[str, ...]) -> None:
+    lines = opfuser_command("explain", f"{MODELS}:many", *more).out.splitlines()
+    titles = [line for line in lines if line.startswith("layers.")]
+    assert titles == ["layers.[0-1, 3]", "layers.2"]
+    together = [line for line in lines if line.endswith("3 of them:")]
+    assert len(together) == (0 if more else 1)
 
 
 def test_why(opfuser_command: Command) -> None:
@@ -70,6 +79,15 @@ def test_counts_of_other_steps_are_left_out(opfuser_command: Command) -> None:
     assert found["traffic"] is None
     assert found["sequences"][""]["forward"][0]["launches"] is None
     assert "launches" in opfuser_command(*argv).out
+
+
+@pytest.mark.gpu
+def test_a_gpu_follows_the_plan_that_is_counted(opfuser_command: Command) -> None:
+    argv = "explain", f"{MODELS}:mlp", "--dtype", "bf16", "--format", "json"
+    here = json.loads(opfuser_command(*argv, "--device", "cuda").out)
+    meta = json.loads(opfuser_command(*argv).out)
+    assert here["model"]["device"] == "cuda"
+    assert here["traffic"] == meta["traffic"] is not None
 
 
 class _Alone(opfuser.FusedOperation):

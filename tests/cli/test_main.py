@@ -56,6 +56,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no examples": (["explain", "torch.nn:Identity"], "says nothing about its inputs"),
     "device": (["explain", f"{MODELS}:mlp", "--device", "gpu"], "A device is one of torch's"),
     "values": (["explain", f"{MODELS}:without_values", "--device", "cpu"], "stays on the meta"),
+    "no copy": (["explain", f"{MODELS}:not_copied"], "NotImplementedError: there is one alone"),
     "wrong input": (["explain", f"{MODELS}:wrapped", "--input", "2x9"], "The model has to run"),
     "too many inputs": (
         ["explain", f"{MODELS}:mlp", "--input", "2x16", "--input", "2x16"],

@@ -26,7 +26,7 @@ from opfuser.registry import FusionInfo, effective
 
 griffe: Any = pytest.importorskip("griffe", reason="needs the packages that build the site")
 
-MODULES = "basic fused recipe testing models optim errors hf".split()
+MODULES = "basic fused recipe testing models optim events errors hf".split()
 # Of other modules, but shown: what pages of the docs import, and what public names return.
 BESIDES = (
     GradNeeds,

@@ -41,7 +41,7 @@ def page(site: Path, name: str) -> str:
 
 def test_pages_show_outputs_and_no_marker(site: Path) -> None:
     text = page(site, "planning")
-    assert "BackwardLinearAdd" in text
+    assert "backward_linear_add" in text
     assert "--8&lt;--" not in text
 
 

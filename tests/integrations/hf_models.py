@@ -24,6 +24,17 @@ SIZES: dict[str, Any] = {
 }
 DECODER = {**SIZES, "num_key_value_heads": 2, "pad_token_id": 0}
 ENCODER = {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DISTILBERT: dict[str, Any] = {
+    "vocab_size": 61,
+    "dim": 32,
+    "hidden_dim": 48,
+    "n_layers": 2,
+    "n_heads": 4,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "max_position_embeddings": 64,
+}
+TOP_2: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8}
 VIT: dict[str, Any] = {"image_size": 8, "patch_size": 4, "num_labels": 5}
 
 
@@ -51,19 +62,27 @@ MODELS: dict[str, Callable[..., Any]] = {
     "gemma2": lambda: causal("Gemma2", head_dim=8, sliding_window=4, query_pre_attn_scalar=7),
     "gemma3": lambda: causal("Gemma3Text", head_dim=8, sliding_window=4),
     "mixtral": lambda **k: causal("Mixtral", num_local_experts=4, **k),
+    "qwen3_moe": lambda: causal("Qwen3Moe", num_experts=4, moe_intermediate_size=16, **TOP_2),
     "phi3": lambda: causal("Phi3"),
     "glm": lambda: causal("Glm", head_dim=8, eos_token_id=1),
     "opt": lambda: causal("OPT", ffn_dim=48, dropout=0.0, word_embed_proj_dim=32),
-    "gpt2": lambda: causal("GPT2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2": lambda **k: causal(
+        "GPT2", **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **k}
+    ),
+    "gpt_bigcode": lambda: causal("GPTBigCode", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
     "granite": lambda: causal("Granite", residual_multiplier=0.5),
+    "gpt_neox": lambda: causal("GPTNeoX"),
     "bert": lambda **k: randomised(
         transformers.BertForMaskedLM(transformers.BertConfig(**{**ENCODER, **k}))
+    ),
+    "distilbert": lambda **k: randomised(
+        transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**{**DISTILBERT, **k}))
     ),
     "vit": lambda **k: randomised(
         transformers.ViTForImageClassification(transformers.ViTConfig(**{**ENCODER, **VIT, **k}))
     ),
 }
-LAYERED = [name for name in MODELS if name not in ("gpt2", "granite")]
+LAYERED = [name for name in MODELS if name != "gpt_neox"]
 
 
 class Pair(NamedTuple):

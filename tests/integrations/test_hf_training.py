@@ -88,6 +88,7 @@ TRAININGS = {
     "qwen3": Training("qwen3", {}),
     "bert": Training("bert", {"gradient_accumulation_steps": 2}),
     "mixtral": Training("mixtral", {}),
+    "gpt2": Training("gpt2", {}),
     "llama in bf16": Training("llama", BF16),
     "qwen3 in bf16": Training("qwen3", BF16),
     "bert in bf16": Training("bert", BF16),
@@ -158,6 +159,30 @@ def test_lora_on_some_projections() -> None:
     fusions = opfuser.hf.report(model).replaced[0].fusions
     assert set(plain.report.replaced[0].fusions) - set(fusions) == set()
     assert calls(model) == {}
+
+
+@pytest.mark.parametrize("targets", [["c_attn"], ["c_attn", "c_proj", "c_fc"]], ids=len)
+def test_lora_on_transposed_weights(targets: list[str]) -> None:
+    """PEFT's ``fan_in_fan_out``: projections with an adapter are called, others fused as before."""
+    model, untouched, report = pair("gpt2")
+    made = []
+    for each in (model, untouched):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=True
+        )
+        made.append(peft.get_peft_model(each, config))
+    batch = batch_of("gpt2")
+    assert_same(step(made[0], **batch), step(made[1], **batch))
+    done = opfuser.hf.report(made[0]).replaced[0]
+    called = [note for note in done.notes if "is called: it is a peft.tuners.lora" in note]
+    assert len(called) == (1 if len(targets) == 1 else 4)
+    if len(targets) == 1:
+        assert "activation_linear_add" in set(done.fusions) & set(report.replaced[0].fusions)
+    assert calls(made[0]) == {}
+    merged = [each.merge_and_unload() for each in made]
+    assert_close(merged[0](**batch).logits, merged[1](**batch).logits, 1e-5)
+    assert opfuser.hf.report(merged[0]).replaced[0].notes == ()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -197,6 +197,8 @@ class Mine(of.Sequential):
         (lambda: of.Sequential(of.GELU("none")), NotSupportedError, "approximate='none'"),
         (lambda: of.Sequential(of.GroupedLinear(2, 4, 4, single_grouped_weight=True)),
          NotSupportedError, "single_grouped_weight=True"),
+        (lambda: of.Sequential(of.Linear(4, 4, weight_transposed=True)), NotSupportedError,
+         "weight_transposed=True"),
         (changed_mlp, NotSupportedError,
          r"\(LayerNormMLP\).*norm \(LayerNorm\), 0 \(GELU\).*one by one"),
         (lambda: of.Sequential(TransformerLayerOptions(

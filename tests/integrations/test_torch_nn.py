@@ -377,6 +377,7 @@ def test_what_torch_lacks_is_named() -> None:
             "inner": opfuser.Sequential(opfuser.SwiGLU(), opfuser.BasicLinear(2, 2)),
             "shape": opfuser.Reshape((2, 2)),
             "linear": opfuser.Linear(2, 2, accumulate_into_main_grad=True),
+            "transposed": opfuser.Linear(2, 2, weight_transposed=True),
             "wrapped": opfuser.Linear(2, 2),
         }
     )
@@ -389,6 +390,7 @@ def test_what_torch_lacks_is_named() -> None:
         "zero_centered_gamma=True has no counterpart; SwiGLU at 'inner.0': it has no counterpart; "
         "Sequential at 'inner': it has recipe of its own; Reshape at 'shape': shape=(2, 2) has no "
         "counterpart; Linear at 'linear': accumulate_into_main_grad=True has no counterpart; "
+        "Linear at 'transposed': weight_transposed=True has no counterpart; "
         "Linear at 'wrapped': its forward was replaced. Convert the parts of the sequence that "
         "have one."
     )

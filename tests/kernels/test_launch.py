@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from opfuser.events import KernelCompiled, record_events, subscribe
 from opfuser.kernels.launch import Launch, has_fp4, has_fp8, multiprocessors, recorded, runs
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +142,9 @@ def test_the_launcher_in_c_gets_what_the_one_in_python_hands_on(
     monkeypatch.setattr("torch._C._cuda_getCurrentRawStream", lambda device: 7, raising=False)
     launch = Launch("nowhere:nothing", {})
     x, y = torch.empty(4), torch.empty(4)
+    told: list[KernelCompiled] = []
+    monkeypatch.setattr("time.perf_counter", lambda: float(10 * len(compiled)))
+    subscription = subscribe(told.append, only=KernelCompiled)  # type: ignore[arg-type]
     launch(grid, (x, None, y), (5, 1), (0.5,))
     for n in (5, 6, 7, 5):  # integers of one kind, so that one binary serves all
         launch(grid, (x, None, y), (n, 1), (0.5,))
@@ -153,6 +157,16 @@ def test_the_launcher_in_c_gets_what_the_one_in_python_hands_on(
     launch(grid, (x, None, y), (16, 1), (0.5,))
     launch(grid, (x, None, y.double()), (5, 1), (0.5,))
     assert len(compiled) == 3
+    subscription.remove()
+    launch(grid, (x, None, y.half()), (5, 1), (0.5,))
+    kinds = ("int", "1"), ("16n", "1"), ("int", "1")
+    for event, own, dtype in zip(told, kinds, ("float32", "float32", "float64")):
+        arguments = "float32*", "None", f"{dtype}*", *own, "float32"
+        assert event == KernelCompiled(launch.name, repr(launch), arguments, x.device, 10.0)
+    assert len(told) == 3, "nobody listens to the fourth"
+    assert str(told[0]) == (
+        "[kernel] nowhere:nothing(float32*, None, float32*, int, 1, float32) took 10.00 s"
+    )
 
 
 SCALE = """
@@ -191,6 +205,18 @@ def test_one_launch_serves_every_dtype_alignment_and_stride(scale: Launch) -> No
                         y = torch.full_like(x, float("nan"), memory_format=torch.contiguous_format)
                         scale((-(-n // 64), 1, 1), (x, y), (n, stride), (2.0,))
                         assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_subscribers_are_told_of_what_triton_compiles(scale: Launch) -> None:
+    x = torch.ones(64, device="cuda")
+    with record_events(only=KernelCompiled) as log:
+        for n in (16, 32, 33, 63):
+            scale((1, 1, 1), (x, torch.empty_like(x)), (n, 1), (2.0,))
+    arguments = [("float32*", "float32*", n, "1", "float32") for n in ("16n", "int")]
+    assert [event.arguments for event in log.of(KernelCompiled)] == arguments
+    assert all(event.seconds > 0 and event.device == x.device for event in log.of(KernelCompiled))
 
 
 @pytest.mark.gpu

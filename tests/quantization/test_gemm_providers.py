@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from typing import Any
+import sys
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from tests.replay.recorded import RecordedGraph
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 
+E5M2 = torch.float8_e5m2
 asked: list[Gemm] = []
 computed: list[tuple[tuple[int, ...], torch.dtype, bool]] = []
 
@@ -162,6 +166,99 @@ def test_groups_and_main_grad() -> None:
     assert (dtypes.count(torch.bfloat16), dtypes.count(torch.float32)) == (1, 5)
 
 
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
+def test_groups_at_once(kind: type[Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have rows, in one call for forward and one for dgrad; results as one by one."""
+    calls: list[list[tuple[int, ...]]] = []
+
+    def multiply_groups(
+        a: Sequence[GemmOperand], b: Sequence[GemmOperand], dtype: torch.dtype, split: bool
+    ) -> list[Tensor]:
+        calls.append([(*x.codes.shape, y.codes.shape[0]) for x, y in zip(a, b)])
+        return [(values(x) @ values(y).t()).to(dtype) for x, y in zip(a, b)]
+
+    torch.manual_seed(0)
+    grouped = opfuser.GroupedLinear(3, 128, 384)
+    x, sizes = torch.randn(208, 128, requires_grad=True), torch.tensor([16, 0, 192])
+    found = []
+    provider = gemm_providers.find("exact")
+    assert provider is not None
+    for several in (None, multiply_groups):
+        own = provider._replace(multiply_groups=several)
+        monkeypatch.setitem(gemm_providers._providers, "exact", own)
+        with opfuser.autocast(recipe=kind(gemm="exact")):
+            y = opfuser.Sequential(grouped)(x, sizes)
+        found.append((y, *torch.autograd.grad(y.sin().sum(), [x, *grouped.parameters()])))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert calls == [[(128, 128, 384), (256, 128, 384)], [(128, 384, 128), (256, 384, 128)]]
+
+
+class Stored(NamedTuple):
+    """What stands for an operand of Transformer Engine."""
+
+    data: Tensor
+    fp8_scale_inv: Tensor
+    fp8_dtype: str
+
+    def values(self) -> Tensor:
+        formats = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+        return self.data.view(formats[self.fp8_dtype]).double() * self.fp8_scale_inv
+
+
+def general_gemm(
+    A: Stored, B: Stored, out_dtype: torch.dtype, layout: str, use_split_accumulator: bool
+) -> list[Tensor]:
+    assert layout == "TN"
+    return [(B.values() @ A.values().t()).to(out_dtype)]
+
+
+def general_grouped_gemm(
+    A: list[Stored],
+    B: list[Stored],
+    out: list[Tensor],
+    quantization_params: list[None],
+    out_dtype: torch.dtype,
+    layout: str = "TN",
+    m_splits: list[int] | None = None,
+    use_split_accumulator: bool = False,
+) -> None:
+    assert layout == "TN"
+    assert m_splits == [len(b.data) for b in B]
+    for a, b, y, quantizer in zip(A, B, out, quantization_params, strict=True):
+        assert quantizer is None
+        assert y.dtype == out_dtype
+        y.copy_(b.values() @ a.values().t())
+
+
+def test_operands_of_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with its names: one product, and several at once."""
+    engine, storage, functions = (ModuleType(name) for name in ("engine", "storage", "functions"))
+    formats = SimpleNamespace(kFloat8E4M3="e4m3", kFloat8E5M2="e5m2")
+    monkeypatch.setattr(engine, "DType", formats, raising=False)
+    monkeypatch.setattr(storage, "Float8TensorStorage", Stored, raising=False)
+    monkeypatch.setattr(functions, "general_gemm", general_gemm, raising=False)
+    monkeypatch.setattr(functions, "general_grouped_gemm", general_grouped_gemm, raising=False)
+    name = "transformer_engine.pytorch"
+    monkeypatch.setitem(sys.modules, name, engine)
+    monkeypatch.setitem(sys.modules, f"{name}.tensor.storage.float8_tensor_storage", storage)
+    monkeypatch.setitem(sys.modules, f"{name}.cpp_extensions", functions)
+    one = ScalingType.TensorWise
+
+    def operand(rows: int, scale: float, dtype: torch.dtype) -> GemmOperand:
+        return GemmOperand(torch.randn(rows, 32).to(dtype), torch.tensor([scale]), one)
+
+    left = [operand(16, 0.5, torch.float8_e4m3fn), operand(48, 2.0, E5M2)]
+    right = [operand(64, 4.0, torch.float8_e4m3fn), operand(64, 1.0, torch.float8_e4m3fn)]
+    provider = gemm_providers.find("te")
+    assert provider is not None
+    assert provider.multiply_groups is not None
+    want = [values(a) @ values(b).t() for a, b in zip(left, right)]
+    one_by_one = [provider.multiply(a, b, torch.float64, True) for a, b in zip(left, right)]
+    torch.testing.assert_close(one_by_one, want)
+    at_once = provider.multiply_groups(left, right, torch.float64, True)
+    torch.testing.assert_close(list(at_once), want)
+
+
 @pytest.mark.parametrize("replayable", [False, True])
 def test_calls_are_recorded_only_if_the_provider_allows_it(
     replayable: bool, monkeypatch: pytest.MonkeyPatch
@@ -201,9 +298,6 @@ def gemm(**changed: Any) -> Gemm:
     cuda = torch.device("cuda")
     own = Gemm("fprop", 128, 128, (codes, codes), blocks, torch.bfloat16, True, cuda, True)
     return own._replace(**changed)
-
-
-E5M2 = torch.float8_e5m2
 
 
 @pytest.mark.parametrize(
@@ -262,3 +356,20 @@ def test_other_libraries_on_a_gpu(name: str, kind: type[Recipe], dtype: torch.dt
     assert taken == (wanted if name == "te" or (blocks and bf16) else set())
     for own, plain in zip(found[name], found["torch"]):
         assert error(own, plain.double()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
+def test_groups_of_transformer_engine_on_a_gpu(kind: type[Recipe]) -> None:
+    pytest.importorskip("transformer_engine", reason="needs it", exc_type=ImportError)
+    grouped = opfuser.GroupedLinear(3, 256, 384, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(400, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    sizes = torch.tensor([144, 0, 256])
+    found = {}
+    for provider in ("torch", "te"):
+        with opfuser.autocast(recipe=kind(gemm=provider)):
+            y = opfuser.Sequential(grouped)(x, sizes)
+        found[provider] = y, *torch.autograd.grad(y.sum(), [x, *grouped.parameters()])
+    for own, plain in zip(found["te"], found["torch"]):
+        assert error(own, plain.double()) < 1e-2 or not plain.any()

@@ -279,6 +279,29 @@ def test_memory_moves_between_the_passes(device: torch.device) -> None:
     assert_same_grads(model, other)
 
 
+def test_memory_of_a_transposed_weight_moves_between_the_passes(device: torch.device) -> None:
+    """What backward has saved is a view of the parameter."""
+    model = opfuser.Sequential(opfuser.Linear(DIM, DIM, device=device, weight_transposed=True))
+    other = twin(model)
+    warm_both(model, device)
+    x, dy = draw(device).requires_grad_(), draw(device)
+    y = model(x)
+    old = model[0].weight.data
+    model[0].weight.data = old.clone()
+    old.fill_(float("nan"))
+    y.backward(dy)
+    expected = torch.autograd.grad(other(x), [x, *other.parameters()], dy)
+    assert_equal(x.grad, expected[0])
+    for p, grad in zip(model.parameters(), expected[1:]):
+        assert_equal(p.grad, grad)
+    y = model(x)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert count(model) >= 2
+
+
 def test_copies_have_recordings_of_their_own(device: torch.device) -> None:
     model = block(device)
     warm_both(model, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -86,10 +88,13 @@ def test_attention_is_one_launch_in_each_pass() -> None:
     assert found.backward[0].counts == Counts(2, (y + qkv + y + sums) + qkv, 2 * qkv)
 
 
-def test_attention_that_no_kernel_of_torch_takes_is_computed_in_blocks() -> None:
-    x = torch.empty(2, 32, 3 * 16, device="meta", requires_grad=True)
-    capped = traffic(on_meta(opfuser.DotProductAttention(2, softcap=2.0)), x)
-    assert capped.forward[0].counts.launches > 3
+def test_attention_that_no_kernel_takes_is_computed_in_blocks() -> None:
+    """Soft-capped: in half precision there is one, in fp32 there is none."""
+    x = torch.empty(2, 32, 3 * 32, device="meta", requires_grad=True)
+    op = on_meta(opfuser.DotProductAttention(2, softcap=2.0))
+    half = traffic(op, x.detach().bfloat16().requires_grad_())
+    assert half.forward[0].counts.launches == 1
+    assert traffic(op, x).forward[0].counts.launches > 3
 
 
 def test_a_fusion_takes_its_intermediate_away() -> None:
@@ -136,6 +141,29 @@ def test_saved_bytes_are_those_on_a_gpu(name: str) -> None:
     x = torch.empty(size.batch, size.length, size.dim, **size.to).requires_grad_()
     measured = sum(item.bytes for item in memory.items(block, size, origins=False))
     assert traffic(block, x).saved_bytes == measured
+
+
+@pytest.mark.gpu
+def test_launches_are_those_on_a_gpu() -> None:
+    """Of operations without GEMMs, whose libraries may launch more than one kernel."""
+    model = opfuser.Sequential(opfuser.RMSNorm(64), opfuser.GELU()).to("cuda", torch.bfloat16)
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    wanted = [x, *model.parameters()]
+
+    def step() -> None:
+        torch.autograd.grad(model(x), wanted, dy)
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profile:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [name for name in on_gpu if not name.lower().startswith(("memcpy", "memset"))]
+    assert len(kernels) == traffic(model, x).counts.launches, kernels
 
 
 def test_a_model_besides_its_sequences() -> None:
@@ -196,4 +224,32 @@ def test_what_reads_values_says_so() -> None:
     model = models.ReadsValues()
     with pytest.raises(TargetError, match=r"The model has to run .*\(reads\)") as caught:
         model_traffic(Target("reads", model, (torch.zeros(2, 16),)))
-    assert "--device cpu if it reads values" in str(caught.value)
+    assert "counted without data, so that nothing may read values" in str(caught.value)
+
+
+def test_experts_in_half_precision_read_no_sizes() -> None:
+    """Their products are one launch for all experts, as torch's grouped GEMM is."""
+    block = models.experts()
+    found = traffic(block, torch.empty(2, 8, 16, dtype=torch.bfloat16, requires_grad=True))
+    (experts,) = [s for s in found.forward if len(s.indices) > 1 and s.saved]
+    assert found.plan.fused("forward") == {"grouped_mlp": 1}
+    assert 3 <= experts.counts.launches < 20
+
+
+def test_products_of_codes_are_those_of_a_gpu_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two linear operations in FP8 two forward and four backward, none of them emulated."""
+    products = []
+    scaled_mm = torch.nn.functional.scaled_mm
+
+    def noted(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        products.append((a.dtype, b.dtype))
+        return scaled_mm(a, b, *args, **kwargs)
+
+    x = torch.empty(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", noted)
+    model = models.fp8()
+    traffic(model, x)
+    assert len(products) == 2 + 6  # forward runs once before it is counted, to be planned
+    assert {dtype.itemsize for pair in products for dtype in pair} == {1}

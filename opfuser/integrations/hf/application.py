@@ -33,11 +33,11 @@ def apply(
 ) -> Report:
     """Runs a model of Hugging Face with fused operations, and says what of it.
 
-    Decoder and encoder layers, attention, feed-forward blocks and norms get a ``forward`` of their
-    own, which runs an :class:`opfuser.Sequential` with their parameters. They are recognised by
-    their structure, and by their results: a small copy with random parameters has to compute what
-    the sequence does. Everything else of the model stays: its modules, its parameters under their
-    names, its hooks, its head and its loss.
+    Decoder and encoder layers, attention, feed-forward blocks, mixtures of experts and norms get a
+    ``forward`` of their own, which runs an :class:`opfuser.Sequential` with their parameters. They
+    are recognised by their structure, and by their results: a small copy with random parameters has
+    to compute what the sequence does. Everything else of the model stays: its modules, its
+    parameters under their names, its hooks, its head and its loss.
 
     Sequences are built at the first call, and again after modules were replaced (by PEFT, say) or
     have got hooks: linear modules that are no longer torch's own are called from the sequence. A
@@ -79,7 +79,7 @@ def apply(
             if merge_storages:
                 _merge(forward)
             module.__dict__["forward"] = forward
-    return _outermost(replaced, kept)
+    return _outermost(model, replaced, kept)
 
 
 def revert(model: nn.Module) -> None:
@@ -124,7 +124,7 @@ def report(model: nn.Module) -> Report:
                 kept.append(Kept(path, why, forward.counts))
             else:
                 replaced.append(_entry(path, forward))
-    return _outermost(replaced, kept)
+    return _outermost(model, replaced, kept)
 
 
 def _check(model: object) -> None:
@@ -168,9 +168,11 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
         return ("loss",)
     if isinstance(module, nn.ModuleList) or module._parameters:
         return ()
+    if leaves.experts_of(module) is not None:
+        return ("experts",)
     inside = list(module.modules())[1:]
     children = [m for m in module._modules.values() if m is not None]
-    linears = [m for m in children if _multiplies(m)]
+    linears = [m for m in children if leaves.is_linear(m)]
     if hasattr(module, "is_causal"):
         return ("attention",) if linears else ()
     if any(isinstance(m, nn.ModuleList) for m in inside):
@@ -180,30 +182,25 @@ def _kinds(module: nn.Module) -> tuple[str, ...]:
         feeds = len(linears) in (2, 3) and not any(map(leaves.is_norm, children))
         return ("mlp",) if feeds else ()
     # What holds attention and more than one projection behind it is a layer, or wants to be.
-    behind = [m for m in inside if _multiplies(m) and m not in set(attends[0].modules())]
+    behind = [m for m in inside if leaves.is_linear(m) and m not in set(attends[0].modules())]
     whole = len(attends) == 1 and len(children) > 2 and (behind or len(children) > 3)
     return ("layer",) if whole and "attention_mask" in _names(module) else ()
-
-
-def _multiplies(module: nn.Module) -> bool:
-    """Whether it is a linear module of some kind; transformers' Conv1D among them."""
-    return leaves.is_linear(module) or type(module).__name__ == "Conv1D"
 
 
 def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)
 
 
-def _outermost(replaced: list[Replaced], kept: list[Kept]) -> Report:
+def _outermost(model: nn.Module, replaced: list[Replaced], kept: list[Kept]) -> Report:
     paths = [entry.path + "." for entry in replaced if entry.what != "loss"]
 
-    def outside(path: str) -> bool:
-        return not any(path.startswith(outer) for outer in paths)
+    def shown(entry: Replaced | Kept) -> bool:
+        inside = any(entry.path.startswith(outer) for outer in paths)
+        # Sequences call experts as the modules that they are, replaced or not.
+        own = inside and leaves.experts_of(model.get_submodule(entry.path)) is not None
+        return own or not inside or bool(entry.calls)
 
-    return Report(
-        tuple(entry for entry in replaced if outside(entry.path) or entry.calls),
-        tuple(entry for entry in kept if outside(entry.path) or entry.calls),
-    )
+    return Report(tuple(filter(shown, replaced)), tuple(filter(shown, kept)))
 
 
 def _entry(path: str, forward: Forward) -> Replaced:

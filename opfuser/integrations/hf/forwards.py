@@ -30,6 +30,9 @@ _NOT_READ = frozenset(
     "output_router_logits".split()
 )
 
+# Names that layers have for the cache of all of them.
+_CACHES = "past_key_values", "layer_past"
+
 
 class Fallback(Exception):  # noqa: N818 - an answer, not a mistake
     """Raised with the reason why the untouched forward takes a call."""
@@ -205,7 +208,7 @@ class Forward(ReplacedForward):
         first = next(built.sequence.parameters())
         like: Any = {"dtype": first.dtype, "device": first.device}
         with torch.enable_grad():
-            x = torch.empty(1, 2, first.shape[-1], requires_grad=True, **like)
+            x = torch.empty(1, 2, built.features, requires_grad=True, **like)
             return built.sequence.plan(x)
 
     def refusal(self) -> str:
@@ -231,8 +234,9 @@ class Forward(ReplacedForward):
         if self.kind in ("attention", "layer"):
             mask = given.pop("attention_mask", None)
             tables = given.pop("position_embeddings", None)
-            causal, cache = given.pop("is_causal", None), given.pop("past_key_values", None)
-            found = Given(x, mask, causal, tables, cache)
+            caches = [given.pop(name, None) for name in _CACHES]
+            cache = next((c for c in caches if c is not None), None)
+            found = Given(x, mask, given.pop("is_causal", None), tables, cache)
         for name, value in given.items():
             if name not in _NOT_READ and value is not None and value is not False:
                 raise Fallback(f"{name} is given")
@@ -241,6 +245,9 @@ class Forward(ReplacedForward):
     def _check(self, given: Given, built: Built) -> None:
         """Raises Fallback where the sequence cannot do what the module would."""
         x, mask, _, tables, cache = given
+        # Attention itself is asked for its weights, others may have modules inside that are.
+        if (built.read.captures or self.kind == "attention") and _collects_inside():
+            raise Fallback("outputs of modules inside are collected")
         if built.attend is None:
             return
         if x.dim() != 3:
@@ -253,9 +260,6 @@ class Forward(ReplacedForward):
             )
         if built.turns is not None and not _are_tables(tables, built.turns[1].size):
             raise Fallback("its tables of cosine and sine are of another shape")
-        # Attention itself is asked for its weights, a layer may have modules inside that are.
-        if (built.read.captures or self.kind == "attention") and _collects_inside():
-            raise Fallback("outputs of modules inside are collected")
         if cache is not None:
             self._check_cache(cache, built)
 

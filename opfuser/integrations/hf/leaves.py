@@ -33,14 +33,18 @@ __all__ = [
     "ACTIVATIONS",
     "GATED",
     "NORMS",
+    "Experts",
     "Leaf",
     "Leaves",
     "eps_of",
+    "experts_of",
     "is_norm",
+    "is_transposed",
     "leaves_of",
     "linear",
     "merged",
     "norm",
+    "refuse_distributed",
     "sizes_of",
 ]
 
@@ -95,6 +99,48 @@ class Leaves(NamedTuple):
     unknown: list[Leaf]
 
 
+class Experts(NamedTuple):
+    """The parts of a mixture of experts with D features, F of them inside of each of E experts.
+
+    Attributes:
+        router: with a weight (E, D).
+        experts: with the weights of all.
+        gate_up: name of their weight (E, 2 F, D).
+        down: name of their weight (E, D, F).
+        sizes: D, F and E.
+    """
+
+    router: nn.Module
+    experts: nn.Module
+    gate_up: str
+    down: str
+    sizes: tuple[int, int, int]
+
+
+def experts_of(module: nn.Module) -> Experts | None:
+    """The parts of what looks like a mixture of experts and nothing else."""
+    children = [child for child in module._modules.values() if child is not None]
+    if len(children) != 2 or module._parameters or module._buffers:
+        return None
+    for router, experts in (children, children[::-1]):
+        weight, (gate_up, down) = router._parameters.get("weight"), _two_names(experts)
+        if weight is None or len(router._parameters) > 1 or router._modules or router._buffers:
+            continue
+        if weight.dim() != 2 or not down or experts._buffers:
+            continue
+        count, features = weight.shape
+        shapes = [tuple(experts.get_parameter(name).shape) for name in (gate_up, down)]
+        inside = shapes[1][-1] if shapes[1] else 0
+        if shapes == [(count, 2 * inside, features), (count, features, inside)]:
+            return Experts(router, experts, gate_up, down, (features, inside, count))
+    return None
+
+
+def _two_names(module: nn.Module) -> tuple[str, str]:
+    names = [name for name, p in module._parameters.items() if p is not None]
+    return (names[0], names[1]) if len(names) == 2 else ("", "")
+
+
 def leaves_of(read: Reader, root: nn.Module) -> Leaves:
     """The leaves of a module.
 
@@ -146,9 +192,17 @@ def _collect(read: Reader, leaf: Leaf, out: Leaves) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether it is a linear module, or a wrapper such as PEFT's that stands for one."""
     sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
-    return isinstance(module, nn.Linear) or (
-        all(isinstance(size, int) for size in sizes) and hasattr(module, "base_layer")
+    return (
+        isinstance(module, nn.Linear)
+        or is_transposed(module)
+        or (all(isinstance(size, int) for size in sizes) and hasattr(module, "base_layer"))
     )
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is a linear module whose weight is (in, out): transformers' Conv1D."""
+    kind = type(module)
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -166,6 +220,10 @@ def is_norm(module: nn.Module) -> bool:
 
 def sizes_of(module: nn.Module) -> tuple[int, int]:
     """Features that a linear module takes, and that it returns."""
+    if is_transposed(module):
+        weight: Any = module.weight
+        taken, returned = weight.shape
+        return taken, returned
     features: Any = module.in_features, module.out_features
     taken, returned = features
     return taken, returned
@@ -187,13 +245,18 @@ def why_called(module: nn.Module) -> str:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and not why_called(module)
+    return (type(module) is nn.Linear or is_transposed(module)) and not why_called(module)
+
+
+def refuse_distributed(source: nn.Module) -> None:
+    """Raises Refused if parameters are DTensors."""
+    if any(hasattr(p, "device_mesh") for p in source._parameters.values()):
+        raise Refused("has parameters that are distributed tensors: apply before they are")
 
 
 def _share(op: nn.Module, source: nn.Module) -> None:
     """Makes an operation read the parameters of ``source``, whatever is set there later."""
-    if any(hasattr(p, "device_mesh") for p in source._parameters.values()):
-        raise Refused("has parameters that are distributed tensors: apply before they are")
+    refuse_distributed(source)
     op.__dict__["_parameters"] = source._parameters
     for part in getattr(op, "basic_ops", ()):
         part.__dict__["_parameters"] = source._parameters
@@ -203,7 +266,8 @@ def linear(module: nn.Module) -> nn.Module:
     """The operation of a linear module, or itself where it has to be called."""
     if not _is_plain(module):
         return module
-    op = Linear(*sizes_of(module), bias=module.bias is not None, device="meta")
+    how: Any = {"bias": module.bias is not None, "weight_transposed": is_transposed(module)}
+    op = Linear(*sizes_of(module), **how, device="meta")
     _share(op, module)
     return op
 
@@ -214,10 +278,11 @@ def merged(modules: dict[str, nn.Module]) -> MergedLinear:
     in_features = {sizes_of(module)[0] for module in modules.values()}
     if len(in_features) > 1:
         raise Refused("has projections of different inputs")
-    with_bias = [n for n, m in modules.items() if _is_plain(m) and m.bias is not None]
+    plain = {n: m for n, m in modules.items() if _is_plain(m) and not is_transposed(m)}
+    with_bias = [name for name, module in plain.items() if module.bias is not None]
     op = MergedLinear(in_features.pop(), sizes, bias=with_bias, device="meta")
     for name, module in modules.items():
-        if _is_plain(module):
+        if name in plain:
             _share(op.get_submodule(name), module)
         else:
             setattr(op, name, module)

@@ -113,7 +113,7 @@ class LossForward(Forward):
         with torch.enable_grad():
             built = self.built()
             weight = next(built.sequence.parameters())
-            x = torch.empty(1, 2, weight.shape[-1], dtype=weight.dtype, requires_grad=True, **like)
+            x = torch.empty(1, 2, built.features, dtype=weight.dtype, requires_grad=True, **like)
             return built.sequence.plan(x, torch.empty(1, 2, dtype=torch.int64, **like))
 
 
@@ -142,7 +142,7 @@ def _build(read: Reader, head: nn.Module, summed: bool) -> Built:
     op = leaves.linear(head)
     assert isinstance(op, Linear)
     loss = CrossEntropy(_IGNORED, reduction="sum" if summed else "mean")
-    return Built(Sequential(op, loss), read)
+    return Built(Sequential(op, loss), read, leaves.sizes_of(head)[0])
 
 
 def _loss(built: Built, hidden: Tensor, labels: Tensor, count: Any) -> Tensor:

@@ -13,7 +13,7 @@ class Replaced(NamedTuple):
 
     Attributes:
         path: of the module in the model.
-        what: "norm", "mlp", "attention", "layer" or "loss".
+        what: "norm", "mlp", "experts", "attention", "layer" or "loss".
         fusions: of the plan of its sequence, for training in the dtype of its parameters.
         notes: what inside of it is called as it is, and why.
         calls: how many calls the untouched forward took, by the reason.
@@ -46,7 +46,8 @@ class Report(NamedTuple):
     ``str(report)`` is a text with one line for all modules of which the same holds.
 
     Attributes:
-        replaced: modules inside of another one that is replaced are left out.
+        replaced: modules inside of another one that is replaced are left out, but for mixtures of
+            experts.
         kept: likewise.
     """
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from opfuser import (
+    ConstantScale,
     DotProductAttention,
     Dropout,
     QKNorm,
@@ -17,6 +18,7 @@ from opfuser import (
     RotaryEmbedding,
     Sequential,
 )
+from opfuser.models.moe import MoEConfig, experts
 
 from . import leaves
 from .leaves import ACTIVATIONS, GATED, Leaf, Leaves, sizes_of
@@ -60,11 +62,29 @@ class Choice(NamedTuple):
         arrangement: of a layer's norms.
         swapped: whether the gate is the second of two projections.
         rotary: or None.
+        normalised: whether the weights of a token's experts are divided by their sum.
     """
 
     arrangement: str = ""
     swapped: bool = False
     rotary: Rotary | None = None
+    normalised: bool = False
+
+
+class Alias(NamedTuple):
+    """A parameter of a module that an operation reads as its own.
+
+    Attributes:
+        parameters: of the operation.
+        name: of the parameter there.
+        source: parameters of the module.
+        of: name of the parameter in the module.
+    """
+
+    parameters: dict[str, Any]
+    name: str
+    source: dict[str, Any]
+    of: str = "weight"
 
 
 class Formulas(Protocol):
@@ -85,7 +105,8 @@ class Built(NamedTuple):
     Attributes:
         sequence: of operations with the parameters of the module.
         read: what it was built from.
-        aliases: of parameters, where to write those that other modules hold as ``weight``.
+        features: of its input.
+        aliases: of parameters that other modules hold under other names.
         modes: operations that differ in training, and the modules whose mode they follow.
         turns: operation and tables of rotary positions, or None.
         attend: or None.
@@ -95,7 +116,8 @@ class Built(NamedTuple):
 
     sequence: Sequential
     read: Reader
-    aliases: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = ()
+    features: int
+    aliases: tuple[Alias, ...] = ()
     modes: tuple[tuple[nn.Module, nn.Module], ...] = ()
     turns: tuple[RotaryEmbedding, Rotary] | None = None
     attend: DotProductAttention | None = None
@@ -104,8 +126,8 @@ class Built(NamedTuple):
 
     def follow(self) -> None:
         """Takes over the parameters and modes of now."""
-        for parameters, name, source in self.aliases:
-            parameters[name] = source["weight"]
+        for parameters, name, source, of in self.aliases:
+            parameters[name] = source[of]
         for op, module in self.modes:
             if op.training != module.training:
                 op.training = module.training
@@ -116,13 +138,17 @@ class Built(NamedTuple):
         return self.attend is not None and self.attend.causal
 
 
-KINDS = "norm", "mlp", "attention", "layer"
+KINDS = "norm", "mlp", "experts", "attention", "layer"
 
 
 def choices(kind: str, module: nn.Module, tables: tuple[Rotary, ...]) -> Iterator[Choice]:
     """What a module of some kind may be, the usual first."""
     if kind == "norm":
         yield Choice()
+        return
+    if kind == "experts":
+        yield Choice(normalised=True)
+        yield Choice(normalised=False)
         return
     turns: tuple[Rotary | None, ...] = (None,)
     if kind in ("attention", "layer") and _takes_tables(module):
@@ -203,13 +229,17 @@ def build(
     if kind == "norm":
         read.inner(module)
         ops = [maker.norm(Leaf("", module, module), own=True)]
-        return maker.built(ops)
+        return maker.built(ops, module.get_parameter("weight").shape[0])
+    if kind == "experts":
+        ops, features = maker.experts(module)
+        return maker.built(ops, features)
     found = leaves.leaves_of(read, module)
     if kind == "mlp":
         if found.norms or found.unknown:
             what = "; ".join(f"{leaf.path} is a {_name(leaf.module)}" for leaf in found.unknown)
             raise Refused(what or "has norms inside")
-        return maker.built(maker.mlp(found.linears, found.activations, found.dropouts))
+        ops = maker.mlp(found.linears, found.activations, found.dropouts)
+        return maker.built(ops, sizes_of(found.linears[0].module)[0])
     holder = _attention_holder(found)
     if holder is None or (found.unknown and kind == "attention"):
         what = "; ".join(f"{leaf.path} is a {_name(leaf.module)}" for leaf in found.unknown)
@@ -217,8 +247,10 @@ def build(
     if kind == "attention":
         if found.activations or holder is not module:
             raise Refused("has more than attention")
-        return maker.built(maker.attention(holder, found))
-    return maker.built(maker.layer(holder, found))
+        ops = maker.attention(holder, found)
+    else:
+        ops = maker.layer(module, holder, found)
+    return maker.built(ops, sizes_of(_projections(holder, found.linears).inputs[0].module)[0])
 
 
 def _name(module: nn.Module) -> str:
@@ -236,17 +268,18 @@ class _Maker:
         self.formulas = formulas
         self.choice = choice
         self.causal = causal
-        self.aliases: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
+        self.aliases: list[Alias] = []
         self.modes: list[tuple[nn.Module, nn.Module]] = []
         self.notes: list[str] = []
         self.attend: DotProductAttention | None = None
         self.turns: tuple[RotaryEmbedding, Rotary] | None = None
         self.holder: nn.Module | None = None
 
-    def built(self, ops: list[nn.Module]) -> Built:
+    def built(self, ops: list[nn.Module], features: int) -> Built:
         return Built(
             Sequential(*ops),
             self.read,
+            features,
             tuple(self.aliases),
             tuple(self.modes),
             self.turns,
@@ -299,7 +332,7 @@ class _Maker:
         if how not in _IMPLEMENTATIONS:
             raise Refused(f"computes attention by {how}, not by {' or '.join(_IMPLEMENTATIONS)}")
         causal = value(holder, "is_causal", True) if self.causal is None else self.causal
-        dropout_p, source = self.attention_dropout(holder, found)
+        dropout_p, behind = self.attention_dropout(holder, found)
         ops = [self.joined("qkv", projections.inputs)]
         norms = [leaf for leaf in found.norms if leaf.holder is holder]
         if norms:
@@ -318,19 +351,23 @@ class _Maker:
             softcap=value(holder, "attn_logit_softcapping"),
         )
         self.holder = holder
-        self.modes.append((self.attend, source))
+        self.modes.append((self.attend, holder))
         ops.append(self.attend)
-        return ops + [self.linear(leaf) for leaf in projections.output]
+        ops += [self.linear(leaf) for leaf in projections.output]
+        for leaf in behind:
+            ops += self.dropout(leaf)
+        return ops
 
-    def attention_dropout(self, holder: nn.Module, found: Leaves) -> tuple[float, nn.Module]:
-        """Its probability, and the module whose mode counts."""
-        p = self.read.value(holder, "attention_dropout")
-        if isinstance(p, float):
-            return p, holder
-        inside = [leaf.module for leaf in found.dropouts if leaf.holder is holder]
-        if len(inside) > 1:
+    def attention_dropout(self, holder: nn.Module, found: Leaves) -> tuple[float, list[Leaf]]:
+        """The probability for attention's weights, and the dropout behind the output, if any."""
+        named = [self.read.value(holder, name) for name in ("attention_dropout", "attn_dropout")]
+        p = next((value for value in named if isinstance(value, float)), None)
+        behind = [leaf for leaf in found.dropouts if leaf.holder is holder]
+        if p is None:
+            p = self.read.value(behind.pop(0).module, "p") if behind else 0.0
+        if len(behind) > 1:
             raise Refused("has several kinds of dropout in its attention")
-        return (self.read.value(inside[0], "p"), holder) if inside else (0.0, holder)
+        return p, behind
 
     def qk_norm(self, norms: list[Leaf], size: int, heads: dict[str, Any]) -> nn.Module:
         """The norm of each query and key head."""
@@ -345,7 +382,7 @@ class _Maker:
         centred = q.zero_centered_gamma
         op = QKNorm(head_dim=size, eps=q.eps, zero_centered_gamma=centred, device="meta", **heads)
         for name, leaf in zip(("q_weight", "k_weight"), norms):
-            self.aliases.append((op._parameters, name, leaf.module._parameters))
+            self.aliases.append(Alias(op._parameters, name, leaf.module._parameters))
         return op
 
     def mlp(
@@ -369,13 +406,49 @@ class _Maker:
             ops += self.dropout(leaf)
         return ops
 
-    def layer(self, holder: nn.Module, found: Leaves) -> list[nn.Module]:
+    def experts(self, module: nn.Module) -> tuple[list[nn.Module], int]:
+        """A router, and gated blocks of which each token passes some; and a token's features."""
+        read, found = self.read, leaves.experts_of(module)
+        parts = read.children(module)
+        if found is None:
+            raise Refused("has no router and experts with their weights in two tensors")
+        for path, part in parts.items():
+            read.inner(part)
+            leaves.refuse_distributed(part)
+            if leaves.why_called(part):
+                raise Refused(f"{path} {leaves.why_called(part)}")
+        if read.value(module, "jitter_noise") or read.value(found.experts, "_is_expert_parallel"):
+            raise Refused("adds noise to its input, or has its experts on several devices")
+        activations = list(read.children(found.experts).values())
+        if len(activations) != 1 or self.formulas.of_activation(activations[0]) != "silu":
+            raise Refused("has experts with another activation than SiLU")
+        read.inner(activations[0])
+        top_k = read.value(found.router, "top_k")
+        dim, inside, count = found.sizes
+        if not isinstance(top_k, int) or not 0 < top_k <= count:
+            raise Refused("has a router that does not say how many experts a token has")
+        normalised = self.choice.normalised
+        config = MoEConfig(dim, inside, count, top_k, norm_topk_prob=normalised, device="meta")
+        op = experts(config)
+        holder = found.experts._parameters
+        for name, source, of in (
+            ("router", found.router._parameters, "weight"),
+            ("gate_up", holder, found.gate_up),
+            ("down", holder, found.down),
+        ):
+            parameters = op.get_submodule(name)._parameters
+            self.aliases.append(Alias(parameters, "weight", source, of))
+        return list(op), dim
+
+    def layer(self, module: nn.Module, holder: nn.Module, found: Leaves) -> list[nn.Module]:
         """An attention block and a feed-forward block, each with its residual connection."""
         norms = [self.norm(leaf) for leaf in found.norms if leaf.holder is not holder]
         dropouts = [leaf for leaf in found.dropouts if leaf.holder is not holder]
         if len(dropouts) > 2:
             raise Refused("has more than two kinds of dropout")
         drop = [self.dropout(dropouts[0]), self.dropout(dropouts[-1])] if dropouts else [[], []]
+        if len(dropouts) == 1 and dropouts[0].holder is not module:  # of the feed-forward block
+            drop[0] = []
         attend = [*self.attention(holder, found), *drop[0]]
         linears = _projections(holder, found.linears).others
         if found.unknown:
@@ -386,6 +459,10 @@ class _Maker:
             mlp = [leaf.module, *drop[1]]
         else:
             mlp = [*self.mlp(linears, found.activations, []), *drop[1]]
+        scale = self.read.value(module, "residual_multiplier")
+        if isinstance(scale, float) and scale != 1:
+            attend.append(ConstantScale(scale))
+            mlp.append(ConstantScale(scale))
         return _arranged(self.choice.arrangement, norms, attend, mlp)
 
 

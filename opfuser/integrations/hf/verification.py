@@ -28,6 +28,7 @@ _SCALE = 0.03
 # Scores of attention become about its square, so that a cap counts.
 _GAIN = 3.0
 _BATCH, _TOKENS = 2, 5
+_OF_ONE_INPUT = "norm", "mlp", "experts"
 _STATE = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
@@ -112,7 +113,8 @@ class Verified:
                 except Exception as error:  # noqa: BLE001
                     text = f"{type(error).__name__}: {error}".splitlines()[0]
                     raise Refused(f"could not be run on a small input: {text}") from None
-                expected = expected[0] if isinstance(expected, tuple) else expected
+                if isinstance(expected, tuple) and kind not in _OF_ONE_INPUT:
+                    expected = expected[0]
                 try:
                     y = run(built, **_own(given, twin, choice))
                 except OpfuserError as error:
@@ -121,7 +123,7 @@ class Verified:
                 if not close(y, expected):
                     what = f"with dropout by {p} " if p else ""
                     raise Refused(f"computes something else {what}than a sequence of its modules")
-                if kind in ("norm", "mlp"):
+                if kind in _OF_ONE_INPUT:
                     break
 
 
@@ -185,16 +187,19 @@ class _StandIn(nn.Module):
 def _random_copy(module: nn.Module) -> nn.Module:
     """A copy in fp32 on the CPU with random parameters, whose inner modules are simple ones.
 
-    Linear modules become those of torch, whatever wraps or stores them; modules that are called
-    as they are become a function of as many features.
+    Linear modules become those of torch, whatever wraps or stores them, but for those with
+    transposed weights; modules that are called as they are become a function of as many features.
     """
     memo: dict[int, Any] = {}
-    found = leaves.leaves_of(Reader(), module) if module._modules else None
+    single = not module._modules or leaves.experts_of(module) is not None
+    found = None if single else leaves.leaves_of(Reader(), module)
     for inner in module.modules():
         config = inner.__dict__.get("config")
         if config is not None:
             memo[id(config)] = config
     for leaf in [] if found is None else found.linears:
+        if leaves.is_transposed(leaf.module):
+            continue
         sizes = leaves.sizes_of(leaf.module)
         bias = getattr(leaf.module, "bias", None) is not None
         memo[id(leaf.module)] = nn.Linear(*sizes, bias=bias, device="meta")
@@ -208,9 +213,10 @@ def _random_copy(module: nn.Module) -> nn.Module:
             inner.gradient_checkpointing = False  # type: ignore[assignment]
         for name in _STATE:
             getattr(inner, name).clear()
+        taken = 0 if leaves.is_transposed(inner) else -1
         for p in inner._parameters.values():
             if p is not None:
-                nn.init.normal_(p, std=_GAIN * p.shape[-1] ** -0.5 if p.dim() > 1 else 1.0)
+                nn.init.normal_(p, std=_GAIN * p.shape[taken] ** -0.5 if p.dim() > 1 else 1.0)
     return twin
 
 
@@ -242,9 +248,8 @@ def _is_dropout(module: nn.Module, name: str) -> bool:
 def _arguments(kind: str, twin: nn.Module, built: Built, with_mask: bool) -> dict[str, Any]:
     """What the copy's forward is called with."""
     names = list(inspect.signature(type(twin).forward).parameters)[1:]
-    size = next(p.shape[-1] for p in twin.parameters())
-    given: dict[str, Any] = {names[0]: _SCALE * torch.randn(_BATCH, _TOKENS, size)}
-    if kind in ("norm", "mlp"):
+    given: dict[str, Any] = {names[0]: _SCALE * torch.randn(_BATCH, _TOKENS, built.features)}
+    if kind in _OF_ONE_INPUT:
         return given
     given["attention_mask"] = None
     if with_mask:

@@ -50,6 +50,7 @@ _MAIN_GRAD = Argument(
 )
 _RECIPE = Argument("recipe", None, "recipe", "inherit")
 _STORED = Argument("weight_format", None, "weight_format")
+_TRANSPOSED = Argument("weight_transposed", None, "weight_transposed", False)
 _GROUP = _same("process_group")
 _IN_PLACE = (Argument("in_place", "_in_place", "in_place"),)
 _NORM = (
@@ -69,6 +70,7 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
         _MAIN_GRAD,
         _RECIPE,
         _STORED,
+        _TRANSPOSED,
         Argument("userbuffers_options", "_userbuffers_options", None),
     ),
     "Bias": (
@@ -110,6 +112,7 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
         ),
         _RECIPE,
         _STORED,
+        _TRANSPOSED,
     ),
     "MakeExtraOutput": _IN_PLACE,
     "QGEGLU": _CACHED,

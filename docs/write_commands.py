@@ -1,0 +1,145 @@
+"""Writes ``docs/commands.md``, the reference of the commands, from their parsers.
+
+``python docs/write_commands.py`` writes the page, and with ``--check`` only says whether it
+differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# As docs/write_snippets.py may be run from any folder, so may this.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from docs.write_snippets import written
+from opfuser.cli import parser
+from opfuser.report import plan_json
+
+PAGE = Path(__file__).with_name("commands.md")
+
+INTRODUCTION = """\
+# Commands
+
+<!-- Written by docs/write_commands.py from the commands themselves. -->
+
+`opfuser`, or `python -m opfuser`, answers what is fused in a model, why other things are not, and
+what that gains. Most commands take a model by name: `package.module:build`, where `build` is a
+function without arguments that returns the model, or the model itself. It is built on the meta
+device unless another one is asked for: without data, and planned as on a GPU, so that no GPU is
+needed. The inputs of its call are told with `--input`, once for each, or kept beside the model in
+`example_inputs`: a tensor, a text such as `"8x2048x4096:bf16"`, a list of these, or a function
+that returns one of them.
+
+<!-- snippet: explained_model.py:model -->
+<!-- snippet: commands.txt -->
+
+Launches and bytes are counted, not measured: each kernel reads what it is given once, and writes
+its results once. [Plans as JSON](#plans-as-json) says what other programs can rely on.
+
+Exit statuses: 0 fine, 1 error, which is one sentence on the standard error, 3 findings. The extra
+`opfuser[tools]` has the packages for YAML and HTML.
+"""
+
+
+def _commands(
+    made: argparse.ArgumentParser, summary: str = ""
+) -> Iterator[tuple[argparse.ArgumentParser, str]]:
+    """Every parser that runs something, with its summary."""
+    nested = [a for a in made._actions if isinstance(a, argparse._SubParsersAction)]
+    if not nested:
+        yield made, summary
+    for action in nested:
+        summaries = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        for name, inner in action.choices.items():
+            yield from _commands(inner, summaries.get(name, ""))
+
+
+def _arguments(made: argparse.ArgumentParser) -> Iterator[str]:
+    rows = [action for action in made._actions if not isinstance(action, argparse._HelpAction)]
+    if not rows:
+        return
+    yield "| argument | meaning |"
+    yield "|---|---|"
+    for action in rows:
+        yield f"| {_name(action)} | {_meaning(made, action)} |"
+    yield ""
+
+
+def _name(action: argparse.Action) -> str:
+    if not action.option_strings:
+        return f"`{_cell(str(action.metavar or action.dest))}`"
+    value = ""
+    if action.nargs != 0:
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else None
+        value = f" {action.metavar or choices or action.dest.upper()}"
+    return ", ".join(f"`{_cell(option + value)}`" for option in action.option_strings)
+
+
+def _meaning(made: argparse.ArgumentParser, action: argparse.Action) -> str:
+    known: dict[str, Any] = {**vars(action), "prog": made.prog}
+    return _cell((action.help or "") % known)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _section(made: argparse.ArgumentParser, summary: str) -> Iterator[str]:
+    yield f"## {made.prog}\n"
+    paragraphs = (made.description or summary).split("\n\n")
+    yield "\n\n".join(" ".join(text.split()) for text in paragraphs) + "\n"
+    yield from _arguments(made)
+    examples = re.sub(r"^examples?:\n", "", made.epilog or "")
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    yield "\n".join(["```bash", *lines, "```"]) + "\n"
+
+
+def _schemas() -> Iterator[str]:
+    """What the module's docstring says, which stands in code there."""
+    text = plan_json.__doc__ or ""
+    yield "## Plans as JSON\n"
+    for n, part in enumerate(re.split(r"\n\n(?=\S)", text.strip())):
+        prose, colon, listed = part.partition("::\n\n")
+        if n == 0:
+            yield "What `opfuser explain --format json` writes, for other programs.\n"
+            continue
+        yield " ".join(prose.split()).replace("``", "`") + (":" if colon else "") + "\n"
+        yield from _list(listed)
+
+
+def _list(listed: str) -> Iterator[str]:
+    rows = re.sub(r"\n {5,}", " ", listed).splitlines()
+    for row in rows:
+        names, _, meaning = row.strip().partition(": ")
+        yield f"- `{names}`: {meaning}"
+    if rows:
+        yield ""
+
+
+def page() -> str:
+    """The text of the page."""
+    lines = [INTRODUCTION]
+    for made, summary in _commands(parser()):
+        lines += _section(made, summary)
+    lines += _schemas()
+    return written("\n".join(lines).rstrip() + "\n")
+
+
+def main(args: list[str] | None = None) -> None:
+    """Writes or checks the page."""
+    command = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    command.add_argument("--check", action="store_true", help="fail if the page differs")
+    text = page()
+    if not command.parse_args(args).check:
+        PAGE.write_text(text, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+        sys.exit(f"{PAGE.name} shows other commands: run python docs/write_commands.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""``opfuser audit``: what could be fused in a model and is not."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..errors import OpfuserError, TargetError, explain
+from ..report.audit import audit
+from ..report.inputs import said
+from .arguments import FINDINGS, FINE, Subparsers, add_command, add_model, target_of, write
+
+__all__ = ["add"]
+
+
+def add(subparsers: Subparsers) -> None:
+    """Adds the command to the parser of the command line."""
+    parser = add_command(
+        subparsers,
+        "audit",
+        "list what could be fused and is not",
+        "Lists what could be fused in a model and is not, as YAML: registered fusions that\n"
+        "something blocks, and formulas for which a kernel is known. A model of torch.nn or of\n"
+        "Hugging Face is fine. What saves most comes first. Exit status 3 if there is something;\n"
+        "if not, nothing is printed or written.",
+        "  opfuser audit my_package.model:build --input 8x2048x4096:bf16 --write fusion_todo.yml",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--write", type=Path, default=None, metavar="FILE", help="write to a file, and print a line"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints or writes the audit."""
+    target = target_of(args)
+    try:
+        todo = audit(target.model, target.inputs, target.name)
+    except OpfuserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise TargetError(
+            explain(
+                "The model has to run with its inputs",
+                where=target.name,
+                received=said(error),
+                remedy="Pass other inputs, or --device cpu if it reads values",
+            )
+        ) from error
+    if not todo.missed_fusions:
+        return FINE
+    write(todo.as_yaml().rstrip("\n"), args.write)
+    if args.write is not None:
+        sites = sum(len(missed.instances) for missed in todo.missed_fusions)
+        print(f"{args.write}: {len(todo.missed_fusions)} fused operations, {sites} sites")
+    return FINDINGS

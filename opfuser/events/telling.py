@@ -1,0 +1,251 @@
+"""Who is told of events, and how."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+
+from ..errors import ArgumentError, explain
+from ..kernels import launch
+from .kinds import KINDS, AttentionKernelTaken, Event, FallbackTaken, KernelCompiled
+
+__all__ = ["EventLog", "Subscription", "emit", "generation", "record_events", "subscribe"]
+
+logger = logging.getLogger("opfuser")
+
+_Kind = TypeVar("_Kind", bound=Event)
+
+
+class _State:
+    """Who is told; replaced as a whole, so that telling needs no lock."""
+
+    subscriptions: tuple[Subscription, ...] = ()
+    generation = 0
+
+
+class _Telling(threading.local):
+    """The subscriptions whose callbacks run on this thread."""
+
+    now: tuple[Subscription, ...] = ()
+
+
+_lock = threading.Lock()
+_telling = _Telling()
+
+
+class Subscription:
+    """A callback that is told of events until :meth:`remove`, or until its ``with`` block ends.
+
+    Made by :func:`subscribe`.
+
+    Args:
+        callback: as there.
+        only: as there.
+    """
+
+    def __init__(
+        self, callback: Callable[[Event], object], only: tuple[type[Event], ...] = (Event,)
+    ) -> None:
+        self._callback = callback
+        self._only = only
+        self._failed = False
+
+    def remove(self) -> None:
+        """Ends the subscription; a second call does nothing."""
+        _change(lambda now: tuple(s for s in now if s is not self))
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _tell(self, event: Event) -> None:
+        """Calls the callback, unless it is running: what it does itself is not told to it."""
+        telling = _telling.now
+        if self in telling or not isinstance(event, self._only):
+            return
+        _telling.now = (*telling, self)
+        try:
+            self._callback(event)
+        except Exception:
+            if not self._failed:  # at every call otherwise
+                self._failed = True
+                logger.exception("A callback of opfuser.events failed, and is still called")
+        finally:
+            _telling.now = telling
+
+
+def _change(change: Callable[[tuple[Subscription, ...]], tuple[Subscription, ...]]) -> None:
+    with _lock:
+        now = _State.subscriptions = change(_State.subscriptions)
+        _State.generation += 1
+        for kind in KINDS:
+            kind.wanted = any(issubclass(kind, s._only) for s in now)
+        # One flag for attention, which tells of both at once.
+        AttentionKernelTaken.wanted |= FallbackTaken.wanted
+        launch.tell_compilations(_tell_compilation if KernelCompiled.wanted else None)
+
+
+def generation() -> int:
+    """A number that differs once anybody has subscribed; who tells of changes alone reads it."""
+    return _State.generation
+
+
+def emit(event: Event) -> None:
+    """Tells an event; the caller has looked at ``wanted``, so that nothing is made in vain."""
+    for subscription in _State.subscriptions:
+        subscription._tell(event)
+
+
+def _tell_compilation(
+    what: launch.Launch, arguments: tuple[str, ...], device: torch.device, seconds: float
+) -> None:
+    emit(KernelCompiled(what.name, repr(what), arguments, device, seconds))
+
+
+def _checked(only: Any, where: str) -> tuple[type[Event], ...]:
+    kinds = only if isinstance(only, tuple) else (only,)
+    if kinds and all(isinstance(kind, type) and issubclass(kind, Event) for kind in kinds):
+        return kinds
+    raise ArgumentError(
+        explain(
+            "Events are chosen by their classes",
+            where=where,
+            received=repr(only),
+            remedy=f"Choose among: {', '.join(kind.__name__ for kind in KINDS)}",
+        )
+    )
+
+
+def subscribe(
+    callback: Callable[[Event], object], *, only: type[Event] | tuple[type[Event], ...] = Event
+) -> Subscription:
+    """Calls ``callback`` with every event from now on, wherever in the process it happens.
+
+    It is called where the event happens: on the thread of the call, or on that of autograd for a
+    backward pass, amidst planning or a pass. It should be short, and must not wait for the device.
+    What it raises is logged, once, and goes no further. Events that it causes itself, such as by
+    calling a model, are not told to it.
+
+    Args:
+        callback: takes an event; what it returns is ignored.
+        only: the kinds that it is told of. All are not more than these cost.
+
+    Returns:
+        A handle with ``remove()``; as a context manager it ends the subscription with the block.
+
+    Raises:
+        ArgumentError: ``callback`` cannot be called, or ``only`` holds something else than kinds
+            of events.
+    """
+    if not callable(callback):
+        raise ArgumentError(
+            explain(
+                "A subscriber of events is a function of an event",
+                where="opfuser.events.subscribe",
+                received=repr(callback),
+            )
+        )
+    subscription = Subscription(callback, _checked(only, "opfuser.events.subscribe"))
+    _change(lambda now: (*now, subscription))
+    return subscription
+
+
+class EventLog(Sequence[Event]):
+    """The events of a block, in their order; of more than ``limit`` the last ones.
+
+    Made by :func:`record_events`.
+
+    Args:
+        limit: how many are kept at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._events: deque[Event] = deque(maxlen=limit)
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def _append(self, event: Event) -> None:
+        with self._lock:
+            self._events.append(event)
+            self._count += 1
+
+    @property
+    def dropped(self) -> int:
+        """How many events are not kept, since more than ``limit`` came after them."""
+        with self._lock:
+            return self._count - len(self._events)
+
+    def of(self, *kinds: type[_Kind]) -> list[_Kind]:
+        """Those of some kinds.
+
+        Args:
+            *kinds: classes of events.
+        """
+        return [event for event in self if isinstance(event, kinds)]
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Event]: ...
+
+    def __getitem__(self, index: int | slice) -> Event | list[Event]:
+        return self._kept()[index]
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._kept())
+
+    def _kept(self) -> list[Event]:
+        with self._lock:  # another thread may append meanwhile
+            return list(self._events)
+
+    def __repr__(self) -> str:
+        return f"EventLog({len(self)} events, {self.dropped} dropped)"
+
+
+@contextmanager
+def record_events(
+    *, limit: int = 10_000, only: type[Event] | tuple[type[Event], ...] = Event
+) -> Iterator[EventLog]:
+    """Within it, events are collected, those of other threads too.
+
+    Args:
+        limit: how many are kept at most: the last ones.
+        only: the kinds that are collected.
+
+    Yields:
+        The log: a sequence of events, also once the block has ended.
+
+    Raises:
+        ArgumentError: ``limit`` is not positive, or ``only`` holds something else than kinds of
+            events.
+    """
+    kinds = _checked(only, "opfuser.record_events")
+    if not isinstance(limit, int) or limit < 1:
+        raise ArgumentError(
+            explain(
+                "A log keeps a positive number of events",
+                where="opfuser.record_events",
+                received=f"limit={limit!r}",
+            )
+        )
+    log = EventLog(limit)
+    with subscribe(log._append, only=kinds):
+        yield log

@@ -1,0 +1,290 @@
+"""An audit of a model: everything that could be fused in it and is not."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from ... import __version__
+from ...fusion import Refusal
+from ...integrations.torch_nn import conversion_report
+from ...registry import fusions
+from ...sequential import Sequential
+from ..observing import SequenceCall
+from . import segments
+from .chains import Chain, Fused, chains, fused, inputs_of, merged, signature
+from .elsewhere import Elsewhere, elsewhere
+from .estimates import Cost, of_nodes, of_sequence, only, unfused
+from .finding import find
+from .formulas import Found
+from .kernels import KNOWN, Existing, advice, look_up
+from .operations import operation
+from .sequences import Blocked, blocked, steps_at
+from .todo import Estimate, Instance, MissedFusion, Todo
+from .tracing import Place, Trace, facts_of, trace
+
+__all__ = ["audit"]
+
+
+class _Site(NamedTuple):
+    """One finding before equal ones are put together."""
+
+    key: tuple[Any, ...]
+    where: tuple[Any, ...]
+    entry: MissedFusion
+    instance: Instance
+    cost: Cost | None
+
+
+def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
+    """What a model could fuse and does not.
+
+    The model is called once; on the meta device nothing is computed. In a Sequential of operations,
+    registered fusions are sought that something keeps from matching. Everywhere else, formulas are
+    sought that one kernel computes, and operations that would fuse in a Sequential.
+
+    Args:
+        model: of operations, of ``torch.nn``, of Hugging Face, or mixed.
+        inputs: positional arguments of its call; those that require grad, and parameters that do,
+            say whether backward counts.
+        name: of the model; the name of its class if empty.
+
+    Raises:
+        Exception: what the model itself raises.
+    """
+    given = tuple(inputs)
+    traced = trace(model, given)
+    calls = Counter(node.target for node in traced.graph.nodes if node.op == "call_module")
+    sites: list[_Site] = []
+    for call in traced.calls:
+        found = [_of_blocked(missed) for missed in blocked(call)]
+        found += [_of_elsewhere(known) for known in elsewhere(call)]
+        sites += found * max(calls[call.path], 1)
+    sites += _in_graph(model, traced)
+    return Todo(name or type(model).__name__, _env(model, given), _joined(sites))
+
+
+def _in_graph(model: nn.Module, traced: Trace) -> Iterator[_Site]:
+    found = merged(find(traced))
+    costs: dict[Any, Cost | None] = {}
+    for f in found:
+        if f.kind in KNOWN and len(f.launches) > 1:
+            yield _of_formula(f, costs)
+    remedies = _remedies(model) if found else []
+    for one in fused(chains(found, traced)):
+        yield _of_chain(one, remedies, costs)
+
+
+def _of_formula(f: Found, costs: dict[Any, Cost | None]) -> _Site:
+    facts = facts_of(f.output)
+    gradient = facts is not None and facts.requires_grad
+    source, recommendation = advice(f.kind, gradient)
+    ops = tuple(segments.function(node) for node in f.launches)
+    entry = _entry(
+        f.kind, source, "joint" if gradient else "forward", ops, look_up(f.kind),
+        recommendation, _RISKS.get(f.kind, _ROUNDING),
+    )  # fmt: skip
+    key = f.kind, *((node.target, facts_of(node)) for node in f.nodes)
+    if key not in costs:
+        module = operation(f)
+        like = None if module is None else Chain((f,), (module,))
+        instead = None if like is None else (Sequential(*like.modules), inputs_of(like))
+        costs[key] = of_nodes(f.nodes, f.outputs, instead)
+    return _site(entry, f.nodes, [f"computed by {len(ops)} functions of torch"], costs[key])
+
+
+def _of_chain(one: Fused, remedies: list[_Remedy], costs: dict[Any, Cost | None]) -> _Site:
+    info = next(info for info in fusions() if info.name == one.name)
+    ops = tuple("sum of gradients" if f is None else f.kind for f in one.part.found)
+    why = "called one by one; opfuser fuses operations of a Sequential"
+    entry = _entry(
+        one.name, _origin(info.origin), info.stage, ops, _registered(one.name, info.origin),
+        "use_existing_kernel", _dropping(ops), Refusal("GROUP_SPLIT", why),
+    )  # fmt: skip
+    key = one.name, signature(one.part)
+    if key not in costs:
+        sequence = Sequential(*one.part.modules)
+        # A joint fusion may take in what others have fused before it.
+        within = nullcontext if info.stage == "joint" else partial(only, one.name)
+        with torch.set_grad_enabled(one.part.differentiated):
+            costs[key] = of_sequence(sequence, inputs_of(one.part), unfused, within)
+    nodes = [node for f in one.part.found if f is not None for node in f.nodes]
+    paths = [place.path for place in _places(nodes)]
+    notes = [r.text for r in remedies if all(_under(path, r.path) for path in paths)][:1]
+    return _site(entry, nodes, notes, costs[key])
+
+
+def _of_blocked(b: Blocked) -> _Site:
+    info = next(info for info in fusions() if info.name == b.name)
+    defer = b.why.code in ("COMMUNICATION", "DTYPE", "SUBCLASS", "FORWARD")
+    ops = tuple(type(op).__name__ for op in b.ops)
+    risk = _dropping(ops)
+    if b.why.code in ("SUBCLASS", "FORWARD"):
+        risk = "high: what stands there may compute something else"
+    entry = _entry(
+        b.name, _origin(info.origin), b.stage, ops, _registered(b.name, info.origin),
+        "defer" if defer else "use_existing_kernel", risk, b.why,
+    )  # fmt: skip
+    return _in_sequence(entry, b.call, b.paths, b.steps, [str(b.why)], b.cost())
+
+
+def _of_elsewhere(e: Elsewhere) -> _Site:
+    gradient = any(need is not None for need in e.call.plan.needs)
+    source, recommendation = advice(e.kind, gradient)
+    ops = tuple(type(op).__name__ for op in e.ops)
+    stage, risk = "joint" if gradient else "forward", _RISKS.get(e.kind, _ROUNDING)
+    entry = _entry(e.kind, source, stage, ops, look_up(e.kind), recommendation, risk)
+    return _in_sequence(entry, e.call, e.paths, steps_at(e.call.plan, set(e.paths)), [], e.cost())
+
+
+def _in_sequence(
+    entry: MissedFusion,
+    call: SequenceCall,
+    inner: tuple[str, ...],
+    steps: tuple[str, ...],
+    notes: list[str],
+    cost: Cost | None,
+) -> _Site:
+    paths = [f"{call.path}.{path}" if call.path else path for path in inner]
+    where = f"{paths[0]} to {paths[-1]}" if paths[0] != paths[-1] else paths[0]
+    notes = [*notes, f"in the Sequential {call.path or '(root)'}", *_counted(cost)]
+    segment = segments.modules(call.sequence, inner)
+    instance = Instance(where, segment, "\n".join(steps), "; ".join(notes))
+    return _Site((*_key(entry), entry.blocked_by), (where,), entry, instance, cost)
+
+
+def _counted(cost: Cost | None) -> list[str]:
+    """What an estimate consists of."""
+    if cost is None:
+        return ["what it saves is not counted: it cannot be run without data"]
+    return [f"{cost.moved} bytes moved less, {cost.kept} kept less for backward"]
+
+
+def _entry(
+    name: str,
+    source: str,
+    stage: str,
+    ops: tuple[str, ...],
+    existing: Existing,
+    recommendation: str,
+    risk: str,
+    why: Refusal | None = None,
+) -> MissedFusion:
+    """An entry without sites."""
+    none = Estimate(0, 0, 0)
+    return MissedFusion(name, source, stage, ops, existing, recommendation, why, risk, none, ())
+
+
+def _key(entry: MissedFusion) -> tuple[Any, ...]:
+    return entry.fused_op, entry.stage, entry.component_ops
+
+
+def _site(
+    entry: MissedFusion, nodes: Sequence[fx.Node], notes: list[str], cost: Cost | None
+) -> _Site:
+    places = _places(nodes)
+    instance = Instance(
+        segments.located(places[-1]) if places else "",
+        segments.statements(places),
+        segments.nodes(nodes),
+        "; ".join([*notes, *_callers(places), *_counted(cost)]),
+    )
+    return _Site(_key(entry), tuple(dict.fromkeys(places)), entry, instance, cost)
+
+
+def _places(nodes: Iterable[fx.Node]) -> list[Place]:
+    return [place for node in nodes if (place := node.meta.get("place")) is not None]
+
+
+def _callers(places: list[Place]) -> list[str]:
+    """Where a function that holds the last statement is called."""
+    stack = places[-1].stack if places else ()
+    return [f"called from {segments.line(*stack[1][:2])}"] if len(stack) > 1 else []
+
+
+def _under(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _joined(sites: list[_Site]) -> tuple[MissedFusion, ...]:
+    """One entry for all sites of a kind; a site that is called again is one."""
+    groups: dict[tuple[Any, ...], list[_Site]] = {}
+    for site in sites:
+        # What is counted, and saves nothing, is no finding.
+        if site.cost is None or site.cost.launches > 0 or site.cost.bytes:
+            groups.setdefault(site.key, []).append(site)
+    out = []
+    for group in groups.values():
+        calls = len(group)
+        costs = [site.cost or Cost() for site in group]
+        launches = sum(max(cost.launches, 0) for cost in costs) // calls
+        size = sum(cost.bytes for cost in costs) // calls
+        estimate = Estimate(launches, size, calls)
+        unique = {site.where: site.instance for site in group}
+        out.append(group[0].entry._replace(estimate=estimate, instances=tuple(unique.values())))
+    return tuple(sorted(out, key=lambda m: (-m.weight[0], -m.weight[1], m.fused_op)))
+
+
+_ROUNDING = "low: sums are accumulated in another order; results differ by rounding"
+_RISKS = {
+    "linear": "none: one GEMM adds the bias",
+    "rotary_embedding": "none: the same products and sums",
+    "embedding_norm": "none: the same values",
+    "merged_linear": "none: each column is the same sum",
+}
+
+
+def _dropping(ops: tuple[str, ...]) -> str:
+    drops = any(op.lower() == "dropout" for op in ops)
+    return f"{_ROUNDING}; dropout draws other masks" if drops else _ROUNDING
+
+
+def _origin(origin: str) -> str:
+    return "opfuser" if origin == "opfuser" else "plugin"
+
+
+def _registered(name: str, origin: str) -> Existing:
+    page = "docs/reference/fusions.md" if origin == "opfuser" else "registered here"
+    return Existing("found", (f"fusion {name} ({page}; importable here)",))
+
+
+class _Remedy(NamedTuple):
+    path: str
+    text: str
+
+
+def _remedies(model: nn.Module) -> list[_Remedy]:
+    """Modules that opfuser may replace as a whole, and by which call."""
+    out = [
+        _Remedy(m.path, f"opfuser.from_torch(model) replaces {m.path or 'the model'}")
+        for m in conversion_report(model).replaced
+        if m.result in ("Sequential", "EncoderLayer", "DecoderLayer")
+    ]
+    if type(model).__module__.startswith("transformers."):
+        text = "opfuser.hf.apply(model, dry_run=True) says whether it replaces this"
+        out.append(_Remedy("", text))
+    return out
+
+
+def _env(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:
+    parameters = list(model.parameters())
+    first = parameters[0] if parameters else (inputs[0] if inputs else torch.empty(0))
+    dtypes = dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in parameters)
+    return {
+        "opfuser": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": str(first.device),
+        "parameters": ", ".join(dtypes) or "none",
+        "training": model.training,
+        "inputs": [
+            f"{'x'.join(map(str, t.shape))}:{str(t.dtype).removeprefix('torch.')}" for t in inputs
+        ],
+    }

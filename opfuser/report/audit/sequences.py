@@ -1,0 +1,300 @@
+"""Fusions that something keeps from matching in a Sequential: what would match without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...change_tracking import has_hooks, replaces_forward
+from ...engine.plan import Plan, Step
+from ...errors import OpfuserError
+from ...fusion import Fusion, Match, Refusal, Stage
+from ...integrations.torch_nn import from_torch
+from ...op import BasicOperation, FusibleOperation, is_built_in
+from ...registry import disable, enable, registry
+from ...sequential import Sequential
+from ..observing import SequenceCall
+from .estimates import Cost, of_sequence, segment, unfused
+
+__all__ = ["Blocked", "blocked", "steps_at"]
+
+# Refusals that say that nothing is lost: another fusion is better or has the operations, there is
+# no kernel for this device, nobody asked for it, there is no gradient, or what stands between has
+# no like among the operations.
+_AS_INTENDED = frozenset(
+    {"CONFLICT", "DEVICE", "DISABLED", "GROUP_SPLIT", "LAYOUT", "NO_GRAD", "NO_RECIPE"}
+)
+
+
+class Blocked(NamedTuple):
+    """A registered fusion that would match, but for one reason.
+
+    Attributes:
+        name, stage: of the fusion.
+        why: what keeps it from matching.
+        call: of the Sequential.
+        ops: the basic operations.
+        paths: of these operations in the Sequential.
+        steps: how the plan runs them now, and what it says of the fusion there.
+        inputs: of these operations alone, without data.
+        refuses: whether the fusion itself does, so that it cannot be tried.
+    """
+
+    name: str
+    stage: Stage
+    why: Refusal
+    call: SequenceCall
+    ops: tuple[BasicOperation, ...]
+    paths: tuple[str, ...]
+    steps: tuple[str, ...]
+    inputs: tuple[Tensor, ...]
+    refuses: bool = False
+
+    def cost(self) -> Cost | None:
+        """What it would save; None if that cannot be counted.
+
+        Where something stands in the way, it is in the way of other fusions too.
+        """
+        if self.refuses:
+            return None
+        switched_off = self.why.code == "DISABLED"
+        with torch.set_grad_enabled(self.call.plan.env.grad_enabled):
+            return of_sequence(
+                segment(self.ops),
+                self.inputs,
+                partial(disable, self.name) if switched_off else unfused,
+                partial(enable, self.name),
+            )
+
+
+class _Obstacle(NamedTuple):
+    path: str
+    why: Refusal
+
+
+def blocked(call: SequenceCall) -> list[Blocked]:
+    """What is missed in one Sequential.
+
+    Where a plain module stands that an operation could replace, where an operation carries hooks,
+    has a forward of its own or is a subclass, and where fusions were switched off, a plan is made
+    of a copy without that, with the same parameters. What it fuses more is what is missed. Fusions
+    that refuse for a reason of their own are read from the records.
+
+    Args:
+        call: as the model made it.
+    """
+    with torch.set_grad_enabled(call.plan.env.grad_enabled):
+        try:
+            before = call.sequence.plan(*call.inputs)
+        except OpfuserError:
+            return []
+        gains = list(_gained(call, before))
+        return [*gains, *_refused(call, before, gains)]
+
+
+def _gained(call: SequenceCall, before: Plan) -> Iterator[Blocked]:
+    freed, obstacles = _without_obstacles(call.sequence)
+    usual = {handle.name for handle in registry if getattr(handle.function, "enabled", True)}
+    off = {r.name: r.detail for r in before.history if r.status == "disabled" and r.name in usual}
+    if not obstacles and not off:
+        return
+    with enable(*off):
+        after = freed.plan(*call.inputs)
+    outputs = _outputs(after, call.inputs[0])
+    have = {_said(before, step) for step in (*before.forward, *before.backward)}
+    seen: set[tuple[Any, ...]] = set()
+    for step in (*after.forward, *after.backward):
+        said = _said(after, step)
+        paths = tuple(after.names[i] for i in step.indices)
+        if step.fusion is None or said in have or said in seen or len(set(paths)) < 2:
+            continue
+        seen.add(said)
+        whys = [o.why for o in obstacles if any(_holds(o.path, path) for path in paths)]
+        if step.fusion in off:
+            whys.append(Refusal("DISABLED", f"switched off by {off[step.fusion]}"))
+        if whys:
+            detail = "; ".join(dict.fromkeys(why.detail for why in whys))
+            why = Refusal(whys[0].code, detail)
+            yield _blocked(step.fusion, why, call, after, step.indices, outputs, before)
+
+
+def _said(plan: Plan, step: Step) -> tuple[Any, ...]:
+    kinds = tuple(type(plan.basic_ops[i]) for i in step.indices)
+    return step.fusion, tuple(plan.names[i] for i in step.indices), kinds
+
+
+def _holds(outer: str, path: str) -> bool:
+    return path == outer or path.startswith(f"{outer}.") or outer.startswith(f"{path}.")
+
+
+def _without_obstacles(sequence: Sequential) -> tuple[Sequential, list[_Obstacle]]:
+    """A copy without what stands in the way, and what that is.
+
+    Parameters, plain modules and whatever hooks belong to are not copied.
+    """
+    shared: dict[int, Any] = {id(t): t for t in (*sequence.parameters(), *sequence.buffers())}
+    obstacles: list[_Obstacle] = []
+    for path, module in sequence.named_modules():
+        if not isinstance(module, (Sequential, FusibleOperation)):
+            shared[id(module)] = module
+            continue
+        shared.update({id(hooks): type(hooks)() for hooks in _hooks(module)})
+        shared.update({id(own): own for own in [vars(module).get("forward")] if own is not None})
+        if path and has_hooks(module):
+            why = Refusal("HOOK", f"{type(module).__name__} carries hooks")
+            obstacles.append(_Obstacle(path, why))
+    twin = copy.deepcopy(sequence, shared)
+    for path, module in list(twin.named_modules()):
+        if isinstance(module, Sequential):
+            for name, child in list(module.named_children()):
+                at = f"{path}.{name}" if path else name
+                obstacles += [_Obstacle(at, why) for why in _replaced(module, name, child)]
+        if path and isinstance(module, (Sequential, FusibleOperation)):
+            obstacles += [_Obstacle(path, why) for why in _freed(module)]
+    return twin, obstacles
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    names = (name for name in vars(module) if name.endswith(("_hooks", "_hooks_with_kwargs")))
+    return [hooks for name in names if isinstance(hooks := vars(module)[name], dict)]
+
+
+def _replaced(holder: Sequential, name: str, child: nn.Module) -> Iterator[Refusal]:
+    """Puts an operation in the place of a plain module, if there is one."""
+    if isinstance(child, (FusibleOperation, Sequential)) or has_hooks(child):
+        return
+    operation = from_torch(child)
+    if isinstance(operation, FusibleOperation):
+        holder._modules[name] = operation
+        holder._touch()
+        kind, theirs = type(child).__name__, type(operation).__name__
+        yield Refusal("GROUP_SPLIT", f"nn.{kind} stands where opfuser.{theirs} could")
+
+
+def _freed(module: nn.Module) -> Iterator[Refusal]:
+    """Takes its own forward from a module, and makes a subclass what it derives from."""
+    name = type(module).__name__
+    if replaces_forward(module):
+        del vars(module)["forward"]
+        yield Refusal("FORWARD", f"{name} has a forward of its own")
+    parent = type(module).__mro__[1]
+    ours = isinstance(module, BasicOperation) and not is_built_in(module)
+    if ours and parent.__module__.startswith("opfuser.basic.") and _is_final(parent):
+        module.__class__ = parent
+        yield Refusal("SUBCLASS", f"{name} is a subclass of {parent.__name__}")
+
+
+def _is_final(cls: type) -> bool:
+    """Whether fusions name a class of operations, rather than derive others from it."""
+    named = {
+        t for handle in registry if isinstance(handle.function, Fusion)
+        for element in handle.function.elements for t in element.types
+    }  # fmt: skip
+    return cls in named
+
+
+def _refused(call: SequenceCall, before: Plan, gains: list[Blocked]) -> Iterator[Blocked]:
+    outputs: list[Tensor] | None = None
+    known = _AS_INTENDED | {g.why.code for g in gains}
+    for record in before.history:
+        for at, why in record.refusals:
+            if why.code in known:
+                continue
+            span = _span(record.name, before, at)
+            outputs = _outputs(before, call.inputs[0]) if outputs is None else outputs
+            found = _blocked(record.name, why, call, before, span, outputs, before)
+            yield found._replace(refuses=True)
+
+
+def _span(name: str, plan: Plan, at: int) -> tuple[int, ...]:
+    """The operations that a pattern takes from ``at`` on."""
+    found: list[tuple[int, ...]] = []
+
+    def note(match: Match) -> Refusal:
+        if match.start == at:
+            found.append(tuple(range(match.start, match.stop)))
+        return Refusal("GROUP_SPLIT", "not built here")
+
+    for handle in registry:
+        if handle.name == name and isinstance(handle.function, Fusion):
+            handle.function.scan(plan.basic_ops, plan.env, note)
+    return found[0] if found else (at,)
+
+
+def _blocked(
+    name: str,
+    why: Refusal,
+    call: SequenceCall,
+    plan: Plan,
+    indices: tuple[int, ...],
+    outputs: list[Tensor],
+    before: Plan,
+) -> Blocked:
+    paths = tuple(plan.names[i] for i in indices)
+    tensors = [call.inputs[0], *outputs]  # the input of each operation, and the last output
+    inputs = [tensors[indices[0]]]
+    for i in indices:
+        inputs += [outputs[i]] * plan.basic_ops[i].num_extra_inputs
+    needs = plan.needs[indices[0]]
+    x_needs = needs is not None and needs.input
+    return Blocked(
+        name,
+        next(handle.stage for handle in registry if handle.name == name),
+        why,
+        call,
+        tuple(plan.basic_ops[i] for i in indices),
+        paths,
+        (*steps_at(before, set(paths)), *_said_there(before, name, paths)),
+        tuple(torch.empty_like(t, device="meta").requires_grad_(x_needs) for t in inputs),
+    )
+
+
+def _said_there(plan: Plan, name: str, paths: tuple[str, ...]) -> list[str]:
+    """What a plan says of a fusion at the first of its operations."""
+    at = next((n for n, path in enumerate(plan.names) if path in paths), None)
+    return [] if at is None else plan.why(name, at).splitlines()
+
+
+def steps_at(plan: Plan, paths: set[str]) -> tuple[str, ...]:
+    """The steps of a plan that compute operations at these paths, and modules between them."""
+    out: list[str] = []
+    for title, steps in (("forward", plan.forward), ("backward", plan.backward)):
+        about = [n for n, s in enumerate(steps) if paths & {plan.names[i] for i in s.indices}]
+        for step in steps[about[0] : about[-1] + 1] if about else ():
+            out.append(f"{title}: {_step(plan, step)}")
+    return tuple(out)
+
+
+def _step(plan: Plan, step: Step) -> str:
+    if not step.indices:
+        return f"{type(step.op).__name__} (plain module)"
+    label = " + ".join(f"{plan.names[i]} {type(plan.basic_ops[i]).__name__}" for i in step.indices)
+    return label if step.fusion is None else f"{label} -> {type(step.op).__name__} [{step.fusion}]"
+
+
+def _outputs(plan: Plan, x: Tensor) -> list[Tensor]:
+    """The output of each operation, without data, from the references of the operations.
+
+    An operation that cannot be called so, such as one that exchanges data between ranks, is taken
+    to return what it is given.
+    """
+    out = [torch.empty_like(x, device="meta", requires_grad=False)]
+    for op in segment(plan.basic_ops):
+        assert isinstance(op, BasicOperation)
+        out.append(_output(op, out[-1]))
+    return out[1:]
+
+
+def _output(op: BasicOperation, x: Tensor) -> Tensor:
+    try:
+        with torch.no_grad():
+            y: Any = op.reference(x, *[x] * op.num_extra_inputs)
+    except Exception:  # noqa: BLE001 - whatever an operation of the user raises
+        return x
+    output: Tensor = y[0] if isinstance(y, tuple) else y
+    return output

@@ -1,0 +1,297 @@
+"""The calls of torch's functions in one forward of a model, as an FX graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+from torch.nn.modules import module as module_hooks
+from torch.overrides import TorchFunctionMode
+
+from ...integrations.hf.reading import replaced_forward
+from ...integrations.torch_nn import from_torch
+from ...op import FusibleOperation
+from ...sequential import Sequential
+from ..observing import SequenceCall, observed
+
+__all__ = ["Facts", "Place", "Trace", "facts_of", "name_of", "tensors_of", "trace"]
+
+
+class Facts(NamedTuple):
+    """A tensor without its values.
+
+    Attributes:
+        shape: its dimensions.
+        dtype: of its elements.
+        requires_grad: as it was when the node had run.
+        bytes: of its elements, however many of them share memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    bytes: int
+
+
+class Place(NamedTuple):
+    """Where a model calls a function of torch.
+
+    Attributes:
+        path: of the module whose forward it is in; empty for the model itself.
+        kind: the name of that module's class.
+        stack: files and lines of the statement and of those that called it, the innermost first,
+            without those of torch; and the instruction, as one line may have several calls.
+    """
+
+    path: str
+    kind: str
+    stack: tuple[tuple[str, int, int], ...]
+
+    @property
+    def file(self) -> str:
+        """Of the statement."""
+        return self.stack[0][0] if self.stack else ""
+
+    @property
+    def line(self) -> int:
+        """Of the statement."""
+        return self.stack[0][1] if self.stack else 0
+
+
+class Trace(NamedTuple):
+    """One forward of a model.
+
+    Attributes:
+        graph: a node for each call, named as torch's function. ``meta`` of a node has its
+            ``facts``, its ``place``, and whether it ``writes`` memory. What a Sequential, an
+            operation, or a replaced forward computes is one node, ``call_module``.
+        calls: of the Sequentials of operations.
+        parameters: of the model, by the node that reads each.
+    """
+
+    graph: fx.Graph
+    calls: list[SequenceCall]
+    parameters: dict[fx.Node, Tensor]
+
+
+def trace(model: nn.Module, inputs: Iterable[Tensor]) -> Trace:
+    """Runs a model once, and writes down what it calls.
+
+    Values are computed where the tensors are: on the meta device nothing is. The model's modes
+    and parameters stay as they are; buffers change as they do in any call.
+
+    Args:
+        model: any module.
+        inputs: positional arguments of its call.
+    """
+    given = tuple(inputs)
+    recorder = _Recorder(model, given)
+    with observed(model) as calls, recorder.modules(), recorder:
+        model(*given)
+    return Trace(recorder.graph, calls, recorder.parameters)
+
+
+def facts_of(node: Any) -> Facts | None:
+    """What is known of the tensor that a node returns; None of anything else."""
+    found = node.meta.get("facts") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, Facts) else None
+
+
+def name_of(node: Any) -> str:
+    """The name of the function that a node calls, without what says in which form; else empty."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return ""
+    target: Any = node.target
+    name: str = getattr(target, "__name__", "")
+    if name == "__get__":  # of a property such as mT
+        name = target.__self__.__name__
+    name = name.strip("_")
+    return _SPELLED.get(name, name)
+
+
+# Operators, methods in place and functions of one meaning.
+_SPELLED = {
+    "iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "multiply": "mul",
+    "isub": "sub", "rsub": "rsub", "subtract": "sub", "truediv": "div", "itruediv": "div",
+    "true_divide": "div", "divide": "div", "rtruediv": "rdiv", "rdiv": "rdiv", "negative": "neg",
+    "concat": "cat", "concatenate": "cat", "rpow": "rpow", "mm": "matmul", "bmm": "matmul",
+    "rmatmul": "matmul", "ipow": "pow",
+}  # fmt: skip
+_OWN_CODE = ("torch.", "opfuser.")
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes a graph of the functions that are called while it is active."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.parameters: dict[fx.Node, Tensor] = {}
+        # Tensors are kept, so that no address is used twice.
+        self.nodes: dict[int, tuple[Tensor, fx.Node]] = {}
+        self.named = {
+            id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())
+        }
+        self.paths = {id(m): path for path, m in model.named_modules()}
+        self.active: list[nn.Module] = []
+        # Where what is called begins to be one node, and where it no longer is, by turns.
+        self.borders: list[nn.Module] = []
+        for n, t in enumerate(inputs):
+            if isinstance(t, Tensor):
+                self._note(t, self.graph.placeholder(f"input_{n}"), ())
+
+    @property
+    def opaque(self) -> bool:
+        """Whether what is called belongs to one node."""
+        return len(self.borders) % 2 == 1
+
+    def modules(self) -> ExitStack:
+        """Follows which module is running, while it is open."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.active.append(module)
+            # A plain module inside of a Sequential is looked into again.
+            if _is_opaque(module, self.opaque) is not self.opaque:
+                self.borders.append(module)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.active.pop()
+            if self.borders and self.borders[-1] is module:
+                was_opaque = self.opaque
+                self.borders.pop()
+                if was_opaque:
+                    path = self.paths.get(id(module), type(module).__name__)
+                    node = self._add("call_module", path, args, {}, output)
+                    if node is not None:
+                        node.meta["module"] = module
+
+        stack = ExitStack()
+        pre = module_hooks.register_module_forward_pre_hook(enter)
+        stack.callback(pre.remove)
+        post = module_hooks.register_module_forward_hook(leave, always_call=True)
+        stack.callback(post.remove)
+        return stack
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.opaque:
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if tensors_of(out):
+            self._add("call_function", func, args, kwargs, out)
+        elif func.__name__ == "__setitem__":
+            self._add("call_function", func, args, kwargs, args[0])
+        return out
+
+    def _add(self, op: str, target: Any, args: Any, kwargs: Any, out: Any) -> fx.Node | None:
+        given = tensors_of((args, kwargs))
+        made = tensors_of(out)
+        # Such as x.to() of the dtype that x has: nothing is called. Under no_grad,
+        # requires_grad_() and the like change nothing either.
+        unchanged = made and all(any(t is g for g in given) for t in made)
+        if unchanged and op == "call_function" and not _in_place(target):
+            return None
+        node = self.graph.create_node(
+            op,
+            target,
+            map_aggregate(tuple(args), self._node),
+            map_aggregate(dict(kwargs), self._node),
+        )
+        memory = {_memory(t) for t in given}
+        node.meta["writes"] = unchanged or any(_memory(t) not in memory for t in made)
+        node.meta["place"] = self._place()
+        if isinstance(out, Tensor):
+            self._note(out, node, given)
+            return node
+        for n, t in enumerate(made):
+            item = self.graph.call_function(_item, (node, n))
+            item.meta.update(node.meta, writes=False)
+            self._note(t, item, given)
+        return node
+
+    def _node(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        found = self.nodes.get(id(value))
+        if found is not None:
+            return found[1]
+        name = self.named.get(id(value))
+        with self.graph.inserting_before(self._first()):
+            if name is None:  # made where nobody looks
+                node = self.graph.placeholder(f"given_{len(self.nodes)}")
+            else:
+                node = self.graph.create_node("get_attr", name)
+        if isinstance(value, nn.Parameter):
+            self.parameters[node] = value
+        self._note(value, node, ())
+        return node
+
+    def _first(self) -> fx.Node:
+        return next(iter(self.graph.nodes), self.graph._root)
+
+    def _note(self, t: Tensor, node: fx.Node, given: Iterable[Tensor]) -> None:
+        size = t.numel() * t.element_size()
+        node.meta["facts"] = Facts(tuple(t.shape), t.dtype, t.requires_grad, size)
+        self.nodes[id(t)] = t, node
+
+    def _place(self) -> Place:
+        module = self.active[-1] if self.active else None
+        path = next((self.paths[id(m)] for m in self.active[::-1] if id(m) in self.paths), "")
+        stack = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not trace.__code__:
+            if not frame.f_globals.get("__name__", "").startswith(_OWN_CODE):
+                stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_lasti))
+            frame = frame.f_back
+        return Place(path, type(module).__name__, tuple(stack))
+
+
+def _item(values: Any, n: int) -> Any:
+    """One of several tensors that a node returns."""
+    return values[n]
+
+
+def _in_place(target: Any) -> bool:
+    name = target.__name__
+    if name.startswith("__"):
+        return name in ("__setitem__",) or name.startswith("__i")
+    return bool(name.endswith("_"))
+
+
+def _is_opaque(module: nn.Module, inside: bool) -> bool:
+    """Whether what a module computes is one node.
+
+    Args:
+        module: which is called.
+        inside: whether in a Sequential; there a plain module that an operation could replace is an
+            obstacle to fusions of the Sequential, and nothing by itself.
+    """
+    if isinstance(module, (Sequential, FusibleOperation)):
+        return True
+    if inside and not module._modules and isinstance(from_torch(module), FusibleOperation):
+        return True
+    return replaced_forward(vars(module).get("forward")) is not None
+
+
+def _memory(t: Tensor) -> int:
+    address: int = t.untyped_storage()._cdata
+    return address
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, (tuple, list)):
+        return [t for value in values for t in tensors_of(value)]
+    return []

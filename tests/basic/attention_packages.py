@@ -1,0 +1,211 @@
+"""Stand-ins for other packages' attention: their signatures, computed in plain torch.
+
+They share nothing with the adapters: rows are (B, S, H, D), windows are numbers of keys to the left
+and to the right of the diagonal that ends at the last query and key. What an adapter must not ask
+for, they refuse.
+"""
+
+# ruff: noqa: PLR0917  # the signatures are those of the packages
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Score(NamedTuple):
+    """What a package computes of queries and keys."""
+
+    scale: float
+    window: tuple[int, int]
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    ends: Tensor | None = None
+
+    def of(self, q: Tensor, k: Tensor) -> Tensor:
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+        s = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale
+        if self.softcap:
+            s = self.softcap * torch.tanh(s / self.softcap)
+        i = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+        j = torch.arange(k.shape[1])
+        if self.slopes is not None:
+            assert self.slopes.dtype == torch.float32
+            s = s - self.slopes.to(s.dtype)[:, None, None] * (i - j).abs()
+        left, right = self.window
+        seen = torch.ones_like(i - j, dtype=torch.bool)
+        seen &= (i - j <= left) if left >= 0 else True
+        seen &= (j - i <= right) if right >= 0 else True
+        if self.ends is not None:
+            own = torch.bucketize(j, self.ends, right=True)
+            seen &= own[:, None] == own
+        return s.masked_fill(~seen, -torch.inf)
+
+
+def attended(score: Score, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    s = score.of(q, k)
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+    return torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v), s.logsumexp(-1)
+
+
+def differentiated(
+    score: Score, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As a kernel does: of the output and the log-sum-exp that it is given."""
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (q, k)]
+        s = score.of(*leaves)
+    p = torch.exp(s.detach() - logsumexp[..., None])
+    wide = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+    dp = torch.einsum("bihd,bjhd->bhij", dy, wide)
+    delta = (dy * y).sum(-1).transpose(1, 2)[..., None]
+    dq, dk = torch.autograd.grad(s, leaves, p * (dp - delta))
+    dv = torch.einsum("bhij,bihd->bjhd", p, dy)
+    return dq, dk, dv.unflatten(2, (v.shape[2], -1)).sum(3)
+
+
+def flash_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
+    return (window[0], 0) if causal else window
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    assert (dropout_p, return_attn_probs) == (0.0, True)
+    assert softmax_scale is not None
+    window = flash_window(causal, window_size)
+    return *attended(Score(softmax_scale, window, softcap, alibi_slopes), q, k, v), None
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False,
+    return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any:  # fmt: skip
+    assert q.dim() == 3
+    assert (max_seqlen_q, max_seqlen_k) == (49, 49)
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert softmax_scale is not None
+    score = Score(softmax_scale, flash_window(causal, window_size), softcap, alibi_slopes)
+    y, logsumexp = attended(score._replace(ends=cu_seqlens_q), q[None], k[None], v[None])
+    return y[0], logsumexp[0], None
+
+
+def _flash_attn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor,
+    dk: Tensor, dv: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+    deterministic: bool, rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    window = flash_window(causal, (window_size_left, window_size_right))
+    score = Score(softmax_scale, window, softcap, alibi_slopes)
+    grads = differentiated(score, dout, q, k, v, out, softmax_lse)
+    for given, grad in zip((dq, dk, dv), grads):
+        given.copy_(grad)
+    return softmax_lse
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor,
+    dk: Tensor, dv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+    deterministic: bool, rng_state: Tensor | None = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
+    assert (max_seqlen_q, max_seqlen_k) == (49, 49)
+    window = flash_window(causal, (window_size_left, window_size_right))
+    score = Score(softmax_scale, window, softcap, alibi_slopes, cu_seqlens_q)
+    rows = [t[None] for t in (dout, q, k, v, out, softmax_lse)]
+    for given, grad in zip((dq, dk, dv), differentiated(score, *rows)):
+        given.copy_(grad[0])
+    return softmax_lse
+
+
+def te_score(
+    q: Tensor, k: Tensor, layout: str, mask: str, window: tuple[int, int], scale: float,
+    ends: Tensor, diagonal: bool,
+) -> Score:  # fmt: skip
+    packed = layout == "thd_thd_thd"
+    assert packed or layout == "bshd_bshd_bshd"
+    allowed = ("padding", "padding_causal") if packed else ("no_mask", "causal")
+    if not packed and q.shape[1] != k.shape[1]:
+        allowed = "no_mask", "causal_bottom_right"
+        assert diagonal, "the window as well"
+    assert mask in allowed
+    assert window[1] == (0 if "causal" in mask else -1)
+    return Score(scale, window, ends=ends if packed else None)
+
+
+def fused_attn_fwd(
+    is_training: bool, max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor, q: Tensor, k: Tensor, v: Tensor, fake_dtype: torch.dtype,
+    fused_attention_backend: str, attn_bias: Any = None, cu_seqlens_q_padded: Any = None,
+    cu_seqlens_kv_padded: Any = None, page_table_k: Any = None, page_table_v: Any = None,
+    s_quantizer: Any = None, o_quantizer: Any = None, attn_scale: float = 0.0,
+    dropout: float = 0.0, fast_zero_fill: bool = True, qkv_layout: str = "sbh3d",
+    o_format: str = "sbhd", qkv_scale_inv_format: Any = None, attn_bias_type: str = "no_bias",
+    attn_mask_type: str = "padding", softmax_type: str = "vanilla",
+    window_size: tuple[int, int] = (-1, -1), bottom_right_diagonal: Any = None,
+    rng_gen: Any = None, softmax_offset: Any = None, return_max_logit: bool = False,
+    cuda_graph: bool = False,
+) -> Any:  # fmt: skip
+    assert is_training
+    assert fused_attention_backend == "cuDNN"
+    assert fake_dtype == q.dtype
+    assert all(t.is_contiguous() for t in (q, k, v))
+    score = te_score(
+        q, k, qkv_layout, attn_mask_type, window_size, attn_scale, cu_seqlens_q,
+        bottom_right_diagonal,
+    )  # fmt: skip
+    seed = torch.zeros(2, dtype=torch.int64)
+    if o_format == "thd":
+        assert (max_seqlen_q, max_seqlen_kv) == (49, 49)
+        assert torch.equal(cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        y, logsumexp = attended(score, q[None], k[None], v[None])
+        return y[0], [logsumexp[0].t()[..., None], seed]
+    for ends, longest, t in ((cu_seqlens_q, max_seqlen_q, q), (cu_seqlens_kv, max_seqlen_kv, k)):
+        assert ends.dtype == torch.int32
+        assert ends.tolist() == [n * longest for n in range(t.shape[0] + 1)]
+        assert longest == t.shape[1]
+    y, logsumexp = attended(score, q, k, v)
+    return y, [logsumexp[..., None], seed]
+
+
+def fused_attn_bwd(
+    max_seqlen_q: int, max_seqlen_kv: int, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, q: Tensor,
+    k: Tensor, v: Tensor, o: Tensor, d_o: Tensor, fake_dtype: torch.dtype,
+    aux_ctx_tensors: list[Tensor], fused_attention_backend: str, cu_seqlens_q_padded: Any = None,
+    cu_seqlens_kv_padded: Any = None, s_quantizer: Any = None, dp_quantizer: Any = None,
+    dqkv_quantizer: Any = None, attn_scale: float = 0.0, dropout: float = 0.0,
+    fast_zero_fill: bool = True, qkv_layout: str = "sbh3d", o_format: str = "sbhd",
+    do_format: str = "sbhd", dqkv_layout: str = "sbh3d", qkv_scale_inv_format: Any = None,
+    do_scale_inv_format: Any = None, attn_bias_type: str = "no_bias",
+    attn_mask_type: str = "padding", softmax_type: str = "vanilla",
+    window_size: tuple[int, int] = (-1, -1), bottom_right_diagonal: Any = None,
+    deterministic: bool = False, cuda_graph: bool = False,
+) -> Any:  # fmt: skip
+    assert fake_dtype == q.dtype
+    assert (o_format, dqkv_layout) == (do_format, qkv_layout)
+    assert all(t.is_contiguous() for t in (q, k, v, o, d_o))
+    score = te_score(
+        q, k, qkv_layout, attn_mask_type, window_size, attn_scale, cu_seqlens_q,
+        bottom_right_diagonal,
+    )  # fmt: skip
+    logsumexp, seed = aux_ctx_tensors
+    assert seed.shape == (2,)
+    if o_format == "thd":
+        rows = [t[None] for t in (d_o, q, k, v, o, logsumexp[..., 0].t())]
+        return [grad[0] for grad in differentiated(score, *rows)]
+    return [*differentiated(score, d_o, q, k, v, o, logsumexp[..., 0]), None, None]
+
+
+FLASH_ATTN = (
+    flash_attn_func, flash_attn_varlen_func, _flash_attn_backward, _flash_attn_varlen_backward
+)  # fmt: skip

@@ -1,0 +1,300 @@
+"""Attention by other packages: what they are given, held to stand-ins with their signatures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuser import DotProductAttention, Sequential
+from opfuser.attention import choice, flash_attn, flex_compiled, te
+from opfuser.attention.call import Call, Heads
+from opfuser.attention.choice import KERNELS
+from opfuser.basic import dot_product_attention as module
+from opfuser.errors import ArgumentError, NotSupportedError
+from opfuser.libraries import imported, installed
+from tests.basic import attention_packages
+from tests.basic.test_attention_kernels import HOPPER, outcome
+from tests.basic.test_attention_modes import formula
+from tests.basic.values import fill
+
+
+def forget() -> None:
+    for cached in (imported, installed, flash_attn._unusable):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Both packages can be imported; yields flash_attn."""
+    package = ModuleType("flash_attn")
+    package.__version__ = "2.8.3"  # type: ignore[attr-defined]
+    package.__spec__ = ModuleSpec("flash_attn", None)
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    for function in attention_packages.FLASH_ATTN:
+        setattr(interface, function.__name__, function)
+    engine = ModuleType("fused_attn")
+    engine.FusedAttnBackend = {"F16_arbitrary_seqlen": "cuDNN"}  # type: ignore[attr-defined]
+    engine.fused_attn_fwd = attention_packages.fused_attn_fwd  # type: ignore[attr-defined]
+    engine.fused_attn_bwd = attention_packages.fused_attn_bwd  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, flash_attn._MODULE, interface)
+    monkeypatch.setitem(sys.modules, te._MODULE, engine)
+    for name in ("flash_attn", "te"):
+        monkeypatch.setattr(
+            sys.modules[f"opfuser.attention.{name}"], "capability", lambda _: (9, 0)
+        )
+    forget()
+    yield package
+    forget()
+
+
+class Mode(NamedTuple):
+    """Arguments, queries and keys, whether the row holds several sequences, who takes it."""
+
+    arguments: dict[str, Any]
+    lengths: tuple[int, int] = (70, 70)
+    sequences: bool = False
+    kernels: tuple[str, ...] = ("flash_attn", "te")
+
+
+SEPARATE = {"layout": "separate"}
+FLASH = ("flash_attn",)
+MODES = {
+    "causal": Mode({"scale": 0.3}),
+    "both directions": Mode({"causal": False}),
+    "fewer queries": Mode(SEPARATE, (30, 70)),
+    "cross": Mode({**SEPARATE, "causal": False}, (30, 70)),
+    "window": Mode({"window": 17}),
+    "window, fewer queries": Mode({**SEPARATE, "window": 17}, (30, 70)),
+    "window to both sides": Mode({"window": 17, "causal": False}, kernels=FLASH),
+    "soft-capping": Mode({"softcap": 2.0}, kernels=FLASH),
+    "soft-capping, sinks": Mode({"softcap": 2.0, "sinks": True}, kernels=FLASH),
+    "ALiBi": Mode({"alibi": True}, kernels=FLASH),
+    "ALiBi, fewer queries": Mode({**SEPARATE, "alibi": True}, (30, 70), kernels=FLASH),
+    "sequences": Mode({}, sequences=True),
+    "sequences, both directions": Mode({"causal": False}, sequences=True),
+    "sequences, window": Mode({"window": 9}, sequences=True),
+    "sequences, soft-capping, ALiBi": Mode({"softcap": 2.0, "alibi": True}, sequences=True,
+                                           kernels=FLASH),
+    "sequences, sinks": Mode({"softcap": 2.0, "sinks": True}, sequences=True, kernels=FLASH),
+}  # fmt: skip
+CASES = [(name, kernel) for name, mode in MODES.items() for kernel in mode.kernels]
+
+
+def made(mode: Mode, **more: Any) -> tuple[DotProductAttention, list[Tensor], dict[str, Any]]:
+    op = fill(DotProductAttention(4, 2, **mode.arguments, **more))
+    batch, (queries, keys) = 1 if mode.sequences else 2, mode.lengths
+    xs = [torch.randn(batch, keys, 8 * 16)]
+    if op.layout == "separate":
+        xs = [torch.randn(batch, n, h * 16) for n, h in ((queries, 4), (keys, 2), (keys, 2))]
+    ends = torch.tensor([0, 20, 21, 70], dtype=torch.int32)
+    return op, xs, {"cu_seqlens": ends, "max_seqlen": 49} if mode.sequences else {}
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(("name", "kernel"), CASES)
+def test_arguments_layouts_and_gradients(
+    name: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "choose", lambda *_: kernel)
+    monkeypatch.setattr(module, "choose_plain", lambda *_: kernel)
+    op, xs, words = made(MODES[name])
+    op, xs = op.double(), [t.double() for t in xs]
+    dy = torch.randn(xs[0].shape[0], MODES[name].lengths[0], 4 * 16, dtype=torch.float64)
+    got = outcome(op, op, xs, words, dy)
+    want = outcome(lambda *ts, **kw: formula(op, *ts, **kw), op, xs, words, dy)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.parametrize(
+    ("kernel", "change", "reason"),
+    [
+        ("flash_attn", {}, None),
+        ("flash_attn", {"softcap": True, "sinks": True, "varlen": True, "window": True}, None),
+        ("flash_attn", {"alibi": True, "keys": 128}, None),
+        ("flash_attn", {"alibi": True, "sinks": True}, "with ALiBi its log-sum-exp is that of"),
+        ("flash_attn", {"device": torch.device("cpu")}, "it runs on a GPU, not on cpu"),
+        (
+            "flash_attn",
+            {"dtype": torch.float32},
+            "it computes in fp16 and bf16, not in torch.float",
+        ),
+        ("flash_attn", {"mask": True}, "it takes no mask"),
+        ("flash_attn", {"dropout": 0.1}, "it is asked for no dropout"),
+        ("flash_attn", {"v_head_dim": 128}, "it has one size for heads of keys and of values"),
+        ("flash_attn", {"head_dim": 264, "v_head_dim": 264}, "heads have more than 256 entries"),
+        ("flash_attn", {"head_dim": 60, "v_head_dim": 60}, "head sizes must be multiples of 8"),
+        ("flash_attn", {"empty": True}, "there is no element"),
+        ("flash_attn", {"traced": True}, "it is not asked where torch.compile traces"),
+        ("te", {}, None),
+        ("te", {"window": True, "varlen": True}, None),
+        ("te", {"softcap": True}, "it has no soft-capping"),
+        ("te", {"sinks": True}, "its log-sum-exp is not read"),
+        ("te", {"alibi": True}, "it is given no ALiBi bias"),
+        ("te", {"window": True, "causal": False}, "its window is asked for with causality"),
+        ("te", {"mask": True}, "it is given no mask"),
+        ("te", {"dropout": 0.1}, "it is asked for no dropout"),
+        ("te", {"v_head_dim": 128}, "it is asked for one size for heads of keys and of values"),
+        ("te", {"head_dim": 60, "v_head_dim": 60}, "head sizes must be multiples of 8"),
+        ("te", {"dtype": torch.float32}, "it computes in fp16 and bf16, not in torch.float32"),
+        ("te", {"empty": True}, "there is no element"),
+        ("te", {"traced": True}, "it is not asked where torch.compile traces"),
+        ("te", {"device": torch.device("cpu")}, "it runs on a GPU, not on cpu"),
+        ("flex", {"softcap": True, "mask": True, "alibi": True, "varlen": True}, None),
+        ("flex", {"dtype": torch.float32}, "it is taken for fp16 and bf16, not for torch.float32"),
+        ("flex", {"dropout": 0.1}, "it has no dropout"),
+        ("flex", {"head_dim": 8}, "heads have less than 16 entries"),
+        ("flex", {"v_head_dim": 264}, "heads have more than 256 entries"),
+        ("flex", {"empty": True}, "there is no element"),
+        ("flex", {"device": torch.device("cpu")}, "it runs on a GPU, not on cpu"),
+    ],
+)
+def test_reasons(kernel: str, change: dict[str, Any], reason: str | None) -> None:
+    found = KERNELS[kernel].refusal(HOPPER._replace(**change))
+    assert found == reason or (found and reason and found.startswith(reason))
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn", "flex", "te"])
+def test_older_gpus(kernel: str, packages: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = "flex_compiled" if kernel == "flex" else kernel
+    own = sys.modules[f"opfuser.attention.{where}"]
+    monkeypatch.setattr(own, "capability", lambda _: (7, 5))
+    reason = "it needs compute capability 8.0, have 7.5"
+    assert KERNELS[kernel].refusal(HOPPER) == reason
+
+
+def test_small_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_compiled, "capability", lambda _: (8, 9))
+    assert KERNELS["flex"].refusal(HOPPER._replace(head_dim=128)) is None
+    reason = KERNELS["flex"].refusal(HOPPER._replace(v_head_dim=192))
+    assert reason == "heads have more than 128 entries: this GPU has little shared memory"
+
+
+def prepared() -> str | None:
+    """Why flash_attn cannot be called, which the first call finds out."""
+    flash_attn._unusable.cache_clear()
+    prepare = KERNELS["flash_attn"].prepare
+    assert prepare is not None
+    x = torch.zeros(1, 1, 8, 8)
+    return prepare(Heads(x, x, x), Call(True, 1.0), False)
+
+
+def test_versions(packages: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages.__version__ = "2.6.3"  # type: ignore[attr-defined]
+    assert prepared() == "flash_attn 2.6.3 is older than 2.7"
+    packages.__version__ = "2.10.0.post1"  # type: ignore[attr-defined]
+    assert prepared() is None
+    engine = sys.modules[te._MODULE]
+    monkeypatch.setattr(engine, "fused_attn_bwd", lambda q, k, v, dqkv_dtype: None, raising=False)
+    reason = "it is called as Transformer Engine 2.20 has it, and this one has other arguments"
+    assert KERNELS["te"].refusal(HOPPER) == reason
+
+
+@pytest.mark.usefixtures("packages")
+def test_packages_that_are_not_there_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None among the modules is one that cannot be imported."""
+    monkeypatch.setitem(sys.modules, flash_attn._MODULE, None)
+    monkeypatch.setitem(sys.modules, te._MODULE, None)
+    forget()
+    assert KERNELS["flash_attn"].refusal(HOPPER) is None, "a plan imports nothing"
+    assert " cannot be imported: " in (prepared() or "")
+    assert " cannot be imported: " in (KERNELS["te"].refusal(HOPPER) or "")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    forget()
+    assert KERNELS["flash_attn"].refusal(HOPPER) == "flash_attn is not installed"
+
+
+@pytest.mark.usefixtures("packages")
+def test_after_a_broken_package_comes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, flash_attn._MODULE, None)
+    forget()
+    choice._find.cache_clear()
+    for name in ("flash_attn", "flex"):
+        own = KERNELS[name]._replace(refusal=lambda _: None)
+        monkeypatch.setitem(KERNELS, name, own)
+    op = DotProductAttention(4, 2, softcap=2.0)
+    x = torch.randn(2, 9, 8 * 16)
+    torch.testing.assert_close(op(x), DotProductAttention(4, 2, softcap=2.0, kernel="blockwise")(x))
+    assert op.last_choice is not None
+    assert op.last_choice.kernel == "flex"
+    name, reason = op.last_choice.passed_over[-1]
+    assert name == "flash_attn"
+    assert " cannot be imported: " in reason
+    with pytest.raises(NotSupportedError, match=r"'flash_attn' does not take .* be imported: "):
+        DotProductAttention(4, 2, softcap=2.0, kernel="flash_attn")(x)
+    choice._find.cache_clear()
+    choice._unprepared.clear()
+
+
+@pytest.mark.usefixtures("packages")
+def test_the_order_of_kernels() -> None:
+    """An installed package is taken where torch has nothing as good, and te by name alone."""
+    choice._find.cache_clear()
+    for change, kernel in (
+        ({"window": True}, "flash"),
+        ({"mask": True}, "efficient"),
+        ({"softcap": True}, "flash_attn"),
+        ({"alibi": True, "varlen": True}, "flash_attn"),
+        ({"softcap": True, "mask": True}, "flex"),
+        ({"alibi": True, "sinks": True}, "flex"),
+        ({"softcap": True, "traced": True}, "flex"),
+        ({"softcap": True, "dropout": 0.1}, "blockwise"),
+        ({"softcap": True, "dtype": torch.float32}, "blockwise"),
+    ):
+        assert choice._find(HOPPER._replace(**change), None) == kernel  # type: ignore[arg-type]
+    choice._find.cache_clear()
+    reasons = dict(choice.explained(HOPPER._replace(softcap=True), "flash_attn").passed_over)
+    assert reasons["flash"] == "it has no soft-capping"
+    assert choice.explained(HOPPER, "te") == ("te", (), "")
+    note = choice.foreseen(HOPPER._replace(softcap=True), None)
+    assert note.startswith("attention by flash_attn or flex or blockwise, as sizes and keywords")
+
+
+def test_names() -> None:
+    text = "kernel must be one of cudnn, flash, efficient, cpu, flash_attn, flex, blockwise, te"
+    with pytest.raises(ArgumentError, match=f"{text}.*kernel='flash3'"):
+        DotProductAttention(4, kernel="flash3")
+    for kernel in ("flash_attn", "flex", "te"):
+        op = DotProductAttention(4, kernel=kernel)
+        with pytest.raises(NotSupportedError, match=f"{kernel!r} does not take .*runs on a GPU"):
+            op(torch.ones(2, 9, 12))
+        note = f"by {kernel}, which is asked for by name but refuses: it runs on a GPU, not on cpu"
+        ((_, text),) = Sequential(op).plan(torch.ones(2, 9, 12)).notes
+        assert text == f"attention {note}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "kernel"), CASES)
+def test_numbers_on_a_gpu(name: str, kernel: str) -> None:
+    package = "flash_attn" if kernel == "flash_attn" else "transformer_engine.pytorch"
+    pytest.importorskip(package, reason=f"needs {package}", exc_type=ImportError)
+    op, xs, words = made(MODES[name], kernel=kernel)
+    dtype = torch.bfloat16
+    op, xs = op.to("cuda", dtype), [t.to("cuda", dtype) for t in xs]
+    words = {k: t.cuda() if isinstance(t, Tensor) else t for k, t in words.items()}
+    dy = torch.randn(xs[0].shape[0], MODES[name].lengths[0], 4 * 16, device="cuda")
+    got = outcome(op, op, xs, words, dy)
+    assert op.last_choice is not None
+    assert op.last_choice.kernel == kernel
+    plain = outcome(lambda *ts, **kw: formula(op, *ts, **kw), op, xs, words, dy)
+    exact_op = made(MODES[name])[0].to("cuda", torch.float64)
+    exact_op.load_state_dict(op.state_dict())
+    exact = outcome(
+        lambda *ts, **kw: formula(exact_op, *ts, **kw),
+        exact_op,
+        [t.double() for t in xs],
+        words,
+        dy.to(dtype).double(),
+    )
+    unit = torch.finfo(dtype).eps
+    for ours, theirs, want in zip(got, plain, exact):
+        error, allowed = ((t.double() - want).abs().max() for t in (ours, theirs))
+        assert error <= 2 * allowed + unit * want.abs().max()
