@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     now = plans(target)
     if args.update:
         write(updated(entries, target, now).rstrip("\n"), args.lock)
-        write(f"{target.name}: {len(now)} Sequentials locked in {args.lock}", args.output)
+        write(f"{target.name}: locked in {args.lock}; Sequentials: {len(now)}", args.output)
         return FINE
     found = compared(entries, target, now, args.lock)
     shown = json.dumps(data(found), indent=1) if args.format == "json" else text(found)

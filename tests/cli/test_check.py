@@ -78,7 +78,7 @@ def as_layers(lock: Path, model: str) -> None:
 
 
 def test_a_lock_file_says_what_matches_where(run: Run, lock: Path) -> None:
-    assert run("layers", "--update") == (0, f"{LAYERS}: 3 Sequentials locked in LOCK")
+    assert run("layers", "--update") == (0, f"{LAYERS}: locked in LOCK; Sequentials: 3")
     document = yaml.safe_load(lock.read_text("utf-8"))
     assert document["schema"] == "opfuser.lock/1"
     entry = document["models"][LAYERS]
