@@ -151,7 +151,7 @@ def test_the_kernel_that_attention_took_is_logged_once(
             seq(torch.ones(1, length, 12))
     (line,) = taken()
     assert line.startswith("[attention] DotProductAttention(2, 2, causal=True, ")
-    assert line.endswith("cpu: it has no soft-capping)")
+    assert "; cpu: it has no soft-capping; " in line
     assert "softcap=3.0): blockwise (not cudnn: " in line
     with caplog.at_level(logging.WARNING, logger="opfuser"):
         opfuser.Sequential(opfuser.DotProductAttention(1))(torch.ones(1, 4, 12))
