@@ -267,8 +267,11 @@ class Registry:
         with self._loading:  # other threads wait; a plug-in that asks for fusions comes by again
             if not self._plugins_are_loaded and not self._is_loading:
                 self._is_loading = True
-                self.plugins = load_all(self._registering_for, self._add_of_plugin)
-                self._plugins_are_loaded, self._is_loading = True, False
+                try:
+                    self.plugins = load_all(self._registering_for, self._add_of_plugin)
+                    self._plugins_are_loaded = True
+                finally:
+                    self._is_loading = False
 
     def _load_file(self) -> None:
         """Reads the file of ``OPFUSER_CONFIG``; at each call again, until that succeeds."""

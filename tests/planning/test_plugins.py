@@ -179,6 +179,14 @@ def test_broken_plug_in_is_reported_and_stops_nothing(
     assert record.getMessage() == expected
 
 
+def test_interrupted_loading_begins_again(packages: Packages) -> None:
+    packages.install("slow-fusions", "raise KeyboardInterrupt", "one")
+    with pytest.raises(KeyboardInterrupt):
+        opfuser.fusions()
+    (packages.folder / "slow_fusions.py").write_text(TOYS)
+    assert origins() == [("one", "slow-fusions")]
+
+
 def test_plug_in_may_look_at_fusions_while_it_is_loaded(packages: Packages) -> None:
     code = "seen = [i.name for i in opfuser.fusions()]\nopfuser.register_forward_fusion(one)"
     packages.install("some-fusions", code)
