@@ -224,6 +224,7 @@ class Registry:
         self.plugins: tuple[PluginInfo, ...] = ()
         self._plugins_are_loaded = self._is_loading = False
         self._loading = threading.RLock()
+        self._changing = threading.RLock()  # not held while a module is imported
         self._origin = "user"
         self._file = os.environ.get("OPFUSER_CONFIG", "")
         self._folder = os.getcwd() if self._file else ""
@@ -240,17 +241,21 @@ class Registry:
 
     def changed(self) -> None:
         """Records a change of the fusions or their switches: calls look for their plans again."""
-        self.version += 1
-        self.stamp = f"version {self.version}"
-        self._state = None
-        self._ordered = None
+        with self._changing:
+            self.version += 1
+            self.stamp = f"version {self.version}"
+            self._state = None
+            self._ordered = None
 
     def state(self) -> tuple[Hashable, Hashable]:
         """The fusions in their order, each with what switches it off, and the configurations."""
-        if self._state is None:
-            on = tuple((handle, handle.disabled_by()) for handle in self)
-            self._state = on, self.configs
-        return self._state
+        state = self._state
+        if state is None:
+            self._load()
+            with self._changing:
+                on = tuple((handle, handle.disabled_by()) for handle in self._in_order())
+                self._state = state = on, self.configs
+        return state
 
     def registered(self) -> list[FusionHandle]:
         """In the order of registration, with plug-ins if they have been loaded."""
@@ -260,6 +265,10 @@ class Registry:
         """The stage of each fusion, by name; plug-ins are loaded."""
         self._load_plugins()
         return {handle.name: handle.stage for handle in self.registered()}
+
+    def _load(self) -> None:
+        self._load_plugins()
+        self._load_file()
 
     def _load_plugins(self) -> None:
         if self._plugins_are_loaded:
@@ -280,9 +289,10 @@ class Registry:
         with self._loading:
             if self._file and not self._is_loading:
                 config = read(self._path(self._file), self.stages(), "OPFUSER_CONFIG")
-                self._configs.add(None, config)
-                self._file = ""
-                self._apply()
+                with self._changing:
+                    self._configs.add(None, config)
+                    self._file = ""
+                    self._apply()
 
     @contextmanager
     def _registering_for(self, origin: str) -> Iterator[list[FusionHandle]]:
@@ -324,19 +334,22 @@ class Registry:
 
     def __iter__(self) -> Iterator[FusionHandle]:
         """The fusions in the order in which they run."""
-        self._load_plugins()
-        self._load_file()
+        self._load()
+        return iter(self._in_order())
+
+    def _in_order(self) -> list[FusionHandle]:
         ordered = self._ordered
         if ordered is None:
-            ordered = []
-            for stage in STAGES:
-                by_name = {handle.name: handle for handle in self.handles[stage]}
-                names = list(by_name)
-                for order in (order for config in self.configs for order in config.orders):
-                    names = in_order(names, order)
-                ordered += [by_name[name] for name in names]
-            self._ordered = ordered
-        return iter(ordered)
+            with self._changing:
+                ordered = []
+                for stage in STAGES:
+                    by_name = {handle.name: handle for handle in self.handles[stage]}
+                    names = list(by_name)
+                    for order in (order for config in self.configs for order in config.orders):
+                        names = in_order(names, order)
+                    ordered += [by_name[name] for name in names]
+                self._ordered = ordered
+        return ordered
 
     def add(
         self,
@@ -397,20 +410,23 @@ class Registry:
                         remedy=f"Choose among: {', '.join(sorted(known))}",
                     )
                 )
-        self._switches.add(owner, dict.fromkeys(names, (on, by)))
-        self._apply()
+        with self._changing:
+            self._switches.add(owner, dict.fromkeys(names, (on, by)))
+            self._apply()
 
     def configure(self, owner: object, config: FusionConfig) -> None:
         """Applies a configuration until ``owner`` reverts it, for good once ``owner`` is gone."""
         self._load_file()  # which comes first, whenever it is read
-        self._configs.add(owner, config)
-        self._apply()
+        with self._changing:
+            self._configs.add(owner, config)
+            self._apply()
 
     def take_back(self, owner: object) -> None:
         """Reverts what ``owner`` switched or configured, and nothing else."""
-        self._switches.take_back(owner)
-        self._configs.take_back(owner)
-        self._apply()
+        with self._changing:
+            self._switches.take_back(owner)
+            self._configs.take_back(owner)
+            self._apply()
 
     def _apply(self) -> None:
         """What is switched and configured now; the last switch of a name counts."""
