@@ -209,6 +209,12 @@ class FusionHandle:
         return f"FusionHandle({self.name!r}, stage={self.stage!r}, enabled={self.enabled})"
 
 
+class _Registering(threading.local):
+    """For what this thread registers fusions."""
+
+    origin = "user"
+
+
 class Registry:
     """The ordered lists of fusions, one per stage. ``version`` changes with every change.
 
@@ -225,7 +231,7 @@ class Registry:
         self._plugins_are_loaded = self._is_loading = False
         self._loading = threading.RLock()
         self._changing = threading.RLock()  # not held while a module is imported
-        self._origin = "user"
+        self._registering = _Registering()
         self._file = os.environ.get("OPFUSER_CONFIG", "")
         self._folder = os.getcwd() if self._file else ""
         self.version = 0
@@ -299,23 +305,23 @@ class Registry:
         """A block in which fusions get this origin; an error removes those registered in it."""
         before = {handle: handle.origin for handle in self.registered()}
         made: list[FusionHandle] = []
-        self._origin = origin
+        self._registering.origin = origin
         try:
             yield made
         except BaseException:
             for handle in self.registered():
-                if handle not in before:
+                if handle not in before and handle.origin == origin:
                     self.remove(handle)
             raise
         finally:
-            self._origin = "user"
-        made += [h for h in self.registered() if h.origin != before.get(h)]
+            self._registering.origin = "user"
+        made += [h for h in self.registered() if h.origin == origin != before.get(h)]
 
     def _add_of_plugin(self, rule: Fusion) -> None:
         """Registers a plug-in's fusion, unless the program has done so; it then gets the origin."""
         for handle in self.registered():
             if handle.function is rule:
-                handle.origin = self._origin
+                handle.origin = self._registering.origin
                 return
         self.add(rule, rule.stage)
 
@@ -383,7 +389,7 @@ class Registry:
                     remedy="Remove the first one through its handle, or choose another name",
                 )
             )
-        origin = origin or self._origin
+        origin = origin or self._registering.origin
         handle = FusionHandle(given or _default_name(function, taken), stage, function, origin)
         there = self.handles[stage]
         # Those of plug-ins stand where they would if they were loaded at import.
