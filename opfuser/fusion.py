@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from .errors import FusionError, explain
+from .libraries import installed
 from .op import FusedOperation, FusibleOperation
 from .recipe import Recipe
 
@@ -99,7 +99,7 @@ class Requires:
                 return Refusal(
                     "DEVICE", f"needs sm_{self.min_capability}, have sm_{major * 10 + minor}"
                 )
-        if self.package is not None and importlib.util.find_spec(self.package) is None:
+        if self.package is not None and not installed(self.package):
             return Refusal("MISSING_PACKAGE", f"needs the package {self.package}")
         if self.recipe and env.recipe is None:
             return Refusal("NO_RECIPE", "no recipe of quantised compute is active")

@@ -132,7 +132,7 @@ def _from_node(loader: Any, node: Any, file: str, line: int, depth: int = 0) -> 
         items = [_from_node(loader, i, file, n, depth + 1) for i, n in zip(node.value, lines)]
         return _Node(items, where)
     if node.id == "scalar":
-        return _Node(loader.construct_object(node), where)
+        return _Node(_scalar(loader, node, where), where)
     out: dict[str, _Node] = {}
     for key, item in node.value:
         at = key.start_mark.line + 1
@@ -147,6 +147,15 @@ def _from_node(loader: Any, node: Any, file: str, line: int, depth: int = 0) -> 
             )
         out[key.value] = _from_node(loader, item, file, at, depth + 1)
     return _Node(out, where)
+
+
+def _scalar(loader: Any, node: Any, where: str) -> Any:
+    try:
+        return loader.construct_object(node)
+    except ValueError as error:  # of Python, for a date or a tagged number that is none
+        raise ConfigError(
+            explain("A configuration file is YAML", where=where, received=str(error))
+        ) from error
 
 
 def _parsed(root: _Node, known: Mapping[str, Stage], source: str) -> FusionConfig:
@@ -166,7 +175,7 @@ def _parsed(root: _Node, known: Mapping[str, Stage], source: str) -> FusionConfi
             explain(
                 f"The schema of a configuration is {SCHEMA}",
                 where=top["schema"].where,
-                received=repr(top["schema"].value),
+                received=_shown(top["schema"]),
             )
         )
     settings: list[Setting] = []
@@ -202,7 +211,7 @@ def _is_listed(order: _Node | None) -> bool:
             explain(
                 "The order is 'registered', or 'listed' for that of the configuration",
                 where=order.where,
-                received=repr(order.value),
+                received=_shown(order),
             )
         )
     return True
@@ -268,7 +277,9 @@ def _dtype(node: _Node, what: str) -> torch.dtype:
     if name not in _DTYPES:
         close = difflib.get_close_matches(name, _DTYPES, n=1, cutoff=0.4)
         remedy = f"Did you mean {close[0]!r}?" if close else f"Choose among: {', '.join(_DTYPES)}"
-        text = explain("This is no dtype that is computed in", where=node.at(what), received=name)
+        text = explain(
+            "This is no dtype that is computed in", where=node.at(what), received=_shown(node)
+        )
         raise ConfigError(f"{text} {remedy}")
     return _DTYPES[name]
 

@@ -1,7 +1,8 @@
 """Models of Hugging Face's transformers, computed by fused operations.
 
-``opfuser.hf.apply(model)`` replaces the ``forward`` of layers, attention, feed-forward blocks and
-norms, :func:`revert` puts them back, and :func:`report` says what runs as what.
+``opfuser.hf.apply(model)`` replaces the ``forward`` of layers, attention, feed-forward blocks,
+mixtures of experts and norms, :func:`revert` puts them back, and :func:`report` says what runs as
+what.
 """
 
 from __future__ import annotations

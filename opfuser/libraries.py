@@ -16,10 +16,14 @@ def imported(module: str) -> ModuleType | str:
     try:
         return importlib.import_module(module)
     except (ImportError, OSError, RuntimeError) as error:
-        return f"{module} cannot be imported: {str(error).splitlines()[0]}"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"{module} cannot be imported: {reason}"
 
 
 @functools.cache
 def installed(package: str) -> bool:
     """Whether there is a package of that name, which is not imported."""
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # a module without a spec, which programs put there to stand for it
+        return True

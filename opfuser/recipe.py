@@ -108,8 +108,9 @@ class Recipe:
             operation for backward in E4M3, one byte for each element and four for each 128, with
             scales of their own; what forward computes does not change. Where it is not so, says
             ``cache_quantized_input`` of :class:`opfuser.SwiGLU`. None saves it as it is.
-        min_features: linear operations with fewer features on either side compute without the
-            recipe, and the plan says so. Where a GPU takes less time than the host, FP8 saves none.
+        min_features: linear operations with fewer features on either side, of this rank's slice,
+            compute without the recipe, and the plan says so; not those whose weight is stored
+            quantised. Where a GPU takes less time than the host, FP8 saves none.
         gemm: who multiplies quantised operands, by the name of a provider of
             :mod:`opfuser.gemm_providers`. Products that it refuses are torch's; the plan says who
             computes which, and why.

@@ -209,6 +209,12 @@ class FusionHandle:
         return f"FusionHandle({self.name!r}, stage={self.stage!r}, enabled={self.enabled})"
 
 
+class _Registering(threading.local):
+    """For what this thread registers fusions."""
+
+    origin = "user"
+
+
 class Registry:
     """The ordered lists of fusions, one per stage. ``version`` changes with every change.
 
@@ -224,7 +230,8 @@ class Registry:
         self.plugins: tuple[PluginInfo, ...] = ()
         self._plugins_are_loaded = self._is_loading = False
         self._loading = threading.RLock()
-        self._origin = "user"
+        self._changing = threading.RLock()  # not held while a module is imported
+        self._registering = _Registering()
         self._file = os.environ.get("OPFUSER_CONFIG", "")
         self._folder = os.getcwd() if self._file else ""
         self.version = 0
@@ -240,17 +247,21 @@ class Registry:
 
     def changed(self) -> None:
         """Records a change of the fusions or their switches: calls look for their plans again."""
-        self.version += 1
-        self.stamp = f"version {self.version}"
-        self._state = None
-        self._ordered = None
+        with self._changing:
+            self.version += 1
+            self.stamp = f"version {self.version}"
+            self._state = None
+            self._ordered = None
 
     def state(self) -> tuple[Hashable, Hashable]:
         """The fusions in their order, each with what switches it off, and the configurations."""
-        if self._state is None:
-            on = tuple((handle, handle.disabled_by()) for handle in self)
-            self._state = on, self.configs
-        return self._state
+        state = self._state
+        if state is None:
+            self._load()
+            with self._changing:
+                on = tuple((handle, handle.disabled_by()) for handle in self._in_order())
+                self._state = state = on, self.configs
+        return state
 
     def registered(self) -> list[FusionHandle]:
         """In the order of registration, with plug-ins if they have been loaded."""
@@ -261,14 +272,21 @@ class Registry:
         self._load_plugins()
         return {handle.name: handle.stage for handle in self.registered()}
 
+    def _load(self) -> None:
+        self._load_plugins()
+        self._load_file()
+
     def _load_plugins(self) -> None:
         if self._plugins_are_loaded:
             return
         with self._loading:  # other threads wait; a plug-in that asks for fusions comes by again
             if not self._plugins_are_loaded and not self._is_loading:
                 self._is_loading = True
-                self.plugins = load_all(self._registering_for, self._add_of_plugin)
-                self._plugins_are_loaded, self._is_loading = True, False
+                try:
+                    self.plugins = load_all(self._registering_for, self._add_of_plugin)
+                    self._plugins_are_loaded = True
+                finally:
+                    self._is_loading = False
 
     def _load_file(self) -> None:
         """Reads the file of ``OPFUSER_CONFIG``; at each call again, until that succeeds."""
@@ -277,32 +295,33 @@ class Registry:
         with self._loading:
             if self._file and not self._is_loading:
                 config = read(self._path(self._file), self.stages(), "OPFUSER_CONFIG")
-                self._configs.add(None, config)
-                self._file = ""
-                self._apply()
+                with self._changing:
+                    self._configs.add(None, config)
+                    self._file = ""
+                    self._apply()
 
     @contextmanager
     def _registering_for(self, origin: str) -> Iterator[list[FusionHandle]]:
         """A block in which fusions get this origin; an error removes those registered in it."""
         before = {handle: handle.origin for handle in self.registered()}
         made: list[FusionHandle] = []
-        self._origin = origin
+        self._registering.origin = origin
         try:
             yield made
         except BaseException:
             for handle in self.registered():
-                if handle not in before:
+                if handle not in before and handle.origin == origin:
                     self.remove(handle)
             raise
         finally:
-            self._origin = "user"
-        made += [h for h in self.registered() if h.origin != before.get(h)]
+            self._registering.origin = "user"
+        made += [h for h in self.registered() if h.origin == origin != before.get(h)]
 
     def _add_of_plugin(self, rule: Fusion) -> None:
         """Registers a plug-in's fusion, unless the program has done so; it then gets the origin."""
         for handle in self.registered():
             if handle.function is rule:
-                handle.origin = self._origin
+                handle.origin = self._registering.origin
                 return
         self.add(rule, rule.stage)
 
@@ -321,19 +340,22 @@ class Registry:
 
     def __iter__(self) -> Iterator[FusionHandle]:
         """The fusions in the order in which they run."""
-        self._load_plugins()
-        self._load_file()
+        self._load()
+        return iter(self._in_order())
+
+    def _in_order(self) -> list[FusionHandle]:
         ordered = self._ordered
         if ordered is None:
-            ordered = []
-            for stage in STAGES:
-                by_name = {handle.name: handle for handle in self.handles[stage]}
-                names = list(by_name)
-                for order in (order for config in self.configs for order in config.orders):
-                    names = in_order(names, order)
-                ordered += [by_name[name] for name in names]
-            self._ordered = ordered
-        return iter(ordered)
+            with self._changing:
+                ordered = []
+                for stage in STAGES:
+                    by_name = {handle.name: handle for handle in self.handles[stage]}
+                    names = list(by_name)
+                    for order in (order for config in self.configs for order in config.orders):
+                        names = in_order(names, order)
+                    ordered += [by_name[name] for name in names]
+                self._ordered = ordered
+        return ordered
 
     def add(
         self,
@@ -367,7 +389,7 @@ class Registry:
                     remedy="Remove the first one through its handle, or choose another name",
                 )
             )
-        origin = origin or self._origin
+        origin = origin or self._registering.origin
         handle = FusionHandle(given or _default_name(function, taken), stage, function, origin)
         there = self.handles[stage]
         # Those of plug-ins stand where they would if they were loaded at import.
@@ -394,20 +416,23 @@ class Registry:
                         remedy=f"Choose among: {', '.join(sorted(known))}",
                     )
                 )
-        self._switches.add(owner, dict.fromkeys(names, (on, by)))
-        self._apply()
+        with self._changing:
+            self._switches.add(owner, dict.fromkeys(names, (on, by)))
+            self._apply()
 
     def configure(self, owner: object, config: FusionConfig) -> None:
         """Applies a configuration until ``owner`` reverts it, for good once ``owner`` is gone."""
         self._load_file()  # which comes first, whenever it is read
-        self._configs.add(owner, config)
-        self._apply()
+        with self._changing:
+            self._configs.add(owner, config)
+            self._apply()
 
     def take_back(self, owner: object) -> None:
         """Reverts what ``owner`` switched or configured, and nothing else."""
-        self._switches.take_back(owner)
-        self._configs.take_back(owner)
-        self._apply()
+        with self._changing:
+            self._switches.take_back(owner)
+            self._configs.take_back(owner)
+            self._apply()
 
     def _apply(self) -> None:
         """What is switched and configured now; the last switch of a name counts."""

@@ -80,6 +80,7 @@ class OverlappedPass:
     def __init__(self, side: Side) -> None:
         self.side = side
         self.pending: deque[tuple[Any, Callable[[], Any]]] = deque()
+        self.node = torch._C._current_autograd_node()
         self.outer = _under_way.overlap
         _under_way.overlap = self
 
@@ -107,7 +108,11 @@ def compute(work: Callable[[], T]) -> T:
     if torch.compiler.is_compiling():
         return work()
     overlap = _under_way.overlap
-    return work() if overlap is None else overlap.run(work)
+    # Another node's gradients, of a backward pass that an operation's backward runs, are read
+    # before this pass ends.
+    if overlap is None or overlap.node is not torch._C._current_autograd_node():
+        return work()
+    return overlap.run(work)
 
 
 def issue(work: Callable[[], None]) -> None:

@@ -194,7 +194,7 @@ def expanded(x: Heads) -> Heads:
 
 def _refusal(name: str, request: Request) -> str | None:
     """Why a kernel does not take a request, asked of torch too where it can tell."""
-    reason = KERNELS[name].refusal(request) or _unprepared.get((name, request))
+    reason = KERNELS[name].refusal(request)
     if reason is None and request.is_plain and request.device.type == "cuda":
         return _refusal_of_torch(name, request)
     return reason
@@ -228,12 +228,10 @@ def explained(request: Request, kernel: str) -> Choice:
     for name in [] if KERNELS[kernel].by_name else _candidates():
         if name == kernel:
             break
-        reason = _refusal(name, request) or (
-            f"torch prefers {kernel}"
-            if name in _BY_CHOICE.values()
-            else "torch chooses where it has a kernel of its own"
-        )
-        passed.append((name, reason))
+        reason = _refusal(name, request) or _unprepared.get((name, request))
+        if reason is None and name in _BY_CHOICE.values():
+            reason = f"torch prefers {kernel}"
+        passed.append((name, reason or "torch chooses where it has a kernel of its own"))
     note = ""
     if request.device.type == "cuda" and kernel not in ("cudnn", "blockwise"):
         note = cudnn_versions.trouble() or ""

@@ -218,9 +218,10 @@ def _dynamic(t: Tensor, sizes: dict[int, int]) -> Tensor:
     return t
 
 
-def _made(kind: _Kind, differentiable: bool) -> _Compiled:
+def _made(kind: _Kind, differentiable: bool, earlier: _Compiled | None) -> _Compiled:
     passes = _passes(kind)
-    forward, backward = _compile(passes[0]), None
+    known = None if earlier is None else earlier.forward
+    forward, backward = known or _compile(passes[0]), None
     x, given = _example(kind)
     with _neutral(kind.device):
         y, logsumexp = forward(*x, *_tensors(given))
@@ -267,7 +268,7 @@ def _attempt(kind: _Kind, differentiable: bool) -> _Compiled:
         if torch._dynamo.config.disable:
             made = _Compiled(None, None, "torch.compile is disabled")
         else:
-            made = _made(kind, differentiable)
+            made = _made(kind, differentiable, found)
     # Whatever is missing or too large there, plain torch computes the same.
     except Exception as error:  # noqa: BLE001
         text = (str(error).strip() or type(error).__name__).splitlines()[0]

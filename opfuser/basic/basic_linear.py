@@ -203,12 +203,12 @@ class BasicLinear(StoresWeight):
 
     @property
     def local_in_features(self) -> int:
-        """Columns of this rank's weight."""
+        """Columns of this rank's slice of W."""
         return self.sharding.local_in_features
 
     @property
     def local_out_features(self) -> int:
-        """Rows of this rank's weight."""
+        """Rows of this rank's slice of W."""
         return self.sharding.local_out_features
 
     @property

@@ -132,7 +132,6 @@ def execute_backward(  # noqa: PLR0912 - a function for each branch would cost e
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
     base = len(saved) - len(schedule.kept_parameters)
-    overlap = schedule.overlap and _overlap(schedule.overlap, schedule.plan.env.device)
     grads_of: dict[Slot, Tensor] = {}
     for slot, grad in zip(schedule.outputs, grad_outputs):
         if grad is not None:
@@ -140,6 +139,7 @@ def execute_backward(  # noqa: PLR0912 - a function for each branch would cost e
     param_grads: list[Tensor | None] = [None] * schedule.num_parameters
     extra_grads: list[Tensor | None] = [None] * schedule.num_extra_inputs
 
+    overlap = schedule.overlap and _overlap(schedule.overlap, schedule.plan.env.device)
     try:
         for op, index, (start, stop), reads, constant, general in schedule.backward:
             if general is not None:

@@ -46,8 +46,11 @@ class Limits:
         name = handle.name
         if name not in self._settings:
             stated = any(name in config.by_fusion for config in self._configs)
-            found = [settings_at(name, registry.configs, op.place) for op in self._ops]
-            self._settings[name] = found if stated else None
+            self._settings[name] = (
+                [settings_at(name, registry.configs, op.place) for op in self._ops]
+                if stated
+                else None
+            )
         return self._settings[name]
 
     def off(self, handle: FusionHandle) -> str:

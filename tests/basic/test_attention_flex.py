@@ -180,6 +180,17 @@ def test_a_kind_of_call_is_compiled_once(name: str, graphs: list[Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_training_after_evaluation_compiles_backward_alone(graphs: list[Any]) -> None:
+    op, x = DotProductAttention(4, 2, softcap=2.0), torch.randn(2, 9, 8 * 16, requires_grad=True)
+    for count in (1, 2):
+        with torch.set_grad_enabled(count == 2):
+            y = op(x)
+        assert len(graphs) == count
+    want = DotProductAttention(4, 2, softcap=2.0, kernel="blockwise")(x)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(want.sum(), x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_modes_of_torch_do_not_compile_again(graphs: list[Any]) -> None:
     op, x = DotProductAttention(4, 2, softcap=2.0), torch.randn(2, 9, 8 * 16)
     with torch.no_grad():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opfuser import DotProductAttention, Sequential
+from opfuser import DotProductAttention, Sequential, libraries
 from opfuser.attention import choice, flash_attn, flex_compiled, te
 from opfuser.attention.call import Call, Heads
 from opfuser.attention.choice import KERNELS
@@ -212,11 +212,52 @@ def test_packages_that_are_not_there_or_broken(monkeypatch: pytest.MonkeyPatch) 
     assert KERNELS["flash_attn"].refusal(HOPPER) == "flash_attn is not installed"
 
 
-@pytest.mark.usefixtures("packages")
+def test_packages_whose_module_says_nothing(
+    packages: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs put an empty module there for others' imports; a failed one may give no reason."""
+    monkeypatch.setattr(packages, "__spec__", None)
+    monkeypatch.delattr(packages, "__version__")
+    assert KERNELS["flash_attn"].refusal(HOPPER) is None
+    assert prepared() == "flash_attn 0 is older than 2.7"
+
+    def fails(name: str) -> ModuleType:
+        raise ImportError
+
+    monkeypatch.setattr(libraries.importlib, "import_module", fails)
+    forget()
+    assert prepared() == "flash_attn cannot be imported: ImportError"
+
+
+@pytest.fixture
+def no_choices() -> Iterator[None]:
+    choice._find.cache_clear()
+    yield
+    choice._find.cache_clear()
+    choice._unprepared.clear()
+
+
+@pytest.mark.usefixtures("no_choices")
+def test_what_could_not_be_prepared_once_may_be_asked_for_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As while a CUDA graph is captured: the reason is that of one call."""
+    reasons = iter(["a graph is captured", None])
+    own = KERNELS["flex"]._replace(refusal=lambda _: None, prepare=lambda *_: next(reasons))
+    monkeypatch.setitem(KERNELS, "flex", own)
+    x = torch.randn(2, 9, 8 * 16)
+    op = DotProductAttention(4, 2, softcap=2.0)
+    y = op(x)
+    assert op.last_choice is not None
+    assert op.last_choice.kernel == "blockwise"
+    assert op.last_choice.passed_over[-1] == ("flex", "a graph is captured")
+    torch.testing.assert_close(DotProductAttention(4, 2, softcap=2.0, kernel="flex")(x), y)
+
+
+@pytest.mark.usefixtures("packages", "no_choices")
 def test_after_a_broken_package_comes_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, flash_attn._MODULE, None)
     forget()
-    choice._find.cache_clear()
     for name in ("flash_attn", "flex"):
         own = KERNELS[name]._replace(refusal=lambda _: None)
         monkeypatch.setitem(KERNELS, name, own)
@@ -230,8 +271,6 @@ def test_after_a_broken_package_comes_the_next(monkeypatch: pytest.MonkeyPatch) 
     assert " cannot be imported: " in reason
     with pytest.raises(NotSupportedError, match=r"'flash_attn' does not take .* be imported: "):
         DotProductAttention(4, 2, softcap=2.0, kernel="flash_attn")(x)
-    choice._find.cache_clear()
-    choice._unprepared.clear()
 
 
 @pytest.mark.usefixtures("packages")

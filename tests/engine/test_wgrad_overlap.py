@@ -246,6 +246,40 @@ def test_an_operation_that_fails_leaves_nothing_under_way(sides: Sides) -> None:
     assert sides.count() == 1
 
 
+def test_a_backward_pass_inside_of_another(sides: Sides) -> None:
+    """Whoever asked for it reads its gradients before the outer pass ends."""
+
+    def gradients_of_inner(overlapped: bool) -> list[Tensor]:
+        inner = block(accumulate_into_main_grad=True)
+        for p in inner.parameters():
+            p.main_grad = torch.zeros(p.shape)  # type: ignore[attr-defined]
+            sides.buffers.append(p.main_grad)  # type: ignore[attr-defined]
+
+        class Recomputes(opfuser.BasicOperation):
+            def op_forward(self, ctx: Any, input_: Tensor, **kwargs: Any) -> Tensor:
+                ctx.save_for_backward(input_)
+                return inner(input_)
+
+            def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                with torch.enable_grad():
+                    y = inner(x)
+                y.backward(grad_output)
+                read.extend(p.main_grad.clone() for p in inner.parameters())
+                return x.grad, ()
+
+        read: list[Tensor] = []
+        model = opfuser.Sequential(Recomputes(), opfuser.Linear(16, 8))
+        if overlapped:
+            opfuser.overlap_wgrad(model)
+        torch.nn.init.ones_(model[1].weight)
+        model(torch.linspace(-1, 1, 96).view(3, 32).requires_grad_()).sum().backward()
+        return read
+
+    assert_same(gradients_of_inner(True), gradients_of_inner(False))
+    assert sides.count() == 1
+
+
 def test_switching_it_on_and_off(sides: Sides) -> None:
     model, x = block(), torch.ones(2, 32)
     with opfuser.overlap_wgrad(model):

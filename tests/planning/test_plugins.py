@@ -179,6 +179,31 @@ def test_broken_plug_in_is_reported_and_stops_nothing(
     assert record.getMessage() == expected
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_another_thread_registers_meanwhile_is_its_own(
+    fails: bool, packages: Packages
+) -> None:
+    code = """
+import threading
+other = rule("B A", name="other")
+thread = threading.Thread(target=opfuser.register_forward_fusion, args=(other,))
+thread.start()
+thread.join()
+"""
+    packages.install("some-fusions", f"{code}assert not {fails}", "one")
+    mine = [] if fails else [("one", "some-fusions")]
+    assert origins() == [*mine, ("other", "user")]
+    assert opfuser.plugins()[0].fusions == tuple(name for name, _ in mine)
+
+
+def test_interrupted_loading_begins_again(packages: Packages) -> None:
+    packages.install("slow-fusions", "raise KeyboardInterrupt", "one")
+    with pytest.raises(KeyboardInterrupt):
+        opfuser.fusions()
+    (packages.folder / "slow_fusions.py").write_text(TOYS)
+    assert origins() == [("one", "slow-fusions")]
+
+
 def test_plug_in_may_look_at_fusions_while_it_is_loaded(packages: Packages) -> None:
     code = "seen = [i.name for i in opfuser.fusions()]\nopfuser.register_forward_fusion(one)"
     packages.install("some-fusions", code)

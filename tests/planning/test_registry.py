@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,27 @@ def test_switching_again_and_again_piles_nothing_up() -> None:
     held.__exit__()
     opfuser.enable("x")
     assert off() == []
+
+
+@pytest.mark.usefixtures("three")
+def test_threads_that_switch_at_once_undo_their_own_change() -> None:
+    def switch() -> None:
+        for _ in range(2000):
+            with opfuser.disable("x"):
+                pass
+
+    before, interval = registry.version, sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=switch) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert off() == []
+    assert registry.version == before + 2 * 2000 * 8, "each change is one that calls notice"
 
 
 # The environment.
