@@ -131,6 +131,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """An error in one line."""
-    text = " ".join(str(error).split())
+    """An error in one line, as part of a sentence."""
+    text = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

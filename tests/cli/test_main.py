@@ -92,6 +92,7 @@ def test_a_mistake_is_one_line_and_status_1(opfuser_command: Command, mistake: s
     assert done.err.count("\n") == 1
     assert done.err.startswith("opfuser")
     assert says in done.err
+    assert ".." not in done.err
 
 
 def test_a_file_of_another_schema(opfuser_command: Command, tmp_path: Path) -> None:

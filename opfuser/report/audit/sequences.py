@@ -103,8 +103,11 @@ def _gained(call: SequenceCall, before: Plan) -> Iterator[Blocked]:
     off = {r.name: r.detail for r in before.history if r.status == "disabled" and r.name in usual}
     if not obstacles and not off:
         return
-    with enable(*off):
-        after = freed.plan(*call.inputs)
+    try:
+        with enable(*off):
+            after = freed.plan(*call.inputs)
+    except OpfuserError:
+        return
     outputs = _outputs(after, call.inputs[0])
     have = {_said(before, step) for step in (*before.forward, *before.backward)}
     seen: set[tuple[Any, ...]] = set()
@@ -182,11 +185,17 @@ def _freed(module: nn.Module) -> Iterator[Refusal]:
     if replaces_forward(module):
         del vars(module)["forward"]
         yield Refusal("FORWARD", f"{name} has a forward of its own")
-    parent = type(module).__mro__[1]
+    cls = type(module)
+    parent = cls.__mro__[1]
     ours = isinstance(module, BasicOperation) and not is_built_in(module)
-    if ours and parent.__module__.startswith("opfuser.basic.") and _is_final(parent):
+    known = ours and parent.__module__.startswith("opfuser.basic.") and _is_final(parent)
+    if known and _extras(cls) == _extras(parent):
         module.__class__ = parent
         yield Refusal("SUBCLASS", f"{name} is a subclass of {parent.__name__}")
+
+
+def _extras(cls: Any) -> tuple[int, int]:
+    return cls.num_extra_inputs, cls.num_extra_outputs
 
 
 def _is_final(cls: type) -> bool:
