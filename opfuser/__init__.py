@@ -12,6 +12,7 @@ from .engine.plan import FusionRecord, Plan, Step
 from .engine.replay_options import replay
 from .engine.routing import PrivateChannel
 from .events import record_events
+from .expectations import Answer, can_fuse, require_fusions
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Optional, Refusal, Repeated, Requires
 from .integrations.torch_nn import ConversionReport, conversion_report, from_torch, to_torch
@@ -34,6 +35,7 @@ from .registry import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from .report import picture as _picture  # noqa: F401 - how notebooks show plans
 from .rope import RopeScaling
 from .sequential import Residual, Sequential
 from .wgrad_overlap import WgradOverlap, overlap_wgrad
@@ -41,6 +43,7 @@ from .wgrad_overlap import WgradOverlap, overlap_wgrad
 __version__ = "0.1.0"
 
 __all__ = [
+    "Answer",
     "BasicOperation",
     "ConversionReport",
     "Env",
@@ -67,6 +70,7 @@ __all__ = [
     "Step",
     "WgradOverlap",
     "autocast",
+    "can_fuse",
     "conversion_report",
     "disable",
     "enable",
@@ -89,6 +93,7 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
     "replay",
+    "require_fusions",
     "to_torch",
     "watch_quantization",
 ]

@@ -130,6 +130,10 @@ class UnknownFusionError(OpfuserError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class MissingFusionError(OpfuserError, RuntimeError):
+    """A fusion that the program requires did not occur in its last call."""
+
+
 class ConfigError(OpfuserError, ValueError):
     """A configuration of fusions has an unknown key, name or value, or cannot be read."""
 

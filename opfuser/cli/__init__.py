@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import OpfuserError
-from . import audit, bench, config, diff, doctor, explain, fusions
+from . import audit, bench, bisect, check, config, diff, doctor, explain, fusions
 from .arguments import ERROR, FINE
 
 __all__ = ["COMMANDS", "main", "parser"]
 
-COMMANDS = (explain, diff, fusions, config, audit, bench, doctor)
+COMMANDS = (explain, diff, fusions, config, audit, check, bisect, bench, doctor)
 """In the order in which help lists them."""
 
 

@@ -6,8 +6,8 @@ import argparse
 import json
 
 from ..report.bench import UNFUSED, Bench, Contestant, bench
-from ..report.diff import in_bytes
 from ..report.machine import summary
+from ..report.sizes import in_bytes
 from ..report.target import Target
 from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
 

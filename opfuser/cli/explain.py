@@ -8,13 +8,15 @@ import json
 from textwrap import wrap
 from typing import Any
 
-from ..engine.folding import joined_names, like
+from ..engine.folding import joined_names
 from ..engine.plan import Plan
 from ..errors import TargetError, explain
-from ..report.diff import check_fusion_name, in_bytes
+from ..report.diff import check_fusion_name
 from ..report.inputs import did_you_mean
 from ..report.kernel_counts import Counts
-from ..report.plan_json import Explained, document, explained
+from ..report.picture import picture
+from ..report.plan_json import Explained, document, equal_plans, explained
+from ..report.sizes import in_bytes
 from ..report.traffic import total
 from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
 
@@ -68,10 +70,11 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         shown = json.dumps(document(found), indent=1)
     elif args.format == "html":
-        shown = _optional("page").page(found.plans, title=found.target.name)
+        shown = _optional("page").page(found.plans, found.target.name, found.traffic, found.missing)
     elif args.format == "svg":
         plan = _only(found.plans)
-        shown = _optional("picture").picture(plan)
+        traffic = found.traffic and found.traffic.sequences.get(next(iter(found.plans)))
+        shown = picture(plan, traffic)
     else:
         shown = _text(found)
     write(shown, args.output)
@@ -99,7 +102,7 @@ def _reasons(args: argparse.Namespace) -> str:
             )
     return "\n\n".join(
         _titled(joined_names(paths), plans[paths[0]].why(args.why, args.at))
-        for paths in _equal(plans)
+        for paths in equal_plans(plans)
     )
 
 
@@ -159,7 +162,7 @@ def _optional(module: str) -> Any:
 def _text(found: Explained) -> str:
     texts = []
     counted = {} if found.traffic is None else found.traffic.sequences
-    for paths in _equal(found.plans):
+    for paths in equal_plans(found.plans):
         lines = [_titled(joined_names(paths), str(found.plans[paths[0]]))]
         own = [counted[path] for path in paths if path in counted]
         if own:
@@ -173,14 +176,6 @@ def _text(found: Explained) -> str:
         whole = _counted("", found.traffic.counts, found.traffic.saved_bytes)
         texts.append("whole model, " + whole)
     return "\n\n".join(texts)
-
-
-def _equal(plans: dict[str, Plan]) -> list[list[str]]:
-    """The paths of plans that are equal and differ in numbers of their paths alone, together."""
-    found: dict[tuple[str, Plan], list[str]] = {}
-    for path, plan in plans.items():
-        found.setdefault((like(path), plan), []).append(path)
-    return list(found.values())
 
 
 def _counted(of: str, counts: Counts, saved: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -11,12 +11,16 @@ from .plan import Plan, Step
 __all__ = [
     "Fold",
     "NamePart",
+    "Row",
     "fold",
     "joined_names",
     "joined_numbers",
     "joined_parts",
+    "layer_of",
     "like",
+    "op_numbers",
     "place_in_layer",
+    "repeated",
 ]
 
 
@@ -65,7 +69,11 @@ def fold(plan: Plan, stage: Literal["forward", "backward"]) -> tuple[Fold, ...]:
         plan: a plan.
         stage: whose pass.
     """
-    rows = _rows(plan, plan.forward if stage == "forward" else plan.backward)
+    return repeated(_rows(plan, plan.forward if stage == "forward" else plan.backward))
+
+
+def repeated(rows: Sequence[Row]) -> tuple[Fold, ...]:
+    """The rows with those that are repeated as one entry, as :func:`fold` says."""
     folds: list[Fold] = []
     at = 0
     while at < len(rows):
@@ -78,18 +86,26 @@ def fold(plan: Plan, stage: Literal["forward", "backward"]) -> tuple[Fold, ...]:
     return tuple(folds)
 
 
-class _Row(NamedTuple):
-    """A step as numbers that stand for it, and the layer that its last operation is in."""
+class Row(NamedTuple):
+    """A step, or several, as what they are compared by.
 
-    kind: int
+    Attributes:
+        kind: equal for those that may be equal.
+        ops: of each operation its number, as :func:`op_numbers` gives it.
+        layer: that the last operation is in.
+    """
+
+    kind: Hashable
     ops: tuple[int, ...]
     layer: str
 
-    def equals(self, other: _Row) -> bool:
+    def equals(self, other: Row) -> bool:
+        """Whether both are of one kind, with equal operations."""
         return self[:2] == other[:2]
 
 
-def _rows(plan: Plan, steps: Sequence[Step]) -> list[_Row]:
+def op_numbers(plan: Plan) -> list[int]:
+    """A number for each basic operation, the same for those that equal layers have in one place."""
     numbers: dict[tuple[object, ...], int] = {}
 
     def number(*what: object) -> int:
@@ -97,27 +113,33 @@ def _rows(plan: Plan, steps: Sequence[Step]) -> list[_Row]:
 
     notes, quantized = dict(plan.notes), set(plan.quantized)
     names = plan.names or ("",) * len(plan.basic_ops)
-    ops = [
+    return [
         number(type(op), like(name), notes.get(i), i in quantized, plan.needs[i] is None)
         for i, (op, name) in enumerate(zip(plan.basic_ops, names))
     ]
+
+
+def _rows(plan: Plan, steps: Sequence[Step]) -> list[Row]:
+    ops = op_numbers(plan)
+    names = plan.names or ("",) * len(plan.basic_ops)
     return [
-        _Row(
-            number(type(step.op), step.fusion, like(step.path)),
+        Row(
+            (type(step.op), step.fusion, like(step.path)),
             tuple(ops[i] for i in step.indices),
-            _layer(names[step.indices[-1]] if step.indices else step.path),
+            layer_of(names[step.indices[-1]] if step.indices else step.path),
         )
         for step in steps
     ]
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
+    """The beginning of a name down to its first number, if more follows it."""
     parts = name.split(".")
     numbers = (n for n, part in enumerate(parts[:-1]) if part.isdecimal())
     return ".".join(parts[: next(numbers, -1) + 1])
 
 
-def _longest(rows: Sequence[_Row], at: int) -> Fold:
+def _longest(rows: Sequence[Row], at: int) -> Fold:
     best = Fold(at, 1, 1)
     for period in range(1, (len(rows) - at) // 2 + 1):
         if not _begins_like(rows[at], rows[at + period]):
@@ -131,7 +153,7 @@ def _longest(rows: Sequence[_Row], at: int) -> Fold:
     return best
 
 
-def _begins_like(first: _Row, other: _Row) -> bool:
+def _begins_like(first: Row, other: Row) -> bool:
     """Whether a step is another one, up to operations at its beginning that it lacks."""
     missing = len(other.ops) - len(first.ops)
     if first.kind != other.kind or missing < 0:

@@ -219,12 +219,22 @@ class Plan(_Compared):
     def __str__(self) -> str:
         return Texts.text(self)
 
+    # Names that notebooks look for.
+
+    def _repr_html_(self) -> str:
+        return Texts.html(self)
+
+    def _repr_svg_(self) -> str:
+        return Texts.svg(self)
+
 
 class Texts:
-    """What shows plans as text; ``plan_text.py`` sets it."""
+    """What shows plans; ``plan_text.py`` and ``report/picture.py`` set it."""
 
     text: Callable[[Plan], str]
     why: Callable[[Plan, str, int | None], str]
+    svg: Callable[[Plan], str]
+    html: Callable[[Plan], str]
 
 
 def needs_of(step: Step, needs: Needs) -> Needs:

@@ -16,7 +16,7 @@ from .plain_modules import replacement
 from .plan import Plan, Step, Texts
 from .reasons import fusion_lines, places, span, why, wrapped
 
-__all__ = ["computed_by", "text"]
+__all__ = ["FoldText", "StepText", "computed_by", "fold_text", "runs_backward", "text", "varying"]
 
 _Stage = Literal["forward", "backward"]
 _Key = TypeVar("_Key", bound=Hashable)
@@ -166,30 +166,32 @@ def _pass_lines(plan: Plan, stage: _Stage) -> list[str]:
     if stage == "backward":
         title, shown = _other_steps(plan)
     folds = [
-        _fold_rows(plan, steps, part, shown)
+        fold_text(plan, steps, part, shown)
         for found in fold(plan, stage)
         for part in ([found] if found.saved > 1 else found.steps())
     ]
     if stage == "backward":
         folds = [entry._replace(rows=entry.rows[::-1]) for entry in folds[::-1]]
-    width = max((len(place) for entry in folds for place, _ in entry.rows), default=0)
+    width = max((len(row.place) for entry in folds for row in entry.rows), default=0)
     lines = [title]
     told: dict[tuple[str, ...], str] = {}
     for heading, prefix, rows in folds:
-        labels = tuple(label for _, label in rows)
+        labels = tuple(row.label for row in rows)
         before = told.get(labels) if heading else None
         if heading and rows:
             told.setdefault(labels, prefix)
             lines += wrapped(f"{heading}: as {before}" if before else f"{heading}:", 2)
-        for place, label in () if before else rows:
-            lines += wrapped(f"{place:<{width}}  {label}", 4 if heading else 2, width + 2)
+        for row in () if before else rows:
+            line = f"{row.place:<{width}}  {row.label}"
+            lines += wrapped(line, 4 if heading else 2, width + 2)
     if stage == "backward":
-        idle = [i for s in steps if not _runs_backward(plan, s) for i in s.indices]
+        idle = [i for s in steps if not runs_backward(plan, s) for i in s.indices]
         lines += wrapped(f"no gradient is needed: {places(plan, idle)}", 2) if idle else []
     return lines
 
 
-def _runs_backward(plan: Plan, step: Step) -> bool:
+def runs_backward(plan: Plan, step: Step) -> bool:
+    """Whether a step of backward computes anything."""
     return not step.indices or any(plan.needs[i] is not None for i in step.indices)
 
 
@@ -199,27 +201,57 @@ def _other_steps(plan: Plan) -> tuple[str, set[int]]:
     other = {
         n
         for n, s in enumerate(plan.backward)
-        if (type(s.op), s.indices, s.fusion) not in same and _runs_backward(plan, s)
+        if (type(s.op), s.indices, s.fusion) not in same and runs_backward(plan, s)
     }
     title = "backward: the steps of forward in reverse"
     return (f"{title}, but" if other else title), other
 
 
-class _FoldRows(NamedTuple):
+class StepText(NamedTuple):
+    """The text of one step, in all repetitions.
+
+    Attributes:
+        place: its operations in the first repetition, by index.
+        ops: their names and kinds.
+        fusion: that built the step, or its class if it covers several operations without one.
+        told: what computes it, and what its operations say about themselves.
+    """
+
+    place: str
+    ops: str
+    fusion: str
+    told: str
+
+    @property
+    def label(self) -> str:
+        """All but the place, in one line."""
+        fused = f" -> {self.fusion}" if self.fusion else ""
+        return f"{self.ops}{fused}{f': {self.told}' if self.told else ''}"
+
+
+class FoldText(NamedTuple):
     """The text of one entry of a fold.
 
     Attributes:
         heading: about all repetitions; empty for steps that are not repeated.
         prefix: the part of names that they share.
-        rows: of each step its place and what it is.
+        rows: of the steps of one repetition.
     """
 
     heading: str
     prefix: str
-    rows: list[tuple[str, str]]
+    rows: list[StepText]
 
 
-def _fold_rows(plan: Plan, steps: Sequence[Step], part: Fold, shown: set[int]) -> _FoldRows:
+def fold_text(plan: Plan, steps: Sequence[Step], part: Fold, shown: set[int]) -> FoldText:
+    """The text of one entry of a fold.
+
+    Args:
+        plan: a plan.
+        steps: of one of its passes.
+        part: an entry of the fold of these.
+        shown: positions of the steps that the text tells of.
+    """
     columns = [
         list(range(first, part.stop, part.period))
         for first in range(part.start, part.start + part.period)
@@ -227,14 +259,14 @@ def _fold_rows(plan: Plan, steps: Sequence[Step], part: Fold, shown: set[int]) -
     columns = [column for column in columns if not shown.isdisjoint(column)]
     ops = [_ops(plan, [steps[n] for n in column]) for column in columns]
     if part.times == 1:
-        return _FoldRows("", "", [_row(plan, steps[c[0]], o, ()) for c, o in zip(columns, ops)])
-    layer = next((found for o in reversed(ops) if (found := _layer(o[-1].name))), ())
+        return FoldText("", "", [_row(plan, steps[c[0]], o, ()) for c, o in zip(columns, ops)])
+    layer = next((found for o in reversed(ops) if (found := varying(o[-1].name))), ())
     covered = [i for n in range(part.start, part.stop) for i in steps[n].indices]
     heading = f"{part.times} times" + (f", ops {span(covered)}" if covered else "")
     if layer:
         heading = f"{_text(layer)}, {heading}"
     rows = [_row(plan, steps[c[0]], o, layer) for c, o in zip(columns, ops)]
-    return _FoldRows(heading, _text(layer) or heading, rows)
+    return FoldText(heading, _text(layer) or heading, rows)
 
 
 def _ops(plan: Plan, repetitions: Sequence[Step]) -> list[_Op]:
@@ -252,32 +284,32 @@ def _ops(plan: Plan, repetitions: Sequence[Step]) -> list[_Op]:
     return out
 
 
-def _layer(name: _Parts) -> _Parts:
+def varying(name: tuple[NamePart, ...]) -> tuple[NamePart, ...]:
     """The beginning of a joined name down to the number that varies, if more follows it."""
-    varying = (n for n, part in enumerate(name[:-1]) if part.varies)
-    return name[: next(varying, -1) + 1]
+    numbers = (n for n, part in enumerate(name[:-1]) if part.varies)
+    return name[: next(numbers, -1) + 1]
 
 
 def _text(name: _Parts) -> str:
     return ".".join(map(str, name))
 
 
-def _row(plan: Plan, step: Step, ops: Sequence[_Op], layer: _Parts) -> tuple[str, str]:
+def _row(plan: Plan, step: Step, ops: Sequence[_Op], layer: _Parts) -> StepText:
     local = [op.within(layer) for op in ops]
     if not step.indices:
         label = f"{_text(local[0].name)} {ops[0].kind} (plain module)".strip()
         instead = replacement(step.op)
-        return "-", label if instead is None else f"{label}: {instead.text} can replace it"
+        return StepText("-", label, "", f"{instead.text} can replace it" if instead else "")
     lead = [op for op in local if not op.always]
     label = " + ".join(_runs(local[len(lead) :]))
     if lead:
         label = f"({' + '.join(_runs(lead))} +) {label}"
-    if len(step.indices) > 1 or step.fusion is not None:
-        label += f" -> {step.fusion or type(step.op).__name__}"
+    fused = len(step.indices) > 1 or step.fusion is not None
+    fusion = (step.fusion or type(step.op).__name__) if fused else ""
     notes = dict(plan.notes)
     told = [*computed_by(plan, step)]
     told += dict.fromkeys(notes[i] for i in step.indices if i in notes)
-    return span(step.indices), f"{label}: {', '.join(told)}" if told else label
+    return StepText(span(step.indices), label, fusion, ", ".join(told))
 
 
 def _runs(ops: Sequence[_Op]) -> Iterator[str]:

@@ -14,7 +14,17 @@ from ..registry import registry
 from .folding import joined_names, joined_numbers, like, place_in_layer
 from .plan import FusionRecord, Plan
 
-__all__ = ["fusion_lines", "named", "places", "span", "why", "wrapped"]
+__all__ = [
+    "everywhere",
+    "fusion_lines",
+    "named",
+    "outcome",
+    "places",
+    "span",
+    "switched_off",
+    "why",
+    "wrapped",
+]
 
 WIDTH = 80
 _BUILT_IN = frozenset(rule.name for rule in FUSIONS)
@@ -72,20 +82,20 @@ def fusion_lines(plan: Plan) -> list[str]:
     idle: dict[str, list[str]] = {}
     for record in plan.history:
         told = [*_refusal_lines(plan, record), *_odd_lines(plan, record)]
-        off = _off(record)
+        off = switched_off(record)
         if off:
             idle.setdefault(off, []).append(record.name)
         elif record.status == "unmatched" and not told:
             idle.setdefault("not found", []).append(record.name)
         else:
-            lines += wrapped(f"{record.name} ({record.stage}): {_outcome(record)}", 2)
+            lines += wrapped(f"{record.name} ({record.stage}): {outcome(record)}", 2)
             lines += told
     for status, names in idle.items():
         lines += wrapped(f"{status}: {', '.join(names)}", 2)
     return ["fusions:", *lines] if lines else ["fusions: none is registered"]
 
 
-def _off(record: FusionRecord) -> str:
+def switched_off(record: FusionRecord) -> str:
     """What switched a fusion off, or kept it from being tried; empty if nothing did."""
     if record.status in ("skipped", "disabled"):
         return f"{record.status} ({record.detail})"
@@ -96,7 +106,8 @@ def _off(record: FusionRecord) -> str:
     return ""
 
 
-def _outcome(record: FusionRecord) -> str:
+def outcome(record: FusionRecord) -> str:
+    """How often a fusion matched, and at how many places it was refused."""
     matches, refused = len(record.matches), len({at for at, _ in record.refusals})
     found = "1 match" if matches == 1 else f"{matches} matches" if matches else ""
     declined = f"refused at {refused} place{'s' * (refused > 1)}" if refused else ""
@@ -199,8 +210,8 @@ def why(plan: Plan, name: str, at: int | None = None) -> str:
         )
     lines: list[str] = []
     for record in records:
-        told = _everywhere(plan, record) if at is None else _at(plan, record, at)
-        lines += wrapped(f"{name} ({record.stage}): {_off(record) or record.status}")
+        told = everywhere(plan, record) if at is None else _at(plan, record, at)
+        lines += wrapped(f"{name} ({record.stage}): {switched_off(record) or record.status}")
         lines += _pattern(record)
         for text in told:
             lines += wrapped(text, 2)
@@ -218,7 +229,8 @@ def _pattern(record: FusionRecord) -> list[str]:
     return []
 
 
-def _everywhere(plan: Plan, record: FusionRecord) -> Iterator[str]:
+def everywhere(plan: Plan, record: FusionRecord) -> Iterator[str]:
+    """What became of a fusion at all places, equal ones together."""
     for length in sorted({len(match) for match in record.matches}):
         starts = [match[0] for match in record.matches if len(match) == length]
         yield f"matched {length} operations from {places(plan, starts)}"

@@ -14,6 +14,7 @@ from ..errors import TargetError, explain
 from ..registry import disable, enable, fusions
 from .inputs import did_you_mean
 from .plan_json import document, explained
+from .sizes import in_bytes
 from .target import Target
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "check_fusion_name",
     "data",
     "difference",
-    "in_bytes",
     "matches",
     "text",
 ]
@@ -306,16 +306,6 @@ def _row(figure: Figure) -> tuple[str, str, str, str]:
         percent = 100 * (after - before) / before if before else 0
         change += f" ({percent:+.{abs(percent) < 10:d}f} %)" if before else ""
     return f"  {name}", cells[0], cells[1], change
-
-
-def in_bytes(count: int) -> str:
-    """A number of bytes for people, such as ``1.5 GiB``."""
-    size, units = float(count), ["TiB", "GiB", "MiB", "KiB"]
-    if count < 1024:
-        return f"{count} B"
-    while size >= 1024 and units:
-        size, unit = size / 1024, units.pop()
-    return f"{size:.1f} {unit}"
 
 
 def _heading(change: Change) -> str:

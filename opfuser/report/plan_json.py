@@ -34,12 +34,22 @@ import torch
 from torch import Tensor
 
 from .. import __version__
+from ..engine.folding import like
 from ..engine.plan import FusionRecord, Plan, Step
 from ..errors import TargetError, explain
 from .target import Target, plans
 from .traffic import ModelTraffic, StepTraffic, Traffic, model_traffic
 
-__all__ = ["EXPLAIN", "PLAN", "Explained", "document", "explained", "plan_data", "read"]
+__all__ = [
+    "EXPLAIN",
+    "PLAN",
+    "Explained",
+    "document",
+    "equal_plans",
+    "explained",
+    "plan_data",
+    "read",
+]
 
 EXPLAIN, PLAN = "opfuser.explain/1", "opfuser.plan/1"
 
@@ -86,6 +96,14 @@ def explained(target: Target, *, count: bool = True) -> Explained:
         where = "on this device other steps" if len(found) == 1 else f"{others[0]!r} other steps"
         return Explained(target, found, None, f"what a GPU launches is counted, and {where} run.")
     return Explained(target, found, traffic)
+
+
+def equal_plans(plans: dict[str, Plan]) -> list[list[str]]:
+    """The paths of plans that are equal and differ in numbers of their paths alone, together."""
+    found: dict[tuple[str, Plan], list[str]] = {}
+    for path, plan in plans.items():
+        found.setdefault((like(path), plan), []).append(path)
+    return list(found.values())
 
 
 def document(found: Explained) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ class Subject(NamedTuple):
     parameters: Mapping[str, Tensor]
     module: nn.Module
     """Holds the parameters and the modes."""
+    fusions: frozenset[str] | None = None
+    """Those that are on in a call, if ``module`` is a Sequential that is called with inputs."""
 
 
 @dataclass
@@ -107,7 +109,18 @@ def ask_for_gradients(
 
 
 @contextmanager
-def _in_mode(module: nn.Module, variant: Variant) -> Iterator[None]:
+def seeded(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, random numbers on the devices of these tensors are the same every time."""
+    cuda = {t.device for t in tensors if t.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(cuda)):
+        torch.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds
+        for device in cuda:
+            torch.cuda.default_generators[device.index or 0].manual_seed(0)
+        yield
+
+
+@contextmanager
+def in_mode(module: nn.Module, variant: Variant) -> Iterator[None]:
     """Inside, module and grad mode are in the modes of the variant."""
     switches: dict[str, AbstractContextManager[Any]] = {
         "on": nullcontext(),
@@ -144,11 +157,7 @@ def call(
     tensors = {name: lay_out(name, t, variant) for name, t in inputs.items()}
     wrt = ask_for_gradients(tensors, subject.parameters, variant)
     watched = Untouched({**tensors, **subject.parameters})
-    cuda = {t.device for t in tensors.values() if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(cuda)), _in_mode(subject.module, variant):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds
-        for device in cuda:
-            torch.cuda.default_generators[device.index or 0].manual_seed(0)
+    with seeded(tensors.values()), in_mode(subject.module, variant):
         result = named_outputs(subject.function(*tensors.values()))
     out = Outcome(outputs=result)
     for name, y in result.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,63 @@ class Tolerance(NamedTuple):
     floor: float | None = None
 
 
-def error_of(ours: Tensor, exact: Tensor) -> float:
-    """The largest absolute difference; NaN if one is NaN or infinite where the other is not."""
-    if not exact.numel():
-        return 0.0
+class Deviation(NamedTuple):
+    """The largest deviation of a tensor from float64, and what is allowed.
+
+    Attributes:
+        error: absolute; NaN if a value is NaN or infinite where the other is not.
+        allowed: error that is allowed.
+        at: index of the element; None in an empty tensor.
+        value, plain, expected: this element, that of plain torch, and that of float64.
+        wrong: how many elements deviate by more than is allowed.
+    """
+
+    error: float
+    allowed: float
+    at: tuple[int, ...] | None
+    value: float = 0.0
+    plain: float = 0.0
+    expected: float = 0.0
+    wrong: int = 0
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.error <= self.allowed
+
+
+def _differences(ours: Tensor, exact: Tensor) -> Tensor:
     ours = ours.detach().to(torch.float64)
     exact = exact.detach().to(torch.float64)
-    difference = (ours - exact).abs()
     # Infinities of one sign (masked logits, say) agree, though their difference is NaN.
-    return float(torch.where(ours == exact, 0.0, difference).max())
+    return torch.where(ours == exact, 0.0, (ours - exact).abs())
+
+
+def error_of(ours: Tensor, exact: Tensor) -> float:
+    """The largest absolute difference; NaN if one is NaN or infinite where the other is not."""
+    return float(_differences(ours, exact).max()) if exact.numel() else 0.0
+
+
+def deviation(ours: Tensor, plain: Tensor, exact: Tensor, factor: float, floor: float) -> Deviation:
+    """How far a tensor is from float64.
+
+    Args:
+        ours: the tensor.
+        plain: the same by plain torch, whose error is allowed ``factor`` times.
+        exact: the same in float64.
+        factor: of :class:`Tolerance`.
+        floor: of :class:`Tolerance`; integers have to be equal.
+    """
+    if not exact.numel():
+        return Deviation(0.0, 0.0, None)
+    errors = _differences(ours, exact)
+    at = int(errors.argmax())  # the first NaN, if there is one
+    allowed = 0.0
+    if exact.is_floating_point():
+        allowed = factor * error_of(plain, exact) + floor * magnitude(exact)
+    index = tuple(int(n) for n in torch.unravel_index(torch.tensor(at), exact.shape))
+    value, other, right = (float(t.detach()[index]) for t in (ours, plain, exact))
+    wrong = int((~(errors <= allowed)).sum())
+    return Deviation(float(errors.flatten()[at]), allowed, index, value, other, right, wrong)
 
 
 def magnitude(exact: Tensor) -> float:
@@ -94,6 +142,8 @@ class Comparison(NamedTuple):
     peer: str
     """What ``plain`` is, for messages."""
     autocast: bool = False
+    step: Callable[[], str] = str
+    """Says which step of a plan deviates, for messages."""
 
     def check(self) -> None:
         ours, plain = self.ours.outputs, self.plain.outputs
@@ -114,30 +164,54 @@ class Comparison(NamedTuple):
             if like is not None:
                 zero = torch.zeros_like(like)
                 own, theirs, truth = (zero if g is None else g for g in grads)
-                self._check_value(f"gradient of {name}", own, theirs, truth, floor)
+                value = "no gradient" if mine is None else ""
+                self._check_value(f"gradient of {name}", own, theirs, truth, floor, value)
 
     def _check_value(
-        self, name: str, ours: Tensor, plain: Tensor, exact: Tensor, floor: float
+        self,
+        name: str,
+        ours: Tensor,
+        plain: Tensor,
+        exact: Tensor,
+        floor: float,
+        value: str = "",
     ) -> None:
-        error, theirs = error_of(ours, exact), error_of(plain, exact)
-        if not exact.is_floating_point():
-            theirs = floor = 0.0
+        found = deviation(ours, plain, exact, self.tolerance.factor, floor)
+        if not found.is_wrong:
+            return
         size = magnitude(exact)
-        slack = floor * size
-        allowed = self.tolerance.factor * theirs + slack
-        if not error <= allowed:
-            fail(
-                f"The {name} is wrong: error {error:.3g}, allowed {allowed:.3g}",
-                self.where,
-                f"{ours.dtype}, shape {tuple(ours.shape)}, magnitude {size:.3g}; "
-                f"allowed is {self.tolerance.factor:g} x {theirs:.3g} ({self.peer}) "
-                f"+ {slack:.3g} (floor)",
-            )
+        slack = floor * size if exact.is_floating_point() else 0.0
+        at = f" at {list(found.at)}" if found.at else ""
+        value = value or f"{found.value:.9g}"
+        values = f"{value}{at} where {found.expected:.9g} is expected and {self.peer} "
+        fail(
+            f"The {name} is wrong: error {found.error:.3g}, allowed {found.allowed:.3g}",
+            self.where,
+            f"{values}has {found.plain:.9g}; {found.wrong} of {exact.numel()} elements deviate "
+            f"({ours.dtype}, shape {tuple(ours.shape)}, magnitude {size:.3g}); allowed is "
+            f"{self.tolerance.factor:g} x {_share(found.allowed - slack, self.tolerance):.3g} "
+            f"({self.peer}) + {slack:.3g} (floor)",
+            self.step(),
+        )
+
+
+def _share(allowed: float, tolerance: Tolerance) -> float:
+    """The error of plain torch in what is allowed besides the floor."""
+    return max(allowed, 0.0) / tolerance.factor if tolerance.factor else 0.0
 
 
 def failed(where: str, error: Exception) -> str:
     """The message about a call that raised."""
     return explain("The call failed", where=where, received=str(error))
+
+
+Locate = Callable[
+    [
+        Subject, Subject, Subject, Sequence[Mapping[str, Tensor]], Variant, Tolerance,
+        Mapping[str, Tensor],
+    ],
+    str,
+]  # fmt: skip
 
 
 class Reference:
@@ -148,6 +222,8 @@ class Reference:
         inputs: of the call, by name, in its dtype.
         peer: what ``plain`` is, for messages.
         lower: the autocast dtype; ``plain`` then runs without autocast, entirely in that dtype.
+        locate: says which step of the subject makes what deviates, given the subject, ``plain``,
+            ``exact``, the inputs of each, the variant, the tolerance and the incoming gradients.
     """
 
     def __init__(
@@ -159,7 +235,9 @@ class Reference:
         peer: str,
         *,
         lower: torch.dtype | None = None,
+        locate: Locate | None = None,
     ) -> None:
+        self._locate = locate
         self._plain, self._exact = plain, exact
         self._inputs = inputs
         self._tolerance, self._peer, self._lower = tolerance, peer, lower
@@ -172,7 +250,7 @@ class Reference:
         for inputs in self._inputs_of(variant):
             ours = self._called(ours_is, inputs, variant, where)
             if ours is not None:
-                self._compare(ours, inputs, variant, where)
+                self._compare(ours_is, ours, inputs, variant, where)
                 return
 
     def _called(
@@ -187,7 +265,12 @@ class Reference:
             raise AssertionError(failed(where, error)) from error
 
     def _compare(
-        self, ours: Outcome, inputs: Mapping[str, Tensor], variant: Variant, where: str
+        self,
+        ours_is: Subject,
+        ours: Outcome,
+        inputs: Mapping[str, Tensor],
+        variant: Variant,
+        where: str,
     ) -> None:
         # The reference is called without changes after forward.
         unchanged = dataclasses.replace(variant, name="", replaces=False, sets="")
@@ -198,7 +281,15 @@ class Reference:
         tolerance = self._tolerance
         if variant.rows == "one":  # so few numbers that plain torch may be exact by chance
             tolerance = loosely(tolerance.floor, list(inputs.values()))
-        Comparison(where, ours, plain, exact, tolerance, self._peer, autocast).check()
+
+        def step() -> str:
+            if self._locate is None:
+                return ""
+            subjects = ours_is, self._plain, self._exact
+            calls = inputs, inputs, cast(inputs, torch.float64)
+            return self._locate(*subjects, calls, variant, tolerance, ours.grad_outputs)
+
+        Comparison(where, ours, plain, exact, tolerance, self._peer, autocast, step).check()
 
     def _inputs_of(self, variant: Variant) -> Iterator[Mapping[str, Tensor]]:
         """Candidates of inputs with the variant's number of rows; the first accepted one is used.

@@ -19,7 +19,7 @@ from ..registry import disable, enable, registry
 from ..sequential import Sequential
 from .calls import Outcome, Untouched, ask_for_gradients, fail
 from .compare import Comparison, Tolerance, cast, parameters_of
-from .variants import Variant
+from .variants import Variant, lay_out
 
 PLAIN = Variant()
 
@@ -37,7 +37,8 @@ def only(names: Iterable[str]) -> Iterator[None]:
 class Filled(NamedTuple):
     """Contexts, inputs and outputs of one forward, per basic operation.
 
-    A fused step has the input of its first operation and the output of its last one.
+    A fused step has the input of its first operation and the output of its last one. ``sources``
+    says for each operation which slot or argument its extra inputs come from.
     """
 
     plan: Plan
@@ -46,6 +47,13 @@ class Filled(NamedTuple):
     outputs: dict[int, Tensor]
     extra_inputs: dict[int, list[Tensor | None]]
     extra_outputs: dict[int, list[Tensor | None]]
+    parameters: dict[int, tuple[Tensor, ...]]
+    sources: tuple[tuple[Slot | int, ...], ...]
+
+
+def name_of(plan: Plan, i: int) -> str:
+    """An operation of a plan, for messages."""
+    return f"op {i} ({type(plan.basic_ops[i]).__name__})"
 
 
 def fill(
@@ -60,10 +68,10 @@ def fill(
 
     Args:
         parameters: those that require grad where the variant wants gradients of all.
-        variant: which tensors require grad.
+        variant: which tensors require grad, and their layouts.
     """
     parameters = parameters_of(seq) if parameters is None else parameters
-    given = {n: t.detach().clone() for n, t in inputs.items()}
+    given = {name: lay_out(name, t, variant) for name, t in inputs.items()}
     ask_for_gradients(given, parameters, variant)
     watched = Untouched({**given, **parameters})
     x, *extras = given.values()
@@ -74,7 +82,7 @@ def fill(
     assert isinstance(fuser, OperationFuser)
     contexts: list[OperationContext] = []
     produced: dict[Slot, Tensor | None] = {}
-    out = Filled(plan, contexts, {}, {}, {}, {})
+    out = Filled(plan, contexts, {}, {}, {}, {}, {}, fuser.routing.sources)
     with torch.no_grad():
         for step in plan.forward:
             ctxs = [_context(plan.needs[i], plan.basic_ops[i]) for i in step.indices]
@@ -95,6 +103,8 @@ def fill(
             for i, row, ys in zip(step.indices, taken, extra_outputs):
                 produced.update({Slot(i, s): y for s, y in enumerate(ys)})
                 out.extra_inputs[i], out.extra_outputs[i] = row, list(ys)
+                slots = plan.basic_ops[i].parameter_slots()
+                out.parameters[i] = tuple(getattr(module, name) for module, name in slots)
             contexts += ctxs
             out.outputs[step.indices[-1]] = x
     watched.check(where)
@@ -125,7 +135,7 @@ def check_saved_by(
     for step in fused.plan.forward:
         for i in step.indices if step.fusion == fusion else ():
             op = fused.plan.basic_ops[i]
-            place = f"{where}: saved for op {i} ({type(op).__name__})"
+            place = f"{where}: saved for {name_of(fused.plan, i)}"
             ctxs = [filled.contexts[i] for filled in (fused, plain, exact)]
             _compare_contexts(op, ctxs, tolerance, place)
 

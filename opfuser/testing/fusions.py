@@ -22,6 +22,7 @@ from .contexts import check_saved_by, only
 from .plans import record_text
 from .saving import check_saving
 from .state import Again
+from .steps import first_deviation
 from .variants import Variant, leading_dims, modes, variants, wanting
 
 __all__ = ["check_fusion"]
@@ -75,7 +76,8 @@ def check_fusion(
         zero_rows, factor, floor: as for :func:`check_op`.
 
     Raises:
-        AssertionError: naming the pairing, the call, the tensor, its error and the error allowed.
+        AssertionError: as of :func:`check_op`, naming the pairing too, and the first step of the
+            plan whose results deviate when the steps are run one after the other.
         ArgumentError: ``ops`` do not form one group, or the stage is missing.
         UnknownFusionError: no fusion of that name is registered.
     """
@@ -173,7 +175,7 @@ def _check(
         check_saved_by(handle.name, seq, inputs, tolerance, where)
     plain = _subject(copy.deepcopy(seq), frozenset())
     exact = _subject(copy.deepcopy(seq).to(torch.float64), frozenset())
-    reference = Reference(plain, exact, inputs, tolerance, "unfused")
+    reference = Reference(plain, exact, inputs, tolerance, "unfused", locate=first_deviation)
     parameters = parameters_of(seq)
     extra_inputs = any(t.is_floating_point() for t in list(inputs.values())[1:])
     ways = variants(
@@ -224,7 +226,7 @@ def _subject(seq: Sequential, fusions: frozenset[str]) -> Subject:
         with only(fusions):
             return seq(*tensors)
 
-    return Subject(function, parameters_of(seq), seq)
+    return Subject(function, parameters_of(seq), seq, fusions)
 
 
 def _check_matches(handle: FusionHandle, plan: Plan) -> None:

@@ -65,7 +65,8 @@ def check_op(
             None is one unit in the last place of the coarsest dtype among the results.
 
     Raises:
-        AssertionError: naming the call, the tensor, its error and the error allowed.
+        AssertionError: naming the call, the tensor, its error and the error allowed, and the
+            element that deviates most: its place, its value and those that it is compared with.
         ArgumentTypeError: ``op`` is no basic operation.
     """
     if not isinstance(op, BasicOperation):

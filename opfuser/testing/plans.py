@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from ..engine.plan import FusionRecord, Plan
 from ..errors import ArgumentError, explain
-from ..fuser import OperationFuser
+from ..expectations import last_plans, occurrences, reasons
 from ..fusion import Stage
-from ..op import FusibleOperation
-from ..registry import registry
 from ..sequential import Sequential
 
 __all__ = ["assert_fused", "assert_not_fused"]
@@ -27,7 +25,7 @@ def assert_fused(
     """Asserts how often fusions occur in the plan of a model, by name and stage.
 
     ``assert_fused(seq, x, forward={"linear_bias": 2})``. Fusions that are not named may occur or
-    not.
+    not. :func:`opfuser.require_fusions` is for programs.
 
     Args:
         model: a Sequential; a module that holds some; or a plan.
@@ -47,7 +45,8 @@ def assert_fused(
     )
     for stage, expected in stages:
         for name, count in (expected or {}).items():
-            found = sum(_count(plan, stage, name) for plan in plans)
+            _records(plans, name)
+            found = sum(occurrences(plan, stage, name) for plan in plans)
             if found != count:
                 raise AssertionError(
                     record_text(
@@ -75,12 +74,13 @@ def assert_not_fused(
         ArgumentError: as for :func:`assert_fused`.
     """
     plans = _plans(model, inputs)
-    counts = [_count(plan, record.stage, name) for plan, record in _records(plans, name)]
-    if any(counts):
+    records = _records(plans, name)
+    found = sum(occurrences(plan, record.stage, name) for plan, record in records)
+    if found:
         raise AssertionError(
-            record_text(f"Expected fusion {name!r} not to match, found {sum(counts)}", plans, name)
+            record_text(f"Expected fusion {name!r} not to match, found {found}", plans, name)
         )
-    codes = {c for plan, record in _records(plans, name) for c in _codes(record, plan)}
+    codes = {no.code for plan, record in records for no in reasons(plan, record)}
     if code is not None and code not in codes:
         got = ", ".join(sorted(codes)) or "no reason"
         raise AssertionError(
@@ -93,28 +93,15 @@ def _plans(model: nn.Module | Plan, inputs: tuple[Tensor, ...]) -> list[Plan]:
         return [model]
     if isinstance(model, Sequential) and inputs:
         return [model.plan(*inputs)]
-    plans = [] if inputs else list(_last_plans(model))
-    if not plans:
+    if inputs:
         raise ArgumentError(
             explain(
-                "Plans are made when a Sequential is called",
+                "Plans for given inputs are those of a Sequential",
                 received=f"{type(model).__name__} and {len(inputs)} inputs",
                 remedy="Call the model first and pass no inputs; or pass a Sequential and inputs",
             )
         )
-    return plans
-
-
-def _last_plans(model: nn.Module) -> Iterator[Plan]:
-    for module in model.modules():
-        runs: list[object] = []
-        if isinstance(module, Sequential):
-            runs += module._module_groups or []
-        elif isinstance(module, FusibleOperation):
-            runs.append(module.__dict__.get("_alone"))
-        for run in runs:
-            if isinstance(run, OperationFuser) and run.last_plan is not None:
-                yield run.last_plan
+    return list(last_plans(model).values())
 
 
 def _records(plans: list[Plan], name: str) -> list[tuple[Plan, FusionRecord]]:
@@ -128,29 +115,6 @@ def _records(plans: list[Plan], name: str) -> list[tuple[Plan, FusionRecord]]:
             )
         )
     return found
-
-
-def _count(plan: Plan, stage: Stage, name: str) -> int:
-    if not any(r.name == name and r.stage == stage for _, r in _records([plan], name)):
-        return 0
-    passes = {"forward": (plan.forward,), "backward": (plan.backward,)}
-    return max(
-        sum(step.fusion == name for step in steps)
-        for steps in passes.get(stage, (plan.forward, plan.backward))
-    )
-
-
-def _codes(record: FusionRecord, plan: Plan) -> Iterator[str]:
-    for _, refusal in record.refusals:
-        yield refusal.code
-    if record.near_miss is not None:
-        yield record.near_miss.stopped_by.code
-    if record.status == "disabled":
-        yield "DISABLED"
-    if record.status == "skipped":
-        lacking = [h.requires.missing(plan.env) for h in registry if h.name == record.name]
-        codes = [missing.code for missing in lacking if missing is not None]
-        yield from codes or ["NO_GRAD"]  # the other reason is that there is no backward
 
 
 def record_text(invariant: str, plans: list[Plan], name: str) -> str:

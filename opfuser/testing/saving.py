@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..engine.plan import Plan, Step
-from ..op import FusibleOperation, OperationContext
+from ..engine.plan import Step
 from ..registry import FusionHandle
 from ..sequential import Sequential
 from .calls import ERRORS, fail
-from .contexts import Filled, fill
+from .contexts import Filled, fill, name_of
 from .protocol import check_grad, mixed_dtypes
+from .steps import Raw, run_backward
 from .variants import Variant, incoming
 
 
@@ -68,7 +67,7 @@ def _check_saves_nothing(
             if kept:
                 fail(
                     "Nothing may be saved without ctx.requires_grad",
-                    f"{where}: saved for {_name(filled.plan, i)}",
+                    f"{where}: saved for {name_of(filled.plan, i)}",
                     f"{kept} tensors",
                     "Call ctx.save_for_backward only if ctx.requires_grad",
                 )
@@ -113,17 +112,6 @@ def _check_bytes(
         )
 
 
-class _Raw(NamedTuple):
-    """The gradients as a fuser_backward returned them."""
-
-    input: Any
-    parameters: list[tuple[Any, ...]]
-    extra_inputs: list[tuple[Any, ...]]
-
-    def tensors(self) -> list[Tensor | None]:
-        return [self.input, *(g for row in (*self.parameters, *self.extra_inputs) for g in row)]
-
-
 class _Backward:
     """The backward of one fused step, called with the contexts of a forward."""
 
@@ -140,21 +128,9 @@ class _Backward:
             for i in step.indices
         ]
 
-    def _call(self, saved: Sequence[Sequence[Any]]) -> _Raw:
-        ctxs = []
-        for i, op, tensors in zip(self._step.indices, self._ops, saved):
-            ctx: OperationContext = copy.copy(self._filled.contexts[i])
-            ctx.to_save, ctx.saved_tensors = None, tuple(tensors)
-            if op.backward_reads_parameters:
-                ctx.parameters = tuple(getattr(m, name) for m, name in op.parameter_slots())
-            ctxs.append(ctx)
-        with torch.no_grad():
-            dx, params, extras = cast(FusibleOperation, self._step.op).fuser_backward(
-                ctxs,
-                self._grad_output.clone(),
-                basic_op_grad_extra_outputs=[list(row) for row in self._grad_extras],
-            )
-        return _Raw(dx, [tuple(g or ()) for g in params], [tuple(g or ()) for g in extras])
+    def _call(self, saved: Sequence[Sequence[Any]]) -> Raw:
+        dy = self._grad_output.clone()
+        return run_backward(self._filled, self._step, dy, self._grad_extras, saved)
 
     def _saved(self) -> list[list[Any]]:
         return [list(self._filled.contexts[i].to_save or ()) for i in self._step.indices]
@@ -166,7 +142,7 @@ class _Backward:
         for i, op, dparams, dextras in zip(
             self._step.indices, self._ops, raw.parameters, raw.extra_inputs
         ):
-            name = _name(self._plan, i)
+            name = name_of(self._plan, i)
             for (module, parameter), grad in zip(op.parameter_slots(), dparams):
                 owners.append((f"{parameter} of {name}", getattr(module, parameter), grad))
             for n, (t, grad) in enumerate(zip(filled.extra_inputs[i], dextras)):
@@ -186,7 +162,7 @@ class _Backward:
                 if not any(self._reads(i, n, other, expected) for other in _others(t)):
                     fail(
                         "A fusion saves what a gradient in ctx.needs reads, and nothing else",
-                        f"{where}: saved for {_name(self._plan, i)}",
+                        f"{where}: saved for {name_of(self._plan, i)}",
                         f"tensor {n}, {t.dtype}, shape {tuple(t.shape)}, which none reads",
                         "Ask ctx.needs before saving; keep dtypes and shapes on the context",
                     )
@@ -204,7 +180,7 @@ class _Backward:
             for a, b in zip(made, expected)
         )
 
-    def _needed(self, raw: _Raw) -> list[Tensor | None]:
+    def _needed(self, raw: Raw) -> list[Tensor | None]:
         """The gradients in ``ctx.needs``."""
         needs = [self._filled.contexts[i].needs for i in self._step.indices]
         out = [raw.input if needs[0].input else None]
@@ -219,7 +195,3 @@ def _others(t: Tensor) -> Iterator[Tensor]:
     yield torch.full_like(t, torch.nan)
     yield torch.full_like(t, 100.0)
     yield torch.full_like(t, -100.0)
-
-
-def _name(plan: Plan, i: int) -> str:
-    return f"op {i} ({type(plan.basic_ops[i]).__name__})"

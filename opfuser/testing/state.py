@@ -15,6 +15,7 @@ from ..sequential import Sequential
 from .calls import ERRORS, Outcome, Subject, call
 from .changes import NUMBERS, assign, attributes, change_parameters, other, replace_parameters
 from .compare import Comparison, cast, failed, loosely
+from .steps import first_deviation
 from .variants import Variant
 
 Run = Callable[[Sequential], Subject]
@@ -75,7 +76,7 @@ class Again:
             for run, seq in zip((self._fused, self._unfused), self._seqs)
         )
         name = f"{where}, during forward {_listed(back)}"
-        self._check_one(ours, call(theirs, self._inputs, Variant()), name)
+        self._check_one(ours, theirs, call(theirs, self._inputs, Variant()), name)
 
     def _check_flags(self, where: str) -> None:
         """One flag at a time, as many fusions do not match once it is set."""
@@ -85,7 +86,7 @@ class Again:
             if expected is not None:
                 assign(seq, path, not value)
                 name = f"{where}, between two calls {path} = {not value}"
-                self._check_one(self._fused(seq), expected, name)
+                self._check_one(self._fused(seq), self._unfused(twin), expected, name)
                 assign(seq, path, value)
             assign(twin, path, value)
 
@@ -142,10 +143,17 @@ class Again:
         expected = self._expected()
         if expected is None:
             return False
-        return self._check_one(self._fused(self._seqs[0]), expected, where, may_fail=may_fail)
+        fused, unfused = self._fused(self._seqs[0]), self._unfused(self._seqs[1])
+        return self._check_one(fused, unfused, expected, where, may_fail=may_fail)
 
     def _check_one(
-        self, subject: Subject, expected: Outcome, where: str, *, may_fail: bool = False
+        self,
+        subject: Subject,
+        peer: Subject,
+        expected: Outcome,
+        where: str,
+        *,
+        may_fail: bool = False,
     ) -> bool:
         """Whether the call succeeded; it may fail if ``may_fail``, but not be wrong."""
         try:
@@ -157,7 +165,13 @@ class Again:
         own = self._seqs[1].parameters()
         tolerance = loosely(self._floor, [*self._inputs.values(), *own])
         autocast = torch.is_autocast_enabled(self._inputs["input"].device.type)
-        Comparison(where, ours, expected, expected, tolerance, "unfused", autocast).check()
+
+        def step() -> str:
+            calls = [self._inputs] * 3
+            grads = ours.grad_outputs
+            return first_deviation(subject, peer, peer, calls, Variant(), tolerance, grads)
+
+        Comparison(where, ours, expected, expected, tolerance, "unfused", autocast, step).check()
         return True
 
 

@@ -153,7 +153,14 @@ def test_texts_of_assert_not_fused(ops: Any, name: str, text: str) -> None:
         assert_not_fused(opfuser.Sequential(*ops), name, X, code="DTYPE")
 
 
-@pytest.mark.parametrize("inputs", [(), (X,)])
-def test_a_model_without_a_plan_is_an_error(inputs: tuple[Tensor, ...]) -> None:
-    with pytest.raises(ArgumentError, match="Call the model first and pass no inputs; or pass"):
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ((), "Received: Sequential, of which no call has been made. Call the model first."),
+        ((X,), "Received: Sequential and 1 inputs. Call the model first and pass no inputs; or"),
+    ],
+)
+def test_a_model_without_a_plan_is_an_error(inputs: tuple[Tensor, ...], text: str) -> None:
+    with pytest.raises(ArgumentError) as error:
         assert_fused(nn.Sequential(scales()), *inputs, forward={"scales": 1})
+    assert text in str(error.value)

@@ -116,3 +116,18 @@ def test_a_model_of_300_operations_is_planned_once_and_run_twice(
     assert "Plan for 303 basic operations" in done.out
     assert len(made) == 1
     assert counter.count < 303 * 25
+
+
+def test_a_picture_and_a_page_show_what_is_counted(
+    opfuser_command: Command, tmp_path: Path
+) -> None:
+    argv = "explain", f"{MODELS}:wrapped"
+    svg = opfuser_command(*argv, "--format", "svg", "--sequence", "first").out
+    assert svg.startswith("<svg ")
+    assert " bytes for backward" in svg
+    file = tmp_path / "plan.html"
+    assert opfuser_command(*argv, "--format", "html", "-o", str(file)).status == 0
+    html = file.read_text(encoding="utf-8")
+    assert html.count("<svg ") == 2
+    assert f"<h1>{MODELS}:wrapped</h1>" in html
+    assert "saved for backward</dt>" in html

@@ -55,7 +55,11 @@ def test_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "opfuser").rglob("*.py")}
-    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "opfuser").rglob("*.yaml")}
+    data = {
+        path.relative_to(ROOT).as_posix()
+        for kind in ("*.yaml", "*.html")
+        for path in (ROOT / "opfuser").rglob(kind)
+    }
     assert names == sources | data | {"opfuser/py.typed"}
 
 

@@ -109,8 +109,9 @@ def test_a_llama_of_two_layers() -> None:
                    RMSNorm + BasicLinear -> norm_linear: Triton norm, cuBLAS
             4      attention.3 RotaryEmbedding: Triton rotary
             5      attention.4 DotProductAttention: attention by cudnn or flash or
-                   efficient or blockwise, as sizes and keywords allow; not cpu: it runs
-                   on a CPU, not on cuda
+                   efficient or flex or blockwise, as sizes and keywords allow; not cpu:
+                   it runs on a CPU, not on cuda; not flash_attn: flash_attn is not
+                   installed
             6      attention.5 BasicLinear: cuBLAS
             7-10   attention.6 AddExtraInput + mlp.0-2 MakeExtraOutput + RMSNorm +
                    BasicLinear -> norm_linear: Triton norm, cuBLAS

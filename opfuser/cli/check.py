@@ -1,0 +1,65 @@
+"""``opfuser check``: whether a model still has the fusions that a lock file says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ..report.lock import compared, data, read, text, updated
+from ..report.target import plans
+from .arguments import (
+    FINDINGS,
+    FINE,
+    Subparsers,
+    add_command,
+    add_model,
+    add_output,
+    target_of,
+    write,
+)
+
+__all__ = ["add"]
+
+
+def add(subparsers: Subparsers) -> None:
+    """Adds the command to the parser of the command line."""
+    parser = add_command(
+        subparsers,
+        "check",
+        "fail when a model has lost a fusion since it was locked",
+        """\
+Compares how often each fusion matches in a model with a lock file: after an
+upgrade of a library, say, or after a change of the model. Says which fusion
+is lost, in which Sequential, and what became of it. Gains are told, and do
+not fail. One lock file holds as many models as there are.
+
+Exit status: 0; 3 if a fusion matches less often than is locked.""",
+        """\
+  opfuser check my_package.model:build --lock fusions.lock.yaml --update
+  opfuser check my_package.model:build --lock fusions.lock.yaml""",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--lock", required=True, type=Path, metavar="FILE", help="the lock file, in YAML"
+    )
+    parser.add_argument(
+        "--update", action="store_true", help="write what there is now, instead of failing"
+    )
+    add_output(parser, "text", "json")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares or writes; :data:`FINDINGS` if a fusion is lost."""
+    entries = {} if args.update and not args.lock.exists() else read(args.lock)
+    target = target_of(args)
+    now = plans(target)
+    if args.update:
+        write(updated(entries, target, now).rstrip("\n"), args.lock)
+        write(f"{target.name}: locked in {args.lock}; Sequentials: {len(now)}", args.output)
+        return FINE
+    found = compared(entries, target, now, args.lock)
+    shown = json.dumps(data(found), indent=1) if args.format == "json" else text(found)
+    write(shown, args.output)
+    return FINDINGS if found.lost else FINE

@@ -1,0 +1,299 @@
+"""What programs expect of fusions: that they occur in a model, and whether one takes operations."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import indent
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from .engine.folding import joined_names, like
+from .engine.plan import FusionRecord, Plan
+from .errors import ArgumentError, MissingFusionError, UnknownFusionError, explain
+from .fuser import OperationFuser
+from .fusion import Fusion, Match, Refusal, Stage
+from .op import FusibleOperation
+from .registry import registry
+from .sequential import Sequential
+
+__all__ = [
+    "Answer",
+    "can_fuse",
+    "last_plans",
+    "occurrences",
+    "places",
+    "reasons",
+    "reasons_by_place",
+    "require_fusions",
+]
+
+_MOST_PLACES = 4
+
+
+class Answer(NamedTuple):
+    """Whether a fusion takes some operations; true if it does.
+
+    Attributes:
+        fused: whether it does.
+        code: why not, one of the codes of :class:`opfuser.Refusal`; empty if it does.
+        detail: the same as a sentence.
+    """
+
+    fused: bool
+    code: str = ""
+    detail: str = ""
+
+    def __bool__(self) -> bool:
+        return self.fused
+
+    def __str__(self) -> str:
+        return "fused" if self.fused else f"{self.code}: {self.detail}"
+
+
+def can_fuse(ops: nn.Module | Sequence[nn.Module], name: str, *example: Tensor) -> Answer:
+    """Whether a fusion occurs among operations in a call with tensors like these, and if not, why.
+
+    ``can_fuse([norm, linear], "norm_linear", x)``. The answer is that of the plan of the call: all
+    fusions that are on take part, in their order, and so do grad mode, autocast and the region of a
+    recipe. Nothing is computed, and the operations are left as they are.
+
+    Args:
+        ops: a Sequential, or operations, compounds and modules in forward order.
+        name: of the fusion.
+        *example: input and extra inputs. Dtype, device and ``requires_grad`` are read; tensors of
+            the meta device do.
+
+    Raises:
+        UnknownFusionError: no fusion of that name is registered.
+        ArgumentError: there is no input.
+    """
+    _check_name(name, [handle.name for handle in registry])
+    if not example:
+        raise ArgumentError(
+            explain(
+                "can_fuse answers for a call",
+                where=f"fusion {name!r}",
+                received="no input",
+                remedy="Pass a tensor as of the call; one of the meta device does",
+            )
+        )
+    if not isinstance(ops, Sequential):
+        ops = Sequential(*_copies([ops] if isinstance(ops, nn.Module) else ops))
+    plan = ops.plan(*example)
+    record = plan.record(name)
+    if record.matches:
+        return Answer(True)
+    nowhere = Refusal("LAYOUT", "no operation begins its pattern")
+    return Answer(False, *next(reasons(plan, record), nowhere))
+
+
+def _copies(ops: Sequence[nn.Module]) -> list[nn.Module]:
+    """Copies that share their tensors: a Sequential fixes the channels of its operations."""
+    tensors = [t for op in ops for t in (*op.parameters(), *op.buffers())]
+    return copy.deepcopy(list(ops), {id(t): t for t in tensors})
+
+
+def require_fusions(
+    model: nn.Module,
+    *,
+    forward: Mapping[str, int] | None = None,
+    backward: Mapping[str, int] | None = None,
+    joint: Mapping[str, int] | None = None,
+) -> None:
+    """Requires that fusions occurred in the last calls of a model, at run time.
+
+    ``require_fusions(model, joint={"norm_linear": 2 * layers})``, once after the first step of a
+    training: a program that became slow then stops and says why. More steps than required are fine.
+    Nothing is computed.
+
+    Args:
+        model: a Sequential, or a module that holds some; it has been called.
+        forward, backward, joint: fewest steps per fusion of that stage, in all Sequentials
+            together.
+
+    Raises:
+        MissingFusionError: a fusion occurs less often; names all that do, where they are missing
+            and why.
+        UnknownFusionError: no fusion of that name is registered, and no plan knows it.
+        ArgumentError: the model holds no Sequential, or none was called.
+    """
+    plans = last_plans(model)
+    known = {record.name for plan in plans.values() for record in plan.history}
+    known.update(handle.name for handle in registry)
+    stages: tuple[tuple[Stage, Mapping[str, int] | None], ...] = (
+        ("joint", joint),
+        ("forward", forward),
+        ("backward", backward),
+    )
+    missing: list[str] = []
+    for stage, required in stages:
+        for name, count in (required or {}).items():
+            _check_name(name, known)
+            found = sum(occurrences(plan, stage, name) for plan in plans.values())
+            if found < count:
+                head = f"{name} ({stage}): required at least {count}, found {found}"
+                missing.append("\n".join([head, *reasons_by_place(plans, name)]))
+    if missing:
+        raise MissingFusionError("\n".join([f"{type(model).__name__} lacks fusions.", *missing]))
+
+
+def last_plans(model: nn.Module) -> dict[str, Plan]:
+    """What the last call of each Sequential in a model followed, by the path of the Sequential.
+
+    The plan of a Sequential covers those that it holds, so they have no entry of their own.
+    Operations that were called outside of a Sequential have one.
+
+    Raises:
+        ArgumentError: there is no plan.
+    """
+    found: dict[str, Plan] = {}
+    covered: set[int] = set()
+    sequentials = 0
+    for path, module in model.named_modules():
+        plan: Plan | None = None
+        if isinstance(module, Sequential):
+            sequentials += 1
+            if id(module) not in covered and module._module_groups is not None:
+                plan = module.last_plan
+            if plan is not None:
+                covered.update(_covered(module))
+        elif isinstance(module, FusibleOperation):
+            alone = module.__dict__.get("_alone")
+            plan = alone.last_plan if isinstance(alone, OperationFuser) else None
+            plan = None if id(module) in covered else plan
+        if plan is not None:
+            found[path] = plan
+    if not found and sequentials:
+        raise ArgumentError(
+            explain(
+                "Plans are made when a Sequential is called",
+                received=f"{type(model).__name__}, of which no call has been made",
+                remedy="Call the model first",
+            )
+        )
+    if not found:
+        raise ArgumentError(
+            explain(
+                "Fusions occur in an opfuser.Sequential",
+                received=f"{type(model).__name__}, which holds none",
+                remedy="Convert it with opfuser.from_torch, or build it of opfuser.Sequential",
+            )
+        )
+    return found
+
+
+def _covered(sequence: Sequential) -> Iterator[int]:
+    """The Sequentials and operations whose calls are part of the plan of ``sequence``, by id."""
+    for module in sequence:
+        if isinstance(module, Sequential):
+            yield id(module)
+            if not module.overrides_forward():
+                yield from _covered(module)
+        elif isinstance(module, FusibleOperation):
+            yield from map(id, module.modules())
+
+
+def occurrences(plan: Plan, stage: Stage, name: str) -> int:
+    """Steps that a fusion of this stage built; one of both passes counts once."""
+    if not any((r.name, r.stage) == (name, stage) for r in plan.history):
+        return 0
+    passes = {"forward": (plan.forward,), "backward": (plan.backward,)}
+    return max(
+        sum(step.fusion == name for step in steps)
+        for steps in passes.get(stage, (plan.forward, plan.backward))
+    )
+
+
+def reasons(plan: Plan, record: FusionRecord) -> Iterator[Refusal]:
+    """Why a fusion does not occur, or not everywhere; what holds for the whole plan comes first."""
+    if record.status == "disabled":
+        yield Refusal("DISABLED", f"it is switched off ({record.detail})")
+    if record.status == "skipped":
+        lacking = [h.requires.missing(plan.env) for h in registry if h.name == record.name]
+        found = [no for no in lacking if no is not None]
+        # The other reason is that there is no backward.
+        yield from found or [Refusal("NO_GRAD", record.detail)]
+    # Those of boundaries between groups are the last ones.
+    yield from (no for _, no in record.refusals)
+    yield from _conflicts(plan, record)
+    if record.near_miss is not None:
+        yield record.near_miss.stopped_by
+
+
+def _conflicts(plan: Plan, record: FusionRecord) -> Iterator[Refusal]:
+    """Which fusions have taken operations that this one would take, where it found none."""
+    if record.status != "unmatched":
+        return
+    rules = [h.function for h in registry if (h.name, h.stage) == (record.name, record.stage)]
+    steps = plan.backward if record.stage == "backward" else plan.forward
+    for rule in rules:
+        if not isinstance(rule, Fusion):
+            continue
+        matches: list[Match] = []
+
+        def note(match: Match, matches: list[Match] = matches) -> Refusal:
+            matches.append(match)
+            return Refusal("CONFLICT", "not built here")
+
+        rule.scan(plan.basic_ops, plan.env, note)
+        for match in matches:
+            if rule.refusal(match, plan.basic_ops, plan.env) is None:
+                place = set(range(match.start, match.stop))
+                for step in steps:
+                    if step.fusion is not None and not place.isdisjoint(step.indices):
+                        yield Refusal("CONFLICT", f"{step.fusion} has fused its operations")
+
+
+def reasons_by_place(plans: Mapping[str, Plan], name: str) -> list[str]:
+    """Lines about what became of a fusion in each plan; those of which the same is said together.
+
+    Args:
+        plans: by path.
+        name: of the fusion.
+    """
+    said: dict[str, list[str]] = {}
+    for path, plan in sorted(plans.items(), key=lambda item: _matches(item[1], name)):
+        if any(record.name == name for record in plan.history):
+            lost = [no for r in plan.history if r.name == name for no in _conflicts(plan, r)]
+            text = "\n".join([plan.why(name), *(f"  {no}" for no in dict.fromkeys(lost))])
+        else:
+            text = "it was not registered when the plan was made"
+        said.setdefault(text, []).append(path)
+    lines: list[str] = []
+    for n, (text, paths) in enumerate(said.items()):
+        if n == _MOST_PLACES:
+            more = sum(map(len, said.values())) - sum(map(len, list(said.values())[:n]))
+            lines.append(f"  and {more} more Sequentials")
+            break
+        place = places(paths)
+        lines += [f"  {place}:"] if place else []
+        lines += indent(text, "    " if place else "  ").splitlines()
+    return lines
+
+
+def places(paths: Sequence[str]) -> str:
+    """Paths in a model, equal layers together; empty for the model itself."""
+    alike: dict[str, list[str]] = {}
+    for path in paths:
+        alike.setdefault(like(path), []).append(path)
+    texts = [joined_names(group) for group in alike.values()]
+    return ", ".join(texts[:_MOST_PLACES] + ["..."] * (len(texts) > _MOST_PLACES))
+
+
+def _matches(plan: Plan, name: str) -> int:
+    return sum(len(record.matches) for record in plan.history if record.name == name)
+
+
+def _check_name(name: str, known: Sequence[str] | set[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        raise UnknownFusionError(
+            explain(
+                "A fusion is named as it is registered",
+                received=repr(name),
+                remedy=f"Choose among: {', '.join(near or sorted(known))}",
+            )
+        )

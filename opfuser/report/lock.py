@@ -1,0 +1,330 @@
+"""Lock files: how often each fusion matches in a model, to be told when one is lost.
+
+A file has the schema ``opfuser.lock/1``, in YAML::
+
+    schema: its name
+    models:
+      pkg.mod:build:
+        call: {device, inputs}, inputs as texts such as 8x128:bfloat16, requires_grad
+        versions: {opfuser, torch, triton}, that wrote the entry
+        sequences: {path: {stage: {fusion: steps}}}, without zeros
+
+The path is that of the Sequential in the model, "" for the model itself; the stages are ``joint``,
+``forward`` and ``backward``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..engine.plan import Plan
+from ..errors import TargetError, explain
+from ..expectations import occurrences, places, reasons_by_place
+from ..fusion import STAGES
+from ..registry import fusions
+from .target import Target
+
+__all__ = ["LOCK", "Change", "Compared", "compared", "data", "entry_of", "read", "text", "updated"]
+
+LOCK, CHECK = "opfuser.lock/1", "opfuser.check/1"
+
+Counts = dict[str, dict[str, dict[str, int]]]
+
+
+class Change(NamedTuple):
+    """One fusion that occurs more or less often than is locked, in Sequentials that are alike.
+
+    Attributes:
+        fusion: its name.
+        stage: its stage.
+        paths: of the Sequentials.
+        before: steps that are locked, in each of them.
+        now: steps that there are.
+        why: lines about what became of the fusion, if it was lost.
+    """
+
+    fusion: str
+    stage: str
+    paths: tuple[str, ...]
+    before: int
+    now: int
+    why: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = places(self.paths)
+        place = f" in {where}" if where else ""
+        each = " each" if len(self.paths) > 1 else ""
+        return f"{self.fusion} ({self.stage}){place}: {self.before} -> {self.now}{each}"
+
+
+class Compared(NamedTuple):
+    """A model and its entry in a lock file.
+
+    Attributes:
+        name: of the model.
+        matches: steps that fusions built, in the whole model now.
+        lost: what occurs less often than is locked.
+        gained: what occurs more often.
+        versions: the texts of versions that differ from those that wrote the entry.
+    """
+
+    name: str
+    matches: int
+    lost: tuple[Change, ...]
+    gained: tuple[Change, ...]
+    versions: tuple[str, ...]
+
+
+def entry_of(target: Target, plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """The entry of a model in a lock file.
+
+    Args:
+        target: the model and its inputs.
+        plans: of its Sequentials, by path.
+    """
+    devices = [t.device.type for t in target.inputs]
+    return {
+        "call": {
+            "device": devices[0] if devices else None,
+            "inputs": [_input(t) for t in target.inputs],
+        },
+        "versions": _versions(),
+        "sequences": _counts(plans),
+    }
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The entries of a lock file, by model.
+
+    Raises:
+        TargetError: the file cannot be read, or is no lock file of this schema.
+    """
+    yaml = _yaml()
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise TargetError(
+            explain(
+                "There is no lock file yet",
+                received=str(file),
+                remedy="opfuser check with --update writes it",
+            )
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise TargetError(
+            explain("The lock file cannot be read", received=f"{file}: {why}")
+        ) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f":{mark.line + 1}"
+        raise TargetError(explain("A lock file is YAML", where=f"{file}{line}")) from error
+    if not isinstance(document, dict) or document.get("schema") != LOCK:
+        schema = document.get("schema") if isinstance(document, dict) else None
+        raise TargetError(
+            explain(
+                f"A lock file has the schema {LOCK}",
+                where=str(file),
+                received=f"schema {schema!r}" if schema else "none",
+            )
+        )
+    models = document.get("models")
+    wrong = _wrong(models)
+    if wrong:
+        raise TargetError(
+            explain(
+                "A lock file is written by opfuser check --update",
+                where=str(file),
+                received=wrong,
+                remedy="Restore it, or delete it and write it again",
+            )
+        )
+    return dict(models)  # type: ignore[arg-type]  # _wrong looked
+
+
+def compared(
+    entries: Mapping[str, Any], target: Target, plans: Mapping[str, Plan], file: Path
+) -> Compared:
+    """What a model has lost and gained since its entry was written.
+
+    Args:
+        entries: of the lock file, by model.
+        target: the model and its inputs.
+        plans: of its Sequentials now, by path.
+        file: the lock file, for messages.
+
+    Raises:
+        TargetError: the file has no entry of the model, or one of another call.
+    """
+    if target.name not in entries:
+        raise TargetError(
+            explain(
+                "The lock file has no entry of this model",
+                where=str(file),
+                received=target.name,
+                remedy=f"There are {', '.join(entries) or 'none'}; --update adds one",
+            )
+        )
+    entry, now = entries[target.name], entry_of(target, plans)
+    if entry["call"] != now["call"]:
+        raise TargetError(
+            explain(
+                f"The entry is of a call with {_call(entry['call'])}",
+                where=f"{file}: {target.name}",
+                received=_call(now["call"]),
+                remedy="Pass the same --input, --device and --dtype, or write it again with "
+                "--update",
+            )
+        )
+    changes = list(_changes(entry["sequences"], now["sequences"], plans))
+    versions = tuple(
+        f"{name} {entry['versions'].get(name)} -> {version}"
+        for name, version in now["versions"].items()
+        if entry["versions"].get(name) != version
+    )
+    return Compared(
+        target.name,
+        sum(_total(now["sequences"])),
+        tuple(change for change in changes if change.now < change.before),
+        tuple(change for change in changes if change.now > change.before),
+        versions,
+    )
+
+
+def text(found: Compared) -> str:
+    """What :func:`compared` found, for people."""
+    lines = []
+    if found.lost:
+        lines.append(f"{found.name}: fusions are lost")
+    else:
+        lines.append(f"{found.name}: no fusion is lost; fused steps: {found.matches}")
+    if found.versions and (found.lost or found.gained):
+        lines.append(f"since the lock: {', '.join(found.versions)}")
+    for change in found.lost:
+        lines += [f"lost: {change}", *change.why]
+    lines += [f"gained: {change}" for change in found.gained]
+    if found.lost or found.gained:
+        lines.append("--update locks what there is now.")
+    return "\n".join(lines)
+
+
+def data(found: Compared) -> dict[str, Any]:
+    """The same as plain data: its fields, under the schema ``opfuser.check/1``."""
+    rows = {side: [c._asdict() for c in getattr(found, side)] for side in ("lost", "gained")}
+    return {"schema": CHECK, **found._asdict(), **rows}
+
+
+def updated(entries: Mapping[str, Any], target: Target, plans: Mapping[str, Plan]) -> str:
+    """The text of a lock file in which the model's entry is that of now; others stay."""
+    models = {**entries, target.name: entry_of(target, plans)}
+    document = {"schema": LOCK, "models": {name: models[name] for name in sorted(models)}}
+    dumped: str = _yaml().safe_dump(
+        document, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True
+    )
+    return f"# How often each fusion matches. opfuser check MODEL --lock FILE compares.\n{dumped}"
+
+
+def _counts(plans: Mapping[str, Plan]) -> Counts:
+    out: Counts = {}
+    for path, plan in plans.items():
+        out[path] = {}
+        for stage in STAGES:
+            names = [record.name for record in plan.history if record.stage == stage]
+            counts = {name: occurrences(plan, stage, name) for name in names}
+            counts = {name: count for name, count in sorted(counts.items()) if count}
+            if counts:
+                out[path][stage] = counts
+    return out
+
+
+def _total(counts: Counts) -> Iterator[int]:
+    for stages in counts.values():
+        for names in stages.values():
+            yield from names.values()
+
+
+def _changes(before: Counts, now: Counts, plans: Mapping[str, Plan]) -> Iterator[Change]:
+    """The changes of each fusion, those of Sequentials of which the same is to be said together."""
+    registered = {info.name for info in fusions()}
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for path in dict.fromkeys((*before, *now)):
+        for stage in STAGES:
+            old, new = (side.get(path, {}).get(stage, {}) for side in (before, now))
+            for name in dict.fromkeys((*old, *new)):
+                counts = old.get(name, 0), new.get(name, 0)
+                if counts[0] == counts[1]:
+                    continue
+                why: tuple[str, ...] = ()
+                if counts[1] < counts[0]:
+                    why = _why(plans.get(path), name, name in registered)
+                alike.setdefault((name, stage, *counts, why), []).append(path)
+    for (name, stage, old, new, why), paths in alike.items():
+        yield Change(name, stage, tuple(paths), old, new, why)
+
+
+def _why(plan: Plan | None, name: str, registered: bool) -> tuple[str, ...]:
+    if not registered:
+        return (f"  no fusion named {name} is registered any more",)
+    if plan is None:
+        return ("  the model calls no Sequential with this path any more",)
+    return tuple(reasons_by_place({"": plan}, name))
+
+
+def _input(t: Tensor) -> str:
+    shape = "x".join(map(str, t.shape))
+    dtype = str(t.dtype).removeprefix("torch.")
+    return f"{shape}:{dtype}" + (", requires_grad" if t.requires_grad else "")
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    return f"{' and '.join(call['inputs']) or 'no input'} on {call['device']}"
+
+
+def _versions() -> dict[str, str]:
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # torch runs without
+        triton = "none"
+    return {"opfuser": __version__, "torch": str(torch.__version__), "triton": triton}
+
+
+def _wrong(models: Any) -> str:
+    """What in the entries is not of the schema; empty if nothing is."""
+    if not isinstance(models, dict):
+        return f"models: {models!r}"
+    for name, entry in models.items():
+        if not isinstance(entry, dict):
+            return f"{name}: {entry!r}"
+        for key in ("call", "versions", "sequences"):
+            if not isinstance(entry.get(key), dict):
+                return f"{name}: {key}: {entry.get(key)!r}"
+        call = entry["call"]
+        if not isinstance(call.get("inputs"), list) or "device" not in call:
+            return f"{name}: call: {call!r}"
+        for path, stages in entry["sequences"].items():
+            counts = stages.values() if isinstance(stages, dict) else [None]
+            for stage in counts:
+                values = stage.values() if isinstance(stage, dict) else [None]
+                if not all(type(value) is int for value in values):
+                    return f"{name}: sequences: {path!r}: {stages!r}"
+    return ""
+
+
+def _yaml() -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ImportError as error:
+        raise TargetError(
+            explain(
+                "A lock file is read and written with PyYAML, which is not installed",
+                remedy="Run pip install opfuser[tools]",
+            )
+        ) from error

@@ -1,0 +1,286 @@
+"""Plans as one HTML page that needs nothing else: pictures, steps with bytes, and reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Literal, NamedTuple
+
+import torch
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from .. import __version__
+from ..engine.folding import Fold, fold, joined_names, joined_numbers
+from ..engine.plan import FusionRecord, Plan
+from ..engine.plan_text import StepText, fold_text, runs_backward
+from ..engine.reasons import everywhere, outcome, places, switched_off
+from .picture import picture
+from .plan_json import equal_plans
+from .shapes import DARK, FONT, LIGHT
+from .sizes import in_bytes
+from .traffic import ModelTraffic, StepTraffic, Traffic, total
+
+__all__ = ["page"]
+
+_TEMPLATE = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+
+
+def page(
+    plans: Mapping[str, Plan],
+    title: str,
+    traffic: ModelTraffic | None = None,
+    missing: str = "",
+) -> str:
+    """One self-contained HTML page about the plans of a model.
+
+    It loads nothing: styles and the script of its filter are inside. Without the script all of it
+    can be read. It follows the reader's choice of light or dark, and can be printed.
+
+    Args:
+        plans: by the path of the Sequential; equal ones are shown together.
+        title: the name of the model.
+        traffic: of the same plans; without it the page has no bytes.
+        missing: why there is no traffic.
+    """
+    counted = {} if traffic is None else traffic.sequences
+    sections = [
+        _section(n, paths, plans[paths[0]], counted.get(paths[0]))
+        for n, paths in enumerate(equal_plans(dict(plans)))
+    ]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_TEMPLATE).render(
+        title=title,
+        figures=_figures(plans, traffic),
+        sections=sections,
+        missing=missing,
+        light=Markup(LIGHT),
+        dark=Markup(DARK),
+        font=Markup(FONT),
+        versions=f"opfuser {__version__}, torch {torch.__version__}",
+    )
+
+
+class _Cell(NamedTuple):
+    """A number in a table: as text, and its share of the whole pass in percent."""
+
+    text: str
+    share: int = 0
+
+
+class _Row(NamedTuple):
+    """A row of a table of steps.
+
+    Attributes:
+        step: what the row says; of a heading only ``ops``, which is about all repetitions.
+        is_heading: whether it is one.
+        inside: whether a heading is above it.
+        cells: launches, bytes read, written and saved; none if they are not known.
+    """
+
+    step: StepText
+    is_heading: bool
+    inside: bool
+    cells: tuple[_Cell, ...]
+
+
+class _Table(NamedTuple):
+    """The steps of a pass, in the order in which they run."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[_Row, ...]
+    note: str
+
+
+class _Entry(NamedTuple):
+    """What became of a fusion; or of quantised compute.
+
+    Attributes:
+        name, stage, status, outcome: as texts.
+        lines: sentences.
+        is_open: whether the sentences are shown before anyone asks for them.
+    """
+
+    name: str
+    stage: str
+    status: str
+    outcome: str
+    lines: tuple[str, ...]
+    is_open: bool
+
+
+class _Section(NamedTuple):
+    """What the page says about one plan.
+
+    Attributes:
+        anchor: in the page.
+        path: of the Sequentials.
+        facts: about the call.
+        svg: the picture.
+        tables: of both passes.
+        entries: of all fusions.
+        text: of the plan.
+    """
+
+    anchor: str
+    path: str
+    facts: str
+    svg: Markup
+    tables: tuple[_Table, ...]
+    entries: tuple[_Entry, ...]
+    text: str
+
+
+def _section(n: int, paths: Sequence[str], plan: Plan, traffic: Traffic | None) -> _Section:
+    env = plan.env
+    recipe = "" if env.recipe is None else f", recipe {type(env.recipe).__name__}"
+    each = "" if len(paths) == 1 else f"; {len(paths)} equal Sequentials, of which this is one"
+    autocast = "off" if env.autocast_dtype is None else _name(env.autocast_dtype)
+    facts = (
+        f"{len(plan.basic_ops)} basic operations, {_name(env.dtype)} on {env.device}, autocast "
+        f"{autocast}, gradients {'on' if env.grad_enabled else 'off'}{recipe}{each}"
+    )
+    entries = [_entry(plan, record) for record in plan.history]
+    entries.sort(key=lambda entry: not entry.is_open)  # what happened is above what did not
+    return _Section(
+        f"plan-{n}",
+        joined_names(paths) or "The model",
+        facts,
+        Markup(picture(plan, traffic)),
+        tuple(_tables(plan, traffic)),
+        (*_quantised(plan), *entries),
+        str(plan),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _figures(plans: Mapping[str, Plan], traffic: ModelTraffic | None) -> list[tuple[str, str]]:
+    """Numbers about the whole model, with what they count."""
+    found = [
+        (str(sum(len(plan.basic_ops) for plan in plans.values())), "basic operations"),
+        (str(sum(len(plan.forward) for plan in plans.values())), "forward steps"),
+        (str(sum(len(plan.backward) for plan in plans.values())), "backward steps"),
+    ]
+    if traffic is not None:
+        counts = traffic.counts
+        found += [
+            (f"{counts.launches}", "launches"),
+            (in_bytes(counts.read), "read"),
+            (in_bytes(counts.written), "written"),
+            (in_bytes(traffic.saved_bytes), "saved for backward"),
+        ]
+    return found
+
+
+# Tables.
+
+
+def _tables(plan: Plan, traffic: Traffic | None) -> Iterator[_Table]:
+    for stage in ("forward", "backward"):
+        steps = plan.forward if stage == "forward" else plan.backward
+        if not steps:
+            yield _Table("Backward", (), (), "No gradient is needed.")
+            continue
+        counts = None
+        if traffic is not None:
+            counts = traffic.forward if stage == "forward" else traffic.backward
+        idle = [i for s in steps if not runs_backward(plan, s) for i in s.indices]
+        note = f"No gradient is needed of {places(plan, idle)}." if idle else ""
+        shown = {n for n, s in enumerate(steps) if stage == "forward" or runs_backward(plan, s)}
+        parts = [
+            part
+            for found in fold(plan, stage)
+            for part in ([found] if found.saved > 1 else found.steps())
+            if not shown.isdisjoint(range(part.start, part.stop))
+        ]
+        rows = [
+            row
+            for part in (parts if stage == "forward" else parts[::-1])
+            for row in _rows(plan, stage, part, shown, counts)
+        ]
+        names: tuple[str, ...] = ("Ops", "Operations")
+        if counts is not None:
+            names += ("Launches", "Read", "Written")
+            names += ("Saved",) if stage == "forward" else ()
+        title = "Forward" if stage == "forward" else "Backward, in the order in which it runs"
+        yield _Table(title, names, tuple(rows), note)
+
+
+def _rows(
+    plan: Plan,
+    stage: Literal["forward", "backward"],
+    part: Fold,
+    shown: set[int],
+    counts: Sequence[StepTraffic] | None,
+) -> Iterator[_Row]:
+    steps = plan.forward if stage == "forward" else plan.backward
+    told = fold_text(plan, steps, part, shown)
+    columns = [
+        list(range(first, part.stop, part.period))
+        for first in range(part.start, part.start + part.period)
+    ]
+    columns = [column for column in columns if not shown.isdisjoint(column)]
+    if told.heading:
+        everything = [[n] for column in columns for n in column]
+        cells = _cells(stage, counts, everything) if counts is not None else ()
+        yield _Row(StepText("", told.heading, "", ""), True, False, cells)
+    rows = list(zip(told.rows, columns))
+    for step, column in rows if stage == "forward" else rows[::-1]:
+        cells = _cells(stage, counts, [column]) if counts is not None else ()
+        yield _Row(step, False, bool(told.heading), cells)
+
+
+def _cells(
+    stage: str, counts: Sequence[StepTraffic], columns: Sequence[Sequence[int]]
+) -> tuple[_Cell, ...]:
+    """The sum over columns, where repetitions differ from the least to the most.
+
+    Args:
+        stage: the pass.
+        counts: of its steps.
+        columns: for each step that is added up, its repetitions.
+    """
+    whole = [*total(c.counts for c in counts), sum(c.saved for c in counts)]
+    cells = []
+    for n, most in enumerate(whole if stage == "forward" else whole[:3]):
+        values = [[(*counts[k].counts, counts[k].saved)[n] for k in column] for column in columns]
+        low, high = sum(map(min, values)), sum(map(max, values))
+        every = sum(map(sum, values))
+        show = str if n == 0 else in_bytes
+        text = show(low) if low == high else f"{show(low)} – {show(high)}"
+        share = round(100 * every / most) if most and n else 0
+        cells.append(_Cell(text, share))
+    return tuple(cells)
+
+
+# Reasons.
+
+
+def _entry(plan: Plan, record: FusionRecord) -> _Entry:
+    off = switched_off(record)
+    lines = () if off else tuple(everywhere(plan, record))
+    status = off.partition(" ")[0] or record.status
+    said = off.partition(" (")[2].removesuffix(")") if off else outcome(record)
+    is_open = not off and bool(record.matches or record.refusals)
+    return _Entry(record.name, record.stage, status, said, lines, is_open)
+
+
+def _quantised(plan: Plan) -> Iterator[_Entry]:
+    """One entry about quantised compute, if a recipe is active."""
+    if plan.env.recipe is None:
+        return
+    reasons: dict[str, list[int]] = {}
+    for at, no in plan.high_precision:
+        reasons.setdefault(str(no), []).append(at)
+    lines = [f"{places(plan, at)}: {no}" for no, at in reasons.items()]
+    lines += [str(edge) for edge in plan.edges]
+    lines += [str(choice) for choice in plan.gemms]
+    count = f"operations {joined_numbers(plan.quantized)}" if plan.quantized else "no operation"
+    status = "matched" if plan.quantized else "refused"
+    yield _Entry("quantised compute", "both passes", status, count, tuple(lines), True)
