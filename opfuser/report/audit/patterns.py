@@ -141,7 +141,8 @@ def operands(node: fx.Node) -> list[Any]:
 
 def is_altered(node: fx.Node) -> bool:
     """Whether a keyword makes a sum or a quotient something else than its operands say."""
-    scaled = name_of(node) in ("add", "sub") and node.kwargs.get("alpha", 1) != 1
+    alpha: Any = node.kwargs.get("alpha", 1)
+    scaled: bool = name_of(node) in ("add", "sub") and alpha != 1
     return scaled or node.kwargs.get("rounding_mode") is not None
 
 
