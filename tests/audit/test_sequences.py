@@ -130,6 +130,16 @@ def test_inside_of_a_plain_model() -> None:
     assert "in the Sequential body" in found.instances[0].notes
 
 
+def test_a_module_that_changes_the_shape_is_counted_with() -> None:
+    with torch.device("meta"):
+        model = Sequential(nn.Flatten(1), Linear(D, H), nn.GELU("tanh"), Linear(H, D))
+        flat = missed(Sequential(*model[1:]), torch.randn(512, D).requires_grad_())
+        found = missed(model, torch.randn(512, 2, D // 2).requires_grad_())
+    (one,), (other,) = found.values(), flat.values()
+    assert one.estimate == other.estimate
+    assert one.estimate.bytes_saved_per_call > 0
+
+
 def test_a_subclass_that_takes_other_inputs_is_no_obstacle() -> None:
     class Sum(GELU):
         num_extra_inputs = 1
