@@ -92,6 +92,8 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_check(args: argparse.Namespace) -> int:
     """Says what a file states, and which of its overrides name nothing."""
+    # A model may bring fusions, which the file may name.
+    target = None if args.model is None else target_of(args)
     config = registry.read(args.file, "")
     globs = config.globs()
     print(
@@ -100,7 +102,7 @@ def run_check(args: argparse.Namespace) -> int:
     )
     for text in _moved(config):
         print(f"  order: {text}")
-    if args.model is None:
+    if target is None:
         if args.input:
             raise TargetError(
                 explain(
@@ -110,7 +112,7 @@ def run_check(args: argparse.Namespace) -> int:
                 )
             )
         return FINE
-    found = plans(target_of(args))
+    found = plans(target)
     counts = {glob: _reached(glob, found.values()) for glob in globs}
     for glob, count in counts.items():
         print(f"  override {glob!r}: {_count(range(count), 'operation')} of {args.model}")

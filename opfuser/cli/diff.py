@@ -75,10 +75,9 @@ def run(args: argparse.Namespace) -> int:
         return FINE if found.is_empty else FINDINGS
     if matches(after, args.fusion):
         return FINE
-    print(
-        f"{args.fusion} matches nowhere: opfuser explain --why {args.fusion} says why.",
-        file=sys.stderr,
-    )
+    name = args.fusion
+    why = f"{name} matches nowhere: opfuser explain --why {name} says why."
+    print("Nothing is fused: opfuser explain says why." if name == "*" else why, file=sys.stderr)
     return FINDINGS
 
 

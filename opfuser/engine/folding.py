@@ -28,10 +28,10 @@ class Fold(NamedTuple):
     """Consecutive steps of a pass, and how often they are repeated without a gap.
 
     Repetition ``r`` consists of ``steps[start + r * period : start + (r + 1) * period]``. Its steps
-    have the types of operations, fusions and notes of the first repetition, and names that differ
-    in numbers alone. Only the first step of the first repetition may cover fewer operations at its
-    beginning than those of the others: a fusion that reaches into the layer before does not do so
-    in the first layer.
+    have the types of operations, dtypes of parameters, fusions, GEMM providers and notes of the
+    first repetition, and names that differ in numbers alone. Only the first step of the first
+    repetition may cover fewer operations at its beginning than those of the others: a fusion that
+    reaches into the layer before does not do so in the first layer.
 
     Attributes:
         start: position of the first step in the pass, in forward order.
@@ -111,12 +111,21 @@ def op_numbers(plan: Plan) -> list[int]:
     def number(*what: object) -> int:
         return numbers.setdefault(what, len(numbers))
 
-    notes, quantized = dict(plan.notes), set(plan.quantized)
+    said: list[list[object]] = [[] for _ in plan.basic_ops]
+    for i, note in plan.notes:
+        said[i].append(note)
+    for choice in plan.gemms:
+        said[choice.op].append(choice._replace(op=0))
+    quantized = set(plan.quantized)
     names = plan.names or ("",) * len(plan.basic_ops)
     return [
-        number(type(op), like(name), notes.get(i), i in quantized, plan.needs[i] is None)
+        number(
+            type(op), like(name), *said[i], i in quantized, plan.needs[i] is None,
+            # Kernels are not there for all.
+            *(p.dtype for p in op._parameters.values() if p is not None),
+        )
         for i, (op, name) in enumerate(zip(plan.basic_ops, names))
-    ]
+    ]  # fmt: skip
 
 
 def _rows(plan: Plan, steps: Sequence[Step]) -> list[Row]:

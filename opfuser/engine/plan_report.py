@@ -136,8 +136,9 @@ class PlanLog:
         if not logger.isEnabledFor(logging.INFO):
             self.close()
             return
-        if self._subscription is None:
-            self._subscription = subscribe(self._add_taken, only=AttentionKernelTaken)
+        with self._lock:
+            if self._subscription is None:
+                self._subscription = subscribe(self._add_taken, only=AttentionKernelTaken)
         first, *lines = _lines(plan)
         # Of the text itself nobody knows for how long it would have to be kept.
         key = hash((*[type(op).__name__ for op in plan.basic_ops], first, *lines))
@@ -159,9 +160,10 @@ class PlanLog:
 
     def close(self) -> None:
         """Asks for no more events, until there is something to log again."""
-        if self._subscription is not None:
-            self._subscription.remove()
-            self._subscription = None
+        with self._lock:
+            if self._subscription is not None:
+                self._subscription.remove()
+                self._subscription = None
 
     def flush(self) -> None:
         """Logs how many sequences share the plans of which that has changed."""

@@ -102,9 +102,11 @@ def around(target: Target, fusion: str) -> tuple[dict[str, Any], dict[str, Any]]
     Raises:
         TargetError: no fusion has that name, or the model fails.
     """
-    check_fusion_name(fusion)
-    on = [info.name for info in fusions() if info.enabled]
-    names = on if fusion == "*" else [fusion]
+    if fusion == "*":
+        names = [info.name for info in fusions() if info.enabled]
+    else:
+        check_fusion_name(fusion)
+        names = [fusion]
     with disable(*names):
         before = document(explained(target))
     with enable(*names):
@@ -115,7 +117,7 @@ def around(target: Target, fusion: str) -> tuple[dict[str, Any], dict[str, Any]]
 def check_fusion_name(name: str) -> None:
     """Raises TargetError unless a fusion has that name."""
     known = [info.name for info in fusions()]
-    if name != "*" and name not in known:
+    if name not in known:
         raise TargetError(
             explain(
                 "No fusion has that name",

@@ -67,17 +67,27 @@ def tensor(
     Raises:
         TargetError: it stands for none.
     """
-    if isinstance(item, str):
-        return _from_text(item, model, device, dtype)
-    if not isinstance(item, Tensor):
+    if not isinstance(item, (str, Tensor)):
         raise TargetError(
             explain(
                 f"example_inputs of {spec} are tensors, or texts such as '8x128:bf16'",
                 received=type(item).__name__,
             )
         )
-    to = dtype if item.is_floating_point() and dtype is not None else item.dtype
-    return item.detach().to(device, to).requires_grad_(item.requires_grad)
+    try:
+        if isinstance(item, str):
+            return _from_text(item, model, device, dtype)
+        to = dtype if item.is_floating_point() and dtype is not None else item.dtype
+        return item.detach().to(device, to).requires_grad_(item.requires_grad)
+    except RuntimeError as error:  # such as memory, or a dtype without random numbers
+        raise TargetError(
+            explain(
+                f"An input has to exist on {device}",
+                where=item if isinstance(item, str) else f"{tuple(item.shape)} {item.dtype}",
+                received=said(error),
+                remedy="Pass another shape or dtype, or --device meta",
+            )
+        ) from error
 
 
 def _from_text(
@@ -131,6 +141,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """An error in one line."""
-    text = " ".join(str(error).split())
+    """An error in one line, as part of a sentence."""
+    text = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

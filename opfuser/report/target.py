@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..engine.plan import Plan
-from ..errors import OpfuserError, TargetError, explain
+from ..errors import ArgumentTypeError, OpfuserError, TargetError, explain
 from ..sequential import Sequential
 from .inputs import did_you_mean, examples, said, tensor
 from .kernel_counts import counting
@@ -90,6 +90,8 @@ def plans(target: Target) -> dict[str, Plan]:
     if isinstance(model, Sequential) and not model.overrides_forward() and _covers_all(model):
         try:
             return {"": model.plan(*inputs)}
+        except ArgumentTypeError:  # it holds no operations
+            return {}
         except OpfuserError as error:
             raise TargetError(failed(target, error)) from error
     return {call.path: call.plan for call in calls(target)}

@@ -52,7 +52,7 @@ __all__ = [
 
 
 class StepTraffic(NamedTuple):
-    """What one step of a plan does in one call.
+    """What one step of a plan does in one call of the model, however often that calls the step.
 
     Attributes:
         stage: the pass.
@@ -69,7 +69,7 @@ class StepTraffic(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What the steps of one plan do in one call.
+    """What the steps of one plan do in one call of the model.
 
     Attributes:
         plan: which was followed.

@@ -175,6 +175,26 @@ NOT_THESE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "weights are normalised, not scores": lambda m, x: (x @ x.mT).sigmoid() @ x,
     "another tensor turns": lambda m, x: x * m.w + rotated(x.cos()) * m.b,
     "a sum of different tensors": lambda m, x: x @ m.m + x,
+    "the mean is over the batch": lambda m, x: (
+        x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6) * m.w
+    ),
+    "the mean is over everything": lambda m, x: x * torch.rsqrt(x.pow(2).mean() + 1e-6),
+    "the mean is centred over the batch": lambda m, x: (
+        (x - x.mean(0, keepdim=True)) * torch.rsqrt(var(x))
+    ),
+    "the variance is over the batch": lambda m, x: (
+        (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(0, False, keepdim=True) + 1e-5)
+    ),
+    "the mean of a row divides a column": lambda m, x: (
+        (y := x[0, :, :3]) * torch.rsqrt(y.pow(2).mean(-1) + 1e-6)
+    ),
+    "the softmax is over queries": lambda m, x: (x @ x.mT).softmax(-2) @ x,
+    "positions turn, not features": lambda m, x: (
+        (y := x[:, :2]) * m.w + torch.cat((-(halves := y.chunk(2, 1))[1], halves[0]), 1) * m.b
+    ),
+    "the sum is weighted": lambda m, x: torch.add(x @ m.m, m.b, alpha=0.5),
+    "the quotient is rounded": lambda m, x: torch.div(x, torch.sqrt(rms(x)), rounding_mode="floor"),
+    "a quotient by 0": lambda m, x: 0.5 * x * (1.0 + torch.erf(x / 0)),
 }
 
 

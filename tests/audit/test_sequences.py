@@ -130,6 +130,36 @@ def test_inside_of_a_plain_model() -> None:
     assert "in the Sequential body" in found.instances[0].notes
 
 
+def test_a_module_that_changes_the_shape_is_counted_with() -> None:
+    with torch.device("meta"):
+        model = Sequential(nn.Flatten(1), Linear(D, H), nn.GELU("tanh"), Linear(H, D))
+        flat = missed(Sequential(*model[1:]), torch.randn(512, D).requires_grad_())
+        found = missed(model, torch.randn(512, 2, D // 2).requires_grad_())
+    (one,), (other,) = found.values(), flat.values()
+    assert one.estimate == other.estimate
+    assert one.estimate.bytes_saved_per_call > 0
+
+
+def test_a_subclass_that_takes_other_inputs_is_no_obstacle() -> None:
+    class Sum(GELU):
+        num_extra_inputs = 1
+
+        def fuser_forward(
+            self, ctxs: Any, x: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
+        ) -> Any:
+            ((other,),) = basic_op_extra_inputs
+            return torch.sin(x) + other, [()]
+
+        def fuser_backward(self, ctxs: Any, dy: Tensor, **unused: Any) -> Any:
+            raise NotImplementedError
+
+    x = torch.randn(2, 8, D, device="meta")
+    model = Sequential(block(Sum()), block(nn.GELU())).to("meta")
+    found = audit(model, [x, torch.empty(2, 8, H, device="meta")]).missed_fusions
+    assert [m.fused_op for m in found] == ["activation_linear_add"]
+    assert [site.op_loc for site in found[0].instances] == ["1.2 to 1.5"]
+
+
 def test_a_sequence_that_is_called_twice_is_one_site() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -87,6 +87,24 @@ def without_values() -> nn.Module:
     return opfuser.Linear(WIDTH, WIDTH, device="meta")
 
 
+def tabular() -> nn.Module:
+    return nn.Embedding(500, WIDTH)
+
+
+def on_meta() -> opfuser.Sequential:
+    return mlp()
+
+
+on_meta.example_inputs = torch.empty(2, WIDTH, device="meta")  # type: ignore[attr-defined]
+
+
+def no_operations() -> opfuser.Sequential:
+    return opfuser.Sequential(nn.Conv1d(3, 3, 1))
+
+
+no_operations.example_inputs = "2x3x8"  # type: ignore[attr-defined]
+
+
 class Bad(nn.Module):
     example_inputs = (3,)
 

@@ -40,5 +40,5 @@ def test_nothing_to_fuse(opfuser_command: Command, tmp_path: Path, name: str, sh
 def test_a_model_that_fails(opfuser_command: Command) -> None:
     done = opfuser_command("audit", f"{MODELS}:plain", "--input", "2x8x32")
     assert (done.status, done.out) == (1, "")
-    assert done.err.startswith("opfuser: The model has to run with its inputs")
+    assert done.err.startswith("opfuser: The model has to run with inputs (2, 8, 32)")
     assert done.err.count("\n") == 1

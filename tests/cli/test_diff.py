@@ -72,6 +72,9 @@ def test_a_fusion_that_matches_nowhere_is_a_finding(opfuser_command: Command) ->
     assert done.err == (
         "pointwise_chain matches nowhere: opfuser explain --why pointwise_chain says why.\n"
     )
+    with opfuser.disable(*(info.name for info in opfuser.fusions() if info.enabled)):
+        done = opfuser_command("diff", f"{MODELS}:mlp", "--fusion", "*")
+    assert (done.status, done.err) == (3, "Nothing is fused: opfuser explain says why.\n")
 
 
 def explained(command: Command, file: Path, model: str, *argv: str) -> str:

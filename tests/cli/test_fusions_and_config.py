@@ -15,6 +15,7 @@ from opfuser.cli import main
 from opfuser.fused import FUSIONS
 from opfuser.plugins import PluginInfo
 from opfuser.registry import registry
+from tests.planning.toys import REGISTER, rule
 
 pytest.importorskip("yaml", reason="configurations are YAML")
 
@@ -214,6 +215,25 @@ def test_check_of_a_file(run: Run, tmp_path: Path) -> None:
     file = write(tmp_path, "overrides:\n  '2': {norm_linear: {min_numel: 3}}")
     status, lines = run("config", "check", file, BUILD, "--input", "2x8:fp32", "--device", "cpu")
     assert (status, len(lines)) == (0, 2)
+
+
+def test_a_file_may_name_fusions_that_the_model_brings(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = []
+
+    def bringing() -> Sequential:
+        added.append(REGISTER["joint"](rule("A B", "joint", name="of_the_model")))
+        return Sequential(Linear(8, 8))
+
+    monkeypatch.setattr(f"{__name__}.build", bringing)
+    file = write(tmp_path, "joint:\n  of_the_model: {enabled: false}")
+    try:
+        status, lines = run("config", "check", file, BUILD, "--input", "2x8")
+    finally:
+        for handle in added:
+            handle.remove()
+    assert (status, lines) == (0, [f"{file}: 1 setting of 1 fusion, 0 overrides"])
 
 
 @pytest.mark.parametrize(

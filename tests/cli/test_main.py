@@ -50,6 +50,18 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "shape": (["explain", f"{MODELS}:mlp", "--input", "2,3"], "Received: '2,3'"),
     "no shape": (["explain", f"{MODELS}:mlp", "--input", ""], "An input is a shape and a dtype"),
     "dtype": (["explain", f"{MODELS}:mlp", "--input", "2x16:bf61"], "Perhaps bf16"),
+    "no memory": (
+        ["explain", f"{MODELS}:mlp", "--input", f"{10**15}x16", "--device", "cpu"],
+        f"An input has to exist on cpu ({10**15}x16). Received: ",
+    ),
+    "no numbers of that dtype": (
+        ["explain", f"{MODELS}:mlp", "--input", "2x16:float8_e4m3fn", "--device", "cpu"],
+        "NotImplementedError",
+    ),
+    "a table too large for the dtype": (
+        ["explain", f"{MODELS}:tabular", "--input", "2:int8", "--device", "cpu"], "out of bounds"
+    ),
+    "example without values": (["explain", f"{MODELS}:on_meta", "--device", "cpu"], "on cpu"),
     "odd dtype": (["explain", f"{MODELS}:mlp", "--dtype", "q"], "Use one of fp64, fp32"),
     "integers": (["explain", f"{MODELS}:mlp", "--dtype", "int8"], "floating-point dtype"),
     "examples": (["explain", f"{MODELS}:bad_examples"], "are tensors, or texts"),
@@ -62,6 +74,9 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["explain", f"{MODELS}:mlp", "--input", "2x16", "--input", "2x16"],
         "Expected 0 extra inputs but got 1",
     ),
+    "all fusions": (["fusions", "show", "*"], "No fusion has that name. Received: '*'"),
+    "why of all": (["explain", f"{MODELS}:mlp", "--why", "*"], "No fusion has that name"),
+    "no operations": (["explain", f"{MODELS}:no_operations"], "holds no opfuser.Sequential"),
     "no sequence": (["explain", f"{MODELS}:plain"], "holds no opfuser.Sequential"),
     "sequence": (["explain", f"{MODELS}:mlp", "--sequence", "x"], 'There are ""'),
     "fusion": (["explain", f"{MODELS}:mlp", "--why", "norm_liner"], "Perhaps norm_linear"),
@@ -92,6 +107,7 @@ def test_a_mistake_is_one_line_and_status_1(opfuser_command: Command, mistake: s
     assert done.err.count("\n") == 1
     assert done.err.startswith("opfuser")
     assert says in done.err
+    assert ".." not in done.err
 
 
 def test_a_file_of_another_schema(opfuser_command: Command, tmp_path: Path) -> None:

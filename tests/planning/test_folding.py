@@ -11,6 +11,7 @@ from torch import nn
 import opfuser
 from opfuser.engine.folding import Fold, fold, joined_names, joined_numbers, like, place_in_layer
 from opfuser.engine.plan import Plan, Step
+from opfuser.gemm_providers import GemmChoice
 from tests.planning.toys import Fused, ops, plan, rule
 
 
@@ -77,6 +78,7 @@ def test_what_is_said_about_operations_counts() -> None:
     for other in (
         replace(made, notes=((2, "something"),)),
         replace(made, quantized=(2,)),
+        replace(made, gemms=(GemmChoice("fprop", "mine", None, 2),)),
         replace(made, needs=(None, None, *made.needs[2:])),
         replace(made, forward=(*made.forward[:2], Step(nn.Tanh(), ()), *made.forward[2:])),
         plan([*ops("A"), Fused(*ops("B")), *ops("AB")]),

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 
 import opfuser
 from opfuser.engine import plan_report
-from opfuser.events import AttentionKernelTaken
+from opfuser.events import AttentionKernelTaken, Subscription, subscribe
 from opfuser.fusion import Fusion, Refusal, Requires
 from opfuser.recipe import Float8CurrentScaling
 from tests.planning.toys import REGISTER, FusedForward, planned, rule
@@ -157,6 +160,29 @@ def test_the_kernel_that_attention_took_is_logged_once(
         opfuser.Sequential(opfuser.DotProductAttention(1))(torch.ones(1, 4, 12))
         assert not AttentionKernelTaken.wanted, "who does not log, asks for nothing"
     assert taken() == []
+
+
+def test_threads_that_plan_at_once_ask_for_events_once(
+    plan_log: plan_report.PlanLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def slow(*args: Any, **kwargs: Any) -> Subscription:
+        time.sleep(0.05)
+        asked.append(subscribe(*args, **kwargs))
+        return asked[-1]
+
+    monkeypatch.setattr(plan_report, "subscribe", slow)
+    threads = [Thread(target=plan_log.add, args=(planned(),)) for _ in range(4)]
+    plan_log.close()
+    asked.clear()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(asked) == 1
+    plan_log.close()
+    assert not AttentionKernelTaken.wanted
 
 
 def test_counts_are_logged_when_the_program_ends() -> None:

@@ -159,6 +159,17 @@ def test_the_odd_layer_is_shown_with_its_reason() -> None:
 
 
 @pytest.mark.usefixtures("built_in")
+def test_a_layer_without_kernels_for_its_dtype_is_shown_by_itself() -> None:
+    layers = (of.Sequential(of.RMSNorm(8), of.Linear(8, 8, bias=False)) for _ in range(7))
+    model = of.Sequential(*layers)
+    model[3].double()
+    text = str(model.to("meta").plan(torch.ones(2, 8, device="meta")))
+    assert "\n  0-2, 3 times, ops 0-5:\n" in text
+    assert "\n  6-7  3.0-1 RMSNorm + BasicLinear -> norm_linear: cuBLAS\n" in text
+    assert "\n  4-6, 3 times, ops 8-13: as 0-2\n" in text
+
+
+@pytest.mark.usefixtures("built_in")
 def test_a_flat_sequence() -> None:
     """Its layers have no names: their numbers are listed."""
     with torch.device("meta"):

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from ... import __version__
+from ...errors import TargetError
 from ...fusion import Refusal
 from ...integrations.torch_nn import conversion_report
 from ...registry import fusions
 from ...sequential import Sequential
 from ..observing import SequenceCall
+from ..target import Target, failed
 from . import segments
 from .chains import Chain, Fused, chains, fused, inputs_of, merged, signature
 from .elsewhere import Elsewhere, elsewhere
@@ -57,10 +59,14 @@ def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
         name: of the model; the name of its class if empty.
 
     Raises:
-        Exception: what the model itself raises.
+        TargetError: the model fails.
     """
     given = tuple(inputs)
-    traced = trace(model, given)
+    target = Target(name or type(model).__name__, model, given)
+    try:
+        traced = trace(model, given)
+    except Exception as error:  # the user's code may raise anything
+        raise TargetError(failed(target, error)) from error
     calls = Counter(node.target for node in traced.graph.nodes if node.op == "call_module")
     sites: list[_Site] = []
     for call in traced.calls:
@@ -68,7 +74,7 @@ def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
         found += [_of_elsewhere(known) for known in elsewhere(call)]
         sites += found * max(calls[call.path], 1)
     sites += _in_graph(model, traced)
-    return Todo(name or type(model).__name__, _env(model, given), _joined(sites))
+    return Todo(target.name, _env(model, given), _joined(sites))
 
 
 def _in_graph(model: nn.Module, traced: Trace) -> Iterator[_Site]:

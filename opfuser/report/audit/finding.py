@@ -16,7 +16,7 @@ from .formulas import (
     is_vector,
     matrix_operand,
 )
-from .patterns import CASTS, VIEWS, Binding, heads, matches, uncast
+from .patterns import CASTS, VIEWS, Binding, heads, is_altered, matches, uncast
 from .tracing import Trace, facts_of, name_of
 
 __all__ = ["find"]
@@ -144,7 +144,7 @@ _NORM_OPERANDS = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight"
 
 def _direct(node: fx.Node) -> Found | None:
     """What one function of torch computes, if an operation of opfuser is its like."""
-    name = name_of(node)
+    name = "" if is_altered(node) else name_of(node)
     args: list[Any] = list(node.args)
 
     def given(n: int, key: str, default: Any = None) -> Any:
@@ -180,7 +180,7 @@ def _direct(node: fx.Node) -> Found | None:
     if name == "add" and len(args) == 2 and any(is_vector(n) for n in args):
         weight, x = args if is_vector(args[0]) else args[::-1]
         return made("bias", (x,), weight=weight)
-    if name == "add" and not node.kwargs.get("alpha"):
+    if name == "add":
         terms = [n for n in args if isinstance(n, fx.Node) and n.op != "get_attr"]
         shapes = {getattr(facts_of(n), "shape", None) for n in terms}
         return made("add", tuple(terms)) if len(terms) == 2 and len(shapes) == 1 else None

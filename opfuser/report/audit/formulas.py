@@ -6,7 +6,18 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from .patterns import Either, Lifted, Number, Op, Pattern, Product, Through, Var, is_parameter
+from .patterns import (
+    Either,
+    Lifted,
+    Number,
+    Op,
+    Pattern,
+    Product,
+    Through,
+    Var,
+    is_last,
+    is_parameter,
+)
 from .tracing import facts_of
 
 __all__ = [
@@ -102,20 +113,18 @@ def _weighted(x: Any, square: Any) -> Either:
     return Either((_times(W, x, inverse), _times(W, ratio)))
 
 
-def _biased(node: fx.Node) -> bool:
-    """Whether a variance divides by the number of values less one."""
+def _is_uncorrected(node: fx.Node) -> bool:
+    """Whether a variance along the last dimensions is divided by the number of values itself."""
     flags = [*node.args, *node.kwargs.values()]
-    return not (node.kwargs.get("correction") == 0 or any(flag is False for flag in flags))
+    uncorrected = node.kwargs.get("correction") == 0 or any(flag is False for flag in flags)
+    return uncorrected and is_last(node)
 
 
-_MEAN_SQUARE = Op("mean", (_squared(X),))
-_CENTRED = Op("sub", (X, Op("mean", (X,))))
-_VARIANCE = Either(
-    (Op("var", (X,), lambda node: not _biased(node)), Op("mean", (_squared(_CENTRED),)))
-)
+_MEAN_SQUARE = Op("mean", (_squared(X),), is_last)
+_CENTRED = Op("sub", (X, Op("mean", (X,), is_last)))
+_VARIANCE = Either((Op("var", (X,), _is_uncorrected), Op("mean", (_squared(_CENTRED),), is_last)))
 _ONE_PLUS_WEIGHT = _plus(Number(1), W)
 _SIGMOID = Op("sigmoid", (X,))
-_CUBE = Either((Op("pow", (X, Number(3))), _times(X, X, X)))
 _INSIDE_TANH = Either((
     _times(_plus(X, Either((_times(Op("pow", (X, Number(3))), number=0.044715),
                             _times(X, X, X, number=0.044715)))), number=0.7978845608),
@@ -127,7 +136,7 @@ _SCORES = Either((
     Op("baddbmm", (Var("mask"), Var("q"), Var("k"))),
 ))  # fmt: skip
 _HALF = Op("getitem item narrow", (Through("chunk split", X),))
-_ROTATED = Op("cat", (Op("neg", (_HALF,)), _HALF))
+_ROTATED = Op("cat", (Op("neg", (_HALF,)), _HALF), is_last)
 
 
 def _is_lifted(*kinds: str) -> Any:
@@ -156,7 +165,7 @@ WRITTEN_OUT = (
         "attention",
         Op("matmul einsum", (
             Through("dropout softmax_backward", Op("softmax", (
-                Through("add sub mul div masked_fill where clamp float", _SCORES),))),
+                Through("add sub mul div masked_fill where clamp float", _SCORES),), is_last)),
             Var("v"),
         )),
         ("q", "k", "v"),

@@ -13,7 +13,7 @@ from .tracing import facts_of, name_of
 
 __all__ = [
     "Binding", "Either", "Lifted", "Number", "Op", "Pattern", "Product", "Through", "Var",
-    "heads", "is_parameter", "matches", "operands", "uncast",
+    "heads", "is_altered", "is_last", "is_parameter", "matches", "operands", "uncast",
 ]  # fmt: skip
 
 CASTS = frozenset({"to", "float", "half", "bfloat16", "double", "type_as", "type", "contiguous"})
@@ -139,6 +139,13 @@ def operands(node: fx.Node) -> list[Any]:
     return found
 
 
+def is_altered(node: fx.Node) -> bool:
+    """Whether a keyword makes a sum or a quotient something else than its operands say."""
+    alpha: Any = node.kwargs.get("alpha", 1)
+    scaled: bool = name_of(node) in ("add", "sub") and alpha != 1
+    return scaled or node.kwargs.get("rounding_mode") is not None
+
+
 def uncast(value: Any) -> tuple[Any, tuple[fx.Node, ...]]:
     """What a value was before conversions of its dtype, and these."""
     casts: list[fx.Node] = []
@@ -192,7 +199,9 @@ def heads(pattern: Pattern) -> frozenset[str] | None:
 
 def _of_call(pattern: Op, node: fx.Node, found: Binding) -> Iterator[Binding]:
     name = name_of(node)
-    if name not in pattern.names.split() or (pattern.accepts and not pattern.accepts(node)):
+    if name not in pattern.names.split() or is_altered(node):
+        return
+    if pattern.accepts is not None and not pattern.accepts(node):
         return
     given = operands(node)
     own, rest = given[: len(pattern.args)], given[len(pattern.args) :]
@@ -231,9 +240,11 @@ def _factors(node: fx.Node, deep: bool) -> tuple[float, list[fx.Node], list[fx.N
         if not isinstance(inner, fx.Node):
             number *= inner
             return
-        name, given = name_of(inner), operands(inner) if name_of(inner) in ("mul", "div") else []
+        name = "" if is_altered(inner) else name_of(inner)
+        given = operands(inner) if name in ("mul", "div") else []
         single = len(inner.users) == 1 and not inner.meta.get("lifted")
         by_number = name == "div" and len(given) == 2 and not isinstance(given[1], fx.Node)
+        by_number = by_number and given[1] != 0
         if (name == "mul" or by_number) and (outermost or (deep and single)):
             nodes.extend([inner, *casts])
             if by_number:
@@ -259,6 +270,19 @@ def _behind(pattern: Through, node: fx.Node, found: Binding, left: int) -> Itera
         value, casts = uncast(operand)
         if isinstance(value, fx.Node):
             yield from _behind(pattern, value, found.cover(node, *casts), left - 1)
+
+
+def is_last(node: fx.Node) -> bool:
+    """Whether a function works along the last dimensions of its first operand, and keeps them."""
+    given, made = facts_of(node.all_input_nodes[0]), facts_of(node)
+    default = node.kwargs.get("dim", node.kwargs.get("axis"))
+    dim = node.args[1] if len(node.args) > 1 else default
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if given is None or made is None or not all(type(d) is int for d in dims):
+        return False
+    rank = len(given.shape)
+    last = list(range(rank - len(dims), rank))
+    return len(made.shape) == rank > 0 and sorted(d % rank for d in dims) == last
 
 
 def is_parameter(dims: int) -> Callable[[Any], bool]:

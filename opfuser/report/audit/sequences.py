@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ...op import BasicOperation, FusibleOperation, is_built_in
 from ...registry import disable, enable, registry
 from ...sequential import Sequential
 from ..observing import SequenceCall
+from ..target import moved
 from .estimates import Cost, of_sequence, segment, unfused
 
 __all__ = ["Blocked", "blocked", "steps_at"]
@@ -103,9 +104,12 @@ def _gained(call: SequenceCall, before: Plan) -> Iterator[Blocked]:
     off = {r.name: r.detail for r in before.history if r.status == "disabled" and r.name in usual}
     if not obstacles and not off:
         return
-    with enable(*off):
-        after = freed.plan(*call.inputs)
-    outputs = _outputs(after, call.inputs[0])
+    try:
+        with enable(*off):
+            after = freed.plan(*call.inputs)
+    except OpfuserError:
+        return
+    passed = _passed(after, call.inputs[0])
     have = {_said(before, step) for step in (*before.forward, *before.backward)}
     seen: set[tuple[Any, ...]] = set()
     for step in (*after.forward, *after.backward):
@@ -120,7 +124,7 @@ def _gained(call: SequenceCall, before: Plan) -> Iterator[Blocked]:
         if whys:
             detail = "; ".join(dict.fromkeys(why.detail for why in whys))
             why = Refusal(whys[0].code, detail)
-            yield _blocked(step.fusion, why, call, after, step.indices, outputs, before)
+            yield _blocked(step.fusion, why, call, after, step.indices, passed, before)
 
 
 def _said(plan: Plan, step: Step) -> tuple[Any, ...]:
@@ -182,11 +186,17 @@ def _freed(module: nn.Module) -> Iterator[Refusal]:
     if replaces_forward(module):
         del vars(module)["forward"]
         yield Refusal("FORWARD", f"{name} has a forward of its own")
-    parent = type(module).__mro__[1]
+    cls = type(module)
+    parent = cls.__mro__[1]
     ours = isinstance(module, BasicOperation) and not is_built_in(module)
-    if ours and parent.__module__.startswith("opfuser.basic.") and _is_final(parent):
+    known = ours and parent.__module__.startswith("opfuser.basic.") and _is_final(parent)
+    if known and _extras(cls) == _extras(parent):
         module.__class__ = parent
         yield Refusal("SUBCLASS", f"{name} is a subclass of {parent.__name__}")
+
+
+def _extras(cls: Any) -> tuple[int, int]:
+    return cls.num_extra_inputs, cls.num_extra_outputs
 
 
 def _is_final(cls: type) -> bool:
@@ -199,15 +209,15 @@ def _is_final(cls: type) -> bool:
 
 
 def _refused(call: SequenceCall, before: Plan, gains: list[Blocked]) -> Iterator[Blocked]:
-    outputs: list[Tensor] | None = None
+    passed: list[_Passed] | None = None
     known = _AS_INTENDED | {g.why.code for g in gains}
     for record in before.history:
         for at, why in record.refusals:
             if why.code in known:
                 continue
             span = _span(record.name, before, at)
-            outputs = _outputs(before, call.inputs[0]) if outputs is None else outputs
-            found = _blocked(record.name, why, call, before, span, outputs, before)
+            passed = _passed(before, call.inputs[0]) if passed is None else passed
+            found = _blocked(record.name, why, call, before, span, passed, before)
             yield found._replace(refuses=True)
 
 
@@ -232,14 +242,13 @@ def _blocked(
     call: SequenceCall,
     plan: Plan,
     indices: tuple[int, ...],
-    outputs: list[Tensor],
+    passed: list[_Passed],
     before: Plan,
 ) -> Blocked:
     paths = tuple(plan.names[i] for i in indices)
-    tensors = [call.inputs[0], *outputs]  # the input of each operation, and the last output
-    inputs = [tensors[indices[0]]]
+    inputs = [passed[indices[0]].given]
     for i in indices:
-        inputs += [outputs[i]] * plan.basic_ops[i].num_extra_inputs
+        inputs += [passed[i].made] * plan.basic_ops[i].num_extra_inputs
     needs = plan.needs[indices[0]]
     x_needs = needs is not None and needs.input
     return Blocked(
@@ -277,24 +286,43 @@ def _step(plan: Plan, step: Step) -> str:
     return label if step.fusion is None else f"{label} -> {type(step.op).__name__} [{step.fusion}]"
 
 
-def _outputs(plan: Plan, x: Tensor) -> list[Tensor]:
-    """The output of each operation, without data, from the references of the operations.
+class _Passed(NamedTuple):
+    """Input and output of an operation, without data."""
 
-    An operation that cannot be called so, such as one that exchanges data between ranks, is taken
-    to return what it is given.
+    given: Tensor
+    made: Tensor
+
+
+def _passed(plan: Plan, x: Tensor) -> list[_Passed]:
+    """What each operation is given and returns, from references; plain modules are run.
+
+    What cannot be called so, such as an operation that exchanges data between ranks, is taken to
+    return what it is given.
     """
-    out = [torch.empty_like(x, device="meta", requires_grad=False)]
-    for op in segment(plan.basic_ops):
-        assert isinstance(op, BasicOperation)
-        out.append(_output(op, out[-1]))
-    return out[1:]
+    at = torch.empty_like(x, device="meta", requires_grad=False)
+    ops = segment(plan.basic_ops)
+    out: list[_Passed] = []
+    for step in plan.forward:
+        if not step.indices:
+            at = _output(partial(_on_meta, step.op), at)
+        for i in step.indices:
+            op = ops[i]
+            assert isinstance(op, BasicOperation)
+            out.append(_Passed(at, _output(op.reference, at, *[at] * op.num_extra_inputs)))
+            at = out[-1].made
+    return out
 
 
-def _output(op: BasicOperation, x: Tensor) -> Tensor:
+def _on_meta(module: nn.Module, x: Tensor) -> Any:
+    # A copy: what the model holds stays as it is.
+    return copy.deepcopy(moved(module, x.device, None))(x)
+
+
+def _output(function: Callable[..., Any], x: Tensor, *extras: Tensor) -> Tensor:
     try:
         with torch.no_grad():
-            y: Any = op.reference(x, *[x] * op.num_extra_inputs)
-    except Exception:  # noqa: BLE001 - whatever an operation of the user raises
+            y = function(x, *extras)
+    except Exception:  # noqa: BLE001 - whatever code of the user raises
         return x
-    output: Tensor = y[0] if isinstance(y, tuple) else y
-    return output
+    output = y[0] if isinstance(y, tuple) else y
+    return output if isinstance(output, Tensor) else x
