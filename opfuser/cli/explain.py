@@ -89,8 +89,9 @@ def _reasons(args: argparse.Namespace) -> str:
                 received=f"--why {args.why}, --at {args.at}, --format {args.format}",
             )
         )
-    check_fusion_name(args.why)
-    found = _chosen(explained(target_of(args), count=False), args.sequence)
+    target = target_of(args)
+    check_fusion_name(args.why)  # the module of the model may register some
+    found = _chosen(explained(target, count=False), args.sequence)
     plans = {"": _only(found.plans)} if args.at is not None else found.plans
     for plan in plans.values():
         if args.at is not None and not 0 <= args.at < len(plan.basic_ops):

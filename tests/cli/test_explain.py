@@ -56,6 +56,23 @@ def test_why(opfuser_command: Command) -> None:
     assert out == plan.why("norm_linear", 1) + "\n"
 
 
+def test_why_knows_the_fusions_that_the_model_brings(
+    opfuser_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, handles = models.mlp, []
+
+    def bringing() -> Any:
+        rule = opfuser.Fusion("of_the_model", "joint", (opfuser.Softplus,), build=_Alone)
+        handles.append(opfuser.register_forward_backward_fusion(rule))
+        return build()
+
+    monkeypatch.setattr(models, "mlp", bringing)
+    done = opfuser_command("explain", f"{MODELS}:mlp", "--input", "2x3x16", "--why", "of_the_model")
+    handles[0].remove()
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith("of_the_model (joint): unmatched")
+
+
 def test_json_goes_to_a_file(opfuser_command: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     done = opfuser_command("explain", f"{MODELS}:mlp", "--format", "json", "-o", str(file))
