@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -102,7 +102,12 @@ class Probe(NamedTuple):
 
 
 class Trainer:
-    """One model, its optimiser and its folder; the same for opfuser and for the twin."""
+    """One model, its optimiser and its folder; the same for opfuser and for the twin.
+
+    Attributes:
+        listeners: are told of each step: its metrics, ``tokens_per_second`` and ``saved_bytes``;
+            and of each validation.
+    """
 
     def __init__(
         self, model: nn.Module, config: TrainConfig, folder: RunFolder, corpus: Corpus
@@ -113,6 +118,19 @@ class Trainer:
         self.seconds = self.training_seconds = 0.0
         self.saved = SavedBytes(model)
         self.validation_loss = math.nan
+        self.listeners: list[Callable[[Mapping[str, float]], None]] = []
+
+    def tell(self, **values: float) -> None:
+        """Tells the listeners of one step, or of one validation."""
+        for listener in self.listeners:
+            listener(values)
+
+    def record_validation(self, count: int) -> None:
+        """Validates, and records the loss."""
+        self.validation_loss = self.validate(count)
+        values = {"step": self.step, "validation_loss": self.validation_loss}
+        self.folder.append(**values)
+        self.tell(**values)
 
     def batch(self, step: int) -> Batch:
         c = self.config
@@ -186,11 +204,13 @@ class Trainer:
                 started = time.perf_counter()
                 metrics = self.update(first)
                 first = False
-                self.training_seconds += time.perf_counter() - started
+                seconds = time.perf_counter() - started
+                self.training_seconds += seconds
                 self.folder.append(**metrics)
+                speed = c.batch * c.sequence / seconds
+                self.tell(**metrics, tokens_per_second=speed, saved_bytes=self.saved.total)
                 if self.step % c.eval_every == 0 and self.step < c.steps:
-                    self.validation_loss = self.validate(c.eval_batches)
-                    self.folder.append(step=self.step, validation_loss=self.validation_loss)
+                    self.record_validation(c.eval_batches)
                     self.seconds = time.perf_counter() - began
                     self.save()
                 progress.update(
@@ -198,8 +218,7 @@ class Trainer:
                     f"saved {self.saved.total / 2**20:.1f} MiB"
                 )
             if self.step == c.steps and c.steps not in self.folder.curve("validation_loss"):
-                self.validation_loss = self.validate(4 * c.eval_batches)
-                self.folder.append(step=self.step, validation_loss=self.validation_loss)
+                self.record_validation(4 * c.eval_batches)
             self.seconds = time.perf_counter() - began
             self.save()
         return self.step == c.steps

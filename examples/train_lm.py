@@ -3,7 +3,7 @@
 The whole network, loss included, is one ``opfuser.Sequential`` from ``opfuser.models``. A run
 writes ``runs/<name>/``: config.json, metrics.jsonl, checkpoint.safetensors, plan.txt, loss.png,
 results.json. Ctrl-C leaves a checkpoint; ``--resume`` continues it with the losses of an unbroken
-run.
+run. ``--tensorboard`` writes curves of every step for TensorBoard.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import argparse
 import json
 import os
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import lm_fusion
 import torch
+from lm_board import Board, flops_per_token, peak_flops
 from lm_data import load_corpus
 from lm_run import RunFolder
 from lm_trainer import TrainConfig, Trainer
@@ -30,12 +33,45 @@ TWIN_STEPS, TWIN_TOLERANCE = 50, 1e-4
 INTERRUPTED = 130
 
 
-def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
-    """The configuration, the folder, and whether to continue the run in it."""
+class Options(NamedTuple):
+    """What a command line asks for.
+
+    Attributes:
+        config: of the run.
+        folder: of the run.
+        resume: whether to continue the run in the folder.
+        tensorboard: where curves are written for TensorBoard, in a folder of the run's name.
+        peak: FLOP/s of the device, if they were stated.
+    """
+
+    config: TrainConfig
+    folder: RunFolder
+    resume: bool
+    tensorboard: Path | None
+    peak: float | None
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return value
+
+
+def parse_args(argv: list[str] | None) -> Options:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--name", default="lm", help="the run is kept in runs/NAME (default lm)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
     parser.add_argument("--resume", action="store_true", help="continue the run of that name")
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="write curves for TensorBoard to DIR/NAME"
+    )
+    parser.add_argument(
+        "--peak-tflops",
+        type=positive,
+        metavar="N",
+        help="of the device; MFU is relative to it (known: bfloat16 on some NVIDIA GPUs)",
+    )
     for f in fields(TrainConfig):
         name, text = "--" + f.name.replace("_", "-"), f.metadata["help"]
         if isinstance(f.default, bool):
@@ -50,8 +86,11 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
             )
     given = vars(parser.parse_args(argv))
     path, resume = given.pop("runs") / given.pop("name"), given.pop("resume")
+    tensorboard, tflops = given.pop("tensorboard"), given.pop("peak_tflops")
+    peak = None if tflops is None else tflops * 1e12
     if not resume:
-        return TrainConfig(**TrainConfig(**given).resolved()), RunFolder(path), False
+        config = TrainConfig(**TrainConfig(**given).resolved())
+        return Options(config, RunFolder(path), False, tensorboard, peak)
     if not (path / "checkpoint.safetensors").exists():
         parser.error(f"--resume: there is no checkpoint in {path}")
     config = TrainConfig(**json.loads((path / "config.json").read_text()))
@@ -59,7 +98,7 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
     other = [f"--{key.replace('_', '-')}" for key in given if given[key] != stored[key]]
     if other:
         parser.error(f"--resume: {', '.join(other)} differs from what the run was started with")
-    return config, RunFolder(path), True
+    return Options(config, RunFolder(path), True, tensorboard, peak)
 
 
 def make_exact(device: str) -> None:
@@ -162,32 +201,53 @@ def stopped(trainer: Trainer) -> int:
     return INTERRUPTED
 
 
-def train_twin(trainer: Trainer, resume: bool) -> Trainer:
+@contextmanager
+def on_board(trainer: Trainer, options: Options, label: str) -> Iterator[None]:
+    """Within it, steps of a trainer are written for TensorBoard, if that was asked for."""
+    if options.tensorboard is None:
+        yield
+        return
+    config = options.config
+    peak = options.peak or peak_flops(config)
+    flops = flops_per_token(trainer.model, config)
+    folder = options.tensorboard / options.folder.path.name / label
+    with Board(folder, trainer.step, flops, peak) as board:
+        trainer.listeners.append(board.add)
+        try:
+            yield
+        finally:
+            trainer.listeners.remove(board.add)
+
+
+def train_twin(trainer: Trainer, options: Options) -> Trainer:
     """The same run in plain torch.nn, in the folder ``twin`` of the run."""
     config = trainer.config
     model = Twin(config.model)
     model.load_state_dict(build_model(config).state_dict())
     twin = Trainer(model, config, RunFolder(trainer.folder.path / "twin"), trainer.corpus)
-    if resume and twin.folder.checkpoint.exists():
+    if options.resume and twin.folder.checkpoint.exists():
         twin.load()
     else:
         twin.folder.start_over()
-    twin.train("torch.nn")
+    with on_board(twin, options, "torch.nn"):
+        twin.train("torch.nn")
     return twin
 
 
-def run(trainer: Trainer, model: opfuser.Sequential, resume: bool) -> int:
+def run(trainer: Trainer, model: opfuser.Sequential, options: Options) -> int:
     """Trains, compares and reports; returns the exit status."""
     config, folder = trainer.config, trainer.folder
     print(describe_plan(trainer, model))
     if config.register:
         print(compare_fusion(trainer, model))
-    if not trainer.train("opfuser"):
+    with on_board(trainer, options, "opfuser"):
+        finished = trainer.train("opfuser")
+    if not finished:
         return stopped(trainer)
     curves = {"opfuser": folder.curve("loss"), "validation": folder.curve("validation_loss")}
     status = 0
     if config.twin:
-        twin = train_twin(trainer, resume)
+        twin = train_twin(trainer, options)
         if twin.step < config.steps:
             return stopped(twin)
         exact = config.dtype != "bfloat16" and config.recipe == "none"
@@ -204,7 +264,8 @@ def run(trainer: Trainer, model: opfuser.Sequential, resume: bool) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    config, folder, resume = parse_args(argv)
+    options = parse_args(argv)
+    config, folder, resume = options.config, options.folder, options.resume
     make_exact(config.device)
     if not resume:
         folder.start_over()
@@ -220,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
         if resume:
             trainer.load()
             print(f"continues after step {trainer.step}")
-        return run(trainer, model, resume)
+        return run(trainer, model, options)
 
 
 if __name__ == "__main__":

@@ -136,6 +136,7 @@ class OperationFuser:
         self._used: Schedule | None = None
         self.replay: str | None = None
         self._places_of_ops: tuple[Place, ...] = ()
+        self._paths: list[str] = []
         self._has_own_configs = False
         self._recipe_of_forward: Recipe | None = None
         self._replays: Replays | None = None
@@ -270,6 +271,7 @@ class OperationFuser:
     def stand(self, places: tuple[Place, ...]) -> None:
         """States where the basic operations stand; without, they stand nowhere."""
         self._places_of_ops = places
+        self._paths[:] = [place.path for place in places]
         self._has_own_configs = any(place.around for place in places)
 
     def _is_configured(self) -> bool:
@@ -305,7 +307,7 @@ class OperationFuser:
         registry.tell_unknown()
         limits = Limits(self._facts_of_operations(facts)) if self._is_configured() else None
         plan = make_plan(self._units, env, needs, registry, limits)
-        return Schedule(plan, self.routing, self._num_parameters)
+        return Schedule(plan, self.routing, self._num_parameters, self._paths)
 
     def _facts_of_operations(self, facts: CallFacts) -> list[OperationFacts]:
         """What limits of configurations are compared with; all of it follows from the key."""

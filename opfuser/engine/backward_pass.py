@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ..errors import (
     ContextError,
@@ -17,8 +18,9 @@ from ..errors import (
 from ..op import OperationContext
 from ..quantization.watch import is_watched
 from ..wgrad_overlap import OverlappedPass, WgradOverlap
+from .ranges import backward_ranges
 from .routing import Slot
-from .schedule import GeneralBackward, Schedule
+from .schedule import BackwardStep, GeneralBackward, Schedule
 from .verification import name_of, refuse_grads
 
 __all__ = ["execute_backward", "zeros"]
@@ -120,7 +122,7 @@ def _overlap(overlap: WgradOverlap, device: torch.device) -> OverlappedPass | No
     return None if torch.compiler.is_compiling() else overlap.begin(device)
 
 
-def execute_backward(  # noqa: PLR0912 - a function for each branch would cost every call
+def execute_backward(  # noqa: PLR0912, PLR0915 - a function for each branch would cost every call
     func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
 ) -> list[Tensor | None]:
     """The gradients of input, parameters and extra inputs, computed by the backward steps."""
@@ -140,8 +142,10 @@ def execute_backward(  # noqa: PLR0912 - a function for each branch would cost e
     extra_grads: list[Tensor | None] = [None] * schedule.num_extra_inputs
 
     overlap = schedule.overlap and _overlap(schedule.overlap, schedule.plan.env.device)
+    ranged = not torch.compiler.is_compiling() and profiler._is_profiler_enabled
+    steps: Iterable[BackwardStep] = backward_ranges(schedule) if ranged else schedule.backward
     try:
-        for op, index, (start, stop), reads, constant, general in schedule.backward:
+        for op, index, (start, stop), reads, constant, general in steps:
             if general is not None:
                 ctxs = _revive_all(general, contexts, saved, base)
                 dx = _general_backward(

@@ -17,6 +17,7 @@ from itertools import count
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ..buffer_reuse import memory_of, references
 from ..fusion import Refusal
@@ -30,6 +31,7 @@ from .captured_backward import (
 )
 from .forward_pass import Tape, execute_forward
 from .graphs import Graph, graph_type
+from .ranges import replay_range
 from .schedule import Schedule
 
 __all__ = [
@@ -144,6 +146,12 @@ class Captured:
 
     def forward(self, inputs: Iterable[Tensor]) -> list[Tensor]:
         """Output and extra outputs, in memory of their own."""
+        if profiler._is_profiler_enabled:
+            with replay_range(self.schedule, "forward"):
+                return self._replay_forward(inputs)
+        return self._replay_forward(inputs)
+
+    def _replay_forward(self, inputs: Iterable[Tensor]) -> list[Tensor]:
         for own, given in zip(self._inputs, inputs):
             if own.data_ptr() != given.data_ptr():
                 own.copy_(given)
@@ -181,6 +189,14 @@ class Captured:
         found = self._recorded_backward(received)
         if found is None or not self._make_way(found, flight.parameters):
             return self._eager_backward(read, received)
+        if profiler._is_profiler_enabled:
+            with replay_range(self.schedule, "backward"):
+                return self._replay_backward(found, received)
+        return self._replay_backward(found, received)
+
+    def _replay_backward(
+        self, found: BackwardGraph, received: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
         for own, grad in zip(found.received, received):
             if own is not None and grad is not None and own.data_ptr() != grad.data_ptr():
                 own.copy_(grad)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ..buffer_reuse import only_memory
 from ..errors import (
@@ -18,8 +19,9 @@ from ..errors import (
 )
 from ..op import OperationContext, new_context
 from ..quantization.watch import is_watched
+from .ranges import forward_ranges
 from .routing import Slot
-from .schedule import GeneralForward, Schedule
+from .schedule import ForwardStep, GeneralForward, Schedule
 from .verification import Verification, name_of, refuse_output
 
 __all__ = ["Kwargs", "Tape", "execute_forward"]
@@ -76,9 +78,11 @@ def execute_forward(  # noqa: PLR0912 - a function for each branch would cost ev
     verification = None
     if not traced and schedule.verified is not None:
         verification = _verification(schedule.verified, x, tape)
+    ranged = not traced and profiler._is_profiler_enabled
+    steps: Iterable[ForwardStep] = forward_ranges(schedule) if ranged else schedule.forward
     general = None
     try:
-        for op, first, needs, constant, freezes, general in schedule.forward:
+        for op, first, needs, constant, freezes, general in steps:
             if verification is not None:
                 step = name_of(first, op) if general is None else general.name
                 verification.before_forward(first, step, x)

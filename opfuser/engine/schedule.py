@@ -95,10 +95,25 @@ _layouts: dict[Hashable, int] = {}
 
 
 class Schedule:
-    """A plan laid out for execution."""
+    """A plan laid out for execution.
 
-    def __init__(self, plan: Plan, routing: Routing, num_parameters: Sequence[int]) -> None:
+    Args:
+        plan: the steps.
+        routing: of extra tensors.
+        num_parameters: of each basic operation.
+        paths: of the basic operations in their Sequential, kept up to date by the caller; empty
+            where they stand in none.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        routing: Routing,
+        num_parameters: Sequence[int],
+        paths: Sequence[str] = (),
+    ) -> None:
         self.plan = plan
+        self.paths = paths
         self.outputs = routing.outputs
         self.num_extra_inputs = len(routing.inputs)
         self.inputs = routing.inputs

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import opfuser
@@ -191,6 +192,95 @@ def test_resume_refuses_what_it_cannot_continue(
     with pytest.raises(SystemExit):
         example.main([f"--runs={tmp_path}", "--resume", "--lr=1", "--steps=12", "--eval-every=2"])
     assert "--resume: --lr, --eval-every differs" in capsys.readouterr().err
+
+
+def curves(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows of a folder: the value of each curve by step."""
+    read = EventAccumulator(str(folder)).Reload()
+    return {tag: {e.step: e.value for e in read.Scalars(tag)} for tag in read.Tags()["scalars"]}
+
+
+def test_tensorboard_has_every_step(example: ModuleType, tmp_path: Path) -> None:
+    board, peak = tmp_path / "board", 0.002
+    args = [*SMALL, "--twin", f"--runs={tmp_path}", "--name=run", f"--tensorboard={board}"]
+    assert example.main([*args, f"--peak-tflops={peak}"]) == 0
+    # The head and, of two layers, 4 projections of attention and 3 of the feed-forward block.
+    weights = 256 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 48)
+    flops = 6 * weights + 12 * 2 * 32 * 24
+    for label, folder in (("opfuser", tmp_path / "run"), ("torch.nn", tmp_path / "run" / "twin")):
+        found = curves(board / "run" / label)
+        for tag, key in (
+            ("train/loss", "loss"),
+            ("train/learning_rate", "lr"),
+            ("train/grad_norm", "grad_norm"),
+            ("validation/loss", "validation_loss"),
+        ):
+            assert found.pop(tag) == pytest.approx(losses(folder, key))
+        speed = found.pop("speed/tokens_per_second")
+        assert list(speed) == list(range(1, 13))
+        wanted = {step: value * flops / (peak * 1e12) for step, value in speed.items()}
+        assert found.pop("speed/mfu") == pytest.approx(wanted)
+        saved = json.loads((folder / "results.json").read_text())["saved_bytes"]
+        assert found.pop("memory/saved_bytes") == dict.fromkeys(speed, saved)
+        assert not found
+
+
+def test_untied_lookup_of_embeddings_counts_no_flops(example: ModuleType) -> None:
+    flops = []
+    for more in ([], ["--untied"]):
+        config = example.parse_args([*SMALL, *more]).config
+        flops.append(example.flops_per_token(example.build_model(config), config))
+    assert flops[0] == flops[1]
+
+
+def test_tensorboard_shows_steps_that_were_made_again_once(
+    example: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = example.Trainer.update
+
+    def update_or_die(self: Any, first: bool) -> dict[str, float]:
+        if self.step == 8:
+            raise MemoryError
+        return update(self, first)
+
+    args = [f"--runs={tmp_path}", "--name=killed", f"--tensorboard={tmp_path / 'board'}"]
+    for seed in (1, 0):  # the second run replaces the first
+        with monkeypatch.context() as patch:
+            patch.setattr(example.Trainer, "update", update_or_die)
+            with pytest.raises(MemoryError):
+                example.main([*SMALL, f"--seed={seed}", *args])
+    folder = tmp_path / "board" / "killed" / "opfuser"
+    assert list(curves(folder)["train/loss"]) == list(range(1, 9))
+    assert example.main([*args, "--resume"]) == 0
+    found = EventAccumulator(str(folder)).Reload().Scalars("train/loss")
+    assert [e.step for e in found] == list(range(1, 13))
+    assert {e.step: e.value for e in found} == pytest.approx(losses(whole))
+    assert "speed/mfu" not in curves(folder)  # of a CPU no peak is known
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "peak"),
+    [
+        ("NVIDIA H200", [], 989e12),
+        ("NVIDIA H200", ["--dtype=float32"], None),
+        ("NVIDIA H200", ["--recipe=current"], None),
+        ("NVIDIA T4", [], None),
+    ],
+)
+def test_peak_is_known_of_some_devices_in_bf16(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, more: list[str], peak: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert example.peak_flops(example.parse_args(["--device=cuda", *more]).config) == peak
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_peak_that_is_none_is_refused(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    with pytest.raises(SystemExit):
+        example.parse_args([f"--peak-tflops={value}"])
+    assert f"--peak-tflops: expected a positive number, got {value}" in capsys.readouterr().err
 
 
 # Multiples of 128, as blocks need.
