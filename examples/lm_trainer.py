@@ -141,6 +141,18 @@ class Trainer:
         grads = torch.autograd.grad(loss, list(model.parameters()))
         return Probe(loss.item(), grads, saved.total)
 
+    def mean(self, loss: Tensor) -> float:
+        """The loss of a whole batch, of which ``loss`` is this process's."""
+        return loss.item()
+
+    def clip(self) -> float:
+        """Clips the gradient; returns its norm before."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip).item()
+
+    def stops(self, requested: bool) -> bool:
+        """Whether training stops after this step, as Ctrl-C requested."""
+        return requested
+
     def update(self, first: bool) -> dict[str, float]:
         """Runs one step of the optimiser; returns its metrics."""
         lr = self.config.learning_rate(self.step)
@@ -149,17 +161,17 @@ class Trainer:
         with self.saved.count() if first else nullcontext():
             loss = self.loss(self.batch(self.step))
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        norm = self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return {"step": self.step, "loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
+        return {"step": self.step, "loss": self.mean(loss), "lr": lr, "grad_norm": norm}
 
     @torch.no_grad()
     def validate(self, count: int) -> float:
         c = self.config
         batches = validation_batches(self.corpus.validation, c.batch, c.sequence, count)
-        return sum(self.loss(self.to_device(batch)).item() for batch in batches) / count
+        return sum(self.mean(self.loss(self.to_device(batch))) for batch in batches) / count
 
     @property
     def tokens_per_second(self) -> float:
@@ -180,9 +192,10 @@ class Trainer:
     def train(self, label: str) -> bool:
         """Trains to the last step; False if Ctrl-C came first. A checkpoint is left either way."""
         c, began = self.config, time.perf_counter() - self.seconds
-        with Interrupt() as interrupt, Progress(label, self.step, c.steps) as progress:
+        shown = self.folder.writes
+        with Interrupt() as interrupt, Progress(label, self.step, c.steps, shown) as progress:
             first = True
-            while self.step < c.steps and not interrupt.requested:
+            while self.step < c.steps and not self.stops(interrupt.requested):
                 started = time.perf_counter()
                 metrics = self.update(first)
                 first = False

@@ -15,6 +15,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import lm_fusion
 import torch
@@ -30,9 +31,8 @@ TWIN_STEPS, TWIN_TOLERANCE = 50, 1e-4
 INTERRUPTED = 130
 
 
-def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
-    """The configuration, the folder, and whether to continue the run in it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of the run, and every field of the configuration."""
     parser.add_argument("--name", default="lm", help="the run is kept in runs/NAME (default lm)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
     parser.add_argument("--resume", action="store_true", help="continue the run of that name")
@@ -48,10 +48,15 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
                 default=argparse.SUPPRESS,
                 help=f"{text} (default {f.default})",
             )
-    given = vars(parser.parse_args(argv))
+
+
+def configured(
+    parser: argparse.ArgumentParser, given: dict[str, Any]
+) -> tuple[TrainConfig, Path, bool]:
+    """The configuration, the folder, and whether to continue the run in it."""
     path, resume = given.pop("runs") / given.pop("name"), given.pop("resume")
     if not resume:
-        return TrainConfig(**TrainConfig(**given).resolved()), RunFolder(path), False
+        return TrainConfig(**TrainConfig(**given).resolved()), path, False
     if not (path / "checkpoint.safetensors").exists():
         parser.error(f"--resume: there is no checkpoint in {path}")
     config = TrainConfig(**json.loads((path / "config.json").read_text()))
@@ -59,7 +64,7 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, RunFolder, bool]:
     other = [f"--{key.replace('_', '-')}" for key in given if given[key] != stored[key]]
     if other:
         parser.error(f"--resume: {', '.join(other)} differs from what the run was started with")
-    return config, RunFolder(path), True
+    return config, path, True
 
 
 def make_exact(device: str) -> None:
@@ -204,7 +209,10 @@ def run(trainer: Trainer, model: opfuser.Sequential, resume: bool) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    config, folder, resume = parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser)
+    config, path, resume = configured(parser, vars(parser.parse_args(argv)))
+    folder = RunFolder(path)
     make_exact(config.device)
     if not resume:
         folder.start_over()
