@@ -33,10 +33,12 @@ train: $(READY)
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 PROCESSES ?= 2
+# A minute or two on a CPU; a run that goes on has its number of steps.
+STEPS := $(if $(findstring --resume,$(ARGS)),,--steps 200)
 
 train-distributed: $(READY)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) --max-restarts 3 \
-	  examples/train_distributed.py --name distributed $(ARGS)
+	  examples/train_distributed.py --name distributed $(STEPS) $(ARGS)
 
 # Two cores take little more than half the time of one; ARGS='-n 0' runs all in one process.
 PYTEST := pytest --numprocesses auto --dist worksteal --durations 20

@@ -112,7 +112,7 @@ class Trainer:
         self.step = 0
         self.seconds = self.training_seconds = 0.0
         self.saved = SavedBytes(model)
-        self.validation_loss = math.nan
+        self.validated, self.validation_loss = 0, math.nan  # after which step, and what it was
 
     def batch(self, step: int) -> Batch:
         c = self.config
@@ -173,6 +173,11 @@ class Trainer:
         batches = validation_batches(self.corpus.validation, c.batch, c.sequence, count)
         return sum(self.mean(self.loss(self.to_device(batch))) for batch in batches) / count
 
+    def tell_validation(self, count: int) -> None:
+        """Adds the loss of ``count`` held-out batches to the metrics."""
+        self.validated, self.validation_loss = self.step, self.validate(count)
+        self.folder.append(step=self.step, validation_loss=self.validation_loss)
+
     @property
     def tokens_per_second(self) -> float:
         tokens = self.step * self.config.batch * self.config.sequence
@@ -187,7 +192,9 @@ class Trainer:
         counters = self.folder.load(self.model, self.optimizer)
         self.step, self.saved.total = counters["step"], counters["saved"]
         self.seconds, self.training_seconds = counters["seconds"], counters["training_seconds"]
-        self.validation_loss = [math.nan, *self.folder.curve("validation_loss").values()][-1]
+        told = self.folder.curve("validation_loss").items()
+        kept = [(step, loss) for step, loss in told if step <= self.step]
+        self.validated, self.validation_loss = [(0, math.nan), *kept][-1]
 
     def train(self, label: str) -> bool:
         """Trains to the last step; False if Ctrl-C came first. A checkpoint is left either way."""
@@ -202,17 +209,15 @@ class Trainer:
                 self.training_seconds += time.perf_counter() - started
                 self.folder.append(**metrics)
                 if self.step % c.eval_every == 0 and self.step < c.steps:
-                    self.validation_loss = self.validate(c.eval_batches)
-                    self.folder.append(step=self.step, validation_loss=self.validation_loss)
+                    self.tell_validation(c.eval_batches)
                     self.seconds = time.perf_counter() - began
                     self.save()
                 progress.update(
                     f"loss {metrics['loss']:.3f}, {self.tokens_per_second:,.0f} tokens/s, "
                     f"saved {self.saved.total / 2**20:.1f} MiB"
                 )
-            if self.step == c.steps and c.steps not in self.folder.curve("validation_loss"):
-                self.validation_loss = self.validate(4 * c.eval_batches)
-                self.folder.append(step=self.step, validation_loss=self.validation_loss)
+            if self.step == c.steps and self.validated < c.steps:
+                self.tell_validation(4 * c.eval_batches)
             self.seconds = time.perf_counter() - began
             self.save()
         return self.step == c.steps

@@ -32,6 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from train_lm import (
+    INTERRUPTED,
     add_options,
     build_model,
     configured,
@@ -158,10 +159,10 @@ def train(config: TrainConfig, path: Path, resume: bool, parallel: str) -> int:
         say(f"continues after step {trainer.step}")
     say(describe_plan(trainer, model))
     if not trainer.train(parallel):
-        return stopped(trainer)
+        return stopped(trainer) if folder.writes else INTERRUPTED
     if folder.writes:
         folder.plot({key: folder.curve(key) for key in ("loss", "validation_loss")})
-    say(results_line("results", trainer))
+        print(results_line("results", trainer))
     return 0
 
 

@@ -6,7 +6,6 @@ import functools
 import importlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -192,21 +191,41 @@ sys.exit(example.main())
 """
 
 
+def launch(script: Path, *args: str) -> str:
+    """What a script writes that torchrun starts on two processes."""
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=1".split()
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *torchrun, str(script), *args]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_run_continues_after_a_worker_was_killed(outcomes: Outcomes, folder: Path) -> None:
     """As one that nothing happened to: from the last checkpoint, with the same batches."""
     script = folder / "killed.py"
     script.write_text(KILLED)
-    launch = "-m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=1".split()
-    args = [str(script), str(EXAMPLES), f"--runs={folder}", "--name=killed", *SMALL]
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launch, *args], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "continues after step 5" in done.stdout
+    told = launch(script, str(EXAMPLES), f"--runs={folder}", "--name=killed", *SMALL)
+    assert told.count("continues after step 5") == 1
+    assert told.count("results: 25,760 parameters, 12 steps") == 1
     assert_same(folder / "killed", folder / "fsdp", 0.0)
-    assert re.search(r"results: 25,760 parameters, 12 steps", done.stdout)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_gpus(tmp_path: Path, parallel: str) -> None:
+    """Over NCCL, with kernels; to what --twin of train_lm.py allows in fp32."""
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two CUDA devices")
+    args = [f"--runs={tmp_path}", *SMALL, "--device=cuda", "--dtype=float32"]
+    launch(EXAMPLES / "train_distributed.py", *args, f"--parallel={parallel}", "--name=two")
+    command = [sys.executable, str(EXAMPLES / "train_lm.py"), *args, "--name=one"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}, check=True)
+    for key in ("loss", "validation_loss"):
+        expected = rows(tmp_path / "one", key)
+        assert rows(tmp_path / "two", key) == pytest.approx(expected, rel=1e-4, abs=0)
 
 
 def test_options_that_are_refused(
