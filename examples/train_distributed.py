@@ -127,6 +127,8 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, Path, bool, str]:
     alone = [f"--{name}" for name, value in _NOT_HERE.items() if getattr(config, name) != value]
     if alone:
         parser.error(f"{', '.join(alone)}: only train_lm.py has that, on one process")
+    if ":" in config.device:
+        parser.error(f"--device: {config.device} would be that of all processes; say cuda")
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if config.batch % ranks:
         parser.error(f"--batch: {config.batch} sequences are no equal parts for {ranks} processes")

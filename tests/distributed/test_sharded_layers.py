@@ -28,7 +28,6 @@ pytestmark = pytest.mark.distributed
 
 RANKS = 2
 CHECKS: dict[str, Check] = {}
-CONFIG = DecoderConfig(29, 16, 3, 2, dtype=torch.float64)
 
 
 def check(function: Check) -> Check:

@@ -234,6 +234,7 @@ def test_options_that_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "3")
     for args, text in (
         (["--batch=4"], "--batch: 4 sequences are no equal parts for 3 processes"),
+        (["--batch=3", "--device=cuda:0"], "--device: cuda:0 would be that of all processes"),
         (["--batch=3", "--recipe=block", "--twin"], "--recipe, --twin: only train_lm.py has that"),
     ):
         with pytest.raises(SystemExit):
