@@ -15,10 +15,12 @@ TEST_VERSIONS := $(VERSIONS:%=test-%)
 # Kernels, and what depends on torch most: its compiler, and numbers.
 OF_VERSIONS := tests/kernels tests/engine/test_compile.py tests/contract/test_numerics.py
 
-.PHONY: help train test test-versions $(TEST_VERSIONS) check lint format types imports docs bench
+.PHONY: help train train-distributed test test-versions $(TEST_VERSIONS) check lint format types imports docs bench
 
 help:
 	@echo "make train   train the example model      ARGS='...' for its options"
+	@echo "make train-distributed"
+	@echo "             train it on two processes         PROCESSES=n, ARGS='...'"
 	@echo "make test    run all tests, on all cores  ARGS='...' for pytest's options"
 	@echo "make test-versions"
 	@echo "             run the tests of kernels and compilation with the oldest and the newest torch"
@@ -29,6 +31,14 @@ help:
 
 train: $(READY)
 	$(BIN)/python examples/train_lm.py $(ARGS)
+
+PROCESSES ?= 2
+# A minute or two on a CPU; a run that goes on has its number of steps.
+STEPS := $(if $(findstring --resume,$(ARGS)),,--steps 200)
+
+train-distributed: $(READY)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) --max-restarts 3 \
+	  examples/train_distributed.py --name distributed $(STEPS) $(ARGS)
 
 # Two cores take little more than half the time of one; ARGS='-n 0' runs all in one process.
 PYTEST := pytest --numprocesses auto --dist worksteal --durations 20

@@ -33,22 +33,36 @@ class RunFolder:
     ``checkpoint.safetensors`` holds parameters, and the scales of a recipe, as ``model.<name>``,
     the state of AdamW as ``optimizer.<name>.<key>``, torch's random states as ``rng.<device>``, and
     counters as metadata. A tied parameter is stored once.
+
+    Where several processes train one model, all call the same methods, and one of them writes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
         self.checkpoint = path / "checkpoint.safetensors"
         self.metrics = path / "metrics.jsonl"
         path.mkdir(parents=True, exist_ok=True)
 
+    def gathered(self, value: Tensor) -> Tensor:
+        """``value`` as a checkpoint stores it."""
+        return value.contiguous()
+
+    def placed(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """``value`` of a checkpoint as it belongs to ``parameter``."""
+        return value.to(parameter.device)
+
     def write(self, name: str, text: str) -> None:
         """Writes a file whole or not at all."""
+        if not self.writes:
+            return
         new = self.path / f"{name}.new"
         new.write_text(text)
         os.replace(new, self.path / name)
 
     def append(self, **values: Any) -> None:
         """Adds one line to the metrics."""
+        if not self.writes:
+            return
         with self.metrics.open("a") as file:
             file.write(json.dumps(values) + "\n")
 
@@ -64,7 +78,7 @@ class RunFolder:
 
     def start_over(self) -> None:
         """Deletes an earlier run of this name."""
-        for path in (self.checkpoint, self.metrics):
+        for path in (self.checkpoint, self.metrics) if self.writes else ():
             path.unlink(missing_ok=True)
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, **counters: float) -> None:
@@ -74,10 +88,12 @@ class RunFolder:
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
         for name, value in model.state_dict().items():
             if name not in tied_names(model):
-                tensors[f"model.{name}"] = value.contiguous()
+                tensors[f"model.{name}"] = self.gathered(value)
         for name, p in model.named_parameters():
             for key, value in optimizer.state[p].items():
-                tensors[f"optimizer.{name}.{key}"] = value.contiguous()
+                tensors[f"optimizer.{name}.{key}"] = self.gathered(value)
+        if not self.writes:
+            return
         new = self.checkpoint.with_suffix(".new")
         save_file(tensors, new, {key: repr(value) for key, value in counters.items()})
         os.replace(new, self.checkpoint)
@@ -89,13 +105,16 @@ class RunFolder:
             names = list(file.keys())
             own = [key for key in names if key.startswith("model.")]
             stored = {key[len("model.") :]: file.get_tensor(key) for key in own}
+            for name, p in model.state_dict().items():
+                if name in stored:
+                    stored[name] = self.placed(stored[name], p)
             missing, unknown = model.load_state_dict(stored, strict=False)
             if unknown or set(missing) - tied_names(model):
                 raise ValueError(f"{self.checkpoint} is not of this model: {unknown}, {missing}")
             for name, p in model.named_parameters():
                 prefix = f"optimizer.{name}."
                 optimizer.state[p] = {
-                    key[len(prefix) :]: file.get_tensor(key).to(p.device)
+                    key[len(prefix) :]: self.placed(file.get_tensor(key), p)
                     for key in names
                     if key.startswith(prefix)
                 }
@@ -121,9 +140,10 @@ class RunFolder:
 class Progress:
     """Progress of training on stderr: a bar on a terminal, elsewhere a line for every 5 %."""
 
-    def __init__(self, label: str, step: int, steps: int) -> None:
-        self.label, self.step, self.steps = label, step, steps
-        self.bar = tqdm(total=steps, initial=step, desc=label, unit="step", disable=None)
+    def __init__(self, label: str, step: int, steps: int, shown: bool = True) -> None:
+        self.label, self.step, self.steps, self.shown = label, step, steps, shown
+        off = None if shown else True
+        self.bar = tqdm(total=steps, initial=step, desc=label, unit="step", disable=off)
 
     def __enter__(self) -> Progress:
         return self
@@ -137,7 +157,7 @@ class Progress:
         if not self.bar.disable:
             self.bar.update()
             self.bar.set_postfix_str(about, refresh=False)
-        elif 20 * self.step // self.steps > 20 * before // self.steps:
+        elif self.shown and 20 * self.step // self.steps > 20 * before // self.steps:
             line = f"{self.label}: {self.step} of {self.steps} steps, {about}"
             print(line, file=sys.stderr, flush=True)
 
@@ -164,8 +184,7 @@ class SavedBytes:
     """Bytes that autograd saves for backward: each storage once, parameters left out."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.total = 0
+        self._model, self.total = model, 0
 
     @contextmanager
     def count(self) -> Iterator[None]:
@@ -175,10 +194,12 @@ class SavedBytes:
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._parameters:
-                seen[storage.data_ptr()] = storage
+            seen[storage.data_ptr()] = storage
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        self.total = sum(storage.nbytes() for storage in seen.values())
+        # Sharded parameters are gathered for the call, and given back or registered by now.
+        plain = [p for p in self._model.parameters() if type(p) is nn.Parameter]
+        own = {p.untyped_storage().data_ptr() for p in plain}
+        self.total = sum(storage.nbytes() for at, storage in seen.items() if at not in own)

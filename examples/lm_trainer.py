@@ -117,7 +117,7 @@ class Trainer:
         self.step = 0
         self.seconds = self.training_seconds = 0.0
         self.saved = SavedBytes(model)
-        self.validation_loss = math.nan
+        self.validated, self.validation_loss = 0, math.nan  # after which step, and what it was
         self.listeners: list[Callable[[Mapping[str, float]], None]] = []
 
     def tell(self, **values: float) -> None:
@@ -127,7 +127,7 @@ class Trainer:
 
     def record_validation(self, count: int) -> None:
         """Validates, and records the loss."""
-        self.validation_loss = self.validate(count)
+        self.validated, self.validation_loss = self.step, self.validate(count)
         values = {"step": self.step, "validation_loss": self.validation_loss}
         self.folder.append(**values)
         self.tell(**values)
@@ -159,6 +159,18 @@ class Trainer:
         grads = torch.autograd.grad(loss, list(model.parameters()))
         return Probe(loss.item(), grads, saved.total)
 
+    def mean(self, loss: Tensor) -> float:
+        """The loss of a whole batch, of which ``loss`` is this process's."""
+        return loss.item()
+
+    def clip(self) -> float:
+        """Clips the gradient; returns its norm before."""
+        return nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip).item()
+
+    def stops(self, requested: bool) -> bool:
+        """Whether training stops after this step, as Ctrl-C requested."""
+        return requested
+
     def update(self, first: bool) -> dict[str, float]:
         """Runs one step of the optimiser; returns its metrics."""
         lr = self.config.learning_rate(self.step)
@@ -167,17 +179,17 @@ class Trainer:
         with self.saved.count() if first else nullcontext():
             loss = self.loss(self.batch(self.step))
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        norm = self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        return {"step": self.step, "loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
+        return {"step": self.step, "loss": self.mean(loss), "lr": lr, "grad_norm": norm}
 
     @torch.no_grad()
     def validate(self, count: int) -> float:
         c = self.config
         batches = validation_batches(self.corpus.validation, c.batch, c.sequence, count)
-        return sum(self.loss(self.to_device(batch)).item() for batch in batches) / count
+        return sum(self.mean(self.loss(self.to_device(batch))) for batch in batches) / count
 
     @property
     def tokens_per_second(self) -> float:
@@ -193,14 +205,17 @@ class Trainer:
         counters = self.folder.load(self.model, self.optimizer)
         self.step, self.saved.total = counters["step"], counters["saved"]
         self.seconds, self.training_seconds = counters["seconds"], counters["training_seconds"]
-        self.validation_loss = [math.nan, *self.folder.curve("validation_loss").values()][-1]
+        told = self.folder.curve("validation_loss").items()
+        kept = [(step, loss) for step, loss in told if step <= self.step]
+        self.validated, self.validation_loss = [(0, math.nan), *kept][-1]
 
     def train(self, label: str) -> bool:
         """Trains to the last step; False if Ctrl-C came first. A checkpoint is left either way."""
         c, began = self.config, time.perf_counter() - self.seconds
-        with Interrupt() as interrupt, Progress(label, self.step, c.steps) as progress:
+        shown = self.folder.writes
+        with Interrupt() as interrupt, Progress(label, self.step, c.steps, shown) as progress:
             first = True
-            while self.step < c.steps and not interrupt.requested:
+            while self.step < c.steps and not self.stops(interrupt.requested):
                 started = time.perf_counter()
                 metrics = self.update(first)
                 first = False
@@ -217,7 +232,7 @@ class Trainer:
                     f"loss {metrics['loss']:.3f}, {self.tokens_per_second:,.0f} tokens/s, "
                     f"saved {self.saved.total / 2**20:.1f} MiB"
                 )
-            if self.step == c.steps and c.steps not in self.folder.curve("validation_loss"):
+            if self.step == c.steps and self.validated < c.steps:
                 self.record_validation(4 * c.eval_batches)
             self.seconds = time.perf_counter() - began
             self.save()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lm_fusion
 import torch
@@ -58,20 +58,11 @@ def positive(text: str) -> float:
     return value
 
 
-def parse_args(argv: list[str] | None) -> Options:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of the run, and every field of the configuration."""
     parser.add_argument("--name", default="lm", help="the run is kept in runs/NAME (default lm)")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
     parser.add_argument("--resume", action="store_true", help="continue the run of that name")
-    parser.add_argument(
-        "--tensorboard", type=Path, metavar="DIR", help="write curves for TensorBoard to DIR/NAME"
-    )
-    parser.add_argument(
-        "--peak-tflops",
-        type=positive,
-        metavar="N",
-        help="of the device; MFU is relative to it (known: bfloat16 on some NVIDIA GPUs)",
-    )
     for f in fields(TrainConfig):
         name, text = "--" + f.name.replace("_", "-"), f.metadata["help"]
         if isinstance(f.default, bool):
@@ -84,13 +75,15 @@ def parse_args(argv: list[str] | None) -> Options:
                 default=argparse.SUPPRESS,
                 help=f"{text} (default {f.default})",
             )
-    given = vars(parser.parse_args(argv))
+
+
+def configured(
+    parser: argparse.ArgumentParser, given: dict[str, Any]
+) -> tuple[TrainConfig, Path, bool]:
+    """The configuration, the folder, and whether to continue the run in it."""
     path, resume = given.pop("runs") / given.pop("name"), given.pop("resume")
-    tensorboard, tflops = given.pop("tensorboard"), given.pop("peak_tflops")
-    peak = None if tflops is None else tflops * 1e12
     if not resume:
-        config = TrainConfig(**TrainConfig(**given).resolved())
-        return Options(config, RunFolder(path), False, tensorboard, peak)
+        return TrainConfig(**TrainConfig(**given).resolved()), path, False
     if not (path / "checkpoint.safetensors").exists():
         parser.error(f"--resume: there is no checkpoint in {path}")
     config = TrainConfig(**json.loads((path / "config.json").read_text()))
@@ -98,7 +91,27 @@ def parse_args(argv: list[str] | None) -> Options:
     other = [f"--{key.replace('_', '-')}" for key in given if given[key] != stored[key]]
     if other:
         parser.error(f"--resume: {', '.join(other)} differs from what the run was started with")
-    return Options(config, RunFolder(path), True, tensorboard, peak)
+    return config, path, True
+
+
+def parse_args(argv: list[str] | None) -> Options:
+    """What a command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="write curves for TensorBoard to DIR/NAME"
+    )
+    parser.add_argument(
+        "--peak-tflops",
+        type=positive,
+        metavar="N",
+        help="of the device; MFU is relative to it (known: bfloat16 on some NVIDIA GPUs)",
+    )
+    add_options(parser)
+    given = vars(parser.parse_args(argv))
+    tensorboard, tflops = given.pop("tensorboard"), given.pop("peak_tflops")
+    config, path, resume = configured(parser, given)
+    peak = None if tflops is None else tflops * 1e12
+    return Options(config, RunFolder(path), resume, tensorboard, peak)
 
 
 def make_exact(device: str) -> None:

@@ -1,0 +1,53 @@
+"""Sharding of the models by their layers."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from torch.distributed.fsdp import fully_shard
+
+from opfuser import Sequential
+from opfuser.errors import ArgumentError, explain
+
+__all__ = ["shard_layers"]
+
+Model = TypeVar("Model", bound=Sequential)
+
+
+def shard_layers(model: Model, **arguments: Any) -> Model:
+    """``model`` with sharded parameters: each layer is a unit, what is around them another one.
+
+    Applies torch's ``fully_shard`` to each module of ``model.layers``, then to ``model``, and
+    returns it. A layer, an attention block and a feed-forward block, is planned and fused as
+    before. Between two layers nothing is fused, since torch gathers the parameters of each there;
+    nor do channels reach into them, see :class:`opfuser.errors.ChannelError`. What lies in front of
+    the layers and behind them, a tied head too, stays in one group each, with a fused head and
+    loss.
+
+    Args:
+        model: of :func:`opfuser.models.decoder_lm`, ``text_encoder`` or ``image_encoder``, or any
+            other Sequential with a Sequential of units named ``layers``. It may be on the meta
+            device: ``to_empty`` and the initial values follow then, as torch describes.
+        **arguments: of ``fully_shard``, the same for all units: ``mesh``, ``mp_policy``,
+            ``reshard_after_forward`` and so on. Without a mesh all processes share each parameter.
+
+    Raises:
+        ArgumentError: there is no Sequential named ``layers`` in ``model``.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models", 2019, arXiv 1910.02054.
+    """
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, Sequential):
+        raise ArgumentError(
+            explain(
+                "The layers of a model must be a Sequential named layers",
+                where="shard_layers",
+                received=f"{type(model).__name__} with {type(layers).__name__}",
+                remedy="Call torch's fully_shard for each unit, then for the model",
+            )
+        )
+    for layer in layers:
+        fully_shard(layer, **arguments)
+    fully_shard(model, **arguments)
+    return model
