@@ -19,7 +19,7 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -183,10 +183,20 @@ def main(argv: list[str] | None = None) -> int:
         rank=rank,
         world_size=ranks,
     )
-    status = train(*arguments)
-    dist.destroy_process_group()
-    return status
+    return train(*arguments)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process once all are done, without torch's teardown.
+
+    That has aborted a process whose work was done ("terminate called without an active exception"),
+    which torchrun takes for a lost worker.
+    """
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -187,7 +187,7 @@ def update_or_die(self, first):
 
 
 example.DistributedTrainer.update = update_or_die
-sys.exit(example.main())
+example.leave(example.main())
 """
 
 
