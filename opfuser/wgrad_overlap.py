@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .errors import ArgumentError, explain
 
-__all__ = ["OverlappedPass", "Side", "WgradOverlap", "compute", "issue", "overlap_wgrad"]
+__all__ = ["OverlappedPass", "Side", "WgradOverlap", "compute", "overlap_wgrad"]
 
 # GEMMs that may be on their way at a time. Their operands stay in memory, and are not overwritten.
 IN_FLIGHT = 2
@@ -104,7 +104,10 @@ class OverlappedPass:
 
 
 def compute(work: Callable[[], T]) -> T:
-    """What ``work`` returns, a gradient or several, which the pass under way must not read."""
+    """What ``work`` returns: a gradient or several; or nothing, where it writes them itself.
+
+    The pass under way must not read them.
+    """
     if torch.compiler.is_compiling():
         return work()
     overlap = _under_way.overlap
@@ -113,11 +116,6 @@ def compute(work: Callable[[], T]) -> T:
     if overlap is None or overlap.node is not torch._C._current_autograd_node():
         return work()
     return overlap.run(work)
-
-
-def issue(work: Callable[[], None]) -> None:
-    """Does ``work``, which writes gradients that the pass under way must not read."""
-    compute(work)
 
 
 class WgradOverlap:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import gemm
 from ..errors import InputError, explain
-from ..wgrad_overlap import compute, issue
+from ..wgrad_overlap import compute
 from ._autograd_state import Destination, destination
 from ._weight_grad import ScaledProduct, fitting_grad, grad_buffer, main_grad_buffer, mark_added
 
@@ -169,7 +169,7 @@ class GroupedWgrad(NamedTuple):
         if self.stacked and buffers[0] is not None:
             whole, add = buffers[0]
             buffers = [(matrix, add) for matrix in whole]
-        issue(lambda: self.product.write(buffers))
+        compute(lambda: self.product.write(buffers))
 
 
 class DelayedWgrads:

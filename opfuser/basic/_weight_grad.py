@@ -16,7 +16,7 @@ from ..kernels.quantize import Codes
 from ..kernels.scalar import cast
 from ..quantization.weights import is_fp8
 from ..recording import assume, callers_stream, is_recording, repeat
-from ..wgrad_overlap import compute, issue
+from ..wgrad_overlap import compute
 from ._autograd_state import Destination, backward_pass, destination, is_first_write, note_forward
 
 __all__ = [
@@ -263,7 +263,7 @@ def into_grad(gradient: Product, weight: nn.Parameter | None) -> Tensor | None:
         assume(lambda: _address(grad_buffer(weight, like)))
     if grad is None:
         return compute(gradient.value)
-    issue(lambda: gradient.write(grad, accumulate=True))
+    compute(lambda: gradient.write(grad, accumulate=True))
     return None
 
 
@@ -327,5 +327,5 @@ def into_main_grad(
     if goes is not Destination.ACCUMULATED:  # or the weight of now is not that of forward
         return compute(gradient.value)
     buffer, accumulate = main_grad_buffer(weight, where)
-    issue(lambda: gradient.write(buffer, accumulate=accumulate))
+    compute(lambda: gradient.write(buffer, accumulate=accumulate))
     return mark_added(weight)
