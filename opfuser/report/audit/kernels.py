@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import operator
 from typing import Literal, NamedTuple
 
 import torch
 
 import opfuser
+
+from ...libraries import installed
 
 __all__ = ["KNOWN", "Existing", "Kernel", "Recommendation", "advice", "look_up"]
 
@@ -43,7 +44,7 @@ class Kernel(NamedTuple):
         own = {"torch": torch, "opfuser": opfuser}
         package, _, rest = self.symbol.partition(".")
         if package not in own:
-            return importlib.util.find_spec(package) is not None
+            return installed(package)
         try:
             operator.attrgetter(rest)(own[package])
         except AttributeError:
