@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 Call = Callable[[], Any]
 
@@ -187,20 +185,3 @@ def extra_bytes(call: Call, device: torch.device) -> int | None:
     held = torch.cuda.memory_allocated(device)
     del results
     return torch.cuda.max_memory_allocated(device) - held
-
-
-@contextmanager
-def saved_bytes(leave_out: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
-    """Bytes that autograd saves for backward: each storage once, without those of ``leave_out``."""
-    known = {t.untyped_storage().data_ptr() for t in leave_out}
-    # Referring to the storages keeps their addresses unique.
-    seen: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            seen[storage.data_ptr()] = storage
-        return tensor.detach()  # an output that its own node refers to would never be freed
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(storage.nbytes() for storage in seen.values())

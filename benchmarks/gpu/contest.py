@@ -27,6 +27,7 @@ from benchmarks.gpu.problem import (
     Within,
 )
 from benchmarks.gpu.reserved import peak_reserved, reserved
+from opfuser.report.bench import saved_bytes
 
 COPY = "copy of as many bytes"
 MOST_SETS = 64
@@ -73,7 +74,7 @@ def checked(
         if not error <= tolerance:
             raise AssertionError(f"the result is off by {error:.2g}, {tolerance:.2g} is allowed")
         args = leaves(problem, inputs)
-        with timing.saved_bytes(problem.parameters) as saved:
+        with saved_bytes(problem.parameters) as saved:
             outputs = function(*args)
         kept = saved()
         del outputs, step

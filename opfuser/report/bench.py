@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -177,7 +177,7 @@ class _Runner:
 
     def saved(self) -> int:
         model = self._target.model
-        with _saved_bytes([*model.parameters(), *model.buffers()]) as count:
+        with saved_bytes([*model.parameters(), *model.buffers()]) as count:
             self.step()
         return count()
 
@@ -239,7 +239,7 @@ def _spread(times: list[float]) -> Spread:
 
 
 @contextmanager
-def _saved_bytes(leave_out: list[Tensor]) -> Iterator[Callable[[], int]]:
+def saved_bytes(leave_out: Iterable[Tensor]) -> Iterator[Callable[[], int]]:
     """Bytes that autograd saves inside: each storage once, without those of ``leave_out``."""
     known = {t.untyped_storage().data_ptr() for t in leave_out}
     # Referring to the storages keeps their addresses unique.

@@ -23,6 +23,7 @@ from benchmarks.gpu.small import with_share_of_time
 from benchmarks.gpu.small_problems import ENTRIES, FIRST, GRAPHED
 from benchmarks.gpu.torch_models import share
 from examples.lm_recipes import RECIPES
+from opfuser.report.bench import saved_bytes
 
 # Whichever test is the first of a process gets the warning.
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -403,7 +404,7 @@ def test_step_may_end_with_an_optimizer() -> None:
 
 def test_saved_bytes_counts_storages_once_and_no_parameters() -> None:
     x, w = torch.randn(3, 4, requires_grad=True), nn.Parameter(torch.randn(4))
-    with timing.saved_bytes([w]) as saved:
+    with saved_bytes([w]) as saved:
         y = (x * w) * x  # saves x twice and the product
     assert saved() == 2 * 3 * 4 * 4
     y.sum().backward()
