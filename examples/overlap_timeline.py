@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import opfuser
 
 GEMM = ("gemm", "nvjet", "cutlass", "cublas")
+WAITING, CYCLES = "spin_kernel", 20_000_000  # some 10 ms
 COLOURS = {"GEMM": "#3b6fb6", "other": "#c9793a"}
 
 
@@ -38,11 +39,11 @@ class Kernel(NamedTuple):
 
 
 def kernels(trace: dict[str, Any]) -> list[Kernel]:
-    """The kernels of a trace of torch.profiler, in order; time begins with the first."""
+    """The kernels of a trace, in order, but for the one that holds them; the first starts at 0."""
     found = [
         Kernel(e["name"], int(e["args"]["stream"]), float(e["ts"]), float(e["dur"]))
         for e in trace["traceEvents"]
-        if e.get("cat") == "kernel"
+        if e.get("cat") == "kernel" and WAITING not in e["name"]
     ]
     found.sort(key=lambda kernel: kernel.start)
     return [k._replace(start=k.start - found[0].start) for k in found]
@@ -77,14 +78,19 @@ def picture(passes: dict[str, list[Kernel]]) -> Figure:
 
 
 def backward_kernels(model: nn.Module, x: torch.Tensor) -> list[Kernel]:
-    """Those of the third backward pass."""
+    """Those of the third backward pass, and of the second one that is profiled.
+
+    They wait for a kernel of some milliseconds, so that the GPU never waits for the host.
+    """
+    model(x).sum().backward()
     for _ in range(2):
-        model(x).sum().backward()
-    loss = model(x).sum()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        loss.backward()
+        loss = model(x).sum()
         torch.cuda.synchronize()
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities, acc_events=True) as profiler:
+            torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
+            loss.backward()
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))

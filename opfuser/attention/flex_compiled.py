@@ -223,7 +223,10 @@ def _made(kind: _Kind, differentiable: bool, earlier: _Compiled | None) -> _Comp
     known = None if earlier is None else earlier.forward
     forward, backward = known or _compile(passes[0]), None
     x, given = _example(kind)
-    with _neutral(kind.device):
+    # What is marked is dynamic, and nothing else: Dynamo takes all kinds and both passes for one
+    # function, and would make dynamic what differs between them, such as the number of heads.
+    static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
+    with _neutral(kind.device), static:
         y, logsumexp = forward(*x, *_tensors(given))
         if differentiable:
             backward = _compile(passes[1])

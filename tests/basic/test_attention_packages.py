@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opfuser import DotProductAttention, Sequential, libraries
-from opfuser.attention import choice, flash_attn, flex_compiled, te
+from opfuser.attention import choice, cudnn_versions, flash_attn, flex_compiled, te
 from opfuser.attention.call import Call, Heads
 from opfuser.attention.choice import KERNELS
 from opfuser.basic import dot_product_attention as module
@@ -274,8 +274,9 @@ def test_after_a_broken_package_comes_the_next(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("packages")
-def test_the_order_of_kernels() -> None:
+def test_the_order_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package is taken where torch has nothing as good, and te by name alone."""
+    monkeypatch.setattr(cudnn_versions, "trouble", lambda: None)
     choice._find.cache_clear()
     for change, kernel in (
         ({"window": True}, "flash"),

@@ -24,7 +24,7 @@ __all__ = ["device", "replaying"]
 
 def ranges_of(call: Callable[[], Any]) -> list[FunctionEvent]:
     """The ranges of a call's steps in its profile, in the order in which they began."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         call()
     own = [e for e in found.events() if e.name.startswith("opfuser::")]
     return sorted(own, key=lambda e: e.time_range.start)
@@ -244,7 +244,8 @@ def test_recording_under_a_profiler_shows_steps_once(replaying: None, device: to
 def test_kernels_of_a_gpu_stand_under_the_steps_that_launched_them() -> None:
     seq, x = model().cuda(), torch.randn(4, 8, device="cuda")
     step(seq, x)()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as found:
         step(seq, x)()
         torch.cuda.synchronize()
     plan = seq.last_plan
@@ -255,7 +256,7 @@ def test_kernels_of_a_gpu_stand_under_the_steps_that_launched_them() -> None:
             for e in found.events()
             if e.name.startswith("opfuser::")
             and e.name.endswith(f".{stage}")
-            and e.device_type is torch.autograd.DeviceType.CPU
+            and e.device_type == torch.autograd.DeviceType.CPU
         ]
         own.sort(key=lambda e: e.time_range.start)
         kinds = [s.fusion or type(s.op).__name__ for s in steps if s.indices]

@@ -19,6 +19,7 @@ def event(name: str, stream: int, start: float, duration: float, cat: str = "ker
 def test_kernels_of_a_trace() -> None:
     trace = {
         "traceEvents": [
+            event("at::cuda::sleep::spin_kernel(long)", 7, 20.0, 89.0),
             event("nvjet_tst", 7, 112.0, 5.0),
             event("norm_backward", 7, 110.0, 2.5),
             event("cudaLaunchKernel", 0, 100.0, 3.0, "cuda_runtime"),

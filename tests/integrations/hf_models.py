@@ -59,7 +59,14 @@ MODELS: dict[str, Callable[..., Any]] = {
     "mistral": lambda **k: causal("Mistral", **{"sliding_window": 4, **k}),
     "qwen2": lambda: causal("Qwen2"),
     "qwen3": lambda **k: causal("Qwen3", head_dim=16, **k),
-    "gemma2": lambda: causal("Gemma2", head_dim=8, sliding_window=4, query_pre_attn_scalar=7),
+    # Up to transformers 5.17 its default, "sdpa", ignores that scores are capped.
+    "gemma2": lambda: causal(
+        "Gemma2",
+        head_dim=8,
+        sliding_window=4,
+        query_pre_attn_scalar=7,
+        attn_implementation="eager",
+    ),
     "gemma3": lambda: causal("Gemma3Text", head_dim=8, sliding_window=4),
     "mixtral": lambda **k: causal("Mixtral", num_local_experts=4, **k),
     "qwen3_moe": lambda: causal("Qwen3Moe", num_experts=4, moe_intermediate_size=16, **TOP_2),

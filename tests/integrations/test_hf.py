@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,25 @@ def test_layers_that_compute_something_else_are_kept(case: str) -> None:
     report = opfuser.hf.apply(model, dry_run=True)
     (entry,) = [entry for entry in report.kept if entry.path == "model.layers.0"]
     assert why in entry.why
+
+
+def test_attention_that_ignores_its_cap_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that by ``sdpa`` of transformers up to 5.17."""
+    functions = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
+
+    def ignoring(*args: Any, softcap: float, **kwargs: Any) -> Any:
+        return sdpa.sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setitem(functions, "sdpa", ignoring)
+    model = MODELS["gemma2"]()
+    model.config._attn_implementation = "sdpa"
+    report = opfuser.hf.apply(model, dry_run=True)
+    assert not paths(report, "layer")
+    assert not paths(report, "attention")
+    assert [e.why for e in report.kept if e.path.endswith("self_attn")] == [
+        "computes something else than a sequence of its modules"
+    ] * 2
 
 
 def test_experts_with_noise_are_kept() -> None:

@@ -228,6 +228,7 @@ def test_channels_keep_apart_there(engine: ModuleType) -> None:
     assert torch.equal(made(x), sequence(x))
 
 
-def test_without_transformer_engine() -> None:
+def test_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(ImportError, match="transformer_engine"):
         to_te(of.Sequential(of.GELU()))

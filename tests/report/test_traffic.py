@@ -158,7 +158,7 @@ def test_launches_are_those_on_a_gpu() -> None:
         step()
     torch.cuda.synchronize()
     activity = torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=[activity]) as profile:
+    with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
     on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]

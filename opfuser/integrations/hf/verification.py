@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,9 +25,11 @@ __all__ = ["Verified", "close", "run", "tables_of", "undisturbed"]
 # the two kinds of GELU differ by 1e-3.
 _TOLERANCE = 1e-4
 # Inputs are small, so that an epsilon counts.
-_SCALE = 0.03
-# Scores of attention become about its square, so that a cap counts.
+_SMALL = 0.03
+# Scores of attention become about its square, so that a cap counts: in a layer, whose norm brings
+# inputs to 1. Those of attention alone are that large, too.
 _GAIN = 3.0
+_SCALES = {"attention": (_SMALL, 1.0)}
 _BATCH, _TOKENS = 2, 5
 _OF_ONE_INPUT = "norm", "mlp", "experts"
 _STATE = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
@@ -101,12 +104,12 @@ class Verified:
         twin = _random_copy(module)
         twin.eval()
         for p in _dropped(twin):
-            for with_mask in (False, True):
+            for with_mask, scale in itertools.product((False, True), _SCALES.get(kind, (_SMALL,))):
                 built = structures.build(
                     kind, twin, choice, self, causal=False if with_mask else None
                 )
                 built.follow()
-                given = _arguments(kind, twin, built, with_mask)
+                given = _arguments(kind, twin, built, with_mask, scale)
                 try:
                     expected = type(twin).forward(twin, **given)
                 # Whatever a module of somebody else raises when it is called so.
@@ -245,10 +248,12 @@ def _is_dropout(module: nn.Module, name: str) -> bool:
     return "dropout" in name or (isinstance(module, nn.Dropout) and name == "p")
 
 
-def _arguments(kind: str, twin: nn.Module, built: Built, with_mask: bool) -> dict[str, Any]:
+def _arguments(
+    kind: str, twin: nn.Module, built: Built, with_mask: bool, scale: float
+) -> dict[str, Any]:
     """What the copy's forward is called with."""
     names = list(inspect.signature(type(twin).forward).parameters)[1:]
-    given: dict[str, Any] = {names[0]: _SCALE * torch.randn(_BATCH, _TOKENS, built.features)}
+    given: dict[str, Any] = {names[0]: scale * torch.randn(_BATCH, _TOKENS, built.features)}
     if kind in _OF_ONE_INPUT:
         return given
     given["attention_mask"] = None
@@ -289,7 +294,7 @@ def _norm_formula(module: nn.Module, eps: float) -> str:
     with undisturbed():
         twin = _random_copy(module).eval()
         weight: Any = twin.weight
-        x = _SCALE * torch.randn(7, weight.shape[0])
+        x = _SMALL * torch.randn(7, weight.shape[0])
         x[0] += 1.0
         expected = _result(twin, x)
         for name, make in leaves.NORMS.items():
