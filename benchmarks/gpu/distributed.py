@@ -262,8 +262,9 @@ def compared(own: Contestant, reference: Contestant) -> str | None:
     quantised = own.entry.in_fp8
     (losses, norm), (wanted, wanted_norm) = own.first, reference.first
     norm = abs(norm / wanted_norm - 1)
-    loss = max(abs(a / b - 1) for a, b in zip(losses, wanted))
-    if loss <= LOSSES[quantised] and norm <= NORMS[quantised]:  # not so for NaN
+    differences = [abs(a / b - 1) for a, b in zip(losses, wanted)]
+    loss = torch.tensor(differences).max().item()  # NaN if there is one
+    if loss <= LOSSES[quantised] and norm <= NORMS[quantised]:
         return None
     return (
         f"AssertionError: losses are off by {loss:.2g} and the norm of the gradients by "
@@ -294,7 +295,7 @@ def solve(contest: Contest, ranks: Ranks, seconds: float, deadline: float) -> It
             clear(ranks.device)
         if ranks.rank == 0:
             taken = time.monotonic() - began
-            print(f"  {entry.name}, a unit per {entry.unit}: {taken:.1f} s to begin", flush=True)
+            print(f"  {entry.name} {entry.unit}: {taken:.1f} s to begin", flush=True)
         yield rows(contest, contestants, failures)
     began = time.monotonic()
     for n in range(MOST_ROUNDS):
@@ -321,9 +322,10 @@ def rows(
     }
     first = contest.entries[0].name
     for entry in contest.entries:
+        unit = {"unit": entry.unit} if entry.unit else {}
         row: Row = {
             "case": contest.case,
-            "size": {"gpus": contest.gpus, **contest.size, "unit": entry.unit},
+            "size": {"gpus": contest.gpus, **contest.size, **unit},
             "dtype": "bfloat16",
             "pass": STEP,
             "contestant": entry.name,

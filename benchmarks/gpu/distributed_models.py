@@ -70,13 +70,13 @@ class Entry:
 
     Attributes:
         build: makes it, from the same weights and data as all others.
-        unit: what fully_shard gathers at once.
+        unit: what fully_shard gathers at once, where it takes part.
         in_fp8: whether its GEMMs are quantised.
     """
 
     name: str
     build: Callable[[], Training]
-    unit: str = LAYER
+    unit: str = ""
     in_fp8: bool = False
 
     @property
@@ -266,15 +266,15 @@ def llama(setting: Setting, gpus: int) -> Contest:
         return trained(call, root)
 
     entries = [
-        Entry(REFERENCE, in_torch),
-        Entry(OURS, lambda: ours(None)),
-        *(Entry(f"{OURS}, {r}", lambda r=r: ours(r), in_fp8=True) for r in RECIPES),
+        Entry(REFERENCE, in_torch, LAYER),
+        Entry(OURS, lambda: ours(None), LAYER),
+        *(Entry(f"{OURS}, {r}", lambda r=r: ours(r), LAYER, in_fp8=True) for r in RECIPES),
     ]
     if peers.installed(peers.TE):
-        entries.append(Entry(peers.TE, lambda: engine(None)))
-        entries.append(Entry(f"{peers.TE}, delayed", lambda: engine("delayed"), in_fp8=True))
+        entries.append(Entry(peers.TE, lambda: engine(None), LAYER))
+        entries.append(Entry(f"{peers.TE}, delayed", lambda: engine("delayed"), LAYER, in_fp8=True))
     if setting.compiles and gpus > 1:
-        entries.append(Entry(COMPILED_BY_UNIT, compiled))
+        entries.append(Entry(COMPILED_BY_UNIT, compiled, LAYER))
     size = {"layers": layers, "batch": batch, "length": length}
     return Contest("Llama 1B, FSDP2", size, gpus, gpus * batch * length, tuple(entries))
 

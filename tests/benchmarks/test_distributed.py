@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
+ROOT = Path(__file__).parents[2]
 FOLDER = "BENCHMARK_OF_A_TEST"  # set where the results of the first rank are to be
 CHECKS: dict[str, Check] = {}
 
@@ -41,28 +44,31 @@ def every_case(rank: int, ranks: int) -> None:
         distributed.run(args, distributed.Ranks("cpu"))
 
 
-def training(rank: int, scale: float, fails: Callable[[int], bool]) -> Training:
-    """Of one weight, with one gradient on each rank; a call fails if ``fails`` says so of it."""
-    weight = nn.Parameter(torch.tensor([scale]))
+def training(rank: int, weight: nn.Parameter, factor: Callable[[int], float]) -> Training:
+    """Of one weight, with another gradient on each rank; ``factor`` is told which call it is."""
     calls = itertools.count()
 
     def loss() -> Tensor:
-        if fails(next(calls)):
-            raise MemoryError("no room\nat all")
-        return (weight * (rank + 1)).square().sum()
+        return factor(next(calls)) * (weight * (rank + 1)).square().sum()
 
     return Training(loss, (weight,), 4, (weight,))
+
+
+def full(at: int) -> Callable[[int], float]:
+    def factor(call: int) -> float:
+        if call == at:
+            raise MemoryError("no room\nat all")
+        return 1.0
+
+    return factor
 
 
 @check
 def agreement(rank: int, ranks: int) -> None:
     """A contestant that fails on one rank, at any time, fails on all; the others go on."""
 
-    def never(call: int) -> bool:
-        return False
-
-    def entry(name: str, scale: float = 1.0, fails: Callable[[int], bool] = never) -> Entry:
-        return Entry(name, lambda: training(rank, scale, fails))
+    def entry(name: str, factor: Callable[[int], float] = lambda call: 1.0) -> Entry:
+        return Entry(name, lambda: training(rank, nn.Parameter(torch.ones(1)), factor))
 
     def absent() -> Training:
         raise ImportError("of a library")
@@ -70,19 +76,19 @@ def agreement(rank: int, ranks: int) -> None:
     entries = (
         entry("torch"),
         entry("opfuser"),
-        entry("wrong", 2.0),
-        entry("nan", math.nan),
-        Entry("absent on one", absent if rank == 1 else lambda: training(rank, 1.0, never)),
-        entry("full on both", fails=lambda call: call == 1),
-        entry("full later", fails=lambda call: call == 12),
+        entry("wrong", lambda call: 4.0),
+        entry("nan later", lambda call: math.nan if call == 2 else 1.0),
+        Entry("absent on one", absent) if rank == 1 else entry("absent on one"),
+        entry("full on both", full(1)),
+        entry("full later", full(12)),
         entry(COMPILED_BY_UNIT),
     )
     contest = Contest("weights", {"batch": 3}, ranks, 30, entries)
     deadline = time.monotonic() + distributed.LEFT_TO_COMPILE / 2
     *_, found = distributed.solve(contest, distributed.Ranks("cpu"), 0.0, deadline)
     failures = {row["contestant"]: row["failure"] for row in found if "failure" in row}
-    assert "losses are off by 3 and the norm of the gradients by 1;" in failures.pop("wrong")
-    assert "losses are off by nan" in failures.pop("nan")
+    assert "losses are off by 3 and the norm of the gradients by 3;" in failures.pop("wrong")
+    assert "losses are off by nan" in failures.pop("nan later")
     assert failures == {
         "absent on one": "rank 1: ImportError: of a library",
         "full on both": "rank 0: MemoryError: no room",
@@ -92,7 +98,7 @@ def agreement(rank: int, ranks: int) -> None:
     timed = {row["contestant"]: row for row in found if "failure" not in row}
     assert timed.keys() == {"torch", "opfuser"}
     own, other = timed["opfuser"], timed["torch"]
-    assert own["size"] == {"gpus": 2, "batch": 3, "unit": "layer"}
+    assert own["size"] == {"gpus": 2, "batch": 3}
     # Means over ranks of w and of 4 w, before and after AdamW's steps; gradients 2 and 8, summed.
     assert own["losses"][0] == 2.5
     assert own["losses"][1] == pytest.approx(2.5 * (1 - distributed.RATE) ** 2, rel=1e-4)
@@ -128,14 +134,15 @@ def test_every_case_has_figures(outcomes: Outcomes, results: Path) -> None:
         assert row["median_us"] > 0, row
         assert row["device_us"] > 0
         size = row["size"]
-        found.setdefault((row["case"], size["gpus"], size["unit"]), set()).add(row["contestant"])
+        key = row["case"], size["gpus"], size.get("unit", "")
+        found.setdefault(key, set()).add(row["contestant"])
     both = {"torch", "opfuser"}
     in_fp8 = {"opfuser, delayed", "opfuser, predicted"}
     assert found == {
         ("GPT, FSDP2", 2, "layer"): both,
         ("GPT, FSDP2", 2, "block"): both,
         ("Llama 1B, FSDP2", 2, "layer"): both | in_fp8,
-        ("Llama layers, TP + SP", 2, "layer"): both,
+        ("Llama layers, TP + SP", 2, ""): both,
         ("Llama 1B, FSDP2", 1, "layer"): both | in_fp8,
     }
 
@@ -178,3 +185,25 @@ def test_without_a_gpu_it_says_so(
     distributed.main(["--out", str(tmp_path / "none")])
     assert "was not run: there is no CUDA device" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_two_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two CUDA devices")
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    chosen = ["--only", "gpt", "tensor_parallel", "--no-compile", "--seconds", "0"]
+    subprocess.run(
+        [*launched, "benchmarks/gpu/distributed.py", *chosen, "--out", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=300,
+    )
+    rows = json.loads((tmp_path / "distributed.json").read_text())["rows"]
+    own = [row for row in rows if row["contestant"] in ("opfuser", "torch")]
+    assert len(own) == 6
+    for row in own:
+        assert "failure" not in row
+        assert min(row["peak_bytes_of_ranks"]) > 0
