@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import charts
-from benchmarks.gpu import distributed, tables
-from benchmarks.gpu.distributed_models import COMPILED_BY_UNIT, ON_ONE, Contest, Entry, Training
+from benchmarks.gpu import distributed, distributed_contest, tables
+from benchmarks.gpu.distributed_models import ON_ONE
+from benchmarks.gpu.distributed_setting import COMPILED_BY_UNIT, Contest, Entry, Training
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
@@ -66,9 +69,15 @@ def full(at: int) -> Callable[[int], float]:
 @check
 def agreement(rank: int, ranks: int) -> None:
     """A contestant that fails on one rank, at any time, fails on all; the others go on."""
+    weights: list[weakref.ref[nn.Parameter]] = []
 
     def entry(name: str, factor: Callable[[int], float] = lambda call: 1.0) -> Entry:
-        return Entry(name, lambda: training(rank, nn.Parameter(torch.ones(1)), factor))
+        def build() -> Training:
+            weight = nn.Parameter(torch.ones(1))
+            weights.append(weakref.ref(weight))
+            return training(rank, weight, factor)
+
+        return Entry(name, build)
 
     def absent() -> Training:
         raise ImportError("of a library")
@@ -84,8 +93,8 @@ def agreement(rank: int, ranks: int) -> None:
         entry(COMPILED_BY_UNIT),
     )
     contest = Contest("weights", {"batch": 3}, ranks, 30, entries)
-    deadline = time.monotonic() + distributed.LEFT_TO_COMPILE / 2
-    *_, found = distributed.solve(contest, distributed.Ranks("cpu"), 0.0, deadline)
+    deadline = time.monotonic() + distributed_contest.LEFT_TO_COMPILE / 2
+    *_, found = distributed.rows_so_far(contest, distributed.Ranks("cpu"), 0.0, deadline)
     failures = {row["contestant"]: row["failure"] for row in found if "failure" in row}
     assert "losses are off by 3 and the norm of the gradients by 3;" in failures.pop("wrong")
     assert "losses are off by nan" in failures.pop("nan later")
@@ -101,11 +110,13 @@ def agreement(rank: int, ranks: int) -> None:
     assert own["size"] == {"gpus": 2, "batch": 3}
     # Means over ranks of w and of 4 w, before and after AdamW's steps; gradients 2 and 8, summed.
     assert own["losses"][0] == 2.5
-    assert own["losses"][1] == pytest.approx(2.5 * (1 - distributed.RATE) ** 2, rel=1e-4)
+    assert own["losses"][1] == pytest.approx(2.5 * (1 - distributed_contest.RATE) ** 2, rel=1e-4)
     assert own["gradient_norm"] == pytest.approx(10 * math.sqrt(2))
-    assert own["samples"] == distributed.FEWEST_ROUNDS
+    assert own["samples"] == distributed_contest.FEWEST_ROUNDS
     assert own["speedup"] == pytest.approx(other["median_us"] / own["median_us"])
     assert own["tokens_per_s"] == pytest.approx(30 / own["median_us"] * 1e6)
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * (7 if rank == 0 else 6)
     assert own["host_us_per_unit"] == pytest.approx(own["host_us"] / 4)
 
 
