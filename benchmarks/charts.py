@@ -1,8 +1,8 @@
 """PNG charts of what benchmarks/gpu/run.py wrote: ``python benchmarks/charts.py FOLDER``.
 
-Writes ``<part>.png`` beside each ``<part>.json``; for blocks also ``memory.png``, and of what
-benchmarks/gpu/fp8_training.py wrote ``fp8_training.png``. Needs matplotlib, which the extra
-``examples`` installs.
+Writes ``<part>.png`` beside each ``<part>.json``; for blocks also ``memory.png``, for distributed
+also ``distributed_memory.png``, and of what benchmarks/gpu/fp8_training.py wrote
+``fp8_training.png``. Needs matplotlib, which the extra ``examples`` installs.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ CHARTS = (
     Chart("memory", "blocks", "saved_bytes", "MB saved for backward", 1e-6),
     Chart("model", "model", "tokens_per_s", "thousand tokens per second", 1e-3),
     Chart("host", "host", "median_us", "µs of the host's time", passes=("step", "launch")),
+    Chart("distributed", "distributed", "median_us", "ms of a step", 1e-3),
+    Chart("distributed_memory", "distributed", "peak_bytes", "GiB of a GPU at the peak", 2**-30),
 )
 
 

@@ -47,9 +47,9 @@ def synchronize(device: torch.device) -> None:
 class DeviceTimer:
     """Device time per call in seconds; on a CPU, the time of the call."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, longest_stall: float = LONGEST_STALL) -> None:
         self.on_gpu = device.type == "cuda"
-        self.stall = 1e-3
+        self.stall, self.longest_stall = 1e-3, longest_stall
         if self.on_gpu:
             self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.cycles_per_second = self._cycles_per_second()
@@ -75,7 +75,7 @@ class DeviceTimer:
         self.end.record()
         torch.cuda.synchronize()
         # A host slower than the stall leaves gaps: the next sample has a longer stall.
-        self.stall = min(max(self.stall, 2 * host), LONGEST_STALL)
+        self.stall = min(max(self.stall, 2 * host), self.longest_stall)
         return self.start.elapsed_time(self.end) * 1e-3
 
 

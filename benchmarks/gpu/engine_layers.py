@@ -44,13 +44,18 @@ class LayerKind:
 
 
 class EngineLayer(nn.Module):
-    def __init__(self, source: nn.Module, kind: LayerKind) -> None:
+    """The layer with the parameters of ``source``, this rank's where ``options`` say ``tp_size``.
+
+    ``options`` are further arguments of Transformer Engine.
+    """
+
+    def __init__(self, source: nn.Module, kind: LayerKind, **options: Any) -> None:
         super().__init__()
         parameters = list(source.parameters())
         norm, out = parameters[0], parameters[-1 if kind.gated else -2]
         self.layer: Any = engine("TransformerLayer")(
             norm.numel(),
-            out.shape[1],
+            out.shape[1] * options.get("tp_size", 1),
             kind.heads,
             layernorm_epsilon=kind.eps,
             hidden_dropout=0.0,
@@ -61,9 +66,9 @@ class EngineLayer(nn.Module):
             bias=not kind.gated,
             fuse_qkv_params=True,
             qkv_weight_interleaved=False,
-            attn_input_format="bshd",
             params_dtype=norm.dtype,
             device=norm.device,
+            **{"attn_input_format": "bshd", **options},
         )
         names = [n for n in PARAMETERS if not (kind.gated and n.endswith("bias"))]
         for name, parameter in zip(names, parameters, strict=True):

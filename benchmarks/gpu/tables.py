@@ -21,6 +21,7 @@ TITLES = {
     "hugging_face": "Models of transformers",
     "small": "Small models",
     "host": "Host time",
+    "distributed": "Several GPUs",
 }
 MEMORY = {"reserved_bytes": "reserved", "captured_bytes": "captured"}
 
@@ -67,11 +68,18 @@ def cell(row: Row, part: str) -> str:
         extras.append(" / ".join(f"{100 * share:.0f}" for share in shares if share) + "%")
     if row.get("over_floor") and row["contestant"] != "bare GEMMs":
         extras.append(f"{row['over_floor']:.2f} x GEMMs")
-    if part == "small" and row.get("speedup"):
+    if part in ("small", "distributed") and row.get("speedup"):
         extras.append(f"{row['speedup']:.2f} x torch")
     for key, what in MEMORY.items() if part == "small" else ():
         if row.get(key):
             extras.append(f"{row[key] / 2**20:.0f} MiB {what}")
+    if "host_us_per_unit" in row:
+        device, host = row["device_us"] * 1e-3, row["host_us"] * 1e-3
+        extras.append(
+            f"device {device:.1f}, host {host:.1f}, {row['host_us_per_unit']:.0f} us a unit"
+        )
+    if row.get("peak_bytes"):
+        extras.append(f"{row['peak_bytes'] / 2**30:.1f} GiB at the peak")
     if part in ("blocks", "model", "hugging_face") and row.get("saved_bytes"):
         extras.append(f"{row['saved_bytes'] / 2**20:.0f} MiB saved")
     return text + (f" ({', '.join(extras)})" if extras else "")
