@@ -15,7 +15,7 @@ from ..kernels.norm_quantized import (
     norm_cols_quantized,
     norm_forward_quantized,
 )
-from ..kernels.quantize import Codes, Scaling
+from ..kernels.quantize import Codes, MeasuredScaling, Scaling
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from ..quantization.quantizers import QuantizedTensor, Quantizer, scalings
 from ._dtypes import check_parameter_dtype
@@ -160,8 +160,8 @@ class Norm(BasicOperation):
         if quantizer is None:
             y, total, mean, rstd = norm_forward(*args)
         else:
-            y, total, mean, rstd = _quantized(args, quantizer)
-            y = QuantizedTensor(y, x.shape, x.dtype)
+            (y, total, mean, rstd), amax = _quantized(args, quantizer)
+            y = QuantizedTensor(y, x.shape, x.dtype, amax)
         if flat:
             y = y.view_as(x) if quantizer is None else y
             leading = x.shape[: -len(self.normalized_shape)]
@@ -255,8 +255,12 @@ class Norm(BasicOperation):
         return y.view_as(x)
 
     def recompute_quantized(self, ctx: OperationContext, quantizer: Quantizer) -> QuantizedTensor:
-        """As :meth:`recompute`, by columns, which is all that ``quantizer`` wants."""
+        """As :meth:`recompute`, by columns, which is all that ``quantizer`` wants.
+
+        Not measured again where :meth:`save_amax` has saved the largest value.
+        """
         x, mean, rstd = self._saved(ctx)
+        seen = ctx.saved_tensors[2 + self.with_mean :]
         weight, bias = _vectors(*_parameters(ctx))
         zero_centered = (ctx.settings or self.frozen_settings(ctx)).zero_centered_gamma
         rows = side_by_side(as_rows(x, self._cols))
@@ -267,15 +271,27 @@ class Norm(BasicOperation):
             codes: Codes = norm_cols_quantized(*args, scaling)
             return codes
 
-        (scaling,) = scalings([quantizer], x, run)
+        if seen:
+            scaling = quantizer.operands.from_amax(quantizer.role, *seen)
+        else:
+            (scaling,) = scalings([quantizer], x, run)
         return QuantizedTensor(run(scaling), x.shape, x.dtype)
+
+    def save_amax(self, ctx: OperationContext, y: QuantizedTensor | Tensor) -> None:
+        """In forward, saves what of ``y`` the same codes in another layout are made from.
+
+        For a joint fusion, whose own backward alone reads it: fields of ``Saved`` come first.
+        """
+        if ctx.requires_grad and isinstance(y, QuantizedTensor) and y.amax is not None:
+            assert ctx.to_save is not None
+            ctx.to_save = *ctx.to_save, y.amax
 
     def _saved(self, ctx: OperationContext) -> tuple[Tensor, Tensor | None, Tensor]:
         """Input, mean and rstd."""
         if self.with_mean:
-            x, mean, rstd = ctx.saved_tensors
+            x, mean, rstd = ctx.saved_tensors[:3]
             return x, mean, rstd
-        x, rstd = ctx.saved_tensors
+        x, rstd = ctx.saved_tensors[:2]
         return x, None, rstd
 
     def extra_repr(self) -> str:
@@ -289,8 +305,8 @@ def _parameters(ctx: OperationContext) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _quantized(args: Any, quantizer: Quantizer) -> QuantizedNorm:
-    """The norm by rows."""
+def _quantized(args: Any, quantizer: Quantizer) -> tuple[QuantizedNorm, Tensor | None]:
+    """The norm by rows, and its largest value, if the scale comes from that."""
     total: Tensor | None = None
 
     def measure(scaling: Scaling) -> None:
@@ -303,7 +319,7 @@ def _quantized(args: Any, quantizer: Quantizer) -> QuantizedNorm:
         result = norm_forward_quantized(*args, scaling)
     else:  # there is the sum already
         result = norm_forward_quantized(total, None, *args[2:], scaling)._replace(total=total)
-    return result
+    return result, scaling.amax if isinstance(scaling, MeasuredScaling) else None
 
 
 def _vectors(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

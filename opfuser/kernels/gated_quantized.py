@@ -25,6 +25,7 @@ from .gated_quantized_plain import (
 )
 from .launch import DTYPES, Launch, has_fp8
 from .quantize import (
+    ScaleKind,
     Tile,
     add_up,
     dequantize,
@@ -32,8 +33,17 @@ from .quantize import (
     empty_codes,
     empty_sums,
     quantize,
+    scale_and_raised,
+    scale_kind,
 )
-from .quantize_plain import BLOCK, BlockScaling, Codes, Scaling, TensorScaling
+from .quantize_plain import (
+    BLOCK,
+    BlockScaling,
+    Codes,
+    MeasuredScaling,
+    Scaling,
+    TensorScaling,
+)
 from .tiling import rows_of
 
 __all__ = [
@@ -71,21 +81,21 @@ def _launch(
     up: str | None,
     up_parameters: tuple[float, ...],
     interleave: int,
-    formats: tuple[tuple[str, int], ...],
+    kinds: tuple[ScaleKind, ...],
+    square_cols: bool,
     itemsize: int,
     even: bool,
 ) -> Launch:
     constants = product_constants(gate, gate_parameters, up, up_parameters, interleave)
-    constants.update(formats)
+    for kind, prefix in zip(kinds, ("", "H_")):
+        constants.update(kind.constants(prefix))
+        if prefix or kernel.endswith("_by_blocks"):  # of both scales, or of none
+            del constants[f"{prefix}MEASURED"]
+    if kernel == "backward_by_blocks":
+        ahead = (_STAGES, _COL_STAGES) if itemsize == 2 else (1, 1)  # else they spill
+        constants.update(H_SQUARE_COLS=square_cols, STEP=_STEP, COL_STEP=_COL_STEP)
+        constants.update(STAGES=ahead[0], COL_STAGES=ahead[1])
     return tile.launch(f"gated_quantized:{kernel}", constants, itemsize, even, interleave)
-
-
-def _formats(scaling: Scaling, prefix: str = "") -> tuple[tuple[str, bool], ...]:
-    """What ``scaling`` says about codes, as constants of a launch."""
-    e5m2 = f"{prefix}E5M2", scaling.dtype == torch.float8_e5m2
-    if isinstance(scaling, BlockScaling):
-        return e5m2, (f"{prefix}POWER_OF_TWO", scaling.power_of_two)
-    return (e5m2,)
 
 
 def _launch_forward(
@@ -107,9 +117,10 @@ def _launch_forward(
         if want_x:
             _, x_rows, _ = empty_codes(x, width, SAVED.dtype, True, False)
             x_scale, _ = empty_block_scales(x, width, True, False)
-        how = scaling.scale, rows, row_scale, scaling.amax, x_rows, x_scale
-    even = _FORWARD.even(count, features)
-    launch = _launch(kernel, _FORWARD, *spec[1:], _formats(scaling), x.element_size(), even)
+        scale, amax = scale_and_raised(scaling)
+        how = scale, rows, row_scale, amax, x_rows, x_scale
+    even, kinds = _FORWARD.even(count, features), (scale_kind(scaling),)
+    launch = _launch(kernel, _FORWARD, *spec[1:], kinds, False, x.element_size(), even)
     x, stride = rows_of(x)
     grid = (_FORWARD.programs(padded, features), 1, 1)
     launch(grid, (x, readable(bias), *how), (count, padded, features, stride))
@@ -142,15 +153,11 @@ def _launch_backward(
     col_scale: Tensor | None
     h_scale: Tensor | None
     how: tuple[Tensor | None, ...]
-    formats: tuple[tuple[str, int], ...] = (*_formats(dx), *_formats(h, "H_"))
+    squares = isinstance(h, BlockScaling) and h.square_cols
     if isinstance(dx, BlockScaling) or isinstance(h, BlockScaling):
         # Each thread of a warp has four neighbours: a warp has rows for itself, and their maxima.
         tile = Tile(BLOCK, BLOCK, _WARPS, group=_GROUP, access=4 * x.element_size())
         kernel = "backward_by_blocks"
-        squares = isinstance(h, BlockScaling) and h.square_cols
-        formats += ("H_SQUARE_COLS", squares), ("STEP", _STEP), ("COL_STEP", _COL_STEP)
-        ahead = (_STAGES, _COL_STAGES) if x.element_size() == 2 else (1, 1)  # else they spill
-        formats += ("STAGES", ahead[0]), ("COL_STAGES", ahead[1])
         row_scale, col_scale = empty_block_scales(x, width, True, True)
         _, h_scale = empty_block_scales(x, features, False, True, square_cols=squares)
         how = row_scale, col_scale, h_scale
@@ -160,11 +167,13 @@ def _launch_backward(
             tile = _MAXIMA
         row_scale = col_scale = _inverse(dx)
         h_scale = _inverse(h)
-        how = x_scale, dx.scale, h.scale, row_scale, h_scale, dx.amax, h.amax
+        (s, amax), (h_s, h_amax) = scale_and_raised(dx), scale_and_raised(h)
+        how = x_scale, s, h_s, row_scale, h_scale, amax, h_amax
     like = x if x_scale is None else dy.new_empty((0, width))
     sums, parts = empty_sums(like, padded, tile, column_sum)
     even = tile.even(count, features)
-    launch = _launch(kernel, tile, *spec[1:], formats, itemsize, even)
+    kinds = scale_kind(dx), scale_kind(h)
+    launch = _launch(kernel, tile, *spec[1:], kinds, squares, itemsize, even)
     x, x_stride = rows_of(x)
     dy, dy_stride = rows_of(dy)
     tensors = dy, x, readable(bias), rows, cols, h_cols, *how, parts
@@ -176,12 +185,13 @@ def _launch_backward(
 
 
 def _encodes(scaling: Scaling) -> bool:
-    return isinstance(scaling, BlockScaling) or scaling.scale is not None
+    return not isinstance(scaling, TensorScaling) or scaling.scale is not None
 
 
-def _inverse(scaling: TensorScaling) -> Tensor | None:
+def _inverse(scaling: TensorScaling | MeasuredScaling) -> Tensor | None:
     """Memory for ``1 / s``."""
-    return None if scaling.scale is None else torch.empty_like(scaling.scale)
+    scale, _ = scale_and_raised(scaling)
+    return None if scale is None else torch.empty_like(scale)
 
 
 def _takes_forward(
@@ -277,8 +287,8 @@ def gated_backward_quantized(
             dtype of x, of codes in that of dy; accumulated in fp32.
     """
     assert bias is None or spec.up is None
-    assert isinstance(dx, BlockScaling) == isinstance(h, BlockScaling)
-    assert isinstance(dx, TensorScaling) or not dx.square_cols
+    assert type(dx) is type(h)
+    assert not isinstance(dx, BlockScaling) or not dx.square_cols
     assert _encodes(dx) == _encodes(h)
     if isinstance(x, Codes):
         assert x.rows is not None

@@ -17,8 +17,20 @@ from .choice import kernel_or_plain
 from .launch import Launch, has_fp8
 from .norm_launch import FORWARD, RowLaunch, forward_tile, share_of_sum, strided_rows
 from .norm_quantized_plain import QuantizedNorm, cols_quantized_plain, forward_quantized_plain
-from .quantize import Tile, empty_block_scales, empty_codes
-from .quantize_plain import BLOCK, BlockScaling, Codes, Scaling, TensorScaling
+from .quantize import (
+    ScaleKind,
+    Tile,
+    empty_block_scales,
+    empty_codes,
+    scale_and_raised,
+    scale_kind,
+)
+from .quantize_plain import (
+    BLOCK,
+    BlockScaling,
+    Codes,
+    Scaling,
+)
 from .tiling import cdiv, empty_contiguous
 
 __all__ = ["QuantizedNorm", "norm_cols_quantized", "norm_forward_quantized"]
@@ -28,10 +40,6 @@ __all__ = ["QuantizedNorm", "norm_cols_quantized", "norm_forward_quantized"]
 _COLS = Tile(128, 64, 8)
 _COLS_OF_BLOCKS = Tile(BLOCK, BLOCK, 8)  # 36.9 us, 0.65; by 4 warps 41.6, by 16 57.5
 _ACCESS = 16  # bytes that a thread reads at once
-
-
-def _power_of_two(scaling: Scaling) -> bool:
-    return isinstance(scaling, BlockScaling) and scaling.power_of_two
 
 
 def _square_cols(scaling: Scaling) -> bool:
@@ -44,15 +52,13 @@ def _forward_launch(
     with_mean: bool,
     alone: bool,
     zero_centered: bool,
-    dtype: torch.dtype,
-    power_of_two: bool,
+    kind: ScaleKind,
     itemsize: int,
 ) -> RowLaunch:
     rows, block_cols, warps = forward_tile(cols, with_mean, alone)
     constants = {
         "ZERO_CENTERED": zero_centered,
-        "E5M2": dtype == torch.float8_e5m2,
-        "POWER_OF_TWO": power_of_two,
+        **kind.constants(),
         "BLOCK": BLOCK,
         "BLOCK_ROWS": rows,
         "BLOCK_COLS": block_cols,
@@ -65,16 +71,14 @@ def _forward_launch(
 def _cols_launch(
     tile: Tile,
     zero_centered: bool,
-    dtype: torch.dtype,
-    power_of_two: bool,
+    kind: ScaleKind,
     square_cols: bool,
     itemsize: int,
     even: bool,
 ) -> Launch:
     constants = {
         "ZERO_CENTERED": zero_centered,
-        "E5M2": dtype == torch.float8_e5m2,
-        "POWER_OF_TWO": power_of_two,
+        **kind.constants(),
         "SQUARE_COLS": square_cols,
     }
     return tile.launch("norm_quantized:columns", constants, itemsize, even)
@@ -101,9 +105,8 @@ def _launch_forward(
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     launch, block_rows = _forward_launch(
-        cols, with_mean, residual is None, zero_centered, scaling.dtype, _power_of_two(scaling),
-        x.element_size(),
-    )  # fmt: skip
+        cols, with_mean, residual is None, zero_centered, scale_kind(scaling), x.element_size()
+    )
     launch(
         (cdiv(padded, block_rows), 1, 1),
         (x, residual, weight, bias, total, mean, rstd, scale, codes, inverse, amax),
@@ -124,14 +127,14 @@ def _launch_cols(
 ) -> Codes:
     rows, cols, rstd = rstd.numel(), total.shape[-1], rstd.contiguous()
     scale, amax, padded, codes, inverse = _memory(rstd, cols, scaling, by_rows=False)
-    tile = _COLS if isinstance(scaling, TensorScaling) else _COLS_OF_BLOCKS
+    tile = _COLS_OF_BLOCKS if isinstance(scaling, BlockScaling) else _COLS
     x, stride = strided_rows(total)
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     mean = None if mean is None else mean.contiguous()
     launch = _cols_launch(
-        tile, zero_centered, scaling.dtype, _power_of_two(scaling), _square_cols(scaling),
-        x.element_size(), tile.even(rows, cols),
+        tile, zero_centered, scale_kind(scaling), _square_cols(scaling), x.element_size(),
+        tile.even(rows, cols),
     )  # fmt: skip
     launch(
         (tile.programs(padded, cols), 1, 1),
@@ -146,8 +149,8 @@ def _memory(
 ) -> tuple[Tensor | None, Tensor | None, int, Tensor | None, Tensor | None]:
     """Scale and amax, the rows with padding, and memory for codes in one layout and for 1 / s."""
     scale = amax = None
-    if isinstance(scaling, TensorScaling):
-        scale, amax = scaling.scale, scaling.amax
+    if not isinstance(scaling, BlockScaling):
+        scale, amax = scale_and_raised(scaling)
         if scale is None:
             return None, amax, cdiv(rstd.numel(), BLOCK) * BLOCK, None, None
     padded, *layouts = empty_codes(rstd.view(-1), cols, scaling.dtype, by_rows, not by_rows)
@@ -164,7 +167,7 @@ def _memory(
 
 
 def _takes_blocks(scaling: Scaling, cols: int) -> bool:
-    return isinstance(scaling, TensorScaling) or cols % BLOCK == 0
+    return not isinstance(scaling, BlockScaling) or cols % BLOCK == 0
 
 
 def _takes_forward(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .quantize_plain import (
     BLOCK,
     BlockScaling,
     Codes,
+    MeasuredScaling,
     Scaling,
     TensorScaling,
     amax_plain,
@@ -36,11 +37,14 @@ from .quantize_plain import (
     transpose_plain,
 )
 from .tiling import cdiv, empty_contiguous, rows_of
+from .zeros import zero_for
 
 __all__ = [
     "BLOCK",
     "BlockScaling",
     "Codes",
+    "MeasuredScaling",
+    "ScaleKind",
     "Scaling",
     "TensorScaling",
     "Tile",
@@ -56,10 +60,50 @@ __all__ = [
     "quantize_by_blocks",
     "quantize_by_squares",
     "quantize_by_tensor",
+    "scale_and_raised",
     "scale_for",
+    "scale_kind",
     "scales_in_fours",
     "transpose_codes",
 ]
+
+
+class ScaleKind(NamedTuple):
+    """What binaries tell apart of the scales of codes.
+
+    Attributes:
+        dtype: of the codes.
+        measured: whether the scale of a tensor comes from its amax.
+        power_of_two: whether scales that the kernel computes are powers of two.
+    """
+
+    dtype: torch.dtype
+    measured: bool
+    power_of_two: bool
+
+    def constants(self, prefix: str = "") -> dict[str, bool]:
+        """Of a launch."""
+        return {
+            f"{prefix}E5M2": self.dtype == torch.float8_e5m2,
+            f"{prefix}MEASURED": self.measured,
+            f"{prefix}POWER_OF_TWO": self.power_of_two,
+        }
+
+
+def scale_kind(scaling: Scaling) -> ScaleKind:
+    """That of a scaling."""
+    if isinstance(scaling, TensorScaling):
+        return ScaleKind(scaling.dtype, False, False)
+    return ScaleKind(scaling.dtype, isinstance(scaling, MeasuredScaling), scaling.power_of_two)
+
+
+def scale_and_raised(
+    scaling: TensorScaling | MeasuredScaling,
+) -> tuple[Tensor | None, Tensor | None]:
+    """What kernels are given: the scale, or the amax that it comes from; and the amax to raise."""
+    if isinstance(scaling, MeasuredScaling):
+        return scaling.amax, None
+    return scaling.scale, scaling.amax
 
 
 @dataclass(frozen=True)
@@ -141,8 +185,8 @@ def _scales_launch(dtype: torch.dtype, power_of_two: bool) -> Launch:
 
 
 @functools.lru_cache(None)
-def _tensor_launch(tile: Tile, dtype: torch.dtype, itemsize: int, even: bool) -> Launch:
-    return tile.launch("quantize:by_tensor", {"E5M2": dtype == torch.float8_e5m2}, itemsize, even)
+def _tensor_launch(tile: Tile, kind: ScaleKind, itemsize: int, even: bool) -> Launch:
+    return tile.launch("quantize:by_tensor", kind.constants(), itemsize, even)
 
 
 @functools.lru_cache(None)
@@ -176,7 +220,7 @@ def _launch_transpose(codes: Tensor) -> Tensor:
 
 
 def _launch_amax(x: Tensor) -> Tensor:
-    amax, count = x.new_zeros(1, dtype=torch.float32), x.numel()
+    amax, count = zero_for(x), x.numel()
     _amax_launch()((cdiv(count, _AMAX["BLOCK"] * _AMAX["STEPS"]), 1, 1), (x, amax), (count,))
     return amax
 
@@ -230,19 +274,20 @@ def add_up(sums: Tensor | None, parts: Tensor | None) -> None:
 
 def _launch_by_tensor(
     x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
+    scaling: TensorScaling | MeasuredScaling,
     rows: bool,
     cols: bool,
-    amax: Tensor | None,
     column_sum: bool,
 ) -> Codes:
     count, features = x.shape
+    scale, amax = scale_and_raised(scaling)
+    assert scale is not None
     tile = _BOTH if cols or column_sum else _ROWS
-    padded, by_rows, by_cols = empty_codes(x, features, dtype, rows, cols)
+    padded, by_rows, by_cols = empty_codes(x, features, scaling.dtype, rows, cols)
     inverse = torch.empty_like(scale)
     sums, parts = empty_sums(x, padded, tile, column_sum)
-    launch = _tensor_launch(tile, dtype, x.element_size(), tile.even(count, features))
+    even = tile.even(count, features)
+    launch = _tensor_launch(tile, scale_kind(scaling), x.element_size(), even)
     x, stride = rows_of(x)
     tensors = (x, scale, by_rows, by_cols, inverse, amax, parts)
     launch((tile.programs(padded, features), 1, 1), tensors, (count, padded, features, stride))
@@ -363,7 +408,7 @@ def quantize_by_tensor(
         amax: (1,) in fp32, not negative; becomes ``max(amax, max |x|)`` in place, and NaN wins.
         column_sum: whether sums over the rows of x are wanted, accumulated in fp32.
     """
-    codes: Codes = _by_tensor(x, scale, dtype, rows, cols, amax, column_sum)
+    codes: Codes = _by_tensor(x, TensorScaling(scale, dtype, amax), rows, cols, column_sum)
     return codes
 
 
@@ -390,13 +435,10 @@ def quantize_by_blocks(
 def quantize(
     x: Tensor, scaling: Scaling, *, rows: bool, cols: bool, column_sum: bool = False
 ) -> Codes:
-    """Codes of x as a scaling that has its scale, or blocks, says; as the two functions above."""
-    if isinstance(scaling, BlockScaling):
-        codes: Codes = _by_blocks(x, scaling, rows, cols, column_sum)
-        return codes
-    assert scaling.scale is not None
-    codes = _by_tensor(x, scaling.scale, scaling.dtype, rows, cols, scaling.amax, column_sum)
-    return codes  # noqa: RET504  # of type Any
+    """Codes of x as a scaling, which is not without its scale, says; as the functions above."""
+    by = _by_blocks if isinstance(scaling, BlockScaling) else _by_tensor
+    codes: Codes = by(x, scaling, rows, cols, column_sum)
+    return codes
 
 
 def quantize_by_squares(

@@ -15,6 +15,7 @@ __all__ = [
     "BLOCK",
     "BlockScaling",
     "Codes",
+    "MeasuredScaling",
     "Scaling",
     "TensorScaling",
     "amax_plain",
@@ -23,12 +24,12 @@ __all__ = [
     "by_tensor_plain",
     "dequantize",
     "encode",
+    "given_scaling",
     "in_fours",
     "largest",
     "quantize_plain",
     "raise_amax",
     "scale_for_plain",
-    "tensor_codes",
     "transpose_plain",
 ]
 
@@ -86,6 +87,22 @@ class TensorScaling(NamedTuple):
     amax: Tensor | None = None
 
 
+class MeasuredScaling(NamedTuple):
+    """One scale for a tensor, from its largest value: ``quantize.scale_for`` of that.
+
+    Who quantises computes the scale, so that no launch of its own stands between.
+
+    Attributes:
+        amax: (1,) in fp32, ``max |x|``.
+        dtype: of the codes.
+        power_of_two: whether the scale is a power of two.
+    """
+
+    amax: Tensor
+    dtype: torch.dtype
+    power_of_two: bool = False
+
+
 class BlockScaling(NamedTuple):
     """A scale for each 128 neighbours along a row, for columns along a column.
 
@@ -100,7 +117,7 @@ class BlockScaling(NamedTuple):
     square_cols: bool = False
 
 
-Scaling = TensorScaling | BlockScaling
+Scaling = TensorScaling | MeasuredScaling | BlockScaling
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -135,6 +152,14 @@ def scale_for_plain(
     return s.mul_(2.0**-margin) if margin else s
 
 
+def given_scaling(scaling: TensorScaling | MeasuredScaling) -> TensorScaling:
+    """``scaling`` with its scale."""
+    if isinstance(scaling, TensorScaling):
+        return scaling
+    amax, dtype, power_of_two = scaling
+    return TensorScaling(scale_for_plain(amax, dtype, power_of_two), dtype)
+
+
 def encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes of ``x s``, rounded to nearest even, saturating; NaN stays NaN."""
     top = _LARGEST[dtype]
@@ -148,10 +173,18 @@ def _padded(x: Tensor) -> Tensor:
     return pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def tensor_codes(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool, column_sum: bool = False
+def by_tensor_plain(
+    x: Tensor,
+    scaling: TensorScaling | MeasuredScaling,
+    rows: bool,
+    cols: bool,
+    column_sum: bool = False,
 ) -> Codes:
-    """Codes of a matrix with one scale."""
+    """As ``quantize.quantize`` with one scale; without it amax alone is raised."""
+    scale, dtype, amax = given_scaling(scaling)
+    raise_amax(amax, x)
+    if scale is None:
+        return Codes(None, None, None, None, _column_sum(x) if column_sum else None)
     codes = _padded(encode(x, scale, dtype))
     inverse = scale.reciprocal()
     return Codes(
@@ -193,20 +226,6 @@ def _column_sum(x: Tensor) -> Tensor:
     return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
-def by_tensor_plain(
-    x: Tensor,
-    scale: Tensor,
-    dtype: torch.dtype,
-    rows: bool,
-    cols: bool,
-    amax: Tensor | None,
-    column_sum: bool,
-) -> Codes:
-    """As ``quantize.quantize_by_tensor``."""
-    raise_amax(amax, x)
-    return tensor_codes(x, scale, dtype, rows, cols, column_sum)
-
-
 def by_blocks_plain(
     x: Tensor, scaling: BlockScaling, rows: bool, cols: bool, column_sum: bool
 ) -> Codes:
@@ -238,11 +257,7 @@ def quantize_plain(
     """Codes of a matrix as ``scaling`` says; amax is raised."""
     if isinstance(scaling, BlockScaling):
         return by_blocks_plain(x, scaling, rows, cols, column_sum)
-    scale, dtype, amax = scaling
-    raise_amax(amax, x)
-    if scale is None:
-        return Codes(None, None, None, None, _column_sum(x) if column_sum else None)
-    return tensor_codes(x, scale, dtype, rows, cols, column_sum)
+    return by_tensor_plain(x, scaling, rows, cols, column_sum)
 
 
 def by_squares_plain(

@@ -19,14 +19,15 @@ from ..kernels.pointwise import draw_seed
 from ..kernels.quantize import (
     BlockScaling,
     Codes,
+    MeasuredScaling,
     Scaling,
     TensorScaling,
     amax_of,
     dequantize,
     quantize,
     quantize_by_squares,
-    scale_for,
 )
+from ..kernels.zeros import zero_for
 from ..recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -63,11 +64,13 @@ class QuantizedTensor(NamedTuple):
         codes: of the matrix of all rows.
         shape: of the tensor.
         dtype: as said.
+        amax: (1,), its largest value, if the scale of its codes comes from that.
     """
 
     codes: Codes
     shape: torch.Size
     dtype: torch.dtype
+    amax: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -162,14 +165,14 @@ class OperandQuantizer(NamedTuple):
         assert isinstance(recipe, Stateful)
         return state_of(self.op, recipe, amax_group()).known_scaling(role, recipe.dtype(role))
 
-    def from_amax(self, role: str, amax: Tensor) -> TensorScaling:
+    def from_amax(self, role: str, amax: Tensor) -> Scaling:
         """The scaling of an operand that :meth:`given` has none for, from its largest value."""
         recipe, dtype = self.recipe, self.recipe.dtype(role)
         if isinstance(recipe, Float8CurrentScaling):
             params = _params(recipe, role)
             if params.amax_epsilon:
                 amax = amax.clamp_min(params.amax_epsilon)
-            return TensorScaling(scale_for(amax, dtype, power_of_two=params.power_2_scale), dtype)
+            return MeasuredScaling(amax, dtype, params.power_2_scale)
         assert isinstance(recipe, Stateful)
         state = state_of(self.op, recipe, amax_group())
         return TensorScaling(state.learn(role, amax, recipe), dtype, state.amax_seen(role))
@@ -297,7 +300,7 @@ def scalings(
     found = [q.operands.given(q.role) for q in quantizers]
     if None not in found:
         return found  # type: ignore[return-value]
-    seen = [like.new_zeros(1, dtype=torch.float32) for _ in quantizers]
+    seen = [zero_for(like) for _ in quantizers]
     measure(*[TensorScaling(None, q.dtype, m) for q, m in zip(quantizers, seen)])
     return [
         scaling or q.operands.from_amax(q.role, m) for q, scaling, m in zip(quantizers, found, seen)
@@ -316,7 +319,7 @@ def rounded(x: Tensor, role: str, recipe: Recipe) -> Tensor:
     if isinstance(recipe, Float8BlockScaling) and x.shape[-1] % recipe.multiple == 0:
         scaling = BlockScaling(dtype, _params(recipe, role).power_2_scale)
     else:
-        scaling = TensorScaling(scale_for(amax_of(rows), dtype), dtype)
+        scaling = MeasuredScaling(amax_of(rows), dtype)
     codes = quantize(rows, scaling, rows=True, cols=False)
     return QuantizedTensor(codes, x.shape, x.dtype).dequantize()
 

@@ -21,11 +21,11 @@ from ..kernels.launch import FP8
 from ..kernels.quantize import (
     BLOCK,
     Codes,
+    MeasuredScaling,
     amax_of,
     in_fours,
+    quantize,
     quantize_by_squares,
-    quantize_by_tensor,
-    scale_for,
     transpose_codes,
 )
 from ..recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
@@ -183,8 +183,8 @@ def encode_weight(w: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
         made = quantize_by_squares(w, dtype, rows=True, cols=False, power_of_two=powers)
     else:
         amax = amax_of(w)
-        scale = scale_for(amax.clamp_min(epsilon) if epsilon else amax, dtype, power_of_two=powers)
-        made = quantize_by_tensor(w, scale, dtype, rows=True, cols=False)
+        amax = amax.clamp_min(epsilon) if epsilon else amax
+        made = quantize(w, MeasuredScaling(amax, dtype, powers), rows=True, cols=False)
     codes, inverse = made.rows, made.row_scale
     assert codes is not None
     assert inverse is not None

@@ -76,6 +76,7 @@ class ChainNormPart(Part):
             y = norm.op_forward(
                 ctx, total, prev_op_grad_output_quantizer=None, next_op_input_quantizer=quantizer
             )
+            norm.save_amax(ctx, y)
         self._chain.save(first, call, x, kept)
         return y, [*[()] * self._count, *self._norm.extra_outputs(total)]
 

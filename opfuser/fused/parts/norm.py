@@ -59,6 +59,7 @@ class NormPart(Part):
             y = self.norm.op_forward(
                 ctxs[-1], x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=quantizer
             )
+        self.norm.save_amax(ctxs[-1], y)
         return y, self.extra_outputs(x)
 
     def _adds_in_kernel(self, x: Tensor, z: Tensor) -> bool:

@@ -162,6 +162,17 @@ def scale_of(amax, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
+def scale_from(number, E5M2: tl.constexpr, MEASURED: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """The scale of a tensor: ``number``, or, if MEASURED, that of the amax which it is.
+
+    Late, where it is first needed, the division takes no registers beside tiles under way.
+    """
+    if MEASURED:
+        number = scale_of(number, E5M2, POWER_OF_TWO)
+    return number
+
+
+@triton.jit
 def place(RP, C, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, GROUP: tl.constexpr):
     """The tile of this program, by row and column of tiles.
 

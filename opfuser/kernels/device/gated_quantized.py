@@ -22,6 +22,7 @@ from .fp8 import (
     pairs_of,
     place,
     raise_amax,
+    scale_from,
     square_scale_of,
     store_cols,
     store_row,
@@ -136,13 +137,15 @@ def forward(
     x_ptr, bias_ptr, scale_ptr, rows_ptr, inverse_ptr, amax_ptr, x_rows_ptr, x_scale_ptr,
     R, RP, F, x_stride,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
-    INTERLEAVE: tl.constexpr, E5M2: tl.constexpr,
+    INTERLEAVE: tl.constexpr, E5M2: tl.constexpr, MEASURED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
     EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """Codes of ``h s`` by rows and 1 / s, unless there is no s; ``max |h|``; codes of x by rows.
 
-    For those of x F and INTERLEAVE are multiples of TILE_COLS.
+    If MEASURED, scale_ptr has the amax that s comes from. For codes of x F and INTERLEAVE are
+    multiples of TILE_COLS.
     """
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
@@ -160,6 +163,7 @@ def forward(
     if bias_ptr is not None:
         bias = _load_bias(bias_ptr, gates, within, EVEN, TILE_ROWS)
     if scale_ptr is not None:
+        scale = scale_from(scale, E5M2, MEASURED, POWER_OF_TWO)
         tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
     if x_rows_ptr is not None:
         _store_input(
@@ -305,14 +309,16 @@ def backward(
     dx_scale_ptr, h_scale_ptr, dx_inverse_ptr, h_inverse_ptr, dx_amax_ptr, h_amax_ptr, sums_ptr,
     R, RP, F, dy_stride, x_stride,
     GATE: tl.constexpr, GATE_P: tl.constexpr, UP: tl.constexpr, UP_P: tl.constexpr,
-    INTERLEAVE: tl.constexpr, E5M2: tl.constexpr, H_E5M2: tl.constexpr,
+    INTERLEAVE: tl.constexpr, E5M2: tl.constexpr, MEASURED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, H_E5M2: tl.constexpr, H_POWER_OF_TWO: tl.constexpr,
     EVEN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """Codes of dx by rows (RP, 2F) and by columns (2F, RP), of h by columns (F, RP); maxima.
 
-    Without scales there are no codes. Sums of the tiles' columns of dx (T, 2F). Two rows of four at
-    a time, as codes take a quarter of the registers that values do.
+    Without scales there are no codes; MEASURED as in :func:`forward`. Sums of the tiles' columns
+    of dx (T, 2F). Two rows of four at a time, as codes take a quarter of the registers that values
+    do.
 
     With x_scale (2F / TILE_COLS, RP), x is codes by rows, padding included; F and INTERLEAVE are
     multiples of TILE_COLS.
@@ -341,6 +347,8 @@ def backward(
     if bias_ptr is not None:
         bias = _load_bias(bias_ptr, gates, within, EVEN, TILE_ROWS)
     if ENCODES:
+        scale = scale_from(scale, E5M2, MEASURED, POWER_OF_TWO)
+        h_scale = scale_from(h_scale, H_E5M2, MEASURED, H_POWER_OF_TWO)
         tl.store(dx_inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
         tl.store(h_inverse_ptr, inverse_of(h_scale), mask=tl.program_id(0) == 0)
     width = F if UP is None else 2 * F

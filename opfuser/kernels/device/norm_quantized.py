@@ -3,8 +3,9 @@
 Dimensions: R rows, RP of them with padding, D columns. x, residual: (R, D), rows apart by their
 stride; total: (R, D), contiguous; weight, bias: (D,); mean, rstd: (R,). What is None is left out:
 without a scale, which is (1,), every 128 neighbours of a layout have one; without codes, amax alone
-is raised. Formulas are those of ``norm``. Both kernels compute y by the same operations on the same
-numbers, so that its codes are the same in both layouts.
+is raised. If MEASURED, scale_ptr has the amax that the scale comes from. Formulas are those of
+``norm``. Both kernels compute y by the same operations on the same numbers, so that its codes are
+the same in both layouts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .fp8 import (
     pairs_of,
     place,
     raise_amax,
+    scale_from,
     scale_of,
     square_scale_of,
     store_cols,
@@ -61,8 +63,9 @@ def forward(
     scale_ptr, codes_ptr, inverse_ptr, amax_ptr,
     R, RP, D, x_stride, residual_stride,
     eps, share,
-    ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, VEC: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, MEASURED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """``norm.norm_forward`` with codes (RP, D) of y: (BLOCK_ROWS, BLOCK_COLS >= D) per program."""
     # Loaded first, while nothing else waits for memory.
@@ -94,6 +97,7 @@ def forward(
                 BLOCK, BLOCK_ROWS, BLOCK_COLS,
             )  # fmt: skip
         else:
+            scale = scale_from(scale, E5M2, MEASURED, POWER_OF_TWO)
             tl.store(inverse_ptr, inverse_of(scale), mask=first == 0)
             y = tl.where(row < R, y * scale, 0.0)  # also where s is NaN
         codes = codes_of(y, E5M2)
@@ -117,9 +121,9 @@ def _again(x, scale, bias, mean_ptr, rstd_ptr, row, R, within, EVEN: tl.constexp
 def columns(
     x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, scale_ptr, codes_ptr, inverse_ptr, amax_ptr,
     R, RP, D, x_stride,
-    ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    SQUARE_COLS: tl.constexpr, EVEN: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, E5M2: tl.constexpr, MEASURED: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, SQUARE_COLS: tl.constexpr, EVEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Codes (D, RP) of y, a tile per program.
 
@@ -152,6 +156,7 @@ def columns(
             else:
                 scale = col_scale_of(inverse_ptr, sizes, tile_row, D, col, E5M2, POWER_OF_TWO)
         else:
+            scale = scale_from(scale, E5M2, MEASURED, POWER_OF_TWO)
             tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
         y0, y1, y2, y3 = four_times(y0, y1, y2, y3, scale, row, R, EVEN)
         low, high = pairs_of(y0, y1, E5M2), pairs_of(y2, y3, E5M2)

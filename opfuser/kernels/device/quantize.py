@@ -20,6 +20,7 @@ from .fp8 import (
     pairs_of,
     place,
     raise_amax,
+    scale_from,
     scale_of,
     square_scale_of,
     store_cols,
@@ -61,10 +62,13 @@ def amax(x_ptr, amax_ptr, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
 def by_tensor(
     x_ptr, scale_ptr, rows_ptr, cols_ptr, inverse_ptr, amax_ptr, sums_ptr,
     R, RP, C, x_stride,
-    E5M2: tl.constexpr, EVEN: tl.constexpr,
+    E5M2: tl.constexpr, MEASURED: tl.constexpr, POWER_OF_TWO: tl.constexpr, EVEN: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, VEC: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Codes of ``x s``, 1 / s, ``max |x|``, and sums of the tiles' columns (T, C)."""
+    """Codes of ``x s``, 1 / s, ``max |x|``, and sums of the tiles' columns (T, C).
+
+    If MEASURED, scale_ptr has the amax that s comes from.
+    """
     scale = tl.load(scale_ptr)
     tile_row, tile_col = place(RP, C, TILE_ROWS, TILE_COLS, GROUP)
     row = tile_rows(tile_row, TILE_ROWS)
@@ -72,6 +76,7 @@ def by_tensor(
     col = in_row(line, VEC)
     v0, v1, v2, v3 = load_four(x_ptr, row, x_stride, col, R, col < C, EVEN)
     v0, v1, v2, v3 = v0.to(tl.float32), v1.to(tl.float32), v2.to(tl.float32), v3.to(tl.float32)
+    scale = scale_from(scale, E5M2, MEASURED, POWER_OF_TWO)
     tl.store(inverse_ptr, inverse_of(scale), mask=tl.program_id(0) == 0)
     if amax_ptr is not None:
         raise_amax(amax_ptr, largest_of_four(v0, v1, v2, v3))

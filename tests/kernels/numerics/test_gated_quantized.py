@@ -20,10 +20,12 @@ from opfuser.kernels.gated_quantized import (
 from opfuser.kernels.quantize import (
     BlockScaling,
     Codes,
+    MeasuredScaling,
     Scaling,
     TensorScaling,
     dequantize,
     quantize_by_blocks,
+    scale_for,
 )
 from opfuser.kernels.quantize_plain import by_blocks_plain
 from opfuser.kernels.scalar import ScalarFunction
@@ -594,11 +596,44 @@ def test_no_rows(device: torch.device) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("powers", [(False, True), (True, False)])
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("name", ["swiglu", "no linear units"])
+def test_scales_from_largest_values(
+    name: str, saved: bool, powers: tuple[bool, bool], device: torch.device
+) -> None:
+    f = PRODUCTS[name]
+    spec, amaxes = product_spec(f), torch.tensor([[3.7], [0.3]], device=device)
+    x = torch.randn(129, columns(f, 128), device=device).to(torch.bfloat16)
+    dy = torch.randn(129, 128, device=device).to(torch.bfloat16)
+    measured = [
+        MeasuredScaling(amax, dtype, power)
+        for amax, dtype, power in zip(amaxes, (E5M2, E4M3), powers)
+    ]
+    given = [
+        TensorScaling(scale_for(m.amax, m.dtype, power_of_two=m.power_of_two), m.dtype)
+        for m in measured
+    ]
+    made = []
+    for dx, h in (measured, given):
+        call = gated_forward_and_input if saved else gated_forward_quantized
+        forward = call(x, None, spec, h)
+        kept = forward.x if saved else x
+        grads = gated_backward_quantized(dy, kept, None, spec, dx, h, column_sum=True)
+        made.append([forward.h if saved else forward, grads.dx, grads.h])
+    for what, got, want in zip(("forward", "dx", "h"), *made):
+        assert_same(got, want, what)
+    assert_scales(made[0][0].row_scale, inverse(given[1].scale.cpu()))
+    assert_scales(made[0][1].col_scale, inverse(given[0].scale.cpu()))
+    assert amaxes.tolist() == torch.tensor([[3.7], [0.3]]).tolist(), "they are only read"
+
+
 def test_scalings_of_two_kinds_are_refused(device: torch.device) -> None:
     f, one = PRODUCTS["swiglu"], torch.ones(1, device=device)
     x, dy = torch.ones(2, 256, device=device), torch.ones(2, 128, device=device)
     given, alone, blocks = TensorScaling(one, E4M3), TensorScaling(None, E4M3), BlockScaling(E4M3)
-    for pair in ((given, alone), (given, blocks), (blocks, alone)):
+    measured = MeasuredScaling(one, E4M3)
+    for pair in ((given, alone), (given, blocks), (blocks, alone), (given, measured)):
         for dx, h in (pair, pair[::-1]):
             with pytest.raises(AssertionError):
                 gated_backward_quantized(dy, x, None, product_spec(f), dx, h)

@@ -17,9 +17,11 @@ from opfuser.kernels.norm_quantized_plain import QuantizedNorm
 from opfuser.kernels.quantize import (
     BlockScaling,
     Codes,
+    MeasuredScaling,
     Scaling,
     TensorScaling,
     quantize_by_squares,
+    scale_for,
 )
 from tests.kernels.codes import (
     E4M3,
@@ -443,6 +445,24 @@ def test_amax_is_raised(before: float, wins: bool, device: torch.device) -> None
             assert_scales(amax, want)
             if scale is None:
                 assert made == Codes(None, None, None, None, None)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("amax", [3.7, 0.0, INF])
+@pytest.mark.parametrize(("kind", "fp8"), [(LAYER, E4M3), (RMS, E5M2)])
+def test_a_scale_from_the_largest_value(
+    kind: str, fp8: torch.dtype, amax: float, power_of_two: bool, device: torch.device
+) -> None:
+    of, given_ = given(kind, (129, 65), BF16, device, add=True), torch.tensor([amax], device=device)
+    scaling = MeasuredScaling(given_, fp8, power_of_two)
+    want = TensorScaling(scale_for(given_, fp8, power_of_two=power_of_two), fp8)
+    made, by_given = of.forward(scaling), of.forward(want)
+    codes, cols_by_given = of.columns(made, scaling), of.columns(made, want)
+    assert torch.equal(bits(made.y.rows), bits(by_given.y.rows))
+    assert torch.equal(bits(codes.cols), bits(cols_by_given.cols))
+    for got in (made.y.row_scale, codes.col_scale):
+        assert_scales(got, inverse(want.scale.cpu()))
+    assert_scales(given_, torch.tensor([amax]), "it is only read")
 
 
 @pytest.mark.parametrize("add", [False, True])

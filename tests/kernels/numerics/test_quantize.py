@@ -9,8 +9,10 @@ from torch import Tensor
 
 from opfuser.kernels.quantize import (
     Codes,
+    MeasuredScaling,
     amax_of,
     largest,
+    quantize,
     quantize_by_blocks,
     quantize_by_squares,
     quantize_by_tensor,
@@ -140,6 +142,28 @@ def test_one_scale(
 ) -> None:
     x = tensor(*shape, dtype=source, device=device)
     check_by_tensor(x, TOP[dtype] / 3.7, dtype, *wanted)
+
+
+@pytest.mark.parametrize(("dtype", "power_of_two"), [(FORMATS[0], False), (FORMATS[1], True)])
+@pytest.mark.parametrize("amax", [3.7, 0.0, 1e-38, 2.0**126, INF, NAN])
+def test_a_scale_from_the_largest_value(
+    amax: float, dtype: torch.dtype, power_of_two: bool, device: torch.device
+) -> None:
+    x, given = tensor(130, 72, dtype=torch.bfloat16, device=device), torch.tensor([amax])
+    s = expected_scale(amax, dtype, power_of_two)
+    scaling = MeasuredScaling(given.to(device), dtype, power_of_two)
+    codes = padded(expected(x, s, dtype))
+    for rows, cols in WANTED:
+        made = quantize(x, scaling, rows=rows, cols=cols)
+        is_wanted(made, rows, cols)
+        for got, scale, want in (
+            (made.rows, made.row_scale, codes),
+            (made.cols, made.col_scale, codes.t()),
+        ):
+            if got is not None:
+                assert_codes(got, want, dtype)
+                assert_scales(scale, inverse(torch.tensor([s])))
+    assert_scales(scaling.amax, given, "it is only read")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -331,9 +355,9 @@ def test_no_rows(cols: int, device: torch.device) -> None:
 
 def test_blocks_refuse_columns_that_do_not_fill_them(device: torch.device) -> None:
     x = torch.ones(2, 130, device=device)
-    for quantize in (quantize_by_blocks, quantize_by_squares):
+    for quantized in (quantize_by_blocks, quantize_by_squares):
         with pytest.raises(RuntimeError, match="130"):
-            quantize(x, FORMATS[0], rows=True, cols=False)
+            quantized(x, FORMATS[0], rows=True, cols=False)
 
 
 @pytest.mark.gpu

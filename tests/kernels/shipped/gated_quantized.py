@@ -13,7 +13,13 @@ from opfuser.kernels.gated_quantized import (
     gated_forward_and_input,
     gated_forward_quantized,
 )
-from opfuser.kernels.quantize import BlockScaling, Codes, Scaling, TensorScaling
+from opfuser.kernels.quantize import (
+    BlockScaling,
+    Codes,
+    MeasuredScaling,
+    Scaling,
+    TensorScaling,
+)
 from opfuser.kernels.scalar import ScalarFunction
 from tests.kernels.shipping import Family, empty
 
@@ -80,11 +86,14 @@ for name, f, rows, cols, source in (
     read = 1 + 1 / parts  # dy with x
     e4m3, e5m2 = scaling(E4M3, True), scaling(E5M2, True)
     SHIPPED.ship(f"{size} forward", 1 + codes, forward, x, f=f, how=e4m3)
+    m4, m5 = MeasuredScaling(one(), E4M3), MeasuredScaling(one(), E5M2)
+    SHIPPED.ship(f"{size} forward, measured", 1 + codes, forward, x, f=f, how=m4)
     SHIPPED.ship(f"{size} amax of h", 1, forward, x, f=f, how=scaling(E4M3, True, False))
     passes = read + (2 * parts + 1) * codes
     for h_amax in (False, True):
         what = f"{size} backward{' with amax of h' if h_amax else ''}"
         SHIPPED.ship(what, passes, backward, x, f=f, dx=e5m2, h=scaling(E4M3, h_amax))
+    SHIPPED.ship(f"{size} backward, measured", passes, backward, x, f=f, dx=m5, h=m4)
     SHIPPED.ship(
         f"{size} amax of dx and h", read, backward, x,
         f=f, dx=scaling(E5M2, True, False), h=scaling(E4M3, True, False),
@@ -94,6 +103,10 @@ for name, f, rows, cols, source in (
         f"{size} backward with sums", passes + sums, backward, x,
         f=f, dx=e5m2, h=e4m3, bias=parts == 1, column_sum=True,
     )  # fmt: skip
+    SHIPPED.ship(
+        f"{size} backward with sums, measured", passes + sums, backward, x,
+        f=f, dx=m5, h=m4, bias=parts == 1, column_sum=True,
+    )  # fmt: skip
     if parts == 1:
         SHIPPED.ship(f"{size} forward with bias", 1 + codes, forward, x, f=f, how=e4m3, bias=True)
     if cols % 128 == 0 and getattr(f, "interleave", None) in (None, 128):
@@ -102,10 +115,18 @@ for name, f, rows, cols, source in (
             f"{size} forward that saves x", 1 + codes + of_x, forward, x,
             f=f, how=e4m3, bias=parts == 1, saves=True,
         )  # fmt: skip
+        SHIPPED.ship(
+            f"{size} forward that saves x, measured", 1 + codes + of_x, forward, x,
+            f=f, how=m4, bias=parts == 1, saves=True,
+        )  # fmt: skip
         passes = of_x + 1 / parts + (2 * parts + 1) * codes
         SHIPPED.ship(
             f"{size} backward from codes", passes + sums, backward, x,
             f=f, dx=e5m2, h=e4m3, bias=parts == 1, column_sum=True, saved=True,
+        )  # fmt: skip
+        SHIPPED.ship(
+            f"{size} backward from codes with sums, measured", passes + sums, backward, x,
+            f=f, dx=m5, h=m4, bias=parts == 1, column_sum=True, saved=True,
         )  # fmt: skip
         for h_amax in (False, True):
             what = f"{size} backward from codes without sums{' with amax of h' if h_amax else ''}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.norm_quantized import norm_cols_quantized, norm_forward_quantized
-from opfuser.kernels.quantize import BlockScaling, Scaling, TensorScaling
+from opfuser.kernels.quantize import BlockScaling, MeasuredScaling, Scaling, TensorScaling
 from tests.kernels.shipping import Family, empty
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -19,7 +19,7 @@ def one() -> Tensor:
 
 
 SCALINGS: dict[str, Scaling] = {
-    "": TensorScaling(one(), E4M3),
+    "measured": MeasuredScaling(one(), E4M3),
     "with amax": TensorScaling(one(), E4M3, one()),
     "amax alone": TensorScaling(None, E4M3, one()),
     "in blocks": BlockScaling(E4M3),

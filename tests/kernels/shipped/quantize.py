@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.quantize import (
+    MeasuredScaling,
     amax_of,
+    quantize,
     quantize_by_blocks,
     quantize_by_squares,
     quantize_by_tensor,
@@ -22,6 +24,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def by_tensor(x: Tensor, *, dtype: torch.dtype, amax: bool, **how: bool) -> object:
     one = empty(1, dtype=FP32)
     return quantize_by_tensor(x, one, dtype, amax=torch.empty_like(one) if amax else None, **how)
+
+
+def measured(x: Tensor, *, dtype: torch.dtype, **how: bool) -> object:
+    return quantize(x, MeasuredScaling(empty(1, dtype=FP32), dtype), **how)
 
 
 SHIPPED = Family()
@@ -48,9 +54,15 @@ for rows, cols, source in (
         dtype=E5M2, amax=True, column_sum=True, **both,
     )  # fmt: skip
     SHIPPED.ship(f"{size} rows", 1 + layout, by_tensor, x, dtype=E4M3, amax=True, **by_rows)
-    SHIPPED.ship(
-        f"{size} cols", 1 + layout, by_tensor, x, dtype=E4M3, amax=False, rows=False, cols=True
-    )
+    for name, how, layouts in (
+        ("both, with sums", {**both, "column_sum": True}, 2),
+        ("rows", by_rows, 1),
+        ("cols", {"rows": False, "cols": True}, 1),
+    ):
+        SHIPPED.ship(
+            f"{size} {name}, measured", 1 + layouts * layout, measured, x,
+            dtype=E5M2 if layouts == 2 else E4M3, **how,
+        )  # fmt: skip
     if cols == 4096:
         for name, how, layouts in (
             ("both", {**both, "power_of_two": False}, 2),
