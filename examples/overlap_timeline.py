@@ -73,7 +73,7 @@ def picture(passes: dict[str, list[Kernel]]) -> Figure:
     axes.set_xlabel("microseconds")
     for kind, colour in COLOURS.items():
         axes.bar(0, 0, color=colour, label=kind)
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(COLOURS), frameon=False)
     return figure
 
 

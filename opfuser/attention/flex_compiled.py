@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import types
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -148,16 +149,19 @@ def _neutral(device: torch.device) -> Iterator[None]:
             yield
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled as a graph that only AOTAutograd traces, as those of the engine."""
+def _compile(function: Callable[..., Any], kind: _Kind) -> Callable[..., Any]:
+    """A pass of a kind, compiled as a graph that AOTAutograd alone traces, as those of the engine."""
     torch.compiler.allow_in_graph(function)
 
     def opfuser_attention(*tensors: Tensor) -> Any:
         return function(*tensors)
 
-    # Dynamo counts compilations by code object, and gives up after eight: each kind has its own.
+    # Dynamo counts compilations by code object, and gives up after eight; it makes dynamic what
+    # differs between calls of a name, and torch 2.11 compiles no dynamic number of heads. So each
+    # pass of a kind has its own.
+    number = zlib.crc32(repr((function.__name__, kind)).encode())
     own = types.FunctionType(
-        opfuser_attention.__code__.replace(),
+        opfuser_attention.__code__.replace(co_name=f"opfuser_attention_{number:08x}"),
         opfuser_attention.__globals__,
         closure=opfuser_attention.__closure__,
     )
@@ -221,15 +225,12 @@ def _dynamic(t: Tensor, sizes: dict[int, int]) -> Tensor:
 def _made(kind: _Kind, differentiable: bool, earlier: _Compiled | None) -> _Compiled:
     passes = _passes(kind)
     known = None if earlier is None else earlier.forward
-    forward, backward = known or _compile(passes[0]), None
+    forward, backward = known or _compile(passes[0], kind), None
     x, given = _example(kind)
-    # What is marked is dynamic, and nothing else: Dynamo takes all kinds and both passes for one
-    # function, and would make dynamic what differs between them, such as the number of heads.
-    static = torch._dynamo.config.patch(automatic_dynamic_shapes=False)
-    with _neutral(kind.device), static:
+    with _neutral(kind.device):
         y, logsumexp = forward(*x, *_tensors(given))
         if differentiable:
-            backward = _compile(passes[1])
+            backward = _compile(passes[1], kind)
             of_queries = {0: kind.batch, 2: kind.queries}
             kept = [_dynamic(t.detach(), of_queries) for t in (y, logsumexp)]
             dy = _dynamic(_rows(torch.zeros_like(y)), of_queries)

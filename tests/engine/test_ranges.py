@@ -248,20 +248,15 @@ def test_kernels_of_a_gpu_stand_under_the_steps_that_launched_them() -> None:
     with profile(activities=activities, acc_events=True) as found:
         step(seq, x)()
         torch.cuda.synchronize()
-    plan = seq.last_plan
-    assert plan is not None
-    for stage, steps in (("forward", plan.forward), ("backward", plan.backward[::-1])):
-        own = [
-            e
-            for e in found.events()
-            if e.name.startswith("opfuser::")
-            and e.name.endswith(f".{stage}")
-            and e.device_type == torch.autograd.DeviceType.CPU
-        ]
-        own.sort(key=lambda e: e.time_range.start)
-        kinds = [s.fusion or type(s.op).__name__ for s in steps if s.indices]
-        assert [e.name.split("::")[-1] for e in own] == [f"{kind}.{stage}" for kind in kinds]
-        assert all(e.device_time_total > 0 for e in own)
+    ranges = [e for e in found.events() if e.name.startswith("opfuser::")]
+    of_device = {
+        device: [e for e in ranges if e.device_type == device]
+        for device in (torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA)
+    }
+    of_host, of_gpu = ([e.name for e in own] for own in of_device.values())
+    assert len(of_host) == 8
+    assert sorted(of_gpu) == sorted(of_host)
+    assert all(e.time_range.elapsed_us() > 0 for e in ranges)
 
 
 @pytest.mark.gpu
