@@ -150,7 +150,7 @@ def _neutral(device: torch.device) -> Iterator[None]:
 
 
 def _compile(function: Callable[..., Any], kind: _Kind) -> Callable[..., Any]:
-    """A pass of a kind, compiled as a graph that AOTAutograd alone traces, as those of the engine."""
+    """A pass of a kind, compiled as a graph that only AOTAutograd traces, like the engine's."""
     torch.compiler.allow_in_graph(function)
 
     def opfuser_attention(*tensors: Tensor) -> Any:
