@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opfuser import Sequential
 from opfuser.errors import ArgumentError, explain
@@ -30,6 +31,8 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
             device: ``to_empty`` and the initial values follow then, as torch describes.
         **arguments: of ``fully_shard``, the same for all units: ``mesh``, ``mp_policy``,
             ``reshard_after_forward`` and so on. Without a mesh all processes share each parameter.
+            ``mp_policy.output_dtype`` is that of the model's output: layers hand on what they
+            compute, which the next one would cast back.
 
     Raises:
         ArgumentError: there is no Sequential named ``layers`` in ``model``.
@@ -47,7 +50,9 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
                 remedy="Call torch's fully_shard for each unit, then for the model",
             )
         )
+    policy: MixedPrecisionPolicy | None = arguments.get("mp_policy")
+    inside = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
     for layer in layers:
-        fully_shard(layer, **arguments)
+        fully_shard(layer, **{**arguments, **inside})
     fully_shard(model, **arguments)
     return model
