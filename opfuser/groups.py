@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -296,7 +297,10 @@ def join_plans(
             why = _WHY[cut.split]
             if cut.split == "FORWARD" and isinstance(cut.callee, FusibleOperation):
                 why = cut.callee.own_forward() or why
-            cuts[len(scanned)] = Refusal(cut.split, f"{type(cut.callee).__name__} {why}")
+            code = cut.split
+            if _is_sharded(cut.callee):
+                code, why = "COMMUNICATION", _GATHERED
+            cuts[len(scanned)] = Refusal(code, f"{type(cut.callee).__name__} {why}")
         before = group
         if not plans:
             step = Step(cast(nn.Module, group.callee), ())
@@ -351,6 +355,13 @@ _WHY = {
     "FORWARD": "has a forward of its own",
     "GROUP_SPLIT": "stands between",
 }
+_GATHERED = "is a unit of fully_shard, whose parameters are gathered when it is called"
+
+
+def _is_sharded(module: object) -> bool:
+    """Whether ``module`` is a unit of torch's ``fully_shard``, which is not imported for this."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _shift(step: Step, first: int) -> Step:

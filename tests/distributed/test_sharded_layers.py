@@ -74,6 +74,11 @@ def decoder(rank: int, ranks: int) -> None:
         plan = model.last_plan
         assert plan.fused("forward")["linear_cross_entropy"] == 1
         assert plan.fused("backward")["norm_linear"] == 6
+        costs = [no for _, no in plan.record("forward_add_rms_norm").refusals]
+        assert [str(no) for no in costs] == [
+            "COMMUNICATION: FSDPSequential is a unit of fully_shard, whose parameters are gathered "
+            "when it is called"
+        ] * 3
 
 
 @check
