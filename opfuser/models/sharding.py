@@ -20,10 +20,10 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
 
     Applies torch's ``fully_shard`` to each module of ``model.layers``, then to ``model``, and
     returns it. A layer, an attention block and a feed-forward block, is planned and fused as
-    before. Between two layers nothing is fused, since torch gathers the parameters of each there;
-    nor do channels reach into them, see :class:`opfuser.errors.ChannelError`. What lies in front of
-    the layers and behind them, a tied head too, stays in one group each, with a fused head and
-    loss.
+    before. Between two layers nothing is fused, since torch gathers the parameters of each there:
+    plans say so with the code ``COMMUNICATION``. Channels reach into layers and out of them. What
+    lies in front of the layers and behind them, a tied head too, stays in one group each, with a
+    fused head and loss.
 
     Args:
         model: of :func:`opfuser.models.decoder_lm`, ``text_encoder`` or ``image_encoder``, or any

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from opfuser import Linear
 from opfuser.models import DecoderConfig, ImageEncoderConfig, decoder_lm, image_encoder
 from opfuser.models.sharding import shard_layers
 from opfuser.optim import MasterWeights
@@ -66,22 +67,26 @@ def bf16_pair(policy: MixedPrecisionPolicy) -> tuple[nn.Module, nn.Module]:
 
 @check
 def micro_batches(rank: int, ranks: int) -> None:
-    """Of different sizes; reduced at the last one, as the parameters are gathered for all."""
-    one, ours = pair()
-    for keeps in (False, True):
-        parts = batches(ranks, (2, 1, 3))
-        for m in (one, ours):
-            m.zero_grad()
-        gradients_of_one(one, parts)
-        for n, (tokens, targets) in enumerate(parts):
-            last = n == len(parts) - 1
-            ours.set_is_last_backward(last)
-            ours.set_requires_gradient_sync(last)
-            ours.set_reshard_after_backward(last or not keeps)
-            ours(tokens[rank], targets[rank]).backward()
-            if not last and not keeps:
-                assert all(p.grad is None for p in ours.parameters())
-        assert_same(ours, one)
+    """Of different sizes; reduced with the last one, while parameters stay gathered or not."""
+    for adds in (False, True):
+        one, ours = pair()
+        for op in ours.modules():
+            if isinstance(op, Linear):
+                op.accumulate_into_grad = adds
+        for keeps in (False, True):
+            parts = batches(ranks, (2, 1, 3))
+            for m in (one, ours):
+                m.zero_grad()
+            gradients_of_one(one, parts)
+            for n, (tokens, targets) in enumerate(parts):
+                last = n == len(parts) - 1
+                ours.set_is_last_backward(last)
+                ours.set_requires_gradient_sync(last)
+                ours.set_reshard_after_backward(last or not keeps)
+                ours(tokens[rank], targets[rank]).backward()
+                if not last and not keeps:
+                    assert all(p.grad is None for p in ours.parameters())
+            assert_same(ours, one)
 
 
 class Recomputed(nn.Module):
