@@ -6,23 +6,46 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Batch", "assert_same", "batches", "gradients_of_one", "twins", "whole"]
+from opfuser.models.sharding import shard_layers
+
+__all__ = [
+    "Batch",
+    "all_ranks",
+    "assert_same",
+    "batches",
+    "gradients_of_one",
+    "shard",
+    "twins",
+    "whole",
+]
 
 Batch = tuple[Tensor, Tensor]
 """Tokens and targets of all ranks; the first dimension is theirs."""
 
 
+def all_ranks() -> DeviceMesh:
+    """All ranks on their default devices; torch's own default is a GPU wherever there is one."""
+    return init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+
+
+def shard(model: Any, **arguments: Any) -> Any:
+    """``shard_layers`` over all ranks."""
+    return shard_layers(model, **{"mesh": all_ranks(), **arguments})
+
+
 def twins(
-    make: Callable[[], nn.Module], shard: Callable[[nn.Module], Any]
+    make: Callable[[], nn.Module], sharded: Callable[[nn.Module], Any]
 ) -> tuple[nn.Module, nn.Module]:
     """The model that one rank would have, and an equal one that is sharded."""
     torch.manual_seed(1)
     one, ours = make(), make()
     ours.load_state_dict(one.state_dict())
-    shard(ours)
+    sharded(ours)
     return one, ours
 
 

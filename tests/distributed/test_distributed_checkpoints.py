@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from opfuser.models import DecoderConfig, decoder_lm
-from opfuser.models.sharding import shard_layers
 from opfuser.optim import MasterWeights
 from tests.distributed.ranks import DEVICES, Check, Outcomes, assert_passed, outcomes_of
-from tests.distributed.sharded import Batch, batches, gradients_of_one
+from tests.distributed.sharded import Batch, all_ranks, batches, gradients_of_one
+from tests.distributed.sharded import shard as sharded
 
 pytestmark = [
     pytest.mark.distributed,
@@ -89,13 +89,14 @@ def exact() -> tuple[Training, list[list[float]]]:
 
 
 def with_checkpoints(model: Any) -> Any:
+    mesh = all_ranks()
     for n, layer in enumerate(model.layers):
-        model.layers[n] = fully_shard(checkpoint_wrapper(layer))
-    return fully_shard(model)
+        model.layers[n] = fully_shard(checkpoint_wrapper(layer), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
-    "sharded": shard_layers,
+    "sharded": sharded,
     "checkpointed": with_checkpoints,
     "data-parallel": DistributedDataParallel,
 }
@@ -128,7 +129,7 @@ def written_by_two(rank: int, ranks: int) -> None:
 @check
 def master_weights(rank: int, ranks: int) -> None:
     """In fp32, of shards: read, written again, and stepped from."""
-    training = Training(shard_layers, seed=2, config=IN_BF16)
+    training = Training(sharded, seed=2, config=IN_BF16)
     dcp.load({"training": training}, checkpoint_id=folder("masters of one"))
     dcp.save({"training": training}, checkpoint_id=folder("masters of two"))
     training.step(batches(ranks)[0], rank)

@@ -21,10 +21,17 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from opfuser import Linear
 from opfuser.models import DecoderConfig, ImageEncoderConfig, decoder_lm, image_encoder
-from opfuser.models.sharding import shard_layers
 from opfuser.optim import MasterWeights
 from tests.distributed.ranks import DEVICES, Check, Outcomes, assert_passed, outcomes_of
-from tests.distributed.sharded import assert_same, batches, gradients_of_one, twins, whole
+from tests.distributed.sharded import (
+    all_ranks,
+    assert_same,
+    batches,
+    gradients_of_one,
+    shard,
+    twins,
+    whole,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -39,8 +46,8 @@ def check(function: Check) -> Check:
     return function
 
 
-def pair(shard: Any = shard_layers, **arguments: Any) -> tuple[nn.Module, Any]:
-    return twins(make, partial(shard, **arguments))
+def pair(how: Any = shard, **arguments: Any) -> tuple[nn.Module, Any]:
+    return twins(make, partial(how, **arguments))
 
 
 def train(one: nn.Module, ours: Any, rank: int, steps: int = 2) -> None:
@@ -61,7 +68,7 @@ def train(one: nn.Module, ours: Any, rank: int, steps: int = 2) -> None:
 def bf16_pair(policy: MixedPrecisionPolicy) -> tuple[nn.Module, nn.Module]:
     """A model in fp32, sharded, and its copy in bf16."""
     config = DecoderConfig(29, 16, 2, 2, tied_head=False)
-    one, ours = twins(partial(decoder_lm, config), partial(shard_layers, mp_policy=policy))
+    one, ours = twins(partial(decoder_lm, config), partial(shard, mp_policy=policy))
     return one.bfloat16(), ours
 
 
@@ -107,10 +114,11 @@ def keep_products() -> Any:
 
 def replace_layers(model: Any, inside: Any = None, outside: Any = None) -> None:
     """Shards layers and model; each layer is replaced before it is sharded, or behind that."""
+    mesh = all_ranks()
     for n, layer in enumerate(model.layers):
-        unit = fully_shard(layer if inside is None else inside(layer))
+        unit = fully_shard(layer if inside is None else inside(layer), mesh=mesh)
         model.layers[n] = unit if outside is None else outside(unit)
-    fully_shard(model)
+    fully_shard(model, mesh=mesh)
 
 
 @check
@@ -121,7 +129,7 @@ def checkpointed(rank: int, ranks: int) -> None:
         train(*pair(replace_layers, inside=wrap), rank)
         train(*pair(replace_layers, outside=wrap), rank)
     train(*pair(replace_layers, inside=Recomputed), rank)
-    one, ours = twins(partial(decoder_lm, replace(CONFIG, recompute="mlp")), shard_layers)
+    one, ours = twins(partial(decoder_lm, replace(CONFIG, recompute="mlp")), shard)
     train(one, ours, rank)
     assert ours.last_plan.fused("forward")["recompute_mlp_where_asked"] == 3
 
@@ -181,7 +189,7 @@ def dtypes_of_inputs_and_outputs(rank: int, ranks: int) -> None:
     images = torch.randn(2, config.channels, 8, 8)
     for output, cast in ((torch.float32, True), (None, False)):
         policy = MixedPrecisionPolicy(torch.bfloat16, None, output, cast)
-        one, ours = twins(partial(image_encoder, config), partial(shard_layers, mp_policy=policy))
+        one, ours = twins(partial(image_encoder, config), partial(shard, mp_policy=policy))
         seen: list[tuple[torch.dtype, torch.dtype]] = []
 
         def look(m: nn.Module, args: Any, y: Tensor, seen: Any = seen) -> None:
@@ -205,7 +213,7 @@ def start_on_the_meta_device(rank: int, ranks: int) -> None:
     config = replace(CONFIG, tied_head=False)
     torch.manual_seed(1)
     one = decoder_lm(config)
-    ours = shard_layers(decoder_lm(replace(config, device="meta"))).to_empty(
+    ours = shard(decoder_lm(replace(config, device="meta"))).to_empty(
         device=torch.get_default_device()
     )
     with warnings.catch_warnings():
@@ -230,7 +238,7 @@ def start_on_the_meta_device(rank: int, ranks: int) -> None:
 def master_weights(rank: int, ranks: int) -> None:
     """fp32 copies of the shards of parameters in bf16."""
     config = replace(CONFIG, dtype=torch.bfloat16, tied_head=False)
-    one, ours = twins(partial(decoder_lm, config), shard_layers)
+    one, ours = twins(partial(decoder_lm, config), shard)
     optimizers = [MasterWeights(m, torch.optim.AdamW, lr=1e-2) for m in (one, ours)]
     torch.manual_seed(3)
     for _ in range(3):

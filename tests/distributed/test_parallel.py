@@ -30,10 +30,9 @@ from opfuser import (
 from opfuser.engine import graphs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.models import DecoderConfig, decoder_lm
-from opfuser.models.sharding import shard_layers
 from tests.contract.gradients import handed_over
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
-from tests.distributed.sharded import assert_same, batches, gradients_of_one, twins
+from tests.distributed.sharded import assert_same, batches, gradients_of_one, shard, twins
 from tests.replay.recorded import RecordedGraph
 
 pytestmark = pytest.mark.distributed
@@ -297,7 +296,7 @@ def sharded_over_some_ranks(rank: int, ranks: int) -> None:
     config = DecoderConfig(29, 16, 2, 2, dtype=torch.float64)
     halves = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
     for arguments in ({"reshard_after_forward": ranks // 2}, {"mesh": halves}):
-        one, ours = twins(partial(decoder_lm, config), partial(shard_layers, **arguments))
+        one, ours = twins(partial(decoder_lm, config), partial(shard, **arguments))
         for tokens, targets in batches(ranks):
             gradients_of_one(one, [(tokens, targets)])
             ours(tokens[rank], targets[rank]).backward()
