@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -13,7 +14,15 @@ from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known, replacement
 from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
-from .engine.routing import RoutedGroup, Routes, route
+from .engine.routing import (
+    CLOSED,
+    Channels,
+    ExtraOutput,
+    PrivateChannel,
+    RoutedGroup,
+    Routes,
+    route,
+)
 from .events.kinds import Change, PlanInvalidated, counted
 from .events.telling import emit
 from .fuser import OperationFuser
@@ -71,6 +80,18 @@ class NestedSequential(Tracked):
 
     def planned_groups(self, x: Facts, extra_inputs: Sequence[Facts]) -> PlannedGroup:
         """As :meth:`Group.planned`, for all its modules."""
+        raise NotImplementedError
+
+    def own_channels(self) -> Channels:
+        """Channels that it reads without producing them, and those that it produces."""
+        raise NotImplementedError
+
+    def connect(self, crossing: Channels, outer: NestedSequential) -> None:
+        """Told that it is a module of ``outer``, from and to which channels cross its border."""
+        raise NotImplementedError
+
+    def resolved_routes(self) -> Routes:
+        """The routes of its channels and extra tensors, as its modules are now."""
         raise NotImplementedError
 
 
@@ -194,17 +215,86 @@ def _open_compounds(
             yield module, scope
 
 
+def own_channels(found: Iterable[tuple[str, list[tuple[nn.Module, Hashable]]]]) -> Channels:
+    """Channels that modules read without producing them, and those that they produce.
+
+    Args:
+        found: the modules, as of :func:`stretches`.
+    """
+    read: set[str] = set()
+    given: set[str] = set()
+    for split, modules in found:
+        inside = _channels_of(split, modules)
+        read |= inside.read
+        given |= inside.given
+    return Channels(frozenset(read - given), frozenset(given))
+
+
+def _channels_of(split: str, modules: list[tuple[nn.Module, Hashable]]) -> Channels:
+    """The names that a group reads and produces."""
+    first = modules[0][0]
+    if isinstance(first, NestedSequential):
+        return CLOSED if split == "FORWARD" else first.own_channels()
+    ops = [op for unit, _ in modules if isinstance(unit, FusibleOperation) for op in expand(unit)]
+    return Channels(
+        _public(channel for op in ops for channel in op._extra_input_channels),
+        _public(channel for op in ops for channel in op._extra_output_channels),
+    )
+
+
+def _public(channels: Iterable[str | None]) -> frozenset[str]:
+    return frozenset(c for c in channels if c is not None and not isinstance(c, PrivateChannel))
+
+
+def _crossing(
+    found: Sequence[tuple[str, list[tuple[nn.Module, Hashable]]]], around: Channels
+) -> list[Channels]:
+    """The channels that cross the border of each group, if it is a nested Sequential.
+
+    What is read where nothing produces it comes from outside. What a nested Sequential produces
+    goes outside if it is read there and produced by no operation there: equal names in several of
+    them are no conflict, as long as each is read inside alone.
+
+    Args:
+        found: the modules, as of :func:`stretches`.
+        around: channels that cross the border of the Sequential that holds them.
+    """
+    each = [_channels_of(split, modules) for split, modules in found]
+    nested = [isinstance(modules[0][0], NestedSequential) for _, modules in found]
+    wanted = around.given.union(*(own.read for own in each))
+    made = frozenset().union(*(own.given for own, inner in zip(each, nested) if not inner))
+    return [Channels(own.read, own.given & (wanted - made)) for own in each]
+
+
 def make_groups(
     found: Iterable[tuple[str, list[tuple[nn.Module, Hashable]]]],
-) -> tuple[list[Group], Routes]:
+    outer: NestedSequential,
+    around: Channels,
+) -> tuple[list[Group], Routes, list[tuple[NestedSequential, Channels]]]:
     """The groups, with a fuser for each of operations, and the routes of extra tensors.
+
+    And the nested Sequentials among them that are connected, with what crosses their borders.
+
+    Args:
+        found: the modules, as of :func:`stretches`.
+        outer: the Sequential that holds them.
+        around: channels that cross its border, if another one calls it.
 
     Raises:
         ChannelError: a channel has no producer, no earlier producer, or several.
     """
     found = list(found)
-    routed_groups = [_as_routed(split, modules) for split, modules in found]
-    routes = route(routed_groups)
+    nested: list[tuple[NestedSequential, Channels]] = []
+    routed_groups = []
+    for (split, modules), crossing in zip(found, _crossing(found, around)):
+        module = modules[0][0]
+        inside: Routes | None = None
+        if isinstance(module, NestedSequential) and split != "FORWARD":
+            module.connect(crossing, outer)
+            inside = module.resolved_routes()
+            nested.append((module, crossing))
+        routed_groups.append(_as_routed(split, modules, inside))
+    routes = route(routed_groups, around)
     groups = []
     for (split, modules), routed, path in zip(found, routed_groups, routes.groups):
         for op in routed.ops:
@@ -214,7 +304,7 @@ def make_groups(
             units = [cast(FusibleOperation, module) for module, _ in modules]
             target = OperationFuser(units, routing=path.routing)
         groups.append(Group(target, routed.ops, split))
-    return groups, routes
+    return groups, routes, nested
 
 
 def tell_regrouped(
@@ -243,7 +333,10 @@ def _shown(groups: Iterable[tuple[str, Sequence[Any]]]) -> str:
     return " | ".join(texts) or "none"
 
 
-def _as_routed(split: str, modules: list[tuple[nn.Module, Hashable]]) -> RoutedGroup:
+def _as_routed(
+    split: str, modules: list[tuple[nn.Module, Hashable]], inside: Routes | None
+) -> RoutedGroup:
+    """A group as routing sees it; ``inside`` are the routes of a connected Sequential."""
     module = modules[0][0]
     if isinstance(module, FusibleOperation):
         pairs = [
@@ -253,12 +346,15 @@ def _as_routed(split: str, modules: list[tuple[nn.Module, Hashable]]) -> RoutedG
             tuple(op for op, _ in pairs), tuple(scope for _, scope in pairs), fused=not split
         )
     name = type(module).__name__
-    if isinstance(module, NestedSequential):  # routes its own extra tensors
-        name = f"a nested {name}" + (" that carries hooks" if split == "HOOK" else "")
-        counts = module.num_extra_inputs, module.num_extra_outputs
-    else:
-        counts = (0, 0)
-    return RoutedGroup((), (), *counts, False, name)
+    if not isinstance(module, NestedSequential):
+        return RoutedGroup((), (), fused=False, name=name)
+    name = f"a nested {name}" + (" that carries hooks" if split == "HOOK" else "")
+    if inside is not None:
+        return RoutedGroup((), (), inside.inputs, inside.outputs, False, name, connected=True)
+    # A forward of its own may pass on nothing but what is told of it.
+    passed = (None,) * module.num_extra_inputs
+    got = (ExtraOutput(None, True),) * module.num_extra_outputs
+    return RoutedGroup((), (), passed, got, False, name)
 
 
 def join_plans(
@@ -293,10 +389,7 @@ def join_plans(
     for group, plans in groups:
         cut = group if group.split or before is None else before
         if before is not None and cut.split:
-            why = _WHY[cut.split]
-            if cut.split == "FORWARD" and isinstance(cut.callee, FusibleOperation):
-                why = cut.callee.own_forward() or why
-            cuts[len(scanned)] = Refusal(cut.split, f"{type(cut.callee).__name__} {why}")
+            cuts[len(scanned)] = _boundary(cut)
         before = group
         if not plans:
             step = Step(cast(nn.Module, group.callee), ())
@@ -351,6 +444,23 @@ _WHY = {
     "FORWARD": "has a forward of its own",
     "GROUP_SPLIT": "stands between",
 }
+_GATHERED = "is a unit of fully_shard, whose parameters are gathered when it is called"
+
+
+def _boundary(group: Group) -> Refusal:
+    """Why nothing is fused across the border of a module that is called."""
+    code, why, callee = group.split, _WHY[group.split], group.callee
+    if group.split == "FORWARD" and isinstance(callee, FusibleOperation):
+        why = callee.own_forward() or why
+    if _is_sharded(callee):
+        code, why = "COMMUNICATION", _GATHERED
+    return Refusal(code, f"{type(callee).__name__} {why}")
+
+
+def _is_sharded(module: object) -> bool:
+    """Whether ``module`` is a unit of torch's ``fully_shard``, which is not imported for this."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _shift(step: Step, first: int) -> Step:

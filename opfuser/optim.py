@@ -52,6 +52,12 @@ class _Pair(NamedTuple):
             with torch.no_grad():
                 self.param.copy_(self.master)
 
+    def is_stored(self) -> bool:
+        """Whether the parameter is the rounded master, whoever has written it. Waits for a GPU."""
+        if self.linear is not None:
+            return False
+        return torch.equal(self.param, self.master.to(self.param.dtype))
+
     def take_gradient(self) -> None:
         """The master gets the gradient of the parameter, in fp32."""
         if not self.apart:
@@ -88,7 +94,8 @@ class MasterWeights(Optimizer):
 
     Raises:
         ArgumentError: a parameter in FP8 is no weight of the model's linear operations.
-        MasterWeightError: at a step, if a parameter was written to since the last one.
+        MasterWeightError: at a step, if a parameter was written to since the last one. Those that
+            are not in FP8 may have been written with the values that they had.
     """
 
     optimizer: Optimizer
@@ -191,7 +198,9 @@ class MasterWeights(Optimizer):
 
     def _check_versions(self) -> None:
         for pair, version in zip(self._pairs, self._versions):
-            if pair.apart and pair.param._version != version:
+            written = pair.apart and pair.param._version != version
+            # torch's set_state_dict loads a model behind its optimiser: the same values once more.
+            if written and not pair.is_stored():
                 raise MasterWeightError(
                     explain(
                         "Parameters with master weights are written to by their optimiser alone",
@@ -231,7 +240,9 @@ class MasterWeights(Optimizer):
         Masters that it does not have are set to the values of the parameters.
         """
         states = {n: dict(state) for n, state in state_dict["state"].items()}
-        masters = [states.get(n, {}).pop(_MASTER, None) for n in range(len(self._pairs))]
+        # Numbers; names in what torch.distributed.checkpoint hands over.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        masters = [states.get(key, {}).pop(_MASTER, None) for key in keys]
         states = {n: state for n, state in states.items() if state}
         self.optimizer.load_state_dict({**state_dict, "state": states})
         self.state = self.optimizer.state

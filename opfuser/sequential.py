@@ -18,7 +18,7 @@ from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plan import Plan, expand
 from .engine.replay_options import check_mode
-from .engine.routing import PrivateChannel, Routes, Slot
+from .engine.routing import CLOSED, Channels, PrivateChannel, Routes, Slot
 from .errors import (
     ArgumentTypeError,
     ConfigError,
@@ -36,6 +36,7 @@ from .groups import (
     PlannedGroup,
     join_plans,
     make_groups,
+    own_channels,
     stretches,
     tell_regrouped,
 )
@@ -256,6 +257,9 @@ class Sequential(NestedSequential):
     _hooked: bool  # whether any module, or one in it, may be; removing a hook is not noticed
     _seen: int
     _within: tuple[weakref.ref[Sequential], str] | None  # what calls it as a module, and the path
+    _nested: list[tuple[NestedSequential, Channels]]  # with the channels that cross their borders
+    # What calls it as a module, the path there, and the channels that cross its border.
+    _crossing: tuple[weakref.ref[NestedSequential], str, Channels] | None
     _stands: tuple[str, tuple[tuple[str, FusionConfig], ...]]
     _stamped: list[Sequential]
 
@@ -269,12 +273,15 @@ class Sequential(NestedSequential):
             _hooked=False,
             _seen=-1,
             _within=None,
+            _crossing=None,
+            _nested=[],
             _stands=("", ()),
         )
 
     def __getstate__(self) -> dict[str, Any]:
         derived = (
-            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_within", "_stands",
+            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_within",
+            "_crossing", "_nested", "_stands",
             "_stamped", "_stamp",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
@@ -284,24 +291,60 @@ class Sequential(NestedSequential):
         super().__setstate__({**defaults, **state})  # type: ignore[no-untyped-call]
         self._forget()
 
+    def own_channels(self) -> Channels:
+        return own_channels(stretches(_flatten(self)))
+
+    def connect(self, crossing: Channels, outer: NestedSequential) -> None:
+        around = self._around()
+        if crossing == around and (self._crossing is None or self._crossing[0]() is outer):
+            return
+        own = None
+        if any(crossing):
+            path = next(path for path, module in outer.named_modules() if module is self)
+            own = weakref.ref(outer), path, crossing
+        self.__dict__["_crossing"] = own
+        if crossing != around:
+            self.__dict__["_structure"] = None
+            Clock.now += 1  # another one that calls it looks again
+
+    def resolved_routes(self) -> Routes:
+        self._resolve()
+        return self._routes
+
+    def _around(self) -> Channels:
+        """The channels that cross its border, as long as a Sequential calls it as a module."""
+        if self._crossing is None:
+            return CLOSED
+        ref, path, crossing = self._crossing
+        outer = ref()
+        if outer is not None and _module_at(outer, path) is self:
+            return crossing
+        self.__dict__.update(_crossing=None, _structure=None)  # it was taken away since
+        return CLOSED
+
     def _resolve(self) -> bool:
         """Groups the modules and routes extra tensors, if anything has changed."""
         now = Clock.now
+        around = self._around()
         found = stretches(_flatten(self))
         structure = [(split, [(id(m), scope) for m, scope in part]) for split, part in found]
         changed = structure != self._structure
         if changed:
             if PlanInvalidated.wanted:
                 tell_regrouped(self._groups, found)
-            groups, routes = make_groups(found)
+            groups, routes, nested = make_groups(found, self, around)
             only = groups[0].callee if len(groups) == 1 else None
             self.__dict__.update(
                 _groups=groups,
                 _routes=routes,
+                _nested=nested,
                 _structure=structure,
                 _single=only if isinstance(only, OperationFuser) else None,
                 _hooked=any(split in ("HOOK", "FORWARD") for split, _ in found),
             )
+        else:  # another Sequential may hold the nested ones too
+            for module, crossing in self._nested:
+                module.connect(crossing, self)
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
                 group.callee.replay = self.replay

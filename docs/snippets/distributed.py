@@ -1,5 +1,6 @@
 import os
 import tempfile
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -24,4 +25,30 @@ loss = model(tokens, targets)
 loss.backward()
 # --8<-- [end:shard]
 assert all(p.grad.device_mesh == mesh for p in model.parameters())
+folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
+optimizer = torch.optim.AdamW(model.parameters())
+
+# --8<-- [start:checkpoint]
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+weights, moments = get_state_dict(model, optimizer)
+dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+# --8<-- [end:checkpoint]
+config = replace(config, tied_head=False)
+rank, full = dist.get_rank(), decoder_lm(config).state_dict()
+wanted = dict(full)
+
+# --8<-- [start:meta]
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+model = decoder_lm(replace(config, device="meta"))
+shard_layers(model, mesh=mesh).to_empty(device=device)
+options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+set_model_state_dict(model, full if rank == 0 else {}, options=options)
+# --8<-- [end:meta]
+assert all(torch.equal(p.full_tensor(), wanted[name]) for name, p in model.named_parameters())
 dist.destroy_process_group()

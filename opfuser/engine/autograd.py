@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ..buffer_reuse import memory_of
 from ..errors import DoubleBackwardError, NotSupportedError, explain
@@ -63,10 +64,26 @@ def execute_eagerly(
         if torch._C._are_functorch_transforms_active():
             return _SequenceFunction.apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
         return _apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-    if torch._C._are_functorch_transforms_active():
+    functorch = torch._C._are_functorch_transforms_active()
+    if functorch:
         input_ = _batched_like(input_, [*parameters, *extra_inputs, *_tensors_in(kwargs)])
     output, outputs = execute_forward(schedule, kwargs, input_, extra_inputs, None)
+    watched = functorch or torch.is_grad_enabled() or torch.compiler.is_compiling()
+    # detach() would drop the tangents of forward mode.
+    if not watched and output._is_view() and unpack_dual(output).tangent is None:
+        output = _without_base(output, (input_, *extra_inputs))
     return (output, *outputs) if outputs else output
+
+
+def _without_base(output: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """An output that is a view, as none unless it shares memory with a tensor in ``given``.
+
+    A view of an intermediate result autograd would not let the caller change, and ``fully_shard``
+    warns of a unit that returns one.
+    """
+    memory = output.untyped_storage().data_ptr()
+    shared = any(t.untyped_storage().data_ptr() == memory for t in given)
+    return output if shared else output.detach()
 
 
 def _batched_like(x: Tensor, others: Sequence[Tensor]) -> Tensor:
@@ -120,13 +137,11 @@ class _SequenceFunction(torch.autograd.Function):
         else:
             if BytesSaved.wanted and not torch.compiler.is_compiling():
                 emit(_bytes_saved(schedule, tape.saved, tensors[: schedule.num_parameters], marked))
-            if output._is_view() and (
-                torch.compiler.is_compiling()  # tensors without memory, and functional in any case
-                or output.untyped_storage().data_ptr()
-                not in [t.untyped_storage().data_ptr() for t in (input_, *tensors)]
-            ):
-                # A view of an intermediate result, which autograd would not let the caller change.
-                output = output.detach()
+            if output._is_view():
+                if torch.compiler.is_compiling():  # without memory, and functional in any case
+                    output = output.detach()
+                else:
+                    output = _without_base(output, (input_, *tensors))
         if not outputs:
             return output
         func_ctx.set_materialize_grads(False)

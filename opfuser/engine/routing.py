@@ -8,7 +8,7 @@ boundary as one more input or output.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..errors import ChannelError, explain
 from ..op import BasicOperation
@@ -43,23 +43,51 @@ class Routing(NamedTuple):
         return not self.inputs and not any(self.sources) and not any(self.consumers)
 
 
+ExtraInput: TypeAlias = str | None
+"""The channel that an extra input reads; None: the caller passes it."""
+
+
+class ExtraOutput(NamedTuple):
+    """An extra output: the channel that it is bound to, and whether the caller gets it."""
+
+    channel: str | None
+    to_caller: bool
+
+
+class Channels(NamedTuple):
+    """Channels that cross the border of a Sequential which another one calls as a module.
+
+    Attributes:
+        read: by operations in it, and produced outside.
+        given: produced in it, and read outside.
+    """
+
+    read: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()
+
+
+CLOSED = Channels()
+
+
 class RoutedGroup(NamedTuple):
     """One group of a Sequential, as routing sees it.
 
     Attributes:
-        ops: its basic operations; empty for a module that is opaque to routing.
+        ops: its basic operations; empty for a module that routes its extra tensors itself.
         scopes: for each operation, what distinguishes its private channels from others so named.
-        inputs, outputs: number of extra tensors of an opaque module.
+        inputs, outputs: of such a module.
         fused: whether channels may stay inside.
         name: for messages.
+        connected: whether channels reach into such a module.
     """
 
     ops: tuple[BasicOperation, ...]
     scopes: tuple[Hashable, ...]
-    inputs: int = 0
-    outputs: int = 0
+    inputs: tuple[ExtraInput, ...] = ()
+    outputs: tuple[ExtraOutput, ...] = ()
     fused: bool = True
     name: str = ""
+    connected: bool = False
 
 
 class Route(NamedTuple):
@@ -84,6 +112,10 @@ class Routes(NamedTuple):
     groups: tuple[Route, ...]
     expects: tuple[str, ...]
     """For each extra input that the caller passes, the operation or module that reads it."""
+    inputs: tuple[ExtraInput, ...] = ()
+    """For each of them the channel that crosses the border of the Sequential, if it does so."""
+    outputs: tuple[ExtraOutput, ...] = ()
+    """Those that the caller gets, with the channel that crosses the border, if one does so."""
 
 
 class PrivateChannel(str):
@@ -122,25 +154,51 @@ def _key(channel: str, scope: Hashable) -> Hashable:
     return (scope, channel) if isinstance(channel, PrivateChannel) else channel
 
 
-class _Producers:
-    """Every named extra output, by channel; positions count basic operations over all groups."""
+class _Member(NamedTuple):
+    """What has extra tensors: an operation, or a module that routes those in it."""
 
-    def __init__(
-        self, ops: Sequence[BasicOperation], scopes: Sequence[Hashable], closed: Sequence[str]
-    ) -> None:
-        self.ops = ops
+    text: str
+    scope: Hashable
+    inputs: tuple[ExtraInput, ...]
+    outputs: tuple[ExtraOutput, ...]
+
+
+def extra_outputs(op: BasicOperation) -> tuple[ExtraOutput, ...]:
+    """The extra outputs of an operation."""
+    return tuple(map(ExtraOutput, op._extra_output_channels, op._extra_output_to_caller))
+
+
+def _members(groups: Sequence[RoutedGroup]) -> list[list[_Member]]:
+    """Those of each group; operations are counted over all groups."""
+    out: list[list[_Member]] = []
+    count = 0
+    for group in groups:
+        own = [
+            _Member(describe(n, op), scope, tuple(op._extra_input_channels), extra_outputs(op))
+            for n, (op, scope) in enumerate(zip(group.ops, group.scopes), count)
+        ]
+        out.append(own or [_Member(group.name, None, group.inputs, group.outputs)])
+        count += len(group.ops)
+    return out
+
+
+class _Producers:
+    """Every named extra output, by channel; positions count members over all groups."""
+
+    def __init__(self, members: Sequence[_Member], closed: Sequence[str]) -> None:
+        self.members = members
         self.closed = closed
         self.slots: dict[Hashable, Slot] = {}
-        for i, op in enumerate(ops):
-            for s, channel in enumerate(op._extra_output_channels):
+        for i, member in enumerate(members):
+            for s, (channel, _) in enumerate(member.outputs):
                 if channel is None:
                     continue
-                slot = self.slots.setdefault(_key(channel, scopes[i]), Slot(i, s))
+                slot = self.slots.setdefault(_key(channel, member.scope), Slot(i, s))
                 if slot != (i, s):
                     raise ChannelError(
                         explain(
                             f"Channel {str(channel)!r} has multiple producers",
-                            where=f"{describe(slot.op, ops[slot.op])} and {describe(i, op)}",
+                            where=f"{members[slot.op].text} and {member.text}",
                             remedy="Give each extra output a channel name of its own",
                         )
                     )
@@ -150,9 +208,9 @@ class _Producers:
             return ""
         return f". Channels do not reach into {', '.join(self.closed)}, which is called as a module"
 
-    def find(self, channel: str, scope: Hashable, reader: int) -> Slot:
-        slot = self.slots.get(_key(channel, scope))
-        where = describe(reader, self.ops[reader])
+    def find(self, channel: str, reader: int) -> Slot:
+        where = self.members[reader].text
+        slot = self.slots.get(_key(channel, self.members[reader].scope))
         if slot is None:
             raise ChannelError(
                 explain(
@@ -166,84 +224,114 @@ class _Producers:
             raise ChannelError(
                 explain(
                     f"Channel {str(channel)!r} has no earlier producer",
-                    where=f"read by {where}, produced by {describe(slot.op, self.ops[slot.op])}",
+                    where=f"read by {where}, produced by {self.members[slot.op].text}",
                     remedy="Move the producer before the operation that reads the channel",
                 )
             )
         return slot
 
 
-def route(groups: Sequence[RoutedGroup]) -> Routes:
+def route(groups: Sequence[RoutedGroup], crossing: Channels = CLOSED) -> Routes:
     """The routes of all channels and extra tensors of a Sequential.
+
+    Args:
+        groups: of its operations and modules.
+        crossing: channels that cross its border: its caller, another Sequential, takes them for
+            extra inputs and extra outputs.
 
     Raises:
         ChannelError: a channel has no producer, no earlier producer, or several.
     """
-    ops = [op for group in groups for op in group.ops]
-    scopes = [scope for group in groups for scope in group.scopes]
-    closed = [group.name for group in groups if not group.ops]
-    producers = _Producers(ops, scopes, closed)
+    of_groups = _members(groups)
+    members = [member for own in of_groups for member in own]
+    closed = [group.name for group in groups if not (group.ops or group.connected)]
+    producers = _Producers(members, closed)
     readers: dict[Slot, list[int]] = {slot: [] for slot in producers.slots.values()}
     feeds: dict[Slot, Slot] = {}
-    for i, op in enumerate(ops):
-        for s, channel in enumerate(op._extra_input_channels):
-            if channel is not None:
-                feeds[Slot(i, s)] = source = producers.find(channel, scopes[i], i)
-                readers[source].append(i)
+    for i, member in enumerate(members):
+        for s, channel in enumerate(member.inputs):
+            if channel is None or _crosses(channel, crossing.read):
+                continue
+            feeds[Slot(i, s)] = source = producers.find(channel, i)
+            readers[source].append(i)
 
-    expects: list[str] = []
+    links = _Links(feeds, readers, crossing)
+    expects: list[tuple[str, ExtraInput]] = []
+    gives: list[ExtraOutput] = []
     routes: list[Route] = []
     first = 0
-    for group in groups:
-        routes.append(_route_group(group, first, feeds, readers, expects))
-        first += len(group.ops)
-    return Routes(tuple(routes), tuple(expects))
+    for group, own in zip(groups, of_groups):
+        routes.append(_route_group(group, own, first, links, expects, gives))
+        first += len(own)
+    return Routes(
+        tuple(routes),
+        tuple(text for text, _ in expects),
+        tuple(channel for _, channel in expects),
+        tuple(gives),
+    )
+
+
+def _crosses(channel: str | None, names: frozenset[str]) -> bool:
+    return channel in names and not isinstance(channel, PrivateChannel)
+
+
+class _Links(NamedTuple):
+    """Who reads what: by slots of members."""
+
+    feeds: dict[Slot, Slot]
+    readers: dict[Slot, list[int]]
+    crossing: Channels
 
 
 def _route_group(
     group: RoutedGroup,
+    members: Sequence[_Member],
     first: int,
-    feeds: dict[Slot, Slot],
-    readers: dict[Slot, list[int]],
-    expects: list[str],
+    links: _Links,
+    expects: list[tuple[str, ExtraInput]],
+    returned: list[ExtraOutput],
 ) -> Route:
-    stop = first + len(group.ops)
+    """The route of one group, whose members begin at ``first``.
+
+    What the caller passes and gets is added to ``expects`` and ``returned``.
+    """
+    stop = first + len(members)
     takes: list[int | Slot] = []
     sources: list[list[Slot | int]] = []
     inputs: list[Slot] = []
-
-    def outside(asked_by: str) -> int:
-        expects.append(asked_by)
-        return len(expects) - 1
-
-    for i, op in enumerate(group.ops):
+    for i, member in enumerate(members):
         sources.append([])
-        for s in range(op.num_extra_inputs):
-            feed = feeds.get(Slot(first + i, s))
+        for s, channel in enumerate(member.inputs):
+            feed = links.feeds.get(Slot(first + i, s))
             if feed is not None and group.fused and first <= feed.op < stop:
                 sources[i].append(Slot(feed.op - first, feed.slot))
                 continue
             sources[i].append(len(inputs))
             inputs.append(Slot(i, s))
-            takes.append(outside(describe(first + i, op)) if feed is None else feed)
-    takes += [outside(group.name) for _ in range(group.inputs)]
+            if feed is None:
+                takes.append(len(expects))
+                expects.append((member.text, channel))
+            else:
+                takes.append(feed)
 
     outputs: list[Slot] = []
     gives: list[tuple[Slot | None, bool]] = []
     consumers: list[list[tuple[int, ...]]] = []
-    for i, op in enumerate(group.ops):
+    for i, member in enumerate(members):
         consumers.append([])
-        for s in range(op.num_extra_outputs):
+        for s, extra in enumerate(member.outputs):
             here = Slot(first + i, s)
-            reading = readers.get(here, [])
+            reading = links.readers.get(here, [])
             within = [r - first for r in reading if group.fused and first <= r < stop]
             consumers[i].append(tuple(within))
-            to_caller = op._extra_output_to_caller[s]
+            outwards = _crosses(extra.channel, links.crossing.given)
+            to_caller = extra.to_caller or outwards
             crossing = len(within) < len(reading)
+            if to_caller:
+                returned.append(extra if outwards else extra._replace(channel=None))
             if to_caller or crossing or not group.fused:
                 outputs.append(Slot(i, s))
                 gives.append((here if crossing else None, to_caller))
-    gives += [(None, True)] * group.outputs
 
     routing = Routing(
         tuple(tuple(row) for row in sources),

@@ -110,9 +110,8 @@ class DecoderConfig:
         moe_layers: numbers of the layers with experts; None is all.
         router_aux_loss_coef: what the load-balancing loss of all layers together is multiplied by
             before :func:`decoder_lm` adds it to its loss; see :class:`opfuser.LoadBalancingLoss`.
-            Its channels do not reach into layers that carry hooks, as after ``fully_shard`` of
-            each: there ``balance_terms`` of ``moe`` are extra outputs, of which a
-            ``LoadBalancingLoss`` called on the loss and them makes the same.
+            Its channels reach into layers that carry hooks, as after ``fully_shard`` of each, but
+            not into other modules around layers, such as those of ``checkpoint_wrapper``.
 
     Raises:
         ArgumentError: a size is not positive, the heads do not divide as needed, a name is none of

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opfuser import Sequential
 from opfuser.errors import ArgumentError, explain
@@ -19,10 +20,10 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
 
     Applies torch's ``fully_shard`` to each module of ``model.layers``, then to ``model``, and
     returns it. A layer, an attention block and a feed-forward block, is planned and fused as
-    before. Between two layers nothing is fused, since torch gathers the parameters of each there;
-    nor do channels reach into them, see :class:`opfuser.errors.ChannelError`. What lies in front of
-    the layers and behind them, a tied head too, stays in one group each, with a fused head and
-    loss.
+    before. Between two layers nothing is fused, since torch gathers the parameters of each there:
+    plans say so with the code ``COMMUNICATION``. Channels reach into layers and out of them. What
+    lies in front of the layers and behind them, a tied head too, stays in one group each, with a
+    fused head and loss.
 
     Args:
         model: of :func:`opfuser.models.decoder_lm`, ``text_encoder`` or ``image_encoder``, or any
@@ -30,6 +31,8 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
             device: ``to_empty`` and the initial values follow then, as torch describes.
         **arguments: of ``fully_shard``, the same for all units: ``mesh``, ``mp_policy``,
             ``reshard_after_forward`` and so on. Without a mesh all processes share each parameter.
+            ``mp_policy.output_dtype`` is that of the model's output: layers hand on what they
+            compute, which the next one would cast back.
 
     Raises:
         ArgumentError: there is no Sequential named ``layers`` in ``model``.
@@ -47,7 +50,9 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
                 remedy="Call torch's fully_shard for each unit, then for the model",
             )
         )
+    policy: MixedPrecisionPolicy | None = arguments.get("mp_policy")
+    inside = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
     for layer in layers:
-        fully_shard(layer, **arguments)
+        fully_shard(layer, **{**arguments, **inside})
     fully_shard(model, **arguments)
     return model

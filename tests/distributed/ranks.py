@@ -10,12 +10,18 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 
-__all__ = ["Check", "Outcomes", "assert_passed", "outcomes_of"]
+__all__ = ["DEVICES", "Check", "Outcomes", "assert_passed", "outcomes_of"]
+
+_ON_GPUS = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.slow])
+DEVICES = ["cpu", _ON_GPUS] if torch.cuda.device_count() > 1 else ["cpu"]
+"""Where two ranks can run: over gloo on a CPU, and over NCCL where there are two GPUs."""
 
 Check = Callable[[int, int], None]
 """Is told its rank and the number of ranks."""
@@ -24,16 +30,17 @@ Outcomes = list[dict[str, str]]
 """For each rank what came of each check."""
 
 
-def outcomes_of(module: str, ranks: int, folder: Path) -> Outcomes:
-    """Runs the ``CHECKS`` of a module of tests over gloo.
+def outcomes_of(module: str, ranks: int, folder: Path, device: str = "cpu") -> Outcomes:
+    """Runs the ``CHECKS`` of a module of tests, over gloo or over NCCL.
 
     Args:
         module: its name.
         ranks: number of processes.
         folder: an empty one.
+        device: ``"cuda"`` makes a GPU for each rank the default device.
     """
     with contextlib.suppress(ProcessRaisedException, ProcessExitedException):  # told rank by rank
-        spawn(_run, (ranks, str(folder), module), nprocs=ranks)
+        spawn(_run, (ranks, str(folder), module, device), nprocs=ranks)
     files = [folder / f"{rank}.json" for rank in range(ranks)]
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
@@ -43,12 +50,20 @@ def assert_passed(outcomes: Outcomes, name: str) -> None:
     assert all(line.endswith("passed") for line in told), "\n".join(told)
 
 
-def _run(rank: int, ranks: int, folder: str, module: str) -> None:
+def _run(rank: int, ranks: int, folder: str, module: str, device: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     checks: dict[str, Check] = importlib.import_module(module).CHECKS
     store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    where: dict[str, Any] = {"store": store, "rank": rank, "world_size": ranks}
+    if device == "cuda":
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current")
+        gpu = torch.device(device, rank)
+        torch.cuda.set_device(gpu)
+        torch.set_default_device(gpu)
+        dist.init_process_group("nccl", device_id=gpu, **where)
+    else:
+        dist.init_process_group("gloo", **where)
     outcomes: dict[str, str] = {}
     name = ""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,8 +29,10 @@ from opfuser import (
 )
 from opfuser.engine import graphs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
+from opfuser.models import DecoderConfig, decoder_lm
 from tests.contract.gradients import handed_over
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.sharded import assert_same, batches, gradients_of_one, shard, twins
 from tests.replay.recorded import RecordedGraph
 
 pytestmark = pytest.mark.distributed
@@ -285,6 +288,19 @@ def replayed_fully_sharded(rank: int, ranks: int) -> None:
             fully_shard(m, mesh=mesh, reshard_after_forward=reshard)
         with mock.patch.dict(graphs._TYPES, cpu=RecordedGraph):
             train_both(list(models), list(models), rank, ranks)
+
+
+@check
+def sharded_over_some_ranks(rank: int, ranks: int) -> None:
+    """Between the passes alone, or at all: groups of ranks then hold copies."""
+    config = DecoderConfig(29, 16, 2, 2, dtype=torch.float64)
+    halves = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("copies", "shards"))
+    for arguments in ({"reshard_after_forward": ranks // 2}, {"mesh": halves}):
+        one, ours = twins(partial(decoder_lm, config), partial(shard, **arguments))
+        for tokens, targets in batches(ranks):
+            gradients_of_one(one, [(tokens, targets)])
+            ours(tokens[rank], targets[rank]).backward()
+        assert_same(ours, one)
 
 
 @check

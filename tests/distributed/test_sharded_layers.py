@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import opfuser
-from opfuser.errors import ArgumentError, ChannelError
+from opfuser.errors import ArgumentError
 from opfuser.models import (
     DecoderConfig,
     EncoderConfig,
@@ -74,6 +74,9 @@ def decoder(rank: int, ranks: int) -> None:
         plan = model.last_plan
         assert plan.fused("forward")["linear_cross_entropy"] == 1
         assert plan.fused("backward")["norm_linear"] == 6
+        costs = [no for _, no in plan.record("forward_add_rms_norm").refusals]
+        why = "FSDPSequential is a unit of fully_shard, whose parameters are gathered when it is"
+        assert [str(no) for no in costs] == [f"COMMUNICATION: {why} called"] * 3
 
 
 @check
@@ -111,13 +114,14 @@ def experts_with_an_extra_output(rank: int, ranks: int) -> None:
 
 
 @check
-def channel_across_units(rank: int, ranks: int) -> None:
+def channels_across_units(rank: int, ranks: int) -> None:
+    """From the router of each layer to the one loss of all, behind them."""
     moe = MoEConfig(16, 8, 4, 2)
-    config = DecoderConfig(29, 16, 2, 2, moe=moe, router_aux_loss_coef=0.1)
-    model = shard_layers(decoder_lm(config))
-    tokens = torch.randint(29, (2, 5))
-    with pytest.raises(ChannelError, match="Channels do not reach into a nested FSDPSequential"):
-        model(tokens, tokens)
+    sizes = {"router_aux_loss_coef": 0.1, "dtype": torch.float64}
+    config = DecoderConfig(29, 16, 2, 2, moe=moe, **sizes)
+    inputs = tuple(torch.randint(29, (2, RANKS, 2, 5)))
+    model = compare(lambda: decoder_lm(config), inputs, rank)
+    assert model.num_extra_outputs == 0
 
 
 @check

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 import opfuser
@@ -46,6 +47,23 @@ def test_the_output_may_be_changed_in_place(last: Any) -> None:
     wrt = [x, seq[0].w]
     expected = grads(torch.relu(seq(x)), wrt)
     same(grads(torch.relu_(seq(x)), wrt), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch, for tangents
+def test_an_output_without_gradients_may_be_changed_by_what_has_some() -> None:
+    """As that of ``torch.nn.Linear``; a view that was made without gradients may not."""
+    seq, x = opfuser.Sequential(opfuser.Linear(3, 2, dtype=F64)), randn(2, 2, 3)
+    scale = torch.ones((), dtype=F64, requires_grad=True)
+    with torch.no_grad():
+        y, given = seq(x), opfuser.Sequential(opfuser.Reshape((4, 3)))(x)
+        before = y.clone()
+    y.mul_(scale).sum().backward()
+    same(scale.grad, before.sum())
+    with pytest.raises(RuntimeError, match="view was created in no_grad mode"):  # of the input
+        given.mul_(scale)
+    with torch.no_grad(), forward_ad.dual_level():
+        y = seq(forward_ad.make_dual(x, x))
+        same(forward_ad.unpack_dual(y).tangent, x @ seq[0].weight.detach().T)
 
 
 def test_an_input_that_is_changed_in_place_is_noticed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -183,13 +184,89 @@ def test_op_kwargs_reach_operations_with_hooks() -> None:
         same(seq(x, op_kwargs={power: {"power": 3}}), 2 * x**3)
 
 
-def test_a_channel_out_of_a_nested_sequence_with_a_hook() -> None:
-    seq = opfuser.Sequential(opfuser.Sequential(producer(output_to_caller=False)), consumer())
-    seq[0].register_forward_hook(ignore)
+def silent(channel: str = "skip") -> opfuser.MakeExtraOutput:
+    return producer(channel, output_to_caller=False)
+
+
+CROSSING: dict[str, Any] = {
+    "out": lambda: [opfuser.Sequential(Times(), silent(), Times()), Square(), consumer()],
+    "in": lambda: [silent(), Times(), opfuser.Sequential(Square(), consumer(), Times())],
+    "from one to others": lambda: [
+        opfuser.Sequential(Times(), silent()),
+        opfuser.Sequential(Square(), consumer()),
+        opfuser.Sequential(Times(), consumer(), Times(), consumer()),
+    ],
+    "out of and into inner ones": lambda: [
+        opfuser.Sequential(Times(), opfuser.Sequential(Times(), silent(), Times())),
+        opfuser.Sequential(Square(), opfuser.Sequential(consumer(), Times())),
+    ],
+    "past one that has its own": lambda: [
+        silent("outer"),
+        opfuser.Sequential(silent(), Times(), consumer()),
+        opfuser.Sequential(silent(), Square(), consumer(), consumer("outer")),
+        Times(),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", CROSSING)
+def test_channels_into_and_out_of_nested_sequences_with_hooks(kind: str) -> None:
+    """As of the units of ``fully_shard``; equal names inside of several are no conflict."""
+    seq, x = opfuser.Sequential(*CROSSING[kind]()), randn(2, 3, grad=True)
+    if kind == "past one that has its own":  # two producers, were they in one group
+        y = x * seq[1][1].w + x
+        y = (y**2 + y + x) * seq[3].w
+        expected = [y.detach(), *grads(y, [x, *seq.parameters()])]
+    else:
+        expected = run(seq, x)
+    nested = [m for m in seq.modules() if isinstance(m, opfuser.Sequential) and m is not seq]
+    for module in nested:
+        module.register_forward_hook(ignore)
+    planned = seq.plan(x)
+    same(run(seq, x), expected)
+    assert planned == seq.last_plan
+    same(run(copy.deepcopy(seq), x), expected)
+    assert seq.num_extra_outputs == seq.num_extra_inputs == 0
+
+
+def test_a_nested_sequence_in_two_others() -> None:
+    """Each of them gets from it what it reads; alone it is as if it was in none."""
+    inner = opfuser.Sequential(Times(), silent(), Times())
+    inner.register_forward_hook(ignore)
+    seq, x = opfuser.Sequential(inner, consumer()), randn(2, 3, grad=True)
+    h = x * inner[0].w
+    y = h * inner[2].w
+    for _ in range(2):
+        same(seq(x), y + h)
+        same(seq[:1](x), y)
+    seq(x)
+    del seq[0]
+    same(inner(x), y)
+    with pytest.raises(ChannelError, match="has no producer"):
+        seq(x)
+
+
+class PassesOn(opfuser.Sequential):
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        return super().forward(x)
+
+
+def test_a_channel_does_not_leave_a_forward_of_the_user() -> None:
+    seq = opfuser.Sequential(PassesOn(silent()), consumer())
     with pytest.raises(ChannelError) as error:
         seq(randn(2, 3))
     assert "has no producer" in str(error.value)
-    assert "do not reach into a nested Sequential that carries hooks" in str(error.value)
+    assert "do not reach into a nested PassesOn" in str(error.value)
+    seq = opfuser.Sequential(silent("other"), PassesOn(consumer()))
+    with pytest.raises(ChannelError, match=r"no producer \(read by op 0"):
+        seq(randn(2, 3))
+
+
+def test_a_channel_into_a_nested_sequence_that_nothing_produces() -> None:
+    seq = opfuser.Sequential(Times(), opfuser.Sequential(consumer()))
+    seq[1].register_forward_hook(ignore)
+    with pytest.raises(ChannelError, match="read by a nested Sequential that carries hooks"):
+        seq(randn(2, 3))
 
 
 @pytest.mark.parametrize("where", ["in front", "behind", "itself"])

@@ -10,7 +10,15 @@ import pytest
 
 import opfuser
 from opfuser.engine.planning import GradNeeds, grad_needs
-from opfuser.engine.routing import PrivateChannel, RoutedGroup, Routing, Slot, public_routing, route
+from opfuser.engine.routing import (
+    ExtraOutput,
+    PrivateChannel,
+    RoutedGroup,
+    Routing,
+    Slot,
+    public_routing,
+    route,
+)
 from opfuser.errors import ChannelError
 from opfuser.fuser import OperationFuser
 from opfuser.op import BasicOperation
@@ -113,11 +121,11 @@ def test_a_member_called_as_a_module_shows_all_its_extra_tensors() -> None:
 
 
 def test_extra_inputs_count_in_operation_order_over_members() -> None:
-    nested = RoutedGroup((), (), 1, 2, False, "NestedSequential")
+    nested = RoutedGroup((), (), (None,), (ExtraOutput(None, True),) * 2, False, "Nested")
     routes = route([group(Extra((None, None))), nested, PLAIN, group(Extra((None,)))])
     assert [path.takes for path in routes.groups] == [(0, 1), (2,), (), (3,)]
     assert routes.groups[1].gives == ((None, True), (None, True))
-    assert routes.expects == ("op 0 (Extra)", "op 0 (Extra)", "NestedSequential", "op 1 (Extra)")
+    assert routes.expects == ("op 0 (Extra)", "op 0 (Extra)", "Nested", "op 1 (Extra)")
 
 
 def test_public_routing_knows_no_channels() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import opfuser
 from opfuser.errors import ArgumentError, MasterWeightError
@@ -245,6 +247,28 @@ def test_training_goes_on_from_a_checkpoint(make: Callable[..., torch.optim.Opti
         assert torch.equal(ours, want)
     for name, t in seq.state_dict().items():
         assert torch.equal(other.state_dict()[name].float(), t.float())
+
+
+def test_a_checkpoint_of_torch_distributed() -> None:
+    """It names parameters, and loads a model behind its optimiser."""
+
+    def trained(steps: int) -> tuple[nn.Module, MasterWeights]:
+        seq = opfuser.Sequential(opfuser.Linear(16, 16, dtype=BF16), opfuser.GELU())
+        optimizer = MasterWeights(seq, adam)
+        for seed in range(steps):
+            give_gradients(seq, seed)
+            optimizer.step()
+        optimizer.zero_grad()
+        return seq, optimizer
+
+    made, other = trained(2), trained(0)
+    model_state, optimizer_state = copy.deepcopy(get_state_dict(*made))
+    set_state_dict(*other, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    for seq, optimizer in (made, other):
+        give_gradients(seq, 3)
+        optimizer.step()
+    for ours, want in zip(masters(other[1]), masters(made[1]), strict=True):
+        assert torch.equal(ours, want)
 
 
 def test_a_checkpoint_without_masters_or_steps() -> None:
