@@ -275,7 +275,7 @@ class Sequential(NestedSequential):
     def __getstate__(self) -> dict[str, Any]:
         derived = (
             "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_within", "_stands",
-            "_stamped", "_stamp",
+            "_stamped", "_stamp", "__setattr__",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
