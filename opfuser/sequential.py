@@ -253,7 +253,7 @@ class Sequential(NestedSequential):
     _routes: Routes
     _structure: list[tuple[str, list[tuple[int, Hashable]]]] | None
     _single: OperationFuser | None
-    _hooked: bool  # whether any module, or one in it, may be; removing a hook is not noticed
+    _called: tuple[Group, ...]  # because of a hook or a forward, whose removal is not noticed
     _seen: int
     _within: tuple[weakref.ref[Sequential], str] | None  # what calls it as a module, and the path
     _stands: tuple[str, tuple[tuple[str, FusionConfig], ...]]
@@ -266,7 +266,7 @@ class Sequential(NestedSequential):
             _routes=Routes((), ()),
             _structure=None,
             _single=None,
-            _hooked=False,
+            _called=(),
             _seen=-1,
             _within=None,
             _stands=("", ()),
@@ -274,7 +274,7 @@ class Sequential(NestedSequential):
 
     def __getstate__(self) -> dict[str, Any]:
         derived = (
-            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_within", "_stands",
+            "_groups", "_routes", "_structure", "_single", "_called", "_seen", "_within", "_stands",
             "_stamped", "_stamp", "__setattr__",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
@@ -300,7 +300,7 @@ class Sequential(NestedSequential):
                 _routes=routes,
                 _structure=structure,
                 _single=only if isinstance(only, OperationFuser) else None,
-                _hooked=any(split in ("HOOK", "FORWARD") for split, _ in found),
+                _called=tuple(g for g in groups if g.split in ("HOOK", "FORWARD")),
             )
         for group in self._groups:
             if isinstance(group.callee, OperationFuser):
@@ -447,7 +447,9 @@ class Sequential(NestedSequential):
         if torch.compiler.is_compiling():
             self._resolve_for_tracing()
             self._guard(tuple([seq._stamp for seq in self._stamped]))
-        elif self._seen != Clock.now or self._hooked:
+        elif self._seen != Clock.now or (
+            self._called and not all(group.stays_called() for group in self._called)
+        ):
             self._resolve()
         if self._single is not None:
             kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)[0]
