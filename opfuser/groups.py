@@ -113,6 +113,11 @@ class Group(NamedTuple):
             return cast(nn.Module, callee)(x, *extras, op_kwargs=kwargs[0])
         return callee(x, *extras, basic_op_kwargs=kwargs)
 
+    def stays_called(self) -> bool:
+        """Whether the hook or the forward because of which the module is called is still there."""
+        callee = cast(nn.Module, self.callee)
+        return has_hooks(callee) if self.split == "HOOK" else _split(callee) == "FORWARD"
+
     def last_plans(self) -> list[Plan]:
         """The plans that were used last, in order; none for a plain module."""
         callee = self.callee

@@ -99,7 +99,7 @@ class FusibleOperation(Tracked):
     emits_quantized_grad: ClassVar[bool] = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, Real) and not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float, Tensor)) and isinstance(value, Real):
             # Fractions and NumPy's scalars, which torch does not accept.
             value = int(value) if isinstance(value, Integral) else float(value)
         if name in self.read_only and self.__dict__.get(name, value) != value:
@@ -234,7 +234,7 @@ class FusibleOperation(Tracked):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for derived in ("_alone", "_stamp", "_settings"):
+        for derived in ("_alone", "_stamp", "_settings", "__setattr__"):
             state.pop(derived, None)
         return state
 

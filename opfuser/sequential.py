@@ -254,7 +254,7 @@ class Sequential(NestedSequential):
     _routes: Routes
     _structure: list[tuple[str, list[tuple[int, Hashable]]]] | None
     _single: OperationFuser | None
-    _hooked: bool  # whether any module, or one in it, may be; removing a hook is not noticed
+    _called: tuple[Group, ...]  # because of a hook or a forward, whose removal is not noticed
     _seen: int
     _within: tuple[weakref.ref[Sequential], str] | None  # what calls it as a module, and the path
     _nested: list[tuple[NestedSequential, Channels]]  # with the channels that cross their borders
@@ -270,7 +270,7 @@ class Sequential(NestedSequential):
             _routes=Routes((), ()),
             _structure=None,
             _single=None,
-            _hooked=False,
+            _called=(),
             _seen=-1,
             _within=None,
             _crossing=None,
@@ -280,9 +280,9 @@ class Sequential(NestedSequential):
 
     def __getstate__(self) -> dict[str, Any]:
         derived = (
-            "_groups", "_routes", "_structure", "_single", "_hooked", "_seen", "_within",
+            "_groups", "_routes", "_structure", "_single", "_called", "_seen", "_within",
             "_crossing", "_nested", "_stands",
-            "_stamped", "_stamp",
+            "_stamped", "_stamp", "__setattr__",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
@@ -340,7 +340,7 @@ class Sequential(NestedSequential):
                 _nested=nested,
                 _structure=structure,
                 _single=only if isinstance(only, OperationFuser) else None,
-                _hooked=any(split in ("HOOK", "FORWARD") for split, _ in found),
+                _called=tuple(g for g in groups if g.split in ("HOOK", "FORWARD")),
             )
         else:  # another Sequential may hold the nested ones too
             for module, crossing in self._nested:
@@ -490,7 +490,9 @@ class Sequential(NestedSequential):
         if torch.compiler.is_compiling():
             self._resolve_for_tracing()
             self._guard(tuple([seq._stamp for seq in self._stamped]))
-        elif self._seen != Clock.now or self._hooked:
+        elif self._seen != Clock.now or (
+            self._called and not all(group.stays_called() for group in self._called)
+        ):
             self._resolve()
         if self._single is not None:
             kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)[0]
