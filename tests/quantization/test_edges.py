@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
+from opfuser.basic import norm
 from opfuser.quantization.quantizers import OperandQuantizer, QuantizedTensor, Quantizer
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8PredictedScaling,
+    QParams,
     Recipe,
 )
 from tests.quantization.test_values import CURRENT, each_recipe, error, results
@@ -98,6 +100,30 @@ def plan_of(seq: opfuser.Sequential, recipe: Recipe, *, grad: bool = True) -> li
     x = torch.randn(5, 4, 128, requires_grad=grad)
     with opfuser.autocast(recipe=recipe), torch.set_grad_enabled(grad):
         return [str(edge) for edge in seq.plan(x).edges]
+
+
+@pytest.mark.parametrize(
+    "params", [QParams(), QParams(power_2_scale=True), QParams(amax_epsilon=100.0)], ids=str
+)
+@pytest.mark.parametrize("name", ["gated", "plain"])
+def test_backward_has_the_codes_of_the_norm_that_forward_has(
+    name: str, params: QParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the largest value that forward has found, in the other layout."""
+    made: list[Any] = []
+    for function in ("norm_forward_quantized", "norm_cols_quantized"):
+        original = getattr(norm, function)
+        monkeypatch.setattr(
+            norm, function, lambda *args, call=original: (made.append(call(*args)), made[-1])[1]
+        )
+    block, recipe = BLOCKS[name](), Float8CurrentScaling(fp8_quant_fwd_inp=params)
+    with opfuser.autocast(recipe=recipe):
+        y = block(torch.randn(256, 128, requires_grad=True))
+    y.sum().backward()
+    _measured, (forward, *_), columns = made
+    assert forward.row_scale is not None
+    assert torch.equal(columns.col_scale, forward.row_scale)
+    assert torch.equal(columns.cols.view(torch.uint8).t(), forward.rows.view(torch.uint8))
 
 
 def test_a_plan_says_what_is_handed_on_as_codes() -> None:

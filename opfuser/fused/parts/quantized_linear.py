@@ -197,7 +197,7 @@ class QuantizedLinearPart(LinearPart):
         shape = x.numel() // x.shape[-1], features
         how = self._how("fprop", weight.w, x.dtype)
         y = scaled_forward(codes, self._codes(ctx, weight, rows=True), shape, b, how)
-        return y.view(*x.shape[:-1], features)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], features)
 
     def recompute(self, ctxs: Contexts, x: Tensor | None) -> Tensor:
         saved = ctxs[0].saved_tensors[0]
@@ -241,7 +241,9 @@ class QuantizedLinearPart(LinearPart):
         how = self._how("dgrad", weight.w, ctx.dtype)
         codes = self._codes(ctx, weight, rows=False)
         dx = scaled_dgrad(self._grad_codes(ctxs, dy), codes, rows, how)
-        return reduce_input_grad(dx.view(*dy.shape[:-1], weight.w.shape[1]), sharding)
+        if dy.dim() != 2:
+            dx = dx.view(*dy.shape[:-1], weight.w.shape[1])
+        return reduce_input_grad(dx, sharding)
 
     def recomputed_input_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         if self.recipe.wgrad != "fp8" or not self.recipe.handed_on:
