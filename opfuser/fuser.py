@@ -18,6 +18,7 @@ from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
 from .engine.autograd import Kwargs, execute, execute_eagerly
 from .engine.limits import Limits, OperationFacts
+from .engine.local_parameters import local_places, local_values
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
 from .engine.plan import Plan, expand
 from .engine.plan_changes import changes
@@ -159,6 +160,8 @@ class OperationFuser:
                 self._parametrized = True  # or computed by a hook
                 if parametrize.is_parametrized(module, name):
                     read_through(module, name)
+        self._local = local_places(self._slots)
+        self._parametrized = self._parametrized or bool(self._local)
         self._buffers = [
             (module._buffers, name)
             for op in self._basic_ops
@@ -203,7 +206,7 @@ class OperationFuser:
         if self._started != Clock.now:
             self._start()
         if self._parametrized:
-            with one_value_each():
+            with one_value_each(), local_values(self._local):
                 return self._call(input, extra_inputs, basic_op_kwargs)
         return self._call(input, extra_inputs, basic_op_kwargs)
 
@@ -355,6 +358,14 @@ class OperationFuser:
     def _prepare_tracing(self) -> bool:
         registry.state()  # loads plug-ins before the traced code is guarded by what is registered
         self._start()
+        if self._local:
+            raise NotSupportedError(
+                explain(
+                    "Parameters that are DTensors are not traced by torch.compile",
+                    received=f"{len(self._local)} of them, as after parallelize",
+                    remedy="Call the sequence as it is",
+                )
+            )
         for module, name in self._slots:
             if parametrize.is_parametrized(module, name):
                 refuse_impure(module, name)
@@ -405,6 +416,9 @@ class OperationFuser:
         """As :meth:`_read_parameters`, with parametrised ones computed by :func:`fake_value`."""
         if self._seen != Clock.now:
             self._refresh()
+        if self._local:
+            with local_values(self._local):
+                return [getattr(module, name) for module, name in self._slots]
         return [
             fake_value(module, name)
             if name not in module._parameters and parametrize.is_parametrized(module, name)

@@ -86,7 +86,7 @@ class Linear(FusedOperation):
             sequence_dim=sequence_dim,
             where=type(self).__name__,
         )
-        row = sharding.mode == "row"
+        row, sharded = sharding.mode == "row", sharding.mode is not None
         # In row mode the reduction comes after the bias, as an operation of its own.
         parts: list[BasicOperation] = [
             BasicLinear(
@@ -94,7 +94,7 @@ class Linear(FusedOperation):
                 out_features,
                 device=device,
                 dtype=dtype,
-                tensor_parallel_mode=None if row else tensor_parallel_mode,
+                tensor_parallel_mode=tensor_parallel_mode if sharded and not row else None,
                 tensor_parallel_group=None if row else sharding.group,
                 sequence_parallel=sharding.sequence_parallel and not row,
                 rng_state_tracker_function=rng_state_tracker_function,
@@ -110,7 +110,7 @@ class Linear(FusedOperation):
                     sharding.local_out_features * sharding.ranks,
                     device=device,
                     dtype=dtype,
-                    tensor_parallel=sharding.mode is not None,
+                    tensor_parallel=sharded,
                     tensor_parallel_group=sharding.group,
                 )
             )
