@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -410,15 +411,17 @@ class OperationFuser:
     def plan(self, input_: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow."""
         self._check(input_, extra_inputs)
-        return self._schedule(input_, self._fake_parameters(), extra_inputs).plan
+        with self._local_values():
+            return self._schedule(input_, self._fake_parameters(), extra_inputs).plan
+
+    def _local_values(self) -> AbstractContextManager[None]:
+        """As :func:`local_values` for the parameters, which are read again after a change."""
+        if self._seen != Clock.now:
+            self._refresh()
+        return local_values(self._local)
 
     def _fake_parameters(self) -> list[Tensor]:
         """As :meth:`_read_parameters`, with parametrised ones computed by :func:`fake_value`."""
-        if self._seen != Clock.now:
-            self._refresh()
-        if self._local:
-            with local_values(self._local):
-                return [getattr(module, name) for module, name in self._slots]
         return [
             fake_value(module, name)
             if name not in module._parameters and parametrize.is_parametrized(module, name)
@@ -430,8 +433,9 @@ class OperationFuser:
         self, input_: Tensor | TensorFacts, extra_inputs: Sequence[Tensor | TensorFacts]
     ) -> Planned:
         """The plan for tensors like these, and what the call returns; nothing is computed."""
-        parameters = self._fake_parameters()
-        plan = self._schedule(input_, parameters, extra_inputs).plan
+        with self._local_values():
+            parameters = self._fake_parameters()
+            plan = self._schedule(input_, parameters, extra_inputs).plan
         dtypes, of_extras = self._output_dtypes(
             input_.dtype,
             [p.dtype for p in parameters],

@@ -191,14 +191,14 @@ def shard_linear(
     return LinearSharding(mode, group, ranks, sequence_parallel, *sizes, sequence_dim)
 
 
-def check_sequence_dim(dim: int, where: str) -> None:
+def check_sequence_dim(dim: int, where: str, name: str = "sequence_dim") -> None:
     """Raises ArgumentError for a dimension that is counted from the end: there are the features."""
     if dim < 0:
         raise ArgumentError(
             explain(
-                "sequence_dim must not be negative",
+                f"{name} must not be negative",
                 where=where,
-                received=f"sequence_dim={dim}",
+                received=f"{name}={dim}",
                 remedy="Count the dimensions from the first one",
             )
         )

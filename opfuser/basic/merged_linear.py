@@ -114,19 +114,19 @@ class BasicMergedLinear(OfProjections):
             if no is not None:
                 return no
         features = self.out_features, self.in_features
-        return recipe_refusal(self.recipe, features, self._weights()[0].dtype, env)
+        return recipe_refusal(self.recipe, features, self._first_weight().dtype, env)
 
     def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
         if env.recipe is None:
             return ()
-        features, own = (self.out_features, self.in_features), self._weights()[0].dtype
+        features, own = (self.out_features, self.in_features), self._first_weight().dtype
         return choices_of(env, features, own, into_main_grad=self.accumulate_into_main_grad)
 
     def num_quantizers(self, mode: str) -> int:
         return 2 if mode == "forward" else 1
 
     def _quantizer(self, mode: str, index: int) -> TensorQuantizer | None:
-        recipe, w = active_recipe(), self._weights()[0]
+        recipe, w = active_recipe(), self._first_weight()
         if recipe is None:
             return None
         env = Env(w.device, w.dtype, autocast_dtype=autocast_dtype(w.device), recipe=recipe)
@@ -180,6 +180,12 @@ class BasicMergedLinear(OfProjections):
             ctx.save_for_backward(x if True in needs.parameters else None, *saved)
         sharding = self.sharding
         return (x if sharding.mode is None or not gather else gather_input(x, sharding)), w
+
+    def _first_weight(self) -> nn.Parameter:
+        """For its dtype and device; not checked, as outside of forward it may be a DTensor."""
+        first: Any = self._modules[self.names[0]]
+        w: nn.Parameter | None = first._parameters.get("weight")
+        return self._weights()[0] if w is None else w
 
     def _weights(self) -> list[nn.Parameter]:
         modules, cols, weights = self._modules, self.in_features, []
@@ -285,8 +291,8 @@ class BasicMergedLinear(OfProjections):
         )
 
     def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Weight) -> torch.dtype:
-        """In forward, the dtype that the gradients of the weights go to."""
-        dtype = self._weights()[0].dtype
+        """The dtype that the gradients of the weights go to, w of :meth:`operands`."""
+        dtype = self._first_weight().dtype
         into_main_grad = self.frozen_settings(ctx).accumulate_into_main_grad
         return torch.promote_types(dtype, torch.float32) if into_main_grad else dtype
 

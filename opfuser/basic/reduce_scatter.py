@@ -46,7 +46,7 @@ class ReduceScatter(BasicOperation):
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, dim: int = 0) -> None:
         super().__init__()
-        check_sequence_dim(dim, type(self).__name__)
+        check_sequence_dim(dim, type(self).__name__, "dim")
         self.dim = dim
         self._group = GroupRef(process_group)
 

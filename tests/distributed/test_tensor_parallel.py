@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,6 +32,7 @@ from opfuser import (
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.models import DecoderConfig, MoEConfig, decoder_layers, decoder_lm
 from opfuser.models.parallel import parallelize
+from opfuser.recipe import Float8BlockScaling
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
@@ -271,6 +273,29 @@ def copies_and_an_error_in_between(rank: int, ranks: int) -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters())
     plan = model.plan(*tokens)
     assert plan.fused("forward")["linear_cross_entropy"] == 1
+
+
+@check
+def quantised(rank: int, ranks: int) -> None:
+    """Each rank's tensors have scales of their own: as good as those of one rank, not the same."""
+    torch.manual_seed(1)
+    sizes: Any = {"ffn_dim": 256, "init_std": 0.1, "dtype": torch.bfloat16}
+    plain = decoder_lm(DecoderConfig(64, 256, 1, 2, **sizes))
+    one = decoder_lm(DecoderConfig(64, 256, 1, 2, recipe=Float8BlockScaling(), **sizes))
+    one.load_state_dict(plain.state_dict())
+    ours = parallelize(copy.deepcopy(one), mesh_of(ranks))
+    tokens = torch.randint(64, (2, 2, 128))
+    text = str(ours.plan(*tokens))
+    assert "quantised, Float8BlockScaling: 3, 6, 11, 13" in text, text
+    grads = []
+    for model in (plain, one, ours):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FP8 is emulated")
+            model(*tokens).backward()
+        grads.append(model.embedding.weight.grad)
+    exact, theirs, mine = grads[0], grads[1], grads[2].full_tensor()
+    apart, apart_of_one = (mine - exact).float().norm(), (theirs - exact).float().norm()
+    assert 0 < apart <= 1.2 * apart_of_one, (apart, apart_of_one)
 
 
 @check
