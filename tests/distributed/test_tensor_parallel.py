@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser import (
@@ -211,6 +212,25 @@ def no_gradient_is_needed(rank: int, ranks: int) -> None:
     same(ours.embedding.weight.grad, exact.embedding.weight.grad)
     logits = ours[:-1](tokens[0])
     same(logits, exact[:-1](tokens[0]).chunk(ranks, -1)[rank])
+
+
+@check
+def recomputed_and_accumulated(rank: int, ranks: int) -> None:
+    """Layers that a checkpoint computes again in backward; gradients of two batches."""
+    torch.manual_seed(1)
+    exact = decoder_layers(DecoderConfig(29, 16, 2, 2, **F64))
+    ours = parallelize(copy.deepcopy(exact), mesh_of(ranks))
+    for _ in range(2):
+        x = torch.randn(3, 8, 16, **F64)
+        part = x.chunk(ranks, 1)[rank]
+        for layer in ours:
+            part = checkpoint(layer, part, use_reentrant=False)
+        y = exact(x)
+        same(part, y.chunk(ranks, 1)[rank])
+        part.square().sum().backward()
+        y.square().sum().backward()
+    for name, grad in whole(ours, grads=True).items():
+        same(grad, exact.get_parameter(name).grad, name)
 
 
 @check
