@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
 from .engine.autograd import Kwargs, execute, execute_eagerly
 from .engine.limits import Limits, OperationFacts
+from .engine.local_parameters import local_places, local_values
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
 from .engine.plan import Plan, expand
 from .engine.plan_changes import changes
@@ -159,6 +161,8 @@ class OperationFuser:
                 self._parametrized = True  # or computed by a hook
                 if parametrize.is_parametrized(module, name):
                     read_through(module, name)
+        self._local = local_places(self._slots)
+        self._parametrized = self._parametrized or bool(self._local)
         self._buffers = [
             (module._buffers, name)
             for op in self._basic_ops
@@ -203,7 +207,7 @@ class OperationFuser:
         if self._started != Clock.now:
             self._start()
         if self._parametrized:
-            with one_value_each():
+            with one_value_each(), local_values(self._local):
                 return self._call(input, extra_inputs, basic_op_kwargs)
         return self._call(input, extra_inputs, basic_op_kwargs)
 
@@ -355,6 +359,14 @@ class OperationFuser:
     def _prepare_tracing(self) -> bool:
         registry.state()  # loads plug-ins before the traced code is guarded by what is registered
         self._start()
+        if self._local:
+            raise NotSupportedError(
+                explain(
+                    "Parameters that are DTensors are not traced by torch.compile",
+                    received=f"{len(self._local)} of them, as after parallelize",
+                    remedy="Call the sequence as it is",
+                )
+            )
         for module, name in self._slots:
             if parametrize.is_parametrized(module, name):
                 refuse_impure(module, name)
@@ -399,12 +411,17 @@ class OperationFuser:
     def plan(self, input_: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow."""
         self._check(input_, extra_inputs)
-        return self._schedule(input_, self._fake_parameters(), extra_inputs).plan
+        with self._local_values():
+            return self._schedule(input_, self._fake_parameters(), extra_inputs).plan
+
+    def _local_values(self) -> AbstractContextManager[None]:
+        """As :func:`local_values` for the parameters, which are read again after a change."""
+        if self._seen != Clock.now:
+            self._refresh()
+        return local_values(self._local)
 
     def _fake_parameters(self) -> list[Tensor]:
         """As :meth:`_read_parameters`, with parametrised ones computed by :func:`fake_value`."""
-        if self._seen != Clock.now:
-            self._refresh()
         return [
             fake_value(module, name)
             if name not in module._parameters and parametrize.is_parametrized(module, name)
@@ -416,8 +433,9 @@ class OperationFuser:
         self, input_: Tensor | TensorFacts, extra_inputs: Sequence[Tensor | TensorFacts]
     ) -> Planned:
         """The plan for tensors like these, and what the call returns; nothing is computed."""
-        parameters = self._fake_parameters()
-        plan = self._schedule(input_, parameters, extra_inputs).plan
+        with self._local_values():
+            parameters = self._fake_parameters()
+            plan = self._schedule(input_, parameters, extra_inputs).plan
         dtypes, of_extras = self._output_dtypes(
             input_.dtype,
             [p.dtype for p in parameters],

@@ -40,13 +40,14 @@ class Linear(FusedOperation):
         bias: whether to add a bias.
         device: of the parameters; None is torch's default.
         dtype: of the parameters; None is torch's default.
-        tensor_parallel_mode: None, "column" or "row".
+        tensor_parallel_mode: see ``BasicLinear``.
         tensor_parallel_group: None is all ranks.
-        sequence_parallel: shard along the first dimension what is whole along the last.
+        sequence_parallel: shard along ``sequence_dim`` what is whole along the last dimension.
         rng_state_tracker_function: see ``BasicLinear``.
         accumulate_into_main_grad: see ``BasicLinear``.
         accumulate_into_grad: see ``BasicLinear``; for the weight.
         weight_transposed: see ``BasicLinear``.
+        sequence_dim: see ``BasicLinear``.
 
     Raises:
         ArgumentError: arguments outside their domain; a bias set on a Linear made without one.
@@ -74,6 +75,7 @@ class Linear(FusedOperation):
         accumulate_into_main_grad: bool = False,
         accumulate_into_grad: bool = False,
         weight_transposed: bool = False,
+        sequence_dim: int = 0,
     ) -> None:
         sharding = shard_linear(
             in_features,
@@ -81,9 +83,10 @@ class Linear(FusedOperation):
             mode=tensor_parallel_mode,
             group=tensor_parallel_group,
             sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
             where=type(self).__name__,
         )
-        row = sharding.mode == "row"
+        row, sharded = sharding.mode == "row", sharding.mode is not None
         # In row mode the reduction comes after the bias, as an operation of its own.
         parts: list[BasicOperation] = [
             BasicLinear(
@@ -91,13 +94,14 @@ class Linear(FusedOperation):
                 out_features,
                 device=device,
                 dtype=dtype,
-                tensor_parallel_mode=None if row else sharding.mode,
+                tensor_parallel_mode=tensor_parallel_mode if sharded and not row else None,
                 tensor_parallel_group=None if row else sharding.group,
                 sequence_parallel=sharding.sequence_parallel and not row,
                 rng_state_tracker_function=rng_state_tracker_function,
                 accumulate_into_main_grad=accumulate_into_main_grad,
                 accumulate_into_grad=accumulate_into_grad,
                 weight_transposed=weight_transposed,
+                sequence_dim=sequence_dim,
             )
         ]
         if bias:
@@ -106,13 +110,15 @@ class Linear(FusedOperation):
                     sharding.local_out_features * sharding.ranks,
                     device=device,
                     dtype=dtype,
-                    tensor_parallel=sharding.mode is not None,
+                    tensor_parallel=sharded,
                     tensor_parallel_group=sharding.group,
                 )
             )
         if row:
-            collective = ReduceScatter if sharding.sequence_parallel else AllReduce
-            parts.append(collective(sharding.group))
+            if sharding.sequence_parallel:
+                parts.append(ReduceScatter(sharding.group, dim=sharding.sequence_dim))
+            else:
+                parts.append(AllReduce(sharding.group))
         super().__init__(parts)
         self.in_features = in_features
         self.out_features = out_features

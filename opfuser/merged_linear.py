@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import gemm
+from .basic._distributed import LinearSharding, shard_linear
 from .basic._projections import Projection, refusal
 from .basic.merged_linear import BasicMergedLinear, MergedBias
 from .context import COMPUTE_DTYPES
@@ -44,6 +46,10 @@ class MergedLinear(FusedOperation):
     :func:`opfuser.keep_quantized_weights` they are quantised at every call all the same, and
     :func:`opfuser.quantized_model_init` leaves them in high precision.
 
+    With ``tensor_parallel`` every rank has a slice of the rows of each weight, and so of each
+    projection's output, as in mode ``"column"`` of ``BasicLinear``: heads of queries and the key
+    and value heads that they read stay together.
+
     A projection may be replaced, by a LoRA layer of PEFT, say, or get hooks or a ``forward``: then
     each module is called by itself, and their outputs are concatenated. The records of the plan
     say why.
@@ -56,10 +62,15 @@ class MergedLinear(FusedOperation):
         dtype: of the parameters; None is torch's default.
         accumulate_into_main_grad: see ``BasicLinear``, for each weight.
         accumulate_into_grad: likewise.
+        tensor_parallel: distribute the outputs of each projection over the ranks of the group;
+            ``out_features`` are those of all ranks.
+        tensor_parallel_group: None is all ranks.
+        sequence_parallel: with it, x is a slice along ``sequence_dim``, and gathered.
+        sequence_dim: see ``BasicLinear``.
 
     Raises:
-        ArgumentError: no projections, sizes that are negative, names that modules cannot have,
-            other dtypes; in a call, weights of different dtypes.
+        ArgumentError: no projections, sizes that are negative or no multiple of the ranks, names
+            that modules cannot have, other dtypes; in a call, weights of different dtypes.
         InputError: x has the wrong last dimension or dtype, as in ``BasicLinear``.
         NotSupportedError: in a call, ``accumulate_into_main_grad`` where modules are called.
     """
@@ -78,6 +89,10 @@ class MergedLinear(FusedOperation):
         dtype: torch.dtype | None = None,
         accumulate_into_main_grad: bool = False,
         accumulate_into_grad: bool = False,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
     ) -> None:
         where = type(self).__name__
         dtype = dtype or torch.get_default_dtype()
@@ -99,11 +114,26 @@ class MergedLinear(FusedOperation):
                     received=str(dtype),
                 )
             )
+
+        def shard(size: int) -> LinearSharding:
+            return shard_linear(
+                in_features,
+                size,
+                mode="column" if tensor_parallel else None,
+                group=tensor_parallel_group,
+                sequence_parallel=sequence_parallel,
+                sequence_dim=sequence_dim,
+                where=where,
+            )
+
         made = {
-            name: Projection(in_features, size, name in with_bias, device, dtype)
+            name: Projection(
+                in_features, shard(size).local_out_features, name in with_bias, device, dtype
+            )
             for name, size in out_features.items()
         }
-        self._hold(made, accumulate_into_main_grad, accumulate_into_grad)
+        sharding = shard(sum(out_features.values()))
+        self._hold(made, accumulate_into_main_grad, accumulate_into_grad, sharding)
         if all(type(p) is nn.Parameter for p in self.parameters()):  # not of a FakeTensorMode
             self.merge_storages()
 
@@ -149,6 +179,7 @@ class MergedLinear(FusedOperation):
         projections: dict[str, Projection],
         accumulate_into_main_grad: bool,
         accumulate_into_grad: bool,
+        sharding: LinearSharding | None = None,
     ) -> None:
         holders = type(self), BasicMergedLinear, MergedBias
         taken = [n for n in projections if n in _TAKEN or any(hasattr(h, n) for h in holders)]
@@ -164,6 +195,7 @@ class MergedLinear(FusedOperation):
             projections,
             accumulate_into_main_grad=accumulate_into_main_grad,
             accumulate_into_grad=accumulate_into_grad,
+            sharding=sharding,
         )
         biases = MergedBias(projections)
         FusedOperation.__init__(self, [weights, biases] if biases.owners else [weights])
@@ -290,6 +322,15 @@ class MergedLinear(FusedOperation):
         why = self.own_forward()
         if not why:
             return super().forward(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        if self._weights.sharding.mode is not None:
+            raise NotSupportedError(
+                explain(
+                    "Modules that are called know nothing of other ranks",
+                    where=f"{type(self).__name__}({self.extra_repr()})",
+                    received=f"tensor_parallel=True, where it {why}",
+                    remedy="Put the plain projections back",
+                )
+            )
         if self.accumulate_into_main_grad:
             raise NotSupportedError(
                 explain(

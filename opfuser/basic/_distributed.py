@@ -13,16 +13,19 @@ from ..errors import ArgumentError, InputError, NotSupportedError, explain
 __all__ = [
     "GroupRef",
     "LinearSharding",
+    "VocabularySlice",
     "all_reduce",
-    "gather_first_dim",
+    "check_sequence_dim",
+    "gather",
     "gather_input",
     "gather_output_grad",
     "group_size",
     "reduce_input_grad",
     "reduce_output",
-    "reduce_scatter_first_dim",
+    "reduce_scatter",
     "refuse_reference",
     "shard_linear",
+    "slice_vocabulary",
 ]
 
 
@@ -43,6 +46,59 @@ class GroupRef(NamedTuple):
         return self
 
 
+class VocabularySlice(NamedTuple):
+    """The classes of this rank, of those that a group of ranks holds together.
+
+    Attributes:
+        group: the ranks; None is all.
+        ranks: their number.
+        classes: of all ranks together.
+        start: the first one of this rank.
+        rows: classes of this rank; no other has more than ``largest``.
+    """
+
+    group: dist.ProcessGroup | None
+    ranks: int
+    classes: int
+    start: int
+    rows: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabularySlice:
+        return self  # as GroupRef
+
+    @property
+    def largest(self) -> int:
+        """Classes of the rank that has most of them."""
+        return -(-self.classes // self.ranks)
+
+
+def slice_vocabulary(
+    classes: int, group: dist.ProcessGroup | None, where: str
+) -> VocabularySlice | None:
+    """This rank's slice of so many classes, cut as by ``torch.chunk``; None in a group of one rank.
+
+    That is how ``torch.distributed.tensor.Shard`` cuts: the last slices may be smaller.
+
+    Raises:
+        ArgumentError: a rank would have none.
+    """
+    ranks = group_size(group)
+    if ranks == 1:
+        return None
+    largest = -(-classes // ranks)
+    if largest * (ranks - 1) >= classes:
+        raise ArgumentError(
+            explain(
+                "Every rank must have a slice of the vocabulary, cut as by torch.chunk",
+                where=where,
+                received=f"{classes} classes, {ranks} ranks",
+                remedy="Pad the vocabulary to a multiple of the ranks, or use fewer of them",
+            )
+        )
+    start = largest * dist.get_rank(group)
+    return VocabularySlice(group, ranks, classes, start, min(largest, classes - start))
+
+
 class LinearSharding(NamedTuple):
     """How a linear transformation is distributed, with its sizes on this rank."""
 
@@ -52,18 +108,19 @@ class LinearSharding(NamedTuple):
     sequence_parallel: bool
     local_in_features: int
     local_out_features: int
+    sequence_dim: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearSharding:
         return self  # as GroupRef
 
     @property
     def gathers_input(self) -> bool:
-        """Whether the input is sliced along its first dimension."""
+        """Whether the input is sliced along its dimension ``sequence_dim``."""
         return self.sequence_parallel and self.mode == "column"
 
     @property
     def scatters_output(self) -> bool:
-        """Whether the output is sliced along its first dimension."""
+        """Whether the output is sliced along its dimension ``sequence_dim``."""
         return self.sequence_parallel and self.mode == "row"
 
 
@@ -74,18 +131,20 @@ def shard_linear(
     mode: str | None,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool,
+    sequence_dim: int = 0,
     where: str,
 ) -> LinearSharding:
     """Checks the arguments of a linear operation; a group of one rank shards nothing.
 
     Raises:
-        ArgumentError: unknown mode, sequence parallelism without a mode, sizes that are negative
-            or not divisible by the group size.
+        ArgumentError: unknown mode, sequence parallelism without a mode or along a dimension that
+            is negative, sizes that are negative or not divisible by the group size.
     """
-    if mode not in (None, "column", "row"):
+    check_sequence_dim(sequence_dim, where)
+    if mode not in (None, "column", "row", "vocabulary"):
         raise ArgumentError(
             explain(
-                "tensor_parallel_mode must be None, 'column' or 'row'",
+                "tensor_parallel_mode must be None, 'column', 'row' or 'vocabulary'",
                 where=where,
                 received=repr(mode),
             )
@@ -110,6 +169,11 @@ def shard_linear(
     ranks = 1 if mode is None else group_size(group)
     if ranks == 1:
         return LinearSharding(None, None, 1, False, in_features, out_features)
+    if mode == "vocabulary":
+        own = slice_vocabulary(out_features, group, where)
+        assert own is not None
+        sizes = in_features, own.rows
+        return LinearSharding("column", group, ranks, sequence_parallel, *sizes, sequence_dim)
     name, size = ("out", out_features) if mode == "column" else ("in", in_features)
     if size % ranks:
         raise ArgumentError(
@@ -123,7 +187,21 @@ def shard_linear(
         out_features //= ranks
     else:
         in_features //= ranks
-    return LinearSharding(mode, group, ranks, sequence_parallel, in_features, out_features)
+    sizes = in_features, out_features
+    return LinearSharding(mode, group, ranks, sequence_parallel, *sizes, sequence_dim)
+
+
+def check_sequence_dim(dim: int, where: str, name: str = "sequence_dim") -> None:
+    """Raises ArgumentError for a dimension that is counted from the end: there are the features."""
+    if dim < 0:
+        raise ArgumentError(
+            explain(
+                f"{name} must not be negative",
+                where=where,
+                received=f"{name}={dim}",
+                remedy="Count the dimensions from the first one",
+            )
+        )
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -155,65 +233,79 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None, *, reuse: bool = Fals
     return out
 
 
-def gather_first_dim(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Concatenation of the ranks' ``x``, which have one shape, along the first dimension.
+def gather(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
+    """Concatenation of the ranks' ``x``, which have one shape, along a dimension.
+
+    Collectives concatenate along the first dimension. Another one costs a copy, unless those in
+    front of it are of size 1.
 
     Raises:
-        InputError: ``x`` has no dimensions.
+        InputError: ``x`` has no such dimension.
     """
-    if not x.dim():
+    if x.dim() <= dim:
         raise InputError(
             explain(
-                "Gathering along the first dimension needs a tensor that has one",
-                received="a tensor without dimensions",
+                f"Gathering along {_named(dim)} needs a tensor that has one",
+                received=f"shape {tuple(x.shape)}",
             )
         )
-    out = x.new_empty((x.shape[0] * group_size(group), *x.shape[1:]))
+    ranks, shape = group_size(group), x.shape
+    out = x.new_empty((ranks * shape[0], *shape[1:]))
     if x.numel():
         _all_gather(out, x.contiguous(), group=group)
-    return out
+    if not dim:
+        return out
+    whole = (*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
+    return out.view(ranks, *shape).movedim(0, dim).reshape(whole)
 
 
-def reduce_scatter_first_dim(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's slice, along the first dimension, of the sum of ``x`` over the ranks.
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
+    """This rank's slice, along a dimension, of the sum of ``x`` over the ranks.
 
     Raises:
-        InputError: the first dimension is no multiple of the group size.
+        InputError: the size along the dimension is no multiple of the group size.
     """
     ranks = group_size(group)
-    if not x.dim() or x.shape[0] % ranks:
+    if x.dim() <= dim or x.shape[dim] % ranks:
         raise InputError(
             explain(
-                "The first dimension of a tensor to scatter must be a multiple of the group size",
+                f"{_named(dim).capitalize()} of a tensor to scatter must be a multiple of the "
+                "group size",
                 received=f"shape {tuple(x.shape)}, {ranks} ranks",
-                remedy="Pad the rows, or run without sequence parallelism",
+                remedy="Pad it, or run without sequence parallelism",
             )
         )
+    if dim:
+        x = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1)
     out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
     if x.numel():
         _reduce_scatter(out, x.contiguous(), group=group)
     return out
 
 
+def _named(dim: int) -> str:
+    return f"dimension {dim}" if dim else "the first dimension"
+
+
 def gather_input(x: Tensor, sharding: LinearSharding) -> Tensor:
     """The input as the forward GEMM, and that of the weight's gradient, take it."""
-    return gather_first_dim(x, sharding.group) if sharding.gathers_input else x
+    return gather(x, sharding.group, sharding.sequence_dim) if sharding.gathers_input else x
 
 
 def reduce_output(y: Tensor, sharding: LinearSharding) -> Tensor:
     """The output, from what the forward GEMM returns."""
     if sharding.scatters_output:
-        return reduce_scatter_first_dim(y, sharding.group)
+        return reduce_scatter(y, sharding.group, sharding.sequence_dim)
     return all_reduce(y, sharding.group, reuse=True) if sharding.mode == "row" else y
 
 
 def gather_output_grad(dy: Tensor, sharding: LinearSharding) -> Tensor:
     """The gradient of the output as the two GEMMs of backward take it."""
-    return gather_first_dim(dy, sharding.group) if sharding.scatters_output else dy
+    return gather(dy, sharding.group, sharding.sequence_dim) if sharding.scatters_output else dy
 
 
 def reduce_input_grad(dx: Tensor, sharding: LinearSharding) -> Tensor:
     """The gradient of the input, from what its GEMM returns."""
     if sharding.gathers_input:
-        return reduce_scatter_first_dim(dx, sharding.group)
+        return reduce_scatter(dx, sharding.group, sharding.sequence_dim)
     return all_reduce(dx, sharding.group, reuse=True) if sharding.mode == "column" else dx

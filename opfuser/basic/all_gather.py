@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,9 +10,10 @@ from torch import Tensor
 from ..op import BasicOperation, OperationContext
 from ._distributed import (
     GroupRef,
-    gather_first_dim,
+    check_sequence_dim,
+    gather,
     group_size,
-    reduce_scatter_first_dim,
+    reduce_scatter,
     refuse_reference,
 )
 
@@ -20,27 +21,33 @@ __all__ = ["AllGather"]
 
 
 class AllGather(BasicOperation):
-    """Concatenation of the ranks' inputs along the first dimension.
+    """Concatenation of the ranks' inputs along a dimension.
 
-    Shapes: x ``(N, ...)``, the same on all ranks, y ``(ranks · N, ...)``. Backward is the
+    Shapes: x ``(..., N, ...)``, the same on all ranks, y ``(..., ranks · N, ...)``. Backward is the
     reduce-scatter: ``dx_r = Σ_s dy_s[r]``. In a group of one rank, or where torch.distributed is
     not initialised, the identity.
 
     Args:
         process_group: None is all ranks.
+        dim: the dimension, from 0. Other than the first, which collectives take, it costs a copy,
+            unless those in front of it are of size 1.
 
     Raises:
-        InputError: x has no dimensions.
+        ArgumentError: ``dim`` is negative.
+        InputError: x has no such dimension.
     """
 
     communicates = True
+    read_only: ClassVar[frozenset[str]] = frozenset({"dim"})
 
     @property
     def replayable(self) -> bool:  # type: ignore[override]
         return group_size(self.process_group) == 1
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, dim: int = 0) -> None:
         super().__init__()
+        check_sequence_dim(dim, type(self).__name__, "dim")
+        self.dim = dim
         self._group = GroupRef(process_group)
 
     @property
@@ -58,18 +65,19 @@ class AllGather(BasicOperation):
     ) -> Tensor:
         if group_size(self.process_group) == 1:
             return input_
-        return gather_first_dim(input_, self.process_group)
+        return gather(input_, self.process_group, self.dim)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[()]]:
         if not ctx.needs.input or group_size(self.process_group) == 1:
             return grad_output, ()
-        return reduce_scatter_first_dim(grad_output, self.process_group), ()
+        return reduce_scatter(grad_output, self.process_group, self.dim), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         refuse_reference(self.process_group, type(self).__name__)
         return input_.clone()
 
     def extra_repr(self) -> str:
-        return f"ranks={group_size(self.process_group)}"
+        text = f"ranks={group_size(self.process_group)}"
+        return f"{text}, dim={self.dim}" if self.dim else text

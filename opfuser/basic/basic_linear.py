@@ -54,7 +54,10 @@ class BasicLinear(StoresWeight):
     Tensor parallelism (Shoeybi et al., Megatron-LM, arXiv:1909.08053) gives every rank a slice of
     W: of its rows in mode ``"column"`` (y is sliced along its last dimension), of its columns in
     mode ``"row"`` (x is). With sequence parallelism (Korthikanti et al., arXiv:2205.05198) the
-    side that is not sliced along the last dimension is sliced along the first.
+    side that is not sliced along the last dimension is sliced along another one, by default the
+    first. Mode ``"vocabulary"`` is ``"column"`` for the head of a language model, whose classes may
+    not be a multiple of the ranks: the last slices may be smaller, as those of ``torch.chunk`` and
+    of :class:`Embedding` are. ``CrossEntropy(tensor_parallel=True)`` takes its output.
 
     In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take FP8 operands;
     ``linear.recipe = None`` leaves this operation out, ``"inherit"`` takes it back in. Constructed
@@ -71,7 +74,7 @@ class BasicLinear(StoresWeight):
         out_features: last dimension of y, over all ranks.
         device: of the weight; None is torch's default.
         dtype: of the weight; None is torch's default.
-        tensor_parallel_mode: None, "column" or "row".
+        tensor_parallel_mode: None, "column", "row" or "vocabulary".
         tensor_parallel_group: None is all ranks.
         sequence_parallel: slice also the side that tensor parallelism leaves whole.
         rng_state_tracker_function: returns an object whose ``fork()`` is a context manager that
@@ -97,6 +100,8 @@ class BasicLinear(StoresWeight):
         weight_transposed: make ``weight`` the transpose, :math:`W^T` (in_features, out_features),
             as GPT-2's is in Hugging Face's transformers. Its gradient is of that shape; neither is
             copied. It is never stored as codes, and quantised compute leaves the operation out.
+        sequence_dim: the dimension that sequence parallelism slices, such as 1 of (batch, sequence,
+            features); other than 0 it costs a copy, unless the ones in front of it are of size 1.
 
     Raises:
         ArgumentError: arguments outside their domain.
@@ -139,6 +144,7 @@ class BasicLinear(StoresWeight):
         userbuffers_options: dict[str, Any] | None = None,
         accumulate_into_grad: bool = False,
         weight_transposed: bool = False,
+        sequence_dim: int = 0,
     ) -> None:
         super().__init__()
         where = type(self).__name__
@@ -165,6 +171,7 @@ class BasicLinear(StoresWeight):
             mode=tensor_parallel_mode,
             group=tensor_parallel_group,
             sequence_parallel=sequence_parallel,
+            sequence_dim=sequence_dim,
             where=where,
         )
         self.in_features = in_features
@@ -183,7 +190,10 @@ class BasicLinear(StoresWeight):
 
     @property
     def tensor_parallel_mode(self) -> str | None:
-        """Mode of tensor parallelism; None also where the group has a single rank."""
+        """Mode of tensor parallelism; None also where the group has a single rank.
+
+        That of ``"vocabulary"`` is ``"column"``, with slices that may differ in size.
+        """
         return self.sharding.mode
 
     @property
@@ -480,6 +490,8 @@ class BasicLinear(StoresWeight):
             text += f", tensor_parallel_mode={self.sharding.mode!r}"
         if self.sharding.sequence_parallel:
             text += ", sequence_parallel=True"
+            if self.sharding.sequence_dim:
+                text += f", sequence_dim={self.sharding.sequence_dim}"
         if self.weight_transposed:
             text += ", weight_transposed=True"
         return text + stored_in(self.weight_format)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import Unpack
@@ -13,14 +14,38 @@ from typing_extensions import Unpack
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..errors import ArgumentError, InputError, explain
 from ..kernels.cross_entropy import (
+    RowLosses,
     Terms,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_mean,
 )
+from ..kernels.vocabulary_slices import Classes, merged_losses, slice_gradient, slice_statistics
 from ..op import BasicOperation, Dtypes
+from ._distributed import VocabularySlice, gather, refuse_reference, slice_vocabulary
 
-__all__ = ["CrossEntropy"]
+__all__ = ["CrossEntropy", "classes_of", "losses_of_slices"]
+
+
+def classes_of(own: VocabularySlice) -> Classes:
+    """Which classes this rank's logits are of, as kernels take it."""
+    return Classes(own.start, own.classes)
+
+
+def losses_of_slices(
+    logits: Tensor, targets: Tensor, terms: Terms, own: VocabularySlice
+) -> RowLosses:
+    """Losses and statistics of rows over all ranks, for one gather of 4 numbers a row.
+
+    Args:
+        logits: of this rank, (rows, classes).
+        targets: (rows,), of all classes.
+        terms: of the loss.
+        own: which classes this rank has.
+    """
+    mine = slice_statistics(logits, targets, terms, classes_of(own))
+    parts = gather(mine.unsqueeze(0), own.group)
+    return merged_losses(parts, targets, terms, own.classes)
 
 
 class CrossEntropy(BasicOperation):
@@ -45,6 +70,13 @@ class CrossEntropy(BasicOperation):
     write their gradient: 6 bytes per logit in fp16 or bf16. ATen's log_softmax and nll_loss want an
     fp32 copy of such logits, and move 26.
 
+    With ``tensor_parallel`` every rank has the logits of a slice of the classes, cut as by
+    ``torch.chunk``: those of a linear operation in mode "vocabulary" or "column" (Shoeybi et al.,
+    Megatron-LM, arXiv:1909.08053). All ranks are given the same targets, and return the same loss,
+    whose gradient is taken to be the same on all. They exchange 4 numbers per row, in forward. A
+    target that is neither a class nor ``ignore_index`` makes loss and gradient of its row nan on
+    every device.
+
     Sources: the formulas are those of ``torch.nn.functional.cross_entropy``; label smoothing:
     Szegedy et al., "Rethinking the Inception Architecture", 2016; z-loss: Chowdhery et al., "PaLM",
     arXiv:2204.02311, section 5, with ζ = 1e-4.
@@ -54,9 +86,12 @@ class CrossEntropy(BasicOperation):
         label_smoothing: ε, from 0 to 1.
         reduction: "mean", "sum" or "none".
         z_loss: ζ, not negative; keeps the softmax's normaliser near 1.
+        tensor_parallel: distribute the classes over the ranks of the group.
+        tensor_parallel_group: None is all ranks.
+        num_classes: V, over all ranks; needed with ``tensor_parallel``, and only there.
 
     Raises:
-        ArgumentError: if an argument is outside its domain.
+        ArgumentError: if an argument is outside its domain, or a rank would have no class.
         InputError: in forward, if shapes or dtypes are not as above. A target that is neither a
             class nor ``ignore_index`` fails inside torch on a CPU; the kernels make loss and
             gradient of its row nan.
@@ -64,6 +99,7 @@ class CrossEntropy(BasicOperation):
 
     kernels = ("Triton cross_entropy",)
     num_extra_inputs: int = 1
+    read_only: ClassVar[frozenset[str]] = frozenset({"vocabulary"})
 
     class Saved(NamedTuple):
         logits: Tensor
@@ -82,13 +118,37 @@ class CrossEntropy(BasicOperation):
         label_smoothing: float = 0.0,
         reduction: Literal["mean", "sum", "none"] = "mean",
         z_loss: float = 0.0,
+        *,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+        num_classes: int | None = None,
     ) -> None:
         super().__init__()
+        if tensor_parallel != (num_classes is not None):
+            raise ArgumentError(
+                explain(
+                    "num_classes is the number of classes of all ranks under tensor parallelism",
+                    where="CrossEntropy",
+                    received=f"tensor_parallel={tensor_parallel}, num_classes={num_classes}",
+                )
+            )
+        own = None
+        if num_classes is not None:
+            own = slice_vocabulary(num_classes, tensor_parallel_group, "CrossEntropy")
+        self.vocabulary: VocabularySlice | None = own
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.reduction = reduction
         self.z_loss = z_loss
         self.make_settings()
+
+    @property
+    def communicates(self) -> bool:  # type: ignore[override]
+        return self.vocabulary is not None
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return self.vocabulary is None
 
     def make_settings(self) -> CrossEntropy.Settings:
         label_smoothing, reduction, z_loss = self.label_smoothing, self.reduction, self.z_loss
@@ -131,7 +191,11 @@ class CrossEntropy(BasicOperation):
         assert targets is not None
         self.check_inputs(input_.shape, input_.dtype, targets)
         logits, flat = _matrix(input_), targets.reshape(-1)
-        loss, row_max, sum_exp = cross_entropy_forward(logits, flat, terms)
+        own = self.vocabulary
+        if own is None:
+            loss, row_max, sum_exp = cross_entropy_forward(logits, flat, terms)
+        else:
+            loss, row_max, sum_exp = losses_of_slices(logits, flat, terms, own)
         count = None
         if reduction == "mean":
             loss, count = cross_entropy_mean(loss, flat, terms.ignore_index)
@@ -156,15 +220,12 @@ class CrossEntropy(BasicOperation):
         input_, targets, row_max, sum_exp, count = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         terms, reduction = ctx.settings or self.frozen_settings(ctx)
         dloss = grad_output.reshape(-1) if reduction == "none" else grad_output
-        dx = cross_entropy_backward(
-            _matrix(input_),
-            targets.reshape(-1),
-            row_max,
-            sum_exp,
-            dloss,
-            count,
-            terms,
-        )
+        logits, flat, own = _matrix(input_), targets.reshape(-1), self.vocabulary
+        if own is None:
+            dx = cross_entropy_backward(logits, flat, row_max, sum_exp, dloss, count, terms)
+        else:
+            rows, classes = RowLosses(dloss, row_max, sum_exp), classes_of(own)
+            dx = slice_gradient(logits, flat, rows, dloss, count, terms, classes, in_place=False)
         return dx.view_as(input_), [()], [(None,)]
 
     def check_inputs(self, shape: torch.Size, dtype: torch.dtype, targets: Tensor) -> None:
@@ -176,6 +237,9 @@ class CrossEntropy(BasicOperation):
             invariant = "Targets must have the shape of the logits without the last dimension"
         elif targets.dtype not in (torch.int32, torch.int64):
             invariant = "Targets must be class indices of int32 or int64"
+        elif self.vocabulary is not None and shape[-1] != self.vocabulary.rows:
+            own = self.vocabulary
+            invariant = f"Logits must be those of this rank's {own.rows} of {own.classes} classes"
         if invariant:
             received = (
                 f"logits {tuple(shape)} of {dtype}, "
@@ -185,6 +249,8 @@ class CrossEntropy(BasicOperation):
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (targets,) = extra_inputs
+        if self.vocabulary is not None:
+            refuse_reference(self.vocabulary.group, "CrossEntropy")
         self.check_inputs(input_.shape, input_.dtype, targets)
         logits = input_.reshape(-1, input_.shape[-1])
         logits = logits.to(torch.promote_types(input_.dtype, torch.float32))
@@ -208,7 +274,12 @@ class CrossEntropy(BasicOperation):
             f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, "
             f"reduction={self.reduction!r}"
         )
-        return f"{text}, z_loss={self.z_loss}" if self.z_loss else text
+        if self.z_loss:
+            text += f", z_loss={self.z_loss}"
+        own = self.vocabulary
+        if own is None:
+            return text
+        return f"{text}, classes {own.start} to {own.start + own.rows - 1} of {own.classes}"
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation, Dtypes, OperationContext
+from ._distributed import (
+    VocabularySlice,
+    all_reduce,
+    check_sequence_dim,
+    gather,
+    reduce_scatter,
+    refuse_reference,
+    slice_vocabulary,
+)
 
 __all__ = ["Embedding"]
 
@@ -22,6 +32,11 @@ class Embedding(BasicOperation):
     The weight starts standard normal, as that of ``torch.nn.Embedding``. It may be tied to another
     operation's: ``linear.weight = embedding.weight``.
 
+    With ``tensor_parallel`` every rank holds a slice of the rows, cut as by ``torch.chunk``, and
+    looks up what it holds; the sum over the ranks is the output (Shoeybi et al., Megatron-LM,
+    arXiv:1909.08053). All ranks are given the same indices. With ``sequence_parallel`` too, each
+    keeps a slice of that sum along ``sequence_dim`` (Korthikanti et al., arXiv:2205.05198).
+
     Args:
         num_embeddings: rows of the table. An index outside of them fails inside torch: by an
             IndexError on a CPU, by a device-side assertion on a GPU.
@@ -29,13 +44,20 @@ class Embedding(BasicOperation):
         padding_idx: a row that gets no gradient and starts as zeros; negative counts from the end.
         device: of the weight; None is torch's default.
         dtype: of the weight; None is torch's default.
+        tensor_parallel: distribute the rows over the ranks of the group.
+        tensor_parallel_group: None is all ranks.
+        sequence_parallel: with ``tensor_parallel``, slice the output.
+        sequence_dim: along which dimension of the output.
 
     Raises:
-        ArgumentError: if a size is negative, or ``padding_idx`` is no row.
-        InputError: in forward, if the input is not of an integer dtype above.
+        ArgumentError: if a size is negative, or ``padding_idx`` is no row, or a rank would have no
+            row; or of ``sequence_parallel`` without ``tensor_parallel``.
+        InputError: in forward, if the input is not of an integer dtype above, or cannot be sliced.
     """
 
-    read_only: ClassVar[frozenset[str]] = frozenset({"num_embeddings", "embedding_dim"})
+    read_only: ClassVar[frozenset[str]] = frozenset(
+        {"num_embeddings", "embedding_dim", "vocabulary", "sequence_parallel", "sequence_dim"}
+    )
 
     class Saved(NamedTuple):
         indices: Tensor
@@ -46,7 +68,7 @@ class Embedding(BasicOperation):
 
     weight: nn.Parameter
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by keyword
         self,
         num_embeddings: int,
         embedding_dim: int,
@@ -54,6 +76,10 @@ class Embedding(BasicOperation):
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
     ) -> None:
         super().__init__()
         if num_embeddings < 0 or embedding_dim < 0:
@@ -64,15 +90,37 @@ class Embedding(BasicOperation):
                     received=f"num_embeddings={num_embeddings}, embedding_dim={embedding_dim}",
                 )
             )
+        if sequence_parallel and not tensor_parallel:
+            raise ArgumentError(
+                explain(
+                    "sequence_parallel needs tensor_parallel",
+                    where="Embedding",
+                    received="sequence_parallel=True, tensor_parallel=False",
+                )
+            )
+        check_sequence_dim(sequence_dim, "Embedding")
+        own = None
+        if tensor_parallel:
+            own = slice_vocabulary(num_embeddings, tensor_parallel_group, "Embedding")
+        self.vocabulary: VocabularySlice | None = own
+        self.sequence_parallel = sequence_parallel and own is not None
+        self.sequence_dim = sequence_dim
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         (row,) = self.make_settings()
         self.padding_idx = None if padding_idx is None else row
-        self.weight = nn.Parameter(
-            torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
-        )
+        rows = num_embeddings if own is None else own.rows
+        self.weight = nn.Parameter(torch.empty(rows, embedding_dim, device=device, dtype=dtype))
         self.reset_parameters()
+
+    @property
+    def communicates(self) -> bool:  # type: ignore[override]
+        return self.vocabulary is not None
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return self.vocabulary is None
 
     def make_settings(self) -> Embedding.Settings:
         padding_idx, rows = self.padding_idx, self.num_embeddings
@@ -91,9 +139,13 @@ class Embedding(BasicOperation):
     def reset_parameters(self) -> None:
         """Draws the weight from the standard normal distribution, then zeroes the padding row."""
         nn.init.normal_(self.weight)
-        if self.padding_idx is not None:
+        own, row = self.vocabulary, self.padding_idx
+        if row is not None and own is not None:
+            row -= own.start
+            row = row if 0 <= row < own.rows else None
+        if row is not None:
             with torch.no_grad():
-                self.weight[self.padding_idx].zero_()
+                self.weight[row].zero_()
 
     def output_dtype(self, dtypes: Dtypes) -> torch.dtype:
         return dtypes.first_parameter
@@ -108,7 +160,15 @@ class Embedding(BasicOperation):
     ) -> Tensor:
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(input_))
-        return self._look_up(input_, *(ctx.settings or self.frozen_settings(ctx)))
+        own = self.vocabulary
+        if own is None:
+            return self._look_up(input_, *(ctx.settings or self.frozen_settings(ctx)))
+        rows, foreign = _local_rows(self._checked(input_), own)
+        part = torch.embedding(self.weight, rows.masked_fill(foreign, 0))
+        part.masked_fill_(foreign.unsqueeze(-1), 0.0)  # a tensor that only this line refers to
+        if self.sequence_parallel:
+            return reduce_scatter(part, own.group, self.sequence_dim)
+        return all_reduce(part, own.group, reuse=True)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -118,15 +178,39 @@ class Embedding(BasicOperation):
         assert ctx.saved_tensors is not None
         (indices,) = ctx.saved_tensors
         (padding,) = ctx.settings or self.frozen_settings(ctx)
+        own = self.vocabulary
+        if own is not None:
+            return None, (self._slice_grad(grad_output, indices, padding, own),)
         grad_weight = torch.ops.aten.embedding_dense_backward.default(
             grad_output, indices, self.num_embeddings, padding, False
         )
         return None, (grad_weight,)
 
+    def _slice_grad(
+        self, dy: Tensor, indices: Tensor, padding: int, own: VocabularySlice
+    ) -> Tensor:
+        """Of this rank's rows."""
+        if self.sequence_parallel:
+            dy = gather(dy, own.group, self.sequence_dim)
+        rows, foreign = _local_rows(indices, own)
+        if padding >= 0:
+            foreign = foreign | (indices == padding)
+        # One row more takes what belongs to none here, and as a padding row nothing is added to it.
+        rows = rows.masked_fill(foreign, own.rows)
+        grad: Tensor = torch.ops.aten.embedding_dense_backward.default(
+            dy, rows, own.rows + 1, own.rows, False
+        )
+        return grad[: own.rows]
+
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        if self.vocabulary is not None:
+            refuse_reference(self.vocabulary.group, "Embedding")
         return self._look_up(input_, *self.make_settings())
 
     def _look_up(self, input_: Tensor, padding: int) -> Tensor:
+        return torch.embedding(self.weight, self._checked(input_), padding)
+
+    def _checked(self, input_: Tensor) -> Tensor:
         if input_.dtype not in (torch.int64, torch.int32):
             raise InputError(
                 explain(
@@ -136,8 +220,21 @@ class Embedding(BasicOperation):
                     remedy="Convert them with .long()",
                 )
             )
-        return torch.embedding(self.weight, input_, padding)
+        return input_
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+        own = self.vocabulary
+        sliced = "" if own is None else f", rows {own.start} to {own.start + own.rows - 1}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{sliced}"
+
+
+def _local_rows(indices: Tensor, own: VocabularySlice) -> tuple[Tensor, Tensor]:
+    """Rows of this rank's slice, and which of the indices are rows of other ranks.
+
+    An index that is a row of none stays outside of the slice, and fails in torch as it does where
+    one rank holds the table.
+    """
+    rows = indices - own.start
+    row_of_one = (indices >= 0) & (indices < own.classes)
+    return rows, row_of_one & ((rows < 0) | (rows >= own.rows))

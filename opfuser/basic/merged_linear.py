@@ -17,7 +17,7 @@ from ..op import Dtypes, OperationContext
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..wgrad_overlap import WgradOverlap, compute
-from ._distributed import LinearSharding
+from ._distributed import LinearSharding, gather_input, reduce_input_grad, refuse_reference
 from ._projections import OfProjections, Projection
 from ._recipes import check_own_recipe, choices_of, features_refusal, recipe_refusal
 from ._weight_grad import (
@@ -45,6 +45,8 @@ class BasicMergedLinear(OfProjections):
         projections: by name; they become submodules.
         accumulate_into_main_grad: see ``BasicLinear``, for each weight.
         accumulate_into_grad: likewise.
+        sharding: how the weights are distributed over ranks, whose slices the projections have;
+            None: they are not.
 
     Raises:
         ArgumentError: both of the flags.
@@ -72,11 +74,13 @@ class BasicMergedLinear(OfProjections):
         *,
         accumulate_into_main_grad: bool = False,
         accumulate_into_grad: bool = False,
+        sharding: LinearSharding | None = None,
     ) -> None:
         super().__init__(projections)
         self.in_features = next(iter(projections.values())).in_features
         self.out_features = sum(self.sizes)
-        self.sharding = LinearSharding(None, None, 1, False, self.in_features, self.out_features)
+        alone = LinearSharding(None, None, 1, False, self.in_features, self.out_features)
+        self.sharding = sharding or alone
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.accumulate_into_grad = accumulate_into_grad
         self.make_settings()  # checks them
@@ -86,6 +90,14 @@ class BasicMergedLinear(OfProjections):
         """The input, and a weight for each projection; None where no gradient reads it."""
         names = ("input", *(f"weight{n}" for n in range(len(self.names))))
         return NamedTuple("Saved", [(n, Tensor | None) for n in names])  # type: ignore[return-value]
+
+    @property
+    def communicates(self) -> bool:  # type: ignore[override]
+        return self.sharding.mode is not None
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return not self.communicates
 
     def make_settings(self) -> BasicMergedLinear.Settings:
         both = self.accumulate_into_main_grad, self.accumulate_into_grad
@@ -102,19 +114,19 @@ class BasicMergedLinear(OfProjections):
             if no is not None:
                 return no
         features = self.out_features, self.in_features
-        return recipe_refusal(self.recipe, features, self._weights()[0].dtype, env)
+        return recipe_refusal(self.recipe, features, self._first_weight().dtype, env)
 
     def gemm_choices(self, env: Env) -> Iterable[GemmChoice]:
         if env.recipe is None:
             return ()
-        features, own = (self.out_features, self.in_features), self._weights()[0].dtype
+        features, own = (self.out_features, self.in_features), self._first_weight().dtype
         return choices_of(env, features, own, into_main_grad=self.accumulate_into_main_grad)
 
     def num_quantizers(self, mode: str) -> int:
         return 2 if mode == "forward" else 1
 
     def _quantizer(self, mode: str, index: int) -> TensorQuantizer | None:
-        recipe, w = active_recipe(), self._weights()[0]
+        recipe, w = active_recipe(), self._first_weight()
         if recipe is None:
             return None
         env = Env(w.device, w.dtype, autocast_dtype=autocast_dtype(w.device), recipe=recipe)
@@ -166,7 +178,14 @@ class BasicMergedLinear(OfProjections):
             needs = ctx.needs
             saved = w.matrices if needs.input else (None,) * len(weights)
             ctx.save_for_backward(x if True in needs.parameters else None, *saved)
-        return x, w
+        sharding = self.sharding
+        return (x if sharding.mode is None or not gather else gather_input(x, sharding)), w
+
+    def _first_weight(self) -> nn.Parameter:
+        """For its dtype and device; not checked, as outside of forward it may be a DTensor."""
+        first: Any = self._modules[self.names[0]]
+        w: nn.Parameter | None = first._parameters.get("weight")
+        return self._weights()[0] if w is None else w
 
     def _weights(self) -> list[nn.Parameter]:
         modules, cols, weights = self._modules, self.in_features, []
@@ -207,9 +226,14 @@ class BasicMergedLinear(OfProjections):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
         x, *weights = ctx.saved_tensors
-        dx = None
+        dx, sharding = None, self.sharding
+        parallel = sharding.mode is not None
         if ctx.needs.input:
             dx = gemm.dgrad(grad_output, gemm.weight_of(weights))
+            if parallel:
+                dx = reduce_input_grad(dx, sharding)
+        if parallel and x is not None:
+            x = gather_input(x, sharding)
         return dx, self.weight_grads(grad_output, x, ctx)
 
     def weight_grads(
@@ -267,17 +291,22 @@ class BasicMergedLinear(OfProjections):
         )
 
     def weight_grad_dtype(self, ctx: OperationContext, w: gemm.Weight) -> torch.dtype:
-        """In forward, the dtype that the gradients of the weights go to."""
-        dtype = self._weights()[0].dtype
+        """The dtype that the gradients of the weights go to, w of :meth:`operands`."""
+        dtype = self._first_weight().dtype
         into_main_grad = self.frozen_settings(ctx).accumulate_into_main_grad
         return torch.promote_types(dtype, torch.float32) if into_main_grad else dtype
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
+        if self.sharding.mode is not None:
+            refuse_reference(self.sharding.group, type(self).__name__)
         weights = self._weights()
         return torch.cat([input_.to(w.dtype) @ w.t() for w in weights], -1)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, {super().extra_repr()}"
+        text = f"in_features={self.in_features}, {super().extra_repr()}"
+        if self.sharding.mode is not None:
+            text += f", tensor_parallel_mode={self.sharding.mode!r}"
+        return text + (", sequence_parallel=True" if self.sharding.sequence_parallel else "")
 
 
 class MergedBias(OfProjections):

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from .. import gemm
+from ..basic._distributed import VocabularySlice
+from ..basic.cross_entropy import classes_of, losses_of_slices
 from ..kernels.cross_entropy import (
     LossGradient,
     Terms,
     cross_entropy_forward,
     cross_entropy_gradient,
 )
+from ..kernels.vocabulary_slices import slice_gradient
 
 __all__ = ["Head", "LossesAndGradients", "losses_and_gradients", "split"]
 
@@ -52,7 +55,9 @@ class Split(NamedTuple):
     dtype: torch.dtype
 
 
-def split(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Split:
+def split(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, own: VocabularySlice | None = None
+) -> Split:
     """The chunks of the rows of ``x``.
 
     A sum in bf16 is rounded once per chunk. Up to 4 chunks that is less than twice the error of
@@ -61,13 +66,16 @@ def split(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Split:
 
     Args:
         dtype: of the weight's gradient.
+        own: which of the classes of several ranks ``weight`` has. All make the same chunks, those
+            for the largest slice.
     """
     rows, limits = x.shape[0], _CPU if x.is_cpu else _GPU
-    whole = rows * weight.shape[0] * x.itemsize
+    classes = weight.shape[0] if own is None else own.largest
+    whole = rows * classes * x.itemsize
     wide = torch.promote_types(dtype, torch.float32)
     chunks = max(min(_FEW, -(-whole // limits.small)), -(-whole // limits.large), 1)
     if chunks > _FEW and dtype == torch.bfloat16:
-        sum_bytes = weight.numel() * wide.itemsize
+        sum_bytes = classes * weight.shape[1] * wide.itemsize
         if whole // _FEW <= whole // chunks + sum_bytes:
             chunks = _FEW
     size = -(-rows // chunks)
@@ -86,6 +94,7 @@ class Head(NamedTuple):
         terms: of the loss of a row.
         wants_dx: whether the gradient of x is wanted.
         dw_dtype: of the gradient of w; None: it is not wanted.
+        own: which of the classes of several ranks w has; None: there is one rank.
     """
 
     x: gemm.Operand
@@ -95,9 +104,23 @@ class Head(NamedTuple):
     terms: Terms
     wants_dx: bool
     dw_dtype: torch.dtype | None
+    own: VocabularySlice | None = None
+
+    def losses(self, logits: Tensor, chunk: slice) -> Tensor:
+        """Losses of some rows."""
+        targets = self.targets[chunk]
+        if self.own is not None:
+            return losses_of_slices(logits, targets, self.terms, self.own).loss
+        return cross_entropy_forward(logits, targets, self.terms).loss  # type: ignore[no-any-return]
 
     def loss_gradient(self, logits: Tensor, chunk: slice) -> LossGradient:
         """Losses of some rows, and the gradient of their logits, which may take their place."""
+        if self.own is not None:
+            targets, terms, classes = self.targets[chunk], self.terms, classes_of(self.own)
+            rows = losses_of_slices(logits, targets, terms, self.own)
+            one, count = rows.loss.new_ones(()), self.divisor
+            dx = slice_gradient(logits, targets, rows, one, count, terms, classes, in_place=True)
+            return LossGradient(rows.loss, dx)
         gradient: LossGradient = cross_entropy_gradient(
             logits, self.targets[chunk], self.divisor, self.terms
         )
@@ -121,7 +144,7 @@ def _in_place(head: Head) -> LossesAndGradients:
     """With one chunk of logits in memory, and gradients written to where they belong."""
     x, w, targets = head.x, head.w, head.targets
     rows = gemm.as_rows(x)
-    size, sum_dtype = split(rows, w, head.dw_dtype or torch.float32)
+    size, sum_dtype = split(rows, w, head.dw_dtype or torch.float32, head.own)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if head.wants_dx else None
     dx_rows = None if dx is None else gemm.as_rows(dx)
     dw = None
@@ -134,7 +157,7 @@ def _in_place(head: Head) -> LossesAndGradients:
         chunk = slice(start, start + size)
         logits = gemm.forward_into(buffer[: rows[chunk].shape[0]], rows[chunk], w)
         if dx is None and dw is None:
-            losses.append(cross_entropy_forward(logits, targets[chunk], head.terms).loss)
+            losses.append(head.losses(logits, chunk))
             continue
         row_losses, dlogits = head.loss_gradient(logits, chunk)
         losses.append(row_losses)
@@ -149,7 +172,7 @@ def _functional(head: Head) -> LossesAndGradients:
     """The same without writing to tensors, which a tracer would have to undo."""
     x, w, dw_dtype = head.x, head.w, head.dw_dtype
     rows = gemm.as_rows(x)
-    size, sum_dtype = split(rows, w, dw_dtype or torch.float32)
+    size, sum_dtype = split(rows, w, dw_dtype or torch.float32, head.own)
     losses, dxs, dw = [], [], None
     for start in range(0, max(rows.shape[0], 1), size):  # once without rows, for the shapes
         chunk = slice(start, start + size)

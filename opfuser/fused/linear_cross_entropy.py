@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..basic._distributed import reduce_input_grad
 from ..basic._weight_grad import Computed
 from ..basic.basic_linear import BasicLinear
 from ..basic.cross_entropy import CrossEntropy
@@ -42,6 +43,11 @@ class LinearCrossEntropy(FusedOperation):
     dW is computed before the gradient that scales it, so that no GEMM can accumulate into
     ``weight.grad``: with ``accumulate_into_grad``, autograd adds it as usual.
 
+    Where the classes are divided among ranks (a linear operation in mode "vocabulary", and a loss
+    with ``tensor_parallel`` over the same group), a rank has the logits of a chunk of rows and of
+    its classes. The ranks exchange 4 numbers per row, a collective for each chunk, and dx, as the
+    linear operation alone.
+
     Saves dx, dW, and with fp16 the number of rows that count; not x, W or logits.
 
     Kernels: ATen's GEMMs; opfuser's cross entropy, as ATen's does not work in place. The idea:
@@ -53,7 +59,8 @@ class LinearCrossEntropy(FusedOperation):
         loss: the loss; its reduction is "mean" or "sum".
 
     Raises:
-        NotSupportedError: ``linear`` exchanges data between ranks, or the loss is not reduced.
+        NotSupportedError: ``linear`` exchanges data between ranks, other than those of the loss; or
+            the loss is not reduced.
     """
 
     _parts: tuple[BasicLinear, CrossEntropy]
@@ -82,8 +89,11 @@ class LinearCrossEntropy(FusedOperation):
         later = x.dtype == torch.float16  # backward divides by the count
         dtype = linear.weight_grad_dtype(ctx, w)
         divisor = None if later else count
-        head = Head(x, w, flat, divisor, terms, wants_dx, dtype if wants_dw else None)
+        wanted = dtype if wants_dw else None
+        head = Head(x, w, flat, divisor, terms, wants_dx, wanted, loss.vocabulary)
         losses, dx, dw = losses_and_gradients(head)
+        if dx is not None and loss.vocabulary is not None:
+            dx = reduce_input_grad(dx, linear.sharding)
         if ctx.requires_grad:
             if dw is not None and not later:
                 dw = dw.to(dtype)
@@ -120,7 +130,19 @@ def _reduction_refusal(reduction: str) -> Refusal | None:
 
 
 def _unfit(linear: BasicLinear, loss: CrossEntropy) -> Refusal | None:
-    return _reduction_refusal(loss.reduction) or forward_refusal(linear) or backward_refusal(linear)
+    no = _reduction_refusal(loss.reduction) or forward_refusal(linear)
+    if no is not None or _same_classes(linear, loss):
+        return no
+    return backward_refusal(linear)
+
+
+def _same_classes(linear: BasicLinear, loss: CrossEntropy) -> bool:
+    """Whether both have the same slice of the classes."""
+    own, sharding = loss.vocabulary, linear.sharding
+    if own is None or sharding.mode != "column":
+        return False
+    slices = (linear.out_features, sharding.local_out_features) == (own.classes, own.rows)
+    return slices and sharding.group is own.group
 
 
 def _refuses(linear: BasicLinear, loss: CrossEntropy, *, env: Env) -> Refusal | None:

@@ -16,6 +16,7 @@ __all__ = [
     "RowLosses",
     "Terms",
     "backward",
+    "blocks_of_rows",
     "forward",
     "gradient",
     "mean",
@@ -27,7 +28,7 @@ __all__ = [
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 
-def _blocks(x: Tensor) -> list[slice]:
+def blocks_of_rows(x: Tensor) -> list[slice]:
     """Blocks of rows whose fp32 copy is small; all rows at once for a tracer, which fuses them.
 
     Callers take tensors as they are where there is one block: slices take a microsecond each.
@@ -168,7 +169,7 @@ def _by_nll_loss(x: Tensor, targets: Tensor, ignore_index: int) -> RowLosses:
 
 def forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
     """Losses and statistics of logits (rows, classes)."""
-    blocks = _blocks(x)
+    blocks = blocks_of_rows(x)
     if len(blocks) == 1 and _by_softmax(x) and not (terms.label_smoothing or terms.z_loss):
         return _by_nll_loss(x, targets, terms.ignore_index)
     valid, index = _classes(targets, terms.ignore_index)
@@ -208,7 +209,7 @@ def backward(
     scale = dloss if count is None else dloss / count
     scale = torch.where(valid, scale.unsqueeze(1) if scale.dim() else scale, 0.0)
     row_max, sum_exp = row_max.unsqueeze(1), sum_exp.unsqueeze(1)
-    blocks = _blocks(x)
+    blocks = blocks_of_rows(x)
     if len(blocks) == 1:
         rows = _softmax_rows(x, row_max, sum_exp)
         return cast(_gradient(rows, index, scale, terms, None), x.dtype).contiguous()
@@ -246,7 +247,7 @@ def gradient(x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms) -> 
     scale = valid.to(wide)
     if count is not None:
         scale /= count.clamp_min(1)
-    blocks = _blocks(x)
+    blocks = blocks_of_rows(x)
     if len(blocks) == 1:
         rows = _rows(x)
         losses = _losses(x, rows, index, terms)

@@ -220,7 +220,7 @@ CASES: dict[str, Case] = {
         {"num_embeddings": ReadOnly(9), "embedding_dim": ReadOnly(9)},
     ),
     "AddExtraInput": Case({}, f32((3, 8), (3, 8)), IN_PLACE),
-    "AllGather": NOTHING,
+    "AllGather": Case({}, rows(), {"dim": ReadOnly(1)}),
     "AllReduce": NOTHING,
     "BasicLinear": Case(
         {"in_features": 8, "out_features": 6},
@@ -253,6 +253,7 @@ CASES: dict[str, Case] = {
             "label_smoothing": Change(0.2),
             "reduction": Change("sum"),
             "z_loss": Change(0.1),
+            "vocabulary": ReadOnly(0),
         },
     ),
     "DotProductAttention": Case(
@@ -280,6 +281,9 @@ CASES: dict[str, Case] = {
             "num_embeddings": ReadOnly(9),
             "embedding_dim": ReadOnly(9),
             "padding_idx": Change(-6),
+            "vocabulary": ReadOnly(0),
+            "sequence_parallel": ReadOnly(True),
+            "sequence_dim": ReadOnly(1),
         },
     ),
     "GEGLU": FIXED_LAYOUT,
@@ -338,7 +342,7 @@ CASES: dict[str, Case] = {
     "RMSNorm": Case({"normalized_shape": 8}, rows(), NORM),
     "ReGLU": FIXED_LAYOUT,
     "ReLU": ACTIVATION,
-    "ReduceScatter": NOTHING,
+    "ReduceScatter": Case({}, rows(), {"dim": ReadOnly(1)}),
     "Reshape": Case({"shape": (4, 6)}, rows(), {"shape": Change((2, -1))}),
     "RotaryEmbedding": Case(
         {**HEADS, "base": 100.0, "rotary_dim": 4, "max_positions": 9},

@@ -323,7 +323,7 @@ def test_wrong_last_dimension_is_an_input_error(shape: tuple[int, ...]) -> None:
         (
             {"tensor_parallel_mode": "rows"},
             ArgumentError,
-            r"mode must be None, 'column' or 'row'.*'rows'",
+            r"mode must be None, 'column', 'row' or 'vocabulary'.*'rows'",
         ),
         ({"sequence_parallel": True}, ArgumentError, "sequence_parallel needs a tensor_parallel_m"),
         ({"in_features": -3}, ArgumentError, r"must not be negative.*in_features=-3"),

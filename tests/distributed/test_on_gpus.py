@@ -1,8 +1,11 @@
-"""On two GPUs, with NCCL: replayed calls, data-parallel and sharded; sharded FP8 products."""
+"""On two GPUs, with NCCL: replayed calls, data-parallel and sharded; sharded FP8 products; a model
+with tensor, sequence and vocabulary parallelism.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import opfuser
 from opfuser.models import DecoderConfig, decoder_lm
+from opfuser.models.parallel import parallelize
 from opfuser.recipe import Float8BlockScaling, Float8CurrentScaling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
@@ -124,3 +128,46 @@ def test_sharded_quantized_products(tmp_path: Path) -> None:
     if torch.cuda.device_count() < RANKS:
         pytest.skip("needs two CUDA devices")
     spawn(quantized_products, (str(tmp_path / "store"), "nccl", "cuda"), nprocs=RANKS)
+
+
+def tensor_parallel(rank: int, store: str, backend: str, kind: str) -> None:
+    """Losses and weights of the model on one GPU, in fp32 and in bf16, over three steps."""
+    device = torch.device(kind, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    try:
+        mesh = init_device_mesh(kind, (RANKS,))
+        for dtype, sequence, bound in (
+            (torch.float32, True, 1e-4),
+            (torch.float32, False, 1e-4),
+            (torch.bfloat16, True, 0.02),
+        ):
+            torch.manual_seed(1)
+            how: Any = {"device": device, "dtype": dtype, "qk_norm": True}
+            exact = decoder_lm(DecoderConfig(997, 256, 2, 4, num_kv_heads=2, **how))
+            ours = parallelize(copy.deepcopy(exact), mesh, sequence_parallel=sequence)
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (exact, ours)]
+            for _ in range(3):
+                tokens, targets = torch.randint(997, (2, 2, 64), device=device)
+                targets[0, 3] = -100
+                losses = [m(tokens, targets) for m in (exact, ours)]
+                torch.testing.assert_close(losses[1], losses[0], rtol=bound, atol=0)
+                for loss in losses:
+                    loss.backward()
+                grads = [m.embedding.weight.grad for m in (exact, ours)]
+                apart = (grads[1].full_tensor() - grads[0]).float().norm()
+                assert apart < 2 * bound * grads[0].float().norm(), (dtype, sequence)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert ours.last_plan.fused("forward")["linear_cross_entropy"] == 1
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_tensor_parallel(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two CUDA devices")
+    spawn(tensor_parallel, (str(tmp_path / "store"), "nccl", "cuda"), nprocs=RANKS)

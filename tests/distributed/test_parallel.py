@@ -402,6 +402,41 @@ def reduce_scatter(rank: int, ranks: int) -> None:
 
 
 @check
+def along_another_dimension(rank: int, ranks: int) -> None:
+    """Each of the collectives and of the modes, with dimensions in front of the one that counts."""
+    full = torch.randn(3, ranks * 2, 5, generator=torch.Generator().manual_seed(5))
+    x = part(full, rank, ranks, 1).requires_grad_()
+    y = AllGather(dim=1)(x)
+    assert torch.equal(y, full)
+    y.backward(full * (rank + 1))
+    torch.testing.assert_close(x.grad, x.detach() * ranks * (ranks + 1) / 2)
+    whole = (full * (rank + 1)).requires_grad_()
+    y = ReduceScatter(dim=1)(whole)
+    torch.testing.assert_close(y, part(full, rank, ranks, 1) * ranks * (ranks + 1) / 2)
+    y.backward(part(full, rank, ranks, 1))
+    assert torch.equal(whole.grad, full)
+    assert repr(ReduceScatter(dim=1)) == f"ReduceScatter(ranks={ranks}, dim=1)"
+    for mode, sides in (("column", (1, -1)), ("row", (-1, 1))):
+        generator = torch.Generator().manual_seed(6)
+        how: Any = {"generator": generator, "dtype": torch.float64}
+        x, w, dy = (torch.randn(*s, **how) for s in ((3, 8, IN), (OUT, IN), (3, 8, OUT)))
+        exact, mine = F.linear(x, w), [part(t, rank, ranks, d) for t, d in zip((x, dy), sides)]
+        op = BasicLinear(
+            IN, OUT, dtype=torch.float64, tensor_parallel_mode=mode, sequence_parallel=True,
+            sequence_dim=1,
+        )  # fmt: skip
+        assert "sequence_parallel=True, sequence_dim=1" in repr(op)
+        op.weight = nn.Parameter(part(w, rank, ranks, 0 if mode == "column" else 1))
+        given = mine[0].requires_grad_()
+        y = op(given)
+        close(y.detach(), part(exact, rank, ranks, sides[1]))
+        y.backward(mine[1])
+        close(given.grad, part(dy @ w, rank, ranks, sides[0]))
+        dw = dy.flatten(0, 1).t() @ x.flatten(0, 1)
+        close(op.weight.grad, part(dw, rank, ranks, 0 if mode == "column" else 1))
+
+
+@check
 def errors(rank: int, ranks: int) -> None:
     with pytest.raises(ArgumentError, match=r"out_features must be a multiple.*in column mode"):
         BasicLinear(IN, 13, tensor_parallel_mode="column")
@@ -411,6 +446,13 @@ def errors(rank: int, ranks: int) -> None:
         Bias(13, tensor_parallel=True)
     with pytest.raises(InputError, match=r"to scatter must be a multiple of the group size"):
         ReduceScatter()(torch.randn(ranks + 1, 2))
+    with pytest.raises(InputError, match=r"Dimension 1 of a tensor to scatter.*shape \(4, 7\)"):
+        ReduceScatter(dim=1)(torch.randn(4, 7))
+    with pytest.raises(InputError, match=r"along dimension 1 needs a tensor that has one.*\(4,\)"):
+        AllGather(dim=1)(torch.randn(4))
+    for make in (AllGather, ReduceScatter):
+        with pytest.raises(ArgumentError, match=r"^dim must not be negative .*dim=-1"):
+            make(dim=-1)
     with pytest.raises(InputError, match=r"needs a tensor that has one"):
         AllGather()(torch.tensor(1.0))
     for op in (AllReduce(), AllGather(), ReduceScatter()):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuser import BasicLinear, CrossEntropy, Linear, Sequential
+from opfuser.basic._distributed import VocabularySlice
 from opfuser.errors import InputError, NotSupportedError, OpKwargsError
 from opfuser.fused import _loss_chunks, linear_cross_entropy
 from opfuser.fused.linear_cross_entropy import LinearCrossEntropy
@@ -125,6 +126,16 @@ def test_the_rule_for_chunks(
     assert split == expected
     if rows == 8192:
         assert split.rows * classes * 2 <= 0.6e9
+
+
+def test_ranks_with_unequal_slices_make_the_same_chunks() -> None:
+    """Each chunk is a collective: on its own, the smaller slice would make fewer of them."""
+    x = torch.empty(16384, 64, dtype=torch.bfloat16, **META)
+    for rows in (4097, 4096):
+        own = VocabularySlice(None, 2, 8193, 0, rows)
+        w = torch.empty(rows, 64, dtype=torch.bfloat16, **META)
+        assert _loss_chunks.split(x, w, torch.bfloat16, own).rows == 8192
+    assert _loss_chunks.split(x, w, torch.bfloat16).rows == 16384
 
 
 def test_the_rule_for_chunks_on_a_cpu() -> None:

@@ -197,6 +197,7 @@ class Mine(of.Sequential):
         (lambda: of.Sequential(of.GELU("none")), NotSupportedError, "approximate='none'"),
         (lambda: of.Sequential(of.GroupedLinear(2, 4, 4, single_grouped_weight=True)),
          NotSupportedError, "single_grouped_weight=True"),
+        (lambda: of.Sequential(of.AllGather(dim=1)), NotSupportedError, "dim=1"),
         (lambda: of.Sequential(of.Linear(4, 4, weight_transposed=True)), NotSupportedError,
          "weight_transposed=True"),
         (changed_mlp, NotSupportedError,

@@ -52,6 +52,8 @@ _RECIPE = Argument("recipe", None, "recipe", "inherit")
 _STORED = Argument("weight_format", None, "weight_format")
 _TRANSPOSED = Argument("weight_transposed", None, "weight_transposed", False)
 _GROUP = _same("process_group")
+_SEQUENCE_DIM = Argument("sequence_dim", None, "sharding.sequence_dim", 0)
+_DIM = Argument("dim", None, "dim", 0)
 _IN_PLACE = (Argument("in_place", "_in_place", "in_place"),)
 _NORM = (
     Argument("normalized_shape", "weight.shape", "normalized_shape"),
@@ -61,7 +63,7 @@ _NORM = (
 # By class. Parameters have the same names on both sides.
 OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
     "AddExtraInput": _IN_PLACE,
-    "AllGather": _GROUP,
+    "AllGather": (*_GROUP, _DIM),
     "AllReduce": (*_GROUP, Argument("reduce_in_backward", "_reduce_in_backward", None, True)),
     "BasicLinear": (
         *_same("in_features", "out_features"),
@@ -71,6 +73,7 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
         _RECIPE,
         _STORED,
         _TRANSPOSED,
+        _SEQUENCE_DIM,
         Argument("userbuffers_options", "_userbuffers_options", None),
     ),
     "Bias": (
@@ -124,7 +127,7 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
     "RMSNorm": _NORM,
     "ReGLU": _CACHED,
     "ReLU": _CACHED,
-    "ReduceScatter": _GROUP,
+    "ReduceScatter": (*_GROUP, _DIM),
     "Reshape": (Argument("shape", "_shape", "shape"),),
     "SReGLU": _CACHED,
     "SReLU": _CACHED,

@@ -133,10 +133,10 @@ def _factors(scale, ignored, top, sum_exp, z_loss):
 
 
 @triton.jit
-def _gradient(x, is_target, top, p_scale, scale, smoothing, cols, SMOOTH: tl.constexpr):
+def _gradient(x, is_target, top, p_scale, scale, smoothing, uniform, SMOOTH: tl.constexpr):
     dx = tl.exp(x.to(tl.float32) - top) * p_scale
     if SMOOTH:
-        dx -= smoothing / cols * scale
+        dx -= uniform * scale
     return dx - tl.where(is_target, (1.0 - smoothing) * scale, 0.0)
 
 
@@ -160,15 +160,45 @@ def forward_kernel(
 
 
 @triton.jit
+def statistics_kernel(
+    x_ptr, targets_ptr, out_ptr, stride, cols, start_class, ignore_index,
+    SMOOTH: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """What a rank tells of row ``program_id(0)``, of whose classes it has those from a start on.
+
+    Largest entry, ``Σ exp(x - m)``, the target's entry, or 0, and ``Σ x``: 4 numbers. An ignored
+    row is not read: 0, 1, 0, 0.
+    """
+    row = tl.program_id(0)
+    start, aligned, head, whole = _row(row, stride, cols, EVEN, VEC)
+    target = tl.load(targets_ptr + row)
+    ignored = target == ignore_index
+    column = target - start_class
+    readable = (column >= 0) & (column < cols) & (ignored == 0)
+    entry = tl.load(x_ptr + start + column, mask=readable, other=0.0).to(tl.float32)
+    top, sum_exp, sum_x = _statistics(
+        x_ptr, start, aligned, tl.where(ignored, 0, head), tl.where(ignored, 0, whole),
+        tl.where(ignored, 0, cols), SMOOTH, EVEN, TILE, VEC, "evict_first", 1,
+    )  # fmt: skip
+    out = out_ptr + row.to(tl.int64) * 4
+    tl.store(out, tl.where(ignored, 0.0, top))
+    tl.store(out + 1, tl.where(ignored, 1.0, sum_exp))
+    tl.store(out + 2, entry)
+    tl.store(out + 3, sum_x)
+
+
+@triton.jit
 def backward_kernel(
     x_ptr, targets_ptr, max_ptr, sum_ptr, dloss_ptr, count_ptr, dx_ptr,
-    stride, dx_stride, dloss_stride, cols, tiles, ignore_index, smoothing, z_loss,
+    stride, dx_stride, dloss_stride, cols, tiles, ignore_index, smoothing, uniform, z_loss,
     SMOOTH: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile, of ``tiles`` per row; the first one sees to the ends.
 
-    Rows of both matrices lie alike between 16-byte boundaries. Ignored rows are not read: the
-    exponential of -inf, which stands for their entries, is 0.
+    Rows of both matrices lie alike between 16-byte boundaries; they may be the same matrix.
+    Ignored rows are not read: the exponential of -inf, which stands for their entries, is 0. The
+    target of a label-smoothed loss is ``uniform`` everywhere, and ``1 - smoothing`` at the class. A
+    class that is none of the columns is that of another rank.
     """
     row = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -189,14 +219,14 @@ def backward_kernel(
         eviction_policy="evict_first",
     )  # fmt: skip
     is_target = entries == (target - head - at).to(tl.int32)
-    dx = _gradient(x, is_target, top, p_scale, scale, smoothing, cols, SMOOTH)
+    dx = _gradient(x, is_target, top, p_scale, scale, smoothing, uniform, SMOOTH)
     store_flat(dx_ptr + to_aligned + at, entries, inside, dx)
     if not EVEN:
         columns, inside = _ends(head, whole, cols, VEC)
         inside = tl.where(tile == 0, inside, False)
         readable = tl.where(ignored, False, inside)
         x = tl.load(x_ptr + start + columns, mask=readable, other=float("-inf"))
-        dx = _gradient(x, columns == target, top, p_scale, scale, smoothing, cols, SMOOTH)
+        dx = _gradient(x, columns == target, top, p_scale, scale, smoothing, uniform, SMOOTH)
         store_flat(dx_ptr + to, columns, inside, dx)
 
 
@@ -215,6 +245,7 @@ def gradient_kernel(
     scale = 1.0
     if count_ptr is not None:
         scale = 1.0 / _at_least_one(count_ptr)
+    uniform = smoothing / cols
     vectors, entries = _entries(TILE, VEC)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         start, aligned, head, whole = _row(tl.cast(row, tl.int64), stride, cols, EVEN, VEC)
@@ -241,11 +272,11 @@ def gradient_kernel(
                 other=float("-inf"), eviction_policy="evict_first",
             )  # fmt: skip
             is_target = entries == (target - head - at).to(tl.int32)
-            dx = _gradient(x, is_target, top, p_scale, row_scale, smoothing, cols, SMOOTH)
+            dx = _gradient(x, is_target, top, p_scale, row_scale, smoothing, uniform, SMOOTH)
             store_flat(dx_ptr + aligned + at, entries, inside, dx)
         if not EVEN:
             is_target = end_columns == target
-            dx = _gradient(ends, is_target, top, p_scale, row_scale, smoothing, cols, SMOOTH)
+            dx = _gradient(ends, is_target, top, p_scale, row_scale, smoothing, uniform, SMOOTH)
             store_flat(dx_ptr + start, end_columns, there, dx)
 
 

@@ -25,9 +25,9 @@ DTYPES = [FP32, BF16, FP16]
 @pytest.fixture
 def _short_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles in rows that the interpreter walks along quickly, and few programs."""
-    for name in ("_FORWARD", "_BACKWARD"):
-        monkeypatch.setattr(cross_entropy, name, cross_entropy._RowRule(1024, 2))
-    rule = cross_entropy._RowRule(1024, 2, resident_warps=4, ahead=3)
+    for name in ("FORWARD", "BACKWARD"):
+        monkeypatch.setattr(cross_entropy, name, cross_entropy.RowRule(1024, 2))
+    rule = cross_entropy.RowRule(1024, 2, resident_warps=4, ahead=3)
     monkeypatch.setattr(cross_entropy, "_GRADIENT", rule)
     monkeypatch.setattr(cross_entropy, "multiprocessors", lambda _: 1)
 

@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from opfuser.kernels.cross_entropy import (
+    RowLosses,
     Terms,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_gradient,
     cross_entropy_mean,
     scaled,
+)
+from opfuser.kernels.vocabulary_slices import (
+    Classes,
+    slice_gradient,
+    slice_statistics,
 )
 from tests.kernels.shipping import Family, Shipped, empty
 
@@ -36,6 +42,18 @@ def gradient(x: Tensor, *, terms: Terms) -> object:
     return cross_entropy_gradient(x, TARGETS, COUNT, terms)
 
 
+CLASSES = Classes(32064, 128256)  # those of the second of four ranks
+
+
+def statistics(x: Tensor, *, terms: Terms) -> object:
+    return slice_statistics(x, TARGETS, terms, CLASSES)
+
+
+def of_slice(x: Tensor, *, terms: Terms) -> object:
+    row = RowLosses(OF_ROWS, OF_ROWS, OF_ROWS)
+    return slice_gradient(x, TARGETS, row, NUMBER, COUNT, terms, CLASSES, in_place=True)
+
+
 SHIPPED = Family()
 # The targets are read too.
 SHIPPED["mean"] = Shipped(
@@ -53,6 +71,10 @@ for call, passes in ((forward, 1), (backward, 2), (gradient, 3)):
         (128256, FP32, 0.0),
         (262144, BF16, 0.1),
     ):
+        name, terms = f"{call.__name__} {cols} {dtype} {smoothing}", Terms(IGNORE, smoothing, 0.0)
+        SHIPPED.ship(name, passes, call, empty(ROWS, cols, dtype=dtype), terms=terms)
+for call, passes in ((statistics, 1), (of_slice, 2)):
+    for cols, dtype, smoothing in ((32064, BF16, 0.0), (32063, FP32, 0.1)):
         name, terms = f"{call.__name__} {cols} {dtype} {smoothing}", Terms(IGNORE, smoothing, 0.0)
         SHIPPED.ship(name, passes, call, empty(ROWS, cols, dtype=dtype), terms=terms)
 for dtype, to, in_place in ((BF16, BF16, True), (FP32, FP32, True), (FP32, FP16, False)):

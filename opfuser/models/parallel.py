@@ -1,0 +1,383 @@
+"""Tensor, sequence and vocabulary parallelism of the models.
+
+torch's ``parallelize_module`` does not take them: its styles shard ``torch.nn.Linear`` and
+``torch.nn.Embedding`` alone, and have the module compute on DTensors, which are no operands of a
+kernel. And one weight here holds queries, keys and values, or gate and up projection: cut in equal
+pieces, a rank would get queries alone. So modules are replaced by sharded operations, which
+exchange data by process groups. Parameters are DTensors all the same, for optimisers, checkpoints,
+norms of gradients and ``fully_shard``; operations compute with this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from opfuser import (
+    AddExtraInput,
+    ConstantScale,
+    CrossEntropy,
+    DotProductAttention,
+    Dropout,
+    Embedding,
+    Identity,
+    LayerNorm,
+    Linear,
+    MakeExtraOutput,
+    MergedLinear,
+    PositionEmbedding,
+    QKNorm,
+    RMSNorm,
+    RotaryEmbedding,
+    Sequential,
+    Tanh,
+)
+from opfuser.basic._distributed import slice_vocabulary
+from opfuser.engine.local_parameters import LocalPart, use_locally
+from opfuser.errors import ArgumentError, NotSupportedError, explain
+
+from .config import ACTIVATIONS
+
+__all__ = ["parallelize"]
+
+Model = TypeVar("Model", bound=Sequential)
+Change = Callable[[], Any]
+
+_SEQUENCE = 1  # of (batch, sequence, features)
+_GATED = tuple({type(kind.make()) for kind in ACTIVATIONS.values() if kind.gated})
+_ACTIVATIONS = tuple({type(kind.make()) for kind in ACTIVATIONS.values()})
+_ROW_WISE = (ConstantScale, Tanh, Identity, MakeExtraOutput, AddExtraInput)
+
+
+def parallelize(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> Model:
+    """``model`` with its layers distributed over the ranks of ``mesh``, each with the same batch.
+
+    Every rank has a slice of the heads of attention, of the features inside feed-forward blocks,
+    and of the vocabulary, of the embedding, of the head and of the loss (Shoeybi et al.,
+    Megatron-LM, arXiv:1909.08053). With sequence parallelism (Korthikanti et al.,
+    arXiv:2205.05198) it also has a slice of the sequence between the blocks, where it normalises
+    and adds; the sequence must be a multiple of the ranks then. Modules of ``model`` are replaced,
+    and it is returned. Call it before ``fully_shard``, and before there is an optimiser.
+
+    Parameters are DTensors over ``mesh``: the values, or on the meta device none, are those of
+    ``model``, which must be the same on every rank. The packed projections to queries, keys and
+    values become one :class:`opfuser.MergedLinear` with the names ``q``, ``k`` and ``v``, those of
+    gated activations one with ``gate`` and ``up``. Gradients of norms, of which each rank sees a
+    part of the rows, are summed over ``mesh`` in backward, those of a group of operations in one
+    collective.
+
+    Args:
+        model: of :func:`opfuser.models.decoder_lm`, or the layers, one layer or one block of it.
+            These take and return, with sequence parallelism, slices of the sequence.
+        mesh: of one dimension; of a mesh with more, ``mesh["tp"]``, and another dimension of it is
+            then for ``fully_shard`` or :func:`opfuser.models.sharding.shard_layers`.
+        sequence_parallel: whether to slice the sequence too.
+
+    Returns:
+        ``model``: with a loss, of which every rank computes the same one; without, each rank's
+        logits are those of its slice of the vocabulary, as ``torch.chunk`` cuts it.
+
+    Raises:
+        ArgumentError: ``mesh`` has several dimensions; heads, key heads or features are no multiple
+            of the ranks; a rank would have no slice of the vocabulary; a module was parallelised
+            before.
+        NotSupportedError: an operation that is not known here, experts for instance; dropout, whose
+            masks would have to agree between ranks in some places and differ in others; weights
+            that are stored as codes; ``accumulate_into_main_grad``; learned positions with
+            sequence parallelism.
+    """
+    if mesh.ndim != 1:
+        raise ArgumentError(
+            explain(
+                "A model is parallelised over a mesh of one dimension",
+                where="parallelize",
+                received=f"{mesh.ndim} dimensions",
+                remedy='Pass one of them, such as mesh["tp"]',
+            )
+        )
+    placed = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if placed is not None:
+        raise ArgumentError(
+            explain(
+                "A model is parallelised once, and before it is sharded",
+                where="parallelize",
+                received=f"{placed}, which is a DTensor",
+            )
+        )
+    over = _Over(mesh, mesh.get_group(), mesh.size(), sequence_parallel, {})
+    for change in list(_changes(model, over)):  # all are known before the first one is made
+        change()
+    return model
+
+
+class _Over(NamedTuple):
+    """What a model is distributed over; and the parameters that are, by identity."""
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    ranks: int
+    sequence: bool
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]]
+
+    @property
+    def slices(self) -> dict[str, Any]:
+        """Arguments of sharded operations."""
+        return {
+            "tensor_parallel_group": self.group,
+            "sequence_parallel": self.sequence,
+            "sequence_dim": _SEQUENCE,
+        }
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's slice."""
+        return whole.chunk(self.ranks, dim)[self.mesh.get_local_rank()]
+
+    def distributed(self, p: nn.Parameter, placement: Placement) -> nn.Parameter:
+        """The DTensor in the place of a parameter: one for all places of a tied one."""
+        if id(p) not in self.made:
+            part = p.detach()
+            if isinstance(placement, Shard):
+                part = self.own(part, placement.dim).clone(memory_format=torch.contiguous_format)
+            self.made[id(p)] = p, self.of_part(part, p, p.shape, placement)
+        return self.made[id(p)][1]
+
+    def of_part(
+        self, part: Tensor, p: nn.Parameter, shape: torch.Size, placement: Placement
+    ) -> nn.Parameter:
+        """A parameter of which this rank has ``part``, that gets gradients if ``p`` does."""
+        stride = torch.empty(shape, device="meta").stride()
+        made = DTensor.from_local(
+            part, self.mesh, (placement,), run_check=False, shape=shape, stride=stride
+        )
+        return nn.Parameter(made, requires_grad=p.requires_grad)
+
+
+def _changes(block: Sequential, over: _Over) -> Iterator[Change]:
+    """What is to be done in a Sequential; raises for what it cannot be done with."""
+    children: list[tuple[str, Any]] = [
+        (name, op) for name, op in block._modules.items() if op is not None
+    ]
+    linears = [n for n, (_, op) in enumerate(children) if type(op) is Linear]
+    if len(linears) > 2:
+        _refuse(block, f"with {len(linears)} linear operations")
+    first, last = linears if len(linears) == 2 else (len(children), len(children))
+    inside = [op for _, op in children[first + 1 : last]]
+    for n, (name, op) in enumerate(children):
+        if isinstance(op, Sequential):
+            yield from _changes(op, over)
+        elif type(op) is Linear:
+            _check_linear(op)
+            make = _first(op, inside, over) if n == first else _row if n == last else _head
+            if make is _head:
+                slice_vocabulary(op.out_features, over.group, "parallelize")
+            yield partial(_replace, block, name, op, make, over)
+        elif type(op) is Embedding:
+            slice_vocabulary(op.num_embeddings, over.group, "parallelize")
+            yield partial(_replace, block, name, op, _embedding, over)
+        elif type(op) is CrossEntropy:
+            if len(linears) != 1 or linears[0] > n:
+                _refuse(op, "without a head in the same sequence")
+            classes = children[linears[0]][1].out_features
+            yield partial(_replace, block, name, op, partial(_loss, classes), over)
+        else:
+            yield from _changes_in_place(op, first < n < last, over)
+
+
+def _changes_in_place(op: nn.Module, inside: bool, over: _Over) -> Iterator[Change]:
+    """Those of an operation that stays, inside a block or between blocks."""
+    if type(op) in (RMSNorm, LayerNorm) and not inside:
+        yield partial(_replicate, op, over, LocalPart(sums=over.sequence))
+    elif type(op) is PositionEmbedding and not over.sequence:
+        yield partial(_replicate, op, over, LocalPart())
+    elif inside and type(op) in (QKNorm, RotaryEmbedding, DotProductAttention):
+        if type(op) is DotProductAttention:
+            _check_attention(op)
+        _check_divides(op, "num_heads", over)
+        _check_divides(op, "num_kv_heads", over)
+        yield partial(_divide_heads, op, over)
+        if type(op) is QKNorm:
+            yield partial(_replicate, op, over, LocalPart(sums=True))
+    elif type(op) is Dropout:
+        if op.dropout_probability:
+            _refuse(op, "whose masks would have to agree where ranks have the same rows")
+    elif type(op) is PositionEmbedding:
+        _refuse(op, "with sequence parallelism")
+    elif not isinstance(op, _ROW_WISE) and not (inside and type(op) in _ACTIVATIONS):
+        _refuse(op)
+
+
+def _refuse(op: nn.Module, how: str = "") -> NoReturn:
+    raise NotSupportedError(
+        explain(
+            "Models are parallelised that consist of what decoder_lm makes without experts",
+            where="parallelize",
+            received=f"{type(op).__name__} {how}".strip(),
+            remedy="Shard such a model by its layers: opfuser.models.sharding",
+        )
+    )
+
+
+def _check_linear(op: Linear) -> None:
+    if op.weight_format is not None:
+        _refuse(op, "whose weight is stored as codes")
+    if op.weight_transposed:
+        _refuse(op, "whose weight is transposed")
+    if op.accumulate_into_main_grad:
+        _refuse(op, "with accumulate_into_main_grad")
+    if any(part.communicates for part in op.basic_ops):
+        _refuse(op, "that is distributed already")
+
+
+def _check_attention(op: DotProductAttention) -> None:
+    if op.layout != "packed" or op.v_head_dim is not None:
+        _refuse(op, "of another layout than packed heads of one size")
+    if op.alibi or list(op.parameters()):
+        _refuse(op, "with slopes or sinks of each head")
+    if op.dropout_p:
+        _refuse(op, "with dropout")
+
+
+def _check_divides(op: Any, name: str, over: _Over) -> None:
+    if getattr(op, name) % over.ranks:
+        raise ArgumentError(
+            explain(
+                f"{name} must be a multiple of the ranks",
+                where=f"parallelize: {type(op).__name__}",
+                received=f"{name}={getattr(op, name)}, {over.ranks} ranks",
+            )
+        )
+
+
+def _replace(block: Sequential, name: str, op: Any, make: Any, over: _Over) -> None:
+    new = make(op, over).train(op.training)
+    if isinstance(op, Linear):
+        new.recipe, new.accumulate_into_grad = op.recipe, op.accumulate_into_grad
+    setattr(block, name, new)
+
+
+def _divide_heads(op: Any, over: _Over) -> None:
+    op.num_heads, op.num_kv_heads = op.num_heads // over.ranks, op.num_kv_heads // over.ranks
+
+
+def _replicate(op: nn.Module, over: _Over, how: LocalPart) -> None:
+    found = {name: p for name, p in op._parameters.items() if p is not None}
+    for name, p in found.items():
+        op.register_parameter(name, over.distributed(p, Replicate()))
+    use_locally(op, **dict.fromkeys(found, how))
+
+
+def _first(op: Linear, inside: Sequence[nn.Module], over: _Over) -> Any:
+    """What makes the first linear operation of a block, by what stands behind it."""
+    attention = [other for other in inside if type(other) is DotProductAttention]
+    if attention:
+        heads, kv_heads = attention[0].num_heads, attention[0].num_kv_heads
+        size = op.out_features // (heads + 2 * kv_heads)
+        rows = {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size}
+        return partial(_merged, rows)
+    if len(inside) != 1 or type(inside[0]) not in _ACTIVATIONS:
+        _refuse(op, f"in front of {', '.join(type(other).__name__ for other in inside)}")
+    make: Any
+    if not isinstance(inside[0], _GATED):
+        features, make = op.out_features, _column
+    elif inside[0].glu_interleave_size is None:
+        features = op.out_features // 2
+        make = partial(_merged, {"gate": features, "up": features})
+    else:
+        _refuse(inside[0], "with interleaved halves")
+    if features % over.ranks:
+        raise ArgumentError(
+            explain(
+                "Features inside a feed-forward block must be a multiple of the ranks",
+                where="parallelize",
+                received=f"{features} features, {over.ranks} ranks",
+            )
+        )
+    return make
+
+
+def _linear(op: Linear, over: _Over, mode: str, placement: Shard, bias: Placement) -> Linear:
+    new = Linear(
+        op.in_features,
+        op.out_features,
+        bias=op.bias is not None,
+        device="meta",
+        dtype=op.weight.dtype,
+        tensor_parallel_mode=mode,
+        **over.slices,
+    )
+    new.weight = over.distributed(op.weight, placement)
+    if op.bias is not None:
+        new.bias = over.distributed(op.bias, bias)
+    # In row mode the biases of the ranks are summed with what they belong to.
+    use_locally(new, weight=LocalPart(), bias=LocalPart(first_alone=mode == "row"))
+    return new
+
+
+def _column(op: Linear, over: _Over) -> Linear:
+    return _linear(op, over, "column", Shard(0), Shard(0))
+
+
+def _head(op: Linear, over: _Over) -> Linear:
+    return _linear(op, over, "vocabulary", Shard(0), Shard(0))
+
+
+def _row(op: Linear, over: _Over) -> Linear:
+    return _linear(op, over, "row", Shard(1), Replicate())
+
+
+def _merged(rows: Mapping[str, int], op: Linear, over: _Over) -> MergedLinear:
+    """One with a projection for each of the parts that the rows of the weight consist of."""
+    new = MergedLinear(
+        op.in_features,
+        rows,
+        bias=op.bias is not None,
+        device="meta",
+        dtype=op.weight.dtype,
+        tensor_parallel=True,
+        **over.slices,
+    )
+    for kind, p in op.named_parameters():
+        pieces = p.detach().split(list(rows.values()))
+        for name, piece in zip(rows, pieces):
+            projection = new.get_submodule(name)
+            # In memory of its own, not one behind another: torch cannot copy a DTensor over a part
+            # of a storage (copy.deepcopy of a model, or of its state dict).
+            made = over.of_part(over.own(piece, 0).clone(), p, piece.shape, Shard(0))
+            projection.register_parameter(kind, made)
+            use_locally(projection, weight=LocalPart(), bias=LocalPart())
+    return new
+
+
+def _embedding(op: Embedding, over: _Over) -> Embedding:
+    new = Embedding(
+        op.num_embeddings,
+        op.embedding_dim,
+        padding_idx=op.padding_idx,
+        device="meta",
+        dtype=op.weight.dtype,
+        tensor_parallel=True,
+        **over.slices,
+    )
+    new.weight = over.distributed(op.weight, Shard(0))
+    use_locally(new, weight=LocalPart())
+    return new
+
+
+def _loss(classes: int, op: CrossEntropy, over: _Over) -> CrossEntropy:
+    return CrossEntropy(
+        op.ignore_index,
+        op.label_smoothing,
+        op.reduction,
+        op.z_loss,
+        tensor_parallel=True,
+        tensor_parallel_group=over.group,
+        num_classes=classes,
+    )
