@@ -19,6 +19,7 @@ from ..attention.choice import (
     foreseen,
     happened,
 )
+from ..attention.exported import EXPORTED
 from ..attention.reference import plain_attention
 from ..attention.sinks import sinks_grad, with_sinks
 from ..context import (
@@ -34,6 +35,7 @@ from ..events.kinds import AttentionKernelTaken
 from ..events.telling import emit, generation
 from ..kernels.launch import transforms_active
 from ..kernels.scalar import cast
+from ..kernels.tracing import exporting
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from . import _attention_inputs as inputs
 from ._attention_inputs import AttentionSettings
@@ -222,6 +224,7 @@ class DotProductAttention(BasicOperation):
             return self._general_forward(ctx, settings, (qkv, None, None), x, keywords)
         call = Call(settings.causal, _scale_of(x, settings))
         kernel = choose_plain(x, call, ctx.requires_grad)
+        chosen = KERNELS[kernel]
         if not torch.compiler.is_compiling():
             self._last.call = (
                 kernel,
@@ -229,7 +232,8 @@ class DotProductAttention(BasicOperation):
             )
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
-        chosen = KERNELS[kernel]
+        elif exporting():
+            chosen = EXPORTED
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if ctx.requires_grad:
             ctx.kernel = kernel
@@ -251,11 +255,13 @@ class DotProductAttention(BasicOperation):
         x, call = inputs.prepare(x, settings, keywords, self.sinks, scale, differentiable)
         request = request_of(x, call, differentiable)
         kernel = choose(x, call, request, settings.kernel)
+        chosen = KERNELS[kernel]
         if not torch.compiler.is_compiling():
             self._last.call = kernel, request
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
-        chosen = KERNELS[kernel]
+        elif settings.kernel is None and exporting():
+            chosen = EXPORTED
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if call.sinks is not None and not chosen.has_sinks:
             result = with_sinks(result, call.sinks)

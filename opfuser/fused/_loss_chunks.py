@@ -14,6 +14,7 @@ from ..kernels.cross_entropy import (
     cross_entropy_forward,
     cross_entropy_gradient,
 )
+from ..kernels.tracing import hint, pieces
 
 __all__ = ["Head", "LossesAndGradients", "losses_and_gradients", "split"]
 
@@ -62,7 +63,7 @@ def split(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Split:
     Args:
         dtype: of the weight's gradient.
     """
-    rows, limits = x.shape[0], _CPU if x.is_cpu else _GPU
+    rows, limits = hint(x.shape[0]), _CPU if x.is_cpu else _GPU
     whole = rows * weight.shape[0] * x.itemsize
     wide = torch.promote_types(dtype, torch.float32)
     chunks = max(min(_FEW, -(-whole // limits.small)), -(-whole // limits.large), 1)
@@ -151,8 +152,7 @@ def _functional(head: Head) -> LossesAndGradients:
     rows = gemm.as_rows(x)
     size, sum_dtype = split(rows, w, dw_dtype or torch.float32)
     losses, dxs, dw = [], [], None
-    for start in range(0, max(rows.shape[0], 1), size):  # once without rows, for the shapes
-        chunk = slice(start, start + size)
+    for chunk in _chunks(rows.shape[0], size):
         row_losses, dlogits = head.loss_gradient(gemm.forward(rows[chunk], w), chunk)
         losses.append(row_losses)
         if head.wants_dx:
@@ -162,6 +162,13 @@ def _functional(head: Head) -> LossesAndGradients:
             dw = product if dw is None else dw + product
     dx = torch.cat(dxs).view(x.shape) if head.wants_dx else None
     return LossesAndGradients(_joined(losses, x), dx, dw)
+
+
+def _chunks(rows: int, size: int) -> list[slice]:
+    """Chunks of the rows, one of them without rows, for the shapes."""
+    if isinstance(rows, torch.SymInt):
+        return pieces(rows, -(-hint(rows) // size), _MULTIPLE)
+    return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 
 
 def _joined(losses: list[Tensor], x: Tensor) -> Tensor:
