@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 
@@ -37,5 +38,7 @@ def execute_exported(
         output, outputs = execute_forward(schedule, kwargs, x, extras, None)
         return (output, *outputs) if outputs else output
 
+    # Views are recorded for the strides that are traced; those of later inputs may be others.
+    inputs = [t.clone(memory_format=torch.contiguous_format) for t in (input_, *extra_inputs)]
     mode = FunctionalTensorMode(pre_dispatch=True, export=True)
-    return dispatch_functionalize(forward, mode)(input_, *extra_inputs, kwargs=kwargs)
+    return dispatch_functionalize(forward, mode)(*inputs, kwargs=kwargs)
