@@ -50,7 +50,8 @@ def _forward(x: Heads, call: Call) -> Result:
         scale=call.scale,
         enable_gqa=x.q.shape[1] != x.k.shape[1],
     )
-    return Result(y)
+    # Kernels differ in their layouts, but what reads the output is recorded for one of them.
+    return Result(y.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2))
 
 
 def _refusal(request: Request) -> str | None:

@@ -223,17 +223,19 @@ class DotProductAttention(BasicOperation):
             keywords = inputs.Keywords(mask, cu_seqlens, max_seqlen, cache)
             return self._general_forward(ctx, settings, (qkv, None, None), x, keywords)
         call = Call(settings.causal, _scale_of(x, settings))
-        kernel = choose_plain(x, call, ctx.requires_grad)
-        chosen = KERNELS[kernel]
-        if not torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling()
+        if traced and exporting():
+            kernel, chosen = "", EXPORTED
+        else:
+            kernel = choose_plain(x, call, ctx.requires_grad)
+            chosen = KERNELS[kernel]
+        if not traced:
             self._last.call = (
                 kernel,
                 (qkv.shape, qkv.dtype, qkv.device, ctx.requires_grad, settings),
             )
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
-        elif exporting():
-            chosen = EXPORTED
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if ctx.requires_grad:
             ctx.kernel = kernel
@@ -253,15 +255,17 @@ class DotProductAttention(BasicOperation):
         differentiable = ctx.requires_grad
         scale = _scale_of(x, settings)
         x, call = inputs.prepare(x, settings, keywords, self.sinks, scale, differentiable)
-        request = request_of(x, call, differentiable)
-        kernel = choose(x, call, request, settings.kernel)
-        chosen = KERNELS[kernel]
-        if not torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling()
+        if traced and settings.kernel is None and exporting():
+            kernel, chosen = "", EXPORTED
+        else:
+            request = request_of(x, call, differentiable)
+            kernel = choose(x, call, request, settings.kernel)
+            chosen = KERNELS[kernel]
+        if not traced:
             self._last.call = kernel, request
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
-        elif settings.kernel is None and exporting():
-            chosen = EXPORTED
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if call.sinks is not None and not chosen.has_sinks:
             result = with_sinks(result, call.sinks)

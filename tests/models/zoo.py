@@ -39,6 +39,7 @@ def _experts(top_k: int, **others: Any) -> dict[str, Any]:
 
 _DECODERS: dict[str, dict[str, Any]] = {
     "Llama": _GROUPED,
+    "the examples'": {**_SIZES, "tied_head": True},
     "Mistral": {**_GROUPED, "window": 4},
     "Qwen2": {**_GROUPED, "qkv_bias": True, "tied_head": True},
     "Qwen3": {**_GROUPED, "qk_norm": True, "tied_head": True},
