@@ -87,6 +87,14 @@ class Planned(NamedTuple):
     extra_outputs: list[TensorFacts]
 
 
+class _Traced:
+    """What code that torch.compile has traced looks up by name, as attributes.
+
+    Of a dictionary the tracer would keep the state in which it saw it first, so that a sequence
+    called twice in one graph would miss what the second call has added.
+    """
+
+
 class _FusionFunctions:
     """Read-only view of the registered functions of one stage."""
 
@@ -131,8 +139,8 @@ class OperationFuser:
         self.routing = routing
         self.num_extra_inputs = len(routing.inputs)
         self._schedules: dict[PlanKey, Schedule] = {}
-        self._traced: dict[str, Schedule] = {}
-        self._in_graph: dict[str, Callable[..., Any]] = {}
+        self._traced = _Traced()
+        self._in_graph = _Traced()
         self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
         self._key: PlanKey | None = None
         self._used: Schedule | None = None
@@ -341,8 +349,8 @@ class OperationFuser:
             self._refuse_to_quantize()
         name, whole = self._plan_for_tracing(stamps, facts, kwargs is None)
         if whole:
-            return self._in_graph[name](input_, *parameters, *extra_inputs)
-        return execute(self._traced[name], input_, parameters, extra_inputs, kwargs)
+            return getattr(self._in_graph, name)(input_, *parameters, *extra_inputs)
+        return execute(getattr(self._traced, name), input_, parameters, extra_inputs, kwargs)
 
     def _refuse_to_quantize(self) -> bool:
         recipe = active_recipe()
@@ -393,14 +401,18 @@ class OperationFuser:
                     remedy="Call the sequence as it is, with opfuser.replay, or without grad",
                 )
             )
-        schedule = self._used = self._find(facts)
+        if torch.compiler.is_exporting():
+            # Its program is forward alone, which torch differentiates.
+            call = call.without_grad()
+        schedule = self._used = self._find(call)
         # A name of its own, so that code traced before need not be traced again.
-        name = f"schedule {id(schedule)}"
-        self._traced[name] = schedule
+        name = f"schedule_{id(schedule)}"
+        setattr(self._traced, name, schedule)
         whole = without_keywords and not self._parametrized
         whole = whole and in_graph.fits(schedule, self._read_parameters())
-        if whole and name not in self._in_graph:
-            self._in_graph[name] = in_graph.as_function(schedule, lambda: self._places)
+        if whole and not hasattr(self._in_graph, name):
+            function = in_graph.as_function(schedule, lambda: self._places)
+            setattr(self._in_graph, name, function)
         return name, whole
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..kernels.philox import philox
 from ..kernels.pointwise_plain import rescale, threshold
 from ..kernels.scalar import wide_dtype
+from ..kernels.tracing import hint, pieces
 from .call import Call, Heads, Kernel, Request, Result
 
 __all__ = ["BLOCKWISE", "draw_seed", "hidden_keys", "survivors"]
@@ -42,8 +43,14 @@ def draw_seed(x: Tensor) -> Tensor:
     return torch.randint(2**63 - 1, (1,), device=x.device)
 
 
-def _reach(call: Call) -> int | None:
-    """How many positions back, its own included, a query can see; None: all of them."""
+def _reach(x: Heads, call: Call) -> int | None:
+    """How many positions back, its own included, a query can see; None: all of them.
+
+    Of a variable length all are looked at: bounds that follow from it would be symbols, of which a
+    tracer has to compare many.
+    """
+    if isinstance(x.k.shape[2], torch.SymInt):
+        return None
     reach = call.window
     if call.cu_seqlens is not None:
         reach = call.max_seqlen if reach is None else min(reach, call.max_seqlen)
@@ -51,21 +58,26 @@ def _reach(call: Call) -> int | None:
 
 
 def _blocks(x: Heads, call: Call) -> list[slice]:
-    length, span = x.q.shape[2], x.k.shape[2]
-    reach = _reach(call)
+    batch, heads, queries = x.q.shape[:3]
+    length, span = hint(queries), hint(x.k.shape[2])
+    reach = _reach(x, call)
     widest = length
     if reach is not None:
         widest = max(reach, _FEWEST)
         span = min(span, 2 * widest)
-    size = _SCORES // max(1, x.q.shape[0] * x.q.shape[1] * span)
+    size = _SCORES // max(1, hint(batch) * heads * span)
     size = max(1, min(size, widest))
+    if isinstance(queries, torch.SymInt):
+        return pieces(queries, -(-length // size))
     return [slice(i, min(i + size, length)) for i in range(0, length, size)]
 
 
 def _keys(x: Heads, call: Call, rows: slice) -> slice:
     length = x.k.shape[2]
-    shift, reach = length - x.q.shape[2], _reach(call)
+    shift, reach = length - x.q.shape[2], _reach(x, call)
     stop = length
+    if isinstance(length, torch.SymInt):
+        return slice(0, length)
     if call.causal or reach is not None:
         ahead = 0 if call.causal or reach is None else reach - 1
         stop = min(max(rows.stop + shift + ahead, 0), length)

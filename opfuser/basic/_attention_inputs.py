@@ -12,6 +12,7 @@ from ..attention.alibi import alibi_slopes
 from ..attention.blockwise import hidden_keys
 from ..attention.call import Call, Heads, Request, enabled_kernels
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..kernels.tracing import exporting
 from ._numbers import real_number
 
 __all__ = [
@@ -249,10 +250,11 @@ def call_of(
 ) -> Call:
     """The call, less what hides nothing: causality from one query, which is the last position."""
     window, causal = settings.window, settings.causal
-    if window is not None and window >= x.k.shape[2]:
+    # An exported program is for other lengths too.
+    if window is not None and not exporting() and window >= x.k.shape[2]:
         window = None
     if causal and window is None and given.cu_seqlens is None:
-        causal = x.q.shape[2] != 1
+        causal = bool(x.q.shape[2] != 1)  # not a symbol, as kernels and their choice take none
     return Call(
         causal,
         scale,

@@ -19,6 +19,7 @@ from ..attention.choice import (
     foreseen,
     happened,
 )
+from ..attention.exported import EXPORTED
 from ..attention.reference import plain_attention
 from ..attention.sinks import sinks_grad, with_sinks
 from ..context import (
@@ -34,6 +35,7 @@ from ..events.kinds import AttentionKernelTaken
 from ..events.telling import emit, generation
 from ..kernels.launch import transforms_active
 from ..kernels.scalar import cast
+from ..kernels.tracing import exporting
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
 from . import _attention_inputs as inputs
 from ._attention_inputs import AttentionSettings
@@ -221,15 +223,19 @@ class DotProductAttention(BasicOperation):
             keywords = inputs.Keywords(mask, cu_seqlens, max_seqlen, cache)
             return self._general_forward(ctx, settings, (qkv, None, None), x, keywords)
         call = Call(settings.causal, _scale_of(x, settings))
-        kernel = choose_plain(x, call, ctx.requires_grad)
-        if not torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling()
+        if traced and exporting():
+            kernel, chosen = "", EXPORTED
+        else:
+            kernel = choose_plain(x, call, ctx.requires_grad)
+            chosen = KERNELS[kernel]
+        if not traced:
             self._last.call = (
                 kernel,
                 (qkv.shape, qkv.dtype, qkv.device, ctx.requires_grad, settings),
             )
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
-        chosen = KERNELS[kernel]
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if ctx.requires_grad:
             ctx.kernel = kernel
@@ -249,13 +255,17 @@ class DotProductAttention(BasicOperation):
         differentiable = ctx.requires_grad
         scale = _scale_of(x, settings)
         x, call = inputs.prepare(x, settings, keywords, self.sinks, scale, differentiable)
-        request = request_of(x, call, differentiable)
-        kernel = choose(x, call, request, settings.kernel)
-        if not torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling()
+        if traced and settings.kernel is None and exporting():
+            kernel, chosen = "", EXPORTED
+        else:
+            request = request_of(x, call, differentiable)
+            kernel = choose(x, call, request, settings.kernel)
+            chosen = KERNELS[kernel]
+        if not traced:
             self._last.call = kernel, request
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
-        chosen = KERNELS[kernel]
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
         if call.sinks is not None and not chosen.has_sinks:
             result = with_sinks(result, call.sinks)

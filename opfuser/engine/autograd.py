@@ -20,6 +20,7 @@ from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
 from .backward_pass import execute_backward, zeros
+from .exported import execute_exported
 from .forward_pass import Kwargs, Tape, execute_forward
 from .schedule import Schedule
 
@@ -36,6 +37,10 @@ def execute(
     kwargs: Kwargs,
 ) -> Any:
     """The output of a schedule, or a tuple of it and the extra outputs."""
+    if not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
+        for op, needed in schedule.prepared_ops:
+            op.pre_fuser_forward(requires_grad=needed)
+        return execute_exported(schedule, input_, extra_inputs, kwargs)
     if not (schedule.needs_backward and torch.compiler.is_compiling()):
         return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
     for op, needed in schedule.prepared_ops:

@@ -43,7 +43,7 @@ def _is_functional(op: BasicOperation) -> bool:
     return (
         is_built_in(op)
         and not state.get("_state_names")
-        and not any(module._buffers for module in op.modules())
+        and all(buffer is None for module in op.modules() for buffer in module._buffers.values())
         and not state.get("accumulate_into_main_grad")
         and not op.communicates
     )

@@ -42,6 +42,16 @@ class CallFacts(NamedTuple):
         """What :func:`call_facts` has collected, by name and hashable."""
         return cls._make([tuple(fact) if isinstance(fact, list) else fact for fact in facts])
 
+    def without_grad(self) -> CallFacts:
+        """The same call where no gradient is needed."""
+        extras = tuple((dtype, False) for dtype, _ in self.extra_inputs)
+        return self._replace(
+            grad_enabled=False,
+            requires_grad=False,
+            parameters_require_grad=None,
+            extra_inputs=extras,
+        )
+
 
 def call_facts(
     input_: Tensor | TensorFacts,

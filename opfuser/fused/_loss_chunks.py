@@ -16,6 +16,7 @@ from ..kernels.cross_entropy import (
     cross_entropy_forward,
     cross_entropy_gradient,
 )
+from ..kernels.tracing import hint, pieces
 from ..kernels.vocabulary_slices import slice_gradient
 
 __all__ = ["Head", "LossesAndGradients", "losses_and_gradients", "split"]
@@ -69,7 +70,7 @@ def split(
         own: which of the classes of several ranks ``weight`` has. All make the same chunks, those
             for the largest slice.
     """
-    rows, limits = x.shape[0], _CPU if x.is_cpu else _GPU
+    rows, limits = hint(x.shape[0]), _CPU if x.is_cpu else _GPU
     classes = weight.shape[0] if own is None else own.largest
     whole = rows * classes * x.itemsize
     wide = torch.promote_types(dtype, torch.float32)
@@ -174,8 +175,7 @@ def _functional(head: Head) -> LossesAndGradients:
     rows = gemm.as_rows(x)
     size, sum_dtype = split(rows, w, dw_dtype or torch.float32, head.own)
     losses, dxs, dw = [], [], None
-    for start in range(0, max(rows.shape[0], 1), size):  # once without rows, for the shapes
-        chunk = slice(start, start + size)
+    for chunk in _chunks(rows.shape[0], size):
         row_losses, dlogits = head.loss_gradient(gemm.forward(rows[chunk], w), chunk)
         losses.append(row_losses)
         if head.wants_dx:
@@ -185,6 +185,13 @@ def _functional(head: Head) -> LossesAndGradients:
             dw = product if dw is None else dw + product
     dx = torch.cat(dxs).view(x.shape) if head.wants_dx else None
     return LossesAndGradients(_joined(losses, x), dx, dw)
+
+
+def _chunks(rows: int, size: int) -> list[slice]:
+    """Chunks of the rows, one of them without rows, for the shapes."""
+    if isinstance(rows, torch.SymInt):
+        return pieces(rows, -(-hint(rows) // size), _MULTIPLE)
+    return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 
 
 def _joined(losses: list[Tensor], x: Tensor) -> Tensor:

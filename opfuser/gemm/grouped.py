@@ -6,6 +6,7 @@ Symbols: T rows, G groups, K input features, N output features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,6 +163,26 @@ def _mm_op(x: Tensor, weights: list[Tensor], split_sizes: Tensor, transpose: boo
 @_mm_op.register_fake
 def _(x: Tensor, weights: list[Tensor], split_sizes: Tensor, transpose: bool) -> Tensor:
     return x.new_empty(x.shape[0], weights[0].shape[0 if transpose else 1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, split_sizes, ctx.transpose = inputs
+    ctx.save_for_backward(x, split_sizes, *weights)
+
+
+def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, list[Tensor] | None, None, None]:
+    """For programs of torch.export; a sequence has the gradients from its operations."""
+    x, split_sizes, *weights = ctx.saved_tensors
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = _mm_op(dy, weights, split_sizes, not ctx.transpose)
+    if any(ctx.needs_input_grad[1]):
+        factors = (dy, x) if ctx.transpose else (x, dy)
+        dw = list(_wgrad_op(*factors, split_sizes).unbind(0))
+    return dx, dw, None, None
+
+
+_mm_op.register_autograd(_mm_backward, setup_context=_keep)
 
 
 @torch.library.custom_op(

@@ -40,12 +40,12 @@ def forward_plain(x: Tensor, spec: FunctionSpec, bias: Tensor | None) -> Tensor:
     if bias is None:
         return cast(f.value(x), x.dtype)  # autocast runs some in fp32
     x, wide = x.contiguous(), wide_dtype(x.dtype)
-    if x.dtype == wide and at_once(x):
-        return f.value(x + cast(bias, wide))
+    if at_once(x):
+        return cast(f.value(cast(x, wide) + cast(bias, wide)), x.dtype)
     b, y = cast(bias, wide), empty_contiguous(x)
     for x_rows, y_rows in row_blocks(x, y):
         z = cast(x_rows, wide) + b
-        if z.dtype == y.dtype and not torch.compiler.is_compiling():
+        if z.dtype == y.dtype:
             f.value(z, out=y_rows)
         else:
             y_rows.copy_(f.value(z))

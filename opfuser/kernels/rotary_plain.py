@@ -64,8 +64,13 @@ def rotary(x: Tensor, rotation: Rotation, kv_heads: int, head_dim: int, back: bo
     y = empty_contiguous(x)
     if not y.numel():
         return y
-    xs, ys = _heads(x, period, head_dim), _heads(y, period, head_dim)
+    xs = _heads(x, period, head_dim)
     sizes = [xs.shape[2] - kv_heads, kv_heads]
+    if _functional():
+        qk, v = xs.split_with_sizes(sizes, 2)
+        qk = _turned(cast(qk, rotation.cos.dtype), *_angles(rotation), interleaved, back)
+        return torch.cat([cast(qk, x.dtype), v], 2).view(x.shape)
+    ys = _heads(y, period, head_dim)
     parts = xs.split_with_sizes(sizes, 2), ys.split_with_sizes(sizes, 2)
     cos, sin = _angles(rotation)
     for block in _blocks(xs):
@@ -97,9 +102,19 @@ def qk_norm(
         return NormedHeads(y, rstd)
     period = _count(x) if rotation is None else rotation.period
     angles = None if rotation is None else _angles(rotation)
-    xs, ys = _heads(x, period, head_dim), _heads(y, period, head_dim)
-    rstds = rstd.view(-1, period, active, 1)
+    xs = _heads(x, period, head_dim)
     scales = _scales(q_weight, k_weight, active - kv_heads, kv_heads, dtype, zero_centered)
+    if _functional():
+        qk, v = xs.split_with_sizes([active, kv_heads], 2)
+        qk = cast(qk, dtype)
+        norm = torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps)
+        qk = qk * norm * scales
+        if rotation is not None and angles is not None:
+            qk = _turned(qk, *angles, rotation.interleaved, False)
+        y = torch.cat([cast(qk, x.dtype), v], 2).view(x.shape)
+        return NormedHeads(y, norm.view(rstd.shape))
+    ys = _heads(y, period, head_dim)
+    rstds = rstd.view(-1, period, active, 1)
     for block in _blocks(xs):
         ys[:, block, active:].copy_(xs[:, block, active:])
         qk = cast(xs[:, block, :active], dtype)
@@ -200,6 +215,9 @@ def _turn(
     dst: Tensor, src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> None:
     """Writes heads with their pairs turned to ``dst``; ``src`` is in the dtype of the angles."""
+    if _functional():
+        dst.copy_(_turned(src, cos, sin, interleaved, back))
+        return
     if dst.dtype != src.dtype:
         wide = src.new_empty(src.shape)
         _turn(wide, src, cos, sin, interleaved, back)
@@ -217,14 +235,20 @@ def _turn(
         return
     a, b = _pairs(src, size, interleaved)
     a_out, b_out = _pairs(dst, size, interleaved)
-    if _functional():
-        sin = -sin if back else sin
-        a_out.copy_(a * cos - b * sin)
-        b_out.copy_(b * cos + a * sin)
-    else:
-        sign = -1 if back else 1
-        torch.mul(a, cos, out=a_out).addcmul_(b, sin, value=-sign)
-        torch.mul(b, cos, out=b_out).addcmul_(a, sin, value=sign)
+    sign = -1 if back else 1
+    torch.mul(a, cos, out=a_out).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=b_out).addcmul_(a, sin, value=sign)
+
+
+def _turned(src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """Heads with their pairs turned, in a new tensor; all in the dtype of the angles."""
+    size = 2 * cos.shape[-1]
+    a, b = _pairs(src, size, interleaved)
+    sin = -sin if back else sin
+    a, b = a * cos - b * sin, b * cos + a * sin
+    parts = [torch.stack([a, b], -1).flatten(-2)] if interleaved else [a, b]
+    rest = [src[..., size:]] if size < src.shape[-1] else []
+    return torch.cat([*parts, *rest], -1)
 
 
 def _pairs(heads: Tensor, size: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -235,13 +259,13 @@ def _pairs(heads: Tensor, size: int, interleaved: bool) -> tuple[Tensor, Tensor]
 
 
 def _functional() -> bool:
-    """Whether nothing takes an ``out``: vmap cannot, torch.compile breaks its graph at some."""
+    """Whether nothing is written to: vmap takes no ``out``, and a tracer would undo the writing."""
     return torch.compiler.is_compiling() or transforms_active()
 
 
 def _holds_complex(t: Tensor) -> bool:
     """Whether neighbours, taken in pairs, can be seen as complex numbers."""
-    if _functional() or t.storage_offset() % 2 or t.stride(-1) != 1:
+    if t.storage_offset() % 2 or t.stride(-1) != 1:
         return False
     return all(stride % 2 == 0 for stride in t.stride()[:-1])
 

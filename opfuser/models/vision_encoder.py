@@ -172,7 +172,7 @@ class ClassToken(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The longer sequences, in the dtype of ``x``."""
-        first = self.weight.to(x.dtype).expand(len(x), 1, -1)
+        first = self.weight.to(x.dtype).expand(x.shape[0], 1, -1)
         return torch.cat([first, x], 1)
 
 
