@@ -287,7 +287,7 @@ class Sequential(NestedSequential):
     def _resolve(self) -> bool:
         """Groups the modules and routes extra tensors, if anything has changed."""
         now = Clock.now
-        found = stretches(_flatten(self))
+        found = stretches(flatten(self))
         structure = [(split, [(id(m), scope) for m, scope in part]) for split, part in found]
         changed = structure != self._structure
         if changed:
@@ -337,7 +337,7 @@ class Sequential(NestedSequential):
         if self.fusion_config is not None:
             yield prefix, self.fusion_config
         for name, module in self._modules.items():
-            if type(module) is Sequential and not _is_called(module):
+            if type(module) is Sequential and not is_called(module):
                 yield from module._configured(f"{prefix}{name}.")
 
     def _place_operations(self, above: str, configs: Sequence[tuple[str, FusionConfig]]) -> None:
@@ -656,16 +656,16 @@ def _operations(seq: Sequential) -> list[BasicOperation]:
     return [op for m in seq.modules() if isinstance(m, FusibleOperation) for op in expand(m)]
 
 
-def _is_called(seq: Sequential) -> bool:
+def is_called(seq: Sequential) -> bool:
     """Whether a nested Sequential is called instead of run as a part of the outer one."""
     return has_hooks(seq) or seq.overrides_forward() or seq.recipe is not None
 
 
-def _flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.Module, Hashable]]:
+def flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.Module, Hashable]]:
     """The modules of a Sequential and of nested ones, each with the path to its Sequential."""
     for position, module in enumerate(seq):
-        if type(module) is Sequential and not _is_called(module):
-            yield from _flatten(module, (*path, position))
+        if type(module) is Sequential and not is_called(module):
+            yield from flatten(module, (*path, position))
         else:
             yield module, path
 

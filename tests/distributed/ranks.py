@@ -24,16 +24,17 @@ Outcomes = list[dict[str, str]]
 """For each rank what came of each check."""
 
 
-def outcomes_of(module: str, ranks: int, folder: Path) -> Outcomes:
-    """Runs the ``CHECKS`` of a module of tests over gloo.
+def outcomes_of(module: str, ranks: int, folder: Path, backend: str = "gloo") -> Outcomes:
+    """Runs the ``CHECKS`` of a module of tests.
 
     Args:
         module: its name.
         ranks: number of processes.
         folder: an empty one.
+        backend: "gloo", or "nccl", with a GPU for each process.
     """
     with contextlib.suppress(ProcessRaisedException, ProcessExitedException):  # told rank by rank
-        spawn(_run, (ranks, str(folder), module), nprocs=ranks)
+        spawn(_run, (ranks, str(folder), module, backend), nprocs=ranks)
     files = [folder / f"{rank}.json" for rank in range(ranks)]
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
@@ -43,12 +44,15 @@ def assert_passed(outcomes: Outcomes, name: str) -> None:
     assert all(line.endswith("passed") for line in told), "\n".join(told)
 
 
-def _run(rank: int, ranks: int, folder: str, module: str) -> None:
+def _run(rank: int, ranks: int, folder: str, module: str, backend: str) -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    else:
+        warnings.simplefilter("error")
     checks: dict[str, Check] = importlib.import_module(module).CHECKS
     store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     outcomes: dict[str, str] = {}
     name = ""
     try:
