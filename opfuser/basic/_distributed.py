@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..async_tensor_parallel import Overlap, chosen
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "gather_input",
     "gather_output_grad",
     "group_size",
+    "overlap_of",
     "reduce_input_grad",
     "reduce_output",
     "reduce_scatter_first_dim",
@@ -193,6 +195,20 @@ def reduce_scatter_first_dim(x: Tensor, group: dist.ProcessGroup | None) -> Tens
     if x.numel():
         _reduce_scatter(out, x.contiguous(), group=group)
     return out
+
+
+def overlap_of(x: Tensor, sharding: LinearSharding, *, scatters: bool) -> Overlap | None:
+    """Who computes the product of ``x`` with its collective, if its group has chosen so.
+
+    Args:
+        x: of this rank, input in forward, gradient of the output in backward.
+        sharding: of the operation; only with sequence parallelism there is a choice.
+        scatters: whether the rows of the product are scattered, and so must be a multiple of the
+            group size: where they are not, the scatter says so.
+    """
+    if not sharding.sequence_parallel or (scatters and x.dim() and x.shape[0] % sharding.ranks):
+        return None
+    return chosen(x, sharding.group)
 
 
 def gather_input(x: Tensor, sharding: LinearSharding) -> Tensor:
