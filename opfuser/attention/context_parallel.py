@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ..errors import NotSupportedError, explain
 from .call import Call, Heads, Request
 
-__all__ = ["NAME", "Attended", "attend", "is_active", "refuse"]
+__all__ = ["NAME", "Attended", "attend", "is_active", "refuse", "refuse_counted_positions"]
 
 NAME = "context_parallel"
 _WHERE = "DotProductAttention within torch's context_parallel"
@@ -30,6 +30,24 @@ def is_active() -> bool:
         return False
     module = getattr(function, "__module__", None) or ""
     return module.startswith("torch.distributed.tensor.experimental.")
+
+
+def refuse_counted_positions(where: str) -> None:
+    """Raises NotSupportedError within ``context_parallel``, where a sequence begins elsewhere.
+
+    Args:
+        where: the operation that would count positions from 0.
+    """
+    if is_active():
+        raise NotSupportedError(
+            explain(
+                "Positions in a part of a sequence do not begin at 0",
+                where=f"{where} within torch's context_parallel",
+                received="no positions",
+                remedy="Pass positions through op_kwargs, and have context_parallel cut them as it "
+                "cuts the tokens",
+            )
+        )
 
 
 class Attended(NamedTuple):

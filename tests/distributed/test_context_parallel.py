@@ -18,8 +18,7 @@ from torch.multiprocessing import spawn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import opfuser
-from opfuser import DotProductAttention
+from opfuser import DotProductAttention, PositionEmbedding, RotaryEmbedding
 from opfuser.errors import NotSupportedError
 from opfuser.models import DecoderConfig, attention_block
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
@@ -101,7 +100,7 @@ def block_of_a_decoder(rank: int, ranks: int) -> None:
     """Fewer key heads, rotary embedding with the positions of the part; also checkpointed."""
     torch.manual_seed(1)
     block = attention_block(CONFIG)
-    (rope,) = (op for op in block.modules() if isinstance(op, opfuser.RotaryEmbedding))
+    (rope,) = (op for op in block.modules() if isinstance(op, RotaryEmbedding))
     x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
     positions = torch.arange(6).chunk(RANKS)[rank]
 
@@ -169,6 +168,37 @@ def test_what_is_refused(arguments: dict[str, Any], keywords: dict[str, Any], na
         "(DotProductAttention within torch's context_parallel). "
         f"Received: {named}. Leave it out, or run without context_parallel."
     )
+
+
+@pytest.mark.parametrize("op", [RotaryEmbedding(2, 4), PositionEmbedding(9, 24)])
+def test_positions_that_are_counted_are_refused(op: Any) -> None:
+    """A part of a sequence begins elsewhere. Given ones are those of the tokens."""
+    x, positions = torch.randn(2, 3, 24), torch.tensor([4, 1, 2])
+    y = op(x, positions=positions)
+    kind = type(op).__name__
+    with context_parallel():
+        torch.testing.assert_close(op(x, positions=positions), y)
+        with pytest.raises(NotSupportedError) as error:
+            op(x)
+    assert str(error.value) == (
+        f"Positions in a part of a sequence do not begin at 0 ({kind} within torch's "
+        "context_parallel). Received: no positions. Pass positions through op_kwargs, and have "
+        "context_parallel cut them as it cuts the tokens."
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # Dynamo's
+def test_traced_calls() -> None:
+    """Where Dynamo traces operations, since a call has keywords, it traces the question too."""
+    block = attention_block(CONFIG)
+    (rope,) = (op for op in block.modules() if isinstance(op, RotaryEmbedding))
+    x, positions = torch.randn(2, 6, 16, dtype=torch.float64), torch.arange(6) + 3
+
+    def call(given: Tensor) -> Tensor:
+        return block(given, op_kwargs={rope: {"positions": positions}})
+
+    torch.testing.assert_close(torch.compile(call, backend="eager", fullgraph=True)(x), call(x))
+    torch._dynamo.reset()
 
 
 def test_backward_outside_is_refused() -> None:
