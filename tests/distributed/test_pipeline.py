@@ -230,6 +230,21 @@ def evaluation(rank: int, ranks: int) -> None:
         torch.testing.assert_close(outputs[-MICROBATCHES:], exact)
 
 
+def integers(rank: int, ranks: int) -> None:
+    """Between tensors that have gradients: the tokens of each expert."""
+    moe = replace(MOE, tokens_per_expert=True, z_loss=True)
+    modules = compare(
+        lambda: decoder_lm(replace(CONFIG, moe=moe)),
+        rank,
+        loss_fn=lambda outputs, _: outputs[0] + outputs[2] + outputs[4],
+    )
+    assert modules[-1].tensors.outputs == 2
+
+
+if torch.__version__ >= "2.13":  # before, every tensor that a stage receives requires grad
+    CHECKS["integers"] = integers
+
+
 @check
 def sharded_stages(rank: int, ranks: int) -> None:
     """FSDP2 of a stage: here a mesh of one process for each."""
