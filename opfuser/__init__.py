@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import basic, events, gemm_providers, optim, recipe
+from . import async_tensor_parallel, basic, events, gemm_providers, optim, recipe
 from .attention.cache import KVCache
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
@@ -69,6 +69,7 @@ __all__ = [
     "Sequential",
     "Step",
     "WgradOverlap",
+    "async_tensor_parallel",
     "autocast",
     "can_fuse",
     "conversion_report",

@@ -292,7 +292,7 @@ class Sequential(NestedSequential):
         self._forget()
 
     def own_channels(self) -> Channels:
-        return own_channels(stretches(_flatten(self)))
+        return own_channels(stretches(flatten(self)))
 
     def connect(self, crossing: Channels, outer: NestedSequential) -> None:
         around = self._around()
@@ -326,7 +326,7 @@ class Sequential(NestedSequential):
         """Groups the modules and routes extra tensors, if anything has changed."""
         now = Clock.now
         around = self._around()
-        found = stretches(_flatten(self))
+        found = stretches(flatten(self))
         structure = [(split, [(id(m), scope) for m, scope in part]) for split, part in found]
         changed = structure != self._structure
         if changed:
@@ -380,7 +380,7 @@ class Sequential(NestedSequential):
         if self.fusion_config is not None:
             yield prefix, self.fusion_config
         for name, module in self._modules.items():
-            if type(module) is Sequential and not _is_called(module):
+            if type(module) is Sequential and not is_called(module):
                 yield from module._configured(f"{prefix}{name}.")
 
     def _place_operations(self, above: str, configs: Sequence[tuple[str, FusionConfig]]) -> None:
@@ -701,16 +701,16 @@ def _operations(seq: Sequential) -> list[BasicOperation]:
     return [op for m in seq.modules() if isinstance(m, FusibleOperation) for op in expand(m)]
 
 
-def _is_called(seq: Sequential) -> bool:
+def is_called(seq: Sequential) -> bool:
     """Whether a nested Sequential is called instead of run as a part of the outer one."""
     return has_hooks(seq) or seq.overrides_forward() or seq.recipe is not None
 
 
-def _flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.Module, Hashable]]:
+def flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.Module, Hashable]]:
     """The modules of a Sequential and of nested ones, each with the path to its Sequential."""
     for position, module in enumerate(seq):
-        if type(module) is Sequential and not _is_called(module):
-            yield from _flatten(module, (*path, position))
+        if type(module) is Sequential and not is_called(module):
+            yield from flatten(module, (*path, position))
         else:
             yield module, path
 

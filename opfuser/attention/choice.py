@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import NotSupportedError, explain
 from ..events.kinds import AttentionKernelTaken, Event, FallbackTaken
 from ..kernels.launch import transforms_active
-from . import cudnn_versions
+from . import context_parallel, cudnn_versions
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, request_of
 from .flash_attn import FLASH_ATTN
@@ -224,6 +224,8 @@ def _refusal_of_torch(name: str, request: Request) -> str | None:
 
 def explained(request: Request, kernel: str) -> Choice:
     """The choice with its reasons, which are looked up only now."""
+    if kernel == context_parallel.NAME:
+        return Choice(kernel)
     passed: list[tuple[str, str]] = []
     for name in [] if KERNELS[kernel].by_name else _candidates():
         if name == kernel:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import gemm
+from ..async_tensor_parallel import gather_multiply, multiply_scatter
 from ..context import COMPUTE_DTYPES, any_autocast, autocast_dtype, refuse_dtype
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..fusion import Env, Refusal
@@ -25,6 +26,7 @@ from ..wgrad_overlap import WgradOverlap
 from ._distributed import (
     gather_input,
     gather_output_grad,
+    overlap_of,
     reduce_input_grad,
     reduce_output,
     refuse_reference,
@@ -296,10 +298,20 @@ class BasicLinear(StoresWeight):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
+        if self.sharding.mode is not None:
+            return self._sharded_forward(ctx, input_)
         x, w = self.operands(ctx, input_)
-        y = gemm.forward(x, w)
+        return gemm.forward(x, w)
+
+    def _sharded_forward(self, ctx: OperationContext, input_: Tensor) -> Tensor:
         sharding = self.sharding
-        return y if sharding.mode is None else reduce_output(y, sharding)
+        overlap = overlap_of(input_, sharding, scatters=sharding.scatters_output)
+        if overlap is None:
+            return reduce_output(gemm.forward(*self.operands(ctx, input_)), sharding)
+        x, w = self.operands(ctx, input_, gather=False)
+        if sharding.gathers_input:
+            return gather_multiply(overlap, x, w.t(), sharding.group)[1]
+        return multiply_scatter(overlap, x, w.t(), sharding.group)
 
     def operands(
         self,
@@ -391,17 +403,30 @@ class BasicLinear(StoresWeight):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
         x, w = ctx.saved_tensors
-        needs, sharding = ctx.needs, self.sharding
-        parallel = sharding.mode is not None
-        dy = gather_output_grad(grad_output, sharding) if parallel else grad_output
+        needs, dy = ctx.needs, grad_output
         dx = dw = None
-        if needs.input:
+        if self.sharding.mode is not None:
+            dy, dx = self._sharded_dgrad(dy, w if needs.input else None)
+            if needs.parameters[0]:
+                x = gather_input(x, self.sharding)
+        elif needs.input:
             dx = gemm.dgrad(dy, w)
-            if parallel:
-                dx = reduce_input_grad(dx, sharding)
         if needs.parameters[0]:
-            dw = self.weight_grad(dy, gather_input(x, sharding) if parallel else x, ctx)
+            dw = self.weight_grad(dy, x, ctx)
         return dx, (dw,)
+
+    def _sharded_dgrad(self, dy: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the output of all ranks, and that of the input if it is needed."""
+        sharding = self.sharding
+        overlap = None
+        if w is not None:
+            overlap = overlap_of(dy, sharding, scatters=sharding.gathers_input)
+        if w is None or overlap is None:
+            dy = gather_output_grad(dy, sharding)
+            return dy, None if w is None else reduce_input_grad(gemm.dgrad(dy, w), sharding)
+        if sharding.gathers_input:
+            return dy, multiply_scatter(overlap, dy, w, sharding.group)
+        return gather_multiply(overlap, dy, w, sharding.group)
 
     def weight_grad(
         self,

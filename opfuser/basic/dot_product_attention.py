@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from ..attention import context_parallel
 from ..attention.call import Call, Heads, Request, Result, request_of
 from ..attention.choice import (
     KERNELS,
@@ -56,6 +57,7 @@ class DotProductAttention(BasicOperation):
     flex_attention, and where none of these takes a call, plain torch for a block of queries at a
     time, and again in backward. No attention matrix is stored. The first call that flex_attention
     takes compiles its kernels, for every batch and length.
+    Within torch's ``context_parallel``, torch's function computes attention across processes.
     :attr:`last_choice` says which kernel the last call took and why not another one; a plan says
     what is known before. ``docs/attention.md`` has the table.
 
@@ -107,7 +109,8 @@ class DotProductAttention(BasicOperation):
         ArgumentError: if an argument is outside its domain.
         InputError: in forward, if a shape or dtype is not as above.
         NotSupportedError: in forward, if ``kernel`` does not take the call, the mask requires grad,
-            or gradients are needed of keys that a cache kept from earlier calls.
+            or gradients are needed of keys that a cache kept from earlier calls; within torch's
+            ``context_parallel``, for anything but causality and scale.
         OpKwargsError: in forward, for other keywords.
     """
 
@@ -223,6 +226,9 @@ class DotProductAttention(BasicOperation):
             keywords = inputs.Keywords(mask, cu_seqlens, max_seqlen, cache)
             return self._general_forward(ctx, settings, (qkv, None, None), x, keywords)
         call = Call(settings.causal, _scale_of(x, settings))
+        if context_parallel.is_active():
+            request = request_of(x, call, ctx.requires_grad)
+            return self._parallel_forward(ctx, (qkv, None, None), x, call, request)
         traced = torch.compiler.is_compiling()
         if traced and exporting():
             kernel, chosen = "", EXPORTED
@@ -255,6 +261,9 @@ class DotProductAttention(BasicOperation):
         differentiable = ctx.requires_grad
         scale = _scale_of(x, settings)
         x, call = inputs.prepare(x, settings, keywords, self.sinks, scale, differentiable)
+        if context_parallel.is_active():
+            request = request_of(x, call, differentiable)
+            return self._parallel_forward(ctx, saved, x, call, request)
         traced = torch.compiler.is_compiling()
         if traced and settings.kernel is None and exporting():
             kernel, chosen = "", EXPORTED
@@ -275,6 +284,29 @@ class DotProductAttention(BasicOperation):
             constants = call.mask, call.cu_seqlens, call.sinks
             ctx.save_for_backward(*saved, output, *result[1:], *constants)
         return result.output.transpose(1, 2).flatten(2)
+
+    def _parallel_forward(
+        self,
+        ctx: OperationContext,
+        saved: inputs.Inputs,
+        x: Heads,
+        call: Call,
+        request: Request,
+    ) -> Tensor:
+        """The output within torch's ``context_parallel``."""
+        context_parallel.refuse(request, call.sinks, self.kernel)
+        self._last.call = context_parallel.NAME, request
+        if AttentionKernelTaken.wanted:
+            self._last.tell(self)
+        attended = context_parallel.attend(x, call, ctx.requires_grad)
+        if ctx.requires_grad:
+            ctx.kernel, ctx.attended = context_parallel.NAME, None
+            kept: tuple[Tensor | None, ...] = (attended.output, *attended.heads)
+            if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+                # They may return tensors without their graph, as those of a checkpoint do.
+                ctx.attended, kept = attended, (None,) * 4
+            ctx.save_for_backward(*saved, *kept, None, None, None)
+        return attended.output.detach().transpose(1, 2).flatten(2)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
@@ -302,6 +334,9 @@ class DotProductAttention(BasicOperation):
         dsinks: tuple[Tensor | None, ...] = ()
         dy = _aligned(cast(grad_output, x.q.dtype).contiguous())
         dy = dy.view(*dy.shape[:2], settings.num_heads, x.v.shape[3]).transpose(1, 2)
+        if ctx.kernel == context_parallel.NAME:
+            attended = ctx.attended or context_parallel.Attended(rest[0], Heads(*rest[1:]))
+            return Heads(*[t.transpose(1, 2) for t in attended.gradients(dy)]), ()
         if mask is not None or cu_seqlens is not None or not settings.is_plain:
             constants = inputs.Constants(mask, cu_seqlens, sinks, ctx.max_seqlen)
             call = inputs.call_of(x, settings, call.scale, constants)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..attention.context_parallel import refuse_counted_positions
 from ..errors import ArgumentError, InputError, explain
 from ..op import BasicOperation, OperationContext
 from ._dtypes import check_parameter_dtype
@@ -39,6 +40,7 @@ class PositionEmbedding(BasicOperation):
         ArgumentError: if a size is negative, or ``dtype`` not fp16, bf16, fp32 or fp64.
         InputError: in forward, if a shape or dtype is not as above, or there are more positions
             than rows.
+        NotSupportedError: in forward, within torch's ``context_parallel``, without positions.
     """
 
     read_only: ClassVar[frozenset[str]] = frozenset({"num_positions", "embedding_dim"})
@@ -112,6 +114,7 @@ class PositionEmbedding(BasicOperation):
         positions: Tensor | None = kwargs.get("positions")
         self._check_input(input_, positions)
         if positions is None:
+            refuse_counted_positions("PositionEmbedding")
             rows = self.weight[: input_.shape[-2]]
         else:
             rows = torch.embedding(self.weight, positions)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from ..attention.context_parallel import refuse_counted_positions
 from ..errors import ArgumentError, ArgumentTypeError, InputError, explain
 from ..kernels.rotary import Rotation, rotary
 from ..kernels.scalar import wide_dtype
@@ -74,6 +75,7 @@ class RotaryEmbedding(BasicOperation):
             sections do not add up, or ``scaling`` is for another number of pairs.
         ArgumentTypeError: if ``scaling`` is neither a RopeScaling nor None.
         InputError: in forward, if a shape or dtype is not as above, or the sequence is too long.
+        NotSupportedError: in forward, within torch's ``context_parallel``, without positions.
     """
 
     kernels = ("Triton rotary",)
@@ -267,9 +269,12 @@ class RotaryEmbedding(BasicOperation):
 
         Raises:
             InputError: both, or one of them has the other's dtype.
+            NotSupportedError: neither, within torch's ``context_parallel``.
         """
         invariant = ""
         if tables is None:
+            if positions is None:
+                refuse_counted_positions("RotaryEmbedding")
             if positions is None or not positions.is_floating_point():
                 return positions
             invariant = "positions must be integer"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import gemm_providers
+from ..attention import context_parallel
 from ..events.kinds import FallbackTaken
 from ..events.telling import emit, generation
 from ..fusion import Refusal
@@ -229,6 +230,8 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
         return Refusal("TENSOR_TYPE", "tensors of a subclass may do more than launch kernels")
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return Refusal("TORCH_MODE", "a TorchDispatchMode or TorchFunctionMode is to see all calls")
+    if context_parallel.is_active():
+        return Refusal("TORCH_MODE", "torch's context_parallel has attention exchange tensors")
     if torch._C._are_functorch_transforms_active():
         return Refusal("TRANSFORM", "a transform of torch.func is under way")
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

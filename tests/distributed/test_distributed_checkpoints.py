@@ -53,7 +53,9 @@ class Training(Stateful):
         config: DecoderConfig = CONFIG,
     ) -> None:
         torch.manual_seed(seed)
-        self.model: nn.Module = shard(decoder_lm(config))
+        with torch.device("cpu"):  # a GPU draws other parameters
+            model = decoder_lm(config)
+        self.model: nn.Module = shard(model.to(torch.get_default_device()))
         decayed = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]

@@ -45,6 +45,7 @@ __all__ = [
     "merged",
     "norm",
     "refuse_distributed",
+    "share",
     "sizes_of",
 ]
 
@@ -254,7 +255,7 @@ def refuse_distributed(source: nn.Module) -> None:
         raise Refused("has parameters that are distributed tensors: apply before they are")
 
 
-def _share(op: nn.Module, source: nn.Module) -> None:
+def share(op: nn.Module, source: nn.Module) -> None:
     """Makes an operation read the parameters of ``source``, whatever is set there later."""
     refuse_distributed(source)
     op.__dict__["_parameters"] = source._parameters
@@ -268,7 +269,7 @@ def linear(module: nn.Module) -> nn.Module:
         return module
     how: Any = {"bias": module.bias is not None, "weight_transposed": is_transposed(module)}
     op = Linear(*sizes_of(module), **how, device="meta")
-    _share(op, module)
+    share(op, module)
     return op
 
 
@@ -283,7 +284,7 @@ def merged(modules: dict[str, nn.Module]) -> MergedLinear:
     op = MergedLinear(in_features.pop(), sizes, bias=with_bias, device="meta")
     for name, module in modules.items():
         if name in plain:
-            _share(op.get_submodule(name), module)
+            share(op.get_submodule(name), module)
         else:
             setattr(op, name, module)
     return op
@@ -298,5 +299,5 @@ def norm(read: Reader, module: nn.Module, kind: str, *, own: bool) -> nn.Module:
         return module
     weight: Any = module.weight
     op: BasicOperation = NORMS[kind](weight.shape[0], eps_of(read, module))
-    _share(op, module)
+    share(op, module)
     return op
