@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("comparison", "foreign-kernels", "overlap")]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("comparison", "distributed", "foreign-kernels", "overlap")]
 
 # A table below a comment that names the file, the field and the unit of its cells.
 TABLE = re.compile(r"^<!-- figures: (\S+) (\S+) (\S+) -->\n((?:\|.*\n)+)", re.M)
@@ -20,7 +20,10 @@ TABLE = re.compile(r"^<!-- figures: (\S+) (\S+) (\S+) -->\n((?:\|.*\n)+)", re.M)
 UNITS = {
     ("median_us", "us"): 1.0,
     ("median_us", "ms"): 1e3,
+    ("device_us", "ms"): 1e3,
+    ("host_us", "ms"): 1e3,
     ("saved_bytes", "GiB"): 2.0**30,
+    ("peak_bytes", "GiB"): 2.0**30,
     ("first_ten_steps", "s"): 1e3,  # in ms; the first of them
 }
 
