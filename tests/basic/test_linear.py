@@ -172,5 +172,5 @@ def test_errors() -> None:
         op.bias = nn.Parameter(torch.zeros(2))
     with pytest.raises(InputError, match=r"Received: shape \(2, 4\). Pass a tensor of shape"):
         op(torch.randn(2, 4))
-    with pytest.raises(ArgumentError, match=r"'column' or 'row' \(Linear\)"):
+    with pytest.raises(ArgumentError, match=r"'row' or 'vocabulary' \(Linear\)"):
         Linear(3, 2, tensor_parallel_mode="both")
