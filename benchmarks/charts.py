@@ -1,7 +1,7 @@
 """PNG charts of what benchmarks/gpu/run.py wrote: ``python benchmarks/charts.py FOLDER``.
 
-Writes ``<part>.png`` beside each ``<part>.json``; for blocks also ``memory.png``, for distributed
-also ``distributed_memory.png``, and of what benchmarks/gpu/fp8_training.py wrote
+Writes ``<part>.png`` beside each ``<part>.json``; for blocks also ``memory.png``, for quantized and
+distributed also ``<part>_memory.png``, and of what benchmarks/gpu/fp8_training.py wrote
 ``fp8_training.png``. Needs matplotlib, which the extra ``examples`` installs.
 """
 
@@ -19,14 +19,23 @@ Row = dict[str, Any]
 Bars = dict[str, dict[str, float]]  # by group, then by contestant
 
 COLORS = {"opfuser": "#c8102e", "torch": "#8a8d8f"}
-OTHERS = ("#005eb8", "#43b02a", "#ffa300", "#6a3d9a", "#00a9ce", "#b58150")
-
+OTHERS = (
+    "#005eb8", "#43b02a", "#ffa300", "#6a3d9a", "#00a9ce", "#b58150", "#e377c2", "#17324d",
+    "#bcbd22", "#7f3b08", "#8dd3c7",
+)  # fmt: skip
+RECIPES = ("delayed", "current", "block")
 
 TRAINING = "fp8_training"
 
 
 class Chart(NamedTuple):
-    """One picture: the rows of a part that it shows, and which of their values."""
+    """One picture: the rows of a part that it shows, and which of their values.
+
+    Attributes:
+        every_size: else each case has its first one.
+        contestants: empty for all.
+        cases: parts of the names of those that it shows.
+    """
 
     name: str
     part: str
@@ -35,8 +44,32 @@ class Chart(NamedTuple):
     factor: float = 1.0
     passes: tuple[str, ...] = ("forward", "backward", "step")
     every_size: bool = True
+    contestants: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ("",)
+
+    def shows(self, row: Row) -> bool:
+        if row.get(self.key) is None or row["pass"] not in self.passes:
+            return False
+        if self.contestants and row["contestant"] not in self.contestants:
+            return False
+        return any(name in row["case"] for name in self.cases)
 
 
+QUANTIZED = Chart(
+    "quantized",
+    "quantized",
+    "speedup",
+    "times as fast as torch in bf16",
+    every_size=False,
+    contestants=(
+        "torch",
+        *(
+            name
+            for library in ("opfuser", "te.ops", "te.TransformerLayer")
+            for name in (library, *(f"{library}, {recipe}" for recipe in RECIPES))
+        ),
+    ),
+)
 CHARTS = (
     Chart(
         "kernels",
@@ -50,6 +83,14 @@ CHARTS = (
     Chart("memory", "blocks", "saved_bytes", "MB saved for backward", 1e-6),
     Chart("model", "model", "tokens_per_s", "thousand tokens per second", 1e-3),
     Chart("host", "host", "median_us", "µs of the host's time", passes=("step", "launch")),
+    QUANTIZED,
+    QUANTIZED._replace(
+        name="quantized_memory",
+        key="saved_bytes",
+        label="MB saved for backward",
+        factor=1e-6,
+        cases=("block", "layer"),
+    ),
     Chart("distributed", "distributed", "median_us", "ms of a step", 1e-3),
     Chart("distributed_memory", "distributed", "peak_bytes", "GiB of a GPU at the peak", 2**-30),
 )
@@ -60,9 +101,7 @@ def bars(rows: list[Row], chart: Chart) -> Bars:
     groups: Bars = {}
     first: dict[str, Row] = {}
     for row in rows:
-        if row.get(chart.key) is None or row["pass"] not in chart.passes:
-            continue
-        if row["contestant"].startswith("copy"):
+        if not chart.shows(row) or row["contestant"].startswith("copy"):
             continue
         size = first.setdefault(row["case"], row["size"])
         if not chart.every_size and row["size"] != size:

@@ -102,6 +102,19 @@ def test_charts(rehearsed: Path) -> None:
     assert all(path.read_bytes()[1:4] == b"PNG" for path in made)
 
 
+def test_chart_of_recipes() -> None:
+    """One size of each case, and of the contestants those that it is about."""
+    file = Path(charts.__file__).parent / "results" / "h200" / "quantized.json"
+    groups = charts.bars(json.loads(file.read_text())["rows"], charts.QUANTIZED)
+    cases = [group.partition("\n")[0] for group in groups]
+    assert len(set(cases)) == len(cases)
+    assert cases[:3] == ["SwiGLU block", "GPT block", "decoder layer"]
+    for group in groups.values():
+        assert group["torch"] == 1.0
+        assert set(group) < set(charts.QUANTIZED.contestants)
+    assert {"te.ops, current", "opfuser, block"} < set(groups["SwiGLU block\ndim 4096, tokens 8192"])
+
+
 def trained(folder: Path, *args: str) -> list[dict[str, Any]]:
     fp8_training.main(["--device", "cpu", "--out", str(folder), *args])
     document = json.loads((folder / "fp8_training.json").read_text())
