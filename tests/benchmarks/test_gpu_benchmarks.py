@@ -112,7 +112,7 @@ def test_chart_of_recipes() -> None:
     for group in groups.values():
         assert group["torch"] == 1.0
         assert set(group) < set(charts.QUANTIZED.contestants)
-    assert {"te.ops, current", "opfuser, block"} < set(groups["SwiGLU block\ndim 4096, tokens 8192"])
+    assert {"te.ops, current", "opfuser, block"} < set(next(iter(groups.values())))
 
 
 def trained(folder: Path, *args: str) -> list[dict[str, Any]]:
