@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("comparison", "distributed", "foreign-kernels", "overlap")]
+NAMES = "comparison", "distributed", "foreign-kernels", "overlap"
+PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 
 # A table below a comment that names the file, the field and the unit of its cells.
 TABLE = re.compile(r"^<!-- figures: (\S+) (\S+) (\S+) -->\n((?:\|.*\n)+)", re.M)
