@@ -15,7 +15,6 @@ Deep Learning Models", ASPLOS 2023.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import ArgumentError, explain
+from .providers import Providers
 
 __all__ = ["Overlap", "choose", "chosen", "names", "register"]
 
@@ -51,13 +50,13 @@ class Overlap(NamedTuple):
     multiply_scatter: Callable[[Tensor, Tensor, dist.ProcessGroup], Tensor]
 
 
-_providers: dict[str, Overlap] = {}
+_providers: Providers[Overlap] = Providers("provider")
 _chosen: dict[str, Overlap] = {}  # by the name of a group
 
 
 def names() -> list[str]:
     """Those that a group may choose."""
-    return ["torch", *_providers]
+    return _providers.names()
 
 
 def register(provider: Overlap) -> None:
@@ -69,16 +68,7 @@ def register(provider: Overlap) -> None:
     Raises:
         ArgumentError: there is one of that name.
     """
-    if provider.name in names():
-        raise ArgumentError(
-            explain(
-                "The name of a provider is its own",
-                where="async_tensor_parallel.register",
-                received=repr(provider.name),
-                remedy="Register it once, under another name",
-            )
-        )
-    _providers[provider.name] = provider
+    _providers.add(provider, "async_tensor_parallel.register")
 
 
 def choose(name: str, group: dist.ProcessGroup | None = None) -> None:
@@ -94,20 +84,11 @@ def choose(name: str, group: dist.ProcessGroup | None = None) -> None:
     Raises:
         ArgumentError: there is no provider of that name.
     """
-    if name not in names():
-        close = difflib.get_close_matches(str(name), names(), n=1)
-        raise ArgumentError(
-            explain(
-                f"A provider is one of {', '.join(names())}",
-                where="async_tensor_parallel.choose",
-                received=repr(name),
-                remedy=f"Did you mean {close[0]!r}?" if close else "Register it before",
-            )
-        )
+    provider = _providers.find(name, "async_tensor_parallel.choose")
     key = _whole(group).group_name
     _chosen.pop(key, None)
-    if name != "torch":
-        _chosen[key] = _providers[name]
+    if provider is not None:
+        _chosen[key] = provider
 
 
 def chosen(x: Tensor, group: dist.ProcessGroup | None) -> Overlap | None:

@@ -19,7 +19,6 @@ Providers are:
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from .errors import ArgumentError, explain
 from .libraries import imported
+from .providers import Providers
 
 __all__ = ["Gemm", "GemmChoice", "GemmOperand", "GemmProvider", "find", "names", "register"]
 
@@ -126,12 +125,12 @@ class GemmProvider(NamedTuple):
     multiply_groups: GroupsMultiply | None = None
 
 
-_providers: dict[str, GemmProvider] = {}
+_providers: Providers[GemmProvider] = Providers("GEMM provider")
 
 
 def names() -> list[str]:
     """Those that a recipe may choose."""
-    return ["torch", *_providers]
+    return _providers.names()
 
 
 def register(provider: GemmProvider) -> None:
@@ -140,16 +139,7 @@ def register(provider: GemmProvider) -> None:
     Raises:
         ArgumentError: there is one of that name.
     """
-    if provider.name in names():
-        raise ArgumentError(
-            explain(
-                "The name of a GEMM provider is its own",
-                where="register",
-                received=repr(provider.name),
-                remedy="Register it once, under another name",
-            )
-        )
-    _providers[provider.name] = provider
+    _providers.add(provider, "register")
 
 
 def find(name: str) -> GemmProvider | None:
@@ -158,20 +148,7 @@ def find(name: str) -> GemmProvider | None:
     Raises:
         ArgumentError: there is none.
     """
-    if name == "torch":
-        return None
-    found = _providers.get(name)
-    if found is not None:
-        return found
-    close = difflib.get_close_matches(str(name), names(), n=1)
-    raise ArgumentError(
-        explain(
-            f"A GEMM provider is one of {', '.join(names())}",
-            where="Recipe.gemm",
-            received=repr(name),
-            remedy=f"Did you mean {close[0]!r}?" if close else "Register it before",
-        )
-    )
+    return _providers.find(name, "Recipe.gemm")
 
 
 _BLOCK = ScalingType.BlockWise1x128

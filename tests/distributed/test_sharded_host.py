@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.multiprocessing import spawn
 
 import opfuser
 from opfuser.change_tracking import Clock
 from opfuser.events import PlanCreated, subscribe
-from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.distributed.ranks import DEVICES, Check, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
 
@@ -249,30 +248,11 @@ def codes_are_registered(rank: int, ranks: int) -> None:
     assert op.weight.grad_dtype == op.weight_format.dtype
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module", params=DEVICES)
+def outcomes(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return outcomes_of(__name__, RANKS, tmp_path_factory.mktemp("ranks"), request.param)
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_sharded_host(outcomes: Outcomes, name: str) -> None:
     assert_passed(outcomes, name)
-
-
-def on_gpus(rank: int, store: str) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    try:
-        for function in CHECKS.values():
-            torch.manual_seed(0)
-            function(rank, RANKS)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_on_two_gpus(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("needs two CUDA devices")
-    spawn(on_gpus, (str(tmp_path / "store"),), nprocs=RANKS)
