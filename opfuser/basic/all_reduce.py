@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import NotSupportedError, explain
-from ..op import BasicOperation, OperationContext
-from ._distributed import GroupRef, all_reduce, group_size, refuse_reference
+from ..op import OperationContext
+from ._collective import Collective
+from ._distributed import all_reduce, group_size
 
 __all__ = ["AllReduce"]
 
 
-class AllReduce(BasicOperation):
+class AllReduce(Collective):
     """Sum of the ranks' inputs: :math:`y = Σ_r x_r`.
 
     Every rank is taken to use its (identical) output in the same way, so that the gradients of y
@@ -29,16 +30,9 @@ class AllReduce(BasicOperation):
         NotSupportedError: ``reduce_in_backward`` is not True.
     """
 
-    communicates = True
-
-    @property
-    def replayable(self) -> bool:  # type: ignore[override]
-        return group_size(self.process_group) == 1
-
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, reduce_in_backward: bool = True
     ) -> None:
-        super().__init__()
         if reduce_in_backward is not True:
             raise NotSupportedError(
                 explain(
@@ -48,12 +42,7 @@ class AllReduce(BasicOperation):
                     received=repr(reduce_in_backward),
                 )
             )
-        self._group = GroupRef(process_group)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that take part; None is all."""
-        return self._group.group
+        super().__init__(process_group)
 
     def op_forward(
         self,
@@ -71,10 +60,3 @@ class AllReduce(BasicOperation):
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[()]]:
         return grad_output, ()
-
-    def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
-        refuse_reference(self.process_group, type(self).__name__)
-        return input_.clone()
-
-    def extra_repr(self) -> str:
-        return f"ranks={group_size(self.process_group)}"
