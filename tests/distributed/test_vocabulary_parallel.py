@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuser import BasicLinear, CrossEntropy, Embedding, Linear, Sequential
 from opfuser.basic import _distributed as collectives
 from opfuser.errors import ArgumentError, InputError, NotSupportedError
 from opfuser.fused import _loss_chunks
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
+from tests.fused.losses import Largest
 
 pytestmark = pytest.mark.distributed
 
@@ -235,19 +235,6 @@ def head_in_half_precision(rank: int, ranks: int) -> None:
         ):
             theirs, mine = ((t.double() - truth).norm() for t in (one, two))
             assert mine <= 2 * theirs + 1e-9, (dtype, mine, theirs)
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, Tensor):
-                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
-        return out
 
 
 @check

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuser import BasicLinear, CrossEntropy, Linear, Sequential
 from opfuser.basic._distributed import VocabularySlice
@@ -17,7 +16,7 @@ from opfuser.fused.linear_cross_entropy import LinearCrossEntropy
 from opfuser.kernels.launch import runs
 from opfuser.testing import assert_not_fused
 from tests.fused.examples import BF16, F32, leaf, only, refused, saved_by
-from tests.fused.losses import NAME, D, V, chunked, chunks, head, some_targets
+from tests.fused.losses import NAME, D, Largest, V, chunked, chunks, head, some_targets
 
 __all__ = ["chunks"]  # a fixture
 
@@ -25,19 +24,6 @@ __all__ = ["chunks"]  # a fixture
 def test_saved_are_the_gradients_alone(chunks: int) -> None:
     x, targets = leaf(33, D), some_targets(33)
     assert sorted(tuple(t.shape) for t in saved_by(head(), x, targets)) == [(V, D), (33, D)]
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation returns."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, Tensor):
-                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
