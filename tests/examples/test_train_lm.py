@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,9 +142,8 @@ def test_interrupted_run_continues_exactly(
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
 
 
-def test_killed_run_continues_from_its_last_checkpoint(
-    example: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def die_at_8(example: ModuleType, args: Sequence[str]) -> None:
+    """A run that ends with an error behind its eighth step."""
     update = example.Trainer.update
 
     def update_or_die(self: Any, first: bool) -> dict[str, float]:
@@ -152,10 +151,16 @@ def test_killed_run_continues_from_its_last_checkpoint(
             raise MemoryError
         return update(self, first)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(example.Trainer, "update", update_or_die)
         with pytest.raises(MemoryError):
-            example.main([*SMALL, f"--runs={tmp_path}", "--name=killed"])
+            example.main(args)
+
+
+def test_killed_run_continues_from_its_last_checkpoint(
+    example: ModuleType, whole: Path, tmp_path: Path
+) -> None:
+    die_at_8(example, [*SMALL, f"--runs={tmp_path}", "--name=killed"])
     assert list(losses(tmp_path / "killed")) == list(range(1, 9))
     assert example.main([f"--runs={tmp_path}", "--name=killed", "--resume"]) == 0
     assert losses(tmp_path / "killed") == losses(whole)
@@ -234,21 +239,11 @@ def test_untied_lookup_of_embeddings_counts_no_flops(example: ModuleType) -> Non
 
 
 def test_tensorboard_shows_steps_that_were_made_again_once(
-    example: ModuleType, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: ModuleType, whole: Path, tmp_path: Path
 ) -> None:
-    update = example.Trainer.update
-
-    def update_or_die(self: Any, first: bool) -> dict[str, float]:
-        if self.step == 8:
-            raise MemoryError
-        return update(self, first)
-
     args = [f"--runs={tmp_path}", "--name=killed", f"--tensorboard={tmp_path / 'board'}"]
     for seed in (1, 0):  # the second run replaces the first
-        with monkeypatch.context() as patch:
-            patch.setattr(example.Trainer, "update", update_or_die)
-            with pytest.raises(MemoryError):
-                example.main([*SMALL, f"--seed={seed}", *args])
+        die_at_8(example, [*SMALL, f"--seed={seed}", *args])
     folder = tmp_path / "board" / "killed" / "opfuser"
     assert list(curves(folder)["train/loss"]) == list(range(1, 9))
     assert example.main([*args, "--resume"]) == 0
