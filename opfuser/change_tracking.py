@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 
 __all__ = [
     "Clock",
+    "Note",
     "Tracked",
     "active_calls",
     "has_hooks",
+    "is_compiled",
     "replaces_forward",
     "signature",
     "stamp",
+    "untraced_like",
 ]
 
 
@@ -35,6 +39,10 @@ class _ActiveCalls(threading.local):
 
 
 active_calls = _ActiveCalls()
+
+
+class Note:
+    """What a call leaves in an attribute of an operation for later ones; no plan depends on it."""
 
 
 class Tracked(nn.Module):
@@ -181,6 +189,16 @@ def stamp(modules: Iterable[Tracked]) -> None:
         module.__dict__["_stamp"] = module._describe()
 
 
+def untraced_like(module: Tracked) -> list[Any]:
+    """Others of exactly its class, in the whole process, that keep no stamp.
+
+    Traced code reads attributes that tracing has prepared. Where others are prepared along with the
+    first one, such as the layers of a model, they share its code.
+    """
+    kind = type(module)
+    return [m for m in gc.get_objects() if type(m) is kind and "_stamp" not in m.__dict__]
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling ``module`` would run a hook of its own."""
     return bool(
@@ -189,6 +207,11 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or module._backward_hooks
     )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module is compiled by itself, by its ``compile()``."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def replaces_forward(module: nn.Module) -> bool:
@@ -255,6 +278,9 @@ def _freeze(value: Any) -> Hashable:
         return tuple((_freeze(key), _freeze(item)) for key, item in value.items())
     if isinstance(value, Tensor):
         return (value.dtype, value.shape, value.device)
+    if isinstance(value, Note):
+        kind: type = type(value)
+        return kind
     if getattr(getattr(value, "__dataclass_params__", None), "frozen", False):
         return (type(value), *[_freeze(getattr(value, field.name)) for field in fields(value)])
     return _Same(value)

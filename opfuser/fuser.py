@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -87,14 +88,6 @@ class Planned(NamedTuple):
     extra_outputs: list[TensorFacts]
 
 
-class _Traced:
-    """What code that torch.compile has traced looks up by name, as attributes.
-
-    Of a dictionary the tracer would keep the state in which it saw it first, so that a sequence
-    called twice in one graph would miss what the second call has added.
-    """
-
-
 class _FusionFunctions:
     """Read-only view of the registered functions of one stage."""
 
@@ -139,8 +132,7 @@ class OperationFuser:
         self.routing = routing
         self.num_extra_inputs = len(routing.inputs)
         self._schedules: dict[PlanKey, Schedule] = {}
-        self._traced = _Traced()
-        self._in_graph = _Traced()
+        self._traced = in_graph.Functions()
         self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
         self._key: PlanKey | None = None
         self._used: Schedule | None = None
@@ -349,7 +341,7 @@ class OperationFuser:
             self._refuse_to_quantize()
         name, whole = self._plan_for_tracing(stamps, facts, kwargs is None)
         if whole:
-            return getattr(self._in_graph, name)(input_, *parameters, *extra_inputs)
+            return getattr(in_graph.functions, name)(input_, *parameters, *extra_inputs)
         return execute(getattr(self._traced, name), input_, parameters, extra_inputs, kwargs)
 
     def _refuse_to_quantize(self) -> bool:
@@ -378,11 +370,17 @@ class OperationFuser:
         for module, name in self._slots:
             if parametrize.is_parametrized(module, name):
                 refuse_impure(module, name)
+        self.prepare_what_traced_code_reads()
+        return True
+
+    def prepare_what_traced_code_reads(self) -> None:
+        """Such that code that was traced for another sequence may find all of it here."""
+        if self._seen != Clock.now:
+            self._refresh()
         ops: list[Tracked] = [*self._given, *self._units, *self._basic_ops]
         ops += [m for op in self._basic_ops for m in op.children() if isinstance(m, Tracked)]
         self._stamped = list({id(op): op for op in ops}.values())
         stamp(self._stamped)
-        return True
 
     def _plan_for_tracing(
         self, stamps: tuple[str, ...], facts: tuple[Any, ...], without_keywords: bool
@@ -393,6 +391,16 @@ class OperationFuser:
         """
         call = CallFacts.frozen(facts)
         trained = zip(call.parameter_dtypes, call.parameters_require_grad or ())
+        for n, op in enumerate(self._basic_ops if call.grad_enabled else ()):
+            if op.__dict__.get("_delay_wgrad_compute"):
+                raise NotSupportedError(
+                    explain(
+                        "Gradients that wait for backward_dw() are not traced by torch.compile",
+                        where=describe(n, op),
+                        received="delay_wgrad_compute=True",
+                        remedy="Call the sequence as it is",
+                    )
+                )
         if any(is_fp8(dtype) and needed for dtype, needed in trained):
             raise NotSupportedError(
                 explain(
@@ -410,10 +418,17 @@ class OperationFuser:
         setattr(self._traced, name, schedule)
         whole = without_keywords and not self._parametrized
         whole = whole and in_graph.fits(schedule, self._read_parameters())
-        if whole and not hasattr(self._in_graph, name):
-            function = in_graph.as_function(schedule, lambda: self._places)
-            setattr(self._in_graph, name, function)
-        return name, whole
+        if whole:
+            me = weakref.ref(self)
+
+            def find() -> tuple[Schedule, in_graph.Places]:
+                own = me()
+                assert own is not None  # else the function is gone as well
+                return getattr(own._traced, name), own._places
+
+            key = (self._key, self.routing, self._num_parameters)
+            return in_graph.name_of(key, self, find), True
+        return name, False
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
     _refuse_to_quantize._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -586,7 +601,9 @@ def _run_alone(
     if kwargs is not None:
         for part, own in zip(expand(op), kwargs):
             check_keywords(part, own)
-    if torch.compiler.is_compiling() or op._alone is None:
+    if torch.compiler.is_compiling():
+        op._prepare_alone_for_tracing()
+    elif op._alone is None:
         op._prepare_alone()
     return op._alone(input_, *extra_inputs, basic_op_kwargs=kwargs)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
-from .change_tracking import Tracked, has_hooks, replaces_forward
+from .change_tracking import Tracked, has_hooks, is_compiled, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known, replacement
@@ -459,6 +459,8 @@ def _boundary(group: Group) -> Refusal:
         why = callee.own_forward() or why
     if _is_sharded(callee):
         code, why = "COMMUNICATION", _GATHERED
+    elif isinstance(callee, nn.Module) and is_compiled(callee):
+        code, why = "FORWARD", "is compiled by its own compile()"
     return Refusal(code, f"{type(callee).__name__} {why}")
 
 

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .change_tracking import Tracked, has_hooks, replaces_forward, signature
+from .change_tracking import (
+    Tracked,
+    has_hooks,
+    is_compiled,
+    replaces_forward,
+    signature,
+    untraced_like,
+)
 from .context import (
     Dtypes,
     GradNeeds,
@@ -229,12 +236,19 @@ class FusibleOperation(Tracked):
             self.__dict__["_alone"] = StandaloneCalls.make_fuser(self)
         return True
 
+    def _prepare_alone_for_tracing(self) -> bool:
+        untraced = untraced_like(self) if "_stamp" not in self.__dict__ else [self]
+        for op in untraced:
+            op._prepare_alone()
+            op._alone.prepare_what_traced_code_reads()
+        return True
+
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _prepare_alone._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _prepare_alone_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for derived in ("_alone", "_stamp", "_settings", "__setattr__"):
+        for derived in ("_alone", "_stamp", "_settings", "__setattr__", "_compiled_call_impl"):
             state.pop(derived, None)
         return state
 
@@ -775,7 +789,7 @@ def must_be_called(op: nn.Module) -> str:
     if not isinstance(op, FusibleOperation):
         return ""
     own = type(op)
-    if replaces_forward(op) or own.__call__ is not _CALL:
+    if replaces_forward(op) or own.__call__ is not _CALL or is_compiled(op):
         return "FORWARD"
     if own.forward not in _FORWARDS and op.own_forward():
         return "FORWARD"

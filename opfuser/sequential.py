@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .basic import AddExtraInput, MakeExtraOutput
-from .change_tracking import Clock, has_hooks, replaces_forward, stamp
+from .change_tracking import Clock, has_hooks, is_compiled, replaces_forward, stamp, untraced_like
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plan import Plan, expand
@@ -23,6 +23,7 @@ from .errors import (
     ArgumentTypeError,
     ConfigError,
     ExtraInputCountError,
+    OpfuserError,
     OpKwargsError,
     explain,
 )
@@ -262,6 +263,7 @@ class Sequential(NestedSequential):
     _crossing: tuple[weakref.ref[NestedSequential], str, Channels] | None
     _stands: tuple[str, tuple[tuple[str, FusionConfig], ...]]
     _stamped: list[Sequential]
+    _traced_children: list[int]
 
     def _forget(self) -> None:
         """Drops everything derived from the modules."""
@@ -282,7 +284,7 @@ class Sequential(NestedSequential):
         derived = (
             "_groups", "_routes", "_structure", "_single", "_called", "_seen", "_within",
             "_crossing", "_nested", "_stands",
-            "_stamped", "_stamp", "__setattr__",
+            "_stamped", "_stamp", "_traced_children", "__setattr__", "_compiled_call_impl",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
@@ -420,13 +422,39 @@ class Sequential(NestedSequential):
                     )
 
     def _describe(self) -> str:
-        children = [(name, id(m), has_hooks(m)) for name, m in self.named_children()]
-        return repr((children, self.fusion_config))
+        children = [(name, id(type(m)), has_hooks(m)) for name, m in self.named_children()]
+        followed = [id(m) for m in self.children()] == self._traced_children
+        return repr((children, self.fusion_config, "" if followed else Clock.now))
 
     def _resolve_for_tracing(self) -> bool:
-        self.__dict__["_stamped"] = [m for m in self.modules() if isinstance(m, Sequential)]
-        stamp(self._stamped)
-        return self._resolve()
+        known = "_stamp" in self.__dict__
+        self._prepare_what_traced_code_reads()
+        if not known:
+            for other in untraced_like(self):
+                other._prepare_along_with(self)
+        return True
+
+    def _prepare_what_traced_code_reads(self) -> None:
+        inside = [m for m in self.modules() if isinstance(m, Sequential)]
+        self.__dict__["_stamped"] = inside
+        for seq in inside:
+            seq.__dict__["_traced_children"] = [id(m) for m in seq.children()]
+        stamp(inside)
+        self._resolve()
+
+    def _prepare_along_with(self, other: Sequential) -> None:
+        """Has this one share the code traced for ``other``, if they have the same modules."""
+        if list(map(type, self.modules())) != list(map(type, other.modules())):
+            return
+        try:
+            self._prepare_what_traced_code_reads()
+            for seq in self._stamped:
+                seq._resolve()
+                for group in seq._groups:
+                    if isinstance(group.callee, OperationFuser):
+                        group.callee.prepare_what_traced_code_reads()
+        except OpfuserError:
+            return  # it is told where this one is called
 
     def _guard(self, stamps: tuple[str, ...]) -> bool:
         """Makes the stamps constants that guard the traced code."""
@@ -703,7 +731,9 @@ def _operations(seq: Sequential) -> list[BasicOperation]:
 
 def is_called(seq: Sequential) -> bool:
     """Whether a nested Sequential is called instead of run as a part of the outer one."""
-    return has_hooks(seq) or seq.overrides_forward() or seq.recipe is not None
+    if is_compiled(seq) or seq.recipe is not None:
+        return True
+    return has_hooks(seq) or seq.overrides_forward()
 
 
 def flatten(seq: Sequential, path: tuple[int, ...] = ()) -> Iterator[tuple[nn.Module, Hashable]]:

@@ -22,3 +22,10 @@ with torch.compiler.set_stance("fail_on_recompile"):
     for rows, length in (2, 16), (5, 7), (4, 31):
         step(rows, length)
 # --8<-- [end:compile]
+
+# --8<-- [start:layers]
+for layer in model.layers:
+    layer.compile(fullgraph=True, backend="aot_eager")
+# --8<-- [end:layers]
+tokens = torch.randint(64, (2, 9))
+model(tokens[:, :-1], tokens[:, 1:]).backward()

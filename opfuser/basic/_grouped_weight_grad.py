@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import gemm
+from ..change_tracking import Note
 from ..errors import InputError, explain
 from ..wgrad_overlap import compute
 from ._autograd_state import Destination, destination
@@ -172,7 +173,7 @@ class GroupedWgrad(NamedTuple):
         compute(lambda: self.product.write(buffers))
 
 
-class DelayedWgrads:
+class DelayedWgrads(Note):
     """What waits for ``backward_dw``. Not copied or pickled along with its operation."""
 
     def __init__(self) -> None:

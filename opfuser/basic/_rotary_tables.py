@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..change_tracking import Note
 from ..kernels.scalar import wide_dtype
 from ..rope import Frequencies
 
@@ -25,8 +26,8 @@ class Tables(NamedTuple):
     sin: Tensor
 
 
-class RotaryTables:
-    """Angles by device, dtype and all that they depend on; an object that no plan depends on.
+class RotaryTables(Note):
+    """Angles by device, dtype and all that they depend on.
 
     Attributes:
         tables: for as many positions as the longest sequence had.

@@ -23,6 +23,7 @@ from ..attention.choice import (
 from ..attention.exported import EXPORTED
 from ..attention.reference import plain_attention
 from ..attention.sinks import sinks_grad, with_sinks
+from ..change_tracking import Note
 from ..context import (
     COMPUTE_DTYPES,
     BackwardResult,
@@ -433,8 +434,8 @@ class DotProductAttention(BasicOperation):
         return text + "".join(f", {n}={v!r}" for n, (v, default) in others.items() if v != default)
 
 
-class _Last:
-    """The kernel of the last call, and its request or what that follows from; no plan reads it."""
+class _Last(Note):
+    """The kernel of the last call, and its request or what that follows from."""
 
     call: tuple[str, Any] | None = None
     told: tuple[int, Any] | None = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -40,13 +42,15 @@ def whole(value: Tensor | None) -> Tensor:
     return value.full_tensor()
 
 
-def compare(make: Any, inputs: tuple[Tensor, ...], rank: int, **arguments: Any) -> Any:
+def compare(
+    make: Any, inputs: tuple[Tensor, ...], rank: int, shard: Any = shard_layers, **arguments: Any
+) -> Any:
     """Values and the mean gradients of two training steps; the first dimension is that of ranks."""
     torch.manual_seed(1)
     one = make()
     ours = make()
     ours.load_state_dict(one.state_dict())
-    assert shard_layers(ours, **arguments) is ours
+    assert shard(ours, **arguments) is ours
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (one, ours)]
     for _ in range(2):
         parts = [[t[r] for t in inputs] for r in range(RANKS)]
@@ -122,6 +126,29 @@ def channels_across_units(rank: int, ranks: int) -> None:
     inputs = tuple(torch.randint(29, (2, RANKS, 2, 5)))
     model = compare(lambda: decoder_lm(config), inputs, rank)
     assert model.num_extra_outputs == 0
+
+
+@check
+def layers_that_are_compiled(rank: int, ranks: int) -> None:
+    """Before or after they are sharded; traced once for all of them."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # Dynamo reads it
+    config = DecoderConfig(29, 16, 3, 2, dtype=torch.float64)
+    inputs = tuple(torch.randint(29, (2, RANKS, 2, 5)))
+    for first in (True, False):
+        torch.compiler.reset()
+        backend = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+        def compiled(
+            model: Any, first: bool = first, backend: Any = backend, **arguments: Any
+        ) -> Any:
+            if not first:
+                shard_layers(model, **arguments)
+            for layer in model.layers:
+                layer.compile(fullgraph=True, backend=backend)
+            return shard_layers(model, **arguments) if first else model
+
+        compare(lambda: decoder_lm(config), inputs, rank, shard=compiled)
+        assert backend.frame_count == 1
 
 
 @check

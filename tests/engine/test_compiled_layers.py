@@ -1,0 +1,199 @@
+"""Layers that torch.compile takes one by one: those that are alike are traced once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.engine import in_graph
+from opfuser.models import DecoderConfig, MoEConfig, decoder_lm
+from tests.engine.toys import Square, grads
+
+pytestmark = [
+    pytest.mark.slow,
+    # Dynamo's own use of torch and of Python warns in some versions.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+LAYERS = 10  # more than Dynamo compiles of one function
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def counter() -> Any:
+    """A backend, which counts what it is given."""
+    return torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+
+def layer(width: int = 4, eps: float = 1e-5) -> opfuser.Sequential:
+    return opfuser.Sequential(
+        opfuser.Residual(opfuser.RMSNorm(width, eps=eps), opfuser.Linear(width, width)),
+        opfuser.Residual(opfuser.Linear(width, 2 * width), opfuser.SwiGLU()),
+    ).double()
+
+
+def compiled(layers: list[Any], backend: Any) -> nn.Sequential:
+    return nn.Sequential(*(torch.compile(one, fullgraph=True, backend=backend) for one in layers))
+
+
+def check(model: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor], wrt: Any) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    wrt = [x, *wrt]
+    ours, theirs = model(x), plain(x)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(grads(ours.sin(), wrt), grads(theirs.sin(), wrt))
+
+
+def check_layers(layers: list[Any], backend: Any) -> None:
+    plain = nn.Sequential(*layers)
+    check(compiled(layers, backend), plain, plain.parameters())
+
+
+def test_layers_that_are_alike_are_traced_once() -> None:
+    layers, backend = [layer() for _ in range(LAYERS)], counter()
+    check_layers(layers, backend)
+    assert backend.frame_count == 1
+
+
+def test_a_layer_that_differs_is_traced_by_itself() -> None:
+    layers, backend = [layer(), layer(eps=0.5), layer(), layer(eps=0.5)], counter()
+    check_layers(layers, backend)
+    assert backend.frame_count == 2
+
+
+def test_a_layer_that_changes_later() -> None:
+    """An attribute, a module in place of another, a parameter, one that is frozen."""
+    layers, backend = [layer() for _ in range(3)], counter()
+    check_layers(layers, backend)
+    layers[1][0][1].eps = 0.5
+    check_layers(layers, backend)
+    assert backend.frame_count == 2
+    layers[2][0] = opfuser.Residual(opfuser.RMSNorm(4), opfuser.Linear(4, 4)).double()
+    check_layers(layers, backend)
+    layers[0][0][2].weight = nn.Parameter(torch.randn(4, 4).double())
+    layers[0].register_forward_hook(lambda module, args, y: 2 * y)
+    check_layers(layers, backend)
+    layers[2][1][1].weight.requires_grad_(False)
+    plain = nn.Sequential(*layers)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    check(compiled(layers, backend), plain, trained)
+
+
+def test_operations_inside_of_modules_that_are_alike() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = opfuser.RMSNorm(4).double(), opfuser.Linear(4, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = x + self.linear(self.norm(x))
+            return y
+
+    blocks, backend = [Block() for _ in range(LAYERS)], counter()
+    check_layers(blocks, backend)
+    assert backend.frame_count == 1
+
+
+def test_operations_of_the_user_are_traced_in_each_layer() -> None:
+    """They may read what nothing here knows of."""
+    layers, backend = [opfuser.Sequential(Square(), layer()) for _ in range(3)], counter()
+    check_layers(layers, backend)
+    assert backend.frame_count == 3
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_layers_of_a_model_that_are_compiled_in_place(experts: bool) -> None:
+    """``compile()`` of a layer is not passed over, though layers without are run as one."""
+    moe = MoEConfig(dim=8, ffn_dim=16, num_experts=3, top_k=2) if experts else None
+    model = decoder_lm(
+        DecoderConfig(vocab_size=8, dim=8, num_layers=LAYERS, num_heads=2, moe=moe)
+    ).double()
+    plain, backend = copy.deepcopy(model), counter()
+    for one in model.layers:
+        one.compile(fullgraph=True, backend=backend)
+    tokens = torch.randint(8, (2, 2, 5))
+    with torch.random.fork_rng():
+        ours, theirs = model(*tokens), plain(*tokens)
+    torch.testing.assert_close(ours, theirs)
+    got, want = grads(ours, list(model.parameters())), grads(theirs, list(plain.parameters()))
+    torch.testing.assert_close(got, want)
+    assert backend.frame_count == 1
+    assert "is compiled by its own" in str(model.plan(*tokens))
+
+
+def test_an_operation_that_is_compiled_by_itself() -> None:
+    backend = counter()
+    model = opfuser.Sequential(opfuser.RMSNorm(4), opfuser.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    plain.load_state_dict(model.state_dict())
+    model[1].compile(backend=backend)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(model(x), plain(x))
+    assert backend.frame_count == 1
+    assert "is compiled by its own compile()" in str(model.plan(x))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("make", [layer, lambda: opfuser.Linear(4, 4)])
+def test_copies_do_not_compute_with_what_they_are_copied_from(
+    make: Callable[[], nn.Module], duplicate: Callable[[Any], Any]
+) -> None:
+    model = make().double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    model.compile(backend="aot_eager")
+    model(x)
+    other = duplicate(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert not torch.equal(other(x), model(x))
+
+
+def test_nothing_keeps_a_model_that_is_gone() -> None:
+    """Its function in graphs goes too, once no other sequence was traced with it."""
+    gc.collect()
+    before = set(vars(in_graph.functions))
+    first, second = layer(), layer()
+    seen = weakref.ref(first[0][1])
+    check_layers([first], "aot_eager")
+    del first
+    torch.compiler.reset()
+    gc.collect()
+    assert seen() is None
+    assert set(vars(in_graph.functions)) == before
+    check_layers([second], "aot_eager")
+
+
+def test_a_model_outlives_the_one_that_was_traced_first() -> None:
+    first, second, backend = layer(), layer(), counter()
+    check_layers([first, second], backend)
+    del first
+    gc.collect()
+    check_layers([second], backend)
+    check_layers([second, layer()], backend)
+
+
+def test_delayed_gradients_are_refused() -> None:
+    op = opfuser.GroupedLinear(2, 4, 4, delay_wgrad_compute=True)
+    x, splits = torch.randn(3, 4, requires_grad=True), torch.tensor([1, 2])
+    with pytest.raises(Exception, match=r"wait for backward_dw\(\) are not traced"):
+        torch.compile(op, fullgraph=True, backend="aot_eager")(x, splits)
+    with torch.no_grad():
+        y = torch.compile(op, fullgraph=True, backend="aot_eager")(x, splits)
+        torch.testing.assert_close(y, op(x, splits))
