@@ -117,17 +117,19 @@ def _sequence_ids(cu_seqlens: Tensor | None, length: int) -> Tensor | None:
 
 @torch.library.custom_op("opfuser::captured", mutates_args=(), schema="(Tensor x) -> Tensor")
 def captured(x: Tensor) -> Tensor:
-    """A copy that Inductor computes before the kernel that reads it.
+    """A contiguous copy that Inductor computes before the kernel that reads it.
 
     As far as torch 2.13, the lowering of the backward operator raises an AssertionError for a
-    captured tensor that the same graph computes, since it does not fix its layout.
+    captured tensor that the same graph computes, since it does not fix its layout. And its kernel
+    takes the log-sum-exp for contiguous, whose rows Inductor pads where it is computed from that of
+    forward: gradients were wrong for lengths such as 300.
     """
-    return x.clone()
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 @captured.register_fake
 def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _options() -> dict[str, Any]:
@@ -285,12 +287,26 @@ def attend(form: Form, x: Heads, given: Given) -> tuple[Tensor, Tensor]:
 
 
 def gradients(
-    form: Form, dy: Tensor, x: Heads, y: Tensor, logsumexp: Tensor, given: Given
+    form: Form,
+    dy: Tensor,
+    x: Heads,
+    y: Tensor,
+    logsumexp: Tensor,
+    given: Given,
+    copied: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv for the gradient of the output."""
+    """dq, dk and dv for the gradient of the output.
+
+    Args:
+        copied: whether tensors may be computed in the graph that this is traced into.
+    """
+    logsumexp = logsumexp / _LN2
+    if copied:
+        logsumexp = captured(logsumexp)
+        given = Given(*(None if t is None else captured(t) for t in given))
     made = _functions(form, given)
     blocks = *_block_mask(x, form, given), made.seen
     functions = made.score, made.grad, blocks, form.scale, _options()
-    kept = y, logsumexp / _LN2, dy, None
+    kept = y, logsumexp, dy, None
     dq, dk, dv, _ = _backward(*x, *kept, *functions, made.of_score, made.of_seen)
     return dq, dk, dv

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, Result
-from .flex import Form, Given, attend, captured, dtypes_of, form_of, given_of, gradients
+from .flex import Form, Given, attend, dtypes_of, form_of, given_of, gradients
 from .sdpa import HALF, capability, first, has_little_shared_memory
 
 __all__ = ["FLEX"]
@@ -300,9 +300,8 @@ def _backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     form = form_of(x, call)
     if not _is_compiled(x.q):
         given = given_of(x, call, form)
-        if torch.compiler.is_compiling() or type(x.q) is not Tensor:
-            given = Given(*(None if t is None else captured(t) for t in given))
-        return gradients(form, dy, x, r.output, r.logsumexp, given)
+        copied = torch.compiler.is_compiling() or type(x.q) is not Tensor
+        return gradients(form, dy, x, r.output, r.logsumexp, given, copied)
     compiled = _for_backward(_kind_of(x, call, form))
     if compiled is None:
         return BLOCKWISE.backward(dy, x, r, call)
