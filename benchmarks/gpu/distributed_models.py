@@ -68,6 +68,12 @@ def gpt(setting: Setting) -> Contest:
         made = (gpt_layers.our_layer(dim, heads, setting.to) for _ in range(layers))
         return share(opfuser.Sequential(*(opfuser.Sequential(*one) for one in made)), source())
 
+    def ours_compiled() -> nn.Module:
+        stack: Any = ours()
+        for layer in stack:
+            layer.compile(**setting.how_compiled)
+        return stack  # type: ignore[no-any-return]
+
     def trained(make: Callable[[], nn.Module], unit: str) -> Training:
         stack: Any = make()
         units = [*stack] if unit == LAYER else [block for layer in stack for block in layer]
@@ -87,6 +93,7 @@ def gpt(setting: Setting) -> Contest:
     ]
     if setting.compiles:
         entries.append(entry(COMPILED_BY_UNIT, LAYER, compiled))
+        entries.append(entry(f"{OURS}, {COMPILED_BY_UNIT}", LAYER, ours_compiled))
     return Contest("GPT, FSDP2", sizes, gpus, gpus * batch * length, tuple(entries))
 
 

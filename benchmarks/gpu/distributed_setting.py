@@ -57,7 +57,7 @@ class Entry:
 
     @property
     def compiles(self) -> bool:
-        return self.name == COMPILED_BY_UNIT
+        return self.name.endswith(COMPILED_BY_UNIT)
 
 
 class Contest(NamedTuple):
@@ -109,10 +109,14 @@ class Setting:
             "one"
         ]
 
-    def compiled(self, function: Any) -> Any:
+    @property
+    def how_compiled(self) -> dict[str, Any]:
         # Inductor would need a compiler of C++ for a CPU.
         backend = "aot_eager" if self.tiny else "inductor"
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        return {"fullgraph": True, "dynamic": False, "backend": backend}
+
+    def compiled(self, function: Any) -> Any:
+        return torch.compile(function, **self.how_compiled)
 
 
 def sharded(root: nn.Module, units: Iterable[nn.Module], mesh: DeviceMesh) -> None:
