@@ -430,8 +430,10 @@ class Sequential(NestedSequential):
         known = "_stamp" in self.__dict__
         self._prepare_what_traced_code_reads()
         if not known:
+            kinds = [type(m) for m in self.modules()]
             for other in untraced_like(self):
-                other._prepare_along_with(self)
+                if len(other) == len(self) and [type(m) for m in other.modules()] == kinds:
+                    other._prepare_along()
         return True
 
     def _prepare_what_traced_code_reads(self) -> None:
@@ -442,10 +444,8 @@ class Sequential(NestedSequential):
         stamp(inside)
         self._resolve()
 
-    def _prepare_along_with(self, other: Sequential) -> None:
-        """Has this one share the code traced for ``other``, if they have the same modules."""
-        if list(map(type, self.modules())) != list(map(type, other.modules())):
-            return
+    def _prepare_along(self) -> None:
+        """For code that is traced for another one, with modules of the same classes."""
         try:
             self._prepare_what_traced_code_reads()
             for seq in self._stamped:
