@@ -85,7 +85,8 @@ def test_a_program_writes_to_nothing_and_leaves_the_kernel_of_attention_open() -
     assert {op.namespace for op in found} == {"aten"}
 
 
-def test_keywords_and_half_precision() -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_keywords_and_half_precision(strict: bool) -> None:
     config = EncoderConfig(17, 16, 1, 2, num_positions=32, dtype=torch.bfloat16)
     model = text_encoder(config).eval()
 
@@ -102,7 +103,7 @@ def test_keywords_and_half_precision() -> None:
     padded, sizes = Padded(), {0: ROWS, 1: LENGTH}
     inputs = *batch("BERT", 2, 9), torch.ones(2, 9, dtype=torch.bool)
     program: Any = torch.export.export(
-        padded, inputs, dynamic_shapes=(sizes, sizes, sizes), strict=False
+        padded, inputs, dynamic_shapes=(sizes, sizes, sizes), strict=strict
     ).module()
     tokens, types = batch("BERT", 3, 12)
     mask = torch.arange(12) < torch.tensor([[12], [7], [1]])
