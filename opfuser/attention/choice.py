@@ -32,6 +32,7 @@ __all__ = [
     "explained",
     "foreseen",
     "happened",
+    "like",
 ]
 
 # In order of preference, but for those taken by name only. Among cuDNN, flash and efficient torch
@@ -159,8 +160,8 @@ def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:
     return name
 
 
-def _like(request: Request) -> tuple[Heads, Call]:
-    """Heads of the request's kind, of no meaning, and the call."""
+def like(request: Request) -> tuple[Heads, Call]:
+    """Heads of the request's kind, of no meaning, and the call without its mask."""
     r = request
     where: Any = {"dtype": r.dtype, "device": r.device}
     heads = [
@@ -178,7 +179,7 @@ def _choose_for_tracer(*fields: Any) -> str:
     """The choice for such a request. torch looks at real tensors, which a tracer does not have."""
     request = Request(*fields)
     with _disable_current_modes():
-        return _choice_of_torch(*_like(request), request.differentiable)
+        return _choice_of_torch(*like(request), request.differentiable)
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
@@ -187,9 +188,12 @@ _chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def expanded(x: Heads) -> Heads:
-    """Repeats each of the K key and value heads for its G queries: copies."""
+    """Repeats each of the K key and value heads for its G queries: copies, as (B, T, H, D)."""
     group = x.q.shape[1] // x.k.shape[1]
-    return Heads(x.q, *(heads.repeat_interleave(group, dim=1) for heads in x[1:]))
+    # Next to D, where strides are numbers: of strides that hold a length, torch 2.11 exports which
+    # one is the smaller as if that fixed the length.
+    rows = [heads.transpose(1, 2).repeat_interleave(group, dim=2) for heads in x[1:]]
+    return Heads(x.q, *(heads.transpose(1, 2) for heads in rows))
 
 
 def _refusal(name: str, request: Request) -> str | None:
@@ -211,7 +215,7 @@ def _refusal_of_torch(name: str, request: Request) -> str | None:
         return None
     with warnings.catch_warnings(record=True) as told, torch.set_grad_enabled(True):
         warnings.simplefilter("always")
-        x, call = _like(request)
+        x, call = like(request)
         x = x if KERNELS[name].grouped else expanded(x)
         q = x.q.requires_grad_(request.differentiable)
         grouped = q.shape[1] != x.k.shape[1]

@@ -106,8 +106,11 @@ class AddEmbedding(BasicOperation):
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:
         (indices,) = extra_inputs
-        received = f"input {tuple(input_.shape)} of {input_.dtype}"
-        received += f", indices {tuple(indices.shape)} of {indices.dtype}"
+        # One string: Dynamo of torch 2.11 cannot add two that hold sizes.
+        received = (
+            f"input {tuple(input_.shape)} of {input_.dtype}, "
+            f"indices {tuple(indices.shape)} of {indices.dtype}"
+        )
         invariant = ""
         if input_.shape[-1:] != (self.embedding_dim,) or not input_.is_floating_point():
             invariant = f"The input must be floating point, (..., {self.embedding_dim})"

@@ -79,6 +79,7 @@ def test_code_is_generated_once(family: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Online softmax:UserWarning")
 @pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("family", ["Llama", "GPT-2", "BERT", "ViT"])
 def test_in_cuda_graphs(family: str) -> None:
     """The mode reduce-overhead: recorded in the first steps, replayed in the later ones."""
