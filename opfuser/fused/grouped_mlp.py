@@ -110,6 +110,15 @@ class GroupedMLP(FusedOperation):
         super().__init__([*([] if permute is None else [permute]), linear1, activation, linear2])
         self.permute, self.linear1 = permute, linear1
         self.activation, self.linear2 = activation, linear2
+        # Which extra inputs read which extra output of Permute; Dynamo of torch 2.11 could not
+        # compare the names.
+        made = [] if permute is None else permute._extra_output_channels
+        self._made = {
+            (at, slot): made.index(channel)
+            for at, op in enumerate(self.basic_ops)
+            for slot, channel in enumerate(op._extra_input_channels)
+            if channel is not None and channel in made
+        }
 
     def fuser_forward(
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
@@ -147,10 +156,8 @@ class GroupedMLP(FusedOperation):
 
     def _inner(self, extras: ExtraTensors) -> tuple[_Channel, ...]:
         """The extra inputs that Permute makes: the engine leaves them out."""
-        assert self.permute is not None
-        names = self.permute._extra_output_channels
         return tuple(
-            _Channel(at, slot, names.index(self.basic_ops[at]._extra_input_channels[slot]))
+            _Channel(at, slot, self._made[at, slot])
             for at, row in enumerate(extras)
             for slot, given in enumerate(row)
             if given is None
