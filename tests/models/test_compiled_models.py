@@ -78,6 +78,7 @@ def test_code_is_generated_once(family: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Online softmax:UserWarning")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.filterwarnings("ignore:Please use the new API settings:UserWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize("family", ["Llama", "GPT-2", "BERT", "ViT"])
