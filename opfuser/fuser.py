@@ -45,9 +45,9 @@ from .op import (
     BasicOperation,
     FusedOperation,
     FusibleOperation,
-    StandaloneCalls,
-    has_called_parts,
 )
+from .op.fusible import StandaloneCalls
+from .op.kinds import has_called_parts
 from .quantization.region import active_recipe, in_backward, open_regions
 from .quantization.weights import is_fp8
 from .recipe import Recipe

@@ -33,9 +33,8 @@ from .op import (
     FusedOperation,
     FusibleOperation,
     GradNeeds,
-    has_called_parts,
-    must_be_called,
 )
+from .op.kinds import has_called_parts, must_be_called
 from .registry import FusionHandle, registry
 
 Facts = Tensor | TensorFacts

@@ -41,7 +41,8 @@ from .groups import (
     stretches,
     tell_regrouped,
 )
-from .op import BasicOperation, FusedOperation, FusibleOperation, has_called_parts
+from .op import BasicOperation, FusedOperation, FusibleOperation
+from .op.kinds import has_called_parts
 from .quantization.region import active_recipe, check_recipe, region, region_of_call
 from .recipe import Recipe
 from .registry import registry

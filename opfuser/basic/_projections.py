@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 from ..change_tracking import Tracked, has_hooks
 from ..errors import ArgumentError, explain
-from ..op import BasicOperation, FusedOperation
+from ..op import BasicOperation, FusibleOperation
 
 __all__ = ["OfProjections", "Projection", "refusal"]
 
@@ -106,7 +106,7 @@ class OfProjections(BasicOperation):
         for name, projection in projections.items():
             self.add_module(name, projection)
 
-    def share_parameters_with(self, owner: FusedOperation) -> None:
+    def share_parameters_with(self, owner: FusibleOperation) -> None:
         """Makes the projections submodules of a compound: a replaced one is replaced for both."""
         super().share_parameters_with(owner)
         owner._modules.update(self._modules)

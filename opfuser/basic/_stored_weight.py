@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, explain
-from ..op import BasicOperation, FusedOperation, OperationContext
+from ..op import BasicOperation, FusibleOperation, OperationContext
 from ..quantization.weights import (
     WeightFormat,
     check_scale,
@@ -149,7 +149,7 @@ class StoresWeight(BasicOperation):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.set_grad_dtype()
 
-    def share_parameters_with(self, owner: FusedOperation) -> None:
+    def share_parameters_with(self, owner: FusibleOperation) -> None:
         super().share_parameters_with(owner)
         if self.weight_format is not None:  # the scale is one of the owner's buffers likewise
             owner._buffers.update(self._buffers)

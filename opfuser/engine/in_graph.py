@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..op import BasicOperation, is_built_in
+from ..op import BasicOperation
+from ..op.kinds import is_built_in
 from .autograd import compiling, execute
 from .schedule import Schedule
 

@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from ..op import FusedOperation, FusibleOperation, is_built_in
+from ..op import FusedOperation, FusibleOperation
+from ..op.kinds import is_built_in
 from ..quantization.quantizers import multiplies
 from .folding import Fold, NamePart, fold, joined_numbers, joined_parts
 from .plain_modules import replacement

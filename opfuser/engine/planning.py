@@ -10,7 +10,8 @@ from typing import Any
 
 from ..errors import PlanError, explain
 from ..fusion import Env, Fusion, Match, NearMiss, QuantizedEdge, Refusal, Stage
-from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds, is_built_in
+from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
+from ..op.kinds import is_built_in
 from ..registry import FusionHandle
 from . import plan_text as _plan_text  # noqa: F401 - how plans are shown
 from .dumps import Dump

@@ -16,7 +16,7 @@ from ..attention import context_parallel
 from ..events.kinds import FallbackTaken
 from ..events.telling import emit, generation
 from ..fusion import Refusal
-from ..op import is_built_in
+from ..op.kinds import is_built_in
 from ..quantization.quantizers import kept_weights
 from ..quantization.watch import is_watched
 from .autograd import Kwargs, execute_eagerly

@@ -13,9 +13,9 @@ from ..op import (
     FusibleOperation,
     GradNeeds,
     OperationContext,
-    is_built_in,
     new_context,
 )
+from ..op.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from .plan import Plan, Step, quantizer_between
 from .routing import Routing, Slot

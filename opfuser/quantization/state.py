@@ -16,7 +16,7 @@ from ..events.telling import emit
 from ..kernels.quantize import TensorScaling, scale_for
 from ..kernels.scales import KeptScales
 from ..kernels.scales import update_scales as update_together
-from ..op import RESTORED_CHILDREN, FusibleOperation
+from ..op.fusible import RESTORED_CHILDREN, FusibleOperation
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
 
 __all__ = ["ROLES", "QuantizationState", "enter_region", "in_backward", "state_of", "update_scales"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.plan import Plan, Texts
 from ..engine.plan_text import computed_by, runs_backward
-from ..op import is_built_in
+from ..op.kinds import is_built_in
 from .columns import Columns, Section, channels, columns
 from .layout import MARGIN, Layout, Line, fusion_of
 from .shapes import CHARACTER, KIND, SMALL, STYLE, arrow, cut, head, path, rect, text, titled

@@ -34,7 +34,8 @@ from ..engine.plan import Plan, expand
 from ..engine.schedule import Schedule
 from ..errors import TargetError
 from ..fuser import OperationFuser
-from ..op import FusibleOperation, has_called_parts
+from ..op import FusibleOperation
+from ..op.kinds import has_called_parts
 from ..sequential import Sequential
 from .kernel_counts import Counts, KernelCounter, counting
 from .observing import observed

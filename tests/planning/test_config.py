@@ -22,7 +22,8 @@ from opfuser.fusion import Fusion, Refusal
 from opfuser.fusion_config import FusionConfig, glob_names
 from opfuser.fusion_config_text import as_file
 from opfuser.op import BasicOperation, OperationContext
-from opfuser.registry import Registry, effective, registry
+from opfuser.registry import effective, registry
+from opfuser.registry.handles import Registry
 from tests.planning.toys import REGISTER, FusedForward, pattern
 
 pytest.importorskip("yaml", reason="files of configurations are YAML")

@@ -16,7 +16,8 @@ import torch
 import opfuser
 from opfuser.errors import FusionError, UnknownFusionError
 from opfuser.fusion import Refusal, Requires
-from opfuser.registry import FusionHandle, Registry, registry
+from opfuser.registry import FusionHandle, registry
+from opfuser.registry.handles import Registry
 from tests.planning.toys import REGISTER, A, B, Fused, planned, rule
 
 ROOT = Path(__file__).parents[2]

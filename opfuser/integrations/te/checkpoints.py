@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opfuser import BasicLinear, FusedOperation, FusibleOperation, Linear, Sequential
 from opfuser.errors import NotSupportedError, explain
-from opfuser.op import RESTORED_CHILDREN
+from opfuser.op.fusible import RESTORED_CHILDREN
 
 from .conversion import options_of
 

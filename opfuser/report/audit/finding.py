@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from ...op import BasicOperation, FusedOperation, FusibleOperation, must_be_called
+from ...op import BasicOperation, FusedOperation, FusibleOperation
+from ...op.kinds import must_be_called
 from .formulas import (
     COMBINED,
     WRITTEN_OUT,

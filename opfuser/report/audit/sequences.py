@@ -15,7 +15,8 @@ from ...engine.plan import Plan, Step
 from ...errors import OpfuserError
 from ...fusion import Fusion, Match, Refusal, Stage
 from ...integrations.torch_nn import from_torch
-from ...op import BasicOperation, FusibleOperation, is_built_in
+from ...op import BasicOperation, FusibleOperation
+from ...op.kinds import is_built_in
 from ...registry import disable, enable, registry
 from ...sequential import Sequential
 from ..observing import SequenceCall

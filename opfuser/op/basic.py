@@ -1,33 +1,16 @@
-"""Base classes of operations."""
+"""Basic operations: what one tensor operation implements, and the parameters that it owns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Concatenate, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .change_tracking import (
-    Tracked,
-    has_hooks,
-    is_compiled,
-    replaces_forward,
-    signature,
-    untraced_like,
-)
-from .context import (
-    Dtypes,
-    GradNeeds,
-    OperationContext,
-    autocast_dtype,
-    compute_dtype,
-    in_compute_dtype,
-    new_context,
-)
-from .errors import (
+from ..context import Dtypes, OperationContext
+from ..errors import (
     ArgumentError,
     ArgumentTypeError,
     ChannelCapturedError,
@@ -36,24 +19,12 @@ from .errors import (
     MissingImplementationError,
     NotSupportedError,
     OpKwargsError,
-    ReadOnlyAttributeError,
     explain,
 )
-from .gemm_providers import GemmChoice
+from ..gemm_providers import GemmChoice
+from .fusible import RESTORED_CHILDREN, FusibleOperation, StandaloneCalls
 
-__all__ = [
-    "BasicOperation",
-    "Dtypes",
-    "FusedOperation",
-    "FusibleOperation",
-    "GradNeeds",
-    "OperationContext",
-    "autocast_dtype",
-    "compute_dtype",
-    "in_compute_dtype",
-    "new_context",
-]
-
+__all__ = ["BasicOperation"]
 
 Returned = TypeVar("Returned")
 
@@ -63,205 +34,6 @@ def _with_any_keywords(
 ) -> Callable[Concatenate[Any, OperationContext, Tensor, ...], Returned]:
     """``method``, which may be overridden by one with other keywords, as type checkers see it."""
     return method
-
-
-class StandaloneCalls:
-    """What runs one operation outside of a Sequential; ``fuser.py`` sets it."""
-
-    make_fuser: Callable[..., Any]
-    run_alone: Callable[..., Any]
-
-
-# Children that an operation has only once it needs them, and what makes one that a state dict has.
-RESTORED_CHILDREN: dict[str, Callable[[FusibleOperation, dict[str, Any], str], None]] = {}
-
-
-class FusibleOperation(Tracked):
-    """An operation that can take part in fusion: a basic operation or a fused one.
-
-    Numbers of any kind that are set as attributes become Python's int or float.
-
-    Class attributes:
-        read_only: names of attributes that cannot be set once they have a value, because something
-            derived from them, such as the shape of a parameter, would not follow.
-        replayable: promises that both passes do nothing but launch kernels on tensors that are
-            their arguments, parameters, buffers, :meth:`BasicOperation.cached_tensors` or made on
-            the way: no value is read by the host, nothing else is changed. Launches can then be
-            recorded and replayed. A class outside of the library must state it itself; it is not
-            inherited.
-        kernels: what computes the operation, for the text of plans: ``("my_package.my_norm",)``.
-            Not inherited by classes outside of the library. The library's own name families of
-            Triton kernels, which plain torch replaces where they do not run, and ``"GEMM"``; a
-            fused one of it, by default, has those of its basic operations.
-        emits_quantized: whether forward returns what ``next_op_input_quantizer`` makes of its
-            output, where it is given one.
-        emits_quantized_grad: whether backward returns what ``grad_input_quantizer`` of its first
-            context makes of the gradient of its input, where that is not None.
-    """
-
-    read_only: ClassVar[frozenset[str]] = frozenset()
-    replayable: bool = True
-    kernels: ClassVar[tuple[str, ...]] = ()
-    emits_quantized: ClassVar[bool] = False
-    emits_quantized_grad: ClassVar[bool] = False
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not isinstance(value, (int, float, Tensor)) and isinstance(value, Real):
-            # Fractions and NumPy's scalars, which torch does not accept.
-            value = int(value) if isinstance(value, Integral) else float(value)
-        if name in self.read_only and self.__dict__.get(name, value) != value:
-            raise ReadOnlyAttributeError(
-                explain(
-                    f"{name} is fixed when the operation is made",
-                    where=type(self).__name__,
-                    received=f"{name}={value!r} in place of {self.__dict__[name]!r}",
-                    remedy="Make a new operation",
-                )
-            )
-        super().__setattr__(name, value)
-
-    @property
-    def is_fused_op(self) -> bool:
-        """Whether this operation replaces basic operations."""
-        raise NotImplementedError
-
-    @property
-    def quantized_ops(self) -> Sequence[BasicOperation]:
-        """The operations among those that it covers whose GEMMs take quantised operands."""
-        return ()
-
-    def takes_quantized(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
-        """The ``Quantizer`` that makes the input which forward takes; None: a tensor.
-
-        An operation that returns one must take tensors all the same. Asked once per plan.
-
-        Args:
-            env: the ``Env`` of the call.
-            needs: for each basic operation the gradients that will be read.
-        """
-        return None
-
-    def takes_quantized_grad(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
-        """That of the gradient of the output which backward takes, likewise."""
-        return None
-
-    def quantized_edges(self, env: Any, needs: Sequence[GradNeeds | None]) -> Sequence[Any]:
-        """A ``QuantizedEdge`` for each tensor inside that goes from kernel to kernel as codes.
-
-        Operations are numbered from that which comes first in this one.
-        """
-        return ()
-
-    def pre_first_fuser_forward(self) -> None:
-        """Called once, before the first forward that includes this operation."""
-
-    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """Called before every forward. Override only if needed: it costs host time."""
-
-    def own_forward(self) -> str:
-        """Why calls may do something else than the passes, as a predicate; empty if they do not.
-
-        Asked, after changes, of operations whose class has a ``forward`` of its own.
-        """
-        return "has a forward of its own"
-
-    def get_input_quantizer(self) -> Any | None:
-        """How the input is quantised in the region that the caller is in; None: it is not."""
-        return None
-
-    def get_grad_output_quantizer(self) -> Any | None:
-        """How the gradient of the output is quantised there; None: it is not."""
-        return None
-
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
-        """Computes the forward of all basic operations that this operation covers.
-
-        Every list has one entry per basic operation, in forward order.
-
-        Returns:
-            The output, and for each basic operation the sequence of its extra outputs.
-        """
-        raise MissingImplementationError(
-            explain(
-                "A fused operation in the forward plan must implement fuser_forward",
-                where=type(self).__name__,
-                remedy="Implement it, or register the fusion for the backward pass only",
-            )
-        )
-
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: Tensor,
-        *,
-        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
-    ) -> tuple[
-        Tensor | None,
-        Sequence[Sequence[Tensor | None] | None],
-        Sequence[Sequence[Tensor | None] | None],
-    ]:
-        """Computes the backward of all basic operations that this operation covers.
-
-        Every list has one entry per basic operation, in FORWARD order.
-
-        Returns:
-            The gradient of the input (None if ``basic_op_ctxs[0].needs.input`` is false); for each
-            basic operation the gradients of its parameters; for each the gradients of its extra
-            inputs. ``grad_output`` must not be written to.
-        """
-        raise MissingImplementationError(
-            explain(
-                "A fused operation in the backward plan must implement fuser_backward",
-                where=type(self).__name__,
-                remedy="Implement it, or register the fusion for the forward pass only",
-            )
-        )
-
-    def _describe(self) -> str:
-        return repr((id(type(self)), has_hooks(self), signature(self)))
-
-    _alone: Any = None  # the fuser of standalone calls, with its plans
-
-    def _prepare_alone(self) -> bool:
-        if self._alone is None:
-            self.__dict__["_alone"] = StandaloneCalls.make_fuser(self)
-        return True
-
-    def _prepare_alone_for_tracing(self) -> bool:
-        untraced = untraced_like(self) if "_stamp" not in self.__dict__ else [self]
-        for op in untraced:
-            op._prepare_alone()
-            op._alone.prepare_what_traced_code_reads()
-        return True
-
-    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _prepare_alone_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for derived in ("_alone", "_stamp", "_settings", "__setattr__", "_compiled_call_impl"):
-            state.pop(derived, None)
-        return state
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # te.ops pickles quantisation state into every operation; without quantised compute there
-        # is nothing to restore from it.
-        state_dict.pop(prefix + "_extra_state", None)
-        for name, restore in RESTORED_CHILDREN.items():
-            if name not in self._modules:
-                restore(self, state_dict, f"{prefix}{name}.")
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class BasicOperation(FusibleOperation):
@@ -298,7 +70,7 @@ class BasicOperation(FusibleOperation):
     _extra_input_channels: list[str | None]
     _extra_output_channels: list[str | None]
     _extra_output_to_caller: list[bool]
-    _owner: FusedOperation | None = None
+    _owner: FusibleOperation | None = None
     _parameter_names: list[str]
     _routing_captured: bool
 
@@ -562,7 +334,7 @@ class BasicOperation(FusibleOperation):
         """Runs this operation alone. Channels do not apply: every extra input is an argument."""
         return StandaloneCalls.run_alone(self, input, extra_inputs, [kwargs] if kwargs else None)
 
-    def share_parameters_with(self, owner: FusedOperation) -> None:
+    def share_parameters_with(self, owner: FusibleOperation) -> None:
         """Hands the parameters of this operation over to a compound.
 
         Both use one dictionary from now on: an assignment through either is visible in both, and
@@ -697,122 +469,4 @@ class BasicOperation(FusibleOperation):
                     where=where,
                     remedy="Bind channels before the first call, on newly made operations",
                 )
-            )
-
-
-class FusedOperation(FusibleOperation):
-    """Consecutive basic operations executed as one.
-
-    One that overrides neither ``fuser_forward`` nor ``fuser_backward`` is a compound, such as
-    ``Linear``: a Sequential replaces it by its basic operations. Any other owns no parameters; its
-    basic operations do.
-
-    Args:
-        basic_ops: the basic operations it replaces, in forward order.
-
-    Raises:
-        ArgumentError: there are none.
-        ArgumentTypeError: one is no operation.
-
-    Class attributes:
-        saves_more: declares that its forward saves more bytes than the operations that it replaces;
-            :func:`opfuser.testing.check_fusion` fails for others that do.
-        handle: the ``FusionHandle`` of a class that :func:`opfuser.fusion` registered.
-    """
-
-    saves_more: ClassVar[bool] = False
-    handle: ClassVar[Any]
-
-    basic_ops: Sequence[BasicOperation]
-
-    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
-        super().__init__()
-        parts = list(_flatten(basic_ops))
-        if not parts:
-            raise ArgumentError(
-                explain(
-                    "A fused operation must cover at least one basic operation",
-                    where=type(self).__name__,
-                )
-            )
-        self._set_parts(parts)
-
-    def _set_parts(self, parts: list[BasicOperation]) -> None:
-        self.basic_ops = nn.ModuleList(parts)  # type: ignore[assignment]
-
-    @property
-    def is_fused_op(self) -> bool:
-        return True
-
-    @classmethod
-    def is_compound(cls) -> bool:
-        """Whether operations of this class have no kernel and stand for their basic operations."""
-        return (
-            cls.fuser_forward is FusibleOperation.fuser_forward
-            and cls.fuser_backward is FusibleOperation.fuser_backward
-        )
-
-    def get_input_quantizer(self) -> Any | None:
-        return self.basic_ops[0].get_input_quantizer()
-
-    def get_grad_output_quantizer(self) -> Any | None:
-        return self.basic_ops[-1].get_grad_output_quantizer()
-
-    def pre_first_fuser_forward(self) -> None:
-        for op in self.basic_ops:
-            op.pre_first_fuser_forward()
-
-    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        for op in self.basic_ops:
-            op.pre_fuser_forward(requires_grad=requires_grad)
-
-    def forward(
-        self,
-        input: Tensor,
-        *extra_inputs: Tensor,
-        basic_op_kwargs: list[dict[str, Any]] | None = None,
-    ) -> Any:
-        """Runs this operation alone."""
-        return StandaloneCalls.run_alone(self, input, extra_inputs, basic_op_kwargs)
-
-
-def is_built_in(op: nn.Module) -> bool:
-    """Whether an operation is the library's own, which promises more than the calling contract."""
-    return type(op).__module__.startswith(__package__ + ".")
-
-
-_FORWARDS = (BasicOperation.forward, FusedOperation.forward)
-
-
-def must_be_called(op: nn.Module) -> str:
-    """Why an operation has to be called as a module, or an empty string: "HOOK" or "FORWARD"."""
-    if not isinstance(op, FusibleOperation):
-        return ""
-    own = type(op)
-    if replaces_forward(op) or own.__call__ is not _CALL or is_compiled(op):
-        return "FORWARD"
-    if own.forward not in _FORWARDS and op.own_forward():
-        return "FORWARD"
-    return "HOOK" if has_hooks(op) else ""
-
-
-_CALL = nn.Module.__call__
-
-
-def has_called_parts(op: nn.Module) -> bool:
-    """Whether ``op`` is a compound with a basic operation that has to be called as a module."""
-    if not (isinstance(op, FusedOperation) and op.is_compound()):
-        return False
-    return any(map(must_be_called, op.basic_ops))
-
-
-def _flatten(ops: Iterable[FusibleOperation]) -> Iterator[BasicOperation]:
-    for op in ops:
-        if isinstance(op, FusedOperation):
-            yield from op.basic_ops
-        elif isinstance(op, BasicOperation):
-            yield op
-        else:
-            raise ArgumentTypeError(
-                explain("A fused operation consists of operations", received=type(op).__name__)
             )

@@ -1,0 +1,214 @@
+"""What every operation has, basic or fused: its part in plans, its state, calls of it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..change_tracking import Tracked, has_hooks, signature, untraced_like
+from ..context import GradNeeds, OperationContext
+from ..errors import MissingImplementationError, ReadOnlyAttributeError, explain
+
+__all__ = ["RESTORED_CHILDREN", "FusibleOperation", "StandaloneCalls"]
+
+
+class StandaloneCalls:
+    """What runs one operation outside of a Sequential; ``fuser.py`` sets it."""
+
+    make_fuser: Callable[..., Any]
+    run_alone: Callable[..., Any]
+
+
+# Children that an operation has only once it needs them, and what makes one that a state dict has.
+RESTORED_CHILDREN: dict[str, Callable[[FusibleOperation, dict[str, Any], str], None]] = {}
+
+
+class FusibleOperation(Tracked):
+    """An operation that can take part in fusion: a basic operation or a fused one.
+
+    Numbers of any kind that are set as attributes become Python's int or float.
+
+    Class attributes:
+        read_only: names of attributes that cannot be set once they have a value, because something
+            derived from them, such as the shape of a parameter, would not follow.
+        replayable: promises that both passes do nothing but launch kernels on tensors that are
+            their arguments, parameters, buffers, :meth:`BasicOperation.cached_tensors` or made on
+            the way: no value is read by the host, nothing else is changed. Launches can then be
+            recorded and replayed. A class outside of the library must state it itself; it is not
+            inherited.
+        kernels: what computes the operation, for the text of plans: ``("my_package.my_norm",)``.
+            Not inherited by classes outside of the library. The library's own name families of
+            Triton kernels, which plain torch replaces where they do not run, and ``"GEMM"``; a
+            fused one of it, by default, has those of its basic operations.
+        emits_quantized: whether forward returns what ``next_op_input_quantizer`` makes of its
+            output, where it is given one.
+        emits_quantized_grad: whether backward returns what ``grad_input_quantizer`` of its first
+            context makes of the gradient of its input, where that is not None.
+    """
+
+    read_only: ClassVar[frozenset[str]] = frozenset()
+    replayable: bool = True
+    kernels: ClassVar[tuple[str, ...]] = ()
+    emits_quantized: ClassVar[bool] = False
+    emits_quantized_grad: ClassVar[bool] = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not isinstance(value, (int, float, Tensor)) and isinstance(value, Real):
+            # Fractions and NumPy's scalars, which torch does not accept.
+            value = int(value) if isinstance(value, Integral) else float(value)
+        if name in self.read_only and self.__dict__.get(name, value) != value:
+            raise ReadOnlyAttributeError(
+                explain(
+                    f"{name} is fixed when the operation is made",
+                    where=type(self).__name__,
+                    received=f"{name}={value!r} in place of {self.__dict__[name]!r}",
+                    remedy="Make a new operation",
+                )
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether this operation replaces basic operations."""
+        raise NotImplementedError
+
+    @property
+    def quantized_ops(self) -> Sequence[FusibleOperation]:
+        """The operations among those that it covers whose GEMMs take quantised operands."""
+        return ()
+
+    def takes_quantized(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
+        """The ``Quantizer`` that makes the input which forward takes; None: a tensor.
+
+        An operation that returns one must take tensors all the same. Asked once per plan.
+
+        Args:
+            env: the ``Env`` of the call.
+            needs: for each basic operation the gradients that will be read.
+        """
+        return None
+
+    def takes_quantized_grad(self, env: Any, needs: Sequence[GradNeeds | None]) -> Any | None:
+        """That of the gradient of the output which backward takes, likewise."""
+        return None
+
+    def quantized_edges(self, env: Any, needs: Sequence[GradNeeds | None]) -> Sequence[Any]:
+        """A ``QuantizedEdge`` for each tensor inside that goes from kernel to kernel as codes.
+
+        Operations are numbered from that which comes first in this one.
+        """
+        return ()
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once, before the first forward that includes this operation."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before every forward. Override only if needed: it costs host time."""
+
+    def own_forward(self) -> str:
+        """Why calls may do something else than the passes, as a predicate; empty if they do not.
+
+        Asked, after changes, of operations whose class has a ``forward`` of its own.
+        """
+        return "has a forward of its own"
+
+    def get_input_quantizer(self) -> Any | None:
+        """How the input is quantised in the region that the caller is in; None: it is not."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        """How the gradient of the output is quantised there; None: it is not."""
+        return None
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Tensor,
+        *,
+        basic_op_extra_inputs: Sequence[Sequence[Tensor | None]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[Tensor, Sequence[Sequence[Tensor | None]]]:
+        """Computes the forward of all basic operations that this operation covers.
+
+        Every list has one entry per basic operation, in forward order.
+
+        Returns:
+            The output, and for each basic operation the sequence of its extra outputs.
+        """
+        raise MissingImplementationError(
+            explain(
+                "A fused operation in the forward plan must implement fuser_forward",
+                where=type(self).__name__,
+                remedy="Implement it, or register the fusion for the backward pass only",
+            )
+        )
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Tensor,
+        *,
+        basic_op_grad_extra_outputs: Sequence[Sequence[Tensor | None]],
+    ) -> tuple[
+        Tensor | None,
+        Sequence[Sequence[Tensor | None] | None],
+        Sequence[Sequence[Tensor | None] | None],
+    ]:
+        """Computes the backward of all basic operations that this operation covers.
+
+        Every list has one entry per basic operation, in FORWARD order.
+
+        Returns:
+            The gradient of the input (None if ``basic_op_ctxs[0].needs.input`` is false); for each
+            basic operation the gradients of its parameters; for each the gradients of its extra
+            inputs. ``grad_output`` must not be written to.
+        """
+        raise MissingImplementationError(
+            explain(
+                "A fused operation in the backward plan must implement fuser_backward",
+                where=type(self).__name__,
+                remedy="Implement it, or register the fusion for the forward pass only",
+            )
+        )
+
+    def _describe(self) -> str:
+        return repr((id(type(self)), has_hooks(self), signature(self)))
+
+    _alone: Any = None  # the fuser of standalone calls, with its plans
+
+    def _prepare_alone(self) -> bool:
+        if self._alone is None:
+            self.__dict__["_alone"] = StandaloneCalls.make_fuser(self)
+        return True
+
+    def _prepare_alone_for_tracing(self) -> bool:
+        untraced = untraced_like(self) if "_stamp" not in self.__dict__ else [self]
+        for op in untraced:
+            op._prepare_alone()
+            op._alone.prepare_what_traced_code_reads()
+        return True
+
+    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+    _prepare_alone_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for derived in ("_alone", "_stamp", "_settings", "__setattr__", "_compiled_call_impl"):
+            state.pop(derived, None)
+        return state
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # te.ops pickles quantisation state into every operation; without quantised compute there
+        # is nothing to restore from it.
+        state_dict.pop(prefix + "_extra_state", None)
+        for name, restore in RESTORED_CHILDREN.items():
+            if name not in self._modules:
+                restore(self, state_dict, f"{prefix}{name}.")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
