@@ -1,6 +1,7 @@
 import warnings
 
 warnings.simplefilter("ignore", DeprecationWarning)  # torch's compiler warns of itself
+warnings.filterwarnings("ignore", "The .grad attribute")
 
 # --8<-- [start:compile]
 import torch
