@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["memory_of", "only_memory", "only_reference", "references"]
+__all__ = ["memory_of", "only_memory", "only_reference", "references", "shares_nothing"]
 
 _references_to = torch._C._storage_Use_Count
 
@@ -38,6 +38,8 @@ def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int]
 
 # Counting itself holds references, whose number differs between versions of Python.
 _ALONE = _counts([torch.empty(1)], 0)
+_VIEW = torch.empty(1).view(1)
+_WITH_ONE_VIEW = _counts([_VIEW._base], 0)
 
 
 def only_reference(holder: Sequence[Tensor | None], index: int = 0) -> bool:
@@ -51,6 +53,20 @@ def only_reference(holder: Sequence[Tensor | None], index: int = 0) -> bool:
     try:
         return _counts(holder, index) == _ALONE
     except NotImplementedError:  # a batched gradient has no memory of its own
+        return False
+
+
+def shares_nothing(view: Tensor) -> bool:
+    """Whether nobody else has the memory of ``view``, nor the tensor that it is a view of.
+
+    False also where that cannot be told.
+    """
+    base = [view._base]
+    if base[0] is None:
+        return False
+    try:
+        return _counts(base, 0) == _WITH_ONE_VIEW
+    except NotImplementedError:  # as above
         return False
 
 

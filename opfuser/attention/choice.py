@@ -148,12 +148,17 @@ def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:
     """The kernel that torch would take for real tensors."""
     q, k, v = x
     grouped = q.shape[1] != k.shape[1]
-    with torch.set_grad_enabled(differentiable):  # some kernels have no backward on some GPUs
+    how: Any = {"dropout_p": call.dropout_p, "is_causal": call.causal, "scale": call.scale}
+    before = torch.is_grad_enabled()
+    # Some kernels have no backward on some GPUs. Without the microsecond of set_grad_enabled.
+    torch._C._set_grad_enabled(differentiable)
+    try:
         q = q.detach().requires_grad_(differentiable)
-        how: Any = {"dropout_p": call.dropout_p, "is_causal": call.causal, "scale": call.scale}
         choice = torch._fused_sdp_choice(q, k, v, **how, enable_gqa=grouped)
         if grouped and choice not in _BY_CHOICE:
             choice = torch._fused_sdp_choice(q, *expanded(x)[1:], **how)
+    finally:
+        torch._C._set_grad_enabled(before)
     name = _BY_CHOICE.get(choice, "blockwise")
     if name != "cudnn" and q.dtype in HALF and torch.backends.cuda.cudnn_sdp_enabled():
         cudnn_versions.warn_once(q.device)

@@ -321,7 +321,7 @@ class DotProductAttention(BasicOperation):
         if not ctx.needs.input:
             return None, sinks
         if settings.v_head_dim is None:
-            return torch.cat([dq, dk, dv], 2).view_as(qkv), sinks
+            return torch.cat([dq, dk, dv], 2).flatten(2), sinks
         return torch.cat([grad.flatten(2) for grad in (dq, dk, dv)], 2), sinks
 
     def _backward(
@@ -334,14 +334,16 @@ class DotProductAttention(BasicOperation):
         call = Call(settings.causal, _scale_of(x, settings))
         dsinks: tuple[Tensor | None, ...] = ()
         dy = _aligned(cast(grad_output, x.q.dtype).contiguous())
-        dy = dy.view(*dy.shape[:2], settings.num_heads, x.v.shape[3]).transpose(1, 2)
-        if ctx.kernel == context_parallel.NAME:
+        batch, queries, _ = dy.shape  # integers, as torch takes longer to unpack a torch.Size
+        dy = dy.view(batch, queries, settings.num_heads, x.v.shape[3]).transpose(1, 2)
+        name = ctx.kernel
+        if name == context_parallel.NAME:
             attended = ctx.attended or context_parallel.Attended(rest[0], Heads(*rest[1:]))
             return Heads(*[t.transpose(1, 2) for t in attended.gradients(dy)]), ()
         if mask is not None or cu_seqlens is not None or not settings.is_plain:
             constants = inputs.Constants(mask, cu_seqlens, sinks, ctx.max_seqlen)
             call = inputs.call_of(x, settings, call.scale, constants)
-        kernel = KERNELS[ctx.kernel]
+        kernel = KERNELS[name]
         grads = kernel.backward(dy, x if kernel.grouped else expanded(x), result, call)
         if sinks is not None:
             dsinks = (None,)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ..buffer_reuse import memory_of
+from ..buffer_reuse import memory_of, shares_nothing
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
@@ -86,6 +86,8 @@ def _without_base(output: Tensor, given: Sequence[Tensor]) -> Tensor:
     A view of an intermediate result autograd would not let the caller change, and ``fully_shard``
     warns of a unit that returns one.
     """
+    if shares_nothing(output):  # the usual case, without a look at each of those
+        return output.detach()
     memory = output.untyped_storage().data_ptr()
     shared = any(t.untyped_storage().data_ptr() == memory for t in given)
     return output if shared else output.detach()
@@ -127,26 +129,25 @@ class _SequenceFunction(torch.autograd.Function):
         output, outputs = execute_forward(schedule, kwargs, input_, extra_inputs, tape)
         if tape.verification is not None:
             tape.verification.note(schedule, tensors)
-        marked = False
+        marked, traced = False, torch.compiler.is_compiling()
         if tape.saved or schedule.kept_parameters:
             kept = [tensors[n] for n in schedule.kept_parameters]
-            marked = _in_checkpoint()
+            marked = not traced and _in_checkpoint()
             mark = [torch.empty(0, schedule.layout())] if marked else ()
             func_ctx.save_for_backward(*mark, *tape.saved, *kept)
         func_ctx.forwarded = (schedule, tape.contexts, marked, tape.verification)
-        if torch.compiler.is_dynamo_compiling():
+        if traced and torch.compiler.is_dynamo_compiling():
             # In a trace of torch 2.11, an output that an in-place operation returned, or that
             # shares memory with another one, gets a wrong gradient.
             output = output.view_as(output)
             outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
         else:
-            if BytesSaved.wanted and not torch.compiler.is_compiling():
+            if BytesSaved.wanted and not traced:
                 emit(_bytes_saved(schedule, tape.saved, tensors[: schedule.num_parameters], marked))
             if output._is_view():
-                if torch.compiler.is_compiling():  # without memory, and functional in any case
-                    output = output.detach()
-                else:
-                    output = _without_base(output, (input_, *tensors))
+                # What is traced has no memory, and is functional in any case.
+                given = (input_, *tensors)
+                output = output.detach() if traced else _without_base(output, given)
         if not outputs:
             return output
         func_ctx.set_materialize_grads(False)
@@ -267,8 +268,6 @@ def _in_checkpoint() -> bool:
     tensors of the same shapes. The checkpoint compares shapes: an empty tensor whose shape
     identifies the layout of the saved tensors makes it raise.
     """
-    if torch.compiler.is_compiling():
-        return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 

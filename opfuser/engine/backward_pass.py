@@ -66,7 +66,22 @@ _LEFT_BY_TE_OPS: dict[str, Callable[[OperationContext], Any]] = {
 }
 
 
-def _revived(kept: OperationContext) -> _RevivedContext:
+def _revive(
+    kept: OperationContext,
+    saved: list[Tensor | None],
+    parameters: tuple[int, int] | None,
+    base: int,
+) -> OperationContext:
+    """The context of one operation for its backward.
+
+    Its tensors are removed from ``saved``, so that they are freed once its backward has run.
+
+    Args:
+        kept: that of forward.
+        saved: by all operations, and then the parameters that backward reads.
+        parameters: which of the latter are the operation's, if its backward reads them.
+        base: where they begin.
+    """
     ctx = _RevivedContext()
     ctx.kept = kept
     ctx.requires_grad = kept.requires_grad
@@ -74,29 +89,13 @@ def _revived(kept: OperationContext) -> _RevivedContext:
     ctx.settings = kept.settings
     if kept.output_like is not None:
         ctx.output_like = kept.output_like
-    return ctx
-
-
-def _revive(
-    kept: OperationContext, saved: list[Tensor | None], parameters: tuple[int, int] | None
-) -> OperationContext:
-    """The context of one operation for its backward.
-
-    Its tensors are removed from ``saved``, so that they are freed once its backward has run.
-
-    Args:
-        parameters: where ``saved`` holds the operation's parameters, if its backward reads them.
-    """
-    if kept.span is None and parameters is None:
-        return kept
-    ctx = _revived(kept)
     if kept.span is not None:
         start, stop = kept.span
         ctx.saved_tensors = tuple(saved[start:stop])
         saved[start:stop] = [None] * (stop - start)
     if parameters is not None:
         start, stop = parameters
-        ctx.parameters = tuple(saved[start:stop])
+        ctx.parameters = tuple(saved[base + start : base + stop])
     return ctx
 
 
@@ -109,11 +108,13 @@ def _revive_all(
     """The contexts of a step; ``base`` is where the kept parameters begin in ``saved``."""
     ctxs = []
     for i, reads in general.contexts:
-        span = None if reads is None else (base + reads[0], base + reads[1])
-        ctxs.append(_revive(contexts[i], saved, span))
+        kept = contexts[i]
+        if kept.span is not None or reads is not None:
+            kept = _revive(kept, saved, reads, base)
+        ctxs.append(kept)
     if general.quantizer is not None and not is_watched():
         if ctxs[0] is contexts[general.contexts[0][0]]:  # that of forward, never written to
-            ctxs[0] = _revived(ctxs[0])
+            ctxs[0] = _revive(ctxs[0], saved, None, base)
         ctxs[0].grad_input_quantizer = general.quantizer
     return ctxs
 
@@ -155,7 +156,7 @@ def execute_backward(  # noqa: PLR0912, PLR0915 - a function for each branch wou
             else:
                 ctx = constant or contexts[index]
                 if constant is None and (ctx.span is not None or reads is not None):
-                    ctx = _revive(ctx, saved, reads and (base + reads[0], base + reads[1]))
+                    ctx = _revive(ctx, saved, reads, base)
                 if dx is None:
                     continue
                 result = op.op_backward(ctx, dx)
@@ -218,11 +219,8 @@ def _general_backward(
 ) -> Tensor | None:
     count = len(ctxs)
     grad_extra_outputs: list[Sequence[Tensor | None]] = [()] * count
-    if not general.silent:
-        grad_extra_outputs = [
-            [grads_of.pop(slot, None) for slot in slots] if slots else ()
-            for slots in general.outputs
-        ]
+    for n, slots in general.outputs:
+        grad_extra_outputs[n] = [grads_of.pop(slot, None) for slot in slots]
     if dx is None:
         # The operations behind this step return no gradient, so that of its output is zero.
         given = [g for gs in grad_extra_outputs for g in gs if g is not None]
@@ -246,7 +244,8 @@ def _general_backward(
                 "empty for one without",
             )
         )
-    for i, (start, stop), grads in zip(general.indices, general.spans, params):
+    for n, i, start, stop in general.parameters:
+        grads = params[n]
         if type(grads) is tuple and len(grads) == stop - start:
             if grads:
                 param_grads[start:stop] = grads
@@ -263,7 +262,8 @@ def _place_extra_grads(
     grads_of: dict[Slot, Tensor],
     extra_grads: list[Tensor | None],
 ) -> None:
-    for i, dextras, targets in zip(general.indices, extras, general.targets):
+    for n, i, targets in general.targets:
+        dextras = extras[n]
         if dextras is None:
             continue
         if len(dextras) != len(targets):

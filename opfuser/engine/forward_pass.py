@@ -52,11 +52,7 @@ class Tape:
                 ctx.span = (start, len(self.saved))
             ctx.to_save = None
 
-    def add_step(
-        self, general: GeneralForward, ctxs: Sequence[OperationContext], output: Tensor
-    ) -> None:
-        if general.notes_output and not torch.compiler.is_compiling():
-            ctxs[-1].output_like = (output.shape, output.dtype, output.device)
+    def add_step(self, ctxs: Sequence[OperationContext]) -> None:
         self.contexts += ctxs
         saved = self.saved
         for ctx in ctxs:
@@ -92,7 +88,9 @@ def execute_forward(  # noqa: PLR0912 - a function for each branch would cost ev
                     _permit_overwriting(general, ctxs, x, extra_inputs, produced)
                 x = _general_forward(op, general, ctxs, x, extra_inputs, kwargs, produced)
                 if tape is not None:
-                    tape.add_step(general, ctxs, x)
+                    if general.notes_output and not traced:
+                        ctxs[-1].output_like = (x.shape, x.dtype, x.device)
+                    tape.add_step(ctxs)
                 continue
             ctx = constant or new_context(needs, _settings(op, traced) if freezes else None)
             own = None if kwargs is None else kwargs[first]
@@ -139,7 +137,9 @@ def _contexts(general: GeneralForward, traced: bool) -> list[OperationContext]:
     for needs, basic in general.contexts:
         ctx = OperationContext()  # as new_context, without a call for each
         if basic is not None:
-            ctx.settings = _settings(basic, traced)
+            # As _settings.
+            kept = None if traced else basic.__dict__.get("_settings")
+            ctx.settings = kept or (basic.make_settings() if traced else basic.settings)
         if needs is None:
             ctx.requires_grad = False
         else:
@@ -164,21 +164,20 @@ def _general_forward(
 ) -> Tensor:
     count = len(ctxs)
     given: list[Sequence[Tensor | None]] = [()] * count
-    if general.sources is not None:
-        given = [
-            [_fetch(*source, extra_inputs, produced) for source in zip(row, asks)]
-            for row, asks in zip(general.sources, general.asks)
-        ]
+    for n, sources in general.sources:
+        given[n] = [_fetch(source, asks, extra_inputs, produced) for source, asks in sources]
     for slot in general.frees:
         produced.pop(slot, None)  # before the call, which may then hold the only reference
+    before, behind = general.quantizers
+    if behind is not None and is_watched():
+        behind = None  # where codes are told of, who multiplies by them makes them
     result = op.fuser_forward(
         ctxs,
         x,
         basic_op_extra_inputs=given,
-        prev_op_grad_output_quantizer=general.quantizers[0],
-        # Where codes are told of, who multiplies by them makes them.
-        next_op_input_quantizer=None if is_watched() else general.quantizers[1],
-        basic_op_kwargs=[{} if kwargs is None else kwargs[i] for i in general.indices],
+        prev_op_grad_output_quantizer=before,
+        next_op_input_quantizer=behind,
+        basic_op_kwargs=[{}] * count if kwargs is None else [kwargs[i] for i in general.indices],
     )
     try:
         x, extra_outputs = result
@@ -198,8 +197,8 @@ def _general_forward(
         )
     if not general.silent or any(extra_outputs):
         _place_extra_outputs(general, extra_outputs, produced)
-    for slot in general.frees:
-        produced.pop(slot, None)
+        for slot in general.frees:
+            produced.pop(slot, None)
     return x
 
 
@@ -222,7 +221,8 @@ def _place_extra_outputs(
     extra_outputs: Sequence[Sequence[Tensor | None]],
     produced: dict[Slot, Tensor],
 ) -> None:
-    for i, ys, slots in zip(general.indices, extra_outputs, general.outputs):
+    for n, i, slots in general.outputs:
+        ys = extra_outputs[n]
         if len(ys) != len(slots):
             raise ExtraOutputCountError(
                 explain(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..fusion import Stage
 from ..op import (
@@ -21,6 +21,8 @@ from .plan import Plan, Step, quantizer_between
 from .routing import Routing, Slot
 
 __all__ = ["Schedule"]
+
+T = TypeVar("T")
 
 
 class ForwardStep(NamedTuple):
@@ -40,15 +42,15 @@ class GeneralForward(NamedTuple):
     indices: tuple[int, ...]
     contexts: tuple[tuple[GradNeeds | None, BasicOperation | None], ...]
     """Needs of the operations, and those operations that have settings."""
-    sources: tuple[tuple[Slot | int | None, ...], ...] | None
-    """None: none of the operations has extra inputs."""
-    asks: tuple[tuple[bool, ...], ...]
-    """Which extra inputs show by ``requires_grad`` that their gradients are wanted."""
+    sources: tuple[tuple[int, tuple[tuple[Slot | int | None, bool], ...]], ...]
+    """For each operation with extra inputs its position in the step, where they come from, and
+    which of them show by ``requires_grad`` that their gradients are wanted."""
     overwrites: tuple[tuple[int, BasicOperation, int], ...]
     """Operations with ``in_place``: position in the step, operation, the caller's extra input."""
-    outputs: tuple[tuple[tuple[Slot, str], ...], ...]
-    """Slots of extra outputs, and why one may not be None: "public", "outside", or empty if it may.
-    """
+    outputs: tuple[tuple[int, int, tuple[tuple[Slot, str], ...]], ...]
+    """Of each operation its position in the step, its index, and the slots of its extra outputs
+    with why one may not be None: "public", "outside", or empty if it may. Of a step of the library
+    those without are left out: nothing is returned for them."""
     silent: bool
     """Whether none of the operations has extra outputs."""
     notes_output: bool
@@ -74,18 +76,17 @@ class BackwardStep(NamedTuple):
 
 
 class GeneralBackward(NamedTuple):
-    indices: tuple[int, ...]
-    spans: tuple[tuple[int, int], ...]
     contexts: tuple[tuple[int, tuple[int, int] | None], ...]
-    """Indices once more, and which of the kept parameters backward reads."""
-    targets: tuple[tuple[Slot | int | None, ...], ...]
-    """The slot or argument that the gradient of each extra input belongs to."""
+    """Indices of the operations, and which of the kept parameters backward reads."""
+    parameters: tuple[tuple[int, int, int, int], ...]
+    """Of each operation its position in the step, its index, and where its parameters begin and end
+    among all. Of a step of the library those without are left out."""
+    targets: tuple[tuple[int, int, tuple[Slot | int | None, ...]], ...]
+    """Likewise, with the slot or argument that the gradient of each extra input belongs to."""
     takes: bool
     """Whether any of the operations has extra inputs."""
-    outputs: tuple[tuple[Slot, ...], ...]
-    """Slots of extra outputs."""
-    silent: bool
-    """Whether none of the operations has extra outputs."""
+    outputs: tuple[tuple[int, tuple[Slot, ...]], ...]
+    """For each operation with extra outputs its position in the step, and their slots."""
     name: str
     quantizer: Quantizer | None
     """How the step that runs next wants the gradient."""
@@ -278,14 +279,13 @@ def _lay_out_forward(
         general = GeneralForward(
             step.indices,
             tuple((needs[i], ops[i] if _has_settings(ops[i]) else None) for i in step.indices),
-            sources if any(sources) else None,
-            asks,
+            tuple((n, tuple(zip(*rows))) for n, rows in enumerate(zip(sources, asks)) if rows[0]),
             tuple(
                 (n, ops[i], row[0])
                 for n, (i, row) in enumerate(zip(step.indices, sources))
                 if row and isinstance(row[0], int) and hasattr(ops[i], "in_place")
             ),
-            outputs,
+            _rows(step, outputs),
             not any(outputs),
             step.indices[-1] in ends,
             tuple(
@@ -319,21 +319,32 @@ def _lay_out_backward(
             )
             continue
         own = set(step.indices)
+        parameters = [range(*spans[i]) for i in step.indices]
         general = GeneralBackward(
-            step.indices,
-            tuple(spans[i] for i in step.indices),
             tuple((i, reads[i]) for i in step.indices),
-            tuple(_outside(routing.sources[i], own) for i in step.indices),
+            tuple((n, i, own.start, own.stop) for n, i, own in _rows(step, parameters)),
+            _rows(step, [_outside(routing.sources[i], own) for i in step.indices]),
             any(routing.sources[i] for i in step.indices),
             tuple(
-                tuple(Slot(i, s) for s in range(len(routing.consumers[i]))) for i in step.indices
+                (n, tuple(Slot(i, s) for s in range(len(routing.consumers[i]))))
+                for n, i in enumerate(step.indices)
+                if routing.consumers[i]
             ),
-            not any(routing.consumers[i] for i in step.indices),
             _name(step),
             quantizers.get(first),
         )
         out.append(BackwardStep(step.op, first, (0, 0), None, None, general))
     return tuple(out)
+
+
+def _rows(step: Step, values: Iterable[T]) -> tuple[tuple[int, int, T], ...]:
+    """Position and index of each operation of a step, with its value.
+
+    Those with an empty one only where the step may return something for them nevertheless, which is
+    an error: not that of a step of the library.
+    """
+    rows = zip(range(len(step.indices)), step.indices, values)
+    return tuple(row for row in rows if row[2] or not is_built_in(step.op))
 
 
 def _outside(sources: tuple[Slot | int, ...], own: set[int]) -> tuple[Slot | int | None, ...]:

@@ -240,7 +240,7 @@ class Launch:
         assert first is not None
         device = first.get_device()
         # On an H200 the launcher takes 0.1 to 0.2 us less for a pointer than for a tensor.
-        address, elsewhere = 0, False
+        aligned, elsewhere = True, False
         pointers: list[int | None] = []
         properties: list[Any] = [device, ints]
         for t in tensors:
@@ -249,12 +249,13 @@ class Launch:
                 properties.append(None)
             else:
                 pointer = t.data_ptr()
-                address |= pointer
+                if pointer & 15:
+                    aligned = False
                 if t.get_device() != device:
                     elsewhere = True
                 pointers.append(pointer)
                 properties.append(t.dtype)
-        if address & 15:  # Triton tells apart which ones are aligned
+        if not aligned:  # Triton tells apart which ones are
             properties.append(tuple([p is None or p & 15 == 0 for p in pointers]))
         key = tuple(properties)
         # Triton is to refuse what is elsewhere, which it cannot see from a pointer.

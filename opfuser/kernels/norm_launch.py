@@ -269,10 +269,10 @@ def backward(
     if residual_grad is not None:
         residual_grad, residual_stride = strided_rows(residual_grad)
     ints = (rows, cols, dy_stride, x_stride, residual_stride)
-    dw = weight.new_empty(cols) if want_dw and weight is not None else None
-    db = bias.new_empty(cols) if want_dw and bias is not None else None
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
+    dw = torch.empty_like(weight) if want_dw and weight is not None else None
+    db = torch.empty_like(bias) if want_dw and bias is not None else None
     mean = None if mean is None else mean.contiguous()
     tensors = (dy, x, weight, bias, mean, rstd.contiguous(), residual_grad, dx, y)
     if dx is None or cols <= BACKWARD.max_cols:
@@ -294,15 +294,11 @@ def _launch_with_sums(
 ) -> None:
     """Fills in dx and y, the last two of the tensors, and dw and db, where they are given."""
     rows, cols, *_ = ints
-    # Without dx a program need not hold whole rows.
-    block_cols = cols if cols <= BACKWARD.max_cols else BACKWARD.block_cols_of_dw
-    blocks = cdiv(cols, block_cols)
     x, weight = tensors[1:3]
     assert x is not None
-    launch, block_rows = _backward_launch(block_cols, x.element_size(), zero_centered)
-    warps = BACKWARD.warps if tensors[-1] is None else BACKWARD.warps_with_y
-    resident = multiprocessors(x) * max(1, warps // launch.num_warps)
-    programs = min(cdiv(rows, block_rows), max(1, resident // blocks))
+    with_y = tensors[-1] is not None
+    how = rows, cols, x.element_size(), zero_centered, with_y, multiprocessors(x)
+    launch, programs, blocks = _sums_launch(*how)
     sums = [grad for grad in (dw, db) if grad is not None]
     partial = None
     if sums:
@@ -310,3 +306,17 @@ def _launch_with_sums(
     launch((programs, blocks, 1), (*tensors, partial), ints, (share_of_sum(weight, cols),))
     if partial is not None:
         sum_columns(partial, sums, (programs,) * len(sums))
+
+
+@functools.lru_cache(2**10)
+def _sums_launch(
+    rows: int, cols: int, itemsize: int, zero_centered: bool, with_y: bool, multiprocessors: int
+) -> tuple[Launch, int, int]:
+    """The launch, the programs that share the rows, and the blocks of columns."""
+    # Without dx a program need not hold whole rows.
+    block_cols = cols if cols <= BACKWARD.max_cols else BACKWARD.block_cols_of_dw
+    blocks = cdiv(cols, block_cols)
+    launch, block_rows = _backward_launch(block_cols, itemsize, zero_centered)
+    warps = BACKWARD.warps_with_y if with_y else BACKWARD.warps
+    resident = multiprocessors * max(1, warps // launch.num_warps)
+    return launch, min(cdiv(rows, block_rows), max(1, resident // blocks)), blocks

@@ -33,8 +33,11 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
 def empty_contiguous(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for a contiguous result in the shape of x, and in its dtype if none is given.
 
-    A microsecond less than from ``x.shape``, whose integers torch unpacks one by one.
+    A microsecond less than from ``x.shape``, whose integers torch unpacks one by one; and another
+    half where nothing is said of dtype and layout.
     """
+    if (dtype is None or dtype == x.dtype) and x.is_contiguous():
+        return torch.empty_like(x)
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opfuser.buffer_reuse import only_reference
+from opfuser.buffer_reuse import only_reference, shares_nothing
 
 
 def test_a_tensor_that_only_the_list_holds() -> None:
@@ -33,6 +33,25 @@ def test_views_and_aliases_count() -> None:
         assert not only_reference(holder)
         alias.clear()
         assert only_reference(holder)
+
+
+def test_a_view_shares_its_memory_with_whoever_else_has_it() -> None:
+    with torch.no_grad():  # as operations run
+        given = torch.ones(4)
+        view = torch.ones(4).view(2, 2)
+        assert shares_nothing(view)
+        assert shares_nothing(view.add_(1))
+        another = view[0]
+        assert not shares_nothing(view)
+        del another
+        assert shares_nothing(view)
+        saved = view.detach()
+        assert not shares_nothing(view)
+        del saved
+        assert shares_nothing(view)
+        assert not shares_nothing(given.view(2, 2))
+        assert not shares_nothing(given.detach().view(2, 2))
+        assert not shares_nothing(torch.ones(4))  # no view
 
 
 def test_what_autograd_saved_counts() -> None:

@@ -177,12 +177,14 @@ class ChainPart(Part):
         if not ctx.requires_grad:
             return
         sums = tuple(
-            None if operand is None or link.kind != BIAS else operand.dtype
-            for link, operand in zip(chain.links, operands)
+            [
+                None if operand is None or link.kind != BIAS else operand.dtype
+                for link, operand in zip(chain.links, operands)
+            ]
         )
         ctx.chain = _Done(chain, owners, dtypes, sums, x.shape)
-        tensors = (a if b is None else b for a, b in zip(operands, kept))
-        reads = (t if r else None for t, r in zip(tensors, chain.reads))
+        tensors = zip(operands, kept, chain.reads)
+        reads = [(a if b is None else b) if read else None for a, b, read in tensors]
         ctx.save_for_backward(x if chain.reads_x else None, *reads)
 
     def backward(

@@ -129,7 +129,7 @@ class LinearPart(Part):
         return True in ctxs[0].needs.parameters
 
     def parameter_grads(self, ctxs: Contexts, dy: Any, x: Any) -> list[Gradients]:
-        ctx = ctxs[0]
+        ctx, dy = ctxs[0], gemm.as_rows(dy)  # once for all of them
         dws: Gradients = (None,) * len(ctx.needs.parameters)
         if True in ctx.needs.parameters:
             saved, w = ctx.saved_tensors[:2]

@@ -22,7 +22,7 @@ from ...fusion import Env, QuantizedEdge, Stage
 from ...op import BasicOperation, FusedOperation
 from ...quantization.quantizers import Quantizer
 from ...quantization.watch import is_watched
-from .part import Gradients, Part, Quantizers, no_gradients
+from .part import PLAIN, Gradients, Part, Quantizers, no_gradients
 
 __all__ = ["Edge", "Pipeline"]
 
@@ -189,51 +189,52 @@ class Pipeline(FusedOperation):
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> BackwardResult:
         inputs = self._recomputed_inputs(basic_op_ctxs) if self._any_early else None
-        # The part behind, if the gradients of its parameters wait for its input.
-        waiting: tuple[Part, Contexts, Any] | None = None
+        # The part behind and its place, if the gradients of its parameters wait for its input.
+        waiting: tuple[Part, slice, Contexts, Any] | None = None
         dy: Any = grad_output
-        parameters: list[Sequence[Gradients]] = []
-        extra_inputs: list[Sequence[Gradients]] = []
+        parameters: list[Gradients] = [()] * len(basic_op_ctxs)
+        extra_inputs = parameters.copy()
         for part, span, recomputed, early, before, behind in reversed(self._places):
             ctxs, x = basic_op_ctxs[span], inputs.pop() if inputs else None
             if dy is None:  # the parts left owe no gradient
-                grads = no_gradients(ctxs)
-                parameters.append(grads.parameters)
-                extra_inputs.append(grads.extra_inputs)
+                _, parameters[span], extra_inputs[span], _ = no_gradients(ctxs)
                 continue
             waits = recomputed and not early and not _has_input(ctxs)
             own: Sequence[Gradients] | None = None
             if part.parameters_apart and not waits:
                 own, x = part.parameter_grads(ctxs, dy, x), None
-            want = waiting is not None and waiting[0].wants_input(waiting[1])
+            want = waiting is not None and waiting[0].wants_input(waiting[2])
             of_dx, of_output = ctxs[0].grad_input_quantizer, None
             if before is not None and not is_watched():
                 of_dx = before.part.grad_output_quantizer(basic_op_ctxs[before.own])
             if behind is not None and want and not is_watched():
                 of_output = behind.part.recomputed_input_quantizer(basic_op_ctxs[behind.own])
-            grads = part.backward(
+            quantized = of_dx is not None or of_output is not None
+            dx, grads, extra_inputs[span], output = part.backward(
                 ctxs,
                 dy,
                 x,
                 basic_op_grad_extra_outputs[span],
                 want_output=want,
-                quantizers=Quantizers(of_dx, of_output),
+                quantizers=Quantizers(of_dx, of_output) if quantized else PLAIN,
             )
             if waiting is not None:
-                parameters[-1] = waiting[0].parameter_grads(*waiting[1:], grads.output)
-            waiting = (part, ctxs, dy) if waits else None
-            dy = grads.input
-            parameters.append(grads.parameters if own is None else own)
-            extra_inputs.append(grads.extra_inputs)
-            del grads  # and with it the recomputed output
+                parameters[waiting[1]] = waiting[0].parameter_grads(*waiting[2:], output)
+            del output
+            waiting = None
+            if waits:
+                waiting = part, span, ctxs, dy
+            else:
+                parameters[span] = grads if own is None else own
+            dy = dx
         if isinstance(dy, Tensor) and dy.dim() != grad_output.dim():
             dy = dy.view(*grad_output.shape[:-1], dy.shape[-1])
-        return dy, _joined(parameters), _joined(extra_inputs)
+        return dy, parameters, extra_inputs
 
     def _is_small(self, edge: Tensor) -> bool:
         # While torch.compile traces, its size is not to be asked: the graph would hold for it
         # alone.
-        return not torch.compiler.is_compiling() and edge.is_cpu and edge.nbytes <= self.small
+        return edge.is_cpu and not torch.compiler.is_compiling() and edge.nbytes <= self.small
 
     def _recomputed_inputs(self, ctxs: Contexts) -> list[Tensor | None]:
         """For each part its input, if it is recomputed before any gradient, else None."""
@@ -254,11 +255,6 @@ def _contexts(needs: Sequence[GradNeeds | None]) -> Contexts:
 def _has_input(ctxs: Contexts) -> bool:
     """In backward, whether a part behind a recomputed edge has saved its input nevertheless."""
     return not ctxs[0].needs.input or ctxs[0].input_saved
-
-
-def _joined(of_parts: list[Sequence[Gradients]]) -> list[Gradients]:
-    """The gradients of all operations in forward order, given those of the parts in reverse."""
-    return [grads for part in reversed(of_parts) for grads in part]
 
 
 def _places(parts: Sequence[Part], edges: Sequence[Edge]) -> tuple[_Place, ...]:
