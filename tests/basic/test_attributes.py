@@ -223,6 +223,9 @@ def test_a_sequence_longer_than_max_positions_set_later() -> None:
 
 # tests/fused/test_all.py compiles all fusions; here are those with most attributes.
 COMPILED = ["chain and norm", "loss", "queries and keys"]
+UNTRACED = {"dropout_probability"}  # it draws other numbers
+if torch.__version__ < "2.12":
+    UNTRACED.add("accumulate_into_main_grad")  # Dynamo does not set attributes of tensors
 
 
 @pytest.mark.slow
@@ -230,8 +233,7 @@ COMPILED = ["chain and norm", "loss", "queries and keys"]
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name: str) -> None:
     run = SEQUENCES[name]
-    # Traced, Dropout draws other numbers.
-    changes = [change for change in run.attributes() if change[1] != "dropout_probability"]
+    changes = [change for change in run.attributes() if change[1] not in UNTRACED]
     seq, inputs = run.make(), run.inputs()
     ops = parts(seq)
     for op in ops:

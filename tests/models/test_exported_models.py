@@ -25,6 +25,7 @@ from tests.models.zoo import FAMILIES, batch, grads, make
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
 
 ROWS, LENGTH = Dim("rows", min=1, max=64), Dim("length", min=2, max=32)
