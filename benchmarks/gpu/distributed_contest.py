@@ -76,7 +76,8 @@ class Sample(NamedTuple):
     """Seconds of a step.
 
     Attributes:
-        wall: of several in a row, host and device together; of the slowest rank.
+        wall: of several in a row, behind one that does not count, host and device together; of the
+            slowest rank.
         host: until the calls of one return; of the slowest rank.
         device: between two events behind a stall, so that the host's launches do not count; of the
             rank whose stall ends last, for which no other one has to wait.
@@ -145,6 +146,10 @@ class Contestant:
         return torch.cuda.max_memory_allocated(self.device) - self.before
 
     def wall_and_host(self) -> tuple[float, float]:
+        # In training a step follows one of the same model, not another contestant's, after which
+        # the host's caches hold none of this one's.
+        self.step()
+        timing.synchronize(self.device)
         began = time.perf_counter()
         self.step()
         host = time.perf_counter() - began
