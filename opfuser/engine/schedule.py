@@ -91,6 +91,10 @@ class GeneralBackward(NamedTuple):
     quantizer: Quantizer | None
     """How the step that runs next wants the gradient."""
 
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return tuple(i for i, _ in self.contexts)
+
 
 _layouts: dict[Hashable, int] = {}
 
