@@ -19,10 +19,10 @@ __all__ = [
     "active_calls",
     "has_hooks",
     "is_compiled",
+    "prepare_others_like",
     "replaces_forward",
     "signature",
     "stamp",
-    "untraced_like",
 ]
 
 
@@ -189,14 +189,20 @@ def stamp(modules: Iterable[Tracked]) -> None:
         module.__dict__["_stamp"] = module._describe()
 
 
-def untraced_like(module: Tracked) -> list[Any]:
-    """Others of exactly its class, in the whole process, that keep no stamp.
+def prepare_others_like(module: Tracked, prepare: Callable[[Any], object]) -> None:
+    """Calls ``prepare`` with all others of exactly its class, in the process, that keep no stamp.
 
     Traced code reads attributes that tracing has prepared. Where others are prepared along with the
     first one, such as the layers of a model, they share its code.
     """
     kind = type(module)
-    return [m for m in gc.get_objects() if type(m) is kind and "_stamp" not in m.__dict__]
+    for other in gc.get_objects():
+        if type(other) is kind and "_stamp" not in other.__dict__:
+            try:
+                prepare(other)
+            # One that its constructor has not finished, or refused, is nothing to tell of here.
+            except Exception:  # noqa: BLE001
+                continue
 
 
 def has_hooks(module: nn.Module) -> bool:

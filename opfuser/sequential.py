@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from .basic import AddExtraInput, MakeExtraOutput
-from .change_tracking import Clock, has_hooks, is_compiled, replaces_forward, stamp, untraced_like
+from .change_tracking import (
+    Clock,
+    has_hooks,
+    is_compiled,
+    prepare_others_like,
+    replaces_forward,
+    stamp,
+)
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plan import Plan, expand
@@ -23,7 +30,6 @@ from .errors import (
     ArgumentTypeError,
     ConfigError,
     ExtraInputCountError,
-    OpfuserError,
     OpKwargsError,
     explain,
 )
@@ -424,6 +430,8 @@ class Sequential(NestedSequential):
 
     def _describe(self) -> str:
         children = [(name, id(type(m)), has_hooks(m)) for name, m in self.named_children()]
+        # Layers that are alike share traced code, so that modules are told by their classes; and
+        # that one was replaced by itself, as what tracing has prepared does not follow it.
         followed = [id(m) for m in self.children()] == self._traced_children
         return repr((children, self.fusion_config, "" if followed else Clock.now))
 
@@ -432,9 +440,7 @@ class Sequential(NestedSequential):
         self._prepare_what_traced_code_reads()
         if not known:
             kinds = [type(m) for m in self.modules()]
-            for other in untraced_like(self):
-                if len(other) == len(self) and [type(m) for m in other.modules()] == kinds:
-                    other._prepare_along()
+            prepare_others_like(self, lambda other: other._prepare_along(kinds))
         return True
 
     def _prepare_what_traced_code_reads(self) -> None:
@@ -445,17 +451,16 @@ class Sequential(NestedSequential):
         stamp(inside)
         self._resolve()
 
-    def _prepare_along(self) -> None:
-        """For code that is traced for another one, with modules of the same classes."""
-        try:
-            self._prepare_what_traced_code_reads()
-            for seq in self._stamped:
-                seq._resolve()
-                for group in seq._groups:
-                    if isinstance(group.callee, OperationFuser):
-                        group.callee.prepare_what_traced_code_reads()
-        except OpfuserError:
-            return  # it is told where this one is called
+    def _prepare_along(self, kinds: list[type]) -> None:
+        """For code that is traced for another one, if that has modules of the same classes."""
+        if len(self) > len(kinds) or [type(m) for m in self.modules()] != kinds:
+            return
+        self._prepare_what_traced_code_reads()
+        for seq in self._stamped:
+            seq._resolve()
+            for group in seq._groups:
+                if isinstance(group.callee, OperationFuser):
+                    group.callee.prepare_what_traced_code_reads()
 
     def _guard(self, stamps: tuple[str, ...]) -> bool:
         """Makes the stamps constants that guard the traced code."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..change_tracking import Tracked, has_hooks, signature, untraced_like
+from ..change_tracking import Tracked, has_hooks, prepare_others_like, signature
 from ..context import GradNeeds, OperationContext
 from ..errors import MissingImplementationError, ReadOnlyAttributeError, explain
 
@@ -181,17 +181,20 @@ class FusibleOperation(Tracked):
 
     _alone: Any = None  # the fuser of standalone calls, with its plans
 
-    def _prepare_alone(self) -> bool:
+    def _prepare_alone(self) -> None:
         if self._alone is None:
             self.__dict__["_alone"] = StandaloneCalls.make_fuser(self)
-        return True
 
     def _prepare_alone_for_tracing(self) -> bool:
-        untraced = untraced_like(self) if "_stamp" not in self.__dict__ else [self]
-        for op in untraced:
-            op._prepare_alone()
-            op._alone.prepare_what_traced_code_reads()
+        known = "_stamp" in self.__dict__
+        self._prepare_what_traced_code_reads()
+        if not known:
+            prepare_others_like(self, type(self)._prepare_what_traced_code_reads)
         return True
+
+    def _prepare_what_traced_code_reads(self) -> None:
+        self._prepare_alone()
+        self._alone.prepare_what_traced_code_reads()
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
     _prepare_alone_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -110,6 +110,16 @@ def test_operations_inside_of_modules_that_are_alike() -> None:
     assert backend.frame_count == 1
 
 
+def test_modules_that_are_not_whole_do_not_matter() -> None:
+    """As those whose constructor has failed, which a traceback still holds."""
+    halves = [cls.__new__(cls) for cls in (opfuser.Sequential, opfuser.RMSNorm)]
+    layers, backend = [layer() for _ in range(3)], counter()
+    check_layers(layers, backend)
+    check_layers([opfuser.RMSNorm(4).double() for _ in range(3)], backend)
+    assert backend.frame_count == 2
+    assert len(halves) == 2  # kept until here
+
+
 def test_operations_of_the_user_are_traced_in_each_layer() -> None:
     """They may read what nothing here knows of."""
     layers, backend = [opfuser.Sequential(Square(), layer()) for _ in range(3)], counter()
