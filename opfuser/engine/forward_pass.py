@@ -137,9 +137,7 @@ def _contexts(general: GeneralForward, traced: bool) -> list[OperationContext]:
     for needs, basic in general.contexts:
         ctx = OperationContext()  # as new_context, without a call for each
         if basic is not None:
-            # As _settings.
-            kept = None if traced else basic.__dict__.get("_settings")
-            ctx.settings = kept or (basic.make_settings() if traced else basic.settings)
+            ctx.settings = _settings(basic, traced)
         if needs is None:
             ctx.requires_grad = False
         else:
