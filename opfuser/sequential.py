@@ -440,7 +440,7 @@ class Sequential(NestedSequential):
         self._prepare_what_traced_code_reads()
         if not known:
             kinds = [type(m) for m in self.modules()]
-            prepare_others_like(self, lambda other: other._prepare_along(kinds))
+            prepare_others_like(self, lambda other: other._prepare_if_like(kinds))
         return True
 
     def _prepare_what_traced_code_reads(self) -> None:
@@ -451,16 +451,21 @@ class Sequential(NestedSequential):
         stamp(inside)
         self._resolve()
 
-    def _prepare_along(self, kinds: list[type]) -> None:
+    def _prepare_if_like(self, kinds: list[type]) -> None:
         """For code that is traced for another one, if that has modules of the same classes."""
-        if len(self) > len(kinds) or [type(m) for m in self.modules()] != kinds:
-            return
+        if len(self) <= len(kinds) and [type(m) for m in self.modules()] == kinds:
+            self._prepare_all()
+
+    def _prepare_all(self) -> None:
+        """What is traced of its groups too, and of the Sequentials that it calls."""
         self._prepare_what_traced_code_reads()
-        for seq in self._stamped:
-            seq._resolve()
-            for group in seq._groups:
-                if isinstance(group.callee, OperationFuser):
-                    group.callee.prepare_what_traced_code_reads()
+        for group in self._groups:
+            if isinstance(group.callee, OperationFuser):
+                group.callee.prepare_what_traced_code_reads()
+                continue
+            for module in group.callee.modules():
+                if isinstance(module, Sequential):
+                    module._prepare_all()
 
     def _guard(self, stamps: tuple[str, ...]) -> bool:
         """Makes the stamps constants that guard the traced code."""

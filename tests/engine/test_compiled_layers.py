@@ -110,6 +110,25 @@ def test_operations_inside_of_modules_that_are_alike() -> None:
     assert backend.frame_count == 1
 
 
+class Doubled(opfuser.Sequential):
+    def forward(self, input: Any, *extra_inputs: Tensor, op_kwargs: Any = None) -> Any:
+        return 2 * super().forward(input, *extra_inputs, op_kwargs=op_kwargs)
+
+
+@pytest.mark.parametrize(
+    "around", [Doubled, lambda *modules: nn.Sequential(opfuser.Sequential(*modules))]
+)
+def test_sequences_that_layers_call(around: Callable[..., nn.Module]) -> None:
+    """One with a forward of its own, and one inside of a plain module."""
+    layers = [
+        opfuser.Sequential(opfuser.GELU(), around(opfuser.Linear(4, 4), opfuser.RMSNorm(4)))
+        for _ in range(3)
+    ]
+    backend = counter()
+    check_layers([one.double() for one in layers], backend)
+    assert backend.frame_count == 1
+
+
 def test_modules_that_are_not_whole_do_not_matter() -> None:
     """As those whose constructor has failed, which a traceback still holds."""
     halves = [cls.__new__(cls) for cls in (opfuser.Sequential, opfuser.RMSNorm)]
