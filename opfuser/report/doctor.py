@@ -43,6 +43,9 @@ _OTHER_VARIABLES = (
 _OLDEST = 8, 0  # what kernels are compiled for by the tests
 _FP8, _FP4 = (8, 9), (10, 0)
 
+# No upper bound is asked for, which would take away a newer torch that people have already.
+NEWEST_TESTED = {"torch": (2, 15), "triton": (3, 9)}  # those of constraints-newest.txt
+
 
 class Row(NamedTuple):
     """One line: what, and what is the case."""
@@ -247,13 +250,7 @@ def _problems() -> Iterator[str]:
             yield f"{trouble}."
     elif torch.version.cuda is not None and os.path.exists("/dev/nvidiactl"):
         yield "The machine has a GPU that torch cannot use: see torch.cuda.is_available()."
-    for requirement in _requirements():
-        version = _installed(requirement.name)
-        if version is not None and not within(version, requirement.bounds):
-            yield (
-                f"{requirement.name} {version} is installed, and opfuser was tested with "
-                f"{requirement.bounds}."
-            )
+    yield from _problems_of_versions()
     for name in os.environ:
         if name.startswith("OPFUSER_") and name not in KNOWN_VARIABLES:
             yield f"No environment variable {name} is read; there are {', '.join(KNOWN_VARIABLES)}."
@@ -267,6 +264,23 @@ def _problems() -> Iterator[str]:
         for name in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
             if name not in known:
                 yield f"{variable} names {name!r}, but no fusion has that name."
+
+
+def _problems_of_versions() -> Iterator[str]:
+    for requirement in _requirements():
+        version = _installed(requirement.name)
+        if version is not None and not within(version, requirement.bounds):
+            yield (
+                f"{requirement.name} {version} is installed, and opfuser needs "
+                f"{requirement.bounds}."
+            )
+    for name, newest in NEWEST_TESTED.items():
+        version = _installed(name)
+        if version is not None and _numbers(version)[:2] > newest:
+            yield (
+                f"{name} {version} is installed, and the newest that opfuser was tested with is "
+                f"{newest[0]}.{newest[1]}."
+            )
 
 
 def within(version: str, bounds: str) -> bool:
