@@ -79,6 +79,14 @@ def _clamp_backward(dy: Tensor, x: Tensor, low: float, high: float, out: Tensor 
     return grad_input(_aten.hardtanh_backward, dy, x, low * grow, high * grow, out=out)
 
 
+def _clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """``x`` clamped, with :func:`_clamp_backward` as its gradient.
+
+    That of ``torch.clamp`` was the same until torch 2.13, and is 0 at the limits since.
+    """
+    return torch.where((x >= low) & (x <= high), x, x.detach().clamp(low, high))
+
+
 @dataclass(frozen=True)
 class ClampedSwish(ScalarFunction):
     """``c σ(αc)`` with ``c = min(x, limit)``."""
@@ -105,7 +113,7 @@ class ClampedSwish(ScalarFunction):
         return _clamp_backward(dc, x, -math.inf, self.limit, reuse(dc) if out is None else out)
 
     def reference(self, x: Tensor) -> Tensor:
-        c = x.clamp(max=self.limit)
+        c = _clamp(x, -math.inf, self.limit)
         return c * torch.sigmoid(self.alpha * c)
 
 
@@ -126,4 +134,4 @@ class ShiftedClamp(ScalarFunction):
         return _clamp_backward(dy, x, -self.limit, self.limit, out)
 
     def reference(self, x: Tensor) -> Tensor:
-        return x.clamp(-self.limit, self.limit) + self.offset
+        return _clamp(x, -self.limit, self.limit) + self.offset

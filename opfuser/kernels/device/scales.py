@@ -34,7 +34,10 @@ def update(
     latest = tl.load(history_ptr + role, mask=exists, other=0.0)
     usable = tl.where(amax < float("inf"), amax, 0.0)
     seen = usable > 0.0
-    entered = seen | ((length > 1) & (tl.max(seen.to(tl.int32), 0) > 0))
+    # A sum of integers: the interpreter gives a truth value that is spread over a block their type,
+    # and that of triton 3.9 takes no such mask.
+    any_in_many = (length > 1).to(tl.int32) * tl.max(seen.to(tl.int32), 0)
+    entered = (seen.to(tl.int32) + any_in_many) > 0
     latest = tl.where(entered, usable, latest)
 
     # The oldest rows move first. All are loaded before those after them are stored.
