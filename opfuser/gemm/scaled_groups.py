@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import NotSupportedError, explain
 from ..kernels.microscaling_plain import FP4, scales_of_part
 from ..kernels.quantize import BLOCK, Codes, in_fours
 from ..kernels.tiling import cdiv
@@ -22,8 +23,20 @@ __all__ = ["codes_of_groups", "padded_groups", "scaled_grouped_dgrad", "scaled_g
 
 
 def padded_groups(x: Tensor, groups: RowGroups) -> Tensor:
-    """``x`` (T, C) with rows of zeros between groups; itself where nothing is missing there."""
-    assert groups.bounds is not None
+    """``x`` (T, C) with rows of zeros between groups; itself where nothing is missing there.
+
+    Raises:
+        NotSupportedError: the host does not know the bounds of the groups.
+    """
+    if groups.bounds is None:
+        raise NotSupportedError(
+            explain(
+                "The host reads the sizes of groups of rows that are quantised",
+                where="GroupedLinear",
+                received=f"split sizes on {groups.lengths.device.type}",
+                remedy="Pass split sizes on the CPU",
+            )
+        )
     present = [(start, stop) for start, stop in groups.bounds if start < stop]
     if all(start % BLOCK == 0 for start, _ in present):
         return x
@@ -35,7 +48,7 @@ def padded_groups(x: Tensor, groups: RowGroups) -> Tensor:
 
 
 def codes_of_groups(codes: Codes, groups: RowGroups) -> list[Codes]:
-    """Those of each group; what lies between two is the padding of the first.
+    """The codes of each group; what lies between two groups is the padding of the first.
 
     Args:
         codes: of :func:`padded_groups`.
