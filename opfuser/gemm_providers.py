@@ -87,7 +87,9 @@ class GemmOperand(NamedTuple):
     Attributes:
         codes: (M, K) of an fp8 dtype, or (M, K / 2) of fp4.
         scale: (1,) for a tensor; (K / 128, M) for blocks of 1 x 128; (M / 128, at least K / 128)
-            for squares; else as ``torch.nn.functional.scaled_mm`` takes them.
+            for squares; for blocks of 32 and 16 flat and swizzled, as
+            ``torch.nn.functional.scaled_mm`` takes them, with the fp32 scale of the tensor in the
+            last 4 bytes of the latter.
         scaling: which of these.
     """
 

@@ -69,8 +69,9 @@ class GroupedLinear(BasicOperation):
     GPU are then neither checked nor read back, and rows past their sum are left undefined. Weights
     stored as one spare that kernel a copy.
 
-    In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take FP8 operands; split
-    sizes on a GPU are then read by the host. ``recipe`` is as in ``BasicLinear``.
+    In a region of quantised compute (:class:`opfuser.autocast`) its GEMMs take operands in the
+    format of the recipe; split sizes on a GPU are then read by the host, and those on the meta
+    device are refused. ``recipe`` is as in ``BasicLinear``.
 
     Args:
         num_groups: number of transformations.
@@ -107,7 +108,8 @@ class GroupedLinear(BasicOperation):
         InputError: x, the split sizes or the scales have the wrong shape or dtype.
             Or a buffer cannot take its result.
         OpKwargsError: another keyword is passed to forward.
-        NotSupportedError: a buffer is passed while torch.compile traces.
+        NotSupportedError: a buffer is passed while torch.compile traces. Or split sizes are on the
+            meta device in a region of quantised compute.
     """
 
     kernels = ("grouped GEMM",)

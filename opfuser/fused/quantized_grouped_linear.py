@@ -1,4 +1,4 @@
-"""Linear operations of groups of rows whose GEMMs take FP8 operands, in both passes."""
+"""Linear operations of groups of rows whose GEMMs take operands of a recipe, in both passes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,12 @@ class QuantizedGroupedLinear(FusedOperation):
 
     .. math:: y_g = x_g\, W_g^T + b_g
 
-    x, the weights and the gradient of y are rounded to FP8 with scales; the products are those of
-    the rounded tensors. A scale of a whole tensor is one for the rows of all groups, which are
-    quantised together. Each weight has its own, but for those that are kept from call to call:
-    there the weights share one. Saves the codes of x by columns, one byte each, with up to 127 rows
-    of padding for a group.
+    x, the weights and the gradient of y are rounded to FP8, MXFP8 or NVFP4 with scales; the
+    products are those of the rounded tensors. A scale of a whole tensor is one for the rows of all
+    groups, which are quantised together; each group has its own scales of blocks. Each weight has
+    its own scale, but for those that are kept from call to call: there the weights share one. Saves
+    the codes of x by columns, one byte each or half of one in NVFP4, and their scales, with up to
+    127 rows of padding for a group.
 
     Split sizes are read by the host: on a GPU it waits for them once a call.
 
@@ -61,6 +62,7 @@ class QuantizedGroupedLinear(FusedOperation):
 
     Raises:
         InputError: in forward, as in the operation that it replaces.
+        NotSupportedError: in forward, if split sizes are on the meta device.
     """
 
     replayable = False  # as the operation that it replaces
@@ -94,7 +96,7 @@ class QuantizedGroupedLinear(FusedOperation):
 
 
 class _QuantizedProducts(GroupedProducts):
-    """Products of FP8 codes, for one pass of a call."""
+    """Products of codes, for one pass of a call."""
 
     def __init__(self, linear: GroupedLinear, recipe: Recipe, ctx: OperationContext) -> None:
         self.linear, self.recipe, self.ctx = linear, recipe, ctx

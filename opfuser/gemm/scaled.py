@@ -20,7 +20,15 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 from ..gemm_providers import GemmOperand, GemmProvider
-from ..kernels.microscaling_plain import E8M0, FP4, TAIL, block_scales, tensor_scale, values_of
+from ..kernels.microscaling_plain import (
+    E8M0,
+    FP4,
+    TAIL,
+    block_scales,
+    scales_of_part,
+    tensor_scale,
+    values_of,
+)
 from ..kernels.quantize import Codes
 
 __all__ = [
@@ -130,17 +138,14 @@ class _Matrix(NamedTuple):
 
     def narrowed(self, cols: int) -> _Matrix:
         """The first of its columns: what is left out are codes of padding."""
-        padded = self.shape[1]
-        if cols == padded:
+        shape = self.shape
+        if cols == shape[1]:
             return self
-        codes, scale = self.codes, self.scale
         if self.kind is ScalingType.BlockWise1x16:
-            codes = codes[:, : cols // 2]
-            # Tiles of 64 columns, which are 512 bytes: padding to 128 may have one too many.
-            tiles = scale[:-TAIL].view(-1, -(-padded // 64), 512)[:, : -(-cols // 64)]
-            scale = torch.cat((tiles.flatten().view(torch.uint8), scale[-TAIL:].view(torch.uint8)))
-            return _Matrix(codes, scale.view(self.scale.dtype))
-        return self._replace(codes=codes[:, :cols])
+            # Tiles of scales have 64 columns: padding to 128 may have one too many.
+            scale = scales_of_part(self.scale, shape, (0, shape[0]), (0, cols))
+            return _Matrix(self.codes[:, : cols // 2], scale)
+        return self._replace(codes=self.codes[:, :cols])
 
 
 def _rows(codes: Codes, *, squares: bool = False) -> _Matrix:

@@ -1,4 +1,4 @@
-"""Products of groups of consecutive rows whose operands are fp8 codes with scales.
+"""Products of groups of consecutive rows whose operands are codes with scales.
 
 Symbols as in :mod:`.grouped`. Groups are quantised together, each padded to a multiple of 128 rows:
 so it begins where a block does, in both layouts, and is multiplied where it lies. The host must
@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import NotSupportedError, explain
+from ..kernels.microscaling_plain import FP4, scales_of_part
 from ..kernels.quantize import BLOCK, Codes, in_fours
 from ..kernels.tiling import cdiv
 from .row_groups import RowGroups
@@ -21,8 +23,20 @@ __all__ = ["codes_of_groups", "padded_groups", "scaled_grouped_dgrad", "scaled_g
 
 
 def padded_groups(x: Tensor, groups: RowGroups) -> Tensor:
-    """``x`` (T, C) with rows of zeros between groups; itself where nothing is missing there."""
-    assert groups.bounds is not None
+    """``x`` (T, C) with rows of zeros between groups; itself where nothing is missing there.
+
+    Raises:
+        NotSupportedError: the host does not know the bounds of the groups.
+    """
+    if groups.bounds is None:
+        raise NotSupportedError(
+            explain(
+                "The host reads the sizes of groups of rows that are quantised",
+                where="GroupedLinear",
+                received=f"split sizes on {groups.lengths.device.type}",
+                remedy="Pass split sizes on the CPU",
+            )
+        )
     present = [(start, stop) for start, stop in groups.bounds if start < stop]
     if all(start % BLOCK == 0 for start, _ in present):
         return x
@@ -34,7 +48,7 @@ def padded_groups(x: Tensor, groups: RowGroups) -> Tensor:
 
 
 def codes_of_groups(codes: Codes, groups: RowGroups) -> list[Codes]:
-    """Those of each group; what lies between two is the padding of the first.
+    """The codes of each group; what lies between two groups is the padding of the first.
 
     Args:
         codes: of :func:`padded_groups`.
@@ -52,20 +66,39 @@ def codes_of_groups(codes: Codes, groups: RowGroups) -> list[Codes]:
 def _cut(codes: Codes, start: int, stop: int) -> Codes:
     """Rows from ``start`` to ``stop``, multiples of 128."""
     rows, row_scale, cols, col_scale, _ = codes
-    if row_scale is not None and row_scale.dim() == 2:
+    if rows is not None and row_scale is not None:
+        row_scale = _scales_of_rows(rows, row_scale, start, stop)
+        rows = rows[start:stop]
+    if cols is not None and col_scale is not None:
+        col_scale = _scales_of_cols(codes, cols, col_scale, start, stop)
+        packed = _packed(cols)
+        cols = cols[:, start // packed : stop // packed]
+    return Codes(rows, row_scale, cols, col_scale, None)
+
+
+def _scales_of_rows(rows: Tensor, scale: Tensor, start: int, stop: int) -> Tensor:
+    if scale.dim() == 2:
         # GEMMs look at the strides, also at that of a single row, which contiguous() may leave.
-        row_scale = row_scale[:, start:stop].clone(memory_format=torch.contiguous_format)
-    if col_scale is not None and col_scale.dim() == 2:
+        return scale[:, start:stop].clone(memory_format=torch.contiguous_format)
+    if scale.dtype == torch.float32:
+        return scale  # of the whole tensor
+    count, features = rows.shape[0], rows.shape[1] * _packed(rows)
+    return scales_of_part(scale, (count, features), (start, stop), (0, features))
+
+
+def _scales_of_cols(codes: Codes, cols: Tensor, scale: Tensor, start: int, stop: int) -> Tensor:
+    if scale.dim() == 2:
         blocks = slice(start // BLOCK, stop // BLOCK)
-        squares = codes.has_square_cols
-        col_scale = in_fours(col_scale[:, blocks]) if squares else col_scale[blocks]
-    return Codes(
-        None if rows is None else rows[start:stop],
-        row_scale,
-        None if cols is None else cols[:, start:stop],
-        col_scale,
-        None,
-    )
+        return in_fours(scale[:, blocks]) if codes.has_square_cols else scale[blocks]
+    if scale.dtype == torch.float32:
+        return scale  # of the whole tensor
+    features, count = cols.shape[0], cols.shape[1] * _packed(cols)
+    return scales_of_part(scale, (features, count), (0, features), (start, stop))
+
+
+def _packed(codes: Tensor) -> int:
+    """How many codes a byte holds."""
+    return 2 if codes.dtype == FP4 else 1
 
 
 def scaled_grouped_forward(

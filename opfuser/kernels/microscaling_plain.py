@@ -26,6 +26,7 @@ __all__ = [
     "fp4_codes",
     "mxfp8_plain",
     "nvfp4_plain",
+    "scales_of_part",
     "swizzled",
     "tensor_scale",
     "transformed",
@@ -87,6 +88,30 @@ def block_scales(scale: Tensor, rows: int, first: int, stop: int, features: int)
     linear = tiles.permute(0, 3, 2, 1, 4).flatten(3).flatten(0, 2)[:rows]
     linear = linear[:, : (stop - first) // block].contiguous().view(scale.dtype)
     return linear.float().repeat_interleave(block, 1)
+
+
+def scales_of_part(
+    scale: Tensor, shape: tuple[int, int], rows: tuple[int, int], cols: tuple[int, int]
+) -> Tensor:
+    """The scales of a part of a matrix (M, K), laid out as those of a matrix of its own.
+
+    Args:
+        scale: in the layouts of ``row_scale`` and ``col_scale``.
+        shape: (M, K).
+        rows, cols: where the part begins, at multiples of 128, and where it stops.
+    """
+    is_mxfp8 = scale.dtype == E8M0
+    block, tail = (MXFP8_BLOCK, 0) if is_mxfp8 else (NVFP4_BLOCK, TAIL)
+    # Tiles of 128 rows and 4 blocks.
+    down, across = -(-shape[0] // BLOCK), -(-shape[1] // (4 * block))
+    tiles = scale[: scale.numel() - tail].view(down, across, 4 * BLOCK)
+    tiles = tiles[rows[0] // BLOCK : -(-rows[1] // BLOCK)]
+    tiles = tiles[:, cols[0] // (4 * block) : -(-cols[1] // (4 * block))]
+    part = tiles.reshape(-1)
+    if is_mxfp8:
+        return part
+    both = part.view(torch.uint8), scale[-TAIL:].view(torch.uint8)
+    return torch.cat(both).view(scale.dtype)
 
 
 def tensor_scale(scale: Tensor) -> Tensor:

@@ -385,16 +385,39 @@ def test_on_a_gpu(replay: str, recipe: Recipe | None, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 def test_the_stream_that_was_passed_has_the_work() -> None:
+    """The GEMM runs after what the stream held before, and before what follows the pass.
+
+    A capture knows order and no time: it fails if nothing waits for the stream in the end. Within
+    the graph the stream is held, so that a GEMM elsewhere comes too early and is overwritten.
+    """
     cuda = torch.device("cuda", 0)
     stream = torch.cuda.Stream(cuda)
-    model = opfuser.Sequential(opfuser.Linear(512, 512, device=cuda))
+    how: Any = {"bias": False, "device": cuda, "accumulate_into_main_grad": True}
+    model = opfuser.Sequential(opfuser.Linear(512, 512, **how))
     opfuser.overlap_wgrad(model, stream)
+    weight: Any = next(model.parameters())
+    weight.main_grad = torch.zeros_like(weight)
     x = torch.ones(64, 512, device=cuda)
-    y = model(x).sum()
+
+    def step() -> Tensor:
+        weight.grad = None
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            weight.main_grad.fill_(1.0)
+        model(x).sum().backward()
+        return weight.main_grad.clone()
+
+    side = torch.cuda.Stream(cuda)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-    y.backward()
-    assert not torch.cuda.current_stream().query(), "the gradients wait for the stream"
-    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    assert (found == 1.0 + 64).all(), "the 64 rows of x are added to what the stream wrote"

@@ -1,11 +1,12 @@
-"""GroupedLinear on FP8 operands, against a quantised BasicLinear for each group."""
+"""GroupedLinear on operands of a recipe, against a quantised BasicLinear for each group."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,26 +15,49 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import GroupedLinear
-from opfuser.errors import ArgumentError, InputError, QuantizedWeightError
+from opfuser.errors import ArgumentError, InputError, NotSupportedError, QuantizedWeightError
 from opfuser.gemm.row_groups import groups_on_host
-from opfuser.gemm.scaled_groups import codes_of_groups, padded_groups
-from opfuser.kernels.quantize import quantize_by_blocks
+from opfuser.gemm.scaled import Accumulation, scaled_wgrad
+from opfuser.gemm.scaled_groups import (
+    codes_of_groups,
+    padded_groups,
+    scaled_grouped_dgrad,
+    scaled_grouped_forward,
+)
+from opfuser.kernels.microscaling import quantize_mxfp8, quantize_nvfp4
+from opfuser.kernels.microscaling_plain import FP4, values_of
+from opfuser.kernels.quantize import Codes, amax_of, quantize_by_blocks, quantize_by_tensor
 from opfuser.quantization import quantizers
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8PredictedScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     Recipe,
 )
 from tests.contract.gradients import handed_over
-from tests.quantization.test_values import CURRENT, each_recipe
+from tests.quantization.test_microscaling import Call, decoded
+from tests.quantization.test_values import (
+    CURRENT,
+    RECIPES,
+    SMALL_BLOCKS,
+    each_recipe,
+    error,
+    every_recipe,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated:UserWarning")
+
+# Gradients that are rounded stochastically differ from call to call.
+REPEATABLE = (*RECIPES, MXFP8BlockScaling(), NVFP4BlockScaling(disable_stochastic_rounding=True))
+each_repeatable = pytest.mark.parametrize("recipe", REPEATABLE, ids=lambda r: type(r).__name__)
 
 STACKED = pytest.mark.parametrize("single", [False, True], ids=["separate", "stacked"])
 GROUPS, IN, OUT = 3, 256, 128
-SIZES = [5, 0, 130], [128, 256, 7], [0, 1, 0], [0, 0, 0]
+SIZES = [5, 0, 130], [128, 256, 7], [0, 1, 0], [0, 0, 0], [33, 128, 17]
 
 
 def grouped(device: torch.device, **how: Any) -> GroupedLinear:
@@ -98,7 +122,7 @@ def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
         torch.testing.assert_close(own, other, rtol=0, atol=16 * eps * max(scale, 1.0))
 
 
-@each_recipe
+@each_repeatable
 @STACKED
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_group_is_a_linear_operation(
@@ -134,7 +158,69 @@ def test_groups_of_other_sizes_share_a_scale(recipe: Recipe, device: torch.devic
     assert not got[3].any()
 
 
-@each_recipe
+def group_errors(
+    op: GroupedLinear, x: Tensor, sizes: Sequence[int], dy: Tensor, got: Sequence[Tensor]
+) -> list[tuple[float, float, float]]:
+    """Of the output, dx and dW of each group, against float64; without rows all are 0."""
+    ys, dxs, xs, dys = (t.double().split(list(sizes)) for t in (got[0], got[1], x, dy))
+    dws = got[2] if op.single_grouped_weight else got[2:]
+    return [
+        (error(ys[g], xs[g] @ w.t()), error(dxs[g], dys[g] @ w), error(dws[g], dys[g].t() @ xs[g]))
+        for g, w in enumerate(m.detach().double() for m in matrices(op))
+    ]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(RECIPES + SMALL_BLOCKS),
+        Float8BlockScaling(wgrad_x_block_scaling_dim=1),
+        MXFP8BlockScaling(fp8_format=Format.HYBRID),
+        NVFP4BlockScaling(disable_rht=True, disable_2d_quantization=True),
+    ],
+    ids=str,
+)
+def test_each_group_is_as_close_as_its_format(recipe: Recipe, device: torch.device) -> None:
+    """Groups are of sizes so different that the scales of another one show in a single group."""
+    e4m3 = 0.25 if recipe.nvfp4() else 0.06
+    of_gradients = 0.08 if recipe.dtype("grad_output") == torch.float8_e5m2 else e4m3
+    features = (256, 128) if recipe.multiple == 128 else (96, 160)
+    for sizes in ([1, 17, 0, 33, 128, 130, 0], [0, 130, 128, 33, 1], [17, 0, 0]):
+        op = GroupedLinear(len(sizes), *features, bias=False, device=device)
+        x, dy = (torch.randn(sum(sizes), n, device=device) for n in features)
+        for g, at in enumerate(groups_on_host(torch.tensor(sizes), x).bounds or ()):
+            x[slice(*at)] *= 2.0 ** (2 * (g % 3) - 2)
+            dy[slice(*at)] *= 2.0 ** (2 - 2 * (g % 3))
+        got = run(op, x, sizes, dy, recipe)
+        for size, of_group in zip(sizes, group_errors(op, x, sizes, dy, got)):
+            assert of_group[0] < e4m3, (sizes, size)
+            assert max(of_group) < of_gradients, (sizes, size)
+
+
+@every_recipe
+@STACKED
+def test_experts(recipe: Recipe, single: bool) -> None:
+    """Two products in a row: what the first leaves in padding or in another group shows."""
+    sizes, how = [17, 0, 130, 1], {"single_grouped_weight": single, "bias": not single}
+    seq = opfuser.Sequential(
+        GroupedLinear(4, 128, 256, **how), opfuser.ScaledSwiGLU(), GroupedLinear(4, 128, 128, **how)
+    )
+    exact, split = copy.deepcopy(seq).double(), torch.tensor(sizes)
+    x, scales, dy = torch.randn(148, 128), torch.rand(148), torch.randn(148, 128)
+    found = []
+    for model, own in ((seq, recipe), (exact, None)):
+        dtype = next(model.parameters()).dtype
+        inputs = [t.to(dtype).requires_grad_() for t in (x, scales)]
+        with opfuser.autocast(own is not None, recipe=own):
+            y = model(inputs[0], split, inputs[1], split)
+        grads = torch.autograd.grad(y, [*inputs, *model.parameters()], dy.to(dtype))
+        of_rows = [part for t in (y, grads[0]) for part in t.split(sizes)]
+        found.append([*of_rows, *grads[1:]])
+    for got, true in zip(*found, strict=True):
+        assert error(got, true) < (0.42 if recipe.nvfp4() else 0.125)
+
+
+@every_recipe
 def test_bias_and_its_scales_are_those_of_high_precision(
     recipe: Recipe, device: torch.device
 ) -> None:
@@ -224,6 +310,13 @@ def test_errors_are_those_of_the_operation() -> None:
             op(x, torch.tensor([2, 3]))
 
 
+def test_sizes_that_the_host_cannot_read_are_refused() -> None:
+    op, x = GroupedLinear(2, 32, 16, device="meta"), torch.empty(5, 32, device="meta")
+    text = r"The host reads the sizes of groups.*split sizes on meta.*Pass split sizes on the CPU"
+    with opfuser.autocast(recipe=CURRENT), pytest.raises(NotSupportedError, match=f"(?s){text}"):
+        op(x, torch.tensor([2, 3], device="meta"))
+
+
 def test_kept_scales_are_one_for_all_groups() -> None:
     op = grouped(torch.device("cpu"), bias=False)
     with torch.no_grad():
@@ -252,7 +345,7 @@ def test_kept_scales_are_one_for_all_groups() -> None:
 
 
 @STACKED
-@each_recipe
+@each_repeatable
 def test_kept_weights(recipe: Recipe, single: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is quantised once for all micro-batches, in both layouts."""
     op = grouped(torch.device("cpu"), bias=False, single_grouped_weight=single)
@@ -273,8 +366,8 @@ def test_kept_weights(recipe: Recipe, single: bool, monkeypatch: pytest.MonkeyPa
             next(op.parameters()).mul_(2)
         with opfuser.autocast(recipe=recipe), pytest.raises(QuantizedWeightError):
             op(x, torch.tensor(sizes))
-    if isinstance(recipe, (Float8CurrentScaling, Float8BlockScaling)):
-        assert_same(got, wanted)  # other scales are those of the call that quantised them
+    if not isinstance(recipe, (DelayedScaling, Float8PredictedScaling)):
+        assert_same(got, wanted)  # their scales are those of the call that quantised them
 
 
 def test_kept_weights_reach_the_thread_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +393,8 @@ def test_kept_weights_reach_the_thread_of_backward(monkeypatch: pytest.MonkeyPat
 
 @STACKED
 @pytest.mark.parametrize("delay", [False, True])
-def test_fp32_main_grad_of_bf16_weights(single: bool, delay: bool) -> None:
+@pytest.mark.parametrize("recipe", [CURRENT, *REPEATABLE[-2:]], ids=lambda r: type(r).__name__)
+def test_fp32_main_grad_of_bf16_weights(recipe: Recipe, single: bool, delay: bool) -> None:
     """Not rounded to bf16 on the way; overwritten by the first of a pass, if asked for."""
     how: Any = {"bias": False, "single_grouped_weight": single}
     op = grouped(
@@ -316,13 +410,13 @@ def test_fp32_main_grad_of_bf16_weights(single: bool, delay: bool) -> None:
     with torch.no_grad():
         for p, q in zip(wide.parameters(), op.parameters()):
             p.copy_(q)
-    _, _, *dws = run(wide, x.float(), sizes, dy.float(), CURRENT)
+    _, _, *dws = run(wide, x.float(), sizes, dy.float(), recipe)
     for overwrite in (False, True):
         for p in op.parameters():
             main: Any = p
             main.main_grad = torch.ones(p.shape)
             main.overwrite_main_grad = overwrite
-        with opfuser.autocast(recipe=CURRENT):
+        with opfuser.autocast(recipe=recipe):
             y = op(x, torch.tensor(sizes))
         y.backward(dy)
         if delay:
@@ -393,7 +487,7 @@ def test_saves_one_byte_for_each_input_with_padding() -> None:
 
 
 @pytest.mark.gpu
-@each_recipe
+@each_repeatable
 def test_split_sizes_on_a_gpu(recipe: Recipe, device: torch.device) -> None:
     x = torch.randn(135, IN, dtype=torch.bfloat16, device=device)
     sizes, found = torch.tensor([5, 0, 130]), []
@@ -405,25 +499,121 @@ def test_split_sizes_on_a_gpu(recipe: Recipe, device: torch.device) -> None:
     assert_same(*found)
 
 
-@pytest.mark.parametrize("square_cols", [False, True])
-@pytest.mark.parametrize("features", [128, 256])
-def test_scales_of_groups_lie_as_those_of_tensors(features: int, square_cols: bool) -> None:
-    """GEMMs of blocks look at their strides, which kernels and plain torch leave different."""
-    x = torch.randn(135, features)
-    groups = groups_on_host(torch.tensor([5, 0, 130]), x)
-    how: Any = {"dtype": torch.float8_e4m3fn, "rows": True, "cols": True}
-    how["square_cols"] = square_cols
-    codes = quantize_by_blocks(padded_groups(x, groups), **how)
-    assert codes.row_scale is not None
-    fresh = codes.row_scale.clone(memory_format=torch.contiguous_format)
-    groups_of_codes = codes_of_groups(codes._replace(row_scale=fresh), groups)
-    for found, rows in zip(groups_of_codes, (x[:5], x[:0], x[5:]), strict=True):
-        for own, alone in zip(found, quantize_by_blocks(rows, **how)):
-            if own is not None:
-                torch.testing.assert_close(own.float(), alone.float(), rtol=0, atol=0)
-        for scale in (found.row_scale, found.col_scale):
-            assert scale is not None
-            assert scale.stride() == torch.empty(scale.shape).stride()
+Quantize = Callable[[Tensor], Codes]
+
+
+def by_blocks(x: Tensor, square_cols: bool = False) -> Codes:
+    how: Any = {"rows": True, "cols": True, "square_cols": square_cols}
+    return quantize_by_blocks(x, torch.float8_e4m3fn, **how)
+
+
+def nvfp4_like(whole: Tensor, **how: Any) -> Quantize:
+    """With the scale of a tensor that x is a part of."""
+    amax = amax_of(whole)
+    return lambda x: quantize_nvfp4(x, amax, rows=True, cols=True, **how)
+
+
+QUANTIZERS: dict[str, Callable[[Tensor], Quantize]] = {
+    "tensor": lambda _: functools.partial(
+        quantize_by_tensor, scale=torch.tensor([9.0]), dtype=torch.float8_e5m2, rows=True, cols=True
+    ),
+    "blocks": lambda _: by_blocks,
+    "square cols": lambda _: functools.partial(by_blocks, square_cols=True),
+    "mxfp8": lambda _: functools.partial(
+        quantize_mxfp8, dtype=torch.float8_e4m3fn, rows=True, cols=True
+    ),
+    "nvfp4": nvfp4_like,
+    "nvfp4, transformed": lambda whole: nvfp4_like(whole, transform=True),
+}
+MICRO = [name for name in QUANTIZERS if name.startswith(("mxfp8", "nvfp4"))]
+# Tiles of scales are filled by 128 columns of MXFP8, and by 64 of NVFP4.
+CUTS = [
+    (name, features)
+    for name in QUANTIZERS
+    for features in ((96, 160, 320) if name in MICRO else (128, 256))
+]
+
+
+CONTIGUOUS = torch.contiguous_format
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.clone(memory_format=CONTIGUOUS).view(torch.uint8)
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 130], [0, 128, 1, 33, 0], [0, 0]], ids=str)
+@pytest.mark.parametrize(("name", "features"), CUTS)
+def test_codes_of_a_group_are_those_of_its_rows_alone(
+    name: str, features: int, sizes: list[int]
+) -> None:
+    """Bit for bit, in the layout that GEMMs read; they look at the strides of scales, too."""
+    x = torch.randn(sum(sizes), features) * torch.randn(sum(sizes), 1).exp()
+    quantize, groups = QUANTIZERS[name](x), groups_on_host(torch.tensor(sizes), x)
+    codes = quantize(padded_groups(x, groups))
+    # Kernels leave other strides than plain torch does.
+    codes = Codes(*(None if t is None else t.clone(memory_format=CONTIGUOUS) for t in codes))
+    for found, rows in zip(codes_of_groups(codes, groups), x.split(sizes), strict=True):
+        alone = quantize(rows)
+        for own, other in ((found.row_scale, alone.row_scale), (found.col_scale, alone.col_scale)):
+            assert own is not None
+            assert other is not None
+            assert (own.dtype, own.shape) == (other.dtype, other.shape)
+            assert torch.equal(bits(own), bits(other))
+            assert own.stride() == torch.empty(own.shape).stride()
+        for own, other in ((found.rows, alone.rows), (found.cols, alone.cols)):
+            assert own is not None
+            assert other is not None
+            assert (own.dtype, own.shape) == (other.dtype, other.shape)
+            assert torch.equal(without_signs_of_zeros(own), without_signs_of_zeros(other))
+
+
+def without_signs_of_zeros(codes: Tensor) -> Tensor:
+    """A transform makes -0 of rows of padding, which are not there where a group is alone."""
+    return values_of(codes) if codes.dtype == FP4 else bits(codes)
+
+
+class Calls(Call):
+    """All that products hand to ``scaled_mm``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.every: list[tuple[Any, ...]] = []
+
+    def __call__(self, *args: Any, **how: Any) -> Tensor:
+        self.every.append(args)
+        return super().__call__(*args, **how)
+
+
+@pytest.mark.parametrize("name", MICRO)
+def test_what_a_gpu_is_given_for_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch checks dtypes, shapes, strides, numbers of scales and swizzles, and refuses others."""
+    sizes, k, n = [5, 0, 130, 33], 96, 160
+    x, dy = torch.randn(168, k), torch.randn(168, n)
+    ws = [torch.randn(n, k) for _ in sizes]
+    groups = groups_on_host(torch.tensor(sizes), x)
+    of_x, of_dy = QUANTIZERS[name](x), QUANTIZERS[name](dy)
+    wq = [QUANTIZERS[name](w)(w) for w in ws]
+    xq, dyq = of_x(padded_groups(x, groups)), of_dy(padded_groups(dy, groups))
+    how, calls = Accumulation(torch.bfloat16, True, hardware=True), Calls(monkeypatch)
+    scaled_grouped_forward(xq, wq, groups, torch.empty(168, n), how)
+    scaled_grouped_dgrad(dyq, wq, groups, torch.empty(168, k), how)
+    for pair in zip(codes_of_groups(dyq, groups), codes_of_groups(xq, groups)):
+        scaled_wgrad(*pair, how)
+    xs, dys = ([q(rows) for rows in t.split(sizes)] for q, t in ((of_x, x), (of_dy, dy)))
+    present = [g for g, size in enumerate(sizes) if size]
+    wanted = [
+        *((xs[g][:2], wq[g][:2]) for g in present),
+        *((dys[g][:2], wq[g][2:4]) for g in present),
+        *((dys[g][2:4], xs[g][2:4]) for g in present),
+    ]
+    for (a, b, scale_a, _, scale_b, *_), (left, right) in zip(calls.every, wanted, strict=True):
+        for matrix, scales, (codes, scale) in ((a, scale_a, left), (b.t(), scale_b, right)):
+            assert matrix.stride(1) == 1
+            assert all(t.data_ptr() % 16 == 0 for t in (matrix, scales[0]))
+            assert all(t.is_contiguous() for t in scales)
+            given = torch.cat([t.view(torch.uint8) for t in scales])
+            found, true = decoded(matrix, given.view(scale.dtype)), decoded(codes, scale)
+            assert torch.equal(found, true[: found.shape[0], : found.shape[1]])
 
 
 def test_rows_are_not_copied_where_groups_begin_at_blocks() -> None:
