@@ -116,7 +116,7 @@ class QuantizedLinearPart(LinearPart):
         plain = self.recipe.fprop != "fp8" or (by_cols and not self._saves_codes)
         if plain or gathers or not self.recipe.handed_on:
             return None
-        return Quantizer(self._operands(), "input", True, by_cols)
+        return Quantizer(self._operands, "input", True, by_cols)
 
     def _saves(self, ctxs: Contexts, save_input: bool) -> bool:
         """Whether forward saves the input in some form."""
@@ -154,7 +154,7 @@ class QuantizedLinearPart(LinearPart):
             codes = x.codes
         elif by_cols or self.recipe.fprop == "fp8":
             rows = self.recipe.fprop == "fp8"
-            codes = Quantizer(self._operands(), "input", rows, by_cols).codes(gemm.as_rows(x))
+            codes = Quantizer(self._operands, "input", rows, by_cols).codes(gemm.as_rows(x))
         reduced = sharding.mode == "row"
         y = self._product(ctx, x, codes, weight, None if reduced else b)
         if ctx.requires_grad:
@@ -179,10 +179,9 @@ class QuantizedLinearPart(LinearPart):
     def _given_weight(self, ctx: OperationContext, w: Tensor) -> _Weight:
         scale, amax = self.linear.scale_of(w), None
         both = self.recipe.fprop == "fp8" and self.recipe.dgrad == "fp8" and ctx.needs.input
-        operands = self._operands()
         if scale is None and ctx.kept_weights is None and both:
-            amax = operands.weight_amax(w)
-        return _Weight(w, scale, amax, operands)
+            amax = self._operands.weight_amax(w)
+        return _Weight(w, scale, amax, self._operands)
 
     def _saved_weight(self, ctx: OperationContext) -> _Weight:
         scale, amax, _, *tensors = ctx.saved_tensors[3:]
@@ -242,7 +241,7 @@ class QuantizedLinearPart(LinearPart):
         # The bias behind the operation sees the rows of this rank, the GEMMs those of all.
         sums = not self.linear.sharding.scatters_output and self.bias is not None
         return Quantizer(
-            self._operands(),
+            self._operands,
             "grad_output",
             needs.input and recipe.dgrad == "fp8",
             all(needs.parameters) and recipe.wgrad == "fp8",
@@ -318,7 +317,7 @@ class QuantizedLinearPart(LinearPart):
         role = self._grad_quantizer(ctxs).role
         rows = gemm.as_rows(cast(dy, ctxs[0].dtype)).contiguous()
         how: Any = {"rows": False, "cols": True, "amax": amax_of(rows)}
-        return self._operands().quantize(role, rows[:, columns].contiguous(), **how)
+        return self._operands.quantize(role, rows[:, columns].contiguous(), **how)
 
     def _whole(self, ctxs: Contexts, dy: Any) -> Any:
         """The gradient of the output as the GEMMs take it, gathered once for both."""
@@ -341,6 +340,7 @@ class QuantizedLinearPart(LinearPart):
             codes = ctx.grad_codes = self._grad_quantizer(ctxs).codes(rows)
         return codes
 
+    @property
     def _operands(self) -> OperandQuantizer:
         return OperandQuantizer(self.linear, self.recipe)
 
