@@ -91,16 +91,22 @@ class QuantizedGroupedLinear(FusedOperation):
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> BackwardResult:
         (ctx,) = basic_op_ctxs
-        products = _QuantizedProducts(self.linear, self.recipe, ctx)
+        products = _QuantizedProducts(self.linear, self.recipe, ctx, ctx.saved_tensors[-1])
         return self.linear.backward_by(products, ctx, grad_output)
 
 
 class _QuantizedProducts(GroupedProducts):
     """Products of codes, for one pass of a call."""
 
-    def __init__(self, linear: GroupedLinear, recipe: Recipe, ctx: OperationContext) -> None:
+    def __init__(
+        self,
+        linear: GroupedLinear,
+        recipe: Recipe,
+        ctx: OperationContext,
+        used: Tensor | None = None,
+    ) -> None:
         self.linear, self.recipe, self.ctx = linear, recipe, ctx
-        self.quantizer = OperandQuantizer(linear, recipe)
+        self.quantizer = OperandQuantizer(linear, recipe, used)
         self._grad_codes: Codes | None = None
 
     def reads_sizes(self, x: Tensor, out_features: int) -> bool:
@@ -124,10 +130,14 @@ class _QuantizedProducts(GroupedProducts):
         if codes is not None and cols:
             saved = None, codes.cols, codes.col_scale
         if codes is None or not rows:
-            return super().forward(x, weights, groups, out=out, save=save)[0], saved
+            return super().forward(x, weights, groups, out=out, save=save)[0], (*saved, None)
         w = self._weights(weights, x.dtype, rows=True)
         out = x.new_empty(x.shape[0], weights[0].shape[-2]) if out is None else out
-        return scaled_grouped_forward(codes, w, groups, out, self._how("fprop", x, x.dtype)), saved
+        y = scaled_grouped_forward(codes, w, groups, out, self._how("fprop", x, x.dtype))
+        ctx, used = self.ctx, None
+        if ctx.requires_grad and ctx.needs.input and self.recipe.dgrad == "fp8":
+            used = self.quantizer.used_scales()  # for the weights
+        return y, (*saved, used)
 
     def output_grad(self, dy: Tensor, saved: Sequence[Tensor | None]) -> Tensor:
         return dy.to(self.ctx.compute_dtype)
@@ -149,7 +159,7 @@ class _QuantizedProducts(GroupedProducts):
         weights: Sequence[Tensor],
         groups: RowGroups,
     ) -> GroupedProduct | ScaledGroupedProduct:
-        x, cols, col_scale = saved
+        x, cols, col_scale, _ = saved
         if self.recipe.wgrad != "fp8":
             return super().wgrad(dy, (x,), weights, groups)
         dys = codes_of_groups(self._codes(dy, groups), groups)

@@ -38,7 +38,7 @@ from ..recipe import (
 )
 from ..recording import is_recording
 from .region import amax_group
-from .state import Stateful, state_of
+from .state import QuantizationState, Stateful, state_of
 from .watch import is_watched, tell
 from .weights import weight_codes
 
@@ -102,13 +102,25 @@ class OperandQuantizer(NamedTuple):
 
     Roles are ``"input"`` (T, K), ``"weight"`` (N, K) and ``"grad_output"`` (T, N).
 
+    What a forward has rounded and its backward rounds again gets the same codes: for that,
+    :meth:`used_scales` is saved, and handed in. Gradients follow the scales of now.
+
     Attributes:
         op: whose scales are kept.
         recipe: the recipe.
+        used: of the forward whose operands are rounded again; None: they are rounded for the first
+            time.
     """
 
     op: nn.Module
     recipe: Recipe
+    used: Tensor | None = None
+
+    def used_scales(self) -> Tensor | None:
+        """In forward, once its operands are rounded: the scales, if they are kept between calls."""
+        if not isinstance(self.recipe, Stateful):
+            return None
+        return state_of(self.op, self.recipe, amax_group()).used_scales()
 
     def quantize(
         self,
@@ -162,6 +174,8 @@ class OperandQuantizer(NamedTuple):
             return BlockScaling(recipe.dtype(role), _params(recipe, role).power_2_scale, squares)
         if isinstance(recipe, Float8CurrentScaling):
             return None
+        if self.used is not None and role != "grad_output":
+            return QuantizationState.used_scaling(self.used, role, recipe.dtype(role))
         assert isinstance(recipe, Stateful)
         return state_of(self.op, recipe, amax_group()).known_scaling(role, recipe.dtype(role))
 
@@ -190,7 +204,7 @@ class OperandQuantizer(NamedTuple):
 
         Args as of :meth:`weight`; weights and parameters of each group.
         """
-        if isinstance(self.recipe, Stateful):
+        if self.used is None and isinstance(self.recipe, Stateful):
             state = state_of(self.op, self.recipe, amax_group())
             if not state.knows("weight"):
                 state.learn("weight", amax_of(torch.cat([amax_of(w) for w in ws])), self.recipe)

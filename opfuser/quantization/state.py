@@ -82,10 +82,12 @@ class QuantizationState(nn.Module):
         self.group: dist.ProcessGroup | None = None  # of ranks that it agrees with
         self.row = -1  # of the tensor in which they do
         self._parts: _Parts | None = None
+        # Of each role that forward rounds, if the last such tensor gave its own scale.
+        self._first: dict[int, Tensor] = {}
         _all[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None, "_parts": None}
+        return {**self.__dict__, "group": None, "_parts": None, "_first": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -102,6 +104,8 @@ class QuantizationState(nn.Module):
         """
         self.known[_NUMBERS[role]] = True
         scale: Tensor = scale_for(amax, recipe.dtype(role))
+        if role != "grad_output":
+            self._first[_NUMBERS[role]] = scale
         self.scale_of(role).copy_(scale.nan_to_num(1.0))
         if ScalesUpdated.wanted:
             emit(ScalesUpdated(1, (role,), "first value"))
@@ -112,7 +116,24 @@ class QuantizationState(nn.Module):
         if not self.knows(role):
             return None
         number, parts = _NUMBERS[role], self._current_parts()
+        if self._first:
+            self._first.pop(number, None)
         return TensorScaling(parts.scale[number], dtype, parts.amax[number])
+
+    def used_scales(self) -> Tensor:
+        """(3,): a copy of what the last tensor of each role was multiplied by.
+
+        Forward saves it for what backward rounds again: updates change :attr:`scale` in place.
+        """
+        used = self._current_parts().kept.scale.clone()
+        for number, scale in self._first.items():  # a NaN is not kept
+            used[number] = scale[0]
+        return used
+
+    @staticmethod
+    def used_scaling(used: Tensor, role: str, dtype: torch.dtype) -> TensorScaling:
+        """How a tensor of the role was quantised, from :meth:`used_scales`; its amax was seen."""
+        return TensorScaling(used.narrow(0, _NUMBERS[role], 1), dtype)
 
     def scale_of(self, role: str) -> Tensor:
         """(1,): what values are multiplied by."""

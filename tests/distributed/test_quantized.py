@@ -285,6 +285,29 @@ def gathered_input_is_saved_local(rank: int, ranks: int) -> None:
 
 
 @check
+def calls_between_a_forward_and_its_backward(rank: int, ranks: int) -> None:
+    """What is gathered again is rounded as in forward."""
+    given, recipe = whole_tensors(ranks), DelayedScaling(amax_history_len=1)
+    for mode in ("column", "row"):
+        found = []
+        for between in (False, True):
+            op = BasicLinear(IN, OUT, tensor_parallel_mode=mode, sequence_parallel=True)
+            nn.init.constant_(op.weight, 0.5)
+            local, rows = slice(0, op.local_in_features), slice(rank * ROWS, (rank + 1) * ROWS)
+            x = (given.x[rows] if mode == "column" else given.x[..., local]).clone()
+            with region(recipe):
+                y = op(x.requires_grad_())
+            if between:
+                for _ in range(2):
+                    with torch.no_grad(), region(recipe):
+                        op(x / 100)
+            dy = given.dy[..., : op.local_out_features] if mode == "column" else given.dy[rows]
+            found.append(torch.autograd.grad(y, [x, op.weight], dy))
+        for ours, theirs in zip(*found):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@check
 def products_in_high_precision(rank: int, ranks: int) -> None:
     """They take what was gathered too."""
     given = whole_tensors(ranks)

@@ -54,6 +54,38 @@ def test_quantised_calls(name: str, device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
 @pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=1), Float8PredictedScaling()])
+def test_calls_between_a_forward_and_its_backward(recipe: Recipe, device: torch.device) -> None:
+    """A recorded forward leaves its scales to its backward, also where others are replayed next."""
+    model = opfuser.Sequential(
+        opfuser.RMSNorm(128), opfuser.Linear(128, 256), opfuser.SwiGLU(), opfuser.Linear(128, 128)
+    ).to(device)
+    other = twin(model)
+    x = torch.randn(5, 128, device=device)
+
+    def forward(m: opfuser.Sequential, x: torch.Tensor) -> torch.Tensor:
+        with opfuser.autocast(recipe=recipe):
+            y: torch.Tensor = m(x)
+        return y
+
+    for step in range(6):
+        for m in (model, other):
+            m.zero_grad()
+            y, last = forward(m, x), step == 5
+            if not last or m is model:
+                z = forward(m, x / 100)
+                with torch.no_grad():
+                    forward(m, x / 100)
+            y.square().sum().backward()
+            if not last:
+                z.square().sum().backward()
+    assert_same_grads(model, other)
+    assert code(model) == ""
+    assert count(model) >= 4
+
+
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+@pytest.mark.usefixtures("replaying")
 @pytest.mark.parametrize(
     "recipe", list(RECIPES.values())[:4], ids=lambda recipe: type(recipe).__name__
 )

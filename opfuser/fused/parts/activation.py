@@ -27,7 +27,7 @@ from ...kernels.gated_quantized import (
     gated_forward_quantized,
     quantize_input,
 )
-from ...kernels.quantize import Codes, Scaling, TensorScaling
+from ...kernels.quantize import Codes, Scaling
 from ...kernels.scalar import cast
 from ...op import in_compute_dtype
 from ...quantization.quantizers import QuantizedTensor, Quantizer, scalings
@@ -274,9 +274,6 @@ def _gradients_quantized(
         return gated_backward_quantized(*rows, bias, spec, dx_scaling, y_scaling, column_sum=sums)
 
     dx_scaling, y_scaling = scalings([dx, y], dy, run)
-    if isinstance(y_scaling, TensorScaling) and y.operands.recipe.fprop == "fp8":
-        # Forward has seen it, and not from values of codes.
-        y_scaling = y_scaling._replace(amax=None)
     grads = run(dx_scaling, y_scaling, sums)
     db = grads.dx.column_sum
     if db is not None and bias is not None:

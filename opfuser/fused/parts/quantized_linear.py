@@ -64,20 +64,17 @@ class _Weight(NamedTuple):
         w: its values, or codes.
         scale: of codes that are stored.
         amax: the largest value, where codes of both passes need it.
+        operands: what quantises it.
     """
 
     w: Tensor
     scale: Tensor | None
     amax: Tensor | None
+    operands: OperandQuantizer
 
     def in_high_precision(self, dtype: torch.dtype) -> Tensor:
         """The values."""
         return self.w if self.scale is None else decode_weight(self.w, self.scale, dtype)
-
-
-def _saved_weight(ctx: OperationContext) -> _Weight:
-    scale, amax, *tensors = ctx.saved_tensors[3:]
-    return _Weight(gemm.joined(gemm.weight_of(tensors)), scale, amax)
 
 
 class QuantizedLinearPart(LinearPart):
@@ -85,7 +82,8 @@ class QuantizedLinearPart(LinearPart):
 
     Saves the weight, and of its input the codes by columns, one byte each, unless the part before
     recomputes it. The weight is quantised in each pass for the layout that it needs there; its
-    largest value, where scales come from that, is saved.
+    largest value, where scales come from that, is saved. So are scales that are kept from call to
+    call, for what backward quantises again: other calls may change them before.
 
     Where ranks exchange data, it is in the dtype of the operation: an input or a gradient is
     gathered before it is quantised, and outputs of GEMMs are reduced. A gathered input is not
@@ -157,14 +155,17 @@ class QuantizedLinearPart(LinearPart):
         elif by_cols or self.recipe.fprop == "fp8":
             rows = self.recipe.fprop == "fp8"
             codes = Quantizer(self._operands, "input", rows, by_cols).codes(gemm.as_rows(x))
+        reduced = sharding.mode == "row"
+        y = self._product(ctx, x, codes, weight, None if reduced else b)
         if ctx.requires_grad:
             kept = (codes.cols, codes.col_scale) if by_cols and codes is not None else (None, None)
             saved = local if saves and not by_cols else None
-            ctx.save_for_backward(saved, *kept, weight.scale, weight.amax, *gemm.tensors_of(w))
+            again = self._rounds_again(ctx, weight, by_cols)
+            used = weight.operands.used_scales() if again else None
+            numbers = weight.scale, weight.amax, used
+            ctx.save_for_backward(saved, *kept, *numbers, *gemm.tensors_of(w))
             if self.recomputed and self.bias is not None:
                 ctxs[1].save_for_backward(b)
-        reduced = sharding.mode == "row"
-        y = self._product(ctx, x, codes, weight, None if reduced else b)
         if reduced:
             y = reduce_output(y, sharding)
             y = y if b is None else y.add_(b)
@@ -180,7 +181,23 @@ class QuantizedLinearPart(LinearPart):
         both = self.recipe.fprop == "fp8" and self.recipe.dgrad == "fp8" and ctx.needs.input
         if scale is None and ctx.kept_weights is None and both:
             amax = self._operands.weight_amax(w)
-        return _Weight(w, scale, amax)
+        return _Weight(w, scale, amax, self._operands)
+
+    def _saved_weight(self, ctx: OperationContext) -> _Weight:
+        scale, amax, _, *tensors = ctx.saved_tensors[3:]
+        w = gemm.joined(gemm.weight_of(tensors))
+        return _Weight(w, scale, amax, self._operands_again(ctx))
+
+    def _rounds_again(self, ctx: OperationContext, weight: _Weight, by_cols: bool) -> bool:
+        """Whether backward quantises again what forward has quantised.
+
+        Not so where weights are kept, but a checkpoint, which may not see that they are, has to
+        save as many tensors again.
+        """
+        recipe = self.recipe
+        of_weight = recipe.dgrad == "fp8" and ctx.needs.input and weight.scale is None
+        of_input = recipe.wgrad == "fp8" and True in ctx.needs.parameters and not by_cols
+        return recipe.fprop == "fp8" and (of_weight or of_input or self.recomputed)
 
     def _product(
         self,
@@ -205,8 +222,9 @@ class QuantizedLinearPart(LinearPart):
         x = saved if x is None else cast(x, ctxs[0].dtype)
         codes = None
         if self.recipe.fprop == "fp8":
-            codes = Quantizer(self._operands, "input", True, False).codes(gemm.as_rows(x))
-        return self._product(ctxs[0], x, codes, _saved_weight(ctxs[0]), b)
+            operands = self._operands_again(ctxs[0])
+            codes = Quantizer(operands, "input", True, False).codes(gemm.as_rows(x))
+        return self._product(ctxs[0], x, codes, self._saved_weight(ctxs[0]), b)
 
     def grad_output_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         wanted, needs = self._grad_quantizer(ctxs), ctxs[0].needs
@@ -232,7 +250,7 @@ class QuantizedLinearPart(LinearPart):
 
     def _input_grad(self, ctxs: Contexts, dy: Any) -> Tensor:
         ctx, sharding = ctxs[0], self.linear.sharding
-        weight = _saved_weight(ctx)
+        weight = self._saved_weight(ctx)
         dy = self._whole(ctxs, dy)
         if self.recipe.dgrad != "fp8":
             dx = gemm.dgrad(dy, weight.in_high_precision(ctx.dtype))
@@ -248,7 +266,7 @@ class QuantizedLinearPart(LinearPart):
     def recomputed_input_quantizer(self, ctxs: Contexts) -> Quantizer | None:
         if self.recipe.wgrad != "fp8" or not self.recipe.handed_on:
             return None
-        return Quantizer(self._operands, "input", False, True)
+        return Quantizer(self._operands_again(ctxs[0]), "input", False, True)
 
     def parameter_grads(self, ctxs: Contexts, dy: Any, x: Any) -> list[Gradients]:
         db = None
@@ -270,14 +288,15 @@ class QuantizedLinearPart(LinearPart):
 
     def _weight_grads(self, ctxs: Contexts, dy: Any, x: Any) -> Gradients:
         ctx = ctxs[0]
-        saved, cols, col_scale, _, _, w = ctx.saved_tensors[:6]
+        saved, cols, col_scale, _, _, _, w = ctx.saved_tensors[:7]
         if isinstance(x, QuantizedTensor):
             codes = x.codes
         elif self.recipe.wgrad != "fp8" or cols is None:
             x = gather_input(saved if x is None else cast(x, ctx.dtype), self.linear.sharding)
             if self.recipe.wgrad != "fp8":
                 return self.linear.weight_grads(dy, x, ctx)
-            codes = Quantizer(self._operands, "input", False, True).codes(gemm.as_rows(x))
+            operands = self._operands_again(ctx)
+            codes = Quantizer(operands, "input", False, True).codes(gemm.as_rows(x))
         else:
             codes = Codes(None, None, cols, col_scale, None)
         dtype = self.linear.weight_grad_dtype(ctx, w)
@@ -325,10 +344,14 @@ class QuantizedLinearPart(LinearPart):
     def _operands(self) -> OperandQuantizer:
         return OperandQuantizer(self.linear, self.recipe)
 
+    def _operands_again(self, ctx: OperationContext) -> OperandQuantizer:
+        """In backward, for what forward has quantised."""
+        return OperandQuantizer(self.linear, self.recipe, ctx.saved_tensors[5])
+
     def _codes(self, ctx: OperationContext, weight: _Weight, *, rows: bool) -> Codes:
-        source, (w, scale, amax) = self.linear._parameters.get("weight"), weight
-        how: Any = {"rows": rows, "cols": not rows, "scale": scale, "amax": amax}
-        return self._operands.weight(w, source, ctx.kept_weights, **how)
+        source = self.linear._parameters.get("weight")
+        how: Any = {"rows": rows, "cols": not rows, "scale": weight.scale, "amax": weight.amax}
+        return weight.operands.weight(weight.w, source, ctx.kept_weights, **how)
 
     def _how(self, product: str, w: Tensor, dtype: torch.dtype) -> Accumulation:
         return accumulation(self.recipe, product, self.features, dtype, w.device)

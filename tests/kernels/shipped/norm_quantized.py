@@ -21,6 +21,7 @@ def one() -> Tensor:
 SCALINGS: dict[str, Scaling] = {
     "measured": MeasuredScaling(one(), E4M3),
     "with amax": TensorScaling(one(), E4M3, one()),
+    "given": TensorScaling(one(), E4M3),
     "amax alone": TensorScaling(None, E4M3, one()),
     "in blocks": BlockScaling(E4M3),
     "in squares": BlockScaling(E4M3, square_cols=True),
@@ -72,8 +73,8 @@ for rows, cols, dtype in (
             how = {"layer": layer, "centred": not layer and name == "in blocks"}
             given = {**how, "scaling": scaling}
             SHIPPED.ship(f"{kind} columns", 1 + written, columns, x, **given)
-            if name == "in squares":
-                continue  # by rows they are blocks
+            if name in ("in squares", "given"):
+                continue  # by rows they are blocks; forward looks at the values
             SHIPPED.ship(kind, 1 + written, forward, x, add=False, **given)
             SHIPPED.ship(f"add + {kind}", 3 + written, forward, x, add=True, **given)
 SHIPPED.ship("l2", 1.5, l2_forward, empty(2**20, 128))

@@ -54,6 +54,9 @@ for rows, cols, source in (
         dtype=E5M2, amax=True, column_sum=True, **both,
     )  # fmt: skip
     SHIPPED.ship(f"{size} rows", 1 + layout, by_tensor, x, dtype=E4M3, amax=True, **by_rows)
+    SHIPPED.ship(  # in backward: what forward has seen
+        f"{size} cols", 1 + layout, by_tensor, x, dtype=E4M3, amax=False, rows=False, cols=True
+    )
     for name, how, layouts in (
         ("both, with sums", {**both, "column_sum": True}, 2),
         ("rows", by_rows, 1),
