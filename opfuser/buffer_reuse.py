@@ -2,7 +2,8 @@
 
 An operation receives tensors of the caller, or intermediate results of the engine that nothing
 reads afterwards. Reference counts tell them apart: if the list in which a tensor was passed holds
-the only reference to it, and no other tensor shares its memory, overwriting it goes unseen.
+the only reference to it, no other tensor shares its memory, and torch has allocated that memory,
+overwriting it goes unseen.
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ def references(memories: Sequence[int]) -> list[int]:
     return list(map(_references_to, memories))
 
 
-def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int]:
-    """Number of references to a tensor from Python, from C++ (autograd), and to its memory."""
+def _counts(holder: Sequence[Tensor | None], index: int) -> tuple[int, int, int, bool]:
+    """Number of references to a tensor from Python, from C++ (autograd), and to its memory.
+
+    And whether torch has allocated that memory: an array of numpy that a tensor was made of, or a
+    mapped file, belongs to somebody whose references are not counted.
+    """
     tensor = holder[index]
     assert tensor is not None
-    memory = _references_to(memory_of(tensor))
-    return sys.getrefcount(tensor), tensor._use_count(), memory  # type: ignore[attr-defined]
+    storage = tensor.untyped_storage()
+    references = sys.getrefcount(tensor), tensor._use_count()  # type: ignore[attr-defined]
+    return *references, _references_to(storage._cdata), storage.resizable()
 
 
 # Counting itself holds references, whose number differs between versions of Python.

@@ -129,13 +129,14 @@ class _SequenceFunction(torch.autograd.Function):
         output, outputs = execute_forward(schedule, kwargs, input_, extra_inputs, tape)
         if tape.verification is not None:
             tape.verification.note(schedule, tensors)
-        marked, traced = False, torch.compiler.is_compiling()
+        marked, hooked, traced = False, False, torch.compiler.is_compiling()
         if tape.saved or schedule.kept_parameters:
             kept = [tensors[n] for n in schedule.kept_parameters]
-            marked = not traced and _in_checkpoint()
+            if not traced:
+                marked, hooked = _saved_tensors_hooks()
             mark = [torch.empty(0, schedule.layout())] if marked else ()
             func_ctx.save_for_backward(*mark, *tape.saved, *kept)
-        func_ctx.forwarded = (schedule, tape.contexts, marked, tape.verification)
+        func_ctx.forwarded = (schedule, tape.contexts, marked, hooked, tape.verification)
         if traced and torch.compiler.is_dynamo_compiling():
             # In a trace of torch 2.11, an output that an in-place operation returned, or that
             # shares memory with another one, gets a wrong gradient.
@@ -261,15 +262,19 @@ def _bytes_saved(
     return BytesSaved(number, size, count, checkpointed)
 
 
-def _in_checkpoint() -> bool:
-    """Whether a checkpoint drops the saved tensors and recomputes them in backward.
+def _saved_tensors_hooks() -> tuple[bool, bool]:
+    """Whether a checkpoint's hooks take what is saved, and whether a caller's hooks do.
 
-    If fusions were switched meanwhile, the recomputation follows another plan and may save other
-    tensors of the same shapes. The checkpoint compares shapes: an empty tensor whose shape
-    identifies the layout of the saved tensors makes it raise.
+    A checkpoint drops the saved tensors and recomputes them in backward. If fusions were switched
+    meanwhile, the recomputation follows another plan and may save other tensors of the same shapes.
+    The checkpoint compares shapes: an empty tensor whose shape identifies the layout of the saved
+    tensors makes it raise. What it recomputes is ours; what a caller's hooks return is theirs.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    if hooks is None:
+        return False, False
+    checkpoint = getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return checkpoint, not checkpoint
 
 
 class _NotTwice(torch.autograd.Function):

@@ -119,6 +119,14 @@ def _revive_all(
     return ctxs
 
 
+def _borrowed(t: Tensor | None) -> Tensor | None:
+    """A view of a tensor that hooks of a caller returned: nobody takes it for the only reference.
+
+    The hooks may keep its memory by other means than a tensor, for a second backward.
+    """
+    return t if t is None or t.layout is not torch.strided else t.view_as(t)
+
+
 def _overlap(overlap: WgradOverlap, device: torch.device) -> OverlappedPass | None:
     return None if torch.compiler.is_compiling() else overlap.begin(device)
 
@@ -128,9 +136,11 @@ def execute_backward(  # noqa: PLR0912, PLR0915 - a function for each branch wou
 ) -> list[Tensor | None]:
     """The gradients of input, parameters and extra inputs, computed by the backward steps."""
     saved: list[Tensor | None] = list(func_ctx.saved_tensors)
-    schedule, contexts, marked, verification = func_ctx.forwarded
+    schedule, contexts, marked, hooked, verification = func_ctx.forwarded
     if marked:
         del saved[0]
+    if hooked:
+        saved = list(map(_borrowed, saved))
     if saved and not keep and _CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None

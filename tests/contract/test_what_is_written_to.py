@@ -149,3 +149,55 @@ def test_nothing_but_what_is_ours(name: str, fused: bool) -> None:
     for t, expected in zip(owners, want):
         assert torch.equal(t.grad, expected)
     assert all(torch.equal(dy, before) for dy, before in zip(dys, kept))
+
+
+MEMORY_OF_OTHERS: dict[str, Callable[[], of.Sequential]] = {
+    "gated activation": lambda: of.Sequential(of.Linear(8, 16), of.SwiGLU(), of.Linear(8, 8)),
+    "gated activation first": lambda: of.Sequential(of.SwiGLU(), of.Linear(4, 8)),
+    "norm, residual": lambda: of.Sequential(
+        of.Residual(of.RMSNorm(8), of.Linear(8, 16), of.SwiGLU(), of.Linear(8, 8)), of.RMSNorm(8)
+    ),
+    "head and loss": lambda: of.Sequential(
+        of.RMSNorm(8), of.Linear(8, 16, bias=False), of.CrossEntropy()
+    ),
+}
+
+
+@pytest.mark.parametrize("model", MEMORY_OF_OTHERS)
+def test_what_hooks_return_is_theirs(model: str) -> None:
+    """A hook may hold memory by other means than a tensor: torch counts no references to it."""
+    seq, x = MEMORY_OF_OTHERS[model](), rand(6, 8).float().requires_grad_()
+    extra = (torch.arange(6),) if isinstance(seq[-1], of.CrossEntropy) else ()
+    arrays: list[Any] = []
+
+    def pack(t: Tensor) -> Any:
+        if isinstance(t, nn.Parameter):
+            return t
+        arrays.append((t.detach().numpy().copy(), t.detach().clone()))
+        return arrays[-1][0]
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else torch.from_numpy(packed)
+
+    def grads(y: Tensor, retain: bool) -> Any:
+        return torch.autograd.grad(y.sum(), [x, *seq.parameters()], retain_graph=retain)
+
+    expected = grads(seq(x, *extra), False)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = seq(x, *extra)
+    for retain in (True, True, False):
+        for got, want in zip(grads(y, retain), expected):
+            assert torch.equal(got, want)
+    assert arrays
+    for array, before in arrays:
+        assert torch.equal(torch.from_numpy(array), before)
+
+
+def test_an_array_that_an_input_was_made_of_is_not_ours() -> None:
+    seq, factor = of.Sequential(of.SwiGLU(), of.Linear(4, 8)), nn.Parameter(torch.tensor(2.0))
+    array = rand(6, 8).float().numpy()
+    y = seq(torch.from_numpy(array).mul_(factor))
+    before = array.copy()
+    y.sum().backward()
+    assert factor.grad is not None
+    assert (array == before).all()
