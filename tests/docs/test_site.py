@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from docs.docstrings import formula
+from docs.internal_names import INTERNAL
 from tests.docs.test_docstrings import PUBLIC
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,15 @@ def entries(site: Path) -> set[str]:
 
 def test_every_public_name_has_an_entry(entries: set[str]) -> None:
     assert {public.path for public in PUBLIC} - entries == set()
+
+
+def test_internal_members_exist_and_have_no_entry(entries: set[str]) -> None:
+    ends = {tuple(entry.split(".")[-2:]) for entry in entries}
+    for path, names in INTERNAL.items():
+        module, _, owner = path.rpartition(".")
+        defined = vars(getattr(importlib.import_module(module), owner))
+        assert [name for name in names.split() if name not in defined] == []
+        assert [name for name in names.split() if (owner, name) in ends] == []
 
 
 def test_no_name_has_two_entries(site: Path) -> None:
