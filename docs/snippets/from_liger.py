@@ -5,8 +5,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 # was: from liger_kernel.transformers import apply_liger_kernel_to_llama
 import opfuser.hf
 
-sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 100}
-config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, pad_token_id=0, **sizes)
+sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 100}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+config = LlamaConfig(num_hidden_layers=2, pad_token_id=0, **sizes, **heads)
 model = AutoModelForCausalLM.from_config(config)
 
 # was: apply_liger_kernel_to_llama(model=model)
