@@ -1,16 +1,24 @@
 """An extension of griffe: what docstrings write for Sphinx, written for the site.
 
 Roles that name an object become links where the site has it. Formulas become HTML, so that a page
-needs no script to show them. An entry for several arguments becomes one for each.
+needs no script to show them. An entry for several arguments becomes one for each. Members that
+``internal_names.py`` lists are not shown.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
+
+# griffe loads this file by its path, without a package to import from.
+INTERNAL: dict[str, str] = runpy.run_path(str(Path(__file__).with_name("internal_names.py")))[
+    "INTERNAL"
+]
 
 ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`([\w.]+)`")
 SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+): (.+\n(?:\1 +.+\n)*)", re.M)
@@ -120,6 +128,7 @@ def readable(obj: griffe.Object, text: str) -> str:
         return f'<autoref identifier="{path}" optional><code>{shown}</code></autoref>'
 
     text = ROLE.sub(link, separated(text))
+    text = re.sub("::$", ":", text, flags=re.M)  # code follows, indented
     return MATH.sub(lambda found: (found[2] or "") + formula(found[1] or found[3]), text)
 
 
@@ -131,9 +140,12 @@ def _objects(obj: griffe.Object) -> Iterator[griffe.Object]:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring of the package."""
+    """Rewrites every docstring of the package, and hides what is internal."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        for path, names in INTERNAL.items():
+            for name in names.split():
+                pkg.del_member(f"{path}.{name}".removeprefix(f"{pkg.path}."))
         for obj in _objects(pkg):
             if obj.docstring is not None:
                 obj.docstring.value = readable(obj, obj.docstring.value)

@@ -138,6 +138,9 @@ def names() -> list[str]:
 def register(provider: GemmProvider) -> None:
     """Makes a provider known. Recipes that name it may be constructed from now on.
 
+    Args:
+        provider: with the name by which recipes choose it.
+
     Raises:
         ArgumentError: there is one of that name.
     """
@@ -146,6 +149,9 @@ def register(provider: GemmProvider) -> None:
 
 def find(name: str) -> GemmProvider | None:
     """The provider of that name; None for torch.
+
+    Args:
+        name: as recipes have it.
 
     Raises:
         ArgumentError: there is none.

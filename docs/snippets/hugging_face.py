@@ -4,8 +4,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import opfuser.hf
 
-sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 100}
-config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, pad_token_id=0, **sizes)
+sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 100}
+heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+config = LlamaConfig(num_hidden_layers=2, pad_token_id=0, **sizes, **heads)
 model = AutoModelForCausalLM.from_config(config)  # or from_pretrained("...")
 print(opfuser.hf.apply(model))
 # --8<-- [end:apply]

@@ -12,11 +12,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-NAMES = "comparison", "distributed", "foreign-kernels", "overlap"
+README = ROOT / "README.md"  # whose beginning the site's first page has too
+NAMES = "comparison", "distributed", "foreign-kernels", "from-liger", "overlap"
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 
 # A table below a comment that names the file, the field and the unit of its cells.
 TABLE = re.compile(r"^<!-- figures: (\S+) (\S+) (\S+) -->\n((?:\|.*\n)+)", re.M)
+# One of a single case, which the comment names, with a row for each contestant.
+TABLE_OF_CASE = re.compile(r'^<!-- figures of: (\S+) "([^"]+)" -->\n((?:\|.*\n)+)', re.M)
+COLUMNS = {
+    "kept for backward, GiB": ("saved_bytes", "GiB"),
+    "time, ms": ("median_us", "ms"),
+}
 # What the numbers of a field are divided by.
 UNITS = {
     ("median_us", "us"): 1.0,
@@ -40,14 +47,26 @@ class Cell(NamedTuple):
     text: str
 
 
+def parts(table: str) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """The heads of the columns, and the rows by their first cell."""
+    lines = (line.strip("|").split("|") for line in table.splitlines())
+    (_, *heads), _, *rows = ([text.strip() for text in line] for line in lines)
+    return heads, [(first, texts) for first, *texts in rows]
+
+
 def cells(page: Path) -> list[Cell]:
     found = []
-    for file, field, unit, table in TABLE.findall(page.read_text("utf-8")):
-        lines = (line.strip("|").split("|") for line in table.splitlines())
-        (_, *contestants), _, *rows = ([text.strip() for text in line] for line in lines)
-        for case, *texts in rows:
+    page_text = page.read_text("utf-8")
+    for file, field, unit, table in TABLE.findall(page_text):
+        contestants, rows = parts(table)
+        for case, texts in rows:
             for contestant, text in zip(contestants, texts, strict=True):
                 found.append(Cell(file, field, unit, case, contestant, text))
+    for file, case, table in TABLE_OF_CASE.findall(page_text):
+        heads, rows = parts(table)
+        for contestant, texts in rows:
+            for head, text in zip(heads, texts, strict=True):
+                found.append(Cell(file, *COLUMNS[head], case, contestant, text))
     return found
 
 
@@ -77,13 +96,13 @@ def shown(cell: Cell) -> str:
     return f"{value / UNITS[cell.field, cell.unit]:.{digits}f}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_every_cell_is_measured(page: Path) -> None:
     assert cells(page)
     assert [(cell, shown(cell)) for cell in cells(page) if cell.text != shown(cell)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_rows_hold_a_figure_and_columns_too(page: Path) -> None:
     """A misspelt name would be an empty cell."""
     found = cells(page)
@@ -92,14 +111,34 @@ def test_rows_hold_a_figure_and_columns_too(page: Path) -> None:
     assert {(c.file, c.contestant) for c in found} == {(c.file, c.contestant) for c in filled}
 
 
+def in_prose(page: Path) -> list[str]:
+    """The figures with a unit that stand outside of tables and code."""
+    units = r"ms|us|µs|s|[KMG]i?B|%|x|times|(?:micro|milli)?seconds?|per cent|percent|hundredths"
+    return re.findall(rf"\b\d[\d.,]*\s*(?:{units})\b|\d%", prose(page))
+
+
+def prose(page: Path) -> str:
+    text = TABLE_OF_CASE.sub("", TABLE.sub("", page.read_text("utf-8")))
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_no_figure_stands_outside_of_these_tables(page: Path) -> None:
-    text = TABLE.sub("", page.read_text("utf-8"))
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
-    text = re.sub(r"torch\s2\.11|Liger-Kernel\s0\.8\.5", "", text)  # versions
-    units = r"ms|us|µs|s|[KMG]i?B|%|x|times|(?:micro|milli)?seconds?|per cent|percent|hundredths"
-    assert re.findall(rf"\b\d[\d.,]*\s*(?:{units})\b|\d%", text) == []
-    assert re.findall(r"\b\d+\.\d+\b", text) == []
+    assert in_prose(page) == []
+    versions = r"torch\s2\.11|Liger-Kernel\s0\.8\.5|offset=1\.0|label_smoothing=0\.1"
+    assert re.findall(r"\b\d+\.\d+\b", re.sub(versions, "", prose(page))) == []
+
+
+def test_readme_leads_with_the_memory_that_is_measured() -> None:
+    case = "Llama 1B, layers=16 batch=2 length=4096 adamw=0"
+    rows = measured("model.json")
+    leaders = "opfuser", "Liger-Kernel", "torch.compile", "torch"
+    saved = [rows[case, name]["saved_bytes"] / 2**30 for name in leaders]
+    assert in_prose(README) == [f"{gibibytes:.1f} GiB" for gibibytes in saved]
+    order = [re.escape(name) for name in ("Liger-Kernel", "`torch.compile`", "plain PyTorch")]
+    lead = README.read_text("utf-8").partition("What you gain")[2].partition("GiB. ")[0]
+    assert re.search(".*".join(order), lead, re.S)
+    assert saved[0] < min(saved[1:])
 
 
 def test_comparison_names_all_others_and_shows_where_they_are_faster() -> None:

@@ -1,19 +1,29 @@
-"""The site builds without a warning, and shows every public name."""
+"""The site builds without a warning, shows every public name, and fits on a phone.
+
+Where chromium is not installed, what needs a browser is skipped; ``apt-get install chromium``
+installs it on Debian.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser, sync_playwright
 
+from docs import hooks
 from docs.docstrings import formula
+from docs.internal_names import INTERNAL
 from tests.docs.test_docstrings import PUBLIC
+from tests.report.test_page_in_browser import CHROMIUM
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,6 +66,15 @@ def test_every_public_name_has_an_entry(entries: set[str]) -> None:
     assert {public.path for public in PUBLIC} - entries == set()
 
 
+def test_internal_members_exist_and_have_no_entry(entries: set[str]) -> None:
+    ends = {tuple(entry.split(".")[-2:]) for entry in entries}
+    for path, names in INTERNAL.items():
+        module, _, owner = path.rpartition(".")
+        defined = vars(getattr(importlib.import_module(module), owner))
+        assert [name for name in names.split() if name not in defined] == []
+        assert [name for name in names.split() if (owner, name) in ends] == []
+
+
 def test_no_name_has_two_entries(site: Path) -> None:
     text = "".join(p.read_text("utf-8") for p in (site / "reference/api").rglob("*.html"))
     anchors = re.findall(r'<h\d id="(opfuser[^"]*)"', text)
@@ -79,6 +98,75 @@ def test_docstrings_are_shown_without_roles_and_with_links(site: Path) -> None:
     assert [p for p, t in texts.items() if re.search(r":(math|class|func|meth|attr):|::", t)] == []
     sequences = texts[site / "reference/api/sequences/index.html"]
     assert re.search(r'<a [^>]*href="#opfuser.replay"[^>]*><code>replay</code></a>', sequences)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("needs chromium")
+    with sync_playwright() as playwright:
+        # In a container there is neither a sandbox nor much shared memory.
+        args = ["--no-sandbox", "--disable-dev-shm-usage"]
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=args)
+        yield started
+        started.close()
+
+
+# What is wider than the screen, unless something around it scrolls; names that tables break.
+FAULTS = """() => {
+  const width = document.documentElement.clientWidth;
+  const clips = e => getComputedStyle(e).overflowX != 'visible';
+  const scrolls = e => e && (clips(e) || scrolls(e.parentElement));
+  const out = [...document.querySelectorAll('.md-content *')].filter(
+    e => e.getBoundingClientRect().right > width + 1 && !scrolls(e));
+  const broken = [...document.querySelectorAll('.md-content td code')].filter(
+    e => !/[\\s/]/.test(e.textContent) && e.getClientRects().length > 1);
+  const wide = document.documentElement.scrollWidth > width ? [document.body] : [];
+  return [...wide, ...out, ...broken].map(e => `${e.tagName}: ${e.textContent.slice(0, 60)}`);
+}"""
+
+
+def test_pages_fit_on_a_phone_and_tables_keep_names_whole(site: Path, browser: Browser) -> None:
+    shown = browser.new_page(viewport={"width": 390, "height": 850})
+    faults = {}
+    for path in sorted(site.rglob("index.html")):
+        shown.goto(path.as_uri())
+        if found := shown.evaluate(FAULTS):
+            faults[path.parent.relative_to(site).as_posix()] = found
+    shown.close()
+    assert faults == {}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_first_page_shows_the_chart_in_its_colours(
+    site: Path, browser: Browser, scheme: str
+) -> None:
+    shown = browser.new_page(color_scheme=scheme)
+    shown.goto((site / "index.html").as_uri())
+    seen = "all => all.filter(e => e.checkVisibility() && e.naturalWidth).map(e => e.src)"
+    charts = shown.eval_on_selector_all(".chart img", seen)
+    shown.close()
+    assert [re.sub(r".*/|#.*", "", chart) for chart in charts] == [f"overview_{scheme}.svg"]
+
+
+def test_first_page_begins_as_the_readme(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "index.html").read_text("utf-8"))
+    readme = (ROOT / "README.md").read_text("utf-8").partition("## A model of your own")[0]
+    plain = [p for p in readme.split("\n\n") if re.match(r"\w", p) and not re.search(r"[\[`|]", p)]
+    assert plain[0].startswith("opfuser is")
+    assert [paragraph for paragraph in plain if paragraph not in text] == []
+    assert "kept for backward, GiB" in text
+    assert "](" not in text
+
+
+@pytest.mark.parametrize("readme", ["# other\n", "# opfuser\n\nText\n\n## A model of your own\n"])
+def test_readme_that_begins_otherwise_stops_the_build(
+    readme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_text(readme)
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="<picture>"):
+        hooks.beginning()
 
 
 @pytest.mark.parametrize(
