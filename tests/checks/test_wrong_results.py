@@ -179,6 +179,20 @@ FAULTS: dict[str, Fault] = {
         "op", "Backward must return 1 parameter gradients .*Received: 0",
         op_backward=lambda op, ctx, dy: (Scaled.op_backward(op, ctx, dy)[0], ()),
     ),
+    "the input gradient alone": Fault(
+        "op", r"gradients in their order \(Scaled\)\. Received: Tensor\. Return grad_input and a",
+        op_backward=lambda op, ctx, dy: Scaled.op_backward(op, ctx, dy)[0],
+    ),
+    "no gradients": Fault(
+        "op", r"gradients in their order \(Scaled\)\. Received: NoneType\.",
+        op_backward=lambda op, ctx, dy: None,
+    ),
+    "parameter gradients that are a tensor": Fault(
+        "op", r"gradients in their order \(Scaled\)\. Received: a tuple of Tensor, Tensor\.",
+        op_backward=lambda op, ctx, dy: (
+            dy, None if (dw := Scaled.op_backward(op, ctx, dy)[1][0]) is None else dw[None],
+        ),
+    ),
     "an input gradient of another dtype": Fault(
         "op backward joint",
         r"Expected torch\.float32 .*gradient of (the )?input\)\. Received: torch\.float64.*Cast it",
@@ -388,6 +402,38 @@ FAULTS: dict[str, Fault] = {
         "extras", "fuser_backward of a basic operation returns lists of one entry",
         **result(2, lambda extras, g, ctxs: [], "fuser_backward"),
     ),
+    "gradients of the extra inputs that are a tensor": Fault(
+        "extras", r"lists of gradients for each basic operation \(Mixed\)\. Received: Tensor as a",
+        **result(2, lambda extras, g, ctxs: [extras[0][0]], "fuser_backward"),
+    ),
+    "lists that are a tensor": Fault(
+        "extras", r"in their order \(Mixed\)\. Received: a tuple of Tensor, list, Tensor\.",
+        **result(2, lambda extras, g, ctxs: extras[0][0], "fuser_backward"),
+    ),
+    "two results of a backward": Fault(
+        "extras", r"in their order \(Mixed\)\. Received: a tuple of Tensor, list\.",
+        fuser_backward=lambda op, ctxs, g, **kwargs: (
+            Mixed.fuser_backward(op, ctxs, g, **kwargs)[:2]
+        ),
+    ),
+    "the output alone": Fault(
+        "extras", r"The forward of an operation returns a tensor \(Mixed\)\. Received: Tensor\.",
+        fuser_forward=lambda op, ctxs, x, **kwargs: Mixed.fuser_forward(op, ctxs, x, **kwargs)[0],
+    ),
+    "extra outputs that are a tensor": Fault(
+        "extras", r"a list of extra outputs for each basic operation \(Mixed\)\. Received: Tensor",
+        **result(1, lambda extras, x, ctxs: [extras[0][0]]),
+    ),
+    "the output alone, of a fused operation": Fault(
+        "forward joint",
+        r"The forward of an operation returns a tensor \(op 1-3 \(Linear.*\)\)\. Received: Tensor",
+        fuser_forward=lambda op, ctxs, x, **kw: LinearScaleGain.fuser_forward(op, ctxs, x)[0],
+    ),
+    "the input gradient alone, of a fused operation": Fault(
+        "backward joint",
+        r"in their order \(op 1-3 \(Linear.*\)\)\. Received: Tensor\.",
+        fuser_backward=lambda op, ctxs, g, **kw: LinearScaleGain.fuser_backward(op, ctxs, g)[0],
+    ),
     "wrong extra output": Fault(
         "extras", "The extra output 0 is wrong: error 0.1",
         **result(1, lambda extras, x, ctxs: [(extras[0][0] + 0.1,)]),
@@ -438,6 +484,20 @@ def test_a_fault_is_found(of: str, name: str) -> None:
     subject = {"op": "Scaled(), input float32 [5, 3]", "extras": "Mixed(), input float32 [5, 3]"}
     assert subject.get(of, "fusion 'mine'") in str(error.value)
     assert "mine" not in [info.name for info in opfuser.fusions()]
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_gradient_is_not_unpacked_into_its_rows(rows: int) -> None:
+    """One of two rows would pass for the gradients of input and parameters."""
+    op = spoilt(Scaled, op_backward=lambda op, ctx, dy: 2 * dy)()
+    with pytest.raises(AssertionError) as error:
+        check_op(op, torch.randn(rows, 3))
+    assert str(error.value) == (
+        "The backward of an operation returns gradients in their order (Scaled). Received: Tensor. "
+        "Return grad_input and a tuple of the parameters' gradients from op_backward, and from "
+        "fuser_backward also the extra inputs', a tuple for each basic operation. It happened in "
+        f"Scaled(), input float32 [{rows}, 3]."
+    )
 
 
 def test_an_output_without_history_is_caught() -> None:
