@@ -14,7 +14,7 @@ import opfuser
 from opfuser import AddExtraInput, BasicLinear, ConstantScale
 from opfuser.fusion import Fusion, Refusal
 from opfuser.op import BasicOperation, FusedOperation
-from opfuser.testing import check_fusion, check_op
+from opfuser.testing import UnreadTensorWarning, check_fusion, check_op
 from opfuser.testing.calls import Outcome
 from opfuser.testing.compare import Comparison, Tolerance
 from tests.checks.spoilt import (
@@ -269,11 +269,6 @@ FAULTS: dict[str, Fault] = {
         "joint", "A fusion may save 4 bytes, .*only the input requires grad.*Received: 84 bytes",
         save=saves(lambda ctx, x, w: (x, needed(ctx, x, w)[1])),
     ),
-    "saves the weight where the input needs no gradient": Fault(
-        "joint",
-        r"nothing else .*only the last parameter .*saved for op 1 .*tensor 1, torch\.float32",
-        save=saves(lambda ctx, x, w: (needed(ctx, x, w)[0], w)),
-    ),
     "saves the output besides": Fault(
         "joint", "A fusion may save 84 bytes, as the unfused.*Received: 144 bytes",
         save=saves(lambda ctx, x, w: (*needed(ctx, x, w), x @ w.t())),
@@ -498,6 +493,37 @@ def test_a_gradient_is_not_unpacked_into_its_rows(rows: int) -> None:
         "fuser_backward also the extra inputs', a tuple for each basic operation. It happened in "
         f"Scaled(), input float32 [{rows}, 3]."
     )
+
+
+SAVES_WEIGHT = saves(lambda ctx, x, w: (needed(ctx, x, w)[0], w))
+
+
+def test_a_tensor_that_no_gradient_reads_is_a_waste_and_no_fault() -> None:
+    """The text names it once, though several gradients are wanted in turn."""
+    fusion = rule("joint", spoilt(LinearScaleGain, save=SAVES_WEIGHT))
+    with pytest.warns(UnreadTensorWarning) as caught:
+        check_fusion(fusion, with_bias(), torch.randn(5, 4))
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        "A fusion saves what a gradient in ctx.needs reads, and nothing else (fusion 'mine', input "
+        "float32 [5, 4], only the last parameter requires grad: saved for op 1 (BasicLinear)). "
+        "Received: tensor 1, torch.float32, shape (3, 4), 48 bytes, which none reads. Ask "
+        "ctx.needs before saving; keep dtypes and shapes on the context."
+    )
+
+
+def test_what_is_wrong_goes_before_what_is_wasted() -> None:
+    wrong = spoilt(LinearScaleGain, save=SAVES_WEIGHT, grads=with_dx(lambda dx: dx * 1.01))
+    with pytest.raises(AssertionError, match=r"The gradient of .* is wrong"):
+        check_fusion(rule("joint", wrong), with_bias(), torch.randn(5, 4))
+
+
+def test_a_waste_is_an_error_where_warnings_are() -> None:
+    """As in the tests of the library: those of its own fusions save nothing without need."""
+    fusion = rule("joint", spoilt(LinearScaleGain, save=SAVES_WEIGHT))
+    with pytest.raises(UnreadTensorWarning, match="which none reads"):
+        check_fusion(fusion, with_bias(), torch.randn(5, 4))
 
 
 def test_an_output_without_history_is_caught() -> None:
