@@ -16,26 +16,24 @@ _FLAG = "grad_added_to_main_grad"
 
 
 class _State(NamedTuple):
-    """The ``grad`` of a parameter at some time.
+    """A tensor at some time.
 
     Attributes:
-        grad: the tensor, which it does not keep alive, or None.
+        tensor: which it does not keep alive.
         version: of its values.
     """
 
-    grad: TensorWeakRef | None
+    tensor: TensorWeakRef
     version: int
 
     @classmethod
-    def of(cls, grad: Tensor | None) -> _State:
+    def of(cls, tensor: Tensor) -> _State:
         """That of now."""
-        return cls(None, 0) if grad is None else cls(TensorWeakRef(grad), grad._version)
+        return cls(TensorWeakRef(tensor), tensor._version)
 
-    def is_that_of(self, grad: Tensor | None) -> bool:
-        """Whether nothing has changed since."""
-        if self.grad is None or grad is None:
-            return self.grad is None and grad is None
-        return self.grad() is grad and self.version == grad._version
+    def is_that_of(self, tensor: Tensor | None) -> bool:
+        """Whether it is this tensor, and nothing has changed since."""
+        return tensor is not None and self.tensor() is tensor and self.version == tensor._version
 
 
 class WholeGradient:
@@ -43,7 +41,7 @@ class WholeGradient:
 
     ``main_grad`` is a part of it if ``grad_added_to_main_grad`` is set, which the step undoes: what
     a later step finds there was not added by the backward passes before that one. Steps that
-    follow each other without any take the same gradient.
+    follow each other without any take the same gradient, as long as ``grad`` is left alone.
 
     Args:
         param: the parameter.
@@ -74,7 +72,7 @@ class WholeGradient:
             self._taken = None
             return grad if grad is None or like is self._param else grad.to(like)
         total: Tensor = self._main_grad().to(like)
-        self._taken = _State.of(grad)
+        self._taken = None if grad is None else _State.of(grad)
         self._param.grad_added_to_main_grad = False
         if grad is None or not has_zeros_as_placeholder(self._param):
             return total

@@ -171,6 +171,23 @@ def test_a_further_step_takes_the_same_gradient_again() -> None:
         hand.check(optimizer)
 
 
+def test_a_weight_without_a_gradient_is_left_alone() -> None:
+    """Though ``main_grad``, which backward passes overwrite, still holds an earlier one."""
+    model, optimizer, hand = tied()
+    model.weight.overwrite_main_grad = True
+    model.loss(1).backward()
+    hand.backward(1)
+    placeholder_and_embedding = model.weight.grad.double()
+    model.weight.grad = None
+    optimizer.step()
+    hand.grad -= placeholder_and_embedding
+    for _ in range(2):
+        hand.step()
+        hand.check(optimizer)
+        optimizer.step()
+        hand.grad.zero_()
+
+
 def test_gradients_that_were_set_to_zero_before_a_step_do_not_count() -> None:
     model, optimizer, hand = tied()
     model.weight.overwrite_main_grad = True
