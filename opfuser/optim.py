@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .basic._whole_gradient import WholeGradient
 from .basic.basic_linear import BasicLinear
-from .errors import ArgumentError, MasterWeightError, explain
+from .errors import ArgumentError, MasterWeightError, NotSupportedError, explain
 from .linear import Linear
 from .quantization.weights import is_fp8, take_initial_value
 
@@ -20,18 +22,24 @@ _MASTER = "master_param"
 _Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
-class _Pair(NamedTuple):
+@dataclass
+class _Pair:
     """A parameter and its master.
 
     Attributes:
         param: of the model.
         master: fp32; the parameter itself where that is fp32 or fp64.
         linear: whose weight it is in FP8; None: it is no such weight.
+        gradient: of the parameter.
+        replaced: the ``grad`` of a parameter that is its own master, during a step that reads
+            another one there.
     """
 
     param: nn.Parameter
     master: nn.Parameter
     linear: BasicLinear | None
+    gradient: WholeGradient
+    replaced: tuple[Tensor | None] | None = None
 
     def values(self) -> Tensor:
         """Of the parameter, in fp32."""
@@ -59,13 +67,18 @@ class _Pair(NamedTuple):
         return torch.equal(self.param, self.master.to(self.param.dtype))
 
     def take_gradient(self) -> None:
-        """The master gets the gradient of the parameter, in fp32."""
-        if not self.apart:
-            return
+        """The master gets the gradient of the parameter, in its dtype."""
         grad = self.param.grad
-        if getattr(self.param, "grad_added_to_main_grad", False):
-            grad = cast("Any", self.param).main_grad.view(self.param.shape)
-        self.master.grad = None if grad is None else grad.to(self.master)
+        taken = self.gradient.take(self.master)
+        if not self.apart and taken is not grad:
+            self.replaced = (grad,)
+        self.master.grad = taken
+
+    def give_back(self) -> None:
+        """The parameter gets back the ``grad`` that a step has replaced."""
+        if self.replaced is not None:
+            (self.param.grad,) = self.replaced
+            self.replaced = None
 
 
 class MasterWeights(Optimizer):
@@ -83,8 +96,14 @@ class MasterWeights(Optimizer):
     in the state of each parameter that has a copy.
 
     A copy starts with the value that ``preserve_high_precision_init_val=True`` has kept, which is
-    then freed, or else with the value of the parameter. With ``accumulate_into_main_grad`` the
-    gradient is ``main_grad``, which the caller sets to zero.
+    then freed, or else with the value of the parameter.
+
+    Where an operation has added to ``main_grad`` since the last step or :meth:`zero_grad`, as
+    ``grad_added_to_main_grad`` says, the gradient is the sum of that and of ``grad``, to which
+    other uses of the parameter contribute. The step sets the flag to False; the caller sets
+    ``main_grad`` to zero. Modules of Transformer Engine leave in ``grad`` what was never written,
+    unless the parameter has ``zero_out_wgrad``: the gradient is ``main_grad`` then.
+    ``clip_grad_norm_`` sees ``grad`` alone: clip ``main_grad`` yourself.
 
     Args:
         model: has all weights in FP8 that are to be optimised.
@@ -95,7 +114,9 @@ class MasterWeights(Optimizer):
     Raises:
         ArgumentError: a parameter in FP8 is no weight of the model's linear operations.
         MasterWeightError: at a step, if a parameter was written to since the last one. Those that
-            are not in FP8 may have been written with the values that they had.
+            are not in FP8 may have been written with the values that they had. Or if a parameter's
+            gradient is said to be in a ``main_grad`` that it lacks.
+        NotSupportedError: at a step of ``GradScaler``, if gradients are in ``main_grad``.
     """
 
     optimizer: Optimizer
@@ -136,11 +157,11 @@ class MasterWeights(Optimizer):
                 )
             )
         if param.dtype in (torch.float32, torch.float64):
-            return _Pair(param, param, None)
+            return _Pair(param, param, None, WholeGradient(param))
         initial = take_initial_value(param)
-        pair = _Pair(param, param, linear)
+        pair = _Pair(param, param, linear, WholeGradient(param))
         values = pair.values() if initial is None else initial.to(param.device, torch.float32)
-        return pair._replace(master=nn.Parameter(values, requires_grad=param.requires_grad))
+        return replace(pair, master=nn.Parameter(values, requires_grad=param.requires_grad))
 
     @staticmethod
     def _share_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -163,19 +184,42 @@ class MasterWeights(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates masters and parameters; ``closure`` as of the optimiser."""
         self._check_versions()
+        self._refuse_scaler()
         self._share_options(self.param_groups, self.optimizer.param_groups)
-        if closure is None:
-            self._take_gradients()
-            loss = self.optimizer.step()
-        else:
-            loss = self.optimizer.step(self._evaluation(closure))
+        try:
+            if closure is None:
+                self._take_gradients()
+                loss = self.optimizer.step()
+            else:
+                loss = self.optimizer.step(self._evaluation(closure))
+        finally:
+            self._give_back()
         self._store()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by GradScaler: whether it leaves the scale to :meth:`step`."""
+        return any(pair.gradient.is_in_main_grad for pair in self._pairs)
+
+    def _refuse_scaler(self) -> None:
+        told = [self.__dict__.pop(name, None) for name in ("found_inf", "grad_scale")]
+        if told[0] is not None:
+            raise NotSupportedError(
+                explain(
+                    "GradScaler unscales and checks grad alone",
+                    where="MasterWeights",
+                    received="gradients in main_grad",
+                    remedy="Leave accumulate_into_main_grad off, or train in bf16, which needs no"
+                    " scale",
+                )
+            )
 
     def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure`` for the masters, which the optimiser may move between two evaluations."""
 
         def evaluate() -> Any:
+            self._give_back()
             self._store()
             with torch.enable_grad():
                 loss = closure()
@@ -187,6 +231,10 @@ class MasterWeights(Optimizer):
     def _take_gradients(self) -> None:
         for pair in self._pairs:
             pair.take_gradient()
+
+    def _give_back(self) -> None:
+        for pair in self._pairs:
+            pair.give_back()
 
     def _store(self) -> None:
         """Rounds the masters that had gradients; they hold none from now on."""
@@ -220,8 +268,13 @@ class MasterWeights(Optimizer):
         self._note_versions()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimiser, for the model's parameters."""
+        """As of any optimiser, for the model's parameters.
+
+        What ``main_grad`` holds is left to its owner; no step takes it before it was added to.
+        """
         super().zero_grad(set_to_none)
+        for pair in self._pairs:
+            pair.gradient.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimiser's, with masters."""

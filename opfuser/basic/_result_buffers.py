@@ -18,15 +18,19 @@ def buffers_of_call(
     *,
     output: Tensor | None = None,
     grad_input: Tensor | None = None,
+    output_buffer: Tensor | None = None,
+    grad_input_buffer: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The buffers among the keywords of a forward: for the output, for the input's gradient.
 
     Args:
         where: names the operation in errors.
+        output, output_buffer: two names of one.
+        grad_input, grad_input_buffer: likewise.
 
     Raises:
-        OpKwargsError: there is another keyword.
+        OpKwargsError: there is another keyword, or a buffer under either name.
         NotSupportedError: there is a buffer while torch.compile traces.
     """
     if others:
@@ -36,6 +40,21 @@ def buffers_of_call(
                 received=", ".join(others),
             )
         )
+    for name, one, other in (
+        ("output", output, output_buffer),
+        ("grad_input", grad_input, grad_input_buffer),
+    ):
+        if one is not None and other is not None:
+            raise OpKwargsError(
+                explain(
+                    "A buffer is given once",
+                    where=where,
+                    received=f"{name} and {name}_buffer, which mean the same",
+                    remedy=f"Leave out {name}_buffer",
+                )
+            )
+    output = output_buffer if output is None else output
+    grad_input = grad_input_buffer if grad_input is None else grad_input
     if torch.compiler.is_compiling() and not (output is None and grad_input is None):
         raise NotSupportedError(
             explain(

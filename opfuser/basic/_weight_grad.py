@@ -27,6 +27,7 @@ __all__ = [
     "fitting_grad",
     "grad_buffer",
     "handed_over",
+    "has_zeros_as_placeholder",
     "into_grad",
     "into_main_grad",
     "keep_weights",
@@ -201,9 +202,23 @@ def mark_added(param: nn.Parameter) -> Tensor:
         Zeros to hand to autograd as the gradient, so that its hooks fire. A new tensor every time:
         autograd may keep it as ``param.grad``, and a hook may write to it.
     """
-    repeat(lambda: setattr(param, "grad_added_to_main_grad", True))
+    repeat(lambda: _set_flags(param))
     dtype = param.grad_dtype if is_fp8(param.dtype) else None  # codes have gradients of another one
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _set_flags(param: nn.Parameter) -> None:
+    param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    param._opfuser_placeholder = True  # type: ignore[attr-defined]
+
+
+def has_zeros_as_placeholder(param: nn.Parameter) -> bool:
+    """Whether autograd gets zeros for what is added to ``param.main_grad``.
+
+    Modules of Transformer Engine return memory that was never written instead, unless the
+    parameter's ``zero_out_wgrad`` is set.
+    """
+    return hasattr(param, "_opfuser_placeholder") or getattr(param, "zero_out_wgrad", False)
 
 
 def fitting_grad(weight: Tensor, x: Tensor) -> Tensor | None:

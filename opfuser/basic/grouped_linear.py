@@ -98,6 +98,7 @@ class GroupedLinear(BasicOperation):
       needs one. Autograd gets a copy where the input is a leaf, whose ``grad`` would be this memory
       otherwise. Further up autograd itself may pass a gradient on as it is: where a leaf's ``grad``
       may come to lie in the buffer, through a view of the leaf, say, clone the input.
+    - ``output_buffer``, ``grad_input_buffer``: other names of the two.
 
     Each is a contiguous tensor of the shape, dtype and device of what is written, does not require
     grad, and overlaps neither the other nor a tensor of the call. What autograd saved of an output
@@ -107,7 +108,7 @@ class GroupedLinear(BasicOperation):
         ArgumentError: sizes below one; a dtype that is not a float; a bias missing in some groups.
         InputError: x, the split sizes or the scales have the wrong shape or dtype.
             Or a buffer cannot take its result.
-        OpKwargsError: another keyword is passed to forward.
+        OpKwargsError: another keyword is passed to forward, or a buffer under both of its names.
         NotSupportedError: a buffer is passed while torch.compile traces. Or split sizes are on the
             meta device in a region of quantised compute.
     """

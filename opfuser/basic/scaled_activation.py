@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
-from ..errors import InputError, explain
+from ..errors import ArgumentError, InputError, explain
 from ..kernels import functions
+from ..kernels.capped_functions import SoftCappedSquaredRelu
 from ..kernels.gated import (
     GatedGrads,
     Glu,
@@ -24,7 +26,13 @@ from ..kernels.scalar import ScalarFunction, cast
 from ..op import BasicOperation, Dtypes, OperationContext, compute_dtype
 from . import _gated_math as gated
 
-__all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
+__all__ = [
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "ScaledTanhSReLU",
+]
 
 
 class _ScaledActivation(BasicOperation):
@@ -266,3 +274,40 @@ class ScaledSReLU(_ScaledActivation):
 
     def make_function(self) -> ScalarFunction:
         return functions.SquaredRelu()
+
+
+class ScaledTanhSReLU(_ScaledActivation):
+    r"""Scaled squared ReLU with a soft cap: :math:`y_t = s_t (c \tanh(\max(x_t, 0) / c))^2`.
+
+    Without the scales y is :math:`x^2` for small positive x, and stays below :math:`c^2`. Extra
+    input, shapes, dtypes and errors are those of :class:`ScaledSReLU`.
+
+    Args:
+        tanh_clamp_scale: the cap c, finite and positive.
+        activation_recompute_in_mlp: changes nothing. In te.ops it asks for the output to be
+            recomputed in the backward of a fused MLP in place of saving it; here that is done for
+            either value.
+
+    Raises:
+        ArgumentError: if ``tanh_clamp_scale`` is not finite and positive.
+    """
+
+    def __init__(
+        self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
+    ) -> None:
+        super().__init__(activation_recompute_in_mlp)
+        self.tanh_clamp_scale = tanh_clamp_scale
+        self.make_settings()
+
+    def make_function(self) -> ScalarFunction:
+        cap = self.tanh_clamp_scale
+        if not 0 < cap < math.inf:
+            raise ArgumentError(
+                explain(
+                    "tanh_clamp_scale must be finite and positive",
+                    where=type(self).__name__,
+                    received=f"tanh_clamp_scale={cap}",
+                    remedy="Use ScaledSReLU for no cap",
+                )
+            )
+        return SoftCappedSquaredRelu(cap)

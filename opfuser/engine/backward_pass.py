@@ -16,12 +16,13 @@ from ..errors import (
     explain,
 )
 from ..op import OperationContext
+from ..op.results import backward_parts, refuse_grads, row_of_grads
 from ..quantization.watch import is_watched
 from ..wgrad_overlap import OverlappedPass, WgradOverlap
 from .ranges import backward_ranges
 from .routing import Slot
 from .schedule import BackwardStep, GeneralBackward, Schedule
-from .verification import name_of, refuse_grads
+from .verification import name_of
 
 __all__ = ["execute_backward", "zeros"]
 
@@ -244,6 +245,8 @@ def _general_backward(
         found = len(params), len(extras)
     except (TypeError, ValueError) as error:
         raise refuse_grads(general.name, result) from error
+    if type(params) is not list or type(extras) is not list:
+        backward_parts(general.name, result)  # tuples will do as well, rows of a tensor will not
     if found != (count, count):
         raise ParameterGradientCountError(
             explain(
@@ -261,8 +264,10 @@ def _general_backward(
                 param_grads[start:stop] = grads
         else:
             _place_parameter_grads(schedule, i, grads, param_grads)
-    if general.takes or any(extras):
-        _place_extra_grads(general, extras, grads_of, extra_grads)
+    for row in extras:
+        if general.takes or type(row) is not tuple or row:
+            _place_extra_grads(general, extras, grads_of, extra_grads)
+            break
     return dx
 
 
@@ -276,6 +281,8 @@ def _place_extra_grads(
         dextras = extras[n]
         if dextras is None:
             continue
+        if type(dextras) is not tuple and type(dextras) is not list:
+            dextras = row_of_grads(general.name, f"op {i}", dextras)
         if len(dextras) != len(targets):
             raise ExtraInputGradientCountError(
                 explain(

@@ -18,11 +18,12 @@ from ..errors import (
     explain,
 )
 from ..op import OperationContext, new_context
+from ..op.results import forward_parts, refuse_output, row_of_outputs
 from ..quantization.watch import is_watched
 from .ranges import forward_ranges
 from .routing import Slot
 from .schedule import ForwardStep, GeneralForward, Schedule
-from .verification import Verification, name_of, refuse_output
+from .verification import Verification, name_of
 
 __all__ = ["Kwargs", "Tape", "execute_forward"]
 
@@ -182,9 +183,9 @@ def _general_forward(
         found = len(extra_outputs)
     except (TypeError, ValueError) as error:
         raise refuse_output(general.name, result) from error
+    if type(extra_outputs) is not list:
+        forward_parts(general.name, result)  # a tuple will do as well, rows of a tensor will not
     if found != count:
-        if isinstance(result, Tensor):  # of two rows
-            raise refuse_output(general.name, result)
         raise ExtraOutputCountError(
             explain(
                 f"Expected extra outputs for {count} basic operations, but got {found}",
@@ -193,10 +194,12 @@ def _general_forward(
                 "empty for one that has none",
             )
         )
-    if not general.silent or any(extra_outputs):
-        _place_extra_outputs(general, extra_outputs, produced)
-        for slot in general.frees:
-            produced.pop(slot, None)
+    for row in extra_outputs:
+        if not general.silent or type(row) is not tuple or row:
+            _place_extra_outputs(general, extra_outputs, produced)
+            for slot in general.frees:
+                produced.pop(slot, None)
+            break
     return x
 
 
@@ -221,6 +224,8 @@ def _place_extra_outputs(
 ) -> None:
     for n, i, slots in general.outputs:
         ys = extra_outputs[n]
+        if type(ys) is not tuple and type(ys) is not list:
+            ys = row_of_outputs(general.name, f"op {i}", ys)
         if len(ys) != len(slots):
             raise ExtraOutputCountError(
                 explain(

@@ -20,7 +20,7 @@ from ..quantization.quantizers import Quantizer
 from .plan import Plan, Step, quantizer_between
 from .routing import Routing, Slot
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "step_name"]
 
 T = TypeVar("T")
 
@@ -207,7 +207,8 @@ def _is_plain(op: Any, extra_tensors: bool) -> bool:
     )
 
 
-def _name(step: Step) -> str:
+def step_name(step: Step) -> str:
+    """How errors name a step."""
     span = (
         f"{step.indices[0]}" if len(step.indices) == 1 else f"{step.indices[0]}-{step.indices[-1]}"
     )
@@ -296,7 +297,7 @@ def _lay_out_forward(
                 slot for slot, last in last_reader.items()
                 if last == number and slot not in routing.outputs
             ),
-            _name(step),
+            step_name(step),
             quantizers,
         )  # fmt: skip
         out.append(ForwardStep(step.op, first, None, None, False, general))
@@ -334,7 +335,7 @@ def _lay_out_backward(
                 for n, i in enumerate(step.indices)
                 if routing.consumers[i]
             ),
-            _name(step),
+            step_name(step),
             quantizers.get(first),
         )
         out.append(BackwardStep(step.op, first, (0, 0), None, None, general))

@@ -15,55 +15,21 @@ from torch import Tensor
 
 from ..errors import (
     BackwardResultError,
-    ForwardResultError,
     GradientShapeError,
     SavedTensorsError,
     explain,
 )
 from ..op import BasicOperation, OperationContext
+from ..op.results import refuse_output
 from ..quantization.quantizers import QuantizedTensor
 from .schedule import Schedule
 
-__all__ = ["Verification", "name_of", "refuse_grads", "refuse_output"]
+__all__ = ["Verification", "name_of"]
 
 
 def name_of(index: int, op: Any) -> str:
     """How errors name a step of one basic operation."""
     return f"op {index} ({type(op).__name__})"
-
-
-def refuse_output(step: str, result: object) -> ForwardResultError:
-    """The error about a step that returned no tensor, or not what a fused forward returns."""
-    return ForwardResultError(
-        explain(
-            "The forward of an operation returns a tensor",
-            where=step,
-            received=_described(result),
-            remedy="Return the output from op_forward, and the pair of the output and the list of "
-            "each basic operation's extra outputs from fuser_forward",
-        )
-    )
-
-
-def refuse_grads(step: str, result: object) -> BackwardResultError:
-    """The error about a step whose backward returned something else than it should."""
-    return BackwardResultError(
-        explain(
-            "The backward of an operation returns gradients in their order",
-            where=step,
-            received=_described(result),
-            remedy="Return grad_input and a tuple of the parameters' gradients from op_backward, "
-            "and from fuser_backward also the extra inputs', a tuple for each basic operation",
-        )
-    )
-
-
-def _described(result: object) -> str:
-    name = type(result).__name__
-    if isinstance(result, (tuple, list)):
-        inside = ", ".join(type(part).__name__ for part in result)
-        return f"a {name} of {inside or 'nothing'}"
-    return name
 
 
 class Verification:

@@ -16,6 +16,7 @@ from ..basic.scaled_activation import (
     ScaledSiTUGLU,
     ScaledSReLU,
     ScaledSwiGLU,
+    ScaledTanhSReLU,
     _ScaledActivation,
 )
 from ..buffer_reuse import only_reference
@@ -283,7 +284,7 @@ FUSION = Fusion(
     pattern=(
         Optional(Permute),
         GroupedLinear,
-        (ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU),
+        (ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU, ScaledTanhSReLU),
         GroupedLinear,
     ),
     refuses=_refuses,

@@ -11,7 +11,13 @@ from torch import Tensor
 from .functions import Swish
 from .scalar import Backward, ScalarFunction, grad_input, reuse, rounded_once, wide_dtype
 
-__all__ = ["ClampedSwish", "ShiftedClamp", "SoftCap", "SoftCappedSwish"]
+__all__ = [
+    "ClampedSwish",
+    "ShiftedClamp",
+    "SoftCap",
+    "SoftCappedSquaredRelu",
+    "SoftCappedSwish",
+]
 
 _aten = torch.ops.aten
 
@@ -69,6 +75,42 @@ class SoftCappedSwish(ScalarFunction):
 
     def reference(self, x: Tensor) -> Tensor:
         return self.cap * torch.tanh(x / self.cap) * torch.sigmoid(x)
+
+
+@dataclass(frozen=True)
+class SoftCappedSquaredRelu(ScalarFunction):
+    """``(c tanh(max(x, 0) / c))²``: the squared ReLU of small x, and never beyond c²."""
+
+    name = "soft_capped_squared_relu"
+
+    cap: float
+
+    @rounded_once
+    def value(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return self._tanh(x, out).mul_(self.cap).square_()
+
+    def _tanh(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.div(x, self.cap, out=out).clamp_min_(0).tanh_()
+
+    @rounded_once
+    def backward(self, dy: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        return self._from_tanh(dy, x, self._tanh(x), out)
+
+    def vjp(self, x: Tensor) -> tuple[Tensor, Backward]:
+        t = self._tanh(x)
+
+        def backward(dy: Tensor, *, out: Tensor | None = None) -> Tensor:
+            return self._from_tanh(dy, x, t, out)
+
+        return torch.mul(t, self.cap).square_(), backward
+
+    def _from_tanh(self, dy: Tensor, x: Tensor, t: Tensor, out: Tensor | None) -> Tensor:
+        # f'(x) = 2 c t (1 - t²). Masked at the end: nothing of an infinite gradient passes below 0.
+        dx = grad_input(_aten.tanh_backward, dy, t, out=None).mul_(t).mul_(2 * self.cap)
+        return grad_input(_aten.threshold_backward, dx, x, 0, out=reuse(dx) if out is None else out)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return (self.cap * torch.tanh(torch.relu(x) / self.cap)).square()
 
 
 def _clamp_backward(dy: Tensor, x: Tensor, low: float, high: float, out: Tensor | None) -> Tensor:

@@ -23,6 +23,7 @@ from ..errors import (
 )
 from ..gemm_providers import GemmChoice
 from .fusible import RESTORED_CHILDREN, FusibleOperation, StandaloneCalls
+from .results import parameter_grads
 
 __all__ = ["BasicOperation"]
 
@@ -327,8 +328,9 @@ class BasicOperation(FusibleOperation):
         Sequence[Sequence[Tensor | None] | None],
     ]:
         self._check_no_extras("fuser_backward")
-        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
-        return grad_input, [tuple(grad_params)], [()]
+        result = self.op_backward(basic_op_ctxs[0], grad_output)
+        grad_input, grad_params = parameter_grads(type(self).__name__, result)
+        return grad_input, [grad_params], [()]
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Runs this operation alone. Channels do not apply: every extra input is an argument."""

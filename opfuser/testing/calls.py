@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import explain
+from ..errors import BackwardResultError, ForwardResultError, explain
 from .changes import changed
 from .variants import Variant, incoming, lay_out
 
@@ -51,6 +51,15 @@ ERRORS = (
 def fail(invariant: str, where: str, received: str = "", remedy: str = "") -> None:
     """Raises an AssertionError with a text of the usual form."""
     raise AssertionError(explain(invariant, where=where, received=received, remedy=remedy))
+
+
+@contextmanager
+def checked_results(where: str) -> Iterator[None]:
+    """Inside, what is wrong with the structure of a result fails the check."""
+    try:
+        yield
+    except (BackwardResultError, ForwardResultError) as error:
+        raise AssertionError(f"{error} It happened in {where}.") from error
 
 
 class Untouched:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ..engine.plan import Plan
 from ..engine.routing import Slot
+from ..engine.schedule import step_name
 from ..fuser import OperationFuser
 from ..op import BasicOperation, FusibleOperation, GradNeeds, OperationContext
+from ..op.results import forward_parts, refuse_output, row_of_outputs
 from ..registry import disable, enable, registry
 from ..sequential import Sequential
-from .calls import Outcome, Untouched, ask_for_gradients, fail
+from .calls import Outcome, Untouched, ask_for_gradients, checked_results, fail
 from .compare import Comparison, Tolerance, cast, parameters_of
 from .variants import Variant, lay_out
 
@@ -83,7 +85,7 @@ def fill(
     contexts: list[OperationContext] = []
     produced: dict[Slot, Tensor | None] = {}
     out = Filled(plan, contexts, {}, {}, {}, {}, {}, fuser.routing.sources)
-    with torch.no_grad():
+    with torch.no_grad(), checked_results(where):
         for step in plan.forward:
             ctxs = [_context(plan.needs[i], plan.basic_ops[i]) for i in step.indices]
             sources = [fuser.routing.sources[i] for i in step.indices]
@@ -92,7 +94,7 @@ def fill(
                 for row in sources
             ]
             out.inputs[step.indices[0]] = x
-            x, extra_outputs = typing.cast(FusibleOperation, step.op).fuser_forward(
+            result = typing.cast(FusibleOperation, step.op).fuser_forward(
                 ctxs,
                 x,
                 basic_op_extra_inputs=taken,
@@ -100,7 +102,12 @@ def fill(
                 next_op_input_quantizer=None,
                 basic_op_kwargs=[{} for _ in ctxs],
             )
-            for i, row, ys in zip(step.indices, taken, extra_outputs):
+            name = step_name(step)
+            x, extra_outputs = forward_parts(name, result)
+            if not isinstance(x, Tensor):
+                raise refuse_output(name, x)
+            for i, row, made in zip(step.indices, taken, extra_outputs):
+                ys = row_of_outputs(name, name_of(plan, i), made)
                 produced.update({Slot(i, s): y for s, y in enumerate(ys)})
                 out.extra_inputs[i], out.extra_outputs[i] = row, list(ys)
                 slots = plan.basic_ops[i].parameter_slots()

@@ -20,7 +20,7 @@ from .calls import Subject, named_inputs
 from .compare import Reference, Tolerance, cast, parameters_of
 from .contexts import check_saved_by, only
 from .plans import record_text
-from .saving import check_saving
+from .saving import Unread, check_saving
 from .state import Again
 from .steps import first_deviation
 from .variants import Variant, leading_dims, modes, variants, wanting
@@ -51,8 +51,9 @@ def check_fusion(
       the gradients that ``fuser_backward`` returns have those of their tensors.
     - A fused forward saves nothing without ``ctx.requires_grad``, and no more bytes than the
       unfused operations, parameters left out, whichever gradients are wanted; unless its class
-      says ``saves_more = True``, or under autocast. Some gradient in ``ctx.needs`` reads each
-      tensor that a joint fusion saves.
+      says ``saves_more = True``, or under autocast.
+    - Some gradient in ``ctx.needs`` reads each tensor that a joint fusion saves: a warning names
+      the others once all else was found right.
 
     Each pairing is called as :func:`check_op` calls an operation. The operations are copied first.
     In the first dtype, with this fusion alone:
@@ -80,7 +81,12 @@ def check_fusion(
             plan whose results deviate when the steps are run one after the other.
         ArgumentError: ``ops`` do not form one group, or the stage is missing.
         UnknownFusionError: no fusion of that name is registered.
+
+    Warns:
+        UnreadTensorWarning: the fusion is right, and saves a tensor that no wanted gradient reads;
+            names the tensor and its bytes.
     """
+    unread = Unread()
     with _registered(fusion, stage) as handle:
         for n, dtype in enumerate((None,) if dtypes is None else tuple(dtypes)):
             seq = Sequential(*copy.deepcopy(list(ops)))
@@ -89,7 +95,8 @@ def check_fusion(
                 seq, inputs = seq.to(dtype), cast(inputs, dtype)
             rows = zero_rows and leading_dims(input) > 0
             tolerance = Tolerance(factor, floor)
-            _check(handle, seq, inputs, rows, tolerance, once=n == 0)
+            _check(handle, seq, inputs, rows, tolerance, unread, once=n == 0)
+    unread.warn(stacklevel=2)
 
 
 @contextmanager
@@ -162,6 +169,7 @@ def _check(
     inputs: dict[str, Tensor],
     zero_rows: bool,
     tolerance: Tolerance,
+    unread: Unread,
     *,
     once: bool,
 ) -> None:
@@ -191,9 +199,9 @@ def _check(
         for variant in ways + more:
             reference.check(ours, variant, f"{where}, {pairing.name}")
     asking = wanting(parameters=len(parameters), extra_inputs=extra_inputs)
-    check_saving(handle, seq, inputs, parameters, asking if once else asking[:1], where)
+    check_saving(handle, seq, inputs, parameters, asking if once else asking[:1], where, unread)
     if once:
-        _check_again(handle, seq, inputs, tolerance, where, pairings[0])
+        _check_again(handle, seq, inputs, tolerance, where, pairings[0], unread)
 
 
 def _check_again(
@@ -203,11 +211,12 @@ def _check_again(
     tolerance: Tolerance,
     where: str,
     pairing: _Pairing,
+    unread: Unread,
 ) -> None:
     """Calls ``seq`` after changes, which are not undone."""
 
     def check(changed: Sequential, inputs: Mapping[str, Tensor], where: str) -> None:
-        check_saving(handle, changed, inputs, parameters_of(changed), [Variant()], where)
+        check_saving(handle, changed, inputs, parameters_of(changed), [Variant()], where, unread)
 
     again = Again(
         seq,

@@ -37,9 +37,9 @@ def check_op(
     plus a floor; errors are differences to ``reference`` in float64. The calls have contiguous,
     strided and expanded tensors; no rows; incoming gradients of some outputs only; gradients
     wanted of some tensors only; each with a second backward over the same graph. Checked as well:
-    inputs, parameters and incoming gradients are not written to; shapes, dtypes and devices, also
-    of the gradients that backward returns; forward saves what ``Saved`` declares, and nothing
-    without ``ctx.requires_grad``.
+    inputs, parameters and incoming gradients are not written to; results are tuples and lists as
+    documented; shapes, dtypes and devices, also of the gradients that backward returns; forward
+    saves what ``Saved`` declares, and nothing without ``ctx.requires_grad``.
 
     In the first dtype also: a single row, if ``reference`` accepts one; ``no_grad``; eval mode,
     with gradients and in inference mode; and changes between forward and backward: all parameters

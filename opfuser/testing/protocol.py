@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..op import BasicOperation, Dtypes, GradNeeds, OperationContext, autocast_dtype
-from .calls import Untouched, fail, named_outputs
+from ..op.results import backward_parts, forward_parts, row_of_grads, row_of_outputs
+from .calls import Untouched, checked_results, fail, named_outputs
 from .compare import check_kind
 
 
@@ -45,16 +46,19 @@ def check_protocol(
         return
     grads = {name: torch.ones_like(t) for name, t in y.items()}
     watched = Untouched({f"gradient of the {name}": g for name, g in grads.items()})
-    with torch.no_grad():
-        dx, dparams, dextras = op.fuser_backward(
+    kind = type(op).__name__
+    with torch.no_grad(), checked_results(where):
+        result = op.fuser_backward(
             [ctx],
             grads.pop("output"),
             basic_op_grad_extra_outputs=[list(grads.values())],
         )
+        dx, dparams, dextras = backward_parts(kind, result)
     watched.check(where)
     if len(dparams) != 1 or len(dextras) != 1:
         fail("fuser_backward of a basic operation returns lists of one entry", where)
-    of_params, of_extras = tuple(dparams[0] or ()), tuple(dextras[0] or ())
+    with checked_results(where):
+        of_params, of_extras = (row_of_grads(kind, kind, grads[0]) for grads in (dparams, dextras))
     if len(of_params) != len(slots):
         fail(f"Backward must return {len(slots)} parameter gradients", where, str(len(of_params)))
     if len(of_extras) != op.num_extra_inputs:
@@ -108,9 +112,10 @@ def _forward(
         tuple(requires_grad and _reads(slot) for slot in op.parameter_slots()),
         tuple(requires_grad and t.is_floating_point() for t in extras),
     )
-    with torch.no_grad():
+    kind = type(op).__name__
+    with torch.no_grad(), checked_results(where):
         op.pre_fuser_forward(requires_grad=requires_grad)
-        y, extra_outputs = op.fuser_forward(
+        result = op.fuser_forward(
             [ctx],
             x,
             basic_op_extra_inputs=[extras],
@@ -118,13 +123,15 @@ def _forward(
             next_op_input_quantizer=None,
             basic_op_kwargs=[kwargs],
         )
-    if len(extra_outputs) != 1 or len(extra_outputs[0]) != op.num_extra_outputs:
+        y, extra_outputs = forward_parts(kind, result)
+        rows = [row_of_outputs(kind, kind, row) for row in extra_outputs]
+    if [len(row) for row in rows] != [op.num_extra_outputs]:
         fail(
             f"fuser_forward must return one list of {op.num_extra_outputs} extra outputs",
             where,
-            str([len(ys) for ys in extra_outputs]),
+            str([len(row) for row in rows]),
         )
-    return ctx, named_outputs((y, *extra_outputs[0]))
+    return ctx, named_outputs((y, *rows[0]))
 
 
 def _reads(slot: tuple[nn.Module, str]) -> bool:

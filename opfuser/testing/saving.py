@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine.plan import Step
+from ..errors import explain
 from ..registry import FusionHandle
 from ..sequential import Sequential
 from .calls import ERRORS, fail
@@ -18,6 +20,26 @@ from .steps import Raw, run_backward
 from .variants import Variant, incoming
 
 
+class UnreadTensorWarning(UserWarning):
+    """A joint fusion saves a tensor that no wanted gradient reads: right, but a waste of memory."""
+
+
+class Unread:
+    """The tensors that a joint fusion saved without need: what is said of each, once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[tuple[int, int], str] = {}
+
+    def add(self, op: int, number: int, text: str) -> None:
+        """Notes a tensor: the index of the operation it was saved for, and which one of these."""
+        self._texts.setdefault((op, number), text)
+
+    def warn(self, stacklevel: int) -> None:
+        """Warns of each."""
+        for text in self._texts.values():
+            warnings.warn(text, UnreadTensorWarning, stacklevel=stacklevel + 1)
+
+
 def check_saving(
     handle: FusionHandle,
     seq: Sequential,
@@ -25,12 +47,14 @@ def check_saving(
     parameters: Mapping[str, Tensor],
     asking: Iterable[Variant],
     where: str,
+    unread: Unread,
 ) -> None:
     """Requires a fusion to save only what is needed, and to return gradients of the right dtype.
 
     Args:
         parameters: those of ``seq`` that require grad, by name.
         asking: the variants of wanted gradients.
+        unread: notes what a joint fusion saves that no gradient reads, which is not wrong.
     """
     if handle.stage != "backward":
         _check_saves_nothing(handle.name, seq, inputs, parameters, f"{where}, under no_grad")
@@ -47,7 +71,7 @@ def check_saving(
                     backward = _Backward(step, fused)
                     backward.check(place)
                     if handle.stage == "joint":
-                        backward.check_what_is_saved(place)
+                        backward.note_unread(place, unread)
     for p in parameters.values():
         p.requires_grad_(True)
 
@@ -152,20 +176,23 @@ class _Backward:
         for name, owner, grad in owners:
             check_grad(name, owner, grad, where, dtypes)
 
-    def check_what_is_saved(self, where: str) -> None:
-        """Requires that other values of each saved tensor lead to other gradients."""
+    def note_unread(self, where: str, unread: Unread) -> None:
+        """Notes each saved tensor of which other values lead to the same gradients."""
         expected = self._needed(self._call(self._saved()))
         for i, row in zip(self._step.indices, self._saved()):
             for n, t in enumerate(row):
                 if t is None or not t.is_floating_point() or not t.numel():
                     continue
-                if not any(self._reads(i, n, other, expected) for other in _others(t)):
-                    fail(
-                        "A fusion saves what a gradient in ctx.needs reads, and nothing else",
-                        f"{where}: saved for {name_of(self._plan, i)}",
-                        f"tensor {n}, {t.dtype}, shape {tuple(t.shape)}, which none reads",
-                        "Ask ctx.needs before saving; keep dtypes and shapes on the context",
-                    )
+                if any(self._reads(i, n, other, expected) for other in _others(t)):
+                    continue
+                text = explain(
+                    "A fusion saves what a gradient in ctx.needs reads, and nothing else",
+                    where=f"{where}: saved for {name_of(self._plan, i)}",
+                    received=f"tensor {n}, {t.dtype}, shape {tuple(t.shape)}, {t.nbytes} bytes, "
+                    "which none reads",
+                    remedy="Ask ctx.needs before saving; keep dtypes and shapes on the context",
+                )
+                unread.add(i, n, text)
 
     def _reads(self, i: int, n: int, other: Tensor, expected: Sequence[Tensor | None]) -> bool:
         saved = self._saved()

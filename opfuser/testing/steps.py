@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..engine.plan import Plan, Step
 from ..engine.routing import Slot
+from ..engine.schedule import step_name
 from ..op import FusibleOperation, OperationContext
+from ..op.results import backward_parts, row_of_grads
 from ..sequential import Sequential
 from .calls import ERRORS, Subject, in_mode, seeded
 from .changes import changed
@@ -57,10 +59,16 @@ def run_backward(
             ctx.parameters = filled.parameters[i]
         ctxs.append(ctx)
     with torch.no_grad():
-        dx, params, extras = cast(FusibleOperation, step.op).fuser_backward(
+        result = cast(FusibleOperation, step.op).fuser_backward(
             ctxs, grad_output, basic_op_grad_extra_outputs=[list(row) for row in grad_extras]
         )
-    return Raw(dx, [tuple(g or ()) for g in params], [tuple(g or ()) for g in extras])
+    name = step_name(step)
+    dx, *lists = backward_parts(name, result)
+    params, extras = (
+        [tuple(row_of_grads(name, f"op {i}", row)) for i, row in zip(step.indices, rows)]
+        for rows in lists
+    )
+    return Raw(dx, params, extras)
 
 
 class _Trace(NamedTuple):

@@ -366,6 +366,11 @@ CASES: dict[str, Case] = {
     "ScaledSReLU": Case({}, rows(scales=True), RECOMPUTE),
     "ScaledSiTUGLU": Case({}, rows(scales=True), {**CAPS, **INTERLEAVE, **RECOMPUTE}),
     "ScaledSwiGLU": Case({}, rows(scales=True), {**INTERLEAVE, **RECOMPUTE}),
+    "ScaledTanhSReLU": Case(
+        {"tanh_clamp_scale": 1.5},
+        rows(scales=True),
+        {"tanh_clamp_scale": Change(0.5), **RECOMPUTE},
+    ),
     "SiLU": ACTIVATION,
     "SiTUGLU": Case({}, rows(), {**CAPS, **INTERLEAVE, **CACHE}),
     "Sigmoid": ACTIVATION,

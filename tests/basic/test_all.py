@@ -175,6 +175,7 @@ SAVED: dict[str, list[str | int]] = {
     "ScaledSReLU": ["input 1"],
     "ScaledSiTUGLU": ["input 1"],
     "ScaledSwiGLU": ["input 1"],
+    "ScaledTanhSReLU": ["input 1"],
     "TopKRouter": [216],
     "Unpermute": ["input 1"],
 }

@@ -21,11 +21,12 @@ from opfuser import (
     ScaledSiTUGLU,
     ScaledSReLU,
     ScaledSwiGLU,
+    ScaledTanhSReLU,
     SiTUGLU,
     SReGLU,
     SwiGLU,
 )
-from opfuser.errors import InputError
+from opfuser.errors import ArgumentError, InputError
 from opfuser.op import BasicOperation
 from opfuser.testing import check_op
 from tests.basic.values import DTYPES, HALF, check_values, held_to, saved_by
@@ -92,9 +93,18 @@ SCALED: dict[str, tuple[Any, Any]] = {
     "ScaledClampedQGeGLU": (ScaledClampedQGeGLU(), clamped()),
     "ScaledClampedQGeGLU low": (ScaledClampedQGeGLU(**LOW), clamped(0.75, 1.0, 0.0)),
     "ScaledSReLU": (ScaledSReLU(), lambda x: F.relu(x) ** 2),
+    "ScaledTanhSReLU": (
+        ScaledTanhSReLU(tanh_clamp_scale=1.5),
+        lambda x: (1.5 * torch.tanh(F.relu(x) / 1.5)) ** 2,
+    ),
+    "ScaledTanhSReLU high": (
+        ScaledTanhSReLU(tanh_clamp_scale=40),
+        lambda x: (40 * torch.tanh(F.relu(x) / 40)) ** 2,
+    ),
 }
 CASES = {**GATED, **SCALED}
 FAMILIES = {name.split()[0]: type(op) for name, (op, _) in CASES.items()}
+GIVEN = {"ScaledTanhSReLU": {"tanh_clamp_scale": 1.5}}  # what constructors must be given
 IN_BLOCKS = [SwiGLU, SiTUGLU, ClampedSwiGLU, ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU]
 
 
@@ -165,7 +175,7 @@ def test_fp32_scales_are_cast_to_the_dtype_of_the_input(
 def test_asked_or_not_the_output_is_recomputed_and_the_same(name: str) -> None:
     x, scales = (t.requires_grad_() for t in inputs(ScaledSReLU(), 3, 8))
     for asked in (False, True):
-        op = FAMILIES[name](activation_recompute_in_mlp=asked)
+        op = FAMILIES[name](**GIVEN.get(name, {}), activation_recompute_in_mlp=asked)
         assert op.activation_recompute_in_mlp is asked
         saved = saved_by(lambda op=op: op(x, scales))  # type: ignore[misc]
         assert [t.data_ptr() for t in saved] == [x.data_ptr(), scales.data_ptr()]
@@ -176,12 +186,12 @@ def test_asked_or_not_the_output_is_recomputed_and_the_same(name: str) -> None:
 def test_inputs_of_other_shapes_are_refused(name: str) -> None:
     cls: Any = FAMILIES[name]
     shapes = [((), None)]
-    if name != "ScaledSReLU":
+    if name not in ("ScaledSReLU", "ScaledTanhSReLU"):
         shapes.append(((3, 5), None))
     if cls in IN_BLOCKS:
         shapes.append(((3, 8), 3))
     for shape, size in shapes:
-        op = cls(glu_interleave_size=size) if size else cls()
+        op = cls(**({"glu_interleave_size": size} if size else GIVEN.get(name, {})))
         where = rf"multiple of {2 * (size or 1)}, .*\({name}\)\. Received: shape "
         with pytest.raises(InputError, match=rf"({where}|\({name}\)\. Received: (shape|input) \()"):
             op(*[torch.ones(s) for s in (shape, shape[:-1])][: 1 + op.num_extra_inputs])
@@ -191,13 +201,13 @@ def test_inputs_of_other_shapes_are_refused(name: str) -> None:
 def test_scales_must_be_one_per_row(name: str) -> None:
     for shape in ((3,), (4, 2), (1, 4), ()):
         with pytest.raises(InputError, match=rf"without its last .*\({name}\).*input \(4, 6\)"):
-            FAMILIES[name]()(torch.ones(4, 6), torch.ones(shape))
+            FAMILIES[name](**GIVEN.get(name, {}))(torch.ones(4, 6), torch.ones(shape))
 
 
-@pytest.mark.parametrize("name", ["ScaledSwiGLU", "ScaledSReLU"])
+@pytest.mark.parametrize("name", ["ScaledSwiGLU", "ScaledSReLU", "ScaledTanhSReLU"])
 def test_scales_may_be_a_column(name: str, device: torch.device) -> None:
     x, scales = torch.randn(2, 3, 8, device=device), torch.randn(2, 3, 1, device=device)
-    check_values(FAMILIES[name](), x, scales)
+    check_values(FAMILIES[name](**GIVEN.get(name, {})), x, scales)
 
 
 def test_the_gradient_of_scales_has_their_dtype() -> None:
@@ -207,3 +217,31 @@ def test_the_gradient_of_scales_has_their_dtype() -> None:
     FAMILIES["ScaledSwiGLU"]()(x, scales).float().square().sum().backward()
     assert scales.grad is not None
     assert not torch.equal(scales.grad, scales.grad.bfloat16().float())
+
+
+def test_a_soft_cap_of_a_square() -> None:
+    """Near 0 the square, far above it the square of the cap, and in between never beyond that."""
+    op = ScaledTanhSReLU(tanh_clamp_scale=2.0)
+    small = torch.tensor([[-torch.inf, -1.0, 0.0, 1e-3]], dtype=torch.float64)
+    large = torch.tensor([[5.0, 50.0, 1e30, torch.inf]], requires_grad=True)
+    one = torch.ones(1)
+    torch.testing.assert_close(op(small, one), torch.relu(small).square(), rtol=1e-6, atol=0)
+    y = op(large, one)
+    torch.testing.assert_close(y[:, 1:], torch.full((1, 3), 4.0))
+    assert (y <= 4).all()
+    (dx,) = torch.autograd.grad(y, large, torch.full_like(y, torch.inf))
+    assert dx[0, 0] == torch.inf
+
+
+@pytest.mark.parametrize("cap", [0, -1.0, float("inf"), float("nan")])
+def test_a_cap_that_is_none_is_refused(cap: float) -> None:
+    with pytest.raises(ArgumentError) as error:
+        ScaledTanhSReLU(tanh_clamp_scale=cap)
+    assert str(error.value) == (
+        "tanh_clamp_scale must be finite and positive (ScaledTanhSReLU). Received: "
+        f"tanh_clamp_scale={cap}. Use ScaledSReLU for no cap."
+    )
+    op = ScaledTanhSReLU(tanh_clamp_scale=1.0)
+    op.tanh_clamp_scale = cap
+    with pytest.raises(ArgumentError, match="finite and positive"):
+        op(torch.ones(2, 3), torch.ones(2))

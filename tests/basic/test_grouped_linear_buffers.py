@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from opfuser import GroupedLinear, Reshape, Sequential, SiLU
-from opfuser.errors import InputError, NotSupportedError
+from opfuser import GroupedLinear, Reshape, ScaledSReLU, Sequential, SiLU
+from opfuser.errors import InputError, NotSupportedError, OpKwargsError
+from opfuser.testing import assert_fused
 from tests.basic import groups
 
 LENGTHS = [2, 0, 5]
@@ -144,6 +145,37 @@ def test_one_of_both_or_none() -> None:
     ):
         assert_same(run(op, x, dy, **kwargs), want)
     assert_same([into["output"], into["grad_input"]], want[:2])
+
+
+def test_other_names_of_the_buffers() -> None:
+    op, (x, dy), into = grouped(), rand(), buffers()
+    want = run(op, x, dy)
+    ours = run(op, x, dy, output_buffer=into["output"], grad_input_buffer=into["grad_input"])
+    assert_same(ours, want)
+    assert_lies_in(ours, into)
+    into = buffers()
+    names = {"output_buffer": into["output"], "grad_input": into["grad_input"], "output": None}
+    assert_same([Sequential(op)(x, SIZES, op_kwargs={0: names}), into["output"]], [want[0]] * 2)
+
+
+def test_other_names_of_the_buffers_of_fused_experts() -> None:
+    ops = [GroupedLinear(2, 6, 8), ScaledSReLU(), GroupedLinear(2, 8, 6)]
+    seq, sizes = Sequential(*ops), torch.tensor([3, 4])
+    x, given = torch.randn(7, 6, requires_grad=True), torch.full((7, 6), NAN)
+    y = seq(x, sizes, torch.rand(7), sizes, op_kwargs={2: {"output_buffer": given}})
+    assert_fused(seq, x, sizes, torch.rand(7), sizes, joint={"grouped_mlp": 1})
+    assert torch.equal(y, given)
+
+
+@pytest.mark.parametrize("name", ["output", "grad_input"])
+def test_a_buffer_under_both_names_is_an_error(name: str) -> None:
+    memory = buffers()[name]
+    with pytest.raises(OpKwargsError) as error:
+        grouped()(rand()[0], SIZES, **{name: memory, f"{name}_buffer": memory})
+    assert str(error.value) == (
+        f"A buffer is given once (GroupedLinear). Received: {name} and {name}_buffer, which mean "
+        f"the same. Leave out {name}_buffer."
+    )
 
 
 def test_call_after_call_with_the_same_buffers() -> None:

@@ -14,7 +14,7 @@ import opfuser
 from opfuser import AddExtraInput, BasicLinear, ConstantScale
 from opfuser.fusion import Fusion, Refusal
 from opfuser.op import BasicOperation, FusedOperation
-from opfuser.testing import check_fusion, check_op
+from opfuser.testing import UnreadTensorWarning, check_fusion, check_op
 from opfuser.testing.calls import Outcome
 from opfuser.testing.compare import Comparison, Tolerance
 from tests.checks.spoilt import (
@@ -179,6 +179,20 @@ FAULTS: dict[str, Fault] = {
         "op", "Backward must return 1 parameter gradients .*Received: 0",
         op_backward=lambda op, ctx, dy: (Scaled.op_backward(op, ctx, dy)[0], ()),
     ),
+    "the input gradient alone": Fault(
+        "op", r"gradients in their order \(Scaled\)\. Received: Tensor\. Return grad_input and a",
+        op_backward=lambda op, ctx, dy: Scaled.op_backward(op, ctx, dy)[0],
+    ),
+    "no gradients": Fault(
+        "op", r"gradients in their order \(Scaled\)\. Received: NoneType\.",
+        op_backward=lambda op, ctx, dy: None,
+    ),
+    "parameter gradients that are a tensor": Fault(
+        "op", r"gradients in their order \(Scaled\)\. Received: a tuple of Tensor, Tensor\.",
+        op_backward=lambda op, ctx, dy: (
+            dy, None if (dw := Scaled.op_backward(op, ctx, dy)[1][0]) is None else dw[None],
+        ),
+    ),
     "an input gradient of another dtype": Fault(
         "op backward joint",
         r"Expected torch\.float32 .*gradient of (the )?input\)\. Received: torch\.float64.*Cast it",
@@ -254,11 +268,6 @@ FAULTS: dict[str, Fault] = {
     "saves the input of a frozen weight": Fault(
         "joint", "A fusion may save 4 bytes, .*only the input requires grad.*Received: 84 bytes",
         save=saves(lambda ctx, x, w: (x, needed(ctx, x, w)[1])),
-    ),
-    "saves the weight where the input needs no gradient": Fault(
-        "joint",
-        r"nothing else .*only the last parameter .*saved for op 1 .*tensor 1, torch\.float32",
-        save=saves(lambda ctx, x, w: (needed(ctx, x, w)[0], w)),
     ),
     "saves the output besides": Fault(
         "joint", "A fusion may save 84 bytes, as the unfused.*Received: 144 bytes",
@@ -388,6 +397,38 @@ FAULTS: dict[str, Fault] = {
         "extras", "fuser_backward of a basic operation returns lists of one entry",
         **result(2, lambda extras, g, ctxs: [], "fuser_backward"),
     ),
+    "gradients of the extra inputs that are a tensor": Fault(
+        "extras", r"lists of gradients for each basic operation \(Mixed\)\. Received: Tensor as a",
+        **result(2, lambda extras, g, ctxs: [extras[0][0]], "fuser_backward"),
+    ),
+    "lists that are a tensor": Fault(
+        "extras", r"in their order \(Mixed\)\. Received: a tuple of Tensor, list, Tensor\.",
+        **result(2, lambda extras, g, ctxs: extras[0][0], "fuser_backward"),
+    ),
+    "two results of a backward": Fault(
+        "extras", r"in their order \(Mixed\)\. Received: a tuple of Tensor, list\.",
+        fuser_backward=lambda op, ctxs, g, **kwargs: (
+            Mixed.fuser_backward(op, ctxs, g, **kwargs)[:2]
+        ),
+    ),
+    "the output alone": Fault(
+        "extras", r"The forward of an operation returns a tensor \(Mixed\)\. Received: Tensor\.",
+        fuser_forward=lambda op, ctxs, x, **kwargs: Mixed.fuser_forward(op, ctxs, x, **kwargs)[0],
+    ),
+    "extra outputs that are a tensor": Fault(
+        "extras", r"a list of extra outputs for each basic operation \(Mixed\)\. Received: Tensor",
+        **result(1, lambda extras, x, ctxs: [extras[0][0]]),
+    ),
+    "the output alone, of a fused operation": Fault(
+        "forward joint",
+        r"The forward of an operation returns a tensor \(op 1-3 \(Linear.*\)\)\. Received: Tensor",
+        fuser_forward=lambda op, ctxs, x, **kw: LinearScaleGain.fuser_forward(op, ctxs, x)[0],
+    ),
+    "the input gradient alone, of a fused operation": Fault(
+        "backward joint",
+        r"in their order \(op 1-3 \(Linear.*\)\)\. Received: Tensor\.",
+        fuser_backward=lambda op, ctxs, g, **kw: LinearScaleGain.fuser_backward(op, ctxs, g)[0],
+    ),
     "wrong extra output": Fault(
         "extras", "The extra output 0 is wrong: error 0.1",
         **result(1, lambda extras, x, ctxs: [(extras[0][0] + 0.1,)]),
@@ -438,6 +479,51 @@ def test_a_fault_is_found(of: str, name: str) -> None:
     subject = {"op": "Scaled(), input float32 [5, 3]", "extras": "Mixed(), input float32 [5, 3]"}
     assert subject.get(of, "fusion 'mine'") in str(error.value)
     assert "mine" not in [info.name for info in opfuser.fusions()]
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_gradient_is_not_unpacked_into_its_rows(rows: int) -> None:
+    """One of two rows would pass for the gradients of input and parameters."""
+    op = spoilt(Scaled, op_backward=lambda op, ctx, dy: 2 * dy)()
+    with pytest.raises(AssertionError) as error:
+        check_op(op, torch.randn(rows, 3))
+    assert str(error.value) == (
+        "The backward of an operation returns gradients in their order (Scaled). Received: Tensor. "
+        "Return grad_input and a tuple of the parameters' gradients from op_backward, and from "
+        "fuser_backward also the extra inputs', a tuple for each basic operation. It happened in "
+        f"Scaled(), input float32 [{rows}, 3]."
+    )
+
+
+SAVES_WEIGHT = saves(lambda ctx, x, w: (needed(ctx, x, w)[0], w))
+
+
+def test_a_tensor_that_no_gradient_reads_is_a_waste_and_no_fault() -> None:
+    """The text names it once, though several gradients are wanted in turn."""
+    fusion = rule("joint", spoilt(LinearScaleGain, save=SAVES_WEIGHT))
+    with pytest.warns(UnreadTensorWarning) as caught:
+        check_fusion(fusion, with_bias(), torch.randn(5, 4))
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        "A fusion saves what a gradient in ctx.needs reads, and nothing else (fusion 'mine', input "
+        "float32 [5, 4], only the last parameter requires grad: saved for op 1 (BasicLinear)). "
+        "Received: tensor 1, torch.float32, shape (3, 4), 48 bytes, which none reads. Ask "
+        "ctx.needs before saving; keep dtypes and shapes on the context."
+    )
+
+
+def test_what_is_wrong_goes_before_what_is_wasted() -> None:
+    wrong = spoilt(LinearScaleGain, save=SAVES_WEIGHT, grads=with_dx(lambda dx: dx * 1.01))
+    with pytest.raises(AssertionError, match=r"The gradient of .* is wrong"):
+        check_fusion(rule("joint", wrong), with_bias(), torch.randn(5, 4))
+
+
+def test_a_waste_is_an_error_where_warnings_are() -> None:
+    """As in the tests of the library: those of its own fusions save nothing without need."""
+    fusion = rule("joint", spoilt(LinearScaleGain, save=SAVES_WEIGHT))
+    with pytest.raises(UnreadTensorWarning, match="which none reads"):
+        check_fusion(fusion, with_bias(), torch.randn(5, 4))
 
 
 def test_an_output_without_history_is_caught() -> None:

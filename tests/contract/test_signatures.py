@@ -39,6 +39,7 @@ CONSTRUCTORS = {
     "ScaledSiTUGLU": f"{_SCALED}, {_CAPS}",
     "ScaledClampedQGeGLU": f"{_SCALED}, {_CLAMP}",
     "ScaledSReLU": "*, activation_recompute_in_mlp=False",
+    "ScaledTanhSReLU": "*, tanh_clamp_scale, activation_recompute_in_mlp=False",
     "GroupedLinear": "num_groups, in_features, out_features, *, bias=True, device=None, "
     "dtype=None, rng_state_tracker_function=None, accumulate_into_main_grad=False, "
     "single_grouped_weight=False, single_grouped_bias=False, delay_wgrad_compute=False, "

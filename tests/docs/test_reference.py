@@ -41,6 +41,7 @@ MAKE: dict[str, Callable[[], opfuser.BasicOperation]] = {
     "RMSNorm": lambda: opfuser.RMSNorm(8),
     "Reshape": lambda: opfuser.Reshape((2, -1)),
     "RotaryEmbedding": lambda: opfuser.RotaryEmbedding(2, 4),
+    "ScaledTanhSReLU": lambda: opfuser.ScaledTanhSReLU(tanh_clamp_scale=1.5),
     "TopKRouter": lambda: opfuser.TopKRouter(8, 2),
 }
 
@@ -122,7 +123,8 @@ def evaluate(expression: str, op: opfuser.BasicOperation, x: Tensor, extras: lis
     }
     if x.is_floating_point():
         names["a"], names["b"] = x.chunk(2, -1)
-    names |= {n: getattr(op, n) for n in ("eps", "scale", "shape") if hasattr(op, n)}
+    attributes = ("eps", "scale", "shape", "tanh_clamp_scale")
+    names |= {n: getattr(op, n) for n in attributes if hasattr(op, n)}
     names |= dict(op.named_parameters())
     names |= dict(zip(OPERATIONS[type(op).__name__].extra_inputs, extras))
     return eval(expression, {"__builtins__": {}}, names)

@@ -468,3 +468,95 @@ def test_hazard_22_no_text_of_an_error_has_unfilled_braces() -> None:
                 and "{" in text.value
             ]
     assert found == []
+
+
+# Rows of a tensor that stands where a list is expected do not pass for the list's entries.
+AS_LISTS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "all extra outputs": (
+        lambda y, extras: (y, extras[0][0]), ForwardResultError,
+        "returns a tensor (op 0 (Rows)). Received: a tuple of Tensor, Tensor. Return the output",
+    ),
+    "extra outputs": (
+        lambda y, extras: (y, [extras[0][0]]), ForwardResultError,
+        ("fuser_forward returns a list of extra outputs for each basic operation (op 0 (Rows)). "
+        "Received: Tensor as the list of op 0. Return (extra,) for a single one, and () for none."),
+    ),
+    "all parameter gradients": (
+        lambda dx, grads, extras: (dx, dx, extras), BackwardResultError,
+        "in their order (op 0 (Rows)). Received: a tuple of Tensor, Tensor, list. Return grad_in",
+    ),
+    "all extra-input gradients": (
+        lambda dx, grads, extras: (dx, grads, extras[0][0]), BackwardResultError,
+        "in their order (op 0 (Rows)). Received: a tuple of Tensor, list, Tensor. Return grad_in",
+    ),
+    "extra-input gradients": (
+        lambda dx, grads, extras: (dx, grads, [extras[0][0]]), BackwardResultError,
+        ("fuser_backward returns lists of gradients for each basic operation (op 0 (Rows)). "
+        "Received: Tensor as a list of op 0. Return (grad,) for a single one, and () for none."),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_LISTS)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 2)])
+def test_a_tensor_where_a_list_is_expected(name: str, shape: tuple[int, int]) -> None:
+    result, kind, text = AS_LISTS[name]
+    method = "fuser_forward" if kind is ForwardResultError else "fuser_backward"
+
+    class Rows(Mixed):
+        pass
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return result(*getattr(Mixed, method)(self, *args, **kwargs))
+
+    setattr(Rows, method, wrong)
+
+    def step() -> None:
+        y, more = Sequential(Rows())(randn(*shape, grad=True), randn(*shape, grad=True))
+        (y.sum() + more.sum()).backward()
+
+    with pytest.raises(kind) as error:
+        step()
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (3, 1), (1, 1)])
+def test_a_tensor_in_place_of_all_results(shape: tuple[int, int]) -> None:
+    """Of as many rows as there are results, and with as many columns as basic operations."""
+
+    class Rows(BasicOperation):
+        forwards = backwards = False
+
+        def fuser_forward(self, ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+            return input_ * 2 if self.forwards else (input_ * 2, [()])
+
+        def fuser_backward(self, ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+            return grad_output * 2 if self.backwards else (grad_output * 2, [()], [()])
+
+    rows, x = Rows(), torch.zeros(shape, requires_grad=True)
+    y = Sequential(rows)(x)
+    rows.backwards = True
+    with pytest.raises(BackwardResultError, match=r"\(op 0 \(Rows\)\)\. Received: Tensor\."):
+        y.backward(torch.zeros(shape))
+    rows.forwards = True
+    with pytest.raises(ForwardResultError, match=r"\(op 0 \(Rows\)\)\. Received: Tensor\."):
+        Sequential(rows)(x)
+
+
+def test_lists_of_gradients_may_be_any_iterable() -> None:
+    """As te.ops takes them; None stands for no gradients."""
+
+    class Lazy(Mixed):
+        def fuser_backward(self, *args: Any, **kwargs: Any) -> Any:
+            dx, _, ((dextra,),) = super().fuser_backward(*args, **kwargs)
+            return dx, (None,), (g for g in [dextra]) if nested else [iter([dextra])]
+
+    nested = False
+    x, e = randn(2, 3, grad=True), randn(2, 3, grad=True)
+    y, more = Sequential(Lazy())(x, e)
+    (y.sum() + more.sum()).backward()
+    torch.testing.assert_close(e.grad, x.detach() + 1)
+    nested = True  # of operations there is a list: its length is checked
+    y, more = Sequential(Lazy())(x, e)
+    with pytest.raises(BackwardResultError, match="Received: a tuple of Tensor, tuple, generator"):
+        y.sum().backward()

@@ -20,6 +20,7 @@ from opfuser import (
     ScaledSiTUGLU,
     ScaledSReLU,
     ScaledSwiGLU,
+    ScaledTanhSReLU,
     Sequential,
     Unpermute,
 )
@@ -98,6 +99,10 @@ FORMS: dict[str, tuple[Callable[[], list[Any]], Callable[[], list[Tensor]]]] = {
     ),
     "clamped": (lambda: on_channels(ScaledClampedQGeGLU()), lambda: tokens(7)),
     "not gated": (lambda: on_channels(ScaledSReLU(), inner=F), lambda: tokens(7)),
+    "capped, not gated": (
+        lambda: on_channels(ScaledTanhSReLU(tanh_clamp_scale=0.5), inner=F),
+        lambda: tokens(7),
+    ),
     "rows": (of_rows, lambda: rows(2, 0, 7)),
     "one row": (of_rows, lambda: rows(0, 1, 0)),
     "no rows": (of_rows, lambda: rows(0, 0, 0)),

@@ -90,7 +90,7 @@ def test_parameters_and_flags_are_those_of_the_module() -> None:
         (nn.Tanh, r"from_te converts AddExtraInput.*torch\.nn.*Tanh"),
         (derived, r"from_te converts .*\.Mine"),
         (lambda: nn.Sequential(derived()), r"from_te converts .*\.Mine"),
-        (lambda: te_op("ScaledTanhSReLU"), "operation that opfuser lacks.*ScaledTanhSReLU"),
+        (lambda: te_op("MadeLater"), "operation that opfuser lacks.*MadeLater"),
         (lambda: hooked(te_linear()), r"Hooks.*\(Linear\)"),
         (lambda: hooked(nn.Sequential(te_linear())), r"Hooks.*\(Sequential\)"),
         (in_fp8, r"plain tensors \(Linear\).*weight, a Codes.*quantized_model_init"),
@@ -159,6 +159,13 @@ def test_the_stand_in_of_a_layer_is_read() -> None:
     )  # fmt: skip
 
 
+def test_a_scaled_activation_is_read() -> None:
+    given = {"tanh_clamp_scale": 3.0, "activation_recompute_in_mlp": True}
+    (made,) = from_te(nn.Sequential(te_op("ScaledTanhSReLU", **given)))
+    assert type(made) is of.ScaledTanhSReLU
+    assert {name: getattr(made, name) for name in given} == given
+
+
 # ------------------------------------------------------------------------------ to_te
 
 
@@ -213,6 +220,14 @@ def test_what_has_no_counterpart_there(
 ) -> None:
     with pytest.raises(error, match=text):
         to_te(make())
+
+
+def test_an_operation_that_their_version_lacks(engine: ModuleType) -> None:
+    sequence = of.Sequential(of.GroupedLinear(1, 4, 4), of.ScaledTanhSReLU(tanh_clamp_scale=3.0))
+    assert to_te(sequence)[1].tanh_clamp_scale == 3.0
+    del sys.modules["transformer_engine.pytorch.ops"].ScaledTanhSReLU
+    with pytest.raises(NotSupportedError, match=r"te\.ops has no such.*ScaledTanhSReLU"):
+        to_te(sequence)
 
 
 def test_channels_keep_apart_there(engine: ModuleType) -> None:

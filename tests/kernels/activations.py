@@ -9,7 +9,13 @@ from torch import Tensor
 
 from opfuser import Softplus, Tanh
 from opfuser.kernels.activation import activation_backward, activation_forward
-from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
+from opfuser.kernels.capped_functions import (
+    ClampedSwish,
+    ShiftedClamp,
+    SoftCap,
+    SoftCappedSquaredRelu,
+    SoftCappedSwish,
+)
 from opfuser.kernels.functions import (
     GeluErf,
     GeluTanh,
@@ -44,6 +50,7 @@ FUNCTIONS: dict[str, ScalarFunction] = {
     "gelu_tanh": GeluTanh(),
     "soft_cap": SoftCap(3.0),
     "soft_capped_swish": SoftCappedSwish(3.0),
+    "soft_capped_squared_relu": SoftCappedSquaredRelu(3.0),
     "clamped_swish": ClampedSwish(1.702, 0.75),
     "shifted_clamp": ShiftedClamp(0.75, 1.0),
 }
@@ -55,6 +62,7 @@ PRODUCTS: dict[str, Glu | ScalarFunction] = {
     "situ": Glu(SoftCappedSwish(4.0), SoftCap(25.0)),
     "clamped": Glu(ClampedSwish(1.702, 0.75), ShiftedClamp(0.75, 1.0)),
     "no linear units": SquaredRelu(),
+    "no linear units, capped": SoftCappedSquaredRelu(1.5),
     **{f"swiglu in blocks of {n}": Glu(Swish(), None, n) for n in (1, 2, 3, 4, 8, 24)},
     "clamped in blocks of 1": Glu(ClampedSwish(1.702, 0.75), ShiftedClamp(0.75, 1.0), 1),
 }

@@ -138,6 +138,7 @@ OPERATIONS: Mapping[str, tuple[Argument, ...]] = {
     "ScaledSReLU": _same("activation_recompute_in_mlp"),
     "ScaledSiTUGLU": (*_CAPS, *_SCALED),
     "ScaledSwiGLU": _SCALED,
+    "ScaledTanhSReLU": _same("tanh_clamp_scale", "activation_recompute_in_mlp"),
     "SiLU": _CACHED,
     "SiTUGLU": (*_CAPS, *_GLU),
     "SwiGLU": _GLU,
@@ -210,7 +211,8 @@ def to_te_operation(op: FusibleOperation, classes: Any, channel: Callable[[str],
         NotSupportedError: there is none of its kind, or an option has no counterpart.
     """
     name = type(op).__name__
-    if name not in OPERATIONS or type(op) is not getattr(opfuser, name):
+    known = name in OPERATIONS and type(op) is getattr(opfuser, name)
+    if not known or not hasattr(classes, name):  # te.ops has some only from a version on
         raise NotSupportedError(
             explain(
                 "te.ops has no such operation",

@@ -182,6 +182,14 @@ def soft_capped_swish(x, P: tl.constexpr):
 
 
 @triton.jit
+def soft_capped_squared_relu(x, P: tl.constexpr):
+    """``(c tanh(max(x, 0) / c))²`` for P = (c,)."""
+    t, slope = _tanh(tl.where(x <= 0.0, 0.0, x) * (1.0 / P[0]))
+    root = P[0] * t
+    return root * root, 2.0 * root * slope
+
+
+@triton.jit
 def clamped_swish(x, P: tl.constexpr):
     """``c σ(αc)``, c = min(x, limit), for P = (α, limit)."""
     c = tl.where(x > P[1], P[1], x)

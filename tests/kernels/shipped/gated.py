@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opfuser.kernels.capped_functions import ClampedSwish, ShiftedClamp, SoftCap, SoftCappedSwish
+from opfuser.kernels.capped_functions import (
+    ClampedSwish,
+    ShiftedClamp,
+    SoftCap,
+    SoftCappedSquaredRelu,
+    SoftCappedSwish,
+)
 from opfuser.kernels.functions import GeluTanh, SquaredRelu, Swish
 from opfuser.kernels.gated import (
     Glu,
@@ -59,6 +65,7 @@ for name, product, cols, dtype, scaled, with_y in (
     ("situ", Glu(SoftCappedSwish(4.0), SoftCap(25.0), 32), 2048, BF16, False, False),
     ("geglu", Glu(GeluTanh()), 16384, BF16, False, True),
     ("scaled srelu", SquaredRelu(), 2048, BF16, True, False),
+    ("scaled tanh srelu", SoftCappedSquaredRelu(8.0), 2048, BF16, True, False),
 ):
     size, y = f"{name} {cols} {dtype}", empty(ROWS, cols, dtype=dtype)
     more = 1 if isinstance(product, Glu) else 0  # tensors of x and dx beyond the gates
