@@ -149,6 +149,19 @@ def experts() -> opfuser.Sequential:
     return moe_block(config)
 
 
+experts.example_inputs = f"2x8x{WIDTH}:bf16"  # type: ignore[attr-defined]
+
+
+def tied() -> opfuser.Sequential:
+    """One Sequential, and what runs besides its operations: a plain module, a sum of gradients."""
+    first, last = (opfuser.BasicLinear(WIDTH, WIDTH) for _ in range(2))
+    last.weight = first.weight
+    return opfuser.Sequential(first, nn.Tanh(), last)
+
+
+tied.example_inputs = f"6x{WIDTH}"  # type: ignore[attr-defined]
+
+
 def fp8() -> opfuser.Sequential:
     ops = [opfuser.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(2)]
     return opfuser.Sequential(*ops, recipe=opfuser.recipe.Float8BlockScaling())
