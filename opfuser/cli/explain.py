@@ -11,6 +11,7 @@ from typing import Any
 from ..engine.folding import joined_names
 from ..engine.plan import Plan
 from ..errors import TargetError, explain
+from ..report.conversion import remedy
 from ..report.diff import check_fusion_name
 from ..report.inputs import did_you_mean
 from ..report.picture import picture
@@ -113,8 +114,7 @@ def _chosen(found: Explained, path: str | None) -> Explained:
             explain(
                 "The model holds no opfuser.Sequential that it calls",
                 where=found.target.name,
-                remedy="Convert it with opfuser.from_torch or opfuser.hf.apply; opfuser audit says "
-                "what would fuse",
+                remedy=remedy(found.target),
             )
         )
     if path is None:

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import opfuser.hf
 
 
-def plain() -> nn.Module:
+def plain(vocab_size: int = 37) -> nn.Module:
     """A model as transformers builds it."""
     config = LlamaConfig(
-        vocab_size=37, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, pad_token_id=0,
     )  # fmt: skip
     model: nn.Module = AutoModelForCausalLM.from_config(config)
