@@ -26,10 +26,12 @@ class Conversion(NamedTuple):
         call: as users write it.
         convert: returns a model that is converted so, or None if the call replaces nothing. It
             shares parameters with the model, which does not change.
+        only_for: names of the fused operations that need it; empty for any.
     """
 
     call: str
     convert: Callable[[nn.Module], nn.Module | None]
+    only_for: frozenset[str] = frozenset()
 
     def tried(self, target: Target, use: Callable[[Target], _T]) -> _T | None:
         """What ``use`` returns for the converted model; None if nothing is replaced, or it fails.
@@ -71,8 +73,8 @@ def remedy(target: Target) -> str:
                 f"Convert it where it is built: with {conversion.call} it calls {count} {several}"
             )
     return (
-        "Neither opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of its "
-        "forward as an opfuser.Sequential: opfuser audit names those that would fuse"
+        "Neither opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of "
+        "its forward as an opfuser.Sequential: opfuser audit names those that would fuse"
     )
 
 
@@ -104,5 +106,9 @@ def _applied(model: nn.Module, *, fused_loss: bool) -> nn.Module | None:
 CONVERSIONS = (
     Conversion("opfuser.from_torch(model)", _from_torch),
     Conversion("opfuser.hf.apply(model)", partial(_applied, fused_loss=False)),
-    Conversion("opfuser.hf.apply(model, fused_loss=True)", partial(_applied, fused_loss=True)),
+    Conversion(
+        "opfuser.hf.apply(model, fused_loss=True)",
+        partial(_applied, fused_loss=True),
+        frozenset({"linear_cross_entropy"}),
+    ),
 )

@@ -185,15 +185,15 @@ def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(D, HEADS, H, batch_first=True)
 
 
-class Mixed(nn.Module):
-    """A Sequential of torch, and modules that the forward calls."""
+class Mixed(Block):
+    """A Sequential of torch, and the same in the forward of the model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.block = feed_forward(), Block()
+        self.body = feed_forward()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(self.block(torch.cos(self.body(x))))
+        return torch.sin(super().forward(torch.cos(self.body(x))))
 
 
 def rows() -> Tensor:
@@ -263,6 +263,17 @@ def test_from_torch_is_said_only_where_it_replaces() -> None:
     left = notes(audit(opfuser.from_torch(model), [x]).missed_fusions)
     assert len(left) == len(found[""]) > 0
     assert not found["opfuser.from_torch(model)"] & set(left)
+
+
+def test_from_torch_is_not_said_of_what_it_leaves_blocked() -> None:
+    """Hooks stay where they are, and keep a fusion from matching there alone."""
+    model, x = on_meta(lambda: nn.Sequential(*feed_forward(), *feed_forward())), rows()
+    model[1].register_forward_hook(lambda *args: None)
+    found = calls(model, x)
+    left = notes(audit(opfuser.from_torch(model), [x]).missed_fusions)
+    assert {name for name, _ in left} == {"norm_linear", "activation_linear"}
+    assert {place for _, place in found[""]} == {"1 (Linear)", "3 (Linear)"}
+    assert {"5 (Linear)", "7 (Linear)"} <= {p for _, p in found["opfuser.from_torch(model)"]}
 
 
 def test_what_hugging_face_models_are_told() -> None:

@@ -118,8 +118,8 @@ def test_a_model_that_no_call_converts_is_told_to_write_a_sequence(
     assert refused.status == 1
     assert refused.err == (
         f"opfuser: The model holds no opfuser.Sequential that it calls ({MODELS}:{model}). "
-        "Neither opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of its "
-        "forward as an opfuser.Sequential: opfuser audit names those that would fuse.\n"
+        "Neither opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of "
+        "its forward as an opfuser.Sequential: opfuser audit names those that would fuse.\n"
     )
 
 

@@ -80,12 +80,12 @@ def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
 def _in_graph(target: Target, traced: Trace) -> Iterator[_Site]:
     found = merged(find(traced))
     formulas = [f for f in found if f.kind in KNOWN and len(f.launches) > 1]
-    fusions = list(fused(chains(found, traced)))
-    conversions = tried(target) if formulas or fusions else []
+    candidates = list(fused(chains(found, traced)))
+    conversions = tried(target, {*(f.kind for f in formulas), *(c.name for c in candidates)})
     costs: dict[Any, Cost | None] = {}
     for f in formulas:
         yield _of_formula(f, conversions, costs)
-    for one in fusions:
+    for one in candidates:
         yield _of_chain(one, conversions, costs)
 
 

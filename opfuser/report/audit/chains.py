@@ -283,7 +283,7 @@ def _owners(chain: Chain) -> list[int]:
 
 def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
     """The basic operations of an operation."""
-    return module.basic_ops if isinstance(module, FusedOperation) else (module,)
+    return tuple(module.basic_ops) if isinstance(module, FusedOperation) else (module,)
 
 
 def _plan(chain: Chain) -> Plan | None:

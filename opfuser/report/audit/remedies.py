@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -10,12 +11,11 @@ from torch import fx, nn
 from ...merged_linear import MergedLinear
 from ...op import FusibleOperation
 from ..conversion import CONVERSIONS
+from ..kernel_counts import counting
 from ..target import Target
-from .chains import Chain, chains, fused, merged, parts_of, residuals
+from .chains import Chain, parts_of, residuals
 from .elsewhere import elsewhere
-from .finding import find
 from .formulas import Found
-from .kernels import KNOWN
 from .segments import expression
 from .sequences import blocked
 from .tracing import Place, Trace, name_of, trace
@@ -42,13 +42,14 @@ class Tried(NamedTuple):
 
     Attributes:
         call: as users write it.
-        running: functions and operations that it still calls outside of Sequentials.
-        missed: names of fused operations that it misses, with the paths of the modules.
+        running: functions and operations that it still calls outside of Sequentials, by the
+            statements.
+        missed: names of fused operations that Sequentials miss, with the paths of the modules.
         fused: the steps that fusions built.
     """
 
     call: str
-    running: tuple[fx.Node, ...]
+    running: dict[Any, list[fx.Node]]
     missed: tuple[tuple[str, tuple[str, ...]], ...]
     fused: tuple[_Step, ...]
 
@@ -84,32 +85,41 @@ class Tried(NamedTuple):
         )  # fmt: skip
 
     def _runs(self, node: fx.Node) -> bool:
-        return any(_is_same(node, other) for other in self.running)
+        place = node.meta.get("place")
+        others = () if place is None else self.running.get(place.stack, ())
+        return any(_is_same(node, other) for other in others)
 
 
-def tried(target: Target) -> list[Tried]:
+def tried(target: Target, names: set[str]) -> list[Tried]:
     """What is left of a model's findings after each of the calls that convert models.
 
     Args:
         target: the model and its inputs; neither changes.
+        names: of the fused operations that are missed; nothing is tried if there are none.
     """
     found = []
-    for conversion in CONVERSIONS:
-        traced = conversion.tried(target, lambda other: trace(other.model, other.inputs))
+    for conversion in CONVERSIONS if names else ():
+        if conversion.only_for and not conversion.only_for & names:
+            continue
+        traced = conversion.tried(target, _traced)
         if traced is not None:
-            nodes = tuple(node for node in traced.graph.nodes if _runs_alone(node))
+            running: dict[Any, list[fx.Node]] = {}
+            for node in filter(_runs_alone, traced.graph.nodes):
+                running.setdefault(node.meta["place"].stack, []).append(node)
             missed, matched = tuple(_missed(traced)), tuple(_fused(traced))
-            found.append(Tried(conversion.call, nodes, missed, matched))
+            found.append(Tried(conversion.call, running, missed, matched))
     return found
 
 
+def _traced(target: Target) -> Trace:
+    on_meta = any(t.is_meta for t in target.inputs)
+    # Kernels are noted: what stands for them in plain torch takes longer.
+    with counting() if on_meta else nullcontext():
+        return trace(target.model, target.inputs)
+
+
 def _missed(traced: Trace) -> Iterator[tuple[str, tuple[str, ...]]]:
-    found = merged(find(traced))
-    for f in found:
-        if f.kind in KNOWN and len(f.launches) > 1:
-            yield f.kind, paths_of(f.nodes)
-    for one in fused(chains(found, traced)):
-        yield one.name, paths_of(one.part.nodes)
+    """What Sequentials of a model miss."""
     for call in traced.calls:
         inner = [(b.name, b.paths) for b in blocked(call)]
         inner += [(e.kind, e.paths) for e in elsewhere(call)]
@@ -128,16 +138,14 @@ def _fused(traced: Trace) -> Iterator[_Step]:
 
 def _runs_alone(node: fx.Node) -> bool:
     module = node.meta.get("module")
-    return node.op == "call_function" or isinstance(module, FusibleOperation)
+    called = node.op == "call_function" or isinstance(module, FusibleOperation)
+    return called and "place" in node.meta
 
 
 def _is_same(node: fx.Node, other: fx.Node) -> bool:
-    """Whether ``other``, of the converted model, is the call that ``node`` was before."""
-    before, after = node.meta.get("place"), other.meta.get("place")
-    if before is None or after is None or before.stack != after.stack:
-        return False
+    """Whether ``other``, of the converted model, is the call that ``node`` was in one statement."""
     name = name_of(other)
-    return _meet((before.path,), (after.path,)) and (not name or name == name_of(node))
+    return _meet(paths_of([node]), paths_of([other])) and (not name or name == name_of(node))
 
 
 def places_of(nodes: Iterable[fx.Node]) -> list[Place]:
