@@ -276,6 +276,22 @@ def test_from_torch_is_not_said_of_what_it_leaves_blocked() -> None:
     assert {"5 (Linear)", "7 (Linear)"} <= {p for _, p in found["opfuser.from_torch(model)"]}
 
 
+def test_a_model_that_reads_values_is_converted_as_a_copy() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.count = feed_forward(), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(self.count(x)) if x.sum().item() < 1e9 else x
+
+    model, x = Reads(), torch.randn(2, 8, D, requires_grad=True)
+    state = torch.get_rng_state()
+    assert set(calls(model, x)) == {"opfuser.from_torch(model)"}
+    assert model.count.num_batches_tracked == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_what_hugging_face_models_are_told() -> None:
     hugging_face = pytest.importorskip("tests.cli.hugging_face", exc_type=ImportError)
     model, tokens = on_meta(hugging_face.plain), torch.zeros(2, 8, dtype=torch.int64, device="meta")
@@ -326,14 +342,44 @@ def operations_alone() -> nn.Module:
     return Alone()
 
 
+def unregistered() -> nn.Module:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = RMSNorm(D), Linear(D, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts[1](self.parts[0](x))
+
+    return Hidden()
+
+
+class Gated(nn.Module):
+    """A gated block and its loss, as language models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.RMSNorm(D), nn.LayerNorm(D)
+        self.gate, self.up = nn.Linear(D, H, bias=False), nn.Linear(D, H)
+        self.down, self.head = nn.Linear(H, D), nn.Linear(D, 8192, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        x = x + F.dropout(self.down(F.silu(self.gate(hidden)) * self.up(hidden)), 0.1)
+        logits = self.head(self.last(x)).flatten(0, 1)
+        return F.cross_entropy(logits, torch.zeros_like(logits[:, 0], dtype=torch.int64))
+
+
 PLAIN: dict[str, Truth] = {
     **{name: truth for name, truth in TRUTHS.items() if truth.missed},
     "own forward": Truth(own_forward, X, {}),
     "operations": Truth(operations_alone, X, {}),
+    "operations of nobody": Truth(unregistered, X, {}),
+    "gated": Truth(Gated, ((2, 512, D),), {}),
     "diffusion transformer": Truth(DiTBlock, (*X, (2, D)), {}),
 }
 FUSING = ("residual and norm", "bias, dropout, residual", "own forward", "operations",
-          "diffusion transformer")  # fmt: skip
+          "operations of nobody", "gated", "diffusion transformer")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUSING)

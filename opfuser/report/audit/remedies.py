@@ -197,7 +197,8 @@ def written(chain: Chain) -> str:
 
 def _code(f: Found | None, module: nn.Module) -> str:
     """An operation as Python code."""
-    if f is not None and "module" in f.values:
+    # One that the model does not register has the name of its class.
+    if f is not None and "module" in f.values and f.output.target != type(module).__name__:
         return expression(str(f.output.target))
     if isinstance(module, MergedLinear):
         parts: dict[str, Any] = dict(module.named_children())
