@@ -11,13 +11,12 @@ from typing import Any
 from ..engine.folding import joined_names
 from ..engine.plan import Plan
 from ..errors import TargetError, explain
+from ..report.conversion import remedy
 from ..report.diff import check_fusion_name
 from ..report.inputs import did_you_mean
-from ..report.kernel_counts import Counts
 from ..report.picture import picture
 from ..report.plan_json import Explained, document, equal_plans, explained
-from ..report.sizes import in_bytes
-from ..report.traffic import total
+from ..report.traffic import Totals
 from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
 
 __all__ = ["add"]
@@ -73,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
         shown = _optional("page").page(found.plans, found.target.name, found.traffic, found.missing)
     elif args.format == "svg":
         plan = _only(found.plans)
-        traffic = found.traffic and found.traffic.sequences.get(next(iter(found.plans)))
-        shown = picture(plan, traffic)
+        counted = found.traffic
+        own = counted and counted.sequences.get(next(iter(found.plans)))
+        shown = picture(plan, own, counted and counted.totals)
     else:
         shown = _text(found)
     write(shown, args.output)
@@ -114,8 +114,7 @@ def _chosen(found: Explained, path: str | None) -> Explained:
             explain(
                 "The model holds no opfuser.Sequential that it calls",
                 where=found.target.name,
-                remedy="Convert it with opfuser.from_torch or opfuser.hf.apply; opfuser audit says "
-                "what would fuse",
+                remedy=remedy(found.target),
             )
         )
     if path is None:
@@ -128,7 +127,7 @@ def _chosen(found: Explained, path: str | None) -> Explained:
                 remedy=did_you_mean(path, found.plans) or f"There are {_paths(found.plans)}",
             )
         )
-    return found._replace(plans={path: found.plans[path]})
+    return found.only(path)
 
 
 def _only(plans: dict[str, Plan]) -> Plan:
@@ -162,32 +161,31 @@ def _optional(module: str) -> Any:
 
 def _text(found: Explained) -> str:
     texts = []
-    counted = {} if found.traffic is None else found.traffic.sequences
+    traffic = found.traffic
+    one = len(found.plans) == 1
     for paths in equal_plans(found.plans):
         lines = [_titled(joined_names(paths), str(found.plans[paths[0]]))]
-        own = [counted[path] for path in paths if path in counted]
-        if own:
-            counts = total(traffic.counts for traffic in own)
-            each = "" if len(own) == 1 else f", {len(own)} of them"
-            lines.append(_counted(each, counts, sum(traffic.saved_bytes for traffic in own)))
+        if traffic is not None:
+            each = "" if len(paths) == 1 else f", {len(paths)} of them"
+            lines.append(_counted(each, (traffic if one else traffic.only(*paths)).totals))
         texts.append("\n".join(lines))
     if found.missing:
         texts.append("\n".join(wrap(f"No launches and bytes: {found.missing}", 80)))
-    elif found.traffic is not None and len(found.plans) > 1:
-        whole = _counted("", found.traffic.counts, found.traffic.saved_bytes)
-        texts.append("whole model, " + whole)
+    elif traffic is not None and not one:
+        texts.append("whole model, " + _counted("", traffic.totals))
     return "\n\n".join(texts)
 
 
-def _counted(of: str, counts: Counts, saved: int) -> str:
-    return "\n  ".join(
-        [
-            f"on a GPU, a call and its backward{of}:",
-            f"{counts.launches} launches",
-            f"{in_bytes(counts.read)} read, {in_bytes(counts.written)} written",
-            f"{in_bytes(saved)} saved for backward",
-        ]
-    )
+def _counted(of: str, totals: Totals) -> str:
+    launches, read, written, saved = map(" ".join, totals.figures)
+    lines = [
+        f"on a GPU, a call and its backward{of}:",
+        launches,
+        f"{read}, {written}",
+        saved,
+        *filter(None, [totals.outside]),
+    ]
+    return "\n  ".join(lines)
 
 
 def _titled(path: str, text: str) -> str:

@@ -19,7 +19,7 @@ from .picture import picture
 from .plan_json import equal_plans
 from .shapes import DARK, FONT, LIGHT
 from .sizes import in_bytes
-from .traffic import ModelTraffic, StepTraffic, Traffic, total
+from .traffic import ModelTraffic, StepTraffic, Totals, Traffic, total
 
 __all__ = ["page"]
 
@@ -45,7 +45,7 @@ def page(
     """
     counted = {} if traffic is None else traffic.sequences
     sections = [
-        _section(n, paths, plans[paths[0]], counted.get(paths[0]))
+        _section(n, paths, plans[paths[0]], counted.get(paths[0]), _share(paths, plans, traffic))
         for n, paths in enumerate(equal_plans(dict(plans)))
     ]
     environment = Environment(
@@ -54,6 +54,7 @@ def page(
     return environment.from_string(_TEMPLATE).render(
         title=title,
         figures=_figures(plans, traffic),
+        outside="" if traffic is None else traffic.totals.outside,
         sections=sections,
         missing=missing,
         light=Markup(LIGHT),
@@ -119,6 +120,7 @@ class _Section(NamedTuple):
         anchor: in the page.
         path: of the Sequentials.
         facts: about the call.
+        counted: launches and bytes of these Sequentials together; empty if there are no others.
         svg: the picture.
         tables: of both passes.
         entries: of all fusions.
@@ -128,13 +130,23 @@ class _Section(NamedTuple):
     anchor: str
     path: str
     facts: str
+    counted: str
     svg: Markup
     tables: tuple[_Table, ...]
     entries: tuple[_Entry, ...]
     text: str
 
 
-def _section(n: int, paths: Sequence[str], plan: Plan, traffic: Traffic | None) -> _Section:
+def _share(
+    paths: Sequence[str], plans: Mapping[str, Plan], traffic: ModelTraffic | None
+) -> Totals | None:
+    """What equal Sequentials do together; None if it is not known, or if there are no others."""
+    return None if traffic is None or len(plans) == 1 else traffic.only(*paths).totals
+
+
+def _section(
+    n: int, paths: Sequence[str], plan: Plan, traffic: Traffic | None, totals: Totals | None
+) -> _Section:
     env = plan.env
     recipe = "" if env.recipe is None else f", recipe {type(env.recipe).__name__}"
     each = "" if len(paths) == 1 else f"; {len(paths)} equal Sequentials, of which this is one"
@@ -149,6 +161,7 @@ def _section(n: int, paths: Sequence[str], plan: Plan, traffic: Traffic | None) 
         f"plan-{n}",
         joined_names(paths) or "The model",
         facts,
+        "" if totals is None else ", ".join(map(" ".join, totals.figures)),
         Markup(picture(plan, traffic)),
         tuple(_tables(plan, traffic)),
         (*_quantised(plan), *entries),
@@ -167,15 +180,7 @@ def _figures(plans: Mapping[str, Plan], traffic: ModelTraffic | None) -> list[tu
         (str(sum(len(plan.forward) for plan in plans.values())), "forward steps"),
         (str(sum(len(plan.backward) for plan in plans.values())), "backward steps"),
     ]
-    if traffic is not None:
-        counts = traffic.counts
-        found += [
-            (f"{counts.launches}", "launches"),
-            (in_bytes(counts.read), "read"),
-            (in_bytes(counts.written), "written"),
-            (in_bytes(traffic.saved_bytes), "saved for backward"),
-        ]
-    return found
+    return found if traffic is None else [*found, *traffic.totals.figures]
 
 
 # Tables.
@@ -233,6 +238,8 @@ def _rows(
     rows = list(zip(told.rows, columns))
     for step, column in rows if stage == "forward" else rows[::-1]:
         cells = _cells(stage, counts, [column]) if counts is not None else ()
+        if not steps[column[0]].indices:  # kernels of plain modules are not told apart
+            cells = (_Cell("–"),) * len(cells)
         yield _Row(step, False, bool(told.heading), cells)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import pairwise
+from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.plan import Plan, Texts
@@ -16,7 +17,7 @@ from .shapes import CHARACTER, KIND, SMALL, STYLE, arrow, cut, head, path, rect,
 from .sizes import in_bytes
 
 if TYPE_CHECKING:  # at run time it would import what counts kernels
-    from .traffic import Traffic
+    from .traffic import Totals, Traffic
 
 __all__ = ["card", "picture"]
 
@@ -25,9 +26,10 @@ _PAD, _STRIP = 6, 15  # between a box and its frame, and below the boxes, for th
 _SAVED = 46  # between the passes
 _LEVEL = 12  # between arcs
 _HEADING = 22
+_NARROWEST = 460  # a picture of one box
 
 
-def picture(plan: Plan, traffic: Traffic | None = None) -> str:
+def picture(plan: Plan, traffic: Traffic | None = None, totals: Totals | None = None) -> str:
     """The plan as SVG, for light and dark surroundings.
 
     A box is a basic operation, a dashed one a plain module; a frame is a step that a fusion built,
@@ -40,8 +42,9 @@ def picture(plan: Plan, traffic: Traffic | None = None) -> str:
         traffic: what its steps save, as :func:`opfuser.report.traffic.traffic` counts it. Without
             it arrows have no bytes, and stand where operations declare that they save something;
             of a fusion with a backward of its own they stand at its last operation.
+        totals: launches and bytes that stand below the picture, if any.
     """
-    return _Picture(plan, traffic).svg()
+    return _Picture(plan, traffic, totals).svg()
 
 
 def card(plan: Plan) -> str:
@@ -86,8 +89,9 @@ class _Rows(NamedTuple):
 
 
 class _Picture:
-    def __init__(self, plan: Plan, traffic: Traffic | None) -> None:
+    def __init__(self, plan: Plan, traffic: Traffic | None, totals: Totals | None) -> None:
         self.plan = plan
+        self.totals = totals
         self.found: Columns = columns(plan)
         self.layout = Layout(self.found)
         self.saved = _saved(plan, self.found, traffic)
@@ -102,13 +106,13 @@ class _Picture:
         for line in self.layout.lines():
             y = self._line(line, y) + 18
             width = max(width, line.right + 34)
-        y = self._legend(y)
+        y = self._counted(self._legend(y), max(width, _NARROWEST))
         plan = self.plan
         about = (
             f"Plan of {len(plan.basic_ops)} basic operations: {len(plan.forward)} forward steps, "
             f"{len(plan.backward)} backward steps"
         )
-        w, h = f"{max(width, 460):.0f}", f"{y:.0f}"
+        w, h = f"{max(width, _NARROWEST):.0f}", f"{y:.0f}"
         opening = (
             '<svg xmlns="http://www.w3.org/2000/svg" class="opfuser-plan" role="img" '
             f'width="{w}" height="{h}" viewBox="0 0 {w} {h}" aria-label="{about}">'
@@ -352,6 +356,18 @@ class _Picture:
                 self.parts.append(text(x + 28, y + 11, meaning, "legend"))
                 x += 28 + len(meaning) * SMALL * CHARACTER + 20
         return y + 22
+
+    def _counted(self, y: float, width: float) -> float:
+        """Writes launches and bytes, and returns where they end."""
+        if self.totals is None:
+            return y
+        figures = ", ".join(map(" ".join, self.totals.figures))
+        told = [f"On a GPU, a call and its backward: {figures}", self.totals.outside]
+        for line in told:
+            for part in wrap(line, int((width - 24) / (SMALL * CHARACTER))):
+                self.parts.append(text(12, y + 8, part, "legend"))
+                y += 14
+        return y + 4
 
 
 def _saved(plan: Plan, found: Columns, traffic: Traffic | None) -> dict[int, int | None]:

@@ -14,7 +14,8 @@ and a plan the schema ``opfuser.plan/1``::
     call: {dtype, device, autocast, grad, recipe}
     operations: [{name, type, note, quantized, high_precision}]; others name them by position
     forward, backward: [{indices, operation, path, fusion, launches, read, written, saved_bytes}],
-        both in forward order; counts are null where traffic is
+        both in forward order; counts are null where traffic is, and of plain modules, whose
+        kernels are counted elsewhere
     saved: [{operation, bytes}], or null
     fusions: [{name, stage, status, detail, matches, refusals [{at, code, detail}],
         near_misses [{at, matched, of, code, detail}]}], in the order in which they were tried
@@ -38,7 +39,7 @@ from ..engine.folding import like
 from ..engine.plan import FusionRecord, Plan, Step
 from ..errors import TargetError, explain
 from .target import Target, plans
-from .traffic import ModelTraffic, StepTraffic, Traffic, model_traffic
+from .traffic import ModelTraffic, StepTraffic, Totals, Traffic, model_traffic
 
 __all__ = [
     "EXPLAIN",
@@ -68,6 +69,17 @@ class Explained(NamedTuple):
     plans: dict[str, Plan]
     traffic: ModelTraffic | None
     missing: str = ""
+
+    def only(self, path: str) -> Explained:
+        """The plan of one Sequential, and what its steps do.
+
+        Args:
+            path: a key of ``plans``. Of a model with one plan, what runs besides its steps stays.
+        """
+        if len(self.plans) == 1:
+            return self
+        traffic = None if self.traffic is None else self.traffic.only(path)
+        return self._replace(plans={path: self.plans[path]}, traffic=traffic)
 
 
 def explained(target: Target, *, count: bool = True) -> Explained:
@@ -122,7 +134,7 @@ def document(found: Explained) -> dict[str, Any]:
         "sequences": {
             path: plan_data(plan, sequences.get(path)) for path, plan in found.plans.items()
         },
-        "traffic": None if traffic is None else _totals(traffic),
+        "traffic": None if traffic is None else _totals(traffic.totals),
         "traffic_missing": found.missing or None,
     }
 
@@ -198,12 +210,8 @@ def _tensor(t: Tensor) -> dict[str, Any]:
     return {"shape": list(t.shape), "dtype": _name(t.dtype), "requires_grad": t.requires_grad}
 
 
-def _totals(traffic: ModelTraffic) -> dict[str, Any]:
-    return {
-        **traffic.counts._asdict(),
-        "saved_bytes": traffic.saved_bytes,
-        "elsewhere": traffic.elsewhere._asdict(),
-    }
+def _totals(totals: Totals) -> dict[str, Any]:
+    return {**totals._asdict(), "elsewhere": totals.elsewhere._asdict()}
 
 
 def _operations(plan: Plan) -> list[dict[str, Any]]:
@@ -226,7 +234,8 @@ def _steps(
 ) -> list[dict[str, Any]]:
     out = []
     for n, step in enumerate(steps):
-        own = None if traffic is None else traffic[n]
+        # Kernels of plain modules are not told apart: they are counted elsewhere.
+        own = None if traffic is None or not step.indices else traffic[n]
         out.append(
             {
                 "indices": list(step.indices),

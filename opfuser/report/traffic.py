@@ -39,11 +39,13 @@ from ..op.kinds import has_called_parts
 from ..sequential import Sequential
 from .kernel_counts import Counts, KernelCounter, counting
 from .observing import observed
+from .sizes import in_bytes
 from .target import Target, failed, moved
 
 __all__ = [
     "ModelTraffic",
     "StepTraffic",
+    "Totals",
     "Traffic",
     "model_traffic",
     "outputs_of",
@@ -67,6 +69,48 @@ class StepTraffic(NamedTuple):
     indices: tuple[int, ...]
     counts: Counts
     saved: int = 0
+
+
+class Totals(NamedTuple):
+    """Launches and bytes of a call and its backward: what every format shows of them.
+
+    Attributes:
+        launches: kernels.
+        read, written: bytes.
+        saved_bytes: kept for backward.
+        elsewhere: of these, what runs outside of the operations of Sequentials.
+    """
+
+    launches: int
+    read: int
+    written: int
+    saved_bytes: int
+    elsewhere: Counts = Counts()
+
+    @property
+    def figures(self) -> tuple[tuple[str, str], ...]:
+        """Numbers for people, each with what it counts."""
+        return (
+            (str(self.launches), _launches(self.launches)),
+            (in_bytes(self.read), "read"),
+            (in_bytes(self.written), "written"),
+            (in_bytes(self.saved_bytes), "saved for backward"),
+        )
+
+    @property
+    def outside(self) -> str:
+        """What of it no operation of a Sequential launches, for people; empty if there is none."""
+        launches, read, written = self.elsewhere
+        if not launches:
+            return ""
+        return (
+            f"of these outside of operations: {launches} {_launches(launches)}, "
+            f"{in_bytes(read)} read, {in_bytes(written)} written"
+        )
+
+
+def _launches(count: int) -> str:
+    return "launch" if count == 1 else "launches"
 
 
 class Traffic(NamedTuple):
@@ -111,6 +155,20 @@ class ModelTraffic(NamedTuple):
     def counts(self) -> Counts:
         """Of the whole model, in both passes."""
         return total(t.counts for t in self.sequences.values()).plus(self.elsewhere)
+
+    @property
+    def totals(self) -> Totals:
+        """Of the whole model."""
+        return Totals(*self.counts, self.saved_bytes, self.elsewhere)
+
+    def only(self, *paths: str) -> ModelTraffic:
+        """What the steps of some of the Sequentials do.
+
+        Args:
+            *paths: of Sequentials; those that were not called are left out.
+        """
+        own = {path: self.sequences[path] for path in paths if path in self.sequences}
+        return ModelTraffic(own, Counts(), sum(t.saved_bytes for t in own.values()))
 
 
 def traffic(sequence: Sequential, *inputs: Tensor) -> Traffic:

@@ -124,6 +124,9 @@ WRITTEN: dict[str, tuple[Callable[[Any, Tensor], Tensor], str, Callable[[Any, Te
         "geglu",
         lambda m, x: F.gelu(x, approximate="tanh") * x.cos(),
     ),
+    "geglu, erf": (
+        lambda m, x: F.gelu(x) * x.cos(), "geglu_exact", lambda m, x: F.gelu(x) * x.cos(),
+    ),
     "linear": (lambda m, x: m.b + x @ m.m.T, "linear", lambda m, x: F.linear(x, m.m, m.b)),
     "attention, scaled before": (
         lambda m, x: F.softmax(torch.matmul(x / ROOT, x.transpose(-1, -2)), -1) @ x,

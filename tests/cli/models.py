@@ -75,6 +75,36 @@ def plain() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
+plain.example_inputs = f"2x{WIDTH}"  # type: ignore[attr-defined]
+
+
+def feed_forward() -> nn.Module:
+    """Modules that ``from_torch`` puts into a Sequential."""
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+
+feed_forward.example_inputs = f"2x{WIDTH}"  # type: ignore[attr-defined]
+
+
+class Block(nn.Module):
+    """The same, in a forward of the user, which ``from_torch`` does not replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def own_forward() -> nn.Module:
+    return Block()
+
+
+own_forward.example_inputs = f"2x{WIDTH}"  # type: ignore[attr-defined]
+
+
 def number() -> int:
     return 3
 
@@ -147,6 +177,19 @@ many.example_inputs = wrapped.example_inputs  # type: ignore[attr-defined]
 def experts() -> opfuser.Sequential:
     config = MoEConfig(dim=WIDTH, ffn_dim=32, num_experts=4, top_k=2, dtype=torch.bfloat16)
     return moe_block(config)
+
+
+experts.example_inputs = f"2x8x{WIDTH}:bf16"  # type: ignore[attr-defined]
+
+
+def tied() -> opfuser.Sequential:
+    """One Sequential, and what runs besides its operations: a plain module, a sum of gradients."""
+    first, last = (opfuser.BasicLinear(WIDTH, WIDTH) for _ in range(2))
+    last.weight = first.weight
+    return opfuser.Sequential(first, nn.Tanh(), last)
+
+
+tied.example_inputs = f"6x{WIDTH}"  # type: ignore[attr-defined]
 
 
 def fp8() -> opfuser.Sequential:

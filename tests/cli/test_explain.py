@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuser
@@ -71,6 +73,72 @@ def test_why_knows_the_fusions_that_the_model_brings(
     handles[0].remove()
     assert (done.status, done.err) == (0, "")
     assert done.out.startswith("of_the_model (joint): unmatched")
+
+
+@pytest.mark.parametrize(
+    ("model", "call", "count"),
+    [
+        (f"{MODELS}:feed_forward", "opfuser.from_torch(model)", 1),
+        ("tests.cli.hugging_face:plain", "opfuser.hf.apply(model)", 3),
+    ],
+)
+def test_a_model_that_a_call_converts_is_told_of_it(
+    opfuser_command: Command, monkeypatch: pytest.MonkeyPatch, model: str, call: str, count: int
+) -> None:
+    """Where the call is made, the model is explained."""
+    if "hugging_face" in model:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    refused = opfuser_command("explain", model)
+    several = "Sequential" if count == 1 else "Sequentials"
+    assert (refused.status, refused.out) == (1, "")
+    assert refused.err == (
+        f"opfuser: The model holds no opfuser.Sequential that it calls ({model}). Convert it where "
+        f"it is built: with {call} it calls {count} {several}.\n"
+    )
+    module, name = model.split(":")
+    home = importlib.import_module(module)
+    build = getattr(home, name)
+
+    def converted() -> Any:
+        model = build()
+        made = eval(call, {"opfuser": opfuser, "model": model})
+        return made if isinstance(made, torch.nn.Module) else model
+
+    converted.example_inputs = build.example_inputs  # type: ignore[attr-defined]
+    monkeypatch.setattr(home, name, converted)
+    done = opfuser_command("explain", model, "--format", "json")
+    assert len(json.loads(done.out)["sequences"]) == count
+
+
+@pytest.mark.parametrize("model", ["own_forward", "plain"])
+def test_a_model_that_no_call_converts_is_told_to_write_a_sequence(
+    opfuser_command: Command, model: str
+) -> None:
+    refused = opfuser_command("explain", f"{MODELS}:{model}")
+    assert refused.status == 1
+    assert refused.err == (
+        f"opfuser: The model holds no opfuser.Sequential that it calls ({MODELS}:{model}). "
+        "Neither opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of "
+        "its forward as an opfuser.Sequential: opfuser audit names those that would fuse.\n"
+    )
+
+
+def test_the_audit_names_the_sequence_that_explain_asks_for(
+    opfuser_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = yaml.safe_load(opfuser_command("audit", f"{MODELS}:own_forward").out)
+    told = {site["notes"] for m in document["missed_fusions"] for site in m["instances"]}
+    (code,) = {text.removeprefix("write it as ").partition("; ")[0] for text in told}
+
+    def rewritten() -> Any:
+        return eval(code, {"opfuser": opfuser})
+
+    rewritten.example_inputs = models.own_forward.example_inputs  # type: ignore[attr-defined]
+    monkeypatch.setattr(models, "own_forward", rewritten)
+    out = opfuser_command("explain", f"{MODELS}:own_forward").out
+    for missed in document["missed_fusions"]:
+        assert f"-> {missed['fused_op']}" in out
+    assert opfuser_command("audit", f"{MODELS}:own_forward") == (0, "", "")
 
 
 def test_json_goes_to_a_file(opfuser_command: Command, tmp_path: Path) -> None:

@@ -183,6 +183,19 @@ def test_a_model_besides_its_sequences() -> None:
     assert found.saved_bytes == between
 
 
+def test_a_sequence_and_what_runs_besides_its_operations_by_hand() -> None:
+    """``tied``: y = tanh(x W) W. The sum of gradients of W is a launch, and so is each tanh."""
+    found = model_traffic(load("tests.cli.models:tied"))
+    x, w = R * C * F32, C * C * F32
+    product = Counts(1, x + w, x)
+    gradients = Counts(2, (x + w) + (x + x), x + w)
+    tanh = Counts(1, x, x).plus(Counts(1, 2 * x, x))  # backward reads dy and y
+    assert found.elsewhere == tanh.plus(Counts(1, 2 * w, w))
+    products = product.plus(product).plus(gradients).plus(gradients)
+    assert found.counts == products.plus(found.elsewhere)
+    assert found.totals == (*found.counts, 2 * x, found.elsewhere)  # saves x, and y of tanh
+
+
 def test_nothing_of_the_model_changes() -> None:
     model, x = models.mlp(), torch.randn(3, 16, requires_grad=True)
     expected = model(x)

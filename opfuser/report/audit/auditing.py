@@ -15,7 +15,6 @@ from torch import Tensor, fx, nn
 from ... import __version__
 from ...errors import TargetError
 from ...fusion import Refusal
-from ...integrations.torch_nn import conversion_report
 from ...registry import fusions
 from ...sequential import Sequential
 from ..observing import SequenceCall
@@ -28,6 +27,7 @@ from .finding import find
 from .formulas import Found
 from .kernels import KNOWN, Existing, advice, look_up
 from .operations import operation
+from .remedies import Tried, places_of, tried, written
 from .sequences import Blocked, blocked, steps_at
 from .todo import Estimate, Instance, MissedFusion, Todo
 from .tracing import Place, Trace, facts_of, trace
@@ -73,22 +73,23 @@ def audit(model: nn.Module, inputs: Iterable[Tensor], name: str = "") -> Todo:
         found = [_of_blocked(missed) for missed in blocked(call)]
         found += [_of_elsewhere(known) for known in elsewhere(call)]
         sites += found * max(calls[call.path], 1)
-    sites += _in_graph(model, traced)
+    sites += _in_graph(target, traced)
     return Todo(target.name, _env(model, given), _joined(sites))
 
 
-def _in_graph(model: nn.Module, traced: Trace) -> Iterator[_Site]:
+def _in_graph(target: Target, traced: Trace) -> Iterator[_Site]:
     found = merged(find(traced))
+    formulas = [f for f in found if f.kind in KNOWN and len(f.launches) > 1]
+    candidates = list(fused(chains(found, traced)))
+    conversions = tried(target, {*(f.kind for f in formulas), *(c.name for c in candidates)})
     costs: dict[Any, Cost | None] = {}
-    for f in found:
-        if f.kind in KNOWN and len(f.launches) > 1:
-            yield _of_formula(f, costs)
-    remedies = _remedies(model) if found else []
-    for one in fused(chains(found, traced)):
-        yield _of_chain(one, remedies, costs)
+    for f in formulas:
+        yield _of_formula(f, conversions, costs)
+    for one in candidates:
+        yield _of_chain(one, conversions, costs)
 
 
-def _of_formula(f: Found, costs: dict[Any, Cost | None]) -> _Site:
+def _of_formula(f: Found, conversions: list[Tried], costs: dict[Any, Cost | None]) -> _Site:
     facts = facts_of(f.output)
     gradient = facts is not None and facts.requires_grad
     source, recommendation = advice(f.kind, gradient)
@@ -103,10 +104,12 @@ def _of_formula(f: Found, costs: dict[Any, Cost | None]) -> _Site:
         like = None if module is None else Chain((f,), (module,))
         instead = None if like is None else (Sequential(*like.modules), inputs_of(like))
         costs[key] = of_nodes(f.nodes, f.outputs, instead)
-    return _site(entry, f.nodes, [f"computed by {len(ops)} functions of torch"], costs[key])
+    calls = [found.call for found in conversions if found.computes(f.kind, f.nodes)]
+    notes = [f"computed by {len(ops)} functions of torch", *map(_replaces, calls[:1])]
+    return _site(entry, f.nodes, notes, costs[key])
 
 
-def _of_chain(one: Fused, remedies: list[_Remedy], costs: dict[Any, Cost | None]) -> _Site:
+def _of_chain(one: Fused, conversions: list[Tried], costs: dict[Any, Cost | None]) -> _Site:
     info = next(info for info in fusions() if info.name == one.name)
     ops = tuple("sum of gradients" if f is None else f.kind for f in one.part.found)
     why = "called one by one; opfuser fuses operations of a Sequential"
@@ -121,24 +124,28 @@ def _of_chain(one: Fused, remedies: list[_Remedy], costs: dict[Any, Cost | None]
         within = nullcontext if info.stage == "joint" else partial(only, one.name)
         with torch.set_grad_enabled(one.part.differentiated):
             costs[key] = of_sequence(sequence, inputs_of(one.part), unfused, within)
-    nodes = [node for f in one.part.found if f is not None for node in f.nodes]
-    paths = [place.path for place in _places(nodes)]
-    notes = [r.text for r in remedies if all(_under(path, r.path) for path in paths)][:1]
-    return _site(entry, nodes, notes, costs[key])
+    calls = [found.call for found in conversions if found.fuses(one.name, one.part)]
+    note = _replaces(calls[0]) if calls else f"write it as {written(one.whole)}"
+    return _site(entry, one.part.nodes, [note], costs[key])
+
+
+def _replaces(call: str) -> str:
+    return f"{call} replaces this"
 
 
 def _of_blocked(b: Blocked) -> _Site:
     info = next(info for info in fusions() if info.name == b.name)
-    defer = b.why.code in ("COMMUNICATION", "DTYPE", "SUBCLASS", "FORWARD")
     ops = tuple(type(op).__name__ for op in b.ops)
     risk = _dropping(ops)
-    if b.why.code in ("SUBCLASS", "FORWARD"):
+    removable = b.keeps_results or b.why.code == "MISSING_PACKAGE"
+    if b.remedies and not b.keeps_results:
         risk = "high: what stands there may compute something else"
     entry = _entry(
         b.name, _origin(info.origin), b.stage, ops, _registered(b.name, info.origin),
-        "defer" if defer else "use_existing_kernel", risk, b.why,
+        "use_existing_kernel" if removable else "defer", risk, b.why,
     )  # fmt: skip
-    return _in_sequence(entry, b.call, b.paths, b.steps, [str(b.why)], b.cost())
+    notes = [str(b.why), *b.remedies]
+    return _in_sequence(entry, b.call, b.paths, b.steps, notes, b.cost())
 
 
 def _of_elsewhere(e: Elsewhere) -> _Site:
@@ -170,7 +177,19 @@ def _counted(cost: Cost | None) -> list[str]:
     """What an estimate consists of."""
     if cost is None:
         return ["what it saves is not counted: it cannot be run without data"]
-    return [f"{cost.moved} bytes moved less, {cost.kept} kept less for backward"]
+    launches = _change(cost.launches, "launch", "launches")
+    moved = _change(cost.moved, "byte moved", "bytes moved")
+    notes = [launches, f"{moved}, {_change(cost.kept, 'kept', 'kept')} for backward"]
+    if cost.moved < 0 and cost.launches <= 0:
+        notes.append("saves memory, not time")
+    elif cost.loses:
+        notes.append("pays only where launches take the time, as with small inputs")
+    return notes
+
+
+def _change(less: int, one: str, several: str) -> str:
+    what = one if abs(less) == 1 else several
+    return f"{abs(less)} {what} {'more' if less < 0 else 'less'}"
 
 
 def _entry(
@@ -184,7 +203,7 @@ def _entry(
     why: Refusal | None = None,
 ) -> MissedFusion:
     """An entry without sites."""
-    none = Estimate(0, 0, 0)
+    none = Estimate(0, 0, 0, 0, 0)
     return MissedFusion(name, source, stage, ops, existing, recommendation, why, risk, none, ())
 
 
@@ -195,7 +214,7 @@ def _key(entry: MissedFusion) -> tuple[Any, ...]:
 def _site(
     entry: MissedFusion, nodes: Sequence[fx.Node], notes: list[str], cost: Cost | None
 ) -> _Site:
-    places = _places(nodes)
+    places = places_of(nodes)
     instance = Instance(
         segments.located(places[-1]) if places else "",
         segments.statements(places),
@@ -205,18 +224,10 @@ def _site(
     return _Site(_key(entry), tuple(dict.fromkeys(places)), entry, instance, cost)
 
 
-def _places(nodes: Iterable[fx.Node]) -> list[Place]:
-    return [place for node in nodes if (place := node.meta.get("place")) is not None]
-
-
 def _callers(places: list[Place]) -> list[str]:
     """Where a function that holds the last statement is called."""
     stack = places[-1].stack if places else ()
     return [f"called from {segments.line(*stack[1][:2])}"] if len(stack) > 1 else []
-
-
-def _under(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def _joined(sites: list[_Site]) -> tuple[MissedFusion, ...]:
@@ -230,11 +241,12 @@ def _joined(sites: list[_Site]) -> tuple[MissedFusion, ...]:
     for group in groups.values():
         calls = len(group)
         costs = [site.cost or Cost() for site in group]
-        launches = sum(max(cost.launches, 0) for cost in costs) // calls
+        mean = Cost(*(sum(values) // calls for values in zip(*costs)))
         size = sum(cost.bytes for cost in costs) // calls
-        estimate = Estimate(launches, size, calls)
+        estimate = Estimate(mean.launches, size, calls, -mean.moved, -mean.kept)
         unique = {site.where: site.instance for site in group}
-        out.append(group[0].entry._replace(estimate=estimate, instances=tuple(unique.values())))
+        entry = group[0].entry._replace(estimate=estimate, instances=tuple(unique.values()))
+        out.append(entry._replace(recommendation="defer") if mean.loses else entry)
     return tuple(sorted(out, key=lambda m: (-m.weight[0], -m.weight[1], m.fused_op)))
 
 
@@ -259,24 +271,6 @@ def _origin(origin: str) -> str:
 def _registered(name: str, origin: str) -> Existing:
     page = "docs/reference/fusions.md" if origin == "opfuser" else "registered here"
     return Existing("found", (f"fusion {name} ({page}; importable here)",))
-
-
-class _Remedy(NamedTuple):
-    path: str
-    text: str
-
-
-def _remedies(model: nn.Module) -> list[_Remedy]:
-    """Modules that opfuser may replace as a whole, and by which call."""
-    out = [
-        _Remedy(m.path, f"opfuser.from_torch(model) replaces {m.path or 'the model'}")
-        for m in conversion_report(model).replaced
-        if m.result in ("Sequential", "EncoderLayer", "DecoderLayer")
-    ]
-    if type(model).__module__.startswith("transformers."):
-        text = "opfuser.hf.apply(model, dry_run=True) says whether it replaces this"
-        out.append(_Remedy("", text))
-    return out
 
 
 def _env(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Any]:

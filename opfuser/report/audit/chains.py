@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,18 @@ from .operations import GATED, operation
 from .patterns import VIEWS
 from .tracing import Trace, facts_of, name_of
 
-__all__ = ["Chain", "Fused", "chains", "fused", "inputs_of", "merged", "signature"]
+__all__ = [
+    "Chain",
+    "Fused",
+    "Residual",
+    "chains",
+    "fused",
+    "inputs_of",
+    "merged",
+    "parts_of",
+    "residuals",
+    "signature",
+]
 
 
 class Chain(NamedTuple):
@@ -41,25 +52,42 @@ class Chain(NamedTuple):
         facts = facts_of(last.output)
         return facts is not None and facts.requires_grad
 
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The calls of the model that compute it."""
+        return [node for f in self.found if f is not None for node in f.nodes]
+
+    def cut(self, at: slice) -> Chain:
+        """Some of its operations."""
+        return Chain(self.found[at], self.modules[at])
+
 
 class Fused(NamedTuple):
     """A fusion that would match in a chain.
 
     Attributes:
         name, stage: of the fusion.
-        chain: where.
-        at: the operations of the chain, from the first to behind the last.
+        part: the operations that it joins.
+        whole: the same, with those that other fusions join with one of them: all of these belong
+            into one Sequential.
     """
 
     name: str
     stage: Stage
-    chain: Chain
-    at: slice
+    part: Chain
+    whole: Chain
 
-    @property
-    def part(self) -> Chain:
-        """The operations that it joins."""
-        return Chain(self.chain.found[self.at], self.chain.modules[self.at])
+
+class Residual(NamedTuple):
+    """A sum in a chain with what was read before.
+
+    Attributes:
+        stop: the index of the sum.
+        is_shared: whether others, outside of the chain, read that tensor too.
+    """
+
+    stop: int
+    is_shared: bool
 
 
 def merged(found: list[Found]) -> list[Found]:
@@ -192,14 +220,47 @@ def fused(found: list[Chain]) -> Iterator[Fused]:
         plan, owners = plans[key], _owners(chain)
         if plan is None:
             continue
-        seen: set[tuple[str, tuple[int, ...]]] = set()
+        steps: dict[tuple[str, tuple[int, ...]], slice] = {}
         for step in (*plan.forward, *plan.backward):
             at = sorted({owners[index] for index in step.indices})
-            if step.fusion is None or len(at) < 2 or (step.fusion, step.indices) in seen:
-                continue
-            seen.add((step.fusion, step.indices))
-            stage = plan.record(step.fusion).stage
-            yield Fused(step.fusion, stage, chain, slice(at[0], at[-1] + 1))
+            if step.fusion is not None and len(at) > 1:
+                steps[step.fusion, step.indices] = slice(at[0], at[-1] + 1)
+        for (name, _), part in steps.items():
+            whole = chain.cut(_joined(part, steps.values()))
+            yield Fused(name, plan.record(name).stage, chain.cut(part), whole)
+
+
+def _joined(part: slice, others: Iterable[slice]) -> slice:
+    """The union of a part with those that overlap it, and with what overlaps these."""
+    start, stop = part.start, part.stop
+    for other in (*sorted(others, key=_start)[::-1], *sorted(others, key=_start)):
+        if other.start < stop and start < other.stop:
+            start, stop = min(start, other.start), max(stop, other.stop)
+    return slice(start, stop)
+
+
+def _start(part: slice) -> int:
+    start: int = part.start
+    return start
+
+
+def residuals(chain: Chain) -> dict[int, Residual]:
+    """The sums of a chain with what it read before, by the index where it is read."""
+    out: dict[int, Residual] = {}
+    open_: list[tuple[int, fx.Node]] = []
+    inside = set(chain.nodes)
+    for n, (f, after) in enumerate(zip(chain.found, (*chain.found[1:], None))):
+        if f is None and after is not None:
+            open_.append((n, _source(after.inputs[0])))
+        elif f is not None and f.kind == "add":
+            read = {_source(node) for node in f.inputs}
+            # What is directly before a sum is its first operand.
+            before = [k for k, (at, node) in enumerate(open_) if node in read and at < n - 1]
+            if before:
+                start, node = open_[before[-1]]
+                out[start] = Residual(n, not _real_users(node) <= inside)
+                del open_[before[-1] :]
+    return out
 
 
 def signature(chain: Chain) -> tuple[Any, ...]:
@@ -216,9 +277,13 @@ def _owners(chain: Chain) -> list[int]:
     """For each basic operation, which of the chain's it is of."""
     out: list[int] = []
     for n, module in enumerate(chain.modules):
-        covers = module.basic_ops if isinstance(module, FusedOperation) else (module,)
-        out += [n] * len(covers)
+        out += [n] * len(parts_of(module))
     return out
+
+
+def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
+    """The basic operations of an operation."""
+    return tuple(module.basic_ops) if isinstance(module, FusedOperation) else (module,)
 
 
 def _plan(chain: Chain) -> Plan | None:

@@ -45,6 +45,11 @@ class Cost(NamedTuple):
         """
         return max(self.moved, 0) + max(self.kept, 0)
 
+    @property
+    def loses(self) -> bool:
+        """Whether the fusion costs more bytes than it saves."""
+        return self.moved + self.kept < 0
+
 
 def like(facts: Facts) -> Tensor:
     """A tensor without data."""

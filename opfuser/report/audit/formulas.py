@@ -213,7 +213,7 @@ WRITTEN_OUT = (
         ),
     ),
 )  # fmt: skip
-_ACTIVATION = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu", "relu": "reglu",
+_ACTIVATION = {"silu": "swiglu", "gelu": "geglu_exact", "gelu_tanh": "geglu", "relu": "reglu",
                "sigmoid": "glu", "quick_gelu": "qgeglu"}  # fmt: skip
 _SHIFTED = _plus(Number(1), Var("scale", _is_tensor))
 

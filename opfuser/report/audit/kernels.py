@@ -107,29 +107,37 @@ KNOWN: dict[str, tuple[Kernel, ...]] = {
             trains=False, condition="a node of ONNX graphs, for LayerNorm",
         ),
     ),
-    "geglu": (_ours("GEGLU", "for the tanh form"), _liger("LigerGELUMulFunction")),
+    "geglu": (
+        _ours("GEGLU", "takes both halves as one tensor"),
+        _liger("LigerGELUMulFunction"),
+    ),
+    "geglu_exact": (),
     "gelu": (_torch("gelu"), _ours("GELU")),
     "gelu_tanh": (_torch("gelu", 'approximate="tanh"'), _ours("GELU")),
-    "glu": (_torch("glu", "the gate is the second half"), _ours("GLU")),
+    "glu": (_torch("glu", "the gate is the second half"), _ours("GLU", "the gate is the first")),
     "layer_norm": (
         _torch("layer_norm"), _ours("LayerNorm"), _liger("LigerLayerNormFunction"),
     ),
     "linear": (_torch("linear"), _ours("Linear")),
     "merged_linear": (_ours("MergedLinear"),),
-    "qgeglu": (_ours("QGEGLU"),),
+    "qgeglu": (_ours("QGEGLU", "takes both halves as one tensor"),),
     "quick_gelu": (_ours("QGELU"),),
-    "reglu": (_ours("ReGLU"),),
+    "reglu": (_ours("ReGLU", "takes both halves as one tensor"),),
     "rms_norm": (
         _torch("rms_norm"), _ours("RMSNorm"), _liger("LigerRMSNormFunction"),
         _quack("rmsnorm.rmsnorm", "sm_90 or later"),
     ),
     "rotary_embedding": (
-        _ours("RotaryEmbedding"), _liger("LigerRopeFunction", "halves of a head turn"),
+        _ours("RotaryEmbedding", "takes queries, keys and values as one tensor"),
+        _liger("LigerRopeFunction", "halves of a head turn"),
         _quack("rotary.apply_rotary_emb", "sm_90 or later"),
     ),
     "silu": (_torch("silu"), _ours("SiLU")),
     "squared_relu": (_ours("SReLU"), _liger("LigerReLUSquaredFunction")),
-    "swiglu": (_ours("SwiGLU"), _liger("LigerSiLUMulFunction")),
+    "swiglu": (
+        _ours("SwiGLU", "takes both halves as one tensor"),
+        _liger("LigerSiLUMulFunction"),
+    ),
 }  # fmt: skip
 
 _WANTING = {
@@ -137,6 +145,10 @@ _WANTING = {
         "torch.nn.functional.layer_norm: a weight and a bias per feature, not per sample",
         "liger_kernel.ops.LigerModulatedRMSNormFunction, 0.8.5: for RMSNorm",
         "opfuser.fused.PointwiseNorm: element-wise operations before a norm, not behind it",
+    ),
+    "geglu_exact": (
+        "opfuser.GEGLU: the tanh form of GELU, not that with erf",
+        "liger_kernel.ops.LigerGELUMulFunction, 0.8.5: likewise",
     ),
 }
 

@@ -93,10 +93,16 @@ def _operation(f: Found) -> nn.Module | None:
     weight = facts_of(values.get("weight"))
     if weight is None or weight.shape != size or f.kind not in ("layer_norm", "rms_norm"):
         return None
+    eps = values.get("eps")
     if f.kind == "rms_norm":
         centred = bool(values.get("zero_centered_gamma"))
-        return RMSNorm(size, zero_centered_gamma=centred, **how)  # type: ignore[arg-type]
-    return LayerNorm(size, **how) if values.get("bias") is not None else None  # type: ignore[arg-type]
+        if eps is None:  # as in torch: of the dtype that it accumulates in
+            wide = result.dtype == torch.float64
+            eps = torch.finfo(torch.float64 if wide else torch.float32).eps
+        return RMSNorm(size, eps=eps, zero_centered_gamma=centred, **how)  # type: ignore[arg-type]
+    if values.get("bias") is None:
+        return None
+    return LayerNorm(size, eps=1e-5 if eps is None else eps, **how)  # type: ignore[arg-type]
 
 
 def _width(f: Found) -> int:

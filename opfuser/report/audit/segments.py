@@ -15,7 +15,15 @@ from torch.overrides import resolve_name
 
 from .tracing import Place
 
-__all__ = ["function", "line", "located", "modules", "nodes", "statements"]
+__all__ = ["expression", "function", "line", "located", "modules", "nodes", "statements"]
+
+
+def expression(path: str) -> str:
+    """A module of ``model`` as Python code."""
+    if "#" in path:  # called by this module, which does not register it
+        return f"a Sequential that {expression(path.partition('#')[0])} calls"
+    parts = path.split(".") if path else []
+    return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in parts)
 
 
 def nodes(found: Iterable[fx.Node]) -> str:
@@ -75,8 +83,9 @@ def _statements(file: str) -> tuple[range, ...]:
 
 
 def located(place: Place) -> str:
-    """A place as text: the module, its class, and the line of its source."""
-    return f"{place.path or '(root)'} ({place.kind}, {line(place.file, place.line)})"
+    """A place as text: the module, its class, and the line of its source, unless it is torch's."""
+    at = f", {line(place.file, place.line)}" if place.file else ""
+    return f"{place.path or '(root)'} ({place.kind}{at})"
 
 
 def function(node: fx.Node) -> str:

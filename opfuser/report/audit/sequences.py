@@ -22,6 +22,7 @@ from ...sequential import Sequential
 from ..observing import SequenceCall
 from ..target import moved
 from .estimates import Cost, of_sequence, segment, unfused
+from .segments import expression
 
 __all__ = ["Blocked", "blocked", "steps_at"]
 
@@ -45,6 +46,8 @@ class Blocked(NamedTuple):
         steps: how the plan runs them now, and what it says of the fusion there.
         inputs: of these operations alone, without data.
         refuses: whether the fusion itself does, so that it cannot be tried.
+        remedies: what takes the reasons away; none if the fusion itself refuses.
+        keeps_results: whether that leaves results as they are.
     """
 
     name: str
@@ -56,6 +59,8 @@ class Blocked(NamedTuple):
     steps: tuple[str, ...]
     inputs: tuple[Tensor, ...]
     refuses: bool = False
+    remedies: tuple[str, ...] = ()
+    keeps_results: bool = False
 
     def cost(self) -> Cost | None:
         """What it would save; None if that cannot be counted.
@@ -75,8 +80,17 @@ class Blocked(NamedTuple):
 
 
 class _Obstacle(NamedTuple):
+    """What stands in the way of fusions.
+
+    Attributes:
+        path: of the module in the Sequential.
+        why: as a refusal.
+        remedy: what to do, with ``{}`` for the module as an expression.
+    """
+
     path: str
     why: Refusal
+    remedy: str
 
 
 def blocked(call: SequenceCall) -> list[Blocked]:
@@ -119,13 +133,26 @@ def _gained(call: SequenceCall, before: Plan) -> Iterator[Blocked]:
         if step.fusion is None or said in have or said in seen or len(set(paths)) < 2:
             continue
         seen.add(said)
-        whys = [o.why for o in obstacles if any(_holds(o.path, path) for path in paths)]
+        near = [o for o in obstacles if any(_holds(o.path, path) for path in paths)]
         if step.fusion in off:
-            whys.append(Refusal("DISABLED", f"switched off by {off[step.fusion]}"))
-        if whys:
-            detail = "; ".join(dict.fromkeys(why.detail for why in whys))
-            why = Refusal(whys[0].code, detail)
-            yield _blocked(step.fusion, why, call, after, step.indices, passed, before)
+            why = Refusal("DISABLED", f"switched off by {off[step.fusion]}")
+            near.append(_Obstacle("", why, f"opfuser.enable({step.fusion!r}) switches it on"))
+        if near:
+            codes = [o.why.code for o in near]
+            detail = "; ".join(dict.fromkeys(o.why.detail for o in near))
+            found = _blocked(
+                step.fusion, Refusal(codes[0], detail), call, after, step.indices, passed, before
+            )
+            yield found._replace(
+                remedies=tuple(
+                    o.remedy.format(expression(_below(call.path, o.path))) for o in near
+                ),
+                keeps_results=not {"FORWARD", "SUBCLASS"} & set(codes),
+            )
+
+
+def _below(outer: str, path: str) -> str:
+    return f"{outer}.{path}" if outer and path else outer or path
 
 
 def _said(plan: Plan, step: Step) -> tuple[Any, ...]:
@@ -152,15 +179,15 @@ def _without_obstacles(sequence: Sequential) -> tuple[Sequential, list[_Obstacle
         shared.update({id(own): own for own in [vars(module).get("forward")] if own is not None})
         if path and has_hooks(module):
             why = Refusal("HOOK", f"{type(module).__name__} carries hooks")
-            obstacles.append(_Obstacle(path, why))
+            obstacles.append(_Obstacle(path, why, "remove the hooks of {}"))
     twin = copy.deepcopy(sequence, shared)
     for path, module in list(twin.named_modules()):
         if isinstance(module, Sequential):
             for name, child in list(module.named_children()):
                 at = f"{path}.{name}" if path else name
-                obstacles += [_Obstacle(at, why) for why in _replaced(module, name, child)]
+                obstacles += [_Obstacle(at, *found) for found in _replaced(module, name, child)]
         if path and isinstance(module, (Sequential, FusibleOperation)):
-            obstacles += [_Obstacle(path, why) for why in _freed(module)]
+            obstacles += [_Obstacle(path, *found) for found in _freed(module)]
     return twin, obstacles
 
 
@@ -169,7 +196,7 @@ def _hooks(module: nn.Module) -> list[Any]:
     return [hooks for name in names if isinstance(hooks := vars(module)[name], dict)]
 
 
-def _replaced(holder: Sequential, name: str, child: nn.Module) -> Iterator[Refusal]:
+def _replaced(holder: Sequential, name: str, child: nn.Module) -> Iterator[tuple[Refusal, str]]:
     """Puts an operation in the place of a plain module, if there is one."""
     if isinstance(child, (FusibleOperation, Sequential)) or has_hooks(child):
         return
@@ -178,22 +205,25 @@ def _replaced(holder: Sequential, name: str, child: nn.Module) -> Iterator[Refus
         holder._modules[name] = operation
         holder._touch()
         kind, theirs = type(child).__name__, type(operation).__name__
-        yield Refusal("GROUP_SPLIT", f"nn.{kind} stands where opfuser.{theirs} could")
+        why = Refusal("GROUP_SPLIT", f"nn.{kind} stands where opfuser.{theirs} could")
+        yield why, "{0} = opfuser.from_torch({0})"
 
 
-def _freed(module: nn.Module) -> Iterator[Refusal]:
+def _freed(module: nn.Module) -> Iterator[tuple[Refusal, str]]:
     """Takes its own forward from a module, and makes a subclass what it derives from."""
     name = type(module).__name__
     if replaces_forward(module):
         del vars(module)["forward"]
-        yield Refusal("FORWARD", f"{name} has a forward of its own")
+        why = Refusal("FORWARD", f"{name} has a forward of its own")
+        yield why, "del {}.forward, if it computes what the class does"
     cls = type(module)
     parent = cls.__mro__[1]
     ours = isinstance(module, BasicOperation) and not is_built_in(module)
     known = ours and parent.__module__.startswith("opfuser.basic.") and _is_final(parent)
     if known and _extras(cls) == _extras(parent):
         module.__class__ = parent
-        yield Refusal("SUBCLASS", f"{name} is a subclass of {parent.__name__}")
+        why = Refusal("SUBCLASS", f"{name} is a subclass of {parent.__name__}")
+        yield why, f"opfuser.{parent.__name__} in the place of {{}}, if it computes the same"
 
 
 def _extras(cls: Any) -> tuple[int, int]:

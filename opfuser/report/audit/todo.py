@@ -19,17 +19,22 @@ class Estimate(NamedTuple):
     """What one fused operation would save, counted from shapes.
 
     Attributes:
-        launches_saved: kernels that one call launches less, in forward and backward.
+        launches_saved: kernels that one call launches less, in forward and backward; less than 0
+            if it launches more.
         bytes_saved_per_call: bytes that one call moves less through memory, in both, and bytes
-            that it keeps less for backward; the notes of a site have them apart. The mean where
-            sites differ.
+            that it keeps less for backward. What it moves or keeps more is not taken away: the next
+            two have that. The mean where sites differ, as everywhere.
         calls_per_step: calls of all sites in one forward of the model, and its backward.
+        bytes_moved_change: bytes that one call moves more; less than 0 if it moves less.
+        bytes_kept_change: bytes that one call keeps more for backward, likewise.
         measured: what was measured; nothing is, so far.
     """
 
     launches_saved: int
     bytes_saved_per_call: int
     calls_per_step: int
+    bytes_moved_change: int
+    bytes_kept_change: int
     measured: None = None
 
 
@@ -60,7 +65,8 @@ class MissedFusion(NamedTuple):
         stage: "forward", "backward" or "joint".
         component_ops: what it would replace, in order.
         existing_kernel: what was looked up.
-        recommendation: "use_existing_kernel", "needs_triton" or "defer".
+        recommendation: "use_existing_kernel", "needs_triton", or "defer" where something has to be
+            decided first, or where a fusion costs more bytes than it saves.
         blocked_by: what keeps a registered fusion from matching; None if none is registered.
         numeric_risk: how results may change.
         estimate: of all sites.

@@ -107,10 +107,8 @@ def name_of(node: Any) -> str:
     """The name of the function that a node calls, without what says in which form; else empty."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return ""
-    target: Any = node.target
-    name: str = getattr(target, "__name__", "")
-    if name == "__get__":  # of a property such as mT
-        name = target.__self__.__name__
+    # Of a property such as mT the name of that.
+    name: str = node.args[1] if node.target is getattr else getattr(node.target, "__name__", "")  # type: ignore[assignment]
     name = name.strip("_")
     return _SPELLED.get(name, name)
 
@@ -199,6 +197,8 @@ class _Recorder(TorchFunctionMode):
         unchanged = made and all(any(t is g for g in given) for t in made)
         if unchanged and op == "call_function" and not _in_place(target):
             return None
+        if getattr(target, "__name__", "") == "__get__":  # of a property
+            target, args = getattr, (*args[:1], target.__self__.__name__)
         node = self.graph.create_node(
             op,
             target,

@@ -1,0 +1,114 @@
+"""Calls that convert a model, so that opfuser computes it: advice is tried before it is given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from ..hf import apply
+from ..integrations.torch_nn import conversion_report, from_torch
+from .target import Target, moved, plans
+
+__all__ = ["CONVERSIONS", "Conversion", "remedy"]
+
+_T = TypeVar("_T")
+
+
+class Conversion(NamedTuple):
+    """A call that converts a model.
+
+    Attributes:
+        call: as users write it.
+        convert: returns a model that is converted so, or None if the call replaces nothing. It
+            shares parameters with the model, which does not change.
+        only_for: names of the fused operations that need it; empty for any.
+    """
+
+    call: str
+    convert: Callable[[nn.Module], nn.Module | None]
+    only_for: frozenset[str] = frozenset()
+
+    def tried(self, target: Target, use: Callable[[Target], _T]) -> _T | None:
+        """What ``use`` returns for the converted model; None if nothing is replaced, or it fails.
+
+        The model is run on the meta device; where it reads values, on its own, as a copy.
+
+        Args:
+            target: the model and its inputs; they do not change.
+            use: runs the converted model.
+        """
+        found = self._tried(target, _on_meta, use)
+        if isinstance(found, Exception):
+            found = self._tried(target, _copied, use)
+        return None if isinstance(found, Exception) else found
+
+    def _tried(
+        self, target: Target, twin: Callable[[Target], Target], use: Callable[[Target], _T]
+    ) -> _T | Exception | None:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                there = twin(target)
+                model = self.convert(there.model)
+                return None if model is None else use(there._replace(model=model))
+        except Exception as error:  # noqa: BLE001 - advice that fails is not given
+            return error
+
+
+def remedy(target: Target) -> str:
+    """What makes a model call Sequentials that calls none.
+
+    Args:
+        target: the model and its inputs.
+    """
+    for conversion in CONVERSIONS:
+        count = conversion.tried(target, lambda other: len(plans(other)))
+        if count:
+            several = "Sequential" if count == 1 else "Sequentials"
+            return (
+                f"Convert it where it is built: with {conversion.call} it calls {count} {several}"
+            )
+    return (
+        "Neither opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of "
+        "its forward as an opfuser.Sequential: opfuser audit names those that would fuse"
+    )
+
+
+def _on_meta(target: Target) -> Target:
+    meta = torch.device("meta")
+    inputs = tuple(t.detach().to(meta).requires_grad_(t.requires_grad) for t in target.inputs)
+    return target._replace(model=moved(target.model, meta, None), inputs=inputs)
+
+
+def _copied(target: Target) -> Target:
+    """With the same parameters, and buffers of its own."""
+    kept = {id(p): p for p in target.model.parameters()}
+    return target._replace(model=copy.deepcopy(target.model, kept))
+
+
+def _from_torch(model: nn.Module) -> nn.Module | None:
+    return from_torch(model) if conversion_report(model).replaced else None
+
+
+def _applied(model: nn.Module, *, fused_loss: bool) -> nn.Module | None:
+    if not any(type(m).__module__.startswith("transformers.") for m in model.modules()):
+        return None
+    other: nn.Module = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    replaced = apply(other, fused_loss=fused_loss).replaced
+    wanted = any(r.what == "loss" for r in replaced) if fused_loss else bool(replaced)
+    return other if wanted else None
+
+
+CONVERSIONS = (
+    Conversion("opfuser.from_torch(model)", _from_torch),
+    Conversion("opfuser.hf.apply(model)", partial(_applied, fused_loss=False)),
+    Conversion(
+        "opfuser.hf.apply(model, fused_loss=True)",
+        partial(_applied, fused_loss=True),
+        frozenset({"linear_cross_entropy"}),
+    ),
+)
