@@ -12,9 +12,11 @@ import torch
 from opfuser.kernels.launch import INTERPRETED, Recorded, recorded
 from opfuser.kernels.scales import KeptScales, update_scales
 
-triton = pytest.importorskip("triton", reason="Triton exists for Linux only")
+pytest.importorskip("triton", reason="Triton exists for Linux only")
 if INTERPRETED:
     pytest.skip("the interpreter's process compiles nothing", allow_module_level=True)
+
+import triton
 
 from tests.kernels.compiling import Report, compiled, identity
 from tests.kernels.shipping import Family, empty
