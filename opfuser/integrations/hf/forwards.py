@@ -85,7 +85,8 @@ class LayerCache(NamedTuple):
         if layer is not None:
             more = extended_copy(layer, k, v)
         else:
-            more = Extended(*self.cache.update(k, v, self.layer), None, _nothing)
+            keys, values = self.cache.update(k, v, self.layer)
+            more = Extended(keys, values, None, _nothing)
         if self.first and length > 1 and more.keys.shape[2] > length:
             keys, values = more.keys[:, :, :length], more.values[:, :, :length]
             more = more._replace(keys=keys, values=values)
