@@ -21,6 +21,7 @@ __all__ = [
     "Extended",
     "KVCache",
     "PendingCache",
+    "StoresLast",
     "extended",
     "extended_copy",
     "is_of_transformers",
@@ -47,7 +48,15 @@ class Extended(NamedTuple):
     keep: Callable[[], None]
 
 
-class KVCache:
+class StoresLast:
+    """A cache that stores keys and values when it is told that a call has its output."""
+
+    def extended(self, k: Tensor, v: Tensor) -> Extended:
+        """Returns the keys and values of the cache and of a call; ``keep`` stores the latter."""
+        raise NotImplementedError
+
+
+class KVCache(StoresLast):
     """Keys and values that one attention operation has seen, for generation without gradients.
 
     It is passed to each call: ``op(x, cache=cache)``, or through ``op_kwargs`` of a sequence. A
@@ -70,8 +79,8 @@ class KVCache:
 
     Attributes:
         length: positions that are kept: an int, or a 0-d int64 tensor with ``max_length``.
-        start: position of the first query of the last call, a 0-d int64 tensor; None without
-            ``max_length``.
+        start: position of the first key of the last call, which is that of its first query if
+            there are as many, a 0-d int64 tensor; None without ``max_length``.
 
     Raises:
         ArgumentError: if ``max_length`` is not positive.
@@ -195,7 +204,7 @@ class KVCache:
             )
 
 
-class PendingCache:
+class PendingCache(StoresLast):
     """A cache in a call of a sequence, which stores keys when the sequence has its output.
 
     What else is asked of it, the cache answers.
@@ -250,15 +259,14 @@ def pending_of(cache: Any, pending: list[PendingCache]) -> PendingCache:
 def extended(cache: Any, k: Tensor, v: Tensor) -> Extended:
     """Returns the keys and values of any cache, with those of a call.
 
-    Caches with a method of this name, and layers of transformers' that replace their tensors, are
-    unchanged until ``keep``; ``update`` of others stores at once.
+    Those that :class:`StoresLast` marks, and layers of transformers' that replace their tensors,
+    are unchanged until ``keep``; ``update`` of others stores at once.
 
     Raises:
         NotSupportedError: the cache returns positions that are not filled, and does not say which.
     """
-    if hasattr(cache, "extended") and not _has_own_update(cache):
-        more: Extended = cache.extended(k, v)
-        return more
+    if isinstance(cache, StoresLast) and not _has_own_update(cache):
+        return cache.extended(k, v)
     start = getattr(cache, "start", None)
     if start is None and getattr(cache, "is_compileable", False):
         raise NotSupportedError(

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..attention import context_parallel
 from ..attention.alibi import alibi_slopes
 from ..attention.blockwise import hidden_keys
 from ..attention.cache import extended
 from ..attention.call import Call, Heads, Request, enabled_kernels
+from ..attention.context_parallel import refuse_cache
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..kernels.scalar import wide_dtype
 from ..kernels.tracing import exporting
@@ -243,6 +243,7 @@ def prepare(
     if mask is not None:
         _check_constant(mask)
     if cache is not None:
+        refuse_cache()
         x, start, keep = _cached(x, cache, differentiable)
     if mask is not None:
         mask = _four_dimensional(mask, x)
@@ -333,15 +334,6 @@ def _cached(
     The position is None where queries are the last positions. Where gradients are needed, nothing
     may have been kept before: keys and values are those of the call, and take its gradients.
     """
-    if context_parallel.is_active():
-        raise NotSupportedError(
-            explain(
-                "A cache has the keys of one process",
-                where=f"{_WHERE} within torch's context_parallel",
-                received="a cache",
-                remedy="Leave it out, or run without context_parallel",
-            )
-        )
     k, v, start, keep = extended(cache, x.k.detach(), x.v.detach())
     if not differentiable:
         if start is not None and x.q.shape[2] != x.k.shape[2]:  # the last ones are aligned

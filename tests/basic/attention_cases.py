@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Case", "attended", "case_of", "grads_of", "mask_of", "split"]
+__all__ = ["Case", "attended", "case_of", "grads_of", "mask_of", "slope", "split"]
 
 
 class Case(NamedTuple):
@@ -147,15 +147,15 @@ def attended(
 ) -> Tensor:
     """The output, (batch, queries, heads * size of values)."""
     scale = case.size**-0.5 if case.scale is None else case.scale
-    position = torch.arange(case.queries)[:, None] + case.keys - case.queries
-    key = torch.arange(case.keys)
-    seen = torch.ones(case.batch, case.heads, case.queries, case.keys, dtype=torch.bool)
+    position = torch.arange(case.queries, device=q.device)[:, None] + case.keys - case.queries
+    key = torch.arange(case.keys, device=q.device)
+    seen = q.new_ones(case.batch, case.heads, case.queries, case.keys, dtype=torch.bool)
     if case.causal:
         seen &= key <= position
     if case.window is not None:
         seen &= (position - key).abs() < case.window
     if case.ends is not None:
-        own = torch.zeros(case.keys, dtype=torch.int64)
+        own = torch.zeros(case.keys, dtype=torch.int64, device=q.device)
         for number, (start, stop) in enumerate(zip(case.ends, case.ends[1:])):
             own[start:stop] = number
         seen &= own[:, None] == own
@@ -174,7 +174,7 @@ def attended(
             own_mask = mask.expand(seen.shape)[:, head]
             shown = shown & (own_mask if mask.dtype == torch.bool else own_mask > -torch.inf)
             s = s if mask.dtype == torch.bool else s + own_mask.masked_fill(~shown, 0.0)
-        p = torch.where(shown, s, 0.0).exp() * shown
+        p = torch.where(shown, s, 0.0).exp() * shown  # of scores that are not large
         total = p.sum(-1, keepdim=True)
         if sinks is not None:
             total = total + sinks[head].exp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from random import Random
 from typing import Any, NamedTuple
@@ -18,7 +19,16 @@ from opfuser.attention.choice import KERNELS
 from opfuser.attention.exported import EXPORTED
 from opfuser.basic import _attention_inputs as inputs
 from opfuser.basic import dot_product_attention as module
-from tests.basic.attention_cases import Case, attended, case_of, grads_of, mask_of, split
+from opfuser.errors import NotSupportedError
+from tests.basic.attention_cases import (
+    Case,
+    attended,
+    case_of,
+    grads_of,
+    mask_of,
+    slope,
+    split,
+)
 from tests.basic.attention_packages import forget, install
 
 # By each kernel as many cases as these, the first ones that it takes.
@@ -199,3 +209,79 @@ def test_queries_before_the_first_key_see_nothing(causal: bool) -> None:
     y = op(q, k, v)
     assert not y[:, :blind].any()
     assert y[:, blind:].ne(0).all()
+
+
+def error_and_bound(case: Case, seed: int, kernel: str, on: torch.device) -> list[Any] | None:
+    """Errors of a kernel in bf16, and what they may be; None if it does not take the call.
+
+    Twice the error of plain torch in bf16, and a unit in the last place.
+    """
+    op, tensors, keywords, mask = made(case, seed)
+    op = op.to(on, torch.bfloat16)
+    op.kernel = kernel
+    tensors = [t.to(on, torch.bfloat16) for t in tensors]
+    if mask is not None:
+        mask = mask.to(on) if mask.dtype == torch.bool else mask.to(on, torch.bfloat16)
+        keywords["mask"] = mask
+    if case.ends is not None:
+        keywords["cu_seqlens"] = keywords["cu_seqlens"].to(on)
+    leaves = [*(t.detach().requires_grad_() for t in tensors), *op.parameters()]
+    try:
+        y = op(*leaves[: len(tensors)], **keywords)
+    except NotSupportedError:
+        return None
+    dy = torch.randn_like(y)
+    found = [grads_of(y, dy, leaves)]
+    for dtype in (torch.bfloat16, torch.float64):
+        own = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        heads, sinks = split(case, own[: len(tensors)]), own[len(tensors) :]
+        added = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+        z = attended(case, *heads, added, *sinks)
+        found.append(grads_of(z, dy.to(dtype), own))
+    unit = torch.finfo(torch.bfloat16).eps
+    return [
+        ((got - want).abs().max(), 2 * (plain - want).abs().max() + unit * want.abs().max())
+        for got, plain, want in zip(*found)
+        if want.numel()
+    ]
+
+
+GPU = ["cudnn", "flash", "efficient", "flash_attn", "te"]  # flex would compile for each case
+ON = [
+    *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in GPU),
+    ("cpu", "cpu"),
+    ("blockwise", "cpu"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "device"), ON)
+def test_half_precision(kernel: str, device: str) -> None:
+    """The same cases with heads as large as a GPU's kernels take them."""
+    count = 0
+    for seed in range(100):
+        case = case_of(seed)
+        case = case._replace(size=16 * case.size, v_size=16 * case.v_size)
+        found = error_and_bound(case, seed, kernel, torch.device(device))
+        count += found is not None
+        for error, bound in found or ():
+            assert error <= bound, f"case {seed}: {case}"
+    if not count:
+        pytest.skip(f"{kernel} takes none of them here")
+
+
+def test_slopes_are_as_wide_as_scores() -> None:
+    """Those of 9 heads are no powers of two: rounded to fp32, they would be other ones in fp64."""
+    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        x = Heads(*(torch.zeros(1, 9, 2, 8, dtype=dtype) for _ in range(3)))
+        settings = DotProductAttention(9, alibi=True).settings
+        slopes = inputs.call_of(x, settings, 1.0, inputs.Constants()).slopes
+        assert slopes is not None
+        assert slopes.dtype == wide
+        exact = [slope(head, 9) for head in range(9)]
+        torch.testing.assert_close(slopes, torch.tensor(exact, dtype=wide), rtol=1e-7, atol=0)
+    op, x = DotProductAttention(9, alibi=True, layout="separate"), torch.zeros(1, 3, 9).double()
+    v = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)[None, :, None].expand(1, 3, 9)
+    want = [1 / (1 + math.exp(-s) + math.exp(-2 * s)) for s in exact]
+    torch.testing.assert_close(
+        op(x, x, v.contiguous())[0, 2], torch.tensor(want, dtype=torch.float64), rtol=1e-14, atol=0
+    )

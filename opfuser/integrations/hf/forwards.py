@@ -8,13 +8,20 @@ import logging
 import sys
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from opfuser import Plan
-from opfuser.attention.cache import Extended, extended_copy, is_of_transformers, is_replacing
+from opfuser.attention.cache import (
+    Extended,
+    StoresLast,
+    extended_copy,
+    is_of_transformers,
+    is_replacing,
+)
 
 from . import structures
 from .reading import Reader, Refused, ReplacedForward
@@ -61,7 +68,8 @@ class Refusal(NamedTuple):
     read: Reader
 
 
-class LayerCache(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LayerCache(StoresLast):
     """What attention sees of a cache of transformers: the keys and values of one layer.
 
     Attributes:
