@@ -47,6 +47,10 @@ class InputError(OpfuserError, ValueError):
     """A tensor passed to an operation has a shape, dtype or layout that it does not accept."""
 
 
+class CacheFullError(InputError, IndexError):
+    """A call has more positions than a cache of keys and values has room for."""
+
+
 class ExtraInputCountError(OpfuserError, ValueError):
     """A call passed more or fewer extra inputs than the operations read."""
 

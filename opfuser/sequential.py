@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .basic import AddExtraInput, MakeExtraOutput
+from .attention.cache import PendingCache, pending_of
+from .basic import AddExtraInput, DotProductAttention, MakeExtraOutput
 from .change_tracking import (
     Clock,
     has_hooks,
@@ -533,20 +534,27 @@ class Sequential(NestedSequential):
             self._called and not all(group.stays_called() for group in self._called)
         ):
             self._resolve()
+        if not op_kwargs:
+            if self._single is not None:
+                return self._single(input, *extra_inputs)
+            return self._walk(input, extra_inputs, None)
+        kwargs, caches = self._resolve_op_kwargs(op_kwargs)
         if self._single is not None:
-            kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)[0]
-            return self._single(input, *extra_inputs, basic_op_kwargs=kwargs)
-        return self._walk(input, extra_inputs, op_kwargs)
+            result = self._single(input, *extra_inputs, basic_op_kwargs=kwargs[0])
+        else:
+            result = self._walk(input, extra_inputs, kwargs)
+        for cache in caches:  # only now: a call that raises must store nothing
+            cache.keep()
+        return result
 
     def _walk(
         self,
         x: Any,
         extra_inputs: Sequence[Tensor],
-        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+        kwargs: list[Kwargs] | None,
     ) -> Any:
         """Calls the groups in order and passes extra tensors between them."""
         self._check_count(extra_inputs)
-        kwargs = None if not op_kwargs else self._resolve_op_kwargs(op_kwargs)
         to_caller: list[Tensor] = []
         stored: dict[Slot, Tensor] = {}
         for n, (group, path) in enumerate(zip(self._groups, self._routes.groups)):
@@ -572,12 +580,14 @@ class Sequential(NestedSequential):
 
     def _resolve_op_kwargs(
         self, op_kwargs: Mapping[nn.Module | int, dict[str, Any]]
-    ) -> list[Kwargs]:
+    ) -> tuple[list[Kwargs], list[PendingCache]]:
+        """Returns the keywords of each group, and the caches among them, which are yet to store."""
         if not isinstance(op_kwargs, Mapping):
             raise OpKwargsError(
                 explain("op_kwargs is a mapping", received=type(op_kwargs).__name__)
             )
         given: dict[BasicOperation, dict[str, Any]] = {}
+        caches: list[PendingCache] = []
         for key, kwargs in op_kwargs.items():
             op = self._op_of_key(key)
             if not isinstance(kwargs, Mapping) or op in given:
@@ -588,7 +598,9 @@ class Sequential(NestedSequential):
                     explain("op_kwargs holds one mapping per operation", received=received)
                 )
             check_keywords(op, kwargs)
-            given[op] = dict(kwargs)
+            given[op] = own = dict(kwargs)
+            if isinstance(op, DotProductAttention) and own.get("cache") is not None:
+                own["cache"] = pending_of(own["cache"], caches)
         out: list[Kwargs] = []
         reached: set[BasicOperation] = set()
         for group in self._groups:
@@ -608,7 +620,7 @@ class Sequential(NestedSequential):
                     remedy="Use an operation, or an index, of this Sequential as the key",
                 )
             )
-        return out
+        return out, caches
 
     def _op_of_key(self, key: nn.Module | int) -> BasicOperation:
         module = self[key] if isinstance(key, int) else key

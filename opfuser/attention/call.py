@@ -38,7 +38,7 @@ class Call(NamedTuple):
     Attributes:
         causal, scale, window, softcap, dropout_p: as the operation defines them.
         mask: bool (True: attend) or additive, of four dimensions that broadcast to (B, H, S, T).
-        slopes: (H,), fp32, of ALiBi.
+        slopes: (H,), of ALiBi, in fp32, or in fp64 for heads in fp64.
         cu_seqlens: (N + 1,), int32: where sequences begin that one row holds, and the end.
         max_seqlen: length of the longest one.
         start: 0-d integer tensor, the position of the first query. What it hides is in the mask.

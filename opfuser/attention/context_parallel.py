@@ -17,7 +17,15 @@ from torch.nn import functional as F
 from ..errors import NotSupportedError, explain
 from .call import Call, Heads, Request
 
-__all__ = ["NAME", "Attended", "attend", "is_active", "refuse", "refuse_counted_positions"]
+__all__ = [
+    "NAME",
+    "Attended",
+    "attend",
+    "is_active",
+    "refuse",
+    "refuse_cache",
+    "refuse_counted_positions",
+]
 
 NAME = "context_parallel"
 _WHERE = "DotProductAttention within torch's context_parallel"
@@ -95,14 +103,24 @@ def refuse(request: Request, sinks: Tensor | None, forced: str | None) -> None:
     }
     found = [name for name, there in modes.items() if there]
     if found:
-        raise NotSupportedError(
-            explain(
-                "Attention across processes has causality and a scale, and nothing else",
-                where=_WHERE,
-                received=", ".join(found),
-                remedy="Leave it out, or run without context_parallel",
-            )
+        raise _refused(found)
+
+
+def refuse_cache() -> None:
+    """Raises NotSupportedError within ``context_parallel``: a cache has the keys of one process."""
+    if is_active():
+        raise _refused(["a cache"])
+
+
+def _refused(found: Iterable[str]) -> NotSupportedError:
+    return NotSupportedError(
+        explain(
+            "Attention across processes has causality and a scale, and nothing else",
+            where=_WHERE,
+            received=", ".join(found),
+            remedy="Leave it out, or run without context_parallel",
         )
+    )
 
 
 def attend(x: Heads, call: Call, differentiable: bool) -> Attended:

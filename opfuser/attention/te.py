@@ -101,6 +101,7 @@ def _refusal(r: Request) -> str | None:
         (r.dropout > 0, "it is asked for no dropout"),
         (r.sinks, "its log-sum-exp is not read"),
         (r.window and not r.causal, "its window is asked for with causality"),
+        (r.causal and r.queries > r.keys, "there are more queries than keys"),
         (r.head_dim != r.v_head_dim, "it is asked for one size for heads of keys and of values"),
         (bool(r.head_dim % 8), "head sizes must be multiples of 8"),
         (r.traced, "it is not asked where torch.compile traces"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -10,8 +10,11 @@ from torch import Tensor
 
 from ..attention.alibi import alibi_slopes
 from ..attention.blockwise import hidden_keys
+from ..attention.cache import extended
 from ..attention.call import Call, Heads, Request, enabled_kernels
+from ..attention.context_parallel import refuse_cache
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..kernels.scalar import wide_dtype
 from ..kernels.tracing import exporting
 from ._numbers import real_number
 
@@ -20,6 +23,7 @@ __all__ = [
     "Constants",
     "Inputs",
     "Keywords",
+    "Prepared",
     "call_of",
     "check_packed",
     "check_separate",
@@ -65,6 +69,20 @@ class Keywords(NamedTuple):
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
     cache: Any | None = None
+
+
+class Prepared(NamedTuple):
+    """What attention is computed of.
+
+    Attributes:
+        heads: with the keys and values of a cache.
+        call: what is computed besides products.
+        keep: stores the keys and values of the call in its cache, if it has one.
+    """
+
+    heads: Heads
+    call: Call
+    keep: Callable[[], None] | None
 
 
 class Constants(NamedTuple):
@@ -203,17 +221,17 @@ def prepare(
     sinks: Tensor | None,
     scale: float,
     differentiable: bool,
-) -> tuple[Heads, Call]:
+) -> Prepared:
     """Heads and call with what the keywords add.
+
+    Nothing is stored in a cache yet, so that a call which is refused leaves it as it was.
 
     Raises:
         InputError: a keyword has the wrong shape or dtype.
         NotSupportedError: a gradient is asked for that there is not.
     """
     mask, cu_seqlens, max_seqlen, cache = keywords
-    start = None
-    if cache is not None:
-        x, start = _cached(x, cache, differentiable)
+    start, keep = None, None
     if (cu_seqlens is None) != (max_seqlen is None):
         _refuse_input(
             "cu_seqlens and max_seqlen come together",
@@ -222,6 +240,11 @@ def prepare(
         )
     if cu_seqlens is not None:
         _check_sequences(x, cu_seqlens, max_seqlen, cache)
+    if mask is not None:
+        _check_constant(mask)
+    if cache is not None:
+        refuse_cache()
+        x, start, keep = _cached(x, cache, differentiable)
     if mask is not None:
         mask = _four_dimensional(mask, x)
     constants = Constants(mask, cu_seqlens, sinks, max_seqlen or 0)
@@ -233,7 +256,7 @@ def prepare(
         assert hidden is not None
         mask = _merged(~hidden[None, None], mask)
         call = call._replace(start=start, causal=False, window=None, mask=mask)
-    return x, call
+    return Prepared(x, call, keep)
 
 
 def _merged(seen: Tensor, mask: Tensor | None) -> Tensor:
@@ -250,11 +273,13 @@ def call_of(
 ) -> Call:
     """The call, less what hides nothing: causality from one query, which is the last position."""
     window, causal = settings.window, settings.causal
-    # An exported program is for other lengths too.
-    if window is not None and not exporting() and window >= x.k.shape[2]:
-        window = None
+    queries, keys = x.q.shape[2], x.k.shape[2]
+    # An exported program is for other lengths too. Queries before the first key, which there are
+    # where these are fewer, lie up to ``queries - 1`` positions before a key.
+    if window is not None and not exporting() and window >= keys:
+        window = None if causal or window >= queries else window
     if causal and window is None and given.cu_seqlens is None:
-        causal = bool(x.q.shape[2] != 1)  # not a symbol, as kernels and their choice take none
+        causal = bool(queries != 1)  # not a symbol, as kernels and their choice take none
     return Call(
         causal,
         scale,
@@ -262,11 +287,16 @@ def call_of(
         settings.softcap,
         settings.dropout_p,
         given.mask,
-        alibi_slopes(settings.num_heads, x.q.device) if settings.alibi else None,
+        _slopes(x.q, settings) if settings.alibi else None,
         given.cu_seqlens,
         given.max_seqlen,
         sinks=given.sinks,
     )
+
+
+def _slopes(q: Tensor, settings: AttentionSettings) -> Tensor:
+    """Those of ALiBi, as wide as the scores."""
+    return alibi_slopes(settings.num_heads, q.device, wide_dtype(q.dtype))
 
 
 def request_before(settings: AttentionSettings, env: Any) -> Request:
@@ -296,15 +326,19 @@ def request_before(settings: AttentionSettings, env: Any) -> Request:
     )
 
 
-def _cached(x: Heads, cache: Any, differentiable: bool) -> tuple[Heads, Tensor | None]:
-    """The heads with all keys and values, and the position of the first query if a tensor has it.
+def _cached(
+    x: Heads, cache: Any, differentiable: bool
+) -> tuple[Heads, Tensor | None, Callable[[], None]]:
+    """The heads with all keys and values, the position of the first query, what stores the call's.
 
-    Where gradients are needed, nothing may have been kept before: keys and values are those of the
-    call, and take its gradients.
+    The position is None where queries are the last positions. Where gradients are needed, nothing
+    may have been kept before: keys and values are those of the call, and take its gradients.
     """
-    k, v = cache.update(x.k.detach(), x.v.detach())
+    k, v, start, keep = extended(cache, x.k.detach(), x.v.detach())
     if not differentiable:
-        return Heads(x.q, k.to(x.q.dtype), v.to(x.q.dtype)), getattr(cache, "start", None)
+        if start is not None and x.q.shape[2] != x.k.shape[2]:  # the last ones are aligned
+            start = start + (x.k.shape[2] - x.q.shape[2])
+        return Heads(x.q, k.to(x.q.dtype), v.to(x.q.dtype)), start, keep
     if k.shape[2] != x.k.shape[2]:
         raise NotSupportedError(
             explain(
@@ -314,7 +348,7 @@ def _cached(x: Heads, cache: Any, differentiable: bool) -> tuple[Heads, Tensor |
                 remedy="Call under torch.no_grad(), or without a cache",
             )
         )
-    return x, None
+    return x, None, keep
 
 
 def _check_sequences(x: Heads, cu_seqlens: Tensor, max_seqlen: Any, cache: Any) -> None:
@@ -332,9 +366,8 @@ def _check_sequences(x: Heads, cu_seqlens: Tensor, max_seqlen: Any, cache: Any) 
         )
 
 
-def _four_dimensional(mask: Tensor, x: Heads) -> Tensor:
-    batch, heads, queries, _ = x.q.shape
-    full = batch, heads, queries, x.k.shape[2]
+def _check_constant(mask: Tensor) -> None:
+    """Raises NotSupportedError for a mask that requires grad."""
     if mask.requires_grad:
         raise NotSupportedError(
             explain(
@@ -344,6 +377,11 @@ def _four_dimensional(mask: Tensor, x: Heads) -> Tensor:
                 remedy="Pass mask.detach(); a bias that is trained needs an operation of its own",
             )
         )
+
+
+def _four_dimensional(mask: Tensor, x: Heads) -> Tensor:
+    batch, heads, queries, _ = x.q.shape
+    full = batch, heads, queries, x.k.shape[2]
     given, shape = mask, mask.shape
     if mask.dim() == 2:
         mask = mask[:, None, None] if shape in ((batch, full[3]), (1, full[3])) else given

@@ -51,7 +51,8 @@ class DotProductAttention(BasicOperation):
     A score is :math:`s_{ij} = c \tanh(s\, q_i k_j / c) - m_h |i - j|`, plus an additive mask;
     the cap c and the ALiBi slopes m are there only where they are asked for. Keys that causality, a
     window or a mask hide have no weight. A query that sees no key has output and gradients 0.
-    With fewer queries than keys, the queries are the last positions.
+    Queries are aligned to the end of the keys: with fewer queries than keys, they are the last
+    positions; with more, the first ones lie before the first key.
 
     Every mode is computed by a kernel that exists: torch's for cuDNN, flash and memory-efficient
     attention and for CPUs, flash-attn's where it is installed, those that torch compiles for
@@ -104,14 +105,17 @@ class DotProductAttention(BasicOperation):
             sequences begin that one row (batch 1) holds, and the end of the last one.
         max_seqlen: an int not below the length of the longest of them.
         cache: an object whose ``update(k, v)`` takes and returns keys and values of shape
-            (batch, num_kv_heads, sequence, head size), such as :class:`opfuser.KVCache`.
+            (batch, num_kv_heads, sequence, head size), such as :class:`opfuser.KVCache`. A call
+            that raises stores nothing there, nor in a dynamic layer of Hugging Face's; another
+            object is asked last but for what depends on the keys that it returns.
 
     Raises:
         ArgumentError: if an argument is outside its domain.
         InputError: in forward, if a shape or dtype is not as above.
         NotSupportedError: in forward, if ``kernel`` does not take the call, the mask requires grad,
-            or gradients are needed of keys that a cache kept from earlier calls; within torch's
-            ``context_parallel``, for anything but causality and scale.
+            gradients are needed of keys that a cache kept from earlier calls, or a cache returns
+            positions that are not filled and has no ``start``, as Hugging Face's static layers;
+            within torch's ``context_parallel``, for anything but causality and scale.
         OpKwargsError: in forward, for other keywords.
     """
 
@@ -261,7 +265,8 @@ class DotProductAttention(BasicOperation):
         """The output of a call with anything that a plain one does not have."""
         differentiable = ctx.requires_grad
         scale = _scale_of(x, settings)
-        x, call = inputs.prepare(x, settings, keywords, self.sinks, scale, differentiable)
+        prepared = inputs.prepare(x, settings, keywords, self.sinks, scale, differentiable)
+        x, call, keep = prepared
         if context_parallel.is_active():
             request = request_of(x, call, differentiable)
             return self._parallel_forward(ctx, saved, x, call, request)
@@ -284,6 +289,8 @@ class DotProductAttention(BasicOperation):
             output = result.output if chosen.reads_output else None
             constants = call.mask, call.cu_seqlens, call.sinks
             ctx.save_for_backward(*saved, output, *result[1:], *constants)
+        if keep is not None:
+            keep()
         return result.output.transpose(1, 2).flatten(2)
 
     def _parallel_forward(
@@ -414,8 +421,10 @@ class DotProductAttention(BasicOperation):
             x = inputs.split(input_, settings)
         keywords = inputs.Keywords(**kwargs)
         scale = _scale_of(x, settings)
-        x, call = inputs.prepare(x, settings, keywords, self.sinks, scale, False)
+        x, call, keep = inputs.prepare(x, settings, keywords, self.sinks, scale, False)
         y = plain_attention(expanded(x), call)
+        if keep is not None:
+            keep()
         return y.transpose(1, 2).flatten(2)
 
     def __getstate__(self) -> dict[str, Any]:

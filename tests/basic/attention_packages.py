@@ -9,10 +9,17 @@ for, they refuse.
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
+
+from opfuser.attention import flash_attn, te
+from opfuser.libraries import imported, installed
 
 
 class Score(NamedTuple):
@@ -32,7 +39,7 @@ class Score(NamedTuple):
         i = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
         j = torch.arange(k.shape[1])
         if self.slopes is not None:
-            assert self.slopes.dtype == torch.float32
+            assert self.slopes.dtype == torch.promote_types(q.dtype, torch.float32)
             s = s - self.slopes.to(s.dtype)[:, None, None] * (i - j).abs()
         left, right = self.window
         seen = torch.ones_like(i - j, dtype=torch.bool)
@@ -47,7 +54,9 @@ class Score(NamedTuple):
 def attended(score: Score, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     s = score.of(q, k)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
-    return torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v), s.logsumexp(-1)
+    blind = (s == -torch.inf).all(-1)  # which see no key: 0, whose log-sum-exp is +inf there
+    p = s.softmax(-1).masked_fill(blind[..., None], 0.0)
+    return torch.einsum("bhij,bjhd->bihd", p, v), s.logsumexp(-1).masked_fill(blind, torch.inf)
 
 
 def differentiated(
@@ -64,6 +73,10 @@ def differentiated(
     dq, dk = torch.autograd.grad(s, leaves, p * (dp - delta))
     dv = torch.einsum("bhij,bihd->bjhd", p, dy)
     return dq, dk, dv.unflatten(2, (v.shape[2], -1)).sum(3)
+
+
+def longest_of(ends: Tensor) -> int:
+    return int(ends.diff().max())
 
 
 def flash_window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
@@ -90,7 +103,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
     assert q.dim() == 3
-    assert (max_seqlen_q, max_seqlen_k) == (49, 49)
+    assert max_seqlen_q == max_seqlen_k == longest_of(cu_seqlens_q)
     assert torch.equal(cu_seqlens_q, cu_seqlens_k)
     assert softmax_scale is not None
     score = Score(softmax_scale, flash_window(causal, window_size), softcap, alibi_slopes)
@@ -119,7 +132,7 @@ def _flash_attn_varlen_backward(
     window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
     deterministic: bool, rng_state: Tensor | None = None, zero_tensors: bool = False,
 ) -> Tensor:  # fmt: skip
-    assert (max_seqlen_q, max_seqlen_k) == (49, 49)
+    assert max_seqlen_q == max_seqlen_k == longest_of(cu_seqlens_q)
     window = flash_window(causal, (window_size_left, window_size_right))
     score = Score(softmax_scale, window, softcap, alibi_slopes, cu_seqlens_q)
     rows = [t[None] for t in (dout, q, k, v, out, softmax_lse)]
@@ -138,6 +151,7 @@ def te_score(
     if not packed and q.shape[1] != k.shape[1]:
         allowed = "no_mask", "causal_bottom_right"
         assert diagonal, "the window as well"
+        assert mask == "no_mask" or q.shape[1] < k.shape[1], "cuDNN has no other"
     assert mask in allowed
     assert window[1] == (0 if "causal" in mask else -1)
     return Score(scale, window, ends=ends if packed else None)
@@ -166,7 +180,7 @@ def fused_attn_fwd(
     )  # fmt: skip
     seed = torch.zeros(2, dtype=torch.int64)
     if o_format == "thd":
-        assert (max_seqlen_q, max_seqlen_kv) == (49, 49)
+        assert max_seqlen_q == max_seqlen_kv == longest_of(cu_seqlens_q)
         assert torch.equal(cu_seqlens_q_padded, cu_seqlens_kv_padded)
         y, logsumexp = attended(score, q[None], k[None], v[None])
         return y[0], [logsumexp[0].t()[..., None], seed]
@@ -209,3 +223,32 @@ def fused_attn_bwd(
 FLASH_ATTN = (
     flash_attn_func, flash_attn_varlen_func, _flash_attn_backward, _flash_attn_varlen_backward
 )  # fmt: skip
+
+
+def forget() -> None:
+    """What was found out of packages is found out again."""
+    for cached in (imported, installed, flash_attn._unusable):
+        cached.cache_clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Makes both packages importable, on a GPU that has their kernels; returns flash_attn."""
+    package = ModuleType("flash_attn")
+    package.__version__ = "2.8.3"  # type: ignore[attr-defined]
+    package.__spec__ = ModuleSpec("flash_attn", None)
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    for function in FLASH_ATTN:
+        setattr(interface, function.__name__, function)
+    engine = ModuleType("fused_attn")
+    engine.FusedAttnBackend = {"F16_arbitrary_seqlen": "cuDNN"}  # type: ignore[attr-defined]
+    engine.fused_attn_fwd = fused_attn_fwd  # type: ignore[attr-defined]
+    engine.fused_attn_bwd = fused_attn_bwd  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, flash_attn._MODULE, interface)
+    monkeypatch.setitem(sys.modules, te._MODULE, engine)
+    for name in ("flash_attn", "te"):
+        monkeypatch.setattr(
+            sys.modules[f"opfuser.attention.{name}"], "capability", lambda _: (9, 0)
+        )
+    forget()
+    return package

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,39 +17,16 @@ from opfuser.attention.call import Call, Heads
 from opfuser.attention.choice import KERNELS
 from opfuser.basic import dot_product_attention as module
 from opfuser.errors import ArgumentError, NotSupportedError
-from opfuser.libraries import imported, installed
-from tests.basic import attention_packages
+from tests.basic.attention_packages import forget, install
 from tests.basic.test_attention_kernels import HOPPER, outcome
 from tests.basic.test_attention_modes import formula
 from tests.basic.values import fill
 
 
-def forget() -> None:
-    for cached in (imported, installed, flash_attn._unusable):
-        cached.cache_clear()
-
-
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Both packages can be imported; yields flash_attn."""
-    package = ModuleType("flash_attn")
-    package.__version__ = "2.8.3"  # type: ignore[attr-defined]
-    package.__spec__ = ModuleSpec("flash_attn", None)
-    interface = ModuleType("flash_attn.flash_attn_interface")
-    for function in attention_packages.FLASH_ATTN:
-        setattr(interface, function.__name__, function)
-    engine = ModuleType("fused_attn")
-    engine.FusedAttnBackend = {"F16_arbitrary_seqlen": "cuDNN"}  # type: ignore[attr-defined]
-    engine.fused_attn_fwd = attention_packages.fused_attn_fwd  # type: ignore[attr-defined]
-    engine.fused_attn_bwd = attention_packages.fused_attn_bwd  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, flash_attn._MODULE, interface)
-    monkeypatch.setitem(sys.modules, te._MODULE, engine)
-    for name in ("flash_attn", "te"):
-        monkeypatch.setattr(
-            sys.modules[f"opfuser.attention.{name}"], "capability", lambda _: (9, 0)
-        )
-    forget()
+    package = install(monkeypatch)
     yield package
     forget()
 
@@ -140,6 +116,8 @@ def test_arguments_layouts_and_gradients(
         ("te", {"sinks": True}, "its log-sum-exp is not read"),
         ("te", {"alibi": True}, "it is given no ALiBi bias"),
         ("te", {"window": True, "causal": False}, "its window is asked for with causality"),
+        ("te", {"queries": 128}, "there are more queries than keys"),
+        ("te", {"queries": 128, "causal": False}, None),
         ("te", {"mask": True}, "it is given no mask"),
         ("te", {"dropout": 0.1}, "it is asked for no dropout"),
         ("te", {"v_head_dim": 128}, "it is asked for one size for heads of keys and of values"),

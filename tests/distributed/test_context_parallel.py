@@ -18,7 +18,7 @@ from torch.multiprocessing import spawn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from opfuser import DotProductAttention, PositionEmbedding, RotaryEmbedding
+from opfuser import DotProductAttention, KVCache, PositionEmbedding, RotaryEmbedding
 from opfuser.errors import NotSupportedError
 from opfuser.models import DecoderConfig, attention_block
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
@@ -157,6 +157,7 @@ def test_parts(outcomes: Outcomes, name: str) -> None:
         ({"softcap": 2.0, "kernel": "blockwise"}, {}, "soft-capping, kernel='blockwise'"),
         ({"sinks": True}, {"mask": torch.ones(2, 5) > 0}, "a mask, sinks"),
         ({"dropout_p": 0.5, "alibi": True}, {}, "ALiBi, dropout"),
+        ({}, {"cache": KVCache()}, "a cache"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], keywords: dict[str, Any], named: str) -> None:

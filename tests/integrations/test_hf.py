@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import opfuser.hf
-from opfuser.errors import ArgumentTypeError
+from opfuser.errors import ArgumentTypeError, InputError
 
 from .hf_models import (
     DECODER,
@@ -130,6 +130,24 @@ def test_a_cache_in_training_is_filled() -> None:
     )
     assert_close(got.logits, want.logits, 1e-5)
     assert calls(model) == {"gradients may be needed, and a cache has keys of other calls": 4}
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
+    """Neither the first call nor a later one with a mask of another length stores keys."""
+    model, untouched, _ = pair("llama")
+    tokens = batch_of("llama")["input_ids"]
+    cache, other = transformers.DynamicCache(), transformers.DynamicCache()
+    wrong = torch.ones(2, 1, 1, 3, dtype=torch.bool)
+    with torch.no_grad():
+        for part in (tokens[:, :5], tokens[:, 5:]):
+            before = cache.get_seq_length()
+            with pytest.raises(InputError, match="mask must be"):
+                model(part, past_key_values=cache, attention_mask=wrong)
+            assert cache.get_seq_length() == before
+            got = model(part, past_key_values=cache).logits
+            want = untouched(part, past_key_values=other).logits
+            assert_close(got, want, 1e-5)
+    assert calls(model) == {}
 
 
 def test_the_report() -> None:

@@ -8,12 +8,20 @@ import logging
 import sys
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from opfuser import Plan
+from opfuser.attention.cache import (
+    Extended,
+    StoresLast,
+    extended_copy,
+    is_of_transformers,
+    is_replacing,
+)
 
 from . import structures
 from .reading import Reader, Refused, ReplacedForward
@@ -60,7 +68,8 @@ class Refusal(NamedTuple):
     read: Reader
 
 
-class LayerCache(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LayerCache(StoresLast):
     """What attention sees of a cache of transformers: the keys and values of one layer.
 
     Attributes:
@@ -74,13 +83,35 @@ class LayerCache(NamedTuple):
     layer: int
     first: bool
 
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values (batch, heads, sequence, size), and returns all."""
-        keys, values = self.cache.update(k, v, self.layer)
-        length = k.shape[2]
-        if self.first and length > 1 and keys.shape[2] > length:
-            keys, values = keys[:, :, :length], values[:, :, :length]
-        return keys, values
+    def extended(self, k: Tensor, v: Tensor) -> Extended:
+        """Returns all keys and values, and what appends those of the call.
+
+        A static layer writes to its tensors, and an offloaded one moves them: these append at once,
+        as they do in transformers.
+        """
+        layer, length = self._replacing(), k.shape[2]
+        if layer is not None:
+            more = extended_copy(layer, k, v)
+        else:
+            keys, values = self.cache.update(k, v, self.layer)
+            more = Extended(keys, values, None, _nothing)
+        if self.first and length > 1 and more.keys.shape[2] > length:
+            keys, values = more.keys[:, :, :length], more.values[:, :, :length]
+            more = more._replace(keys=keys, values=values)
+        return more
+
+    def _replacing(self) -> Any | None:
+        """Returns the layer if its ``update`` replaces its tensors and is all that happens."""
+        cache, number = self.cache, self.layer
+        layers = getattr(cache, "layers", None)
+        if layers is None or not is_of_transformers(cache) or getattr(cache, "offloading", False):
+            return None
+        missing = getattr(cache, "layer_class_to_replicate", None)
+        while missing is not None and len(layers) <= number:  # as its update does, with empty ones
+            layers.append(missing())
+        if len(layers) <= number or not is_replacing(layers[number]):
+            return None
+        return layers[number]
 
 
 class Shared:
@@ -295,6 +326,10 @@ class Forward(ReplacedForward):
             layer: Any = getattr(built.holder, "layer_idx")  # noqa: B009
             cache = LayerCache(given.cache, layer, first=given.mask is None and built.sliced)
         return run(built, x, given.mask, tables, cache)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _fits(mask: Any) -> bool:

@@ -1,0 +1,287 @@
+"""Random calls of attention by every kernel, held to the definition in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuser import DotProductAttention, KVCache
+from opfuser.attention import blockwise
+from opfuser.attention.call import Heads, Request, Result, request_of
+from opfuser.attention.choice import KERNELS
+from opfuser.attention.exported import EXPORTED
+from opfuser.basic import _attention_inputs as inputs
+from opfuser.basic import dot_product_attention as module
+from opfuser.errors import NotSupportedError
+from tests.basic.attention_cases import (
+    Case,
+    attended,
+    case_of,
+    grads_of,
+    mask_of,
+    slope,
+    split,
+)
+from tests.basic.attention_packages import forget, install
+
+# By each kernel as many cases as these, the first ones that it takes.
+CASES = {
+    "chosen": 160, "blockwise": 160, "one query at a time": 160, "exported": 160, "reference": 160,
+    "cpu": 40, "flex": 80, "flash_attn": 60, "te": 30,
+}  # fmt: skip
+
+
+def of_a_gpu(request: Request) -> Request:
+    """The same request where other packages' kernels run, whose sizes of heads do not matter."""
+    v_size = 64 if request.v_head_dim == request.head_dim else 128
+    on = torch.device("cuda"), torch.bfloat16, 64, v_size
+    names = "device", "dtype", "head_dim", "v_head_dim"
+    return request._replace(**dict(zip(names, on)))
+
+
+def exported_backward(dy: Tensor, x: Heads, r: Result, call: Any) -> list[Tensor]:
+    """torch's, as in an exported program."""
+    with torch.enable_grad():
+        tensors = (*x, call.sinks)
+        leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+        own = Heads(*leaves[:3])  # type: ignore[arg-type]
+        y = EXPORTED.forward(own, call._replace(sinks=leaves[3])).output
+        given = [t for t in leaves if t is not None]
+        return grads_of(y, dy, given)[1:] if y.requires_grad else [t * 0 for t in given]
+
+
+@pytest.fixture
+def takes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes all calls those of a kernel; the function says whether it takes a request."""
+    install(monkeypatch)
+    monkeypatch.setitem(KERNELS, "exported", EXPORTED._replace(backward=exported_backward))
+
+    def force(name: str) -> Callable[[Request], bool]:
+        kernel = "blockwise" if name == "one query at a time" else name
+        if name == "one query at a time":
+            monkeypatch.setattr(blockwise, "_FEWEST", 1)
+            monkeypatch.setattr(blockwise, "_SCORES", 1)
+
+        def kernel_of(x: Heads) -> str:
+            empty = not (x.q.numel() and x.k.numel())
+            return "blockwise" if empty and kernel == "flex" else kernel
+
+        if name == "exported":
+            monkeypatch.setattr(inputs, "exporting", lambda: True)
+        if name not in ("chosen", "reference"):
+            for choose in ("choose", "choose_plain"):
+                monkeypatch.setattr(module, choose, lambda x, *_: kernel_of(x))
+
+        def taken(request: Request) -> bool:
+            if name in ("chosen", "reference"):
+                return True
+            asked = request if kernel in ("cpu", "blockwise", "exported") else of_a_gpu(request)
+            return KERNELS[kernel].refusal(asked) is None
+
+        return taken
+
+    yield force
+    forget()
+
+
+class Made(NamedTuple):
+    """The operation of a case, and what a call is given."""
+
+    op: DotProductAttention
+    tensors: list[Tensor]
+    keywords: dict[str, Any]
+    mask: Tensor | None
+
+
+def made(case: Case, seed: int) -> Made:
+    torch.manual_seed(seed)
+    op = DotProductAttention(**case.arguments, dtype=torch.float64)
+    for p in op.parameters():
+        p.data.normal_()
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in case.shapes]
+    if case.strided:
+        tensors = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in tensors]
+    mask = mask_of(case)
+    keywords: dict[str, Any] = {} if mask is None else {"mask": mask}
+    if case.ends is not None:
+        ends = torch.tensor(case.ends, dtype=torch.int32)
+        keywords |= {"cu_seqlens": ends, "max_seqlen": int(ends.diff().max())}
+    return Made(op, tensors, keywords, mask)
+
+
+def request_of_call(case: Case, op: DotProductAttention, given: Made) -> Request:
+    heads = Heads(*split(case, given.tensors))
+    words = inputs.Keywords(**given.keywords)
+    x, call, _ = inputs.prepare(heads, op.settings, words, op.sinks, 1.0, True)
+    return request_of(x, call, True)
+
+
+@pytest.mark.parametrize("kernel", CASES)
+def test_values_and_gradients(kernel: str, takes: Any) -> None:
+    taken, left, seeds = takes(kernel), CASES[kernel], itertools.count()
+    while left:
+        seed = next(seeds)
+        case = case_of(seed)
+        given = op, tensors, keywords, mask = made(case, seed)
+        if not taken(request_of_call(case, op, given)):
+            continue
+        left -= 1
+        leaves = [*(t.detach().requires_grad_() for t in tensors), *op.parameters()]
+        heads = split(case, leaves[: len(tensors)])
+        want = attended(case, *heads, mask, op.sinks)
+        dy = torch.randn_like(want)
+        call = op.reference if kernel == "reference" else op
+        y = call(*leaves[: len(tensors)], **keywords)
+        torch.testing.assert_close(
+            grads_of(y, dy, leaves), grads_of(want, dy, leaves), rtol=1e-10, atol=1e-10,
+            msg=lambda text, at=f"case {seed}: {case}": f"{text}\n{at}",
+        )  # fmt: skip
+
+
+def parts(r: Random, length: int) -> list[int]:
+    """Lengths of calls that continue each other; a call may have no position."""
+    found: list[int] = []
+    while sum(found) < length:
+        found.append(min(r.choice([0, 1, 1, 2, 3]), length - sum(found)))
+    return found
+
+
+def with_room(mask: Tensor | None, keys: int, max_length: int | None) -> Tensor | None:
+    """The mask for as many positions as the cache returns; what it says of later ones is True."""
+    if mask is None or max_length is None or mask.shape[-1] != keys:
+        return mask
+    return torch.cat([mask, mask.new_ones(*mask.shape[:-1], max_length - keys)], -1)
+
+
+@pytest.mark.parametrize("max_length", [None, 9], ids=["growing", "preallocated"])
+@pytest.mark.parametrize("kernel", ["chosen", "one query at a time", "flex", "exported"])
+def test_cached_decoding(kernel: str, max_length: int | None, takes: Any) -> None:
+    """Each call is that of all keys so far, also where queries are more or fewer than new keys."""
+    takes(kernel)
+    for seed in range(60):
+        r, whole = Random(seed), case_of(seed)._replace(ends=None)
+        op, tensors, _, _ = made(whole, seed)
+        cache, at = KVCache(max_length), 0
+        for new in parts(r, whole.keys):
+            xs = [t[:, at : at + new] for t in tensors]
+            at += new
+            step = whole._replace(queries=new, keys=at)
+            if not whole.packed:
+                queries = max(0, new + r.choice([-2, -1, 0, 0, 1, 4]))
+                step = step._replace(queries=queries)
+                xs[0] = torch.randn(step.shapes[0], dtype=torch.float64)
+            mask = mask_of(step)
+            given: dict[str, Any] = {"cache": cache}
+            if mask is not None:
+                given["mask"] = with_room(mask, at, max_length)
+            with torch.no_grad():
+                y = op(*xs, **given)
+            seen = [t[:, :at] for t in tensors]
+            want = attended(step, split(whole, xs)[0], *split(whole, seen)[1:], mask, op.sinks)
+            torch.testing.assert_close(
+                y, want, rtol=1e-10, atol=1e-10,
+                msg=lambda text, at=f"case {seed}: {step}": f"{text}\n{at}",
+            )  # fmt: skip
+            assert int(cache.length) == at
+
+
+@pytest.mark.parametrize("slack", [1, 40])
+def test_the_longest_sequence_may_be_said_to_be_longer(slack: int) -> None:
+    op, x = DotProductAttention(2), torch.randn(1, 9, 24)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    want = op(x, cu_seqlens=ends, max_seqlen=5)
+    torch.testing.assert_close(op(x, cu_seqlens=ends, max_seqlen=5 + slack), want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_before_the_first_key_see_nothing(causal: bool) -> None:
+    """Seven queries, two keys: with a window of two, five and four queries see none."""
+    op = DotProductAttention(1, causal=causal, window=2, layout="separate")
+    q, k, v = torch.randn(1, 7, 4), torch.randn(1, 2, 4), torch.randn(1, 2, 4)
+    blind = 5 if causal else 4
+    y = op(q, k, v)
+    assert not y[:, :blind].any()
+    assert y[:, blind:].ne(0).all()
+
+
+def error_and_bound(case: Case, seed: int, kernel: str, on: torch.device) -> list[Any] | None:
+    """Errors of a kernel in bf16, and what they may be; None if it does not take the call.
+
+    Twice the error of plain torch in bf16, and a unit in the last place.
+    """
+    op, tensors, keywords, mask = made(case, seed)
+    op = op.to(on, torch.bfloat16)
+    op.kernel = kernel
+    tensors = [t.to(on, torch.bfloat16) for t in tensors]
+    if mask is not None:
+        mask = mask.to(on) if mask.dtype == torch.bool else mask.to(on, torch.bfloat16)
+        keywords["mask"] = mask
+    if case.ends is not None:
+        keywords["cu_seqlens"] = keywords["cu_seqlens"].to(on)
+    leaves = [*(t.detach().requires_grad_() for t in tensors), *op.parameters()]
+    try:
+        y = op(*leaves[: len(tensors)], **keywords)
+    except NotSupportedError:
+        return None
+    dy = torch.randn_like(y)
+    found = [grads_of(y, dy, leaves)]
+    for dtype in (torch.bfloat16, torch.float64):
+        own = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        heads, sinks = split(case, own[: len(tensors)]), own[len(tensors) :]
+        added = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+        z = attended(case, *heads, added, *sinks)
+        found.append(grads_of(z, dy.to(dtype), own))
+    unit = torch.finfo(torch.bfloat16).eps
+    return [
+        ((got - want).abs().max(), 2 * (plain - want).abs().max() + unit * want.abs().max())
+        for got, plain, want in zip(*found)
+        if want.numel()
+    ]
+
+
+GPU = ["cudnn", "flash", "efficient", "flash_attn", "te"]  # flex would compile for each case
+ON = [
+    *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in GPU),
+    ("cpu", "cpu"),
+    ("blockwise", "cpu"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "device"), ON)
+def test_half_precision(kernel: str, device: str) -> None:
+    """The same cases with heads as large as a GPU's kernels take them."""
+    count = 0
+    for seed in range(100):
+        case = case_of(seed)
+        case = case._replace(size=16 * case.size, v_size=16 * case.v_size)
+        found = error_and_bound(case, seed, kernel, torch.device(device))
+        count += found is not None
+        for error, bound in found or ():
+            assert error <= bound, f"case {seed}: {case}"
+    if not count:
+        pytest.skip(f"{kernel} takes none of them here")
+
+
+def test_slopes_are_as_wide_as_scores() -> None:
+    """Those of 9 heads are no powers of two: rounded to fp32, they would be other ones in fp64."""
+    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        x = Heads(*(torch.zeros(1, 9, 2, 8, dtype=dtype) for _ in range(3)))
+        settings = DotProductAttention(9, alibi=True).settings
+        slopes = inputs.call_of(x, settings, 1.0, inputs.Constants()).slopes
+        assert slopes is not None
+        assert slopes.dtype == wide
+        exact = [slope(head, 9) for head in range(9)]
+        torch.testing.assert_close(slopes, torch.tensor(exact, dtype=wide), rtol=1e-7, atol=0)
+    op, x = DotProductAttention(9, alibi=True, layout="separate"), torch.zeros(1, 3, 9).double()
+    v = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)[None, :, None].expand(1, 3, 9)
+    want = [1 / (1 + math.exp(-s) + math.exp(-2 * s)) for s in exact]
+    torch.testing.assert_close(
+        op(x, x, v.contiguous())[0, 2], torch.tensor(want, dtype=torch.float64), rtol=1e-14, atol=0
+    )
