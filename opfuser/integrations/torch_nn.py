@@ -238,9 +238,9 @@ class _Reader(NamedTuple):
 
     def _read(self, module: nn.Module, path: str, place: _Place) -> nn.Module:
         cls = type(module)
-        own = _own_computation(module)
-        if own:
-            return self._stays(module, path, f"its {own} was replaced", module)
+        replaced = _own_computation(module)
+        if replaced:
+            return self._stays(module, path, f"its {replaced} was replaced", module)
         if place == "copy":
             return self._twin(module, path, "copy")
         if cls.__module__.startswith("torch.") and not _of_torch_nn(cls):
