@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any, NamedTuple
 
@@ -77,18 +78,22 @@ class EmbeddingScale(BasicOperation):
 
 
 def _to_fp16(scale: float) -> float:
-    try:
-        return float(struct.unpack("e", struct.pack("e", _to_fp32(scale)))[0])
-    except OverflowError:
-        return float("inf") if scale > 0 else float("-inf")
+    return _rounded(_rounded(scale, "f"), "e")
 
 
 def _to_bf16(scale: float) -> float:
     """To the nearest number of eight bits, ties to even."""
-    (bits,) = struct.unpack("I", struct.pack("f", _to_fp32(scale)))
+    single = _rounded(scale, "f")
+    if not math.isfinite(single):
+        return single
+    (bits,) = struct.unpack("I", struct.pack("f", single))
     bits += 0x7FFF + (bits >> 16 & 1)
     return float(struct.unpack("f", struct.pack("I", bits & 0xFFFF0000))[0])
 
 
-def _to_fp32(scale: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", scale))[0])
+def _rounded(scale: float, code: str) -> float:
+    """To a format of ``struct``; infinite where it ends."""
+    try:
+        return float(struct.unpack(code, struct.pack(code, scale))[0])
+    except OverflowError:
+        return math.copysign(math.inf, scale)
