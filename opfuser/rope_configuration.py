@@ -47,13 +47,16 @@ def field_of(config: Any, *names: str) -> Any:
     return None
 
 
-def read_configuration(config: Any, layer_type: str | None) -> RotaryConfiguration:
+def read_configuration(
+    config: Any, layer_type: str | None, default_base: float = 10000.0
+) -> RotaryConfiguration:
     """What ``config`` says, which it leaves as it is.
 
     Args:
         config: a configuration, its dict, or the dict of its ``rope_parameters``
             (``rope_scaling``).
         layer_type: of the layers, where their types have parameters of their own.
+        default_base: where it has none.
 
     Raises:
         ArgumentError: ``layer_type`` has no parameters, or is None where they differ.
@@ -63,13 +66,16 @@ def read_configuration(config: Any, layer_type: str | None) -> RotaryConfigurati
     # Where there are parameters, transformers does not read it.
     size = None if field_of(config, "rope_parameters") else field_of(config, "rotary_dim")
     given = field_of(config, "rope_parameters", "rope_scaling") or {}
+    # Of types of layers the length of training stands with the other parameters alone.
+    of_types = any(isinstance(value, Mapping) for value in given.values())
+    original = None if of_types else field_of(config, "original_max_position_embeddings")
     given = _of_layers(config, given, layer_type)
     given = {name: value for name, value in given.items() if value is not None}
     kind, base = given.pop("type", "default"), given.pop("rope_theta", None)
     kind = given.pop("rope_type", kind)
     kind = _TYPE_ALIASES.get(kind, kind)
     if base is None:
-        base = field_of(config, "rope_theta", "rotary_emb_base") or 10000.0
+        base = field_of(config, "rope_theta", "rotary_emb_base") or default_base
     if kind != "proportional":
         partial = given.pop("partial_rotary_factor", None)
         partial = partial or field_of(config, "partial_rotary_factor", "rotary_pct") or 1.0
@@ -79,20 +85,19 @@ def read_configuration(config: Any, layer_type: str | None) -> RotaryConfigurati
     interleave = bool(given.pop("mrope_interleaved", False))
     longest = given.pop("max_position_embeddings", None)
     longest = field_of(config, "max_position_embeddings") or longest
-    scaling = {"rope_type": kind, **given, **_lengths(config, kind, given, longest)}
+    scaling = {"rope_type": kind, **given, **_lengths(original, kind, given, longest)}
     sections = None if sections is None else tuple(sections)
     return RotaryConfiguration(scaling, base, partial, size, sections, interleave)
 
 
 def _lengths(
-    config: Any, kind: str, given: Mapping[str, Any], longest: int | None
+    original: int | None, kind: str, given: Mapping[str, Any], longest: int | None
 ) -> dict[str, Any]:
     """The length of training and the factor, where the configuration holds them elsewhere."""
     if kind == "dynamic":
         return {} if longest is None else {"original_max_position_embeddings": longest}
     if kind not in _STRETCHED:
         return {}
-    original = field_of(config, "original_max_position_embeddings")
     original = original or given.get("original_max_position_embeddings", longest)
     lengths = {} if original is None else {"original_max_position_embeddings": original}
     if kind != "llama3" and "factor" not in given and original and longest:

@@ -20,13 +20,13 @@ from ..op import BasicOperation
 from ..quantization.region import active_recipe
 from ..sequential import Residual, Sequential
 
-__all__ = ["LAYERS", "DecoderLayer", "EncoderLayer", "layer_refusal"]
+__all__ = ["LAYERS", "DecoderLayer", "EncoderLayer", "layer_refusal", "patched_methods"]
 
-_ACTIVATIONS: dict[Any, Callable[[], BasicOperation]] = {
-    F.relu: ReLU,
-    F.gelu: lambda: GELU("none"),
-    F.silu: SiLU,
-}
+_ACTIVATIONS: list[tuple[Any, Callable[[], BasicOperation]]] = [
+    (F.relu, ReLU),
+    (F.gelu, lambda: GELU("none")),
+    (F.silu, SiLU),
+]
 
 
 class _Options(NamedTuple):
@@ -91,7 +91,7 @@ class _Layer(nn.Module):
         if is_causal and mask is None:  # torch refuses that
             return None
         if active_recipe() is None:
-            if self.one_kernel and not torch.is_grad_enabled():
+            if self.one_kernel and not self._needs_grad(x):
                 return None
             if not self.norm_first and autocast_dtype(x.device) is not None:
                 return None  # as norms round the residual stream here, and not there
@@ -99,6 +99,12 @@ class _Layer(nn.Module):
             return None
         fused = self._with_parameters_of_now()
         return None if fused is None else fused.sequences
+
+    def _needs_grad(self, x: Tensor) -> bool:
+        """Whether torch would not take its kernel for the whole layer, whatever else it asks."""
+        if not torch.is_grad_enabled():
+            return False
+        return self.training or x.requires_grad or any(p.requires_grad for p in self.parameters())
 
     def _attend(
         self, qkv: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
@@ -120,7 +126,7 @@ class _Layer(nn.Module):
         linears = attention._modules["out_proj"], modules["linear1"], modules["linear2"]
         norms = [modules[f"norm{n + 1}"] for n in range(self.sublayers)]
         packed = attention._parameters
-        activation = modules.get("activation") or self.activation
+        activation = self.activation  # torch's copies of a decoder layer have one before the module
         options = _Options(
             (activation, getattr(activation, "approximate", None)),
             self.norm_first,
@@ -170,10 +176,11 @@ class EncoderLayer(_Layer, nn.TransformerEncoderLayer):
     One ends in the projection of queries, keys and values, the other begins behind the attention,
     which is torch's, with masks and dropout as there. The modules inside only hold the parameters.
     :func:`opfuser.from_torch` makes it of torch's layer; what that accepts, this does. torch's own
-    forward runs where it has one kernel for the whole layer, without grad, and under autocast where
-    norms come last, which here would round the residual stream; but not if a recipe of quantised
-    compute is active. It also runs for nested and unbatched inputs, under ``torch.compile``, and
-    where a module inside was replaced, parametrised, hooked or switched to another mode since.
+    forward runs where it may take its kernel for the whole layer, without grad or in evaluation
+    where nothing requires grad, and under autocast where norms come last, which here would round
+    the residual stream; but not if a recipe of quantised compute is active. It also runs for nested
+    and unbatched inputs, under ``torch.compile``, and where a module, a method or a parameter
+    inside was replaced, or a module parametrised, hooked or switched to another mode since.
     """
 
     of_torch = nn.TransformerEncoderLayer
@@ -289,7 +296,20 @@ def layer_refusal(layer: Any) -> str:
     if _activation(layer.activation) is None:
         name = getattr(layer.activation, "__name__", None) or type(layer.activation).__name__
         return f"its activation {name} is no operation"
-    return _unusual(layer, LAYERS[type(layer)])
+    cls = type(layer)
+    for kind in (cls, nn.MultiheadAttention, *dict(_PARTS[LAYERS[cls].sublayers]).values()):
+        patched = patched_methods(kind)
+        if patched:
+            return f"{patched[0]} of torch.nn.{kind.__name__} was replaced"
+    return _unusual(layer, LAYERS[cls])
+
+
+def patched_methods(cls: type[nn.Module]) -> list[str]:
+    """What of a class of torch computes, but is a function of somebody else."""
+    names = ("forward", "_sa_block", "_mha_block", "_ff_block")
+    functions = {name: getattr(cls, name) for name in names if hasattr(cls, name)}
+    homes = {n: getattr(f, "__globals__", {}).get("__name__", "") for n, f in functions.items()}
+    return [name for name, home in homes.items() if not str(home).startswith("torch.nn.modules.")]
 
 
 def _activation(function: Any) -> BasicOperation | None:
@@ -297,37 +317,88 @@ def _activation(function: Any) -> BasicOperation | None:
         return GELU(function.approximate)
     if type(function) in (nn.ReLU, nn.SiLU):
         return ReLU() if type(function) is nn.ReLU else SiLU()
-    make = None if isinstance(function, nn.Module) else _ACTIVATIONS.get(function)
+    # By identity, as what is called need not be hashable.
+    make = next((make for known, make in _ACTIVATIONS if known is function), None)
     return None if make is None else make()
 
 
 def _unusual(layer: Any, cls: type[_Layer]) -> str:
     """What of a layer its own forward has to call; empty if its parameters are all that it is."""
     modules: dict[str, Any] = layer._modules
-    attention = modules["self_attn"]
-    parts: list[tuple[str, nn.Module, type[nn.Module]]] = [
+    if not layer.__dict__.keys().isdisjoint(_READ[cls.of_torch]):
+        return _in_front("it", layer, cls.of_torch)
+    attention = modules.get("self_attn")
+    if type(attention) is not nn.MultiheadAttention:
+        return f"self_attn is a {type(attention).__name__}"
+    parts: list[tuple[str, Any, type[nn.Module]]] = [
         ("self_attn", attention, nn.MultiheadAttention),
         ("self_attn.out_proj", attention._modules.get("out_proj"), NonDynamicallyQuantizableLinear),
-        ("linear1", modules["linear1"], nn.Linear),
-        ("linear2", modules["linear2"], nn.Linear),
-        ("dropout", modules["dropout"], nn.Dropout),
     ]
-    for n in range(1, cls.sublayers + 1):
-        norm, dropout = f"norm{n}", f"dropout{n}"
-        parts += [(norm, modules[norm], nn.LayerNorm), (dropout, modules[dropout], nn.Dropout)]
+    parts += [(name, modules.get(name), kind) for name, kind in _PARTS[cls.sublayers]]
     for name, module, kind in parts:
         if type(module) is not kind:
             return f"{name} is a {type(module).__name__}"
         if has_hooks(module) or replaces_forward(module):
             return f"{name} carries hooks or a forward of its own"
+        if not module.__dict__.keys().isdisjoint(_READ[kind]):
+            return _in_front(name, module, kind)
         if module.training is not layer.training:
             return f"{name} is in another mode than the layer"
-    if attention._parameters.get("in_proj_weight") is None:
+        if kind in _WEIGHTED and module._parameters.get("weight") is None:
+            return f"{name} has no parameter weight"
+        if kind is nn.LayerNorm and len(module.normalized_shape) != 1:  # type: ignore[arg-type]
+            return f"{name} normalises more than the last dimension"
+    return _unusual_attention(attention) or _unusual_activation(layer.activation)
+
+
+def _unusual_attention(attention: Any) -> str:
+    packed = attention._qkv_same_embed_dim
+    if not packed or attention._parameters.get("in_proj_weight") is None:
         return "self_attn has separate projections"
     if attention.bias_k is not None or attention.bias_v is not None or attention.add_zero_attn:
         return "self_attn appends keys"
-    activation = modules.get("activation")
-    return "" if activation is None or not has_hooks(activation) else "activation carries hooks"
+    return ""
+
+
+def _unusual_activation(activation: Any) -> str:
+    if not isinstance(activation, nn.Module):
+        return ""
+    if has_hooks(activation) or replaces_forward(activation):
+        return "activation carries hooks or a forward of its own"
+    own = "_call_impl" in activation.__dict__
+    return _in_front("activation", activation, nn.Dropout) if own else ""
+
+
+def _in_front(name: str, module: nn.Module, kind: type[nn.Module]) -> str:
+    own = [attribute for attribute in module.__dict__ if attribute in _READ[kind]]
+    return f"{name} has {own[0]} as an attribute of its own"
+
+
+def _parts(sublayers: int) -> list[tuple[str, type[nn.Module]]]:
+    parts: list[tuple[str, type[nn.Module]]] = [
+        ("linear1", nn.Linear), ("linear2", nn.Linear), ("dropout", nn.Dropout)
+    ]  # fmt: skip
+    for n in range(1, sublayers + 1):
+        parts += [(f"norm{n}", nn.LayerNorm), (f"dropout{n}", nn.Dropout)]
+    return parts
+
+
+_WEIGHTS = frozenset({"_call_impl", "bias", "weight"})
+_OF_LAYER = {"_call_impl", "_ff_block", "_mha_block", "_sa_block", "multihead_attn", "self_attn"}
+# Parameters, modules and methods by which modules compute. An attribute of the instance of such a
+# name would stand in front of them.
+_READ: dict[type[nn.Module], frozenset[str]] = {
+    nn.Dropout: frozenset({"_call_impl"}),
+    nn.LayerNorm: _WEIGHTS,
+    nn.Linear: _WEIGHTS,
+    NonDynamicallyQuantizableLinear: _WEIGHTS,
+    nn.MultiheadAttention: frozenset({"_call_impl", "in_proj_bias", "in_proj_weight", "out_proj"}),
+}
+_READ.update(
+    {t: frozenset(_OF_LAYER | {n for n, _ in _parts(c.sublayers)}) for t, c in LAYERS.items()}
+)
+_PARTS = {cls.sublayers: _parts(cls.sublayers) for cls in LAYERS.values()}
+_WEIGHTED = frozenset({nn.Linear, NonDynamicallyQuantizableLinear, nn.LayerNorm})
 
 
 def _added(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:

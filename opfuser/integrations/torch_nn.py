@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -18,7 +19,7 @@ from ..errors import ArgumentTypeError, NotSupportedError, explain
 from ..linear import Linear
 from ..op import FusedOperation, FusibleOperation
 from ..sequential import Exports, Sequential
-from .torch_layers import LAYERS, layer_refusal
+from .torch_layers import LAYERS, layer_refusal, patched_methods
 
 __all__ = ["ConversionReport", "ConvertedModule", "conversion_report", "from_torch", "to_torch"]
 
@@ -138,7 +139,9 @@ _WITHOUT_EFFECT = frozenset(
 )
 _BARE = vars(nn.Module())
 _HOOKS = tuple(name for name in _BARE if "hook" in name)
-_DERIVED = frozenset({"_alone", "_settings", "_stamp", "_stamped", "_state_names", "forward"})
+# A forward that was put back, and one that was compiled, are the original's.
+_BOUND = frozenset({"_compiled_call_impl", "forward"})
+_DERIVED = frozenset({"_alone", "_settings", "_stamp", "_stamped", "_state_names"}) | _BOUND
 _Place = Literal["sequence", "alone", "copy"]
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -235,8 +238,9 @@ class _Reader(NamedTuple):
 
     def _read(self, module: nn.Module, path: str, place: _Place) -> nn.Module:
         cls = type(module)
-        if replaces_forward(module):
-            return self._stays(module, path, "its forward was replaced", module)
+        replaced = _own_computation(module)
+        if replaced:
+            return self._stays(module, path, f"its {replaced} was replaced", module)
         if place == "copy":
             return self._twin(module, path, "copy")
         if cls.__module__.startswith("torch.") and not _of_torch_nn(cls):
@@ -335,6 +339,28 @@ class _Writer(NamedTuple):
         return module
 
 
+def _own_computation(module: nn.Module) -> str:
+    """The name of an attribute that the instance computes with in place of what its class says.
+
+    It is bound to the object. Of classes of the user, for which no operation stands in, the rest is
+    copied as it is.
+    """
+    own, inside = vars(module), ("_parameters", "_modules", "_buffers")
+    names = set().union(*(own[kind] for kind in inside), _methods(type(module))) & own.keys()
+    if not replaces_forward(module):
+        names.discard("forward")
+    if not _of_torch_nn(type(module)):
+        kept = {"forward", "_call_impl"}
+        names = {n for n in names if n in kept or getattr(own[n], "__self__", None) is module}
+    # A copy that torch made of a decoder layer has an activation of its own.
+    return min(names - {"activation"}, default="")
+
+
+def _methods(cls: type[nn.Module]) -> set[str]:
+    functions = (item for base in cls.__mro__ for item in vars(base).items())
+    return {name for name, value in functions if isinstance(value, FunctionType)}
+
+
 def _of_torch_nn(cls: type[nn.Module]) -> bool:
     return cls.__module__.startswith("torch.nn.modules.")
 
@@ -381,8 +407,10 @@ def _twin(module: _M, children: dict[str, nn.Module]) -> _M:
     own = twin.__dict__
     own.update(module.__dict__)
     own.update({name: copy.copy(own[name]) for name in _BARE if name in own})
-    for name in ("_fused", "forward"):  # a copy makes its own; a forward put back is the original's
+    for name in _BOUND:
         own.pop(name, None)
+    if isinstance(twin, tuple(LAYERS.values())):
+        own.pop("_fused", None)  # a copy makes its own
     own["_modules"] = children
     return twin
 
@@ -405,6 +433,12 @@ def _counterpart(
         why = _parameter_refusal(name, parameter, new)
         if why:
             return why
+    if there is _TO_OPERATION:
+        missing = [name for name in new._parameters if name not in module._parameters]
+        if missing:
+            return f"it has no parameter {missing[0]}"
+        if patched_methods(type(module)):
+            return f"the forward of torch.nn.{type(module).__name__} was replaced"
     again = back[type(new)](new)
     lost = [f"{name}={value!r}" for name, value in _lost(module, again)]
     if lost:
@@ -434,7 +468,9 @@ def _lost(module: nn.Module, again: nn.Module) -> Iterable[tuple[str, Any]]:
     kept = _options(again)
     for name, value in _options(module).items():
         resolved = name == "eps" and value is None
-        if not resolved and name not in _WITHOUT_EFFECT and kept.get(name, value) != value:
+        if resolved or name in _WITHOUT_EFFECT or name not in kept:
+            continue
+        if isinstance(value, torch.Tensor) or kept[name] != value:
             yield name, value
 
 

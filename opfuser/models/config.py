@@ -89,7 +89,8 @@ class DecoderConfig:
             ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``.
         learned_positions: rows of a table of positions that is added to the tokens, in place of
             rotary positions; None is rotary.
-        embedding_scale: the rows of the token table are multiplied by this; None is 1.
+        embedding_scale: the rows of the token table are multiplied by this, rounded to their dtype
+            as in Gemma; None is 1.
         padding_idx: a row of the token table that gets no gradient from it; None is none.
         rope_scaling: of the rotary frequencies; None is none.
         local_rope_base: base in layers with a window, which then have no scaling; None is

@@ -30,6 +30,7 @@ from opfuser import (
 )
 
 from .config import ACTIVATIONS, DecoderConfig
+from .embedding_scale import EmbeddingScale
 from .moe import MoEConfig, experts
 
 __all__ = [
@@ -218,7 +219,7 @@ def _embedding(config: DecoderConfig) -> dict[str, nn.Module]:
         nn.init.zeros_(table.weight[config.padding_idx])
     modules: dict[str, nn.Module] = {"embedding": table}
     if config.embedding_scale is not None:
-        modules["scale"] = ConstantScale(config.embedding_scale)
+        modules["scale"] = EmbeddingScale(config.embedding_scale)
     if config.learned_positions is not None:
         positions = PositionEmbedding(config.learned_positions, config.dim, **to)
         nn.init.normal_(positions.weight, std=config.init_std)

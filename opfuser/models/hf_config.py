@@ -1,7 +1,8 @@
 """Configurations of Hugging Face's transformers in the words of this library.
 
 Read by their attributes, so that transformers need not be installed. What a model does beyond its
-configuration, such as the biases of Qwen2, is in the table of its ``model_type``.
+configuration, such as the biases of Qwen2, is in the table of its ``model_type``. A configuration
+may have attributes that the model of its type does not read; they are not read here either.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from opfuser import RopeScaling
 from opfuser.errors import NotSupportedError, explain
 from opfuser.rope_configuration import read_configuration
 
+from .hf_fields import named, one_window, refuse, refuse_bidirectional, rope, unknown, windows
 from .moe import MoEConfig
 
 __all__ = ["decoder_arguments", "encoder_arguments", "image_encoder_arguments"]
@@ -61,11 +62,19 @@ def _arguments(config: Any, families: _Families, made: str) -> dict[str, Any]:
                 remedy=f"Build a {made} by its arguments, if they can express the model",
             )
         )
+    refuse(config, "is_heterogeneous", "pruned_heads")
     return families[kind](config)
 
 
-def _llama_like(config: Any) -> dict[str, Any]:
-    bias = getattr(config, "attention_bias", False)
+def _decoder(config: Any, activation: str = "hidden_act", base: float = 10000.0) -> dict[str, Any]:
+    """What all families but GPT-2 have in common: no biases, no windows.
+
+    Args:
+        config: of the model.
+        activation: the attribute that names it.
+        base: of rotary frequencies, where the configuration does not say it.
+    """
+    refuse_bidirectional(config)
     head_dim = getattr(config, "head_dim", None)
     if head_dim == config.hidden_size // config.num_attention_heads:
         head_dim = None
@@ -77,52 +86,66 @@ def _llama_like(config: Any) -> dict[str, Any]:
         "num_kv_heads": config.num_key_value_heads,
         "head_dim": head_dim,
         "ffn_dim": config.intermediate_size,
-        "activation": _named(_GATED, config, "hidden_activation", "hidden_act"),
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "mlp_bias": getattr(config, "mlp_bias", False),
+        "activation": named(_GATED, config, activation),
         "norm_eps": config.rms_norm_eps,
         "tied_head": config.tie_word_embeddings,
         "init_std": config.initializer_range,
         "padding_idx": config.pad_token_id,
-        "attention_dropout": config.attention_dropout,
-        "window": _windows(config),
-        **_rope(config),
+        "attention_dropout": config.attention_dropout or 0.0,
+        **rope(config, base),
     }
 
 
+def _attention_bias(config: Any) -> dict[str, Any]:
+    bias = getattr(config, "attention_bias", False)
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+def _llama(config: Any) -> dict[str, Any]:
+    bias = getattr(config, "mlp_bias", False)
+    return {**_decoder(config), **_attention_bias(config), "mlp_bias": bias}
+
+
+def _mistral(config: Any) -> dict[str, Any]:
+    return {**_decoder(config), "window": one_window(config)}
+
+
 def _qwen2(config: Any) -> dict[str, Any]:
-    return {**_llama_like(config), "qkv_bias": True}
+    return {**_decoder(config), "qkv_bias": True, "window": windows(config)}
 
 
 def _qwen3(config: Any) -> dict[str, Any]:
-    return {**_llama_like(config), "qk_norm": True}
+    own = {"qk_norm": True, "window": windows(config)}
+    return {**_decoder(config), **_attention_bias(config), **own}
 
 
 def _mixtral(config: Any) -> dict[str, Any]:
-    _refuse(config, "router_jitter_noise")
-    return {**_llama_like(config), **_experts(config, config.num_local_experts, mixtral=True)}
+    refuse(config, "router_jitter_noise")
+    mixture = _experts(config, config.num_local_experts, mixtral=True)
+    return {**_decoder(config, base=1e6), "window": one_window(config), **mixture}
 
 
 def _qwen2_moe(config: Any) -> dict[str, Any]:
     bias = getattr(config, "qkv_bias", True)
-    return {**_llama_like(config), "qkv_bias": bias, **_experts(config, config.num_experts)}
+    shared = config.shared_expert_intermediate_size
+    return {**_qwen2(config), "qkv_bias": bias, **_experts(config, config.num_experts, shared)}
 
 
 def _qwen3_moe(config: Any) -> dict[str, Any]:
-    return {**_qwen3(config), **_experts(config, config.num_experts)}
+    own = {"qk_norm": True, "window": one_window(config)}
+    mixture = _experts(config, config.num_experts)
+    return {**_decoder(config), **_attention_bias(config), **own, **mixture}
 
 
-def _experts(config: Any, number: int, mixtral: bool = False) -> dict[str, Any]:
+def _experts(config: Any, number: int, shared: int = 0, *, mixtral: bool = False) -> dict[str, Any]:
     """What is said of experts; of Mixtral there is less to say than of others."""
-    _named({"silu": "swiglu"}, config, "hidden_act")
+    named({"silu": "swiglu"}, config, "hidden_act")
     layers = [*range(config.num_hidden_layers)]
     if not mixtral:
         step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
         layers = [n for n in layers if n not in dense and (n + 1) % step == 0 and number]
     if not layers:
         return {}
-    shared = getattr(config, "shared_expert_intermediate_size", 0)
     moe = MoEConfig(
         config.hidden_size,
         config.intermediate_size if mixtral else config.moe_intermediate_size,
@@ -142,14 +165,28 @@ def _experts(config: Any, number: int, mixtral: bool = False) -> dict[str, Any]:
 
 
 def _gemma(config: Any) -> dict[str, Any]:
-    _refuse(config, "use_bidirectional_attention")
+    # Early versions of transformers 4 read hidden_activation, where None is the default, later ones
+    # and 5 read hidden_act.
+    names = "hidden_act", "hidden_activation"
+    if not hasattr(config, "rope_parameters") and hasattr(config, names[1]):
+        now, early = (getattr(config, name, None) or "gelu_pytorch_tanh" for name in names)
+        if now != early:
+            raise unknown(config, "Both names of the activation must say the same", *names)
+    return {**_decoder(config), **_of_gemma(config)}
+
+
+def _of_gemma(config: Any) -> dict[str, Any]:
+    """What all versions have."""
+    refuse(config, "use_bidirectional_attention")
     arguments = {"zero_centered_gamma": True, "embedding_scale": config.hidden_size**0.5}
-    return {**_llama_like(config), **arguments}
+    return {**_attention_bias(config), **arguments}
 
 
-def _gemma2(config: Any) -> dict[str, Any]:
+def _gemma2(config: Any, base: float = 10000.0) -> dict[str, Any]:
     return {
-        **_gemma(config),
+        **_decoder(config, "hidden_activation", base),
+        **_of_gemma(config),
+        "window": windows(config),
         "post_norms": True,
         "attention_scale": config.query_pre_attn_scalar**-0.5,
         "attention_softcap": config.attn_logit_softcapping,
@@ -169,18 +206,19 @@ def _gemma3(config: Any) -> dict[str, Any]:
         )
     # attn_logit_softcapping is in its configuration, but not in its computation.
     own = {"qk_norm": True, "local_rope_base": local.base, "attention_softcap": None}
-    return {**_gemma2(config), **own}
+    return {**_gemma2(config, 1e6), **own}
 
 
 def _gpt2(config: Any) -> dict[str, Any]:
-    _refuse(config, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+    refuse(config, "scale_attn_by_inverse_layer_idx", "add_cross_attention")
+    refuse_bidirectional(config)
     return {
         "vocab_size": config.vocab_size,
         "dim": config.n_embd,
         "num_layers": config.n_layer,
         "num_heads": config.n_head,
         "ffn_dim": 4 * config.n_embd if config.n_inner is None else config.n_inner,
-        "activation": _named(_PLAIN, config, "activation_function"),
+        "activation": named(_PLAIN, config, "activation_function"),
         "qkv_bias": True,
         "out_bias": True,
         "mlp_bias": True,
@@ -197,7 +235,7 @@ def _gpt2(config: Any) -> dict[str, Any]:
 
 
 def _bert(config: Any) -> dict[str, Any]:
-    _refuse(config, "is_decoder", "add_cross_attention")
+    refuse(config, "is_decoder", "add_cross_attention")
     kind = getattr(config, "position_embedding_type", "absolute")
     if kind != "absolute":
         raise NotSupportedError(
@@ -215,7 +253,7 @@ def _bert(config: Any) -> dict[str, Any]:
         "ffn_dim": config.intermediate_size,
         "num_positions": config.max_position_embeddings,
         "num_types": config.type_vocab_size,
-        "activation": _named(_PLAIN, config, "hidden_act"),
+        "activation": named(_PLAIN, config, "hidden_act"),
         "norm_eps": config.layer_norm_eps,
         "padding_idx": config.pad_token_id,
         "dropout": config.hidden_dropout_prob,
@@ -228,6 +266,9 @@ def _vit(config: Any) -> dict[str, Any]:
     def size(value: int | Sequence[int]) -> int | tuple[int, ...]:
         return value if isinstance(value, int) else tuple(value)
 
+    share = config.hidden_size // config.num_attention_heads
+    if getattr(config, "head_dim", share) != share:
+        raise unknown(config, f"Heads must have {share} features, their share", "head_dim")
     return {
         "image_size": size(config.image_size),
         "patch_size": size(config.patch_size),
@@ -237,7 +278,7 @@ def _vit(config: Any) -> dict[str, Any]:
         "num_heads": config.num_attention_heads,
         "ffn_dim": config.intermediate_size,
         "qkv_bias": config.qkv_bias,
-        "activation": _named(_PLAIN, config, "hidden_act"),
+        "activation": named(_PLAIN, config, "hidden_act"),
         "norm_eps": config.layer_norm_eps,
         "dropout": config.hidden_dropout_prob,
         "attention_dropout": config.attention_probs_dropout_prob,
@@ -245,8 +286,6 @@ def _vit(config: Any) -> dict[str, Any]:
     }
 
 
-# Of these types one window is that of all layers.
-_ONE_WINDOW = {"mistral", "mixtral", "qwen3_moe"}
 _IMAGE_ENCODERS: _Families = {"vit": _vit}
 _ENCODERS: _Families = {"bert": _bert}
 _DECODERS: _Families = {
@@ -254,76 +293,11 @@ _DECODERS: _Families = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gpt2": _gpt2,
-    "llama": _llama_like,
-    "mistral": _llama_like,
+    "llama": _llama,
+    "mistral": _mistral,
     "mixtral": _mixtral,
     "qwen2": _qwen2,
     "qwen2_moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    """Base and scaling of the frequencies, in layers without a window if they differ."""
-    rope = read_configuration(config, "full_attention")
-    if rope.partial != 1 or rope.rotary_dim is not None or rope.sections is not None:
-        raise NotSupportedError(
-            explain(
-                "A decoder here rotates whole heads by one position for each token",
-                where=f"from_hf of a {config.model_type}",
-                received=f"partial_rotary_factor={rope.partial}, rotary_dim={rope.rotary_dim}, "
-                f"mrope_section={rope.sections}",
-            )
-        )
-    scaling = RopeScaling.from_hf(config, layer_type="full_attention")
-    plain = scaling.rope_type == "default"
-    return {"rope_base": rope.base, "rope_scaling": None if plain else scaling}
-
-
-def _windows(config: Any) -> int | tuple[int | None, ...] | None:
-    """One window for all layers, or one for each."""
-    window: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None and (not window or config.model_type in _ONE_WINDOW):
-        return window or None
-    if kinds is None or not {*kinds} <= {"sliding_attention", "full_attention"}:
-        raise NotSupportedError(
-            explain(
-                "layer_types says of each layer 'sliding_attention' or 'full_attention'",
-                where=f"from_hf of a {config.model_type}",
-                received=f"layer_types={kinds!r}, sliding_window={window}",
-                remedy="Set config.layer_types, which transformers before 4.53 leaves out",
-            )
-        )
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return windows if len({*windows}) > 1 else windows[0]
-
-
-def _named(names: dict[str, str], config: Any, *attributes: str) -> str:
-    """Our name of the activation that the first of these attributes names."""
-    attribute = next(name for name in attributes if hasattr(config, name))
-    value = getattr(config, attribute)
-    if value not in names:
-        raise NotSupportedError(
-            explain(
-                f"{attribute} must be one of {', '.join(names)}",
-                where=f"from_hf of a {config.model_type}",
-                received=repr(value),
-            )
-        )
-    return names[value]
-
-
-def _refuse(config: Any, *attributes: str) -> None:
-    """Raises NotSupportedError if one of these is set."""
-    for attribute in attributes:
-        value = getattr(config, attribute, None)
-        if value:
-            raise NotSupportedError(
-                explain(
-                    f"A decoder here is a model without {attribute}",
-                    where=f"from_hf of a {config.model_type}",
-                    received=f"{attribute}={value!r}",
-                )
-            )

@@ -45,6 +45,7 @@ from opfuser.engine.local_parameters import LocalPart, use_locally
 from opfuser.errors import ArgumentError, NotSupportedError, explain
 
 from .config import ACTIVATIONS
+from .embedding_scale import EmbeddingScale
 
 __all__ = ["parallelize"]
 
@@ -54,7 +55,7 @@ Change = Callable[[], Any]
 _SEQUENCE = 1  # of (batch, sequence, features)
 _GATED = tuple({type(kind.make()) for kind in ACTIVATIONS.values() if kind.gated})
 _ACTIVATIONS = tuple({type(kind.make()) for kind in ACTIVATIONS.values()})
-_ROW_WISE = (ConstantScale, Tanh, Identity, MakeExtraOutput, AddExtraInput)
+_ROW_WISE = (ConstantScale, EmbeddingScale, Tanh, Identity, MakeExtraOutput, AddExtraInput)
 
 
 def parallelize(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = True) -> Model:

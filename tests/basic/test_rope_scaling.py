@@ -284,6 +284,17 @@ def test_layers_with_parameters_of_their_own() -> None:
             )
 
 
+def test_the_length_of_training_of_types_of_layers_stands_with_them() -> None:
+    """A field of the whole configuration counts where types do not differ, as in transformers."""
+    rope = {"rope_type": "yarn", "factor": 2.0}
+    config = {"original_max_position_embeddings": 8, "max_position_embeddings": 64}
+    flat = RopeScaling.from_hf({**config, "rope_parameters": rope})
+    of_types = {**config, "rope_parameters": {"full_attention": rope, "other": rope}}
+    nested = RopeScaling.from_hf(of_types, layer_type="full_attention")
+    lengths = [scaling.original_max_position_embeddings for scaling in (flat, nested)]
+    assert lengths == [8, 64]
+
+
 @pytest.mark.parametrize("layers", ["full_attention", "sliding_attention"])
 def test_layers_of_gemma(layers: str) -> None:
     gemma = pytest.importorskip(

@@ -222,13 +222,53 @@ def activate(layer: nn.TransformerEncoderLayer) -> None:
     layer.activation = nn.functional.mish
 
 
+def shadow(layer: nn.TransformerEncoderLayer) -> None:
+    """A module in front of that of the same name."""
+    twin = nn.Linear(WIDTH, 16, dtype=F64)
+    nn.init.ones_(twin.weight)
+    nn.init.ones_(twin.bias)
+    layer.__dict__["linear1"] = twin
+
+
+def shadow_weight(layer: nn.TransformerEncoderLayer) -> None:
+    layer.self_attn.__dict__["in_proj_weight"] = layer.self_attn.in_proj_weight.detach() + 1
+
+
+def untie(layer: nn.TransformerEncoderLayer) -> None:
+    weight = layer.linear2.weight.detach()
+    del layer.linear2.weight
+    layer.linear2.weight = weight  # type: ignore[assignment]
+
+
+def patch(layer: nn.TransformerEncoderLayer) -> None:
+    layer._ff_block = torch.sin  # type: ignore[method-assign]
+
+
+def widen(layer: nn.TransformerEncoderLayer) -> None:
+    layer.norm1 = nn.LayerNorm((BATCH, WIDTH), dtype=F64)
+
+
+def separate(layer: nn.TransformerEncoderLayer) -> None:
+    attention = layer.self_attn
+    attention._qkv_same_embed_dim = False
+    for name, scale in (("q", 1.0), ("k", 2.0), ("v", 3.0)):
+        weight = nn.Parameter(scale * torch.eye(WIDTH, dtype=F64))
+        setattr(attention, f"{name}_proj_weight", weight)
+
+
 def switch(layer: nn.TransformerEncoderLayer) -> None:
     layer.dropout.p = 1.0
     layer.eval()
     layer.dropout.train()
 
 
-@pytest.mark.parametrize("change", [hook, wrap, parametrise, swap, activate, switch])
+@pytest.mark.parametrize(
+    "change",
+    [
+        hook, wrap, parametrise, swap, activate, switch,
+        shadow, shadow_weight, untie, patch, widen, separate,
+    ],
+)  # fmt: skip
 def test_what_a_change_needs_torch_for(change: Callable[..., None], calls: list[int]) -> None:
     layer = make()
     ours: Any = opfuser.from_torch(layer)
@@ -238,6 +278,51 @@ def test_what_a_change_needs_torch_for(change: Callable[..., None], calls: list[
     close([ours(x)], [layer(x)])
     assert not calls
     assert opfuser.conversion_report(layer).modules[0].result is None
+
+
+def test_an_activation_is_what_it_computes(calls: list[int]) -> None:
+    """A module's forward may be replaced, and a callable need not be hashable."""
+
+    class Cosine:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x.cos()
+
+    def patched(attribute: str) -> nn.Module:
+        module = nn.GELU()
+        setattr(module, attribute, torch.cos)
+        return module
+
+    for activation in (Cosine(), patched("forward"), patched("_call_impl")):
+        layer = make(activation=activation)
+        x = example(layer)
+        close([opfuser.from_torch(layer)(x)], [layer(x)])
+    assert not calls
+
+
+def test_frozen_it_is_the_kernel_of_torch(calls: list[int]) -> None:
+    """Which computes another GELU than the layer does in training."""
+    layer = make(batch_first=True, activation=nn.GELU("tanh")).eval().requires_grad_(False)
+    x = example(layer).detach()
+    close([opfuser.from_torch(layer)(x)], [layer(x)])
+    assert not calls
+
+
+def test_class_that_somebody_has_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(module: nn.Linear, x: Tensor) -> Tensor:
+        return 2 * nn.functional.linear(x, module.weight, module.bias)
+
+    monkeypatch.setattr(nn.Linear, "forward", doubled)
+    layer = make()
+    x = example(layer)
+    close(results(opfuser.from_torch(layer), x), results(layer, x))
+    (entry, *_) = opfuser.conversion_report(layer).modules
+    assert entry.note == "forward of torch.nn.Linear was replaced"
+    leaf = nn.Linear(WIDTH, 3, dtype=F64)
+    close(results(opfuser.from_torch(leaf), x), results(leaf, x))
+    (entry,) = opfuser.conversion_report(leaf).modules
+    assert entry.note == "the forward of torch.nn.Linear was replaced"
 
 
 def test_unbatched_and_nested_inputs_are_left_to_torch(calls: list[int]) -> None:
@@ -360,6 +445,22 @@ def test_a_transformer_of_both(calls: list[int]) -> None:
     assert type(theirs.decoder.layers[0]) is nn.TransformerDecoderLayer
     close(decoded(theirs, x, y, **mask), expected)
     assert len(calls) == 5
+
+
+@pytest.mark.parametrize("kind", ["decoder", "transformer"])
+def test_a_module_as_activation_that_torch_copies(kind: str, calls: list[int]) -> None:
+    """Copies of a decoder layer compute ReLU in torch, in front of their module."""
+    torch.manual_seed(3)
+    options: dict[str, Any] = {"activation": nn.GELU(), "batch_first": True}
+    if kind == "decoder":
+        model: nn.Module = nn.TransformerDecoder(decoding(**options).layer, 2)
+    else:
+        model = nn.Transformer(WIDTH, HEADS, 1, 2, 16, 0.0, **options, dtype=F64)
+    x, y = (torch.randn(BATCH, n, WIDTH, dtype=F64, requires_grad=True) for n in (LENGTH, 4))
+    ours = opfuser.from_torch(model)
+    close(decoded(ours, x, y), decoded(model, x, y))
+    assert len(calls) == {"decoder": 6, "transformer": 8}[kind]
+    close(decoded(opfuser.to_torch(ours), x, y), decoded(model, x, y))
 
 
 @pytest.mark.gpu

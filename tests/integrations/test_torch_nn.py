@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -185,6 +186,25 @@ def pruned() -> nn.Module:
     return linear
 
 
+def with_weight_in_front() -> nn.Module:
+    linear = nn.Linear(3, 3)
+    linear.__dict__["weight"] = torch.eye(3)
+    return linear
+
+
+def without_parameter() -> nn.Module:
+    linear = nn.Linear(3, 3)
+    del linear.weight
+    linear.weight = torch.eye(3)  # type: ignore[assignment]
+    return linear
+
+
+def with_call_of_its_own() -> nn.Module:
+    linear = nn.Linear(3, 3)
+    linear._call_impl = torch.sin  # type: ignore[method-assign]
+    return linear
+
+
 STAYING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "flatten": (nn.Flatten, "start_dim=1 has no counterpart"),
     "norm": (lambda: nn.LayerNorm(3, elementwise_affine=False), "elementwise_affine=False has no"),
@@ -202,12 +222,49 @@ STAYING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "hook": (with_hook_of_its_own, "weight_orig has no counterpart"),
     "forward": (with_replaced_forward, "its forward was replaced"),
+    "in front": (with_weight_in_front, "its weight was replaced"),
+    "plain": (without_parameter, "it has no parameter weight"),
+    "call": (with_call_of_its_own, "its _call_impl was replaced"),
     "container": (lambda: nn.ParameterList([torch.ones(2)]), "no operation computes it"),
     "activation": (
         lambda: nn.TransformerEncoderLayer(4, 2, activation=nn.functional.mish),
         "its activation mish is no operation",
     ),
 }
+
+
+def test_what_is_bound_to_the_original() -> None:
+    """The copy is not compiled, and a module with a method put on it stays itself."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(1.0)
+
+        def half(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(x)  # type: ignore[no-any-return]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.half(x)
+
+    compiled = nn.Sequential(nn.Identity(), nn.Dropout(1.0))
+    compiled.compile(backend="eager")
+    x = torch.ones(2, 3)
+    ours = opfuser.from_torch(compiled)
+    compiled.eval()
+    assert not ours(x).any()
+    assert torch.equal(ours.eval()(x), x)
+    patched = Halves()
+    patched.half = MethodType(lambda self, x: 2 * self.drop(x), patched)  # type: ignore[method-assign]
+    assert opfuser.from_torch(nn.ModuleList([patched]))[0] is patched
+
+
+def test_attributes_may_be_tensors() -> None:
+    linear = nn.Linear(3, 3)
+    linear.scale = torch.ones(3)
+    ours: Any = opfuser.from_torch(linear)
+    assert type(ours) is opfuser.Linear
+    assert ours.scale is linear.scale
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch recommends parametrisations instead
@@ -221,7 +278,7 @@ def test_what_stays_and_why(kind: str) -> None:
     assert entry.note.startswith(why)
     ours = opfuser.from_torch(module)
     assert type(ours) is type(module)
-    if kind in ("parametrised", "hook", "forward", "norm"):
+    if kind in ("parametrised", "hook", "forward", "norm", "in front", "plain", "call"):
         x = torch.randn(2, 3)
         assert torch.equal(ours.eval()(x), module.eval()(x))
 
