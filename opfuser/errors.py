@@ -6,6 +6,9 @@ Every class also derives from the builtin exception that callers usually catch.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class OpfuserError(Exception):
     """Base of every error that opfuser raises on purpose."""
@@ -29,6 +32,18 @@ def explain(invariant: str, *, where: str = "", received: str = "", remedy: str 
     if remedy:
         text += f" {remedy.rstrip('.')}."
     return text
+
+
+def counted(count: int, noun: str) -> str:
+    """``"1 operation"``, ``"2 operations"``."""
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def choose_among(name: str, known: Iterable[str]) -> str:
+    """A remedy: the known names that are close to a misspelt one, or all; empty without any."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3) or names
+    return f"Choose among: {', '.join(close)}" if close else ""
 
 
 class ArgumentError(OpfuserError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..errors import counted
 from ..report.audit import audit
 from .arguments import FINDINGS, FINE, Subparsers, add_command, add_model, target_of, write
 
@@ -39,5 +40,6 @@ def run(args: argparse.Namespace) -> int:
     write(todo.as_yaml().rstrip("\n"), args.write)
     if args.write is not None:
         sites = sum(len(missed.instances) for missed in todo.missed_fusions)
-        print(f"{args.write}: {len(todo.missed_fusions)} fused operations, {sites} sites")
+        operations = counted(len(todo.missed_fusions), "fused operation")
+        print(f"{args.write}: {operations}, {counted(sites, 'site')}")
     return FINDINGS

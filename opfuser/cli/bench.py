@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from ..errors import counted
 from ..report.bench import UNFUSED, Bench, Contestant, bench
 from ..report.machine import summary
 from ..report.sizes import in_bytes
@@ -70,12 +71,12 @@ def _json(target: Target, found: Bench) -> str:
 
 
 def _text(target: Target, found: Bench) -> str:
+    each = counted(found.steps, "step")
     passes = "forward and backward" if found.backward else "forward"
-    each = "a step" if found.steps == 1 else f"{found.steps} steps"
     lines = [
         f"{target.name}, inputs {_inputs(target)}",
         summary(),
-        f"{passes}, {found.samples} samples of {each} each, in turns",
+        f"{passes}, {counted(found.samples, 'sample')} of {each} each, in turns",
         "",
     ]
     unfused = next(c.seconds for c in found.contestants if c.name == UNFUSED)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from ..engine.plan import Plan
-from ..errors import TargetError, explain
+from ..errors import TargetError, counted, explain
 from ..fusion_config import EffectiveSetting, FusionConfig, glob_names, in_order
 from ..fusion_config_text import as_file
 from ..registry import effective, registry
@@ -97,8 +97,9 @@ def run_check(args: argparse.Namespace) -> int:
     config = registry.read(args.file, "")
     globs = config.globs()
     print(
-        f"{args.file}: {_count(config.settings, 'setting')} of "
-        f"{_count({s.fusion for s in config.settings}, 'fusion')}, {_count(globs, 'override')}"
+        f"{args.file}: {counted(len(config.settings), 'setting')} of "
+        f"{counted(len({s.fusion for s in config.settings}), 'fusion')}, "
+        f"{counted(len(globs), 'override')}"
     )
     for text in _moved(config):
         print(f"  order: {text}")
@@ -115,7 +116,7 @@ def run_check(args: argparse.Namespace) -> int:
     found = plans(target)
     counts = {glob: _reached(glob, found.values()) for glob in globs}
     for glob, count in counts.items():
-        print(f"  override {glob!r}: {_count(range(count), 'operation')} of {args.model}")
+        print(f"  override {glob!r}: {counted(count, 'operation')} of {args.model}")
     return FINE if all(counts.values()) else FINDINGS
 
 
@@ -132,8 +133,3 @@ def _moved(config: FusionConfig) -> Iterable[str]:
 
 def _reached(glob: str, found: Iterable[Plan]) -> int:
     return sum(glob_names(glob, name) for plan in found for name in plan.names)
-
-
-def _count(things: Iterable[object], what: str) -> str:
-    number = len(list(things))
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -14,6 +14,7 @@ from ..attention import cudnn_versions
 from ..attention.call import Request, enabled_kernels
 from ..attention.choice import KERNELS
 from ..engine.replay_options import current
+from ..errors import counted
 from ..fusion_config import as_yaml
 from ..gemm_providers import names as gemm_providers
 from ..registry import effective, fusions, plugins
@@ -98,7 +99,9 @@ def _machine() -> Iterator[Row]:
         if number is not None:
             major, rest = divmod(number, 10000)
             yield Row("cuDNN", f"{major}.{rest // 100}.{rest % 100}")
-    yield Row("processor", f"{about['processor']}, {about['cpu']}, {about['threads']} threads")
+    yield Row(
+        "processor", f"{about['processor']}, {about['cpu']}, {counted(about['threads'], 'thread')}"
+    )
 
 
 def _capability() -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.plan import Plan
-from ..errors import ArgumentError, UnknownFusionError, explain
+from ..errors import ArgumentError, UnknownFusionError, choose_among, explain
 from ..fuser import OperationFuser
 from ..fusion import Fusion, FusionFunction, Stage
 from ..registry import FusionHandle, registry
@@ -102,12 +102,11 @@ def _registered(
             yield handle
             return
     if isinstance(fusion, str):
-        names = ", ".join(sorted(handle.name for handle in registry))
         raise UnknownFusionError(
             explain(
                 "check_fusion checks a fusion by its registered name",
                 received=repr(fusion),
-                remedy=f"Choose among: {names}",
+                remedy=choose_among(fusion, (handle.name for handle in registry)),
             )
         )
     if isinstance(fusion, FusionHandle):

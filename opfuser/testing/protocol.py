@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import counted
 from ..op import BasicOperation, Dtypes, GradNeeds, OperationContext, autocast_dtype
 from .calls import Untouched, fail, named_outputs
 from .compare import check_kind
@@ -22,7 +23,7 @@ def check_protocol(
     with torch.no_grad():
         expected = named_outputs(op.reference(*given.values(), **kwargs))
     if len(expected) != len(y):
-        fail(f"The reference gives {len(expected)} outputs", where, str(len(y)))
+        fail(f"The reference gives {counted(len(expected), 'output')}", where, str(len(y)))
     autocast = torch.is_autocast_enabled(given["input"].device.type)
     for name, output in y.items():
         check_kind(f"{where}: {name}", output, expected[name], any_dtype=autocast)
@@ -34,7 +35,7 @@ def check_protocol(
         fail(
             "Nothing may be saved without ctx.requires_grad",
             where,
-            f"{len(idle.to_save)} tensors",
+            counted(len(idle.to_save), "tensor"),
             "Call ctx.save_for_backward only if ctx.requires_grad",
         )
     ctx.saved_tensors, ctx.to_save = tuple(saved), None
@@ -56,10 +57,14 @@ def check_protocol(
         fail("fuser_backward of a basic operation returns lists of one entry", where)
     of_params, of_extras = tuple(dparams[0] or ()), tuple(dextras[0] or ())
     if len(of_params) != len(slots):
-        fail(f"Backward must return {len(slots)} parameter gradients", where, str(len(of_params)))
+        fail(
+            f"Backward must return {counted(len(slots), 'parameter gradient')}",
+            where,
+            str(len(of_params)),
+        )
     if len(of_extras) != op.num_extra_inputs:
         fail(
-            f"Backward must return {op.num_extra_inputs} extra-input gradients",
+            f"Backward must return {counted(op.num_extra_inputs, 'extra-input gradient')}",
             where,
             str(len(of_extras)),
         )
@@ -118,9 +123,10 @@ def _forward(
             next_op_input_quantizer=None,
             basic_op_kwargs=[kwargs],
         )
+    wanted = counted(op.num_extra_outputs, "extra output")
     if len(extra_outputs) != 1 or len(extra_outputs[0]) != op.num_extra_outputs:
         fail(
-            f"fuser_forward must return one list of {op.num_extra_outputs} extra outputs",
+            f"fuser_forward must return one list of {wanted}",
             where,
             str([len(ys) for ys in extra_outputs]),
         )
@@ -139,7 +145,7 @@ def check_saved(op: BasicOperation, saved: Sequence[Any], where: str) -> None:
             fail(
                 f"{type(op).__name__} declares no Saved, so it must save nothing",
                 where,
-                f"{len(saved)} saved tensors",
+                counted(len(saved), "saved tensor"),
                 "Declare a NamedTuple called Saved in the class: fused forwards must fill the same",
             )
         return
@@ -148,7 +154,7 @@ def check_saved(op: BasicOperation, saved: Sequence[Any], where: str) -> None:
         fail(
             f"Forward must save what Saved declares: ({', '.join(fields)})",
             where,
-            f"{len(saved)} saved tensors",
+            counted(len(saved), "saved tensor"),
         )
     for (name, kind), tensor in zip(fields.items(), saved):
         may_be_none = "None" in str(kind) or "Optional" in str(kind)

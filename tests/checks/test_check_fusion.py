@@ -136,6 +136,8 @@ def test_a_fusion_may_say_that_it_saves_more() -> None:
 
 def test_errors() -> None:
     x = torch.randn(5, 4)
+    with pytest.raises(UnknownFusionError, match=r"'norm_liner'\. Choose among: norm_linear\.$"):
+        check_fusion("norm_liner", with_bias(), x)
     for name in ("nobody", "*"):
         with pytest.raises(
             UnknownFusionError, match=r"Received: '.*Choose among: .*forward_linear"
