@@ -91,6 +91,7 @@ def add_inputs(parser: argparse.ArgumentParser, *, with_data: bool = False) -> N
         metavar="DTYPE",
         help="convert parameters and inputs, such as bf16",
     )
+    parser.set_defaults(with_data=with_data)
 
 
 def target_of(args: argparse.Namespace) -> Target:
@@ -102,10 +103,14 @@ def target_of(args: argparse.Namespace) -> Target:
     dtype = None if args.dtype is None else named_dtype(args.dtype)
     if dtype is not None and not dtype.is_floating_point:
         raise TargetError(
-            explain("Parameters are converted to a floating-point dtype", received=args.dtype)
+            explain(
+                "Parameters are converted to a floating-point dtype",
+                received=args.dtype,
+                remedy="Use fp64, fp32, bf16 or fp16",
+            )
         )
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return load(args.model, args.input, device, dtype)
+    return load(args.model, args.input, device, dtype, with_data=args.with_data)
 
 
 def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:

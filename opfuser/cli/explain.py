@@ -17,6 +17,7 @@ from ..report.kernel_counts import Counts
 from ..report.picture import picture
 from ..report.plan_json import Explained, document, equal_plans, explained
 from ..report.sizes import in_bytes
+from ..report.target import no_sequences
 from ..report.traffic import total
 from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
 
@@ -32,9 +33,8 @@ def add(subparsers: Subparsers) -> None:
         """\
 Shows the plan of every Sequential in a model: the steps of both passes, and
 what became of each fusion; and what a call launches, reads, writes and saves
-for backward on a GPU, which is counted without one. Models that hold their
-Sequentials in modules of their own are run once, without data on the meta
-device.""",
+for backward on a GPU, which is counted without one. The model is called once,
+without data on the meta device.""",
         """\
   opfuser explain my_package.model:build --input 8x2048x4096:bf16
   opfuser explain my_package.model:build --why norm_linear --at 104
@@ -110,14 +110,7 @@ def _reasons(args: argparse.Namespace) -> str:
 def _chosen(found: Explained, path: str | None) -> Explained:
     """Only the Sequential asked for, if one is."""
     if not found.plans:
-        raise TargetError(
-            explain(
-                "The model holds no opfuser.Sequential that it calls",
-                where=found.target.name,
-                remedy="Convert it with opfuser.from_torch or opfuser.hf.apply; opfuser audit says "
-                "what would fuse",
-            )
-        )
+        raise no_sequences(found.target.name)
     if path is None:
         return found
     if path not in found.plans:
@@ -183,7 +176,7 @@ def _counted(of: str, counts: Counts, saved: int) -> str:
     return "\n  ".join(
         [
             f"on a GPU, a call and its backward{of}:",
-            f"{counts.launches} launches",
+            f"{counts.launches} launch" + "es" * (counts.launches != 1),
             f"{in_bytes(counts.read)} read, {in_bytes(counts.written)} written",
             f"{in_bytes(saved)} saved for backward",
         ]

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..engine.plan import Plan
-from ..errors import ArgumentTypeError, OpfuserError, TargetError, explain
-from ..sequential import Sequential
+from ..errors import OpfuserError, TargetError, explain
+from ..registry import fusions
 from .inputs import did_you_mean, examples, said, tensor
 from .kernel_counts import counting
 from .observing import SequenceCall, observed
 
-__all__ = ["Target", "calls", "failed", "load", "moved", "plans"]
+__all__ = ["Target", "calls", "failed", "load", "moved", "no_sequences", "plans"]
 
 
 class Target(NamedTuple):
@@ -41,6 +41,8 @@ def load(
     inputs: Sequence[str] = (),
     device: str = "meta",
     dtype: torch.dtype | None = None,
+    *,
+    with_data: bool = False,
 ) -> Target:
     """The model that ``spec`` names, and inputs for it.
 
@@ -59,15 +61,18 @@ def load(
         device: where the model and its inputs are.
         dtype: which floating-point parameters, buffers and inputs are converted to; None leaves
             them as they are.
+        with_data: whether the meta device is of no use to the caller.
 
     Raises:
         TargetError: there is no such module or name, it does not build a module, a text is no
             shape, there are no inputs, or there is no such device.
+        ConfigError: the file of ``OPFUSER_CONFIG`` cannot be used.
     """
-    where = _device(device)
+    where = _device(device, with_data)
     found, home = _find(spec)
     model = _built(spec, found, where)
     model = moved(model, where, dtype)
+    fusions()  # reads the file of OPFUSER_CONFIG, which may name fusions that the model brings
     if inputs:
         given: tuple[Any, ...] = tuple(inputs)
     else:
@@ -80,21 +85,30 @@ def plans(target: Target) -> dict[str, Plan]:
     """The plan of each Sequential's call, by the path of the Sequential in the model.
 
     The plan of a Sequential covers those that it holds, so they have no entry of their own unless a
-    plain module between them calls them. Such models are run, on the device where they are; others
-    are only planned.
+    plain module between them calls them. The model is called once, on the device where it is: a
+    plan alone does not say whether its inputs are possible.
 
     Raises:
-        TargetError: a model that has to be run fails.
+        TargetError: the call fails.
     """
-    model, inputs = target.model, target.inputs
-    if isinstance(model, Sequential) and not model.overrides_forward() and _covers_all(model):
-        try:
-            return {"": model.plan(*inputs)}
-        except ArgumentTypeError:  # it holds no operations
-            return {}
-        except OpfuserError as error:
-            raise TargetError(failed(target, error)) from error
     return {call.path: call.plan for call in calls(target)}
+
+
+def no_sequences(name: str, remedy: str = "") -> TargetError:
+    """The error about a model in which nothing can be fused.
+
+    Args:
+        name: of the model.
+        remedy: what else may be done than to convert it.
+    """
+    return TargetError(
+        explain(
+            "The model holds no opfuser.Sequential that it calls",
+            where=name,
+            remedy="Convert it with opfuser.from_torch or opfuser.hf.apply; opfuser audit says "
+            f"what would fuse{remedy}",
+        )
+    )
 
 
 def calls(target: Target) -> list[SequenceCall]:
@@ -116,25 +130,12 @@ def calls(target: Target) -> list[SequenceCall]:
     return found
 
 
-def _covers_all(model: Sequential) -> bool:
-    """Whether the plan of ``model`` covers every Sequential in it."""
-    reached: set[int] = set()
-
-    def reach(sequence: Sequential) -> None:
-        reached.add(id(sequence))
-        if not sequence.overrides_forward():
-            for module in sequence:
-                if isinstance(module, Sequential):
-                    reach(module)
-
-    reach(model)
-    return all(id(m) in reached for m in model.modules() if isinstance(m, Sequential))
-
-
 def failed(target: Target, error: Exception, remedy: str = "") -> str:
     """The text about a model that does not run."""
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in target.inputs)
-    if not remedy and any(t.is_meta for t in target.inputs):
+    # Errors of opfuser have remedies of their own.
+    values = not isinstance(error, OpfuserError) and any(t.is_meta for t in target.inputs)
+    if not remedy and values:
         remedy = "Pass other inputs, or --device cpu if it reads values"
     return explain(
         f"The model has to run with inputs {shapes}",
@@ -144,7 +145,7 @@ def failed(target: Target, error: Exception, remedy: str = "") -> str:
     )
 
 
-def _device(device: str) -> torch.device:
+def _device(device: str, with_data: bool) -> torch.device:
     try:
         where = torch.device(device)
     except RuntimeError as error:
@@ -152,7 +153,7 @@ def _device(device: str) -> torch.device:
             explain(
                 "A device is one of torch's",
                 received=repr(device),
-                remedy="Use meta, cpu or cuda",
+                remedy="Use cpu or cuda" if with_data else "Use meta, cpu or cuda",
             )
         ) from error
     if where.type == "cuda" and not torch.cuda.is_available():
@@ -160,7 +161,9 @@ def _device(device: str) -> torch.device:
             explain(
                 "This machine has no CUDA device",
                 received=repr(device),
-                remedy="Use --device meta, which plans like a GPU",
+                remedy="Use --device cpu"
+                if with_data
+                else "Use --device meta, which plans like a GPU",
             )
         )
     return where

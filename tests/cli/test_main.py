@@ -62,8 +62,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["explain", f"{MODELS}:tabular", "--input", "2:int8", "--device", "cpu"], "out of bounds"
     ),
     "example without values": (["explain", f"{MODELS}:on_meta", "--device", "cpu"], "on cpu"),
-    "odd dtype": (["explain", f"{MODELS}:mlp", "--dtype", "q"], "Use one of fp64, fp32"),
-    "integers": (["explain", f"{MODELS}:mlp", "--dtype", "int8"], "floating-point dtype"),
+    "odd dtype": (["explain", f"{MODELS}:mlp", "--dtype", "q"], "A dtype is one of fp64, fp32"),
+    "near dtype": (["explain", f"{MODELS}:mlp", "--dtype", "bfloat61"], "Perhaps bfloat16 or"),
+    "integers": (
+        ["explain", f"{MODELS}:mlp", "--dtype", "int8"],
+        "to a floating-point dtype. Received: int8. Use fp64, fp32, bf16 or fp16.",
+    ),
     "examples": (["explain", f"{MODELS}:bad_examples"], "are tensors, or texts"),
     "no examples": (["explain", "torch.nn:Identity"], "says nothing about its inputs"),
     "device": (["explain", f"{MODELS}:mlp", "--device", "gpu"], "A device is one of torch's"),
