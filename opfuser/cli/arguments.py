@@ -21,6 +21,7 @@ __all__ = [
     "add_inputs",
     "add_model",
     "add_output",
+    "model_words",
     "target_of",
     "write",
 ]
@@ -111,6 +112,16 @@ def target_of(args: argparse.Namespace) -> Target:
         )
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return load(args.model, args.input, device, dtype, with_data=args.with_data)
+
+
+def model_words(args: argparse.Namespace) -> list[str]:
+    """The model and its inputs as the words of a command, as :func:`add_model` reads them."""
+    words = [args.model]
+    for text in args.input:
+        words += ["--input", text]
+    if args.device not in (None, "meta"):
+        words += ["--device", args.device]
+    return words if args.dtype is None else [*words, "--dtype", args.dtype]
 
 
 def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:

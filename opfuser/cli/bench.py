@@ -10,7 +10,7 @@ from ..report.bench import UNFUSED, Bench, Contestant, bench
 from ..report.machine import summary
 from ..report.sizes import in_bytes
 from ..report.target import Target
-from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
+from .arguments import ERROR, FINE, Subparsers, add_command, add_model, add_output, target_of, write
 
 __all__ = ["add"]
 
@@ -25,7 +25,9 @@ def add(subparsers: Subparsers) -> None:
 Times training steps (forward and backward, without an optimizer) of a model
 with its fusions, without them, and compiled by torch if asked, in turns on this
 device. Prints the median and the quartiles of the time of a step, the peak of
-device memory, and what is saved for backward; and machine and versions.""",
+device memory, and what is saved for backward; and machine and versions.
+
+Exit status: 0; 1 if one of them failed, while the others are shown.""",
         """\
   opfuser bench my_package.model:build --input 8x2048x4096:bf16 --compile""",
     )
@@ -47,11 +49,11 @@ device memory, and what is saved for backward; and machine and versions.""",
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what was measured."""
+    """Prints what was measured; :data:`ERROR` if a contestant failed."""
     target = target_of(args)
     found = bench(target, args.steps, compiled=args.compile, forward_only=args.forward)
     write(_json(target, found) if args.format == "json" else _text(target, found), args.output)
-    return FINE
+    return ERROR if any(c.error for c in found.contestants) else FINE
 
 
 def _inputs(target: Target) -> str:
@@ -89,6 +91,8 @@ def _text(target: Target, found: Bench) -> str:
     for name, *cells in rows:
         padded = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
         lines.append(f"{name:<{widths[0]}}  {padded}".rstrip())
+    if not found.fused_steps:
+        lines.append("Nothing is fused, so that there is nothing to compare.")
     lines += [f"{c.name} failed: {c.error}" for c in found.contestants if c.error]
     return "\n".join(lines)
 

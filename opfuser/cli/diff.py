@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
 from ..errors import TargetError, explain
+from ..registry import fusions
 from ..report.diff import around, data, difference, matches, text
 from ..report.plan_json import read
+from ..report.target import no_sequences
 from .arguments import (
     FINDINGS,
     FINE,
@@ -17,6 +20,7 @@ from .arguments import (
     add_command,
     add_inputs,
     add_output,
+    model_words,
     target_of,
     write,
 )
@@ -67,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         args.model = _one_model(args.model)
         sides = ("without", "with")
-        before, after = around(target_of(args), args.fusion)
+        target = target_of(args)
+        before, after = around(target, args.fusion)
+        if not after["sequences"]:
+            raise no_sequences(target.name)
     found = difference(before, after, sides)
     shown = json.dumps(data(found), indent=1) if args.format == "json" else text(found)
     write(shown, args.output)
@@ -75,10 +82,19 @@ def run(args: argparse.Namespace) -> int:
         return FINE if found.is_empty else FINDINGS
     if matches(after, args.fusion):
         return FINE
-    name = args.fusion
-    why = f"{name} matches nowhere: opfuser explain --why {name} says why."
-    print("Nothing is fused: opfuser explain says why." if name == "*" else why, file=sys.stderr)
+    what = "Nothing is fused" if args.fusion == "*" else f"{args.fusion} matches nowhere"
+    print(f"{what}: {_says_why(args)} says why.", file=sys.stderr)
     return FINDINGS
+
+
+def _says_why(args: argparse.Namespace) -> str:
+    """The command that says why the fusion does not match, which is on there as it was here."""
+    words = ["opfuser", "explain", *model_words(args)]
+    if args.fusion == "*":
+        return shlex.join(words)
+    off = any(info.name == args.fusion and not info.enabled for info in fusions())
+    switch = f"OPFUSER_ENABLE={shlex.quote(args.fusion)} " if off else ""
+    return switch + shlex.join([*words, "--why", args.fusion])
 
 
 def _two_files(names: list[str]) -> tuple[str, str]:

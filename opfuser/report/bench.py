@@ -15,7 +15,7 @@ from ..errors import TargetError, explain
 from ..registry import disable, fusions
 from .inputs import said
 from .machine import machine
-from .target import Target, failed
+from .target import Target, failed, no_sequences, plans
 from .traffic import outputs_of
 
 __all__ = ["Bench", "Contestant", "Spread", "bench"]
@@ -60,6 +60,7 @@ class Bench(NamedTuple):
         machine: on which, with versions.
         samples: of each contestant.
         steps: in each sample.
+        fused_steps: of the plans that fusions built; without any, nothing is compared.
         backward: whether a step has a backward pass.
         contestants: in the order in which they took turns.
     """
@@ -67,6 +68,7 @@ class Bench(NamedTuple):
     machine: dict[str, Any]
     samples: int
     steps: int
+    fused_steps: int
     backward: bool
     contestants: tuple[Contestant, ...]
 
@@ -81,7 +83,7 @@ def bench(
     for the device; one step before it is not timed, as switching fusions looks plans up again.
     Contestants take turns, sample by sample. A compiled model would be compiled again whenever
     fusions are switched; so then the unfused model has its samples half before and half after the
-    others' turns.
+    others' turns. Where nothing is fused, "fused" does not take part.
 
     Args:
         target: the model, on a device with data.
@@ -90,7 +92,7 @@ def bench(
         forward_only: leaves the backward out, under ``torch.no_grad()``.
 
     Raises:
-        TargetError: the model is on the meta device, or fails.
+        TargetError: the model is on the meta device, calls no Sequential, or fails.
     """
     tensors = (*target.model.parameters(), *target.inputs)
     if any(t.is_meta for t in tensors) or not target.inputs:
@@ -99,18 +101,27 @@ def bench(
                 "What is timed has data and inputs",
                 where=target.name,
                 received="tensors of the meta device" if target.inputs else "no inputs",
-                remedy="Use --device cpu or cuda",
+                remedy=f"Use --device cpu{' or cuda' * torch.cuda.is_available()}"
+                if target.inputs
+                else "Pass --input",
             )
         )
     if samples < 1:
         raise TargetError(explain("At least one sample is taken", received=str(samples)))
-    runners = {FUSED: _Runner(target, target.model, forward_only)}
-    runners[UNFUSED] = runners[FUSED]
+    with torch.no_grad() if forward_only else nullcontext():
+        found = plans(target)
+    if not found:
+        raise no_sequences(target.name)
+    fused_steps = sum(
+        step.fusion is not None for p in found.values() for step in (*p.forward, *p.backward)
+    )
+    runner = _Runner(target, target.model, forward_only)
+    runners = {FUSED: runner, UNFUSED: runner} if fused_steps else {UNFUSED: runner}
     if compiled:
         runners[COMPILED] = _Runner(target, torch.compile(target.model), forward_only)
     run = _Run(runners)
     try:
-        steps = _steps_of(runners[FUSED])
+        steps = _steps_of(runner)
     except Exception as error:
         raise TargetError(failed(target, error)) from error
     others = [name for name in runners if name != UNFUSED]
@@ -120,10 +131,9 @@ def bench(
         run.rounds(others, samples, steps)
         run.rounds([UNFUSED], samples - half, steps)
     else:
-        run.rounds([FUSED, UNFUSED], samples, steps)
-    backward = runners[FUSED].has_backward
-    found = tuple(run.contestant(name) for name in runners)
-    return Bench(machine(), samples, steps, backward, found)
+        run.rounds(list(runners), samples, steps)
+    contestants = tuple(run.contestant(name) for name in runners)
+    return Bench(machine(), samples, steps, fused_steps, runner.has_backward, contestants)
 
 
 class _Runner:
