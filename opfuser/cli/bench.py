@@ -25,11 +25,14 @@ def add(subparsers: Subparsers) -> None:
 Times training steps (forward and backward, without an optimizer) of a model
 with its fusions, without them, and compiled by torch if asked, in turns on this
 device. Prints the median and the quartiles of the time of a step, the peak of
-device memory, and what is saved for backward; and machine and versions.
+device memory, and what is saved for backward; and machine and versions. Models
+that hf:NAME names take part as transformers computes them, too; their weights
+are random.
 
 Exit status: 0; 1 if one of them failed, while the others are shown.""",
         """\
-  opfuser bench my_package.model:build --input 8x2048x4096:bf16 --compile""",
+  opfuser bench my_package.model:build --input 8x2048x4096:bf16 --compile
+  opfuser bench hf:GPT2LMHeadModel --input 4x256:int64 --dtype bf16""",
     )
     add_model(parser, with_data=True)
     parser.add_argument(

@@ -14,6 +14,8 @@ from ..report.target import plans
 from .arguments import (
     FINDINGS,
     FINE,
+    MODEL,
+    MODEL_HELP,
     Subparsers,
     add_command,
     add_inputs,
@@ -65,10 +67,10 @@ def add(subparsers: Subparsers) -> None:
     check.add_argument("file", metavar="FILE", help="a configuration, in YAML")
     check.add_argument(
         "model",
-        metavar="pkg.mod:build",
+        metavar=MODEL,
         nargs="?",
         default=None,
-        help="a function without arguments that builds the model, or the model itself",
+        help=MODEL_HELP,
     )
     add_inputs(check)
     check.set_defaults(run=run_check)

@@ -16,6 +16,7 @@ from ..report.target import no_sequences
 from .arguments import (
     FINDINGS,
     FINE,
+    MODEL,
     Subparsers,
     add_command,
     add_inputs,
@@ -49,7 +50,7 @@ Exit status: 0; 3 if the fusion matches nowhere, or if two files differ.""",
     parser.add_argument(
         "model",
         nargs="+",
-        metavar="pkg.mod:build | FILE FILE",
+        metavar=f"{MODEL} | FILE FILE",
         help="a model, as of opfuser explain, or two files",
     )
     parser.add_argument(

@@ -34,11 +34,14 @@ def add(subparsers: Subparsers) -> None:
 Shows the plan of every Sequential in a model: the steps of both passes, and
 what became of each fusion; and what a call launches, reads, writes and saves
 for backward on a GPU, which is counted without one. The model is called once,
-without data on the meta device.""",
+without data on the meta device.
+
+Models that hf:NAME names are shown as opfuser.hf.apply runs them.""",
         """\
   opfuser explain my_package.model:build --input 8x2048x4096:bf16
   opfuser explain my_package.model:build --why norm_linear --at 104
-  opfuser explain my_package.model:build --format html -o plan.html""",
+  opfuser explain my_package.model:build --format html -o plan.html
+  opfuser explain hf:LlamaForCausalLM --config small.json --dtype bf16""",
     )
     add_model(parser)
     parser.add_argument(

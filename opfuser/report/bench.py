@@ -20,7 +20,7 @@ from .traffic import outputs_of
 
 __all__ = ["Bench", "Contestant", "Spread", "bench"]
 
-FUSED, UNFUSED, COMPILED = "fused", "unfused", "torch.compile"
+FUSED, UNFUSED, COMPILED, UNTOUCHED = "fused", "unfused", "torch.compile", "transformers"
 _WARM_UP = 3  # steps
 _SAMPLE = 0.02  # seconds that a sample takes at least, if 20 steps are enough for that
 _MOST_STEPS = 20
@@ -83,7 +83,8 @@ def bench(
     for the device; one step before it is not timed, as switching fusions looks plans up again.
     Contestants take turns, sample by sample. A compiled model would be compiled again whenever
     fusions are switched; so then the unfused model has its samples half before and half after the
-    others' turns. Where nothing is fused, "fused" does not take part.
+    others' turns. Where nothing is fused, "fused" does not take part. Models that ``hf:`` names
+    take part as transformers computes them, too.
 
     Args:
         target: the model, on a device with data.
@@ -117,6 +118,8 @@ def bench(
     )
     runner = _Runner(target, target.model, forward_only)
     runners = {FUSED: runner, UNFUSED: runner} if fused_steps else {UNFUSED: runner}
+    if target.untouched is not None:
+        runners[UNTOUCHED] = _Runner(target, target.untouched, forward_only)
     if compiled:
         runners[COMPILED] = _Runner(target, torch.compile(target.model), forward_only)
     run = _Run(runners)
