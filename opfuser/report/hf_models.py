@@ -75,7 +75,8 @@ def build(
                 received=said(error),
             )
         ) from error
-    return nn.Module.train(model)
+    trained: nn.Module = model.train()
+    return trained
 
 
 def call_inputs(spec: str, model: nn.Module) -> tuple[str, ...]:
@@ -128,7 +129,7 @@ def decide_without_values() -> None:
 def quiet_and_offline() -> Iterator[None]:
     """Inside, transformers says nothing about configurations, and nothing reaches the Hub."""
     library: Any = imported("transformers")
-    constants = importlib.import_module("huggingface_hub.constants")
+    constants: Any = importlib.import_module("huggingface_hub.constants")
     before, verbosity = constants.HF_HUB_OFFLINE, library.logging.get_verbosity()
     constants.HF_HUB_OFFLINE = True
     library.logging.set_verbosity_error()
@@ -145,11 +146,12 @@ def _resolved(library: Any, spec: str, settings: dict[str, Any]) -> tuple[Any, A
     path = Path(name)
     if name and path.exists():
         return _of_data(library, spec, _read(_file(path)), settings)
-    found = getattr(library, name, None) if name.isidentifier() else None
+    found: Any = getattr(library, name, None) if name.isidentifier() else None
     if inspect.isclass(found) and issubclass(found, library.PreTrainedModel):
-        if found.config_class is None:
+        kind = getattr(found, "config_class", None)
+        if kind is None:
             raise TargetError(explain("An abstract class builds no model", received=spec))
-        return found, _config(found.config_class, spec, settings)
+        return found, _config(kind, spec, settings)
     if inspect.isclass(found) and issubclass(found, library.PretrainedConfig):
         return _class_of(library, spec, settings), _config(found, spec, settings)
     if name in library.CONFIG_MAPPING:
@@ -243,8 +245,10 @@ def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for name, value in over.items():
         inner = out.get(name)
-        both = isinstance(inner, dict) and isinstance(value, dict)
-        out[name] = _merged(inner, value) if both else value
+        if isinstance(inner, dict) and isinstance(value, dict):
+            out[name] = _merged(inner, value)
+        else:
+            out[name] = value
     return out
 
 

@@ -143,6 +143,10 @@ def test_errors() -> None:
             UnknownFusionError, match=r"Received: '.*Choose among: .*forward_linear"
         ):
             check_fusion(name, with_bias(), x)
+    with pytest.raises(
+        ArgumentError, match=r"at least one dtype\. Received: dtypes=\(\)\. Pass some"
+    ):
+        check_fusion("forward_linear_bias_add", with_bias(), x, dtypes=())
     with pytest.raises(ArgumentError, match=r"stage .* must be given.*Pass stage=\"forward\""):
         check_fusion(lambda ops: ops, with_bias(), x)
     with pytest.raises(ArgumentError, match=r"one run\. Received: .*OperationFuser, ReLU, Oper"):

@@ -205,7 +205,7 @@ FAULTS: dict[str, Fault] = {
     ),
     # What is saved.
     "saves too little": Fault(
-        "op", r"Forward must save what Saved declares: \(x, w\).*Received: 1 saved tensor\\.",
+        "op", r"Forward must save what Saved declares: \(x, w\).*Received: 1 saved tensor\.",
         save=saves(lambda ctx, x, w: (x,)),
     ),
     "saves less than the operation": Fault(
