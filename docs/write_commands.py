@@ -57,13 +57,13 @@ name is one of these:
 - a class of configurations or a type of models, such as `hf:LlamaConfig` or `hf:llama`: the model
   without a head, if the configuration states no `architectures`
 
-`--config FILE` is a JSON file with the settings that differ, such as `{"num_hidden_layers": 2}`,
-or with a whole configuration. Names of the Hugging Face Hub are errors: nothing is downloaded,
-weights are random, and no code of a folder runs. The model is in training mode, without a cache of
-keys and values. Its dtype is that of the configuration, or `--dtype`; what transformers keeps in
-fp32, such as the frequencies of rotary embeddings, stays. Without `--input` a call has 8 rows of
-512 tokens, or of as many as there are positions, or 8 images of the size that the configuration
-states. Inputs need no gradients.
+`--config FILE` is a JSON file with the settings that differ, such as `{"num_hidden_layers": 2}`, or
+with a whole configuration. Names of the Hugging Face Hub are errors: nothing is downloaded, weights
+are random, no code of a folder runs, and a `quantization_config` is an error. The model is in
+training mode, without a cache of keys and values. Its dtype is that of the configuration, or
+`--dtype`; what transformers keeps in fp32, such as the frequencies of rotary embeddings, stays.
+Without `--input` a call has 8 rows of 512 tokens, or of as many as there are positions, or 8 images
+of the size that the configuration states. Inputs need no gradients.
 
 ```bash
 opfuser explain hf:LlamaForCausalLM --config small.json --dtype bf16

@@ -23,7 +23,14 @@ __all__ = ["PREFIX", "build", "call_inputs", "decide_without_values", "quiet_and
 
 PREFIX = "hf:"
 _ROWS, _TOKENS = 8, 512
-_COMMON = {"num_labels", "torch_dtype", "attn_implementation", "rope_theta", "rope_scaling"}
+_COMMON = {  # what every configuration takes, whether its defaults name it or not
+    "attn_implementation",
+    "num_labels",
+    "quantization_config",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+}
 
 
 def build(
@@ -58,6 +65,16 @@ def build(
     try:
         with quiet_and_offline():
             kind, made = _resolved(library, spec, settings)
+            if getattr(made, "quantization_config", None):
+                raise TargetError(
+                    explain(
+                        "Quantised weights are read from files, and not built",
+                        where=spec,
+                        received="quantization_config",
+                        remedy="Set it to null with --config to see the model without: "
+                        '{"quantization_config": null}',
+                    )
+                )
             for part in (made, made.get_text_config()):
                 part.use_cache = False
             with device:

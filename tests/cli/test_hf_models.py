@@ -148,6 +148,21 @@ def test_settings_have_precedence_over_a_folder_one_by_one() -> None:
     assert config.rope_parameters == {**rope, "factor": 4.0}
 
 
+def test_a_quantised_model_is_refused_or_built_without(
+    opfuser_command: Command, folder: Path
+) -> None:
+    quantised = {**LLAMA, "quantization_config": {"quant_method": "fp8"}}
+    (folder / "llama" / "config.json").write_text(json.dumps(quantised))
+    assert opfuser_command("explain", "hf:llama").err == (
+        "opfuser: Quantised weights are read from files, and not built (hf:llama). Received: "
+        "quantization_config. Set it to null with --config to see the model without: "
+        '{"quantization_config": null}.\n'
+    )
+    (folder / "plain.json").write_text('{"quantization_config": null}')
+    done = opfuser_command("explain", "hf:llama", "--config", "plain.json")
+    assert (done.status, done.err) == (0, "")
+
+
 def test_nothing_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     offline = []
     original = transformers.LlamaForCausalLM._from_config.__func__
