@@ -35,12 +35,22 @@ def explain(invariant: str, *, where: str = "", received: str = "", remedy: str 
 
 
 def counted(count: int, noun: str) -> str:
-    """``"1 operation"``, ``"2 operations"``."""
+    """A number of things in the singular or the plural: ``"1 operation"``, ``"2 operations"``.
+
+    Args:
+        count: how many.
+        noun: in the singular; its plural ends with s.
+    """
     return f"{count} {noun}" + "s" * (count != 1)
 
 
 def choose_among(name: str, known: Iterable[str]) -> str:
-    """A remedy: the known names that are close to a misspelt one, or all; empty without any."""
+    """A remedy that lists the known names close to a misspelt one, or all; empty without any.
+
+    Args:
+        name: misspelt.
+        known: the names that there are.
+    """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3) or names
     return f"Choose among: {', '.join(close)}" if close else ""
