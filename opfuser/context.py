@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypedDic
 import torch
 from torch import Tensor
 
-from .errors import InputError, ParametersNotKeptError, SavedTensorsError, explain
+from .errors import InputError, ParametersNotKeptError, SavedTensorsError, counted, explain
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -167,7 +167,7 @@ class OperationContext:
             raise SavedTensorsError(
                 explain(
                     "An operation calls ctx.save_for_backward once",
-                    received=f"{len(tensors)} tensors after {len(self.to_save)}",
+                    received=f"{counted(len(tensors), 'tensor')} after {len(self.to_save)}",
                     remedy="Save all of them in one call",
                 )
             )

@@ -6,6 +6,9 @@ Every class also derives from the builtin exception that callers usually catch.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class OpfuserError(Exception):
     """Base of every error that opfuser raises on purpose."""
@@ -29,6 +32,28 @@ def explain(invariant: str, *, where: str = "", received: str = "", remedy: str 
     if remedy:
         text += f" {remedy.rstrip('.')}."
     return text
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things in the singular or the plural: ``"1 operation"``, ``"2 operations"``.
+
+    Args:
+        count: how many.
+        noun: in the singular; its plural ends with s.
+    """
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def choose_among(name: str, known: Iterable[str]) -> str:
+    """A remedy that lists the known names close to a misspelt one, or all; empty without any.
+
+    Args:
+        name: misspelt.
+        known: the names that there are.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3) or names
+    return f"Choose among: {', '.join(close)}" if close else ""
 
 
 class ArgumentError(OpfuserError, ValueError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import indent
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from .engine.folding import joined_names, like
 from .engine.plan import FusionRecord, Plan
-from .errors import ArgumentError, MissingFusionError, UnknownFusionError, explain
+from .errors import ArgumentError, MissingFusionError, UnknownFusionError, choose_among, explain
 from .fuser import OperationFuser
 from .fusion import Fusion, Match, Refusal, Stage
 from .op import FusibleOperation
@@ -118,8 +117,17 @@ def require_fusions(
         MissingFusionError: a fusion occurs less often; names all that do, where they are missing
             and why.
         UnknownFusionError: no fusion of that name is registered, and no plan knows it.
-        ArgumentError: the model holds no Sequential, or none was called.
+        ArgumentError: the model holds no Sequential, or none was called; or nothing is required.
     """
+    named = {**(forward or {}), **(backward or {}), **(joint or {})}
+    if not any(count > 0 for count in named.values()):
+        raise ArgumentError(
+            explain(
+                "require_fusions requires at least one step of a fusion",
+                received=str(named or "no fusion"),
+                remedy='Name what must occur, as joint={"norm_linear": 1}',
+            )
+        )
     plans = last_plans(model)
     known = {record.name for plan in plans.values() for record in plan.history}
     known.update(handle.name for handle in registry)
@@ -289,11 +297,10 @@ def _matches(plan: Plan, name: str) -> int:
 
 def _check_name(name: str, known: Sequence[str] | set[str]) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=3)
         raise UnknownFusionError(
             explain(
                 "A fusion is named as it is registered",
                 received=repr(name),
-                remedy=f"Choose among: {', '.join(near or sorted(known))}",
+                remedy=choose_among(name, known),
             )
         )

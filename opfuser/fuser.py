@@ -35,6 +35,7 @@ from .errors import (
     ExtraInputCountError,
     NotSupportedError,
     OpKwargsError,
+    counted,
     explain,
 )
 from .events.kinds import PlanInvalidated
@@ -536,7 +537,7 @@ class OperationFuser:
 def count_message(asked_by: Sequence[str], received: int) -> str:
     """The text about a wrong number of extra inputs."""
     return explain(
-        f"Expected {len(asked_by)} extra inputs but got {received}",
+        f"Expected {counted(len(asked_by), 'extra input')} but got {received}",
         where=f"asked for by {', '.join(asked_by)}" if asked_by else "no operation asks for any",
         remedy="Pass one tensor per extra input after the main input, in operation order",
     )

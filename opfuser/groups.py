@@ -23,7 +23,8 @@ from .engine.routing import (
     Routes,
     route,
 )
-from .events.kinds import Change, PlanInvalidated, counted
+from .errors import counted
+from .events.kinds import Change, PlanInvalidated
 from .events.telling import emit
 from .fuser import OperationFuser
 from .fusion import Env, Fusion, Match, QuantizedEdge, Refusal

@@ -16,16 +16,26 @@ __all__ = [
     "ERROR",
     "FINDINGS",
     "FINE",
+    "MODEL",
+    "MODEL_HELP",
     "Subparsers",
     "add_command",
     "add_inputs",
     "add_model",
     "add_output",
+    "model_words",
     "target_of",
     "write",
 ]
 
 FINE, ERROR, FINDINGS = 0, 1, 3  # the exit statuses of every command
+
+MODEL = "pkg.mod:build | hf:NAME"
+MODEL_HELP = (
+    "a function without arguments that builds the model, or the model itself; or a model of "
+    "transformers: hf: and a class such as LlamaForCausalLM, a model type such as llama, or a "
+    "local config.json or its folder"
+)
 
 Subparsers = Any  # argparse keeps the class of its subparsers private
 
@@ -59,11 +69,7 @@ def add_model(parser: argparse.ArgumentParser, *, with_data: bool = False) -> No
         parser: of a command.
         with_data: whether the default device is not meta, but CUDA, or the CPU without it.
     """
-    parser.add_argument(
-        "model",
-        metavar="pkg.mod:build",
-        help="a function without arguments that builds the model, or the model itself",
-    )
+    parser.add_argument("model", metavar=MODEL, help=MODEL_HELP)
     add_inputs(parser, with_data=with_data)
 
 
@@ -75,7 +81,8 @@ def add_inputs(parser: argparse.ArgumentParser, *, with_data: bool = False) -> N
         default=[],
         metavar="SHAPE:DTYPE",
         help="shape and dtype of an input, such as 8x2048x4096:bf16 or 2x128:int64; once per "
-        "input of the call (default: what example_inputs beside the model says)",
+        "input of the call (default: what example_inputs beside the model says; with hf:NAME, 8 "
+        "rows of up to 512 tokens, or 8 images)",
     )
     parser.add_argument(
         "--device",
@@ -91,6 +98,14 @@ def add_inputs(parser: argparse.ArgumentParser, *, with_data: bool = False) -> N
         metavar="DTYPE",
         help="convert parameters and inputs, such as bf16",
     )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="with hf:NAME, a config.json, or a JSON file with some settings of one",
+    )
+    parser.set_defaults(with_data=with_data, applied=True)
 
 
 def target_of(args: argparse.Namespace) -> Target:
@@ -102,10 +117,32 @@ def target_of(args: argparse.Namespace) -> Target:
     dtype = None if args.dtype is None else named_dtype(args.dtype)
     if dtype is not None and not dtype.is_floating_point:
         raise TargetError(
-            explain("Parameters are converted to a floating-point dtype", received=args.dtype)
+            explain(
+                "Parameters are converted to a floating-point dtype",
+                received=args.dtype,
+                remedy="Use fp64, fp32, bf16 or fp16",
+            )
         )
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return load(args.model, args.input, device, dtype)
+    return load(
+        args.model,
+        args.input,
+        device,
+        dtype,
+        with_data=args.with_data,
+        config=args.config,
+        applied=args.applied,
+    )
+
+
+def model_words(args: argparse.Namespace) -> list[str]:
+    """The model and its inputs as the words of a command, as :func:`add_model` reads them."""
+    words = [args.model] if args.config is None else [args.model, "--config", str(args.config)]
+    for text in args.input:
+        words += ["--input", text]
+    if args.device not in (None, "meta"):
+        words += ["--device", args.device]
+    return words if args.dtype is None else [*words, "--dtype", args.dtype]
 
 
 def add_output(parser: argparse.ArgumentParser, *formats: str) -> None:

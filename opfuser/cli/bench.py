@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 
+from ..errors import counted
 from ..report.bench import UNFUSED, Bench, Contestant, bench
 from ..report.machine import summary
 from ..report.sizes import in_bytes
 from ..report.target import Target
-from .arguments import FINE, Subparsers, add_command, add_model, add_output, target_of, write
+from .arguments import ERROR, FINE, Subparsers, add_command, add_model, add_output, target_of, write
 
 __all__ = ["add"]
 
@@ -24,9 +25,14 @@ def add(subparsers: Subparsers) -> None:
 Times training steps (forward and backward, without an optimizer) of a model
 with its fusions, without them, and compiled by torch if asked, in turns on this
 device. Prints the median and the quartiles of the time of a step, the peak of
-device memory, and what is saved for backward; and machine and versions.""",
+device memory, and what is saved for backward; and machine and versions. Models
+that hf:NAME names take part as transformers computes them, too; their weights
+are random.
+
+Exit status: 0; 1 if one of them failed, while the others are shown.""",
         """\
-  opfuser bench my_package.model:build --input 8x2048x4096:bf16 --compile""",
+  opfuser bench my_package.model:build --input 8x2048x4096:bf16 --compile
+  opfuser bench hf:GPT2LMHeadModel --input 4x256:int64 --dtype bf16""",
     )
     add_model(parser, with_data=True)
     parser.add_argument(
@@ -46,11 +52,11 @@ device memory, and what is saved for backward; and machine and versions.""",
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what was measured."""
+    """Prints what was measured; :data:`ERROR` if a contestant failed."""
     target = target_of(args)
     found = bench(target, args.steps, compiled=args.compile, forward_only=args.forward)
     write(_json(target, found) if args.format == "json" else _text(target, found), args.output)
-    return FINE
+    return ERROR if any(c.error for c in found.contestants) else FINE
 
 
 def _inputs(target: Target) -> str:
@@ -70,12 +76,12 @@ def _json(target: Target, found: Bench) -> str:
 
 
 def _text(target: Target, found: Bench) -> str:
+    each = counted(found.steps, "step")
     passes = "forward and backward" if found.backward else "forward"
-    each = "a step" if found.steps == 1 else f"{found.steps} steps"
     lines = [
         f"{target.name}, inputs {_inputs(target)}",
         summary(),
-        f"{passes}, {found.samples} samples of {each} each, in turns",
+        f"{passes}, {counted(found.samples, 'sample')} of {each} each, in turns",
         "",
     ]
     unfused = next(c.seconds for c in found.contestants if c.name == UNFUSED)
@@ -88,6 +94,8 @@ def _text(target: Target, found: Bench) -> str:
     for name, *cells in rows:
         padded = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:]))
         lines.append(f"{name:<{widths[0]}}  {padded}".rstrip())
+    if not found.fused_steps:
+        lines.append("Nothing is fused, so that there is nothing to compare.")
     lines += [f"{c.name} failed: {c.error}" for c in found.contestants if c.error]
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..errors import TargetError, explain
+from ..errors import TargetError, counted, explain
 from ..report.bisect import Command, Found, candidates, find
 from .arguments import FINDINGS, FINE, Subparsers, add_command
 
@@ -85,8 +85,7 @@ def _verdict(found: Found, command: Command) -> str:
                 "the others pass."
             )
     if found.others:
-        count = "1 run" if found.others == 1 else f"{found.others} runs"
-        lines.append(f"{count} failed in another way and did not count.")
+        lines.append(f"{counted(found.others, 'run')} failed in another way and did not count.")
     if found.remedy_passes:
         lines.append(f"It passes with {command.settings(found.names)}")
     else:

@@ -6,7 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from ..report.lock import compared, data, read, text, updated
+from ..errors import TargetError, explain
+from ..report.lock import ALLOW_NONE, compared, data, read, refuse_nothing, text, updated
 from ..report.target import plans
 from .arguments import (
     FINDINGS,
@@ -32,7 +33,8 @@ def add(subparsers: Subparsers) -> None:
 Compares how often each fusion matches in a model with a lock file: after an
 upgrade of a library, say, or after a change of the model. Says which fusion
 is lost, in which Sequential, and what became of it. Gains are told, and do
-not fail. One lock file holds as many models as there are.
+not fail. One lock file holds as many models as there are. A model of which no
+fusion is locked is an error: such a check would pass whatever happens.
 
 Exit status: 0; 3 if a fusion matches less often than is locked.""",
         """\
@@ -46,6 +48,11 @@ Exit status: 0; 3 if a fusion matches less often than is locked.""",
     parser.add_argument(
         "--update", action="store_true", help="write what there is now, instead of failing"
     )
+    parser.add_argument(
+        "--allow-none",
+        action="store_true",
+        help="pass a model in which there is nothing to check: without fusions, or Sequentials",
+    )
     add_output(parser, "text", "json")
     parser.set_defaults(run=run)
 
@@ -56,10 +63,21 @@ def run(args: argparse.Namespace) -> int:
     target = target_of(args)
     now = plans(target)
     if args.update:
+        if not args.allow_none:
+            refuse_nothing(target, now)
         write(updated(entries, target, now).rstrip("\n"), args.lock)
         write(f"{target.name}: locked in {args.lock}; Sequentials: {len(now)}", args.output)
         return FINE
     found = compared(entries, target, now, args.lock)
+    if not (found.locked or args.allow_none):
+        refuse_nothing(target, now)
+        raise TargetError(
+            explain(
+                "Fusions that are locked can be checked, and the entry has none",
+                where=f"{args.lock}: {target.name}",
+                remedy=f"Write it again with --update, {ALLOW_NONE}",
+            )
+        )
     shown = json.dumps(data(found), indent=1) if args.format == "json" else text(found)
     write(shown, args.output)
     return FINDINGS if found.lost else FINE

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from ..engine.plan import Plan
-from ..errors import TargetError, explain
+from ..errors import TargetError, counted, explain
 from ..fusion_config import EffectiveSetting, FusionConfig, glob_names, in_order
 from ..fusion_config_text import as_file
 from ..registry import effective, registry
@@ -14,6 +14,8 @@ from ..report.target import plans
 from .arguments import (
     FINDINGS,
     FINE,
+    MODEL,
+    MODEL_HELP,
     Subparsers,
     add_command,
     add_inputs,
@@ -65,10 +67,10 @@ def add(subparsers: Subparsers) -> None:
     check.add_argument("file", metavar="FILE", help="a configuration, in YAML")
     check.add_argument(
         "model",
-        metavar="pkg.mod:build",
+        metavar=MODEL,
         nargs="?",
         default=None,
-        help="a function without arguments that builds the model, or the model itself",
+        help=MODEL_HELP,
     )
     add_inputs(check)
     check.set_defaults(run=run_check)
@@ -97,8 +99,9 @@ def run_check(args: argparse.Namespace) -> int:
     config = registry.read(args.file, "")
     globs = config.globs()
     print(
-        f"{args.file}: {_count(config.settings, 'setting')} of "
-        f"{_count({s.fusion for s in config.settings}, 'fusion')}, {_count(globs, 'override')}"
+        f"{args.file}: {counted(len(config.settings), 'setting')} of "
+        f"{counted(len({s.fusion for s in config.settings}), 'fusion')}, "
+        f"{counted(len(globs), 'override')}"
     )
     for text in _moved(config):
         print(f"  order: {text}")
@@ -115,7 +118,7 @@ def run_check(args: argparse.Namespace) -> int:
     found = plans(target)
     counts = {glob: _reached(glob, found.values()) for glob in globs}
     for glob, count in counts.items():
-        print(f"  override {glob!r}: {_count(range(count), 'operation')} of {args.model}")
+        print(f"  override {glob!r}: {counted(count, 'operation')} of {args.model}")
     return FINE if all(counts.values()) else FINDINGS
 
 
@@ -132,8 +135,3 @@ def _moved(config: FusionConfig) -> Iterable[str]:
 
 def _reached(glob: str, found: Iterable[Plan]) -> int:
     return sum(glob_names(glob, name) for plan in found for name in plan.names)
-
-
-def _count(things: Iterable[object], what: str) -> str:
-    number = len(list(things))
-    return f"{number} {what}{'' if number == 1 else 's'}"

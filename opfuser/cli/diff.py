@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
 from ..errors import TargetError, explain
+from ..registry import fusions
+from ..report.conversion import no_sequences
 from ..report.diff import around, data, difference, matches, text
 from ..report.plan_json import read
 from .arguments import (
     FINDINGS,
     FINE,
+    MODEL,
     Subparsers,
     add_command,
     add_inputs,
     add_output,
+    model_words,
     target_of,
     write,
 )
@@ -45,7 +50,7 @@ Exit status: 0; 3 if the fusion matches nowhere, or if two files differ.""",
     parser.add_argument(
         "model",
         nargs="+",
-        metavar="pkg.mod:build | FILE FILE",
+        metavar=f"{MODEL} | FILE FILE",
         help="a model, as of opfuser explain, or two files",
     )
     parser.add_argument(
@@ -67,7 +72,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         args.model = _one_model(args.model)
         sides = ("without", "with")
-        before, after = around(target_of(args), args.fusion)
+        target = target_of(args)
+        before, after = around(target, args.fusion)
+        if not after["sequences"]:
+            raise no_sequences(target)
     found = difference(before, after, sides)
     shown = json.dumps(data(found), indent=1) if args.format == "json" else text(found)
     write(shown, args.output)
@@ -75,10 +83,19 @@ def run(args: argparse.Namespace) -> int:
         return FINE if found.is_empty else FINDINGS
     if matches(after, args.fusion):
         return FINE
-    name = args.fusion
-    why = f"{name} matches nowhere: opfuser explain --why {name} says why."
-    print("Nothing is fused: opfuser explain says why." if name == "*" else why, file=sys.stderr)
+    what = "Nothing is fused" if args.fusion == "*" else f"{args.fusion} matches nowhere"
+    print(f"{what}: {_says_why(args)} says why.", file=sys.stderr)
     return FINDINGS
+
+
+def _says_why(args: argparse.Namespace) -> str:
+    """The command that says why the fusion does not match, which is on there as it was here."""
+    words = ["opfuser", "explain", *model_words(args)]
+    if args.fusion == "*":
+        return shlex.join(words)
+    off = any(info.name == args.fusion and not info.enabled for info in fusions())
+    switch = f"OPFUSER_ENABLE={shlex.quote(args.fusion)} " if off else ""
+    return switch + shlex.join([*words, "--why", args.fusion])
 
 
 def _two_files(names: list[str]) -> tuple[str, str]:

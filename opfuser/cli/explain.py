@@ -11,7 +11,7 @@ from typing import Any
 from ..engine.folding import joined_names
 from ..engine.plan import Plan
 from ..errors import TargetError, explain
-from ..report.conversion import remedy
+from ..report.conversion import no_sequences
 from ..report.diff import check_fusion_name
 from ..report.inputs import did_you_mean
 from ..report.picture import picture
@@ -31,13 +31,15 @@ def add(subparsers: Subparsers) -> None:
         """\
 Shows the plan of every Sequential in a model: the steps of both passes, and
 what became of each fusion; and what a call launches, reads, writes and saves
-for backward on a GPU, which is counted without one. Models that hold their
-Sequentials in modules of their own are run once, without data on the meta
-device.""",
+for backward on a GPU, which is counted without one. The model is called once,
+without data on the meta device.
+
+Models that hf:NAME names are shown as opfuser.hf.apply runs them.""",
         """\
   opfuser explain my_package.model:build --input 8x2048x4096:bf16
   opfuser explain my_package.model:build --why norm_linear --at 104
-  opfuser explain my_package.model:build --format html -o plan.html""",
+  opfuser explain my_package.model:build --format html -o plan.html
+  opfuser explain hf:LlamaForCausalLM --config small.json --dtype bf16""",
     )
     add_model(parser)
     parser.add_argument(
@@ -110,13 +112,7 @@ def _reasons(args: argparse.Namespace) -> str:
 def _chosen(found: Explained, path: str | None) -> Explained:
     """Only the Sequential asked for, if one is."""
     if not found.plans:
-        raise TargetError(
-            explain(
-                "The model holds no opfuser.Sequential that it calls",
-                where=found.target.name,
-                remedy=remedy(found.target),
-            )
-        )
+        raise no_sequences(found.target)
     if path is None:
         return found
     if path not in found.plans:

@@ -13,6 +13,7 @@ from ..errors import (
     ContextError,
     ExtraInputGradientCountError,
     ParameterGradientCountError,
+    counted,
     explain,
 )
 from ..op import OperationContext
@@ -250,8 +251,8 @@ def _general_backward(
     if found != (count, count):
         raise ParameterGradientCountError(
             explain(
-                f"Expected gradients for {count} basic operations, but got "
-                f"{found[0]} lists of param grads and {found[1]} of extra-input grads",
+                f"Expected gradients for {counted(count, 'basic operation')}, but got "
+                f"{counted(found[0], 'list')} of param grads and {found[1]} of extra-input grads",
                 where=general.name,
                 remedy="Return one tuple of each for each basic operation from fuser_backward, "
                 "empty for one without",
@@ -286,8 +287,8 @@ def _place_extra_grads(
         if len(dextras) != len(targets):
             raise ExtraInputGradientCountError(
                 explain(
-                    f"Expected op {i} to generate grads for {len(targets)} extra inputs, "
-                    f"but got {len(dextras)}",
+                    f"Expected op {i} to generate grads for "
+                    f"{counted(len(targets), 'extra input')}, but got {len(dextras)}",
                     where=general.name,
                     remedy="Return one gradient or None for each of its extra inputs",
                 )

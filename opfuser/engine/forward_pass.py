@@ -15,6 +15,7 @@ from ..errors import (
     ExtraOutputCountError,
     HiddenOutputError,
     InputError,
+    counted,
     explain,
 )
 from ..op import OperationContext, new_context
@@ -188,7 +189,7 @@ def _general_forward(
     if found != count:
         raise ExtraOutputCountError(
             explain(
-                f"Expected extra outputs for {count} basic operations, but got {found}",
+                f"Expected extra outputs for {counted(count, 'basic operation')}, but got {found}",
                 where=general.name,
                 remedy="Return a list of extra outputs for each of them from fuser_forward, "
                 "empty for one that has none",
@@ -229,7 +230,8 @@ def _place_extra_outputs(
         if len(ys) != len(slots):
             raise ExtraOutputCountError(
                 explain(
-                    f"Expected op {i} to generate {len(slots)} extra outputs, but got {len(ys)}",
+                    f"Expected op {i} to generate {counted(len(slots), 'extra output')}, "
+                    f"but got {len(ys)}",
                     where=general.name,
                     remedy="Return one tensor for each of its num_extra_outputs",
                 )

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from ..errors import counted
 from ..events.kinds import (
     AttentionKernelTaken,
     Event,
@@ -28,7 +29,6 @@ from ..events.kinds import (
     FusionMatched,
     FusionRefused,
     PlanCreated,
-    counted,
 )
 from ..events.telling import Subscription, emit, subscribe
 from ..fusion import Refusal

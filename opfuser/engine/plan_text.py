@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from ..errors import counted
 from ..op import FusedOperation, FusibleOperation
 from ..op.kinds import is_built_in
 from ..quantization.quantizers import multiplies
@@ -31,7 +32,7 @@ def text(plan: Plan) -> str:
     env = plan.env
     grad = "on" if env.grad_enabled else "off"
     about = f"{env.dtype}, {env.device}, autocast {env.autocast_dtype or 'off'}, grad {grad}"
-    lines = wrapped(f"Plan for {len(plan.basic_ops)} basic operations ({about})")
+    lines = wrapped(f"Plan for {counted(len(plan.basic_ops), 'basic operation')} ({about})")
     lines += _pass_lines(plan, "forward") + _pass_lines(plan, "backward")
     lines += wrapped(_about_kernels(plan))
     lines += _precision_lines(plan)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..errors import UnknownFusionError, explain
+from ..errors import UnknownFusionError, choose_among, counted, explain
 from ..fused import FUSIONS
 from ..fusion import Fusion, NearMiss, Refusal
 from ..registry import registry
@@ -192,20 +191,18 @@ def why(plan: Plan, name: str, at: int | None = None) -> str:
     """What became of a fusion; see :meth:`Plan.why`."""
     records = [record for record in plan.history if record.name == name]
     if not records:
-        known = [record.name for record in plan.history]
-        close = difflib.get_close_matches(name, known, n=3) or known
         raise UnknownFusionError(
             explain(
                 "A plan knows the fusions that were registered when it was made",
                 received=repr(name),
-                remedy=f"Choose among: {', '.join(close)}" if close else "None was",
+                remedy=choose_among(name, (r.name for r in plan.history)) or "None was",
             )
         )
     if at is not None and not 0 <= at < len(plan.basic_ops):
         raise IndexError(
             explain(
                 "An operation of a plan is named by its index",
-                received=f"at={at!r} for {len(plan.basic_ops)} operations",
+                received=f"at={at!r} for {counted(len(plan.basic_ops), 'operation')}",
             )
         )
     lines: list[str] = []
@@ -233,7 +230,7 @@ def everywhere(plan: Plan, record: FusionRecord) -> Iterator[str]:
     """What became of a fusion at all places, equal ones together."""
     for length in sorted({len(match) for match in record.matches}):
         starts = [match[0] for match in record.matches if len(match) == length]
-        yield f"matched {length} operations from {places(plan, starts)}"
+        yield f"matched {counted(length, 'operation')} from {places(plan, starts)}"
     for no, starts in _reasons(record).items():
         yield f"refused at {places(plan, starts)}: {no}{_modules(plan, no, starts)}"
     refused = {at for at, _ in record.refusals}

@@ -7,6 +7,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from ..errors import counted
+
 __all__ = [
     "KINDS",
     "AttentionKernelTaken",
@@ -20,13 +22,7 @@ __all__ = [
     "PlanCreated",
     "PlanInvalidated",
     "ScalesUpdated",
-    "counted",
 ]
-
-
-def counted(count: int, noun: str) -> str:
-    """``"1 operation"``, ``"2 operations"``."""
-    return f"{count} {noun}" + "s" * (count != 1)
 
 
 class Event:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError, counted, explain
 from ..kernels import launch
 from .kinds import KINDS, AttentionKernelTaken, Event, FallbackTaken, KernelCompiled
 
@@ -217,7 +217,7 @@ class EventLog(Sequence[Event]):
             return list(self._events)
 
     def __repr__(self) -> str:
-        return f"EventLog({len(self)} events, {self.dropped} dropped)"
+        return f"EventLog({counted(len(self), 'event')}, {self.dropped} dropped)"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import InputError, NotSupportedError, explain
+from ..errors import InputError, NotSupportedError, counted, explain
 from ..kernels.launch import transforms_active
 
 __all__ = ["RowGroups", "groups_on_device", "groups_on_host", "row_groups"]
@@ -20,8 +20,8 @@ __all__ = ["RowGroups", "groups_on_device", "groups_on_host", "row_groups"]
 class RowGroups(NamedTuple):
     """Where the groups of rows lie: on the host if their sizes are known there.
 
-    With neither ``bounds`` nor ``ends``, the sizes are on the host, but not known yet: the call is
-    being traced by ``torch.compile``, and operators that it does not look into read them.
+    With neither ``bounds`` nor ``ends``, the sizes are not known yet: the call is being traced by
+    ``torch.compile``, or has no data, and operators that it does not look into read them.
 
     Attributes:
         bounds: start and end row of each group.
@@ -68,9 +68,11 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
                 remedy="Call it for one after the other",
             )
         )
-    if split_sizes.is_cuda or split_sizes.is_meta:  # which plans and counts as a GPU does
+    # Without data torch's grouped GEMM takes bf16 alone.
+    other = split_sizes.is_meta and x.dtype != torch.bfloat16
+    if (split_sizes.is_cuda or split_sizes.is_meta) and not other:  # which counts as a GPU does
         return groups_on_device(split_sizes)
-    if torch.compiler.is_compiling():
+    if other or torch.compiler.is_compiling():
         return RowGroups(None, split_sizes, None)
     return groups_on_host(split_sizes, x, where)
 
@@ -92,7 +94,7 @@ def groups_on_host(split_sizes: Tensor, x: Tensor, where: str = "GroupedLinear")
             explain(
                 "The split sizes must not be negative, and add up to the number of rows",
                 where=where,
-                received=f"split sizes {sizes}, input of {x.shape[0]} rows",
+                received=f"split sizes {sizes}, input of {counted(x.shape[0], 'row')}",
             )
         )
     stops = list(accumulate(sizes))

@@ -42,7 +42,7 @@ from opfuser import (
 )
 from opfuser.basic._distributed import slice_vocabulary
 from opfuser.engine.local_parameters import LocalPart, use_locally
-from opfuser.errors import ArgumentError, NotSupportedError, explain
+from opfuser.errors import ArgumentError, NotSupportedError, counted, explain
 
 from .config import ACTIVATIONS
 from .embedding_scale import EmbeddingScale
@@ -100,7 +100,7 @@ def parallelize(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = Tru
             explain(
                 "A model is parallelised over a mesh of one dimension",
                 where="parallelize",
-                received=f"{mesh.ndim} dimensions",
+                received=counted(mesh.ndim, "dimension"),
                 remedy='Pass one of them, such as mesh["tp"]',
             )
         )

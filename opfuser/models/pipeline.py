@@ -25,6 +25,7 @@ from opfuser.errors import (
     ChannelError,
     ExtraInputCountError,
     OpKwargsError,
+    counted,
     explain,
 )
 from opfuser.op import BasicOperation, FusibleOperation
@@ -110,7 +111,8 @@ class StageModule(Sequential):
         if received != expected:
             raise ExtraInputCountError(
                 explain(
-                    f"This stage takes {expected} tensors behind the output of the one before it",
+                    f"This stage takes {counted(expected, 'tensor')} behind the output of the "
+                    "one before it",
                     where="StageModule",
                     received=f"{received}",
                     remedy="Pass the extra inputs of the model as extra_inputs=(...)",
@@ -122,7 +124,7 @@ class StageModule(Sequential):
                     "extra_inputs are all extra inputs of the whole model, of which this stage "
                     f"takes {tensors.extra_inputs.start} to {tensors.extra_inputs.stop - 1}",
                     where="StageModule",
-                    received=f"{extra_inputs} tensors",
+                    received=counted(extra_inputs, "tensor"),
                     remedy="Call schedule.step(..., extra_inputs=(targets,)) on its process",
                 )
             )
@@ -260,7 +262,7 @@ def _balanced(units: Sequence[_Unit], stages: int) -> list[list[_Unit]]:
     if not 1 <= stages <= len(units):
         raise _wrong(
             "Every pipeline stage has a block, and a model has as many as it has",
-            f"{stages} stages, {len(units)} blocks and other modules",
+            f"{counted(stages, 'stage')}, {len(units)} blocks and other modules",
             "Ask for fewer stages, or name the modules at which they begin",
         )
     weights = [_weight(unit) for unit in units]

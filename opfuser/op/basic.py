@@ -19,6 +19,7 @@ from ..errors import (
     MissingImplementationError,
     NotSupportedError,
     OpKwargsError,
+    counted,
     explain,
 )
 from ..gemm_providers import GemmChoice
@@ -277,8 +278,8 @@ class BasicOperation(FusibleOperation):
                     "An operation with extra inputs or outputs must implement "
                     "fuser_forward and fuser_backward itself",
                     where=type(self).__name__,
-                    received=f"{self.num_extra_inputs} extra inputs, "
-                    f"{self.num_extra_outputs} extra outputs",
+                    received=f"{counted(self.num_extra_inputs, 'extra input')}, "
+                    f"{counted(self.num_extra_outputs, 'extra output')}",
                     remedy=f"Override {method}",
                 )
             )
@@ -452,7 +453,7 @@ class BasicOperation(FusibleOperation):
                 explain(
                     f"Extra {kind} index {index} is out of range",
                     where=where,
-                    received=f"an operation with {count} extra {kind}s",
+                    received=f"an operation with {counted(count, f'extra {kind}')}",
                 )
             )
         if channel is not None and (not isinstance(channel, str) or not channel):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from ..errors import FusionError, UnknownFusionError, explain
+from ..errors import FusionError, UnknownFusionError, choose_among, explain
 from ..fusion import STAGES, Env, Fusion, FusionFunction, Requires, Stage
 from ..fusion_config import FusionConfig, Place, Setting, in_order, settings_at
 from ..fusion_config_text import read
@@ -316,7 +316,7 @@ class Registry:
                     explain(
                         "A fusion is switched by its registered name",
                         received=repr(name),
-                        remedy=f"Choose among: {', '.join(sorted(known))}",
+                        remedy=choose_among(name, known),
                     )
                 )
         with self._changing:

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from ..errors import TargetError, explain
 from ..registry import disable, fusions
+from .conversion import no_sequences
 from .inputs import said
 from .machine import machine
-from .target import Target, failed
+from .target import Target, failed, plans
 from .traffic import outputs_of
 
 __all__ = ["Bench", "Contestant", "Spread", "bench"]
 
-FUSED, UNFUSED, COMPILED = "fused", "unfused", "torch.compile"
+FUSED, UNFUSED, COMPILED, UNTOUCHED = "fused", "unfused", "torch.compile", "transformers"
 _WARM_UP = 3  # steps
 _SAMPLE = 0.02  # seconds that a sample takes at least, if 20 steps are enough for that
 _MOST_STEPS = 20
@@ -60,6 +61,7 @@ class Bench(NamedTuple):
         machine: on which, with versions.
         samples: of each contestant.
         steps: in each sample.
+        fused_steps: of the plans that fusions built; without any, nothing is compared.
         backward: whether a step has a backward pass.
         contestants: in the order in which they took turns.
     """
@@ -67,6 +69,7 @@ class Bench(NamedTuple):
     machine: dict[str, Any]
     samples: int
     steps: int
+    fused_steps: int
     backward: bool
     contestants: tuple[Contestant, ...]
 
@@ -81,7 +84,8 @@ def bench(
     for the device; one step before it is not timed, as switching fusions looks plans up again.
     Contestants take turns, sample by sample. A compiled model would be compiled again whenever
     fusions are switched; so then the unfused model has its samples half before and half after the
-    others' turns.
+    others' turns. Where nothing is fused, "fused" does not take part. Models that ``hf:`` names
+    take part as transformers computes them, too.
 
     Args:
         target: the model, on a device with data.
@@ -90,7 +94,7 @@ def bench(
         forward_only: leaves the backward out, under ``torch.no_grad()``.
 
     Raises:
-        TargetError: the model is on the meta device, or fails.
+        TargetError: the model is on the meta device, calls no Sequential, or fails.
     """
     tensors = (*target.model.parameters(), *target.inputs)
     if any(t.is_meta for t in tensors) or not target.inputs:
@@ -99,18 +103,29 @@ def bench(
                 "What is timed has data and inputs",
                 where=target.name,
                 received="tensors of the meta device" if target.inputs else "no inputs",
-                remedy="Use --device cpu or cuda",
+                remedy=f"Use --device cpu{' or cuda' * torch.cuda.is_available()}"
+                if target.inputs
+                else "Pass --input",
             )
         )
     if samples < 1:
         raise TargetError(explain("At least one sample is taken", received=str(samples)))
-    runners = {FUSED: _Runner(target, target.model, forward_only)}
-    runners[UNFUSED] = runners[FUSED]
+    with torch.no_grad() if forward_only else nullcontext():
+        found = plans(target)
+    if not found:
+        raise no_sequences(target)
+    fused_steps = sum(
+        step.fusion is not None for p in found.values() for step in (*p.forward, *p.backward)
+    )
+    runner = _Runner(target, target.model, forward_only)
+    runners = {FUSED: runner, UNFUSED: runner} if fused_steps else {UNFUSED: runner}
+    if target.untouched is not None:
+        runners[UNTOUCHED] = _Runner(target, target.untouched, forward_only)
     if compiled:
         runners[COMPILED] = _Runner(target, torch.compile(target.model), forward_only)
     run = _Run(runners)
     try:
-        steps = _steps_of(runners[FUSED])
+        steps = _steps_of(runner)
     except Exception as error:
         raise TargetError(failed(target, error)) from error
     others = [name for name in runners if name != UNFUSED]
@@ -120,10 +135,9 @@ def bench(
         run.rounds(others, samples, steps)
         run.rounds([UNFUSED], samples - half, steps)
     else:
-        run.rounds([FUSED, UNFUSED], samples, steps)
-    backward = runners[FUSED].has_backward
-    found = tuple(run.contestant(name) for name in runners)
-    return Bench(machine(), samples, steps, backward, found)
+        run.rounds(list(runners), samples, steps)
+    contestants = tuple(run.contestant(name) for name in runners)
+    return Bench(machine(), samples, steps, fused_steps, runner.has_backward, contestants)
 
 
 class _Runner:

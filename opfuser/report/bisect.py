@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from ..errors import TargetError, explain
@@ -195,12 +195,12 @@ def find(
     def fails(done: Outcome) -> bool:
         return done.matches and done.status == first.status
 
-    def fails_with(on: Sequence[str], what: str = "") -> bool:
+    def fails_with(on: Sequence[str]) -> bool:
         off = [name for name in names if name not in on]
-        return fails(outcome(off, what or _only(on)))
+        return fails(outcome(off, f"only {_listed(on, names)}"))
 
     first = Outcome(0)
-    first = outcome((), f"all {len(names)} fusions as they are")
+    first = outcome((), _all(len(names)))
     if first.passes:
         return Found(False)
     if not first.matches:
@@ -211,9 +211,9 @@ def find(
             )
         )
     others = 0
-    without = outcome(names, "these fusions off")
+    without = outcome(names, f"without {', '.join(names)}" if names else "as they are")
     if fails(without):
-        without = outcome([*names, "*"], "every fusion off")
+        without = outcome([*names, "*"], "without any, those that the command registers too")
         if not without.passes and not fails(without):
             raise _fails_otherwise(without)
         return Found(True, without=fails(without), unknown=without.passes)
@@ -268,8 +268,18 @@ def minimal(names: Sequence[str], fails_with: Callable[[Sequence[str]], bool]) -
     return tuple(found)
 
 
-def _only(on: Sequence[str]) -> str:
-    return f"only {', '.join(on)}" if len(on) <= 3 else f"only {len(on)} of them, from {on[0]} on"
+def _all(count: int) -> str:
+    return "1 fusion as it is" if count == 1 else f"all {count} fusions as they are"
+
+
+def _listed(some: Sequence[str], names: Sequence[str]) -> str:
+    """Some of the names, three or more that follow each other as the first to the last one."""
+    texts: list[str] = []
+    at = [n for n, name in enumerate(names) if name in some]
+    for _, numbered in groupby(enumerate(at), lambda pair: pair[1] - pair[0]):
+        row = [names[n] for _, n in numbered]
+        texts += row if len(row) < 3 else [f"{row[0]} to {row[-1]}"]
+    return ", ".join(texts)
 
 
 def _fails_otherwise(done: Outcome) -> TargetError:

@@ -10,11 +10,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from ..errors import TargetError, counted, explain
 from ..hf import apply
 from ..integrations.torch_nn import conversion_report, from_torch
 from .target import Target, moved, plans
 
-__all__ = ["CONVERSIONS", "Conversion", "remedy"]
+__all__ = ["CONVERSIONS", "Conversion", "no_sequences"]
 
 _T = TypeVar("_T")
 
@@ -59,18 +60,29 @@ class Conversion(NamedTuple):
             return error
 
 
-def remedy(target: Target) -> str:
-    """What makes a model call Sequentials that calls none.
+def no_sequences(target: Target, otherwise: str = "") -> TargetError:
+    """The error about a model that calls no Sequential, with the conversion that changes that.
 
     Args:
         target: the model and its inputs.
+        otherwise: what else may be done.
     """
+    return TargetError(
+        explain(
+            "The model holds no opfuser.Sequential that it calls",
+            where=target.name,
+            remedy=_remedy(target) + otherwise,
+        )
+    )
+
+
+def _remedy(target: Target) -> str:
     for conversion in CONVERSIONS:
         count = conversion.tried(target, lambda other: len(plans(other)))
         if count:
-            several = "Sequential" if count == 1 else "Sequentials"
             return (
-                f"Convert it where it is built: with {conversion.call} it calls {count} {several}"
+                f"Convert it where it is built: with {conversion.call} it calls "
+                f"{counted(count, 'Sequential')}"
             )
     return (
         "Neither opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of "

@@ -14,9 +14,10 @@ from ..attention import cudnn_versions
 from ..attention.call import Request, enabled_kernels
 from ..attention.choice import KERNELS
 from ..engine.replay_options import current
+from ..errors import ConfigError, counted
 from ..fusion_config import as_yaml
 from ..gemm_providers import names as gemm_providers
-from ..registry import effective, fusions, plugins
+from ..registry import effective, fusions, plugins, registry
 from .machine import machine
 
 __all__ = ["Examination", "Row", "examine"]
@@ -101,7 +102,9 @@ def _machine() -> Iterator[Row]:
         if number is not None:
             major, rest = divmod(number, 10000)
             yield Row("cuDNN", f"{major}.{rest // 100}.{rest % 100}")
-    yield Row("processor", f"{about['processor']}, {about['cpu']}, {about['threads']} threads")
+    yield Row(
+        "processor", f"{about['processor']}, {about['cpu']}, {counted(about['threads'], 'thread')}"
+    )
 
 
 def _capability() -> tuple[int, int] | None:
@@ -202,14 +205,26 @@ def _plugins() -> Iterator[Row]:
         names = ", ".join(plugin.fusions) or "no fusions"
         yield Row(f"{plugin.distribution} {plugin.version}".strip(), plugin.error or names)
     origins = {plugin.distribution for plugin in found} | {"opfuser"}
-    own = [info.name for info in fusions() if info.origin not in origins]
+    own = [handle.name for handle in registry.registered() if handle.origin not in origins]
     if own:
         yield Row("registered by the program", ", ".join(own))
     if not (found or own):
         yield Row("none", "all fusions are opfuser's own")
 
 
+def _unusable() -> str:
+    """What is wrong with the file of ``OPFUSER_CONFIG``; empty if it can be used."""
+    try:
+        fusions()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def _configuration() -> Iterator[Row]:
+    if _unusable():
+        yield Row("unknown", "the file of OPFUSER_CONFIG cannot be used")
+        return
     infos = fusions()
     yield Row("fusions", f"{sum(i.enabled for i in infos)} of {len(infos)} are on")
     off: dict[str, list[str]] = {}
@@ -259,7 +274,15 @@ def _problems() -> Iterator[str]:
         for p in plugins()
         if p.error
     )
-    known = {info.name for info in fusions()} | {"*"}
+    yield from _switch_problems()
+
+
+def _switch_problems() -> Iterator[str]:
+    """What is wrong with the configuration and the switches of the environment."""
+    unusable = _unusable()
+    if unusable:
+        yield f"The file of OPFUSER_CONFIG cannot be used: {unusable}"
+    known = {handle.name for handle in registry.registered()} | {"*"}
     for variable in ("OPFUSER_DISABLE", "OPFUSER_ENABLE"):
         for name in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
             if name not in known:

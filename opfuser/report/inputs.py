@@ -28,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Names in texts of inputs; those of torch, such as ``bfloat16``, are read too."""
 
+_TORCH_DTYPES = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
 _INPUT = re.compile(r"(\d+(?:x\d+)*)?(?::(\w+))?")
 
 
@@ -126,9 +127,9 @@ def named_dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise TargetError(
             explain(
-                "A dtype is one of torch's",
+                f"A dtype is one of {', '.join(DTYPES)}, or a dtype of torch such as bfloat16",
                 received=repr(name),
-                remedy=did_you_mean(name, DTYPES) or f"Use one of {', '.join(DTYPES)}",
+                remedy=did_you_mean(name, (*DTYPES, *_TORCH_DTYPES)),
             )
         )
     return found

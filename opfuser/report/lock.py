@@ -26,15 +26,29 @@ from torch import Tensor
 
 from .. import __version__
 from ..engine.plan import Plan
-from ..errors import TargetError, explain
+from ..errors import TargetError, counted, explain
 from ..expectations import occurrences, places, reasons_by_place
 from ..fusion import STAGES
 from ..registry import fusions
+from .conversion import no_sequences
 from .target import Target
 
-__all__ = ["LOCK", "Change", "Compared", "compared", "data", "entry_of", "read", "text", "updated"]
+__all__ = [
+    "ALLOW_NONE",
+    "LOCK",
+    "Change",
+    "Compared",
+    "compared",
+    "data",
+    "entry_of",
+    "read",
+    "refuse_nothing",
+    "text",
+    "updated",
+]
 
 LOCK, CHECK = "opfuser.lock/1", "opfuser.check/1"
+ALLOW_NONE = "or pass --allow-none if nothing is to be checked"
 
 Counts = dict[str, dict[str, dict[str, int]]]
 
@@ -71,6 +85,7 @@ class Compared(NamedTuple):
     Attributes:
         name: of the model.
         matches: steps that fusions built, in the whole model now.
+        locked: steps that are locked.
         lost: what occurs less often than is locked.
         gained: what occurs more often.
         versions: the texts of versions that differ from those that wrote the entry.
@@ -78,6 +93,7 @@ class Compared(NamedTuple):
 
     name: str
     matches: int
+    locked: int
     lost: tuple[Change, ...]
     gained: tuple[Change, ...]
     versions: tuple[str, ...]
@@ -193,10 +209,31 @@ def compared(
     return Compared(
         target.name,
         sum(_total(now["sequences"])),
+        sum(_total(entry["sequences"])),
         tuple(change for change in changes if change.now < change.before),
         tuple(change for change in changes if change.now > change.before),
         versions,
     )
+
+
+def refuse_nothing(target: Target, plans: Mapping[str, Plan]) -> None:
+    """Raises TargetError if there is no fusion in a model that could be lost.
+
+    Args:
+        target: the model and its inputs.
+        plans: of its Sequentials, by path.
+    """
+    if not plans:
+        raise no_sequences(target, f", {ALLOW_NONE}")
+    if not sum(_total(_counts(plans))):
+        raise TargetError(
+            explain(
+                "There is nothing to check in a model without fusions",
+                where=target.name,
+                received=f"{counted(len(plans), 'Sequential')}, in which nothing is fused",
+                remedy=f"opfuser explain says why; convert the model, {ALLOW_NONE}",
+            )
+        )
 
 
 def text(found: Compared) -> str:

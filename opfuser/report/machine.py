@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..errors import counted
 
 __all__ = ["machine", "summary"]
 
@@ -35,7 +36,7 @@ def machine() -> dict[str, Any]:
 def summary() -> str:
     """One line: what a figure was measured on."""
     about = machine()
-    device = about.get("device") or f"{about['processor']}, {about['threads']} threads"
+    device = about.get("device") or f"{about['processor']}, {counted(about['threads'], 'thread')}"
     names = ("opfuser", "torch", "triton", "cuda")
     versions = ", ".join(f"{name} {about[name]}" for name in names if about.get(name))
     return f"{device}; {versions}"

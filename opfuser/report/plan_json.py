@@ -105,8 +105,10 @@ def explained(target: Target, *, count: bool = True) -> Explained:
         if path not in traffic.sequences or _cut(plan) != _cut(traffic.sequences[path].plan)
     ]
     if others:
-        where = "on this device other steps" if len(found) == 1 else f"{others[0]!r} other steps"
-        return Explained(target, found, None, f"what a GPU launches is counted, and {where} run.")
+        where = "" if len(found) == 1 else f" in {others[0]!r}"
+        here = target.inputs[0].device.type
+        why = f"They are counted for a GPU, which runs other steps{where} than {here} does."
+        return Explained(target, found, None, why)
     return Explained(target, found, traffic)
 
 

@@ -6,6 +6,7 @@ import copy
 import importlib
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..engine.plan import Plan
-from ..errors import ArgumentTypeError, OpfuserError, TargetError, explain
-from ..sequential import Sequential
+from ..errors import OpfuserError, TargetError, explain
+from ..integrations.hf import apply
+from ..registry import fusions
+from . import hf_models
 from .inputs import did_you_mean, examples, said, tensor
 from .kernel_counts import counting
 from .observing import SequenceCall, observed
@@ -29,11 +32,14 @@ class Target(NamedTuple):
         name: as it was asked for.
         model: on the device asked for.
         inputs: positional arguments of the call, on the same device.
+        untouched: what a model of transformers was before :func:`opfuser.hf.apply`, with the same
+            tensors; None for others, and without data.
     """
 
     name: str
     model: nn.Module
     inputs: tuple[Tensor, ...]
+    untouched: nn.Module | None = None
 
 
 def load(
@@ -41,6 +47,10 @@ def load(
     inputs: Sequence[str] = (),
     device: str = "meta",
     dtype: torch.dtype | None = None,
+    *,
+    with_data: bool = False,
+    config: Path | None = None,
+    applied: bool = True,
 ) -> Target:
     """The model that ``spec`` names, and inputs for it.
 
@@ -48,26 +58,45 @@ def load(
         spec: ``package.module:name``; the name, which may have dots, is that of a function without
             arguments that returns a ``torch.nn.Module``, or of such a module. The function runs
             with ``device`` as torch's default. A module that is elsewhere is copied to the device;
-            what the name stands for does not change.
+            what the name stands for does not change. Or ``hf:NAME``: a model of transformers, see
+            :func:`opfuser.report.hf_models.build`.
         inputs: texts such as ``8x2048x4096:bf16`` or ``2x128:int64``, one per positional argument;
             the dtype defaults to the first floating-point parameter's. Floating-point inputs are
             random and require grad; integers are random indices into the smallest table of the
             model; on the meta device there are no values. Without any,
             ``example_inputs`` is read from the function, the model or the Python module, in this
             order: a tensor, a text as above, a sequence of these, or a function that returns one
-            of them.
+            of them. For ``hf:`` there are defaults, and inputs do not require grad.
         device: where the model and its inputs are.
         dtype: which floating-point parameters, buffers and inputs are converted to; None leaves
             them as they are.
+        with_data: whether the meta device is of no use to the caller.
+        config: with ``hf:``, a JSON file with settings.
+        applied: whether models that ``hf:`` names are computed by operations: see
+            :func:`opfuser.hf.apply`.
 
     Raises:
         TargetError: there is no such module or name, it does not build a module, a text is no
             shape, there are no inputs, or there is no such device.
+        ConfigError: the file of ``OPFUSER_CONFIG`` cannot be used.
     """
-    where = _device(device)
+    where = _device(device, with_data)
+    if spec.startswith(hf_models.PREFIX):
+        return _of_transformers(
+            spec, inputs, where, dtype, config, with_data=with_data, applied=applied
+        )
+    if config is not None:
+        raise TargetError(
+            explain(
+                "--config is a configuration of a model of transformers",
+                received=f"--config {config} for {spec}",
+                remedy="Name the model as hf:LlamaForCausalLM, say",
+            )
+        )
     found, home = _find(spec)
     model = _built(spec, found, where)
     model = moved(model, where, dtype)
+    _prepare()
     if inputs:
         given: tuple[Any, ...] = tuple(inputs)
     else:
@@ -76,24 +105,59 @@ def load(
     return Target(spec, model, made)
 
 
+def _of_transformers(
+    spec: str,
+    inputs: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype | None,
+    config: Path | None,
+    *,
+    with_data: bool,
+    applied: bool,
+) -> Target:
+    with _Unfilled():
+        model = hf_models.build(spec, config, device, dtype)
+    _prepare()
+    name = spec if config is None else f"{spec} --config {config}"
+    given = tuple(inputs) or hf_models.call_inputs(spec, model)
+    made = tuple(tensor(item, spec, model, device, None).detach() for item in given)
+    if not applied:
+        return Target(name, model, made)
+    untouched = None
+    if with_data:
+        untouched = copy.deepcopy(
+            model, {id(t): t for t in (*model.parameters(), *model.buffers())}
+        )
+    with hf_models.quiet_and_offline():
+        report = apply(model)
+    if not report.replaced:
+        raise TargetError(
+            explain(
+                "opfuser.hf.apply replaces nothing in this model",
+                where=name,
+                received="; ".join(f"{k.path or 'the model'} {k.why}" for k in report.kept[:2]),
+                remedy="opfuser audit says what would fuse",
+            )
+        )
+    return Target(name, model, made, untouched)
+
+
+def _prepare() -> None:
+    """What precedes a call of any model: mistakes of a configuration are none of the call."""
+    fusions()  # reads the file of OPFUSER_CONFIG, which may name fusions that the model brings
+    hf_models.decide_without_values()
+
+
 def plans(target: Target) -> dict[str, Plan]:
     """The plan of each Sequential's call, by the path of the Sequential in the model.
 
     The plan of a Sequential covers those that it holds, so they have no entry of their own unless a
-    plain module between them calls them. Such models are run, on the device where they are; others
-    are only planned.
+    plain module between them calls them. The model is called once, on the device where it is: a
+    plan alone does not say whether its inputs are possible.
 
     Raises:
-        TargetError: a model that has to be run fails.
+        TargetError: the call fails.
     """
-    model, inputs = target.model, target.inputs
-    if isinstance(model, Sequential) and not model.overrides_forward() and _covers_all(model):
-        try:
-            return {"": model.plan(*inputs)}
-        except ArgumentTypeError:  # it holds no operations
-            return {}
-        except OpfuserError as error:
-            raise TargetError(failed(target, error)) from error
     return {call.path: call.plan for call in calls(target)}
 
 
@@ -116,25 +180,12 @@ def calls(target: Target) -> list[SequenceCall]:
     return found
 
 
-def _covers_all(model: Sequential) -> bool:
-    """Whether the plan of ``model`` covers every Sequential in it."""
-    reached: set[int] = set()
-
-    def reach(sequence: Sequential) -> None:
-        reached.add(id(sequence))
-        if not sequence.overrides_forward():
-            for module in sequence:
-                if isinstance(module, Sequential):
-                    reach(module)
-
-    reach(model)
-    return all(id(m) in reached for m in model.modules() if isinstance(m, Sequential))
-
-
 def failed(target: Target, error: Exception, remedy: str = "") -> str:
     """The text about a model that does not run."""
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in target.inputs)
-    if not remedy and any(t.is_meta for t in target.inputs):
+    # Errors of opfuser have remedies of their own.
+    values = not isinstance(error, OpfuserError) and any(t.is_meta for t in target.inputs)
+    if not remedy and values:
         remedy = "Pass other inputs, or --device cpu if it reads values"
     return explain(
         f"The model has to run with inputs {shapes}",
@@ -144,7 +195,7 @@ def failed(target: Target, error: Exception, remedy: str = "") -> str:
     )
 
 
-def _device(device: str) -> torch.device:
+def _device(device: str, with_data: bool) -> torch.device:
     try:
         where = torch.device(device)
     except RuntimeError as error:
@@ -152,7 +203,7 @@ def _device(device: str) -> torch.device:
             explain(
                 "A device is one of torch's",
                 received=repr(device),
-                remedy="Use meta, cpu or cuda",
+                remedy="Use cpu or cuda" if with_data else "Use meta, cpu or cuda",
             )
         ) from error
     if where.type == "cuda" and not torch.cuda.is_available():
@@ -160,7 +211,9 @@ def _device(device: str) -> torch.device:
             explain(
                 "This machine has no CUDA device",
                 received=repr(device),
-                remedy="Use --device meta, which plans like a GPU",
+                remedy="Use --device cpu"
+                if with_data
+                else "Use --device meta, which plans like a GPU",
             )
         )
     return where

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError, explain
+from ..errors import ArgumentError, InputError, explain
 from ..op import autocast_dtype
 from .calls import ERRORS, Outcome, Subject, call, fail
 from .variants import Variant, leading_dims, one_row, without_rows
@@ -339,6 +339,26 @@ class Reference:
 def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors, floating-point ones in ``dtype``."""
     return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def each_dtype(dtypes: Iterable[torch.dtype] | None) -> tuple[torch.dtype | None, ...]:
+    """The dtypes to check in, None for those that tensors have.
+
+    Raises:
+        ArgumentError: there are none, so that nothing would be checked.
+    """
+    if dtypes is None:
+        return (None,)
+    found = tuple(dtypes)
+    if not found:
+        raise ArgumentError(
+            explain(
+                "A check is made in at least one dtype",
+                received=f"dtypes={dtypes!r}",
+                remedy="Pass some, or None for those of the tensors",
+            )
+        )
+    return found
 
 
 def parameters_of(module: nn.Module) -> dict[str, Tensor]:

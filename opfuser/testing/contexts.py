@@ -14,6 +14,7 @@ from torch import Tensor
 from ..engine.plan import Plan
 from ..engine.routing import Slot
 from ..engine.schedule import step_name
+from ..errors import counted
 from ..fuser import OperationFuser
 from ..op import BasicOperation, FusibleOperation, GradNeeds, OperationContext
 from ..op.results import forward_parts, refuse_output, row_of_outputs
@@ -152,7 +153,11 @@ def _compare_contexts(
 ) -> None:
     own, plain, exact = (ctx.to_save or () for ctx in ctxs)
     if len(own) != len(plain):
-        fail(f"Expected {len(plain)} tensors, as its op_forward saves", where, str(len(own)))
+        fail(
+            f"Expected {counted(len(plain), 'tensor')}, as its op_forward saves",
+            where,
+            str(len(own)),
+        )
     names = list(op.Saved.__annotations__) if op.Saved else [f"tensor {n}" for n in range(len(own))]
     for name, a, b in zip(names, own, plain):
         if a is None and b is not None:

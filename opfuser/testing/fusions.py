@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.plan import Plan
-from ..errors import ArgumentError, UnknownFusionError, explain
+from ..errors import ArgumentError, UnknownFusionError, choose_among, explain
 from ..fuser import OperationFuser
 from ..fusion import Fusion, FusionFunction, Stage
 from ..registry import FusionHandle, registry
 from ..sequential import Sequential
 from .calls import Subject, named_inputs
-from .compare import Reference, Tolerance, cast, parameters_of
+from .compare import Reference, Tolerance, cast, each_dtype, parameters_of
 from .contexts import check_saved_by, only
 from .plans import record_text
 from .saving import Unread, check_saving
@@ -79,7 +79,7 @@ def check_fusion(
     Raises:
         AssertionError: as of :func:`check_op`, naming the pairing too, and the first step of the
             plan whose results deviate when the steps are run one after the other.
-        ArgumentError: ``ops`` do not form one group, or the stage is missing.
+        ArgumentError: ``ops`` do not form one group, the stage is missing, or ``dtypes`` is empty.
         UnknownFusionError: no fusion of that name is registered.
 
     Warns:
@@ -88,7 +88,7 @@ def check_fusion(
     """
     unread = Unread()
     with _registered(fusion, stage) as handle:
-        for n, dtype in enumerate((None,) if dtypes is None else tuple(dtypes)):
+        for n, dtype in enumerate(each_dtype(dtypes)):
             seq = Sequential(*copy.deepcopy(list(ops)))
             inputs = named_inputs(input.detach(), [t.detach() for t in extra_inputs])
             if dtype is not None:
@@ -109,12 +109,11 @@ def _registered(
             yield handle
             return
     if isinstance(fusion, str):
-        names = ", ".join(sorted(handle.name for handle in registry))
         raise UnknownFusionError(
             explain(
                 "check_fusion checks a fusion by its registered name",
                 received=repr(fusion),
-                remedy=f"Choose among: {names}",
+                remedy=choose_among(fusion, (handle.name for handle in registry)),
             )
         )
     if isinstance(fusion, FusionHandle):

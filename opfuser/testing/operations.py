@@ -14,7 +14,7 @@ from ..op import BasicOperation, autocast_dtype
 from ..registry import disable, fusions
 from .calls import Subject, named_inputs
 from .changes import SETTINGS, attributes
-from .compare import Reference, Tolerance, cast, parameters_of
+from .compare import Reference, Tolerance, cast, each_dtype, parameters_of
 from .protocol import check_protocol
 from .variants import Variant, leading_dims, modes, variants
 
@@ -67,6 +67,7 @@ def check_op(
     Raises:
         AssertionError: naming the call, the tensor, its error and the error allowed, and the
             element that deviates most: its place, its value and those that it is compared with.
+        ArgumentError: ``dtypes`` is empty.
         ArgumentTypeError: ``op`` is no basic operation.
     """
     if not isinstance(op, BasicOperation):
@@ -79,7 +80,7 @@ def check_op(
         )
     kwargs = dict(kwargs or {})
     has_rows = leading_dims(input) > 0
-    for n, dtype in enumerate((None,) if dtypes is None else tuple(dtypes)):
+    for n, dtype in enumerate(each_dtype(dtypes)):
         ours = copy.deepcopy(op)
         inputs = {name: t.detach() for name, t in named_inputs(input, extra_inputs).items()}
         if dtype is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ..engine.plan import FusionRecord, Plan
-from ..errors import ArgumentError, explain
+from ..errors import ArgumentError, choose_among, counted, explain
 from ..expectations import last_plans, occurrences, reasons
 from ..fusion import Stage
 from ..sequential import Sequential
@@ -35,8 +35,17 @@ def assert_fused(
 
     Raises:
         AssertionError: another number; with the fusion's reasons and the plan.
-        ArgumentError: there is no plan, because the model has not been called.
+        ArgumentError: there is no plan, because the model has not been called; or no fusion is
+            given.
     """
+    if not (forward or backward or joint):
+        raise ArgumentError(
+            explain(
+                "assert_fused compares the fusions that it is given",
+                received="no fusion",
+                remedy='Name what must occur, as joint={"norm_linear": 1}',
+            )
+        )
     plans = _plans(model, inputs)
     stages: tuple[tuple[Stage, Mapping[str, int] | None], ...] = (
         ("forward", forward),
@@ -50,7 +59,8 @@ def assert_fused(
             if found != count:
                 raise AssertionError(
                     record_text(
-                        f"Expected fusion {name!r} {count} times in stage {stage}, found {found}",
+                        f"Expected fusion {name!r} {counted(count, 'time')} in stage {stage}, "
+                        f"found {found}",
                         plans,
                         name,
                     )
@@ -97,7 +107,7 @@ def _plans(model: nn.Module | Plan, inputs: tuple[Tensor, ...]) -> list[Plan]:
         raise ArgumentError(
             explain(
                 "Plans for given inputs are those of a Sequential",
-                received=f"{type(model).__name__} and {len(inputs)} inputs",
+                received=f"{type(model).__name__} and {counted(len(inputs), 'input')}",
                 remedy="Call the model first and pass no inputs; or pass a Sequential and inputs",
             )
         )
@@ -107,11 +117,11 @@ def _plans(model: nn.Module | Plan, inputs: tuple[Tensor, ...]) -> list[Plan]:
 def _records(plans: list[Plan], name: str) -> list[tuple[Plan, FusionRecord]]:
     found = [(plan, record) for plan in plans for record in plan.history if record.name == name]
     if not found:
-        names = sorted({record.name for plan in plans for record in plan.history})
+        names = {record.name for plan in plans for record in plan.history}
         raise AssertionError(
             explain(
                 f"No fusion {name!r} was tried when the plan was made",
-                remedy=f"Names: {', '.join(names) or 'none, as no fusion is registered'}",
+                remedy=choose_among(name, names) or "None is registered",
             )
         )
     return found

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import counted
 from ..op import BasicOperation, Dtypes, GradNeeds, OperationContext, autocast_dtype
 from ..op.results import backward_parts, forward_parts, row_of_grads, row_of_outputs
 from .calls import Untouched, checked_results, fail, named_outputs
@@ -23,7 +24,7 @@ def check_protocol(
     with torch.no_grad():
         expected = named_outputs(op.reference(*given.values(), **kwargs))
     if len(expected) != len(y):
-        fail(f"The reference gives {len(expected)} outputs", where, str(len(y)))
+        fail(f"The reference gives {counted(len(expected), 'output')}", where, str(len(y)))
     autocast = torch.is_autocast_enabled(given["input"].device.type)
     for name, output in y.items():
         check_kind(f"{where}: {name}", output, expected[name], any_dtype=autocast)
@@ -35,7 +36,7 @@ def check_protocol(
         fail(
             "Nothing may be saved without ctx.requires_grad",
             where,
-            f"{len(idle.to_save)} tensors",
+            counted(len(idle.to_save), "tensor"),
             "Call ctx.save_for_backward only if ctx.requires_grad",
         )
     ctx.saved_tensors, ctx.to_save = tuple(saved), None
@@ -60,10 +61,14 @@ def check_protocol(
     with checked_results(where):
         of_params, of_extras = (row_of_grads(kind, kind, grads[0]) for grads in (dparams, dextras))
     if len(of_params) != len(slots):
-        fail(f"Backward must return {len(slots)} parameter gradients", where, str(len(of_params)))
+        fail(
+            f"Backward must return {counted(len(slots), 'parameter gradient')}",
+            where,
+            str(len(of_params)),
+        )
     if len(of_extras) != op.num_extra_inputs:
         fail(
-            f"Backward must return {op.num_extra_inputs} extra-input gradients",
+            f"Backward must return {counted(op.num_extra_inputs, 'extra-input gradient')}",
             where,
             str(len(of_extras)),
         )
@@ -125,9 +130,10 @@ def _forward(
         )
         y, extra_outputs = forward_parts(kind, result)
         rows = [row_of_outputs(kind, kind, row) for row in extra_outputs]
+    wanted = counted(op.num_extra_outputs, "extra output")
     if [len(row) for row in rows] != [op.num_extra_outputs]:
         fail(
-            f"fuser_forward must return one list of {op.num_extra_outputs} extra outputs",
+            f"fuser_forward must return one list of {wanted}",
             where,
             str([len(row) for row in rows]),
         )
@@ -146,7 +152,7 @@ def check_saved(op: BasicOperation, saved: Sequence[Any], where: str) -> None:
             fail(
                 f"{type(op).__name__} declares no Saved, so it must save nothing",
                 where,
-                f"{len(saved)} saved tensors",
+                counted(len(saved), "saved tensor"),
                 "Declare a NamedTuple called Saved in the class: fused forwards must fill the same",
             )
         return
@@ -155,7 +161,7 @@ def check_saved(op: BasicOperation, saved: Sequence[Any], where: str) -> None:
         fail(
             f"Forward must save what Saved declares: ({', '.join(fields)})",
             where,
-            f"{len(saved)} saved tensors",
+            counted(len(saved), "saved tensor"),
         )
     for (name, kind), tensor in zip(fields.items(), saved):
         may_be_none = "None" in str(kind) or "Optional" in str(kind)

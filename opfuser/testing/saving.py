@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engine.plan import Step
-from ..errors import explain
+from ..errors import counted, explain
 from ..registry import FusionHandle
 from ..sequential import Sequential
 from .calls import ERRORS, fail
@@ -92,7 +92,7 @@ def _check_saves_nothing(
                 fail(
                     "Nothing may be saved without ctx.requires_grad",
                     f"{where}: saved for {name_of(filled.plan, i)}",
-                    f"{kept} tensors",
+                    counted(kept, "tensor"),
                     "Call ctx.save_for_backward only if ctx.requires_grad",
                 )
 

@@ -136,11 +136,17 @@ def test_a_fusion_may_say_that_it_saves_more() -> None:
 
 def test_errors() -> None:
     x = torch.randn(5, 4)
+    with pytest.raises(UnknownFusionError, match=r"'norm_liner'\. Choose among: norm_linear\.$"):
+        check_fusion("norm_liner", with_bias(), x)
     for name in ("nobody", "*"):
         with pytest.raises(
             UnknownFusionError, match=r"Received: '.*Choose among: .*forward_linear"
         ):
             check_fusion(name, with_bias(), x)
+    with pytest.raises(
+        ArgumentError, match=r"at least one dtype\. Received: dtypes=\(\)\. Pass some"
+    ):
+        check_fusion("forward_linear_bias_add", with_bias(), x, dtypes=())
     with pytest.raises(ArgumentError, match=r"stage .* must be given.*Pass stage=\"forward\""):
         check_fusion(lambda ops: ops, with_bias(), x)
     with pytest.raises(ArgumentError, match=r"one run\. Received: .*OperationFuser, ReLU, Oper"):

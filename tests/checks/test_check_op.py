@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser.errors import ArgumentTypeError
+from opfuser.errors import ArgumentError, ArgumentTypeError
 from opfuser.op import BasicOperation
 from opfuser.testing import check_op
 from tests.checks.spoilt import Scaled, spoilt
@@ -143,3 +143,5 @@ def test_errors() -> None:
         ArgumentTypeError, match=r"basic operations\. Received: Linear.*check_fusion"
     ):
         check_op(opfuser.Linear(3, 3), torch.randn(5, 3))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"Received: dtypes=\[\]\."):
+        check_op(opfuser.Identity(), torch.randn(5, 3), dtypes=[])

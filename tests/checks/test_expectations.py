@@ -180,6 +180,21 @@ def test_a_model_without_a_call_is_an_error(model: nn.Module, text: str) -> None
     assert text in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("required", "text"),
+    [
+        ({}, "Received: no fusion."),
+        ({"joint": {"norm_linear": 0}}, "Received: {'norm_linear': 0}."),
+    ],
+)
+def test_to_require_nothing_is_an_error(required: Any, text: str) -> None:
+    seq = scales()
+    seq(X)
+    with pytest.raises(ArgumentError, match="requires at least one step of a fusion") as error:
+        require_fusions(seq, **required)
+    assert f"{text} Name what must occur, as joint=" in str(error.value)
+
+
 def test_unknown_names_are_errors() -> None:
     seq = scales()
     seq(X)

@@ -176,7 +176,7 @@ FAULTS: dict[str, Fault] = {
         grads=with_dx(lambda dx: 1.0),
     ),
     "too few parameter gradients": Fault(
-        "op", "Backward must return 1 parameter gradients .*Received: 0",
+        "op", "Backward must return 1 parameter gradient .*Received: 0",
         op_backward=lambda op, ctx, dy: (Scaled.op_backward(op, ctx, dy)[0], ()),
     ),
     "the input gradient alone": Fault(
@@ -219,7 +219,7 @@ FAULTS: dict[str, Fault] = {
     ),
     # What is saved.
     "saves too little": Fault(
-        "op", r"Forward must save what Saved declares: \(x, w\).*Received: 1 saved tensors",
+        "op", r"Forward must save what Saved declares: \(x, w\).*Received: 1 saved tensor\.",
         save=saves(lambda ctx, x, w: (x,)),
     ),
     "saves less than the operation": Fault(
@@ -390,7 +390,7 @@ FAULTS: dict[str, Fault] = {
         **result(2, lambda extras, g, ctxs: [(2 * extras[0][0],)], "fuser_backward"),
     ),
     "no gradient of the extra input": Fault(
-        "extras", "Backward must return 1 extra-input gradients .*Received: 0",
+        "extras", "Backward must return 1 extra-input gradient .*Received: 0",
         **result(2, lambda extras, g, ctxs: [()], "fuser_backward"),
     ),
     "lists of the wrong length": Fault(
@@ -434,7 +434,7 @@ FAULTS: dict[str, Fault] = {
         **result(1, lambda extras, x, ctxs: [(extras[0][0] + 0.1,)]),
     ),
     "no extra output": Fault(
-        "extras", r"fuser_forward must return one list of 1 extra outputs .*Received: \[0\]",
+        "extras", r"fuser_forward must return one list of 1 extra output .*Received: \[0\]",
         **result(1, lambda extras, x, ctxs: [()]),
     ),
     "an extra output that is None": Fault(
@@ -451,7 +451,7 @@ FAULTS: dict[str, Fault] = {
         ),
     ),
     "a reference with fewer outputs": Fault(
-        "extras", "The reference gives 1 outputs .*Received: 2",
+        "extras", "The reference gives 1 output .*Received: 2",
         reference=lambda op, x, extra: x * extra,
     ),
 }  # fmt: skip

@@ -24,6 +24,10 @@ def mlp() -> opfuser.Sequential:
 mlp.example_inputs = f"2x3x{WIDTH}"  # type: ignore[attr-defined]
 
 
+def norm_and_linear() -> opfuser.Sequential:
+    return opfuser.Sequential(opfuser.RMSNorm(WIDTH), opfuser.Linear(WIDTH, WIDTH))
+
+
 def layers(count: int = 23) -> opfuser.Sequential:
     """A decoder of 300 operations."""
     return decoder_lm(

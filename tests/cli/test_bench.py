@@ -75,7 +75,7 @@ def test_a_contestant_that_fails_ends_nothing(
     monkeypatch.setattr(torch, "compile", refuse)
     argv = "bench", f"{MODELS}:mlp", "--steps", "2", "--compile", "--device", "cpu"
     done = opfuser_command(*argv)
-    assert done.status == 0
+    assert done.status == 1  # a call that fails is a command that fails
     head, *lines = done.out.splitlines()
     assert head == "tests.cli.models:mlp, inputs 2x3x16:float32"
     assert f"torch {torch.__version__}" in lines[0]
@@ -83,6 +83,28 @@ def test_a_contestant_that_fails_ends_nothing(
     names = [line.split("  ")[0] for line in lines[3:]]
     assert names[1:3] == ["fused", "unfused"]
     assert lines[-1] == "torch.compile failed: RuntimeError: there is no compiler"
+
+
+def test_where_nothing_is_fused_nothing_is_compared(opfuser_command: Command) -> None:
+    argv = "bench", f"{MODELS}:mlp", "--steps", "2", "--device", "cpu"
+    with opfuser.disable("*"):
+        done = opfuser_command(*argv)
+        found = json.loads(opfuser_command(*argv, "--format", "json").out)
+    assert done.status == 0
+    *_, row, last = done.out.splitlines()
+    assert (row.split()[0], last) == (
+        "unfused",
+        "Nothing is fused, so that there is nothing to compare.",
+    )
+    assert "\nfused " not in done.out
+    assert (found["fused_steps"], [c["name"] for c in found["contestants"]]) == (0, ["unfused"])
+
+
+def test_fused_steps_are_those_of_the_calls_that_are_timed() -> None:
+    x = torch.randn(2, 16, requires_grad=True)
+    both = bench(Target("noting", Noting(), (x,)), samples=1)
+    forward = bench(Target("noting", Noting(), (x,)), samples=1, forward_only=True)
+    assert (both.fused_steps, forward.fused_steps) == (2, 1)
 
 
 def test_json(opfuser_command: Command) -> None:

@@ -129,11 +129,29 @@ def test_progress() -> None:
     find(["a", "b", "c", "d"], Runs("c", known="abcd"), lines.append)
     assert lines == [
         "run 1: all 4 fusions as they are: fails (exit status 1)",
-        "run 2: these fusions off: passes",
+        "run 2: without a, b, c, d: passes",
         "run 3: only a, b: passes",
         "run 4: only c, d: fails (exit status 1)",
         "run 5: only c: fails (exit status 1)",
         "run 6: all but c: passes",
+    ]
+
+
+def test_progress_names_the_fusions_of_every_run() -> None:
+    lines: list[str] = []
+    find(NAMES, Runs("f2 f9", known=NAMES), lines.append)
+    assert lines[1] == f"run 2: without {', '.join(NAMES)}: passes"
+    assert lines[2:4] == [
+        "run 3: only f0 to f9: fails (exit status 1)",
+        "run 4: only f0 to f4: passes",
+    ]
+    assert any(line.endswith(": only f2, f3, f7 to f9: fails (exit status 1)") for line in lines)
+    lines.clear()
+    find(["a"], lambda off: FAILS, lines.append)
+    assert lines == [
+        "run 1: 1 fusion as it is: fails (exit status 1)",
+        "run 2: without a: fails (exit status 1)",
+        "run 3: without any, those that the command registers too: fails (exit status 1)",
     ]
 
 

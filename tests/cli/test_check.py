@@ -42,8 +42,16 @@ def with_an_activation() -> Sequential:
     return Sequential(Linear(8, 8), SiLU(), Linear(8, 8))
 
 
+def plain() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def alone() -> Sequential:
+    return Sequential(SiLU())
+
+
 def of_a_user() -> Sequential:
-    return Sequential(*operations())
+    return Sequential(Linear(8, 4), *operations())
 
 
 SCHEMA = "schema: opfuser.lock/1\n"
@@ -129,13 +137,65 @@ def test_equal_losses_are_told_once(run: Run) -> None:
 
 def test_gains_do_not_fail(run: Run) -> None:
     with opfuser.disable("*"):
-        run("with_an_activation", "--update")
-    status, said = run("with_an_activation")
+        run("with_an_activation", "--update", "--allow-none")
+    status, said = run("with_an_activation", "--allow-none")
     head, *gained, last = said.splitlines()
     assert (status, head[-33:]) == (0, "no fusion is lost; fused steps: 1")
     assert gained[0] == "gained: activation_linear (joint): 0 -> 1"
     assert len(gained) == 1
     assert last == "--update locks what there is now."
+
+
+PLAIN = (
+    f"opfuser: The model holds no opfuser.Sequential that it calls ({__name__}:plain). Convert it "
+    "with opfuser.from_torch or opfuser.hf.apply; opfuser audit says what would fuse, or pass "
+    "--allow-none if nothing is to be checked."
+)
+ALONE = (
+    f"opfuser: There is nothing to check in a model without fusions ({__name__}:alone). Received: "
+    "1 Sequential, in which nothing is fused. opfuser explain says why; convert the model, or "
+    "pass --allow-none if nothing is to be checked."
+)
+
+
+@pytest.mark.parametrize(("model", "says", "count"), [("plain", PLAIN, 0), ("alone", ALONE, 1)])
+def test_nothing_to_check_is_an_error(
+    run: Run, lock: Path, model: str, says: str, count: int
+) -> None:
+    assert run(model, "--update") == (1, says)
+    assert not lock.exists()
+    locked = f"{__name__}:{model}: locked in LOCK; Sequentials: {count}"
+    assert run(model, "--update", "--allow-none") == (0, locked)
+    assert run(model) == (1, says)
+    passes = f"{__name__}:{model}: no fusion is lost; fused steps: 0"
+    assert run(model, "--allow-none") == (0, passes)
+
+
+def test_an_entry_without_fusions_checks_nothing(run: Run) -> None:
+    with opfuser.disable("*"):
+        run("layers", "--update", "--allow-none")
+    status, said = run("layers")
+    assert status == 1
+    assert said == (
+        "opfuser: Fusions that are locked can be checked, and the entry has none "
+        f"(LOCK: {LAYERS}). Write it again with --update, or pass --allow-none if nothing is to "
+        "be checked."
+    )
+
+
+def test_a_model_that_is_no_longer_converted_has_lost_its_fusions(run: Run, lock: Path) -> None:
+    run("layers", "--update")
+    as_layers(lock, "plain")
+    assert run("plain")[0] == 3
+    assert run("plain", "--allow-none")[0] == 3
+
+
+@pytest.mark.parametrize("text", ["4x7", "4x8:int64"])
+def test_nothing_is_locked_of_a_call_that_fails(lock: Path, text: str) -> None:
+    assert main(["check", LAYERS, "--lock", str(lock), "--input", text, "--update"]) == 1
+    model = f"{__name__}:with_an_activation"
+    assert main(["check", model, "--lock", str(lock), "--input", text, "--update"]) == 1
+    assert not lock.exists()
 
 
 def test_a_sequence_that_is_gone_has_lost_its_fusions(run: Run, lock: Path) -> None:

@@ -70,11 +70,27 @@ def test_a_fusion_that_matches_nowhere_is_a_finding(opfuser_command: Command) ->
     assert done.status == 3
     assert done.out == "without and with do not differ.\n"
     assert done.err == (
-        "pointwise_chain matches nowhere: opfuser explain --why pointwise_chain says why.\n"
+        f"pointwise_chain matches nowhere: opfuser explain {MODELS}:mlp --why pointwise_chain says "
+        "why.\n"
     )
     with opfuser.disable(*(info.name for info in opfuser.fusions() if info.enabled)):
         done = opfuser_command("diff", f"{MODELS}:mlp", "--fusion", "*")
-    assert (done.status, done.err) == (3, "Nothing is fused: opfuser explain says why.\n")
+    says = f"Nothing is fused: opfuser explain {MODELS}:mlp says why.\n"
+    assert (done.status, done.err) == (3, says)
+
+
+def test_the_command_that_says_why_is_whole(opfuser_command: Command) -> None:
+    """It explains the same call, with the fusion on where it is off by default."""
+    call = f"{MODELS}:norm_and_linear", "--input", "2x16:bf16", "--device", "cpu", "--dtype", "bf16"
+    said = opfuser_command("diff", *call, "--fusion", "recompute_mlp").err
+    head, _, tail = said.partition("recompute_mlp matches nowhere: OPFUSER_ENABLE=recompute_mlp ")
+    assert (head, tail.endswith(" says why.\n")) == ("", True)
+    words = tail.removesuffix(" says why.\n").split()
+    assert words == ["opfuser", "explain", *call, "--why", "recompute_mlp"]
+    with opfuser.enable("recompute_mlp"):
+        done = opfuser_command(*words[1:])
+    assert done.status == 0
+    assert done.out.startswith("recompute_mlp (joint): unmatched")
 
 
 def explained(command: Command, file: Path, model: str, *argv: str) -> str:

@@ -38,6 +38,12 @@ def test_versions_and_device(opfuser_command: Command) -> None:
     assert ("none" in found["GPU"]) == (not torch.cuda.is_available())
 
 
+def test_one_thread_is_no_plural(opfuser_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads, text in ((1, ", 1 thread"), (2, ", 2 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert rows(opfuser_command, "versions and machine")["processor"].endswith(text)
+
+
 def test_kernels_that_run_and_why_others_do_not(
     opfuser_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import opfuser
 from opfuser.cli import COMMANDS
@@ -37,6 +38,9 @@ def test_version(opfuser_command: Command) -> None:
     assert opfuser_command("--version").out == f"opfuser {opfuser.__version__}\n"
 
 
+DEVICES = "cpu or cuda" if torch.cuda.is_available() else "cpu"
+BENCH_ON_META = f"Received: tensors of the meta device. Use --device {DEVICES}."
+
 # What is asked for, and what the error says.
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "command": (["explian"], "invalid choice: 'explian'"),
@@ -62,8 +66,12 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["explain", f"{MODELS}:tabular", "--input", "2:int8", "--device", "cpu"], "out of bounds"
     ),
     "example without values": (["explain", f"{MODELS}:on_meta", "--device", "cpu"], "on cpu"),
-    "odd dtype": (["explain", f"{MODELS}:mlp", "--dtype", "q"], "Use one of fp64, fp32"),
-    "integers": (["explain", f"{MODELS}:mlp", "--dtype", "int8"], "floating-point dtype"),
+    "odd dtype": (["explain", f"{MODELS}:mlp", "--dtype", "q"], "A dtype is one of fp64, fp32"),
+    "near dtype": (["explain", f"{MODELS}:mlp", "--dtype", "bfloat61"], "Perhaps bfloat16 or"),
+    "integers": (
+        ["explain", f"{MODELS}:mlp", "--dtype", "int8"],
+        "to a floating-point dtype. Received: int8. Use fp64, fp32, bf16 or fp16.",
+    ),
     "examples": (["explain", f"{MODELS}:bad_examples"], "are tensors, or texts"),
     "no examples": (["explain", "torch.nn:Identity"], "says nothing about its inputs"),
     "device": (["explain", f"{MODELS}:mlp", "--device", "gpu"], "A device is one of torch's"),
@@ -93,7 +101,18 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "diff of two": (["diff", "a", "b", "--fusion", "x"], "one model is compared with itself"),
     "no file": (["diff", "/no/a.json", "/no/b.json"], "cannot be read"),
     "no JSON": (["diff", __file__, __file__], "has to be JSON"),
-    "bench on meta": (["bench", f"{MODELS}:mlp", "--device", "meta"], "Use --device cpu or cuda"),
+    "bench on meta": (["bench", f"{MODELS}:mlp", "--device", "meta"], BENCH_ON_META),
+    "bench of torch.nn": (
+        ["bench", f"{MODELS}:plain", "--input", "2x16", "--device", "cpu"],
+        "holds no opfuser.Sequential that it calls (tests.cli.models:plain). Convert it with",
+    ),
+    "bench on no device": (
+        ["bench", f"{MODELS}:mlp", "--device", "gpu"], "Received: 'gpu'. Use cpu or cuda."
+    ),
+    "diff of torch.nn": (
+        ["diff", f"{MODELS}:plain", "--input", "2x16", "--fusion", "norm_linear"],
+        "holds no opfuser.Sequential that it calls (tests.cli.models:plain). Convert it with",
+    ),
     "bench of nothing": (["bench", f"{MODELS}:mlp", "--steps", "0"], "At least one sample"),
     "bench fails": (["bench", f"{MODELS}:mlp", "--input", "2x9"], "The model has to run"),
 }  # fmt: skip
@@ -108,6 +127,65 @@ def test_a_mistake_is_one_line_and_status_1(opfuser_command: Command, mistake: s
     assert done.err.startswith("opfuser")
     assert says in done.err
     assert ".." not in done.err
+
+
+@pytest.mark.parametrize("wrong", ["2x3x15", "2x3x16:int64"])
+@pytest.mark.parametrize("model", ["mlp", "wrapped"])
+def test_impossible_inputs_fail_in_every_command(
+    opfuser_command: Command, tmp_path: Path, model: str, wrong: str
+) -> None:
+    settings, lock = tmp_path / "fusions.yaml", tmp_path / "fusions.lock.yaml"
+    settings.write_text("schema: opfuser.fusions/1")
+    for command, *more in (
+        ("explain",),
+        ("explain", "--why", "norm_linear"),
+        ("explain", "--format", "json"),
+        ("diff", "--fusion", "norm_linear"),
+        ("audit",),
+        ("check", "--lock", str(lock), "--update"),
+        ("bench", "--device", "cpu"),
+        ("config", "check", str(settings)),
+    ):
+        words = [command, *more] if command == "config" else [command]
+        rest = [] if command == "config" else more
+        done = opfuser_command(*words, f"{MODELS}:{model}", "--input", wrong, *rest)
+        assert done.status == 1, command
+        assert done.err.count("\n") == 1
+        assert done.err.startswith(
+            f"opfuser: The model has to run with inputs (2, 3, {wrong[4:6]}) "
+        )
+        assert "Error: " in done.err
+        assert "norm_linear" not in done.out
+    assert not lock.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device_a_command_names_one_that_it_takes(opfuser_command: Command) -> None:
+    argv = f"{MODELS}:mlp", "--device", "cuda"
+    missing = "opfuser: This machine has no CUDA device. Received: 'cuda'. Use --device"
+    assert opfuser_command("bench", *argv).err == f"{missing} cpu.\n"
+    assert opfuser_command("explain", *argv).err == f"{missing} meta, which plans like a GPU.\n"
+
+
+def test_a_configuration_that_cannot_be_used_is_said_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "fusions.yaml"
+    file.write_text("schema: opfuser.fusions/1\njoint: {norm_liner: {enabled: false}}\n")
+    says = (
+        "This is no name of a fusion (fusions.yaml:2, joint). Received: 'norm_liner'. Did you mean "
+        "'norm_linear'?"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OPFUSER_CONFIG": "fusions.yaml"}
+    for argv in (["explain", f"{MODELS}:wrapped"], ["doctor"]):
+        words = [sys.executable, "-m", "opfuser", *argv]
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+        )
+        if argv == ["doctor"]:
+            problem = " ".join(done.stdout.rpartition("\n\n")[2].split())
+            assert f"! The file of OPFUSER_CONFIG cannot be used: {says}" in problem
+            assert done.returncode == 3
+        else:
+            assert (done.returncode, done.stdout, done.stderr) == (1, "", f"opfuser: {says}\n")
 
 
 def test_a_file_of_another_schema(opfuser_command: Command, tmp_path: Path) -> None:

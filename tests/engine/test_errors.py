@@ -48,8 +48,9 @@ def test_a_wrong_number_of_extra_inputs(call: Any, counts: tuple[int, int], aske
     expected, given = counts
     with pytest.raises(ExtraInputCountError) as error:
         call(*(randn(2, 3) for _ in range(given + 1)))
+    inputs = "1 extra input" if expected == 1 else f"{expected} extra inputs"
     assert str(error.value) == (
-        f"Expected {expected} extra inputs but got {given} (asked for by {asked}). "
+        f"Expected {inputs} but got {given} (asked for by {asked}). "
         "Pass one tensor per extra input after the main input, in operation order."
     )
     with pytest.raises(ExtraInputCountError, match="no operation asks for any"):
@@ -135,20 +136,20 @@ class Broken(Mixed):
     ("attributes", "kind", "text"),
     [
         ({"outputs": []}, ExtraOutputCountError,
-         "Expected extra outputs for 1 basic operations, but got 0 (op 1 (Broken))"),
+         "Expected extra outputs for 1 basic operation, but got 0 (op 1 (Broken))"),
         ({"outputs": [()]}, ExtraOutputCountError,
-         "Expected op 1 to generate 1 extra outputs, but got 0 (op 1 (Broken))"),
+         "Expected op 1 to generate 1 extra output, but got 0 (op 1 (Broken))"),
         ({"outputs": [(1, 1)]}, ExtraOutputCountError,
-         "Expected op 1 to generate 1 extra outputs, but got 2"),
+         "Expected op 1 to generate 1 extra output, but got 2"),
         ({"outputs": [(None,)]}, HiddenOutputError,
          "Extra output 0 of op 1 is public, but None was returned for it (op 1 (Broken))"),
         ({"params": []}, ParameterGradientCountError,
-         "Expected gradients for 1 basic operations, but got 0 lists of param grads and 1 of"),
+         "Expected gradients for 1 basic operation, but got 0 lists of param grads and 1 of"),
         ({"params": [(None,)]}, ParameterGradientCountError,
          "Expected op 1 to generate 0 param grads, but got 1 (op 1 (Broken))"),
-        ({"extras": []}, ParameterGradientCountError, "1 lists of param grads and 0 of extra-"),
+        ({"extras": []}, ParameterGradientCountError, "1 list of param grads and 0 of extra-"),
         ({"extras": [()]}, ExtraInputGradientCountError,
-         "Expected op 1 to generate grads for 1 extra inputs, but got 0 (op 1 (Broken))"),
+         "Expected op 1 to generate grads for 1 extra input, but got 0 (op 1 (Broken))"),
     ],
 )  # fmt: skip
 def test_wrong_numbers_of_results(attributes: Any, kind: type[Exception], text: str) -> None:

@@ -146,7 +146,7 @@ def test_a_compound_with_a_hooked_part_alone(part: int) -> None:
     same(compound(x, z), 2 * x + z)
     assert seen == [1]
     for extras in ((), (z, z)):
-        text = f"Expected 1 extra inputs but got {len(extras)}"
+        text = f"Expected 1 extra input but got {len(extras)}"
         with pytest.raises(ExtraInputCountError, match=text):
             compound(x, *extras)
 

@@ -215,6 +215,10 @@ def _with_scaled(model: Any) -> None:
     model.model.layers[0].input_layernorm = _Scaled()
 
 
+def _with_one_norm(model: Any) -> None:
+    model.model.layers[0].input_layernorm = nn.Identity()
+
+
 def _with_cubed(model: Any) -> None:
     model.model.layers[0].mlp.act_fn = _Cubed()
 
@@ -247,6 +251,7 @@ def _wrapped(model: Any) -> None:
 REFUSALS = {
     "another sum": (_with_another_sum, "computes something else than a sequence of its modules"),
     "another norm": (_with_scaled, "is no RMSNorm or LayerNorm over the last dimension"),
+    "one norm": (_with_one_norm, "has 1 norm, for which no arrangement is known"),
     "another activation": (_with_cubed, "has the activation _Cubed, for which there is no"),
     "another kernel": (_with_flash, "computes attention by flash_attention_2, not by sdpa or eag"),
     "dropout elsewhere": (_with_dropout, "with dropout by activation_dropout than a sequence"),
@@ -443,7 +448,9 @@ def test_modules_with_hooks_are_called() -> None:
         seen.clear()
     step(model, **batch)
     assert calls(model) == {"self_attn carries hooks": 1}
-    assert opfuser.hf.report(model).replaced[0].notes == ()
+    report = opfuser.hf.report(model)
+    assert report.replaced[0].notes == ()
+    assert "\n    1 call by the untouched forward: self_attn carries hooks" in str(report)
 
 
 def test_collected_outputs() -> None:

@@ -87,7 +87,7 @@ def test_passes_that_are_alike_or_missing() -> None:
           rule (joint): 1 match
     """)
     assert str(plan("A", needs=(False,))) == text_of("""
-        Plan for 1 basic operations (torch.float32, cpu, autocast off, grad on)
+        Plan for 1 basic operation (torch.float32, cpu, autocast off, grad on)
         forward:
           0  A
         backward: none

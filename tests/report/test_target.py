@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
+from opfuser.errors import TargetError
 from opfuser.report.inputs import DTYPES
 from opfuser.report.target import Target, calls, load, plans
 from tests.cli import models
@@ -78,13 +79,22 @@ def test_examples_may_be_computed() -> None:
     assert (tuple(x.shape), x.is_meta, x.requires_grad) == ((2, 16), True, True)
 
 
-def test_plan_of_a_sequential_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = load(f"{MODELS}:mlp")
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_sequential_is_called_as_its_plan_does_not_know_what_is_possible(device: str) -> None:
+    target = load(f"{MODELS}:mlp", device=device)
     assert isinstance(target.model, opfuser.Sequential)
-    with monkeypatch.context() as patch:
-        patch.setattr(opfuser.Sequential, "forward", None)
-        found = plans(target)
-    assert found == {"": target.model.plan(*target.inputs)}
+    assert plans(target) == {"": target.model.plan(*target.inputs)}
+    for text in ("2x15", "2x16:int64"):
+        wrong = load(f"{MODELS}:mlp", [text], device)
+        assert wrong.model.plan(*wrong.inputs)  # type: ignore[operator]
+        with pytest.raises(TargetError, match=r"The model has to run .*InputError"):
+            plans(wrong)
+
+
+def test_experts_are_called_without_data_in_every_dtype() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        (plan,) = plans(load(f"{MODELS}:experts", ["8x16"], dtype=dtype)).values()
+        assert plan.env.dtype == dtype
 
 
 def test_sequences_in_other_modules() -> None:

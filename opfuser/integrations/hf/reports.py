@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
+from opfuser.errors import counted
+
 __all__ = ["Kept", "Replaced", "Report"]
 
 
@@ -81,7 +83,10 @@ def _grouped(entries: Iterable[Entry]) -> dict[Entry, list[str]]:
 
 
 def _counts(calls: tuple[tuple[str, int], ...]) -> list[str]:
-    return [f"    {count} calls by the untouched forward: {reason}" for reason, count in calls]
+    return [
+        f"    {counted(count, 'call')} by the untouched forward: {reason}"
+        for reason, count in calls
+    ]
 
 
 def _listed(paths: list[str]) -> str:

@@ -18,6 +18,7 @@ from opfuser import (
     RotaryEmbedding,
     Sequential,
 )
+from opfuser.errors import counted
 from opfuser.models.moe import MoEConfig, experts
 
 from . import leaves
@@ -162,7 +163,7 @@ def choices(kind: str, module: nn.Module, tables: tuple[Rotary, ...]) -> Iterato
         count = len([leaf for leaf in found.norms if leaf.holder is not holder])
         arrangements = [name for name, norms in _ARRANGEMENTS.items() if norms == count]
         if not arrangements:
-            raise Refused(f"has {count} norms, for which no arrangement is known")
+            raise Refused(f"has {counted(count, 'norm')}, for which no arrangement is known")
     for rotary in turns:
         for arrangement in arrangements:
             for swapped in (False, True):
