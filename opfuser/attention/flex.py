@@ -121,8 +121,8 @@ def captured(x: Tensor) -> Tensor:
 
     As far as torch 2.13, the lowering of the backward operator raises an AssertionError for a
     captured tensor that the same graph computes, since it does not fix its layout. And its kernel
-    takes the log-sum-exp for contiguous, whose rows Inductor pads where it is computed from that of
-    forward: gradients were wrong for lengths such as 300.
+    takes the log-sum-exp for contiguous, whose rows Inductor pads where the graph computes it for a
+    fixed length: gradients were wrong for lengths such as 300.
     """
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -286,6 +286,11 @@ def attend(form: Form, x: Heads, given: Given) -> tuple[Tensor, Tensor]:
     return y, logsumexp * _LN2
 
 
+def to_base_2(logsumexp: Tensor) -> Tensor:
+    """The log-sum-exp of :func:`attend` as :func:`gradients` takes it, contiguous."""
+    return logsumexp / _LN2
+
+
 def gradients(
     form: Form,
     dy: Tensor,
@@ -298,9 +303,10 @@ def gradients(
     """dq, dk and dv for the gradient of the output.
 
     Args:
-        copied: whether tensors may be computed in the graph that this is traced into.
+        logsumexp: to base 2, of :func:`to_base_2`.
+        copied: whether tensors may be computed in the graph that this is traced into. Otherwise
+            they are its inputs, whose layout Inductor does not change.
     """
-    logsumexp = logsumexp / _LN2
     if copied:
         logsumexp = captured(logsumexp)
         given = Given(*(None if t is None else captured(t) for t in given))

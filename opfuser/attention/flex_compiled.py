@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, Result
-from .flex import Form, Given, attend, dtypes_of, form_of, given_of, gradients
+from .flex import Form, Given, attend, dtypes_of, form_of, given_of, gradients, to_base_2
 from .sdpa import HALF, capability, first, has_little_shared_memory
 
 __all__ = ["FLEX"]
@@ -232,7 +232,7 @@ def _made(kind: _Kind, differentiable: bool, earlier: _Compiled | None) -> _Comp
         if differentiable:
             backward = _compile(passes[1], kind)
             of_queries = {0: kind.batch, 2: kind.queries}
-            kept = [_dynamic(t.detach(), of_queries) for t in (y, logsumexp)]
+            kept = [_dynamic(t.detach(), of_queries) for t in (y, to_base_2(logsumexp))]
             dy = _dynamic(_rows(torch.zeros_like(y)), of_queries)
             backward(dy, *x, *kept, *_tensors(given))
     return _Compiled(forward, backward)
@@ -301,13 +301,15 @@ def _backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     if not _is_compiled(x.q):
         given = given_of(x, call, form)
         copied = torch.compiler.is_compiling() or type(x.q) is not Tensor
-        return gradients(form, dy, x, r.output, r.logsumexp, given, copied)
+        return gradients(form, dy, x, r.output, to_base_2(r.logsumexp), given, copied)
     compiled = _for_backward(_kind_of(x, call, form))
     if compiled is None:
         return BLOCKWISE.backward(dy, x, r, call)
     tensors = _inputs(x, call, form)
-    kept = _rows(r.output), r.logsumexp.detach()
     with _neutral(x.q.device):
+        # Not in the compiled code: see opfuser::captured. It may be compiled again for one length,
+        # after torch.compiler.reset(), say.
+        kept = _rows(r.output), to_base_2(r.logsumexp.detach())
         return compiled(_rows(dy), *tensors[:3], *kept, *tensors[3:])
 
 

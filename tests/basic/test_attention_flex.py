@@ -256,6 +256,29 @@ def test_only_batch_and_lengths_are_dynamic(graphs: list[Any]) -> None:
             assert n >= 6 or (type(batch), type(length)) == (torch.SymInt, torch.SymInt)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("graphs")
+def test_inductor_does_not_choose_the_layout_of_what_backward_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compiled for one length, as after a reset, it would pad rows that the kernel reads."""
+    nodes: list[Any] = []
+
+    def passes(graph: Any, _: Any) -> Any:
+        nodes.extend(graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=passes)
+    monkeypatch.setattr(flex_compiled, "_HOW", {"backend": backend})
+    op, x = DotProductAttention(4, 2, softcap=2.0), torch.randn(2, 9, 8 * 16, requires_grad=True)
+    for _ in range(2):
+        op(x).sum().backward()
+        (kernel,) = (n for n in nodes if str(n.target) == "flex_attention_backward")
+        assert kernel.args[4].op == "placeholder"
+        nodes.clear()
+        torch.compiler.reset()
+
+
 @pytest.mark.usefixtures("graphs")
 def test_what_does_not_compile_runs_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(*_: Any) -> Any:
@@ -407,6 +430,16 @@ def test_head_sizes_compile_on_a_gpu(head_dim: int) -> None:
         (of_want,) = torch.autograd.grad(want.sum(), x)
         for ours, theirs in ((y, want), (dx, of_want)):
             assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
+
+
+@pytest.mark.gpu
+def test_compiled_again_after_a_reset_on_a_gpu() -> None:
+    op = DotProductAttention(4, 2, softcap=5.0, kernel="flex")
+    x = torch.randn(2, 300, 8 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (want,) = torch.autograd.grad(op(x).sum(), x)
+    torch.compiler.reset()
+    (dx,) = torch.autograd.grad(op(x).sum(), x)
+    assert (dx - want).float().norm() < 1e-2 * want.float().norm()  # other sizes of blocks
 
 
 @pytest.mark.gpu
