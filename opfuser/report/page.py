@@ -15,6 +15,7 @@ from ..engine.folding import Fold, fold, joined_names, joined_numbers
 from ..engine.plan import FusionRecord, Plan
 from ..engine.plan_text import StepText, fold_text, runs_backward
 from ..engine.reasons import everywhere, outcome, places, switched_off
+from ..errors import counted
 from .picture import picture
 from .plan_json import equal_plans
 from .shapes import DARK, FONT, LIGHT
@@ -152,8 +153,8 @@ def _section(
     each = "" if len(paths) == 1 else f"; {len(paths)} equal Sequentials, of which this is one"
     autocast = "off" if env.autocast_dtype is None else _name(env.autocast_dtype)
     facts = (
-        f"{len(plan.basic_ops)} basic operations, {_name(env.dtype)} on {env.device}, autocast "
-        f"{autocast}, gradients {'on' if env.grad_enabled else 'off'}{recipe}{each}"
+        f"{counted(len(plan.basic_ops), 'basic operation')}, {_name(env.dtype)} on {env.device}, "
+        f"autocast {autocast}, gradients {'on' if env.grad_enabled else 'off'}{recipe}{each}"
     )
     entries = [_entry(plan, record) for record in plan.history]
     entries.sort(key=lambda entry: not entry.is_open)  # what happened is above what did not

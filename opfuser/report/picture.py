@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..engine.plan import Plan, Texts
 from ..engine.plan_text import computed_by, runs_backward
+from ..errors import counted
 from ..op.kinds import is_built_in
 from .columns import Columns, Section, channels, columns
 from .layout import MARGIN, Layout, Line, fusion_of
@@ -109,8 +110,9 @@ class _Picture:
         y = self._counted(self._legend(y), max(width, _NARROWEST))
         plan = self.plan
         about = (
-            f"Plan of {len(plan.basic_ops)} basic operations: {len(plan.forward)} forward steps, "
-            f"{len(plan.backward)} backward steps"
+            f"Plan of {counted(len(plan.basic_ops), 'basic operation')}: "
+            f"{counted(len(plan.forward), 'forward step')}, "
+            f"{counted(len(plan.backward), 'backward step')}"
         )
         w, h = f"{max(width, _NARROWEST):.0f}", f"{y:.0f}"
         opening = (
