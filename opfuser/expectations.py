@@ -125,7 +125,7 @@ def require_fusions(
             explain(
                 "require_fusions requires at least one step of a fusion",
                 received=str(named or "no fusion"),
-                remedy='Name what must occur, as joint={"norm_linear": 1}',
+                remedy="Name what must occur, as joint=dict(norm_linear=1)",
             )
         )
     plans = last_plans(model)

@@ -71,8 +71,7 @@ def build(
                         "Quantised weights are read from files, and not built",
                         where=spec,
                         received="quantization_config",
-                        remedy="Set it to null with --config to see the model without: "
-                        '{"quantization_config": null}',
+                        remedy="Set it to null in the file of --config to see the model without",
                     )
                 )
             for part in (made, made.get_text_config()):

@@ -43,7 +43,7 @@ def assert_fused(
             explain(
                 "assert_fused compares the fusions that it is given",
                 received="no fusion",
-                remedy='Name what must occur, as joint={"norm_linear": 1}',
+                remedy="Name what must occur, as joint=dict(norm_linear=1)",
             )
         )
     plans = _plans(model, inputs)

@@ -147,9 +147,10 @@ def test_gains_do_not_fail(run: Run) -> None:
 
 
 PLAIN = (
-    f"opfuser: The model holds no opfuser.Sequential that it calls ({__name__}:plain). Convert it "
-    "with opfuser.from_torch or opfuser.hf.apply; opfuser audit says what would fuse, or pass "
-    "--allow-none if nothing is to be checked."
+    f"opfuser: The model holds no opfuser.Sequential that it calls ({__name__}:plain). Neither "
+    "opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of its forward as "
+    "an opfuser.Sequential: opfuser audit names those that would fuse, or pass --allow-none if "
+    "nothing is to be checked."
 )
 ALONE = (
     f"opfuser: There is nothing to check in a model without fusions ({__name__}:alone). Received: "

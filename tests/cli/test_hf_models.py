@@ -155,8 +155,7 @@ def test_a_quantised_model_is_refused_or_built_without(
     (folder / "llama" / "config.json").write_text(json.dumps(quantised))
     assert opfuser_command("explain", "hf:llama").err == (
         "opfuser: Quantised weights are read from files, and not built (hf:llama). Received: "
-        "quantization_config. Set it to null with --config to see the model without: "
-        '{"quantization_config": null}.\n'
+        "quantization_config. Set it to null in the file of --config to see the model without.\n"
     )
     (folder / "plain.json").write_text('{"quantization_config": null}')
     done = opfuser_command("explain", "hf:llama", "--config", "plain.json")

@@ -40,6 +40,11 @@ def test_version(opfuser_command: Command) -> None:
 
 DEVICES = "cpu or cuda" if torch.cuda.is_available() else "cpu"
 BENCH_ON_META = f"Received: tensors of the meta device. Use --device {DEVICES}."
+NO_SEQUENTIAL = (
+    "holds no opfuser.Sequential that it calls (tests.cli.models:plain). Neither "
+    "opfuser.from_torch nor opfuser.hf.apply makes it call one. Write operations of its forward as "
+    "an opfuser.Sequential: opfuser audit names those that would fuse."
+)
 
 # What is asked for, and what the error says.
 MISTAKES: dict[str, tuple[list[str], str]] = {
@@ -104,14 +109,14 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "bench on meta": (["bench", f"{MODELS}:mlp", "--device", "meta"], BENCH_ON_META),
     "bench of torch.nn": (
         ["bench", f"{MODELS}:plain", "--input", "2x16", "--device", "cpu"],
-        "holds no opfuser.Sequential that it calls (tests.cli.models:plain). Convert it with",
+        NO_SEQUENTIAL,
     ),
     "bench on no device": (
         ["bench", f"{MODELS}:mlp", "--device", "gpu"], "Received: 'gpu'. Use cpu or cuda."
     ),
     "diff of torch.nn": (
         ["diff", f"{MODELS}:plain", "--input", "2x16", "--fusion", "norm_linear"],
-        "holds no opfuser.Sequential that it calls (tests.cli.models:plain). Convert it with",
+        NO_SEQUENTIAL,
     ),
     "bench of nothing": (["bench", f"{MODELS}:mlp", "--steps", "0"], "At least one sample"),
     "bench fails": (["bench", f"{MODELS}:mlp", "--input", "2x9"], "The model has to run"),
