@@ -129,7 +129,10 @@ PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "an old GPU": (_old_gpu, "compute capability 7.5; kernels are made for 8.0 and later."),
     "no Triton": (_no_triton, "There is a GPU but no Triton, so no kernel runs"),
     "two cuDNN": (_two_libraries, "Several libraries of cuDNN are loaded."),
-    "another torch": (_other_torch, f"torch {torch.__version__} is installed, and opfuser needs"),
+    "another torch": (
+        _other_torch,
+        f"torch {metadata.version('torch')} is installed, and opfuser needs",
+    ),
     "a newer torch": (
         _torch_of_next_year,
         "torch 2.99.0+cu140 is installed, and the newest that opfuser was tested with is 2.15.",
