@@ -29,18 +29,17 @@ FAMILIES: dict[str, Family] = {
 # KiB that a program may be lent, of an A100 and of later ones.
 SHARED = {80: 163, 90: 227, 100: 227}
 # Bytes of a thread. 16 warps may have 128 registers per thread; with the --regAllocOptLevel=2 that
-# Triton 3.7 passes, ptxas needs more for the first. Without the option it does not. The second is
-# of Triton 3.9, where 8 warps have 64 registers per thread. The next are of Triton 3.7 and of
-# 3.6: ptxas keeps 16 warps to 64, so that two programs fit a multiprocessor. Triton
-# 3.9 keeps more values at once.
+# Triton 3.7 passes, ptxas needs more for the first. Without the option it does not. The others are
+# of Triton 3.7 and of 3.6: ptxas keeps 16 warps to 64, so that two programs fit a multiprocessor.
 SPILLED = {
     (100, "layer, y 8192 torch.bfloat16"): 16,
-    (100, "gradient 50257 torch.bfloat16 0.1"): 8,
     (90, "rms 4096 x 16384 torch.bfloat16 with amax"): 8,
     (100, "rms 4096 x 16384 torch.bfloat16 with amax"): 8,
 }
+# Triton 3.9 keeps more values at once.
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
     SPILLED |= {
+        (100, "gradient 50257 torch.bfloat16 0.1"): 8,  # 8 warps have 64 registers per thread
         (90, "reglu 4096 x 16384 torch.bfloat16 backward in blocks"): 16,
         (90, "reglu 4096 x 16384 torch.bfloat16 backward in blocks with sums"): 8,
         (90, "geglu 4096 x 16384 torch.bfloat16 amax of dx and h from codes"): 8,
