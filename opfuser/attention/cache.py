@@ -32,6 +32,10 @@ __all__ = [
 _FIRST_ROOM = 64  # positions; then it doubles
 
 
+def _nothing() -> None:
+    pass
+
+
 class Extended(NamedTuple):
     """Keys and values of a cache and of a call.
 
@@ -39,13 +43,13 @@ class Extended(NamedTuple):
         keys, values: (B, K, T, D) and (B, K, T, V).
         start: position of the first key of the call, a 0-d integer tensor, if there is room for
             later ones behind the last; None otherwise.
-        keep: stores those of the call.
+        keep: stores those of the call; does nothing where that is done.
     """
 
     keys: Tensor
     values: Tensor
     start: Tensor | None
-    keep: Callable[[], None]
+    keep: Callable[[], None] = _nothing
 
 
 class StoresLast:
@@ -280,7 +284,7 @@ def extended(cache: Any, k: Tensor, v: Tensor) -> Extended:
     if is_replacing(cache) and not torch.compiler.is_compiling():
         return extended_copy(cache, k, v)
     keys, values = cache.update(k, v)
-    return Extended(keys, values, getattr(cache, "start", None), _nothing)
+    return Extended(keys, values, getattr(cache, "start", None))
 
 
 def extended_copy(layer: Any, k: Tensor, v: Tensor) -> Extended:
@@ -307,10 +311,6 @@ def is_of_transformers(cache: Any) -> bool:
 def is_replacing(layer: Any) -> bool:
     """Whether this is a layer of transformers' whose ``update`` replaces its tensors."""
     return is_of_transformers(layer) and not getattr(layer, "is_compileable", False)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _known(length: int | Tensor) -> int:

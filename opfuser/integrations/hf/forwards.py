@@ -94,7 +94,7 @@ class LayerCache(StoresLast):
             more = extended_copy(layer, k, v)
         else:
             keys, values = self.cache.update(k, v, self.layer)
-            more = Extended(keys, values, None, _nothing)
+            more = Extended(keys, values, None)
         if self.first and length > 1 and more.keys.shape[2] > length:
             keys, values = more.keys[:, :, :length], more.values[:, :, :length]
             more = more._replace(keys=keys, values=values)
@@ -326,10 +326,6 @@ class Forward(ReplacedForward):
             layer: Any = getattr(built.holder, "layer_idx")  # noqa: B009
             cache = LayerCache(given.cache, layer, first=given.mask is None and built.sliced)
         return run(built, x, given.mask, tables, cache)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _fits(mask: Any) -> bool:
