@@ -140,6 +140,10 @@ class QuantizedWeightError(OpfuserError, RuntimeError):
     """A weight changed while its quantised form was kept."""
 
 
+class RecomputationError(OpfuserError, RuntimeError):
+    """What is computed again in backward does not follow a forward, or not one that is known."""
+
+
 class MasterWeightError(OpfuserError, RuntimeError):
     """A parameter was written to behind the back of its master weight."""
 

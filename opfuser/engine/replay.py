@@ -18,7 +18,10 @@ from ..events.telling import emit, generation
 from ..fusion import Refusal
 from ..op.kinds import is_built_in
 from ..quantization.quantizers import kept_weights
+from ..quantization.state import Stateful
 from ..quantization.watch import is_watched
+from ..recipe import Recipe
+from ..recomputation import computed_again, parts_under_way
 from .autograd import Kwargs, execute_eagerly
 from .captured import (
     TOO_LARGE,
@@ -240,12 +243,22 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
         return Refusal("ANOMALY_MODE", "errors are to be traced to operations")
     if graphs.under_way():
         return Refusal("CAPTURING", "the caller captures a graph of its own")
+    quantized = _refusal_of_quantization(call.schedule.plan.env.recipe)
+    if quantized is not None:
+        return quantized
+    if len(inputs) > 1 and any(t.device != inputs[0].device for t in inputs):
+        return _SEVERAL_DEVICES
+    return None
+
+
+def _refusal_of_quantization(recipe: Recipe | None) -> Refusal | None:
+    """Why a call is not replayed because of what quantised compute keeps or tells around it."""
+    if isinstance(recipe, Stateful) and (computed_again() is not None or parts_under_way()):
+        return Refusal("CHECKPOINT", "what is computed twice has the scales of the first time")
     if kept_weights() is not None:
         return Refusal("KEPT_WEIGHTS", "quantised weights are kept for calls outside of recordings")
     if is_watched():
         return Refusal("WATCHED", "what is quantised is to be told")
-    if len(inputs) > 1 and any(t.device != inputs[0].device for t in inputs):
-        return _SEVERAL_DEVICES
     return None
 
 

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from ..recipe import (
     Recipe,
 )
 from ..recording import is_recording
-from .region import amax_group
+from .region import amax_group, keeping, kept_in_region
 from .state import QuantizationState, Stateful, state_of
 from .watch import is_watched, tell
 from .weights import weight_codes
@@ -177,7 +176,7 @@ class OperandQuantizer(NamedTuple):
         if self.used is not None and role != "grad_output":
             return QuantizationState.used_scaling(self.used, role, recipe.dtype(role))
         assert isinstance(recipe, Stateful)
-        return state_of(self.op, recipe, amax_group()).known_scaling(role, recipe.dtype(role))
+        return state_of(self.op, recipe, amax_group()).known_scaling(role, recipe)
 
     def from_amax(self, role: str, amax: Tensor) -> Scaling:
         """The scaling of an operand that :meth:`given` has none for, from its largest value."""
@@ -241,10 +240,11 @@ class OperandQuantizer(NamedTuple):
             return self._weight(w, scale, amax, rows=rows, cols=cols)
         key = id(self.op), self.recipe, group
         found = kept.get(key)
+        storage = source.untyped_storage()
         if found is None or found.source() is not source:
             codes = self._weight(w, scale, amax, rows=True, cols=True)
-            found = kept[key] = _Kept(weakref.ref(source), source._version, codes)
-        if found.version != source._version:
+            found = kept[key] = _Kept(weakref.ref(source), source._version, storage, codes)
+        if found.version != source._version or found.storage._cdata != storage._cdata:
             raise QuantizedWeightError(
                 explain(
                     "A weight does not change within keep_quantized_weights",
@@ -366,35 +366,43 @@ def _params(recipe: Float8BlockScaling | Float8CurrentScaling, role: str) -> QPa
 
 
 class _Kept(NamedTuple):
+    """Codes of a parameter, and what it was when they were made.
+
+    Attributes:
+        source: the parameter.
+        version: of its values.
+        storage: of them. ``fully_shard`` frees and fills its memory, but does not replace it.
+        codes: of the values.
+    """
+
     source: weakref.ref[Tensor]
     version: int
+    storage: torch.UntypedStorage
     codes: Codes
 
 
 KeptWeights = dict[object, _Kept]
-_kept: ContextVar[KeptWeights | None] = ContextVar("opfuser_weights", default=None)
 
 
 def kept_weights() -> KeptWeights | None:
     """What is kept, if the caller is within :func:`keep_quantized_weights`."""
-    return _kept.get()
+    return kept_in_region()
 
 
 @contextmanager
 def keep_quantized_weights() -> Iterator[None]:
     """Within it every weight is quantised once, for all micro-batches.
 
-    Costs two bytes per weight until the block ends.
+    Costs two bytes per weight until the block ends. What a checkpoint computes again in backward
+    has the codes of its forward.
 
     Raises:
-        QuantizedWeightError: at a call, if a weight was written to since it was quantised. Writes
-            through ``.data`` cannot be noticed.
+        QuantizedWeightError: at a call, if a weight was written to since it was quantised, or its
+            ``.data`` was replaced. A write into ``weight.data`` itself, as ``weight.data.mul_(2)``,
+            leaves no trace: it is not noticed, and calls go on with the codes of before.
     """
-    token = _kept.set({})
-    try:
+    with keeping({}):
         yield
-    finally:
-        _kept.reset(token)
 
 
 _warned: set[str] = set()

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar, Token
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ..errors import ArgumentError, NotSupportedError, explain
+from ..errors import ArgumentError, NotSupportedError, RecomputationError, explain
 from ..recipe import DelayedScaling, Recipe
-from .state import enter_region, in_backward
+from ..recomputation import computed_again, in_backward
+from .checkpointed import forward_of, is_any_known, note_region
+from .state import Stateful, enter_region
 
 __all__ = [
     "Region",
@@ -20,8 +22,10 @@ __all__ = [
     "autocast",
     "check_recipe",
     "fp8_autocast",
-    "in_backward",
+    "keeping",
+    "kept_in_region",
     "open_regions",
+    "recipe_of_call",
     "region",
     "region_of_call",
 ]
@@ -33,10 +37,16 @@ class Region(NamedTuple):
     Attributes:
         recipe: None where nothing is quantised.
         group: of the ranks that agree on the largest values, or None.
+        kept: the weights that are quantised once, of ``keep_quantized_weights``, or None.
+        quantizes: whether it has a recipe, or one around it has.
+        opened_by: the part of a model that was being computed again when it was opened.
     """
 
-    recipe: Recipe | None
-    group: dist.ProcessGroup | None
+    recipe: Recipe | None = None
+    group: dist.ProcessGroup | None = None
+    kept: dict[Any, Any] | None = None
+    quantizes: bool = False
+    opened_by: object = None
 
 
 # On an H200, with 8192 tokens and delayed scaling, a SwiGLU block of 1024 features takes 3.5 ms, as
@@ -44,7 +54,7 @@ class Region(NamedTuple):
 # 2.2 and 3.2 ms (benchmarks/results/h200/quantized.json).
 DEFAULT_RECIPE = DelayedScaling(min_features=2048)
 
-_NOWHERE = Region(None, None)
+_NOWHERE = Region()
 _region: ContextVar[Region] = ContextVar("opfuser_region", default=_NOWHERE)
 
 
@@ -57,14 +67,80 @@ class _OpenRegions:
 open_regions = _OpenRegions()
 
 
+def _current() -> Region:
+    """The region that the caller is in.
+
+    What is computed again is in the region of its forward, whichever is open now around it, and in
+    those that it opens itself.
+    """
+    found = _region.get()
+    if found is _NOWHERE and not is_any_known():
+        return found
+    part = computed_again()
+    if part is None or found.opened_by is part.key:
+        return found
+    forward = forward_of(part)
+    return _NOWHERE if forward is None else forward.region
+
+
+def _enter(region: Region) -> Token[Region]:
+    """Opens a region; what is computed again later finds that which was open before."""
+    note_region(_current())
+    part = computed_again()
+    return _region.set(region if part is None else region._replace(opened_by=part.key))
+
+
 def active_recipe() -> Recipe | None:
     """The recipe of the region that the caller is in."""
-    return _region.get().recipe
+    return _current().recipe
 
 
 def amax_group() -> dist.ProcessGroup | None:
     """The ranks that agree on the largest values in the region that the caller is in."""
-    return _region.get().group
+    return _current().group
+
+
+def recipe_of_call() -> Recipe | None:
+    """The recipe of a call that begins; if it is computed again, that will follow it, too.
+
+    Raises:
+        RecomputationError: the call may be one that is computed again, of which nothing tells the
+            first time, whose scales it is to have.
+    """
+    region = _current()
+    if region.recipe is None:
+        return None
+    if isinstance(region.recipe, Stateful) and in_backward() and computed_again() is None:
+        raise RecomputationError(
+            explain(
+                "What is computed again within backward has the scales of its forward",
+                received=f"a call in backward with {type(region.recipe).__name__}, by no checkpoint"
+                " that is known",
+                remedy="Use torch.utils.checkpoint or an autograd.Function, or a recipe that keeps"
+                " no scales",
+            )
+        )
+    note_region(region)
+    return region.recipe
+
+
+def kept_in_region() -> dict[Any, Any] | None:
+    """The weights that are quantised once in the region that the caller is in."""
+    return _current().kept
+
+
+@contextmanager
+def keeping(weights: dict[Any, Any]) -> Iterator[None]:
+    """A region like that which the caller is in, where weights are quantised once.
+
+    Args:
+        weights: where they are kept.
+    """
+    token = _enter(_current()._replace(kept=weights))
+    try:
+        yield
+    finally:
+        _region.reset(token)
 
 
 def check_recipe(recipe: object, where: str) -> Recipe:
@@ -123,16 +199,16 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
             )
         if recipe is not None:
             check_recipe(recipe, type(self).__name__)
-        self.region = Region(recipe or DEFAULT_RECIPE, amax_reduction_group)
-        if not enabled:
-            self.region = _NOWHERE
+        self.recipe = (recipe or DEFAULT_RECIPE) if enabled else None
+        self.group = amax_reduction_group if enabled else None
         self._tokens: list[Token[Region]] = []
 
     def __enter__(self) -> autocast:
-        recipe, group = self.region
+        recipe, group, around = self.recipe, self.group, _current()
         if recipe is not None:
-            enter_region(recipe, group, outermost=_region.get() is _NOWHERE)
-        self._tokens.append(_region.set(self.region))
+            enter_region(recipe, group, outermost=not around.quantizes)
+        quantizes = recipe is not None or around.quantizes
+        self._tokens.append(_enter(Region(recipe, group, around.kept, quantizes)))
         open_regions.count += 1
         return self
 
@@ -175,7 +251,8 @@ def region(recipe: Recipe, group: dist.ProcessGroup | None = None) -> Iterator[N
         recipe: the recipe.
         group: of the ranks that agree; None: that of the region that the caller is in.
     """
-    token = _region.set(Region(recipe, group or amax_group()))
+    around = _current()
+    token = _enter(around._replace(recipe=recipe, group=group or around.group, quantizes=True))
     try:
         yield
     finally:

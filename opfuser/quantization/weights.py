@@ -45,6 +45,7 @@ __all__ = [
     "keeping_codes",
     "layout_refusal",
     "quantized_model_init",
+    "recipe_of_new_weights",
     "stored_in",
     "take_initial_value",
     "weight_codes",
@@ -156,6 +157,12 @@ def format_of_new_weight(rows: int, cols: int, dtype: torch.dtype) -> WeightForm
     return WeightFormat(init.recipe, dtype, init.keeps_initial_value)
 
 
+def recipe_of_new_weights() -> Recipe | None:
+    """That of the :func:`quantized_model_init` that the caller is in."""
+    init = _init.get()
+    return None if init is None else init.recipe
+
+
 def empty_codes_of_weight(
     rows: int, cols: int, stored: WeightFormat, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
@@ -265,13 +272,18 @@ class _InitialValue:
         self.value = None
 
 
-def keep_initial_value(weight: nn.Parameter, value: Tensor | None) -> None:
-    """Hands a value to the parameter's ``get_high_precision_init_val``; None takes it away."""
-    stored = None if value is None else value.detach().to("cpu", copy=True)
-    initial = _InitialValue(stored)
-    own: Any = weight
-    own.get_high_precision_init_val = initial.get
-    own.clear_high_precision_init_val = initial.clear
+def keep_initial_value(value: Tensor | None, *weights: nn.Parameter) -> None:
+    """Hands a value to ``get_high_precision_init_val`` of parameters; None takes it away.
+
+    There is no value on the meta device.
+    """
+    if value is not None:
+        value = None if value.is_meta else value.detach().to("cpu", copy=True)
+    initial = _InitialValue(value)
+    for weight in weights:
+        own: Any = weight
+        own.get_high_precision_init_val = initial.get
+        own.clear_high_precision_init_val = initial.clear
 
 
 def take_initial_value(weight: Tensor) -> Tensor | None:

@@ -118,7 +118,8 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def states(model: nn.Module) -> list[QuantizationState]:
-    return [m for m in model.modules() if isinstance(m, QuantizationState)]
+    children = [m for op in model.modules() for m in op.children()]
+    return [m for m in children if isinstance(m, QuantizationState)]
 
 
 def validate(model: nn.Module, recipe: Recipe) -> None:

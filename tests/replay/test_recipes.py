@@ -116,3 +116,32 @@ def test_weights_stored_in_fp8(recipe: Recipe, device: torch.device) -> None:
     assert losses[0][-1] < 0.9 * losses[0][0]
     assert code(model) == ""
     assert count(model) >= 4
+
+
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize("how", ["assigned", "moved"])
+def test_scales_that_are_replaced_are_noticed(how: str, device: torch.device) -> None:
+    recipe = DelayedScaling(amax_history_len=2)
+    model = opfuser.Sequential(opfuser.Linear(128, 128), opfuser.GELU()).to(device)
+    other = twin(model)
+    for step in range(10):
+        x = torch.randn(5, 128, device=device)
+        for m in (model, other):
+            with opfuser.autocast(recipe=recipe):
+                y = m(x)
+            y.square().sum().backward()
+            own = m[0].quantization
+            if step == 5 and how == "assigned":
+                values = {name: t * 2**5 for name, t in own.state_dict().items()}
+                own.load_state_dict(values, assign=True)
+            elif step == 5:
+                for t in own.buffers():
+                    t.data = t.data * 2**5
+        assert_same_grads(model, other)
+        with opfuser.autocast(recipe=recipe):
+            pass  # what was seen enters both
+        torch.testing.assert_close(
+            model[0].quantization.state_dict(), other[0].quantization.state_dict(), rtol=0, atol=0
+        )
+    assert count(model) >= 5

@@ -17,6 +17,7 @@ import opfuser
 from opfuser.engine import replay as module
 from opfuser.engine.replay_options import current
 from opfuser.errors import ArgumentError
+from opfuser.recipe import DelayedScaling
 from tests.replay.models import DIM, assert_equal, block, code, count, draw, twin, warm
 from tests.replay.recorded import RecordedGraph
 
@@ -221,6 +222,27 @@ def test_what_torch_is_to_see(device: torch.device) -> None:
             model = opfuser.Sequential(opfuser.GELU())
             torch.func.vmap(model)(x)
         assert code(model) in ("TRANSFORM", "TENSOR_TYPE")
+
+
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+def test_checkpoints_of_scales_that_are_kept(device: torch.device) -> None:
+    """A replayed call would have the scales of now, and count its values twice."""
+    model, x = block(device), draw(device)
+    other = twin(model)
+    with opfuser.replay("on"):
+        for m in (model, other):
+            outputs = []
+            for factor in (1, 1, 1, 50):
+                own = (x * factor).requires_grad_()
+                with opfuser.autocast(recipe=DelayedScaling(amax_history_len=1)):
+                    again = m is model
+                    outputs.append(checkpoint(m, own, use_reentrant=True) if again else m(own))
+            assert code(model) == "CHECKPOINT"
+            for y in outputs:
+                y.sum().backward()
+        assert code(model) == "CHECKPOINT"
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert_equal(p.grad, q.grad)
 
 
 @pytest.mark.usefixtures("replaying")
