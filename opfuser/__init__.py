@@ -20,6 +20,7 @@ from .linear import Linear
 from .merged_linear import MergedLinear
 from .op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from .quantization.quantizers import keep_quantized_weights
+from .quantization.recipe_state import init_recipe_state
 from .quantization.region import autocast, fp8_autocast
 from .quantization.watch import QuantizationRecord, watch_quantization
 from .quantization.weights import fp8_model_init, quantized_model_init
@@ -83,6 +84,7 @@ __all__ = [
     "fusion_config",
     "fusions",
     "gemm_providers",
+    "init_recipe_state",
     "keep_quantized_weights",
     "optim",
     "overlap_wgrad",

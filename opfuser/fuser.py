@@ -49,9 +49,8 @@ from .op import (
 )
 from .op.fusible import StandaloneCalls
 from .op.kinds import has_called_parts
-from .quantization.region import active_recipe, in_backward, open_regions
+from .quantization.region import active_recipe, open_regions, recipe_of_call
 from .quantization.weights import is_fp8
-from .recipe import Recipe
 from .registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
@@ -141,7 +140,6 @@ class OperationFuser:
         self._places_of_ops: tuple[Place, ...] = ()
         self._paths: list[str] = []
         self._has_own_configs = False
-        self._recipe_of_forward: Recipe | None = None
         self._replays: Replays | None = None
         self._seen = self._started = -1
 
@@ -167,7 +165,7 @@ class OperationFuser:
         self._buffers = [
             (module._buffers, name)
             for op in self._basic_ops
-            for module in op.modules()
+            for module in dict.fromkeys((*op.modules(), *op.children()))  # these with its scales
             for name in module._buffers
         ]
         self._places = [(module._parameters, name) for module, name in self._slots]
@@ -237,7 +235,7 @@ class OperationFuser:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
     ) -> Schedule:
-        recipe = self._recipe()
+        recipe = recipe_of_call()
         facts, version = call_facts(input_, parameters, extra_inputs, recipe), registry.version
         last = self._last
         if last is not None and last[1] == facts and last[0] == version:
@@ -245,18 +243,6 @@ class OperationFuser:
         schedule = self._find(facts)
         self._last = version, facts, schedule
         return schedule
-
-    def _recipe(self) -> Recipe | None:
-        """The recipe of the region that the call is in.
-
-        In a backward pass a checkpoint computes a forward again, where the region is closed.
-        """
-        recipe = active_recipe()
-        if recipe is not self._recipe_of_forward:
-            if recipe is None and in_backward():
-                return self._recipe_of_forward
-            self._recipe_of_forward = recipe
-        return recipe
 
     def _find(self, facts: tuple[Any, ...]) -> Schedule:
         """The schedule of a call, from the cache or made anew."""

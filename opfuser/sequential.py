@@ -50,9 +50,11 @@ from .groups import (
 )
 from .op import BasicOperation, FusedOperation, FusibleOperation
 from .op.kinds import has_called_parts
+from .quantization.recipe_state import init_recipe_state
 from .quantization.region import active_recipe, check_recipe, region, region_of_call
 from .recipe import Recipe
 from .registry import registry
+from .tied_parameters import load_as_one, tie, tied_places
 
 __all__ = ["Residual", "Sequential"]
 
@@ -138,6 +140,19 @@ class Sequential(NestedSequential):
                     )
                 )
         super().__setattr__(name, value)
+        if name == "recipe":
+            self._init_recipe_state(self)
+        elif isinstance(value, nn.Module):
+            self._init_recipe_state(value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        self._init_recipe_state(module)
+
+    def _init_recipe_state(self, module: nn.Module | None) -> None:
+        recipe = self.__dict__.get("recipe")
+        if recipe is not None and module is not None:
+            init_recipe_state(module, recipe)
 
     def _keys(self, index: int | slice) -> list[str]:
         keys = list(self._modules)
@@ -161,6 +176,7 @@ class Sequential(NestedSequential):
         numbered = list(self._modules) == [str(n) for n in range(len(self._modules))]
         self._modules = {str(n) if numbered else key: m for n, (key, m) in enumerate(items)}
         self._touch()
+        self._init_recipe_state(self)
 
     def _check_module(self, module: object) -> nn.Module:
         if not isinstance(module, nn.Module):
@@ -191,6 +207,7 @@ class Sequential(NestedSequential):
             )
         self._modules[self._keys(index)[0]] = self._check_module(module)
         self._touch()
+        self._init_recipe_state(module)
 
     def __delitem__(self, index: int | slice) -> None:
         removed = set(self._keys(index))
@@ -287,6 +304,27 @@ class Sequential(NestedSequential):
             _nested=[],
             _stands=("", ()),
         )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As of any module; a parameter that is replaced, as by ``to_empty``, stays tied."""
+        tied = tied_places(self)
+        out = super()._apply(fn, recurse)
+        for places in tied:
+            tie(places)
+        return out
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            for places in tied_places(self):
+                load_as_one(places, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         derived = (

@@ -17,7 +17,6 @@ from ..errors import (
     ChannelError,
     ChannelIndexError,
     MissingImplementationError,
-    NotSupportedError,
     OpKwargsError,
     counted,
     explain,
@@ -158,26 +157,20 @@ class BasicOperation(FusibleOperation):
         """Forgets the scales of quantised compute: they begin anew at the next call.
 
         Args:
-            recipe: None.
+            recipe: of calls to come, whose state is made at once; see
+                :func:`opfuser.init_recipe_state`. None leaves that to the first call. Either way
+                calls follow the recipe of their region.
 
         Raises:
-            NotSupportedError: another ``recipe``; that of a call is its region's.
+            ArgumentError: ``recipe`` is neither None nor a recipe.
         """
-        if recipe is not None:
-            raise NotSupportedError(
-                explain(
-                    "An operation has no recipe before it is called",
-                    where=type(self).__name__,
-                    received=f"reset_recipe_state(recipe={type(recipe).__name__})",
-                    remedy="Open opfuser.autocast(recipe=...) around the call, or give the recipe "
-                    "to the Sequential",
-                )
-            )
         for module in (self, self._owner):
             if module is not None and any(module._modules.get(n) for n in RESTORED_CHILDREN):
                 for name in RESTORED_CHILDREN:
                     module._modules.pop(name, None)
                 module._touch()
+        for child in RESTORED_CHILDREN.values() if recipe is not None else ():
+            child.init(self, recipe)
 
     def _quantizer(self, mode: str, index: int) -> Any | None:
         return None
@@ -344,6 +337,8 @@ class BasicOperation(FusibleOperation):
         the state dict has the compound's plain names.
         """
         owner._parameters.update(self._parameters)
+        for name in RESTORED_CHILDREN.keys() & self._modules.keys():
+            owner.add_module(name, self._modules[name])
         self.__dict__["_parameters"] = owner._parameters
         self.__dict__["_owner"] = owner
 

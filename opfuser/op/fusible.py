@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from ..change_tracking import Tracked, has_hooks, prepare_others_like, signature
 from ..context import GradNeeds, OperationContext
 from ..errors import MissingImplementationError, ReadOnlyAttributeError, explain
 
-__all__ = ["RESTORED_CHILDREN", "FusibleOperation", "StandaloneCalls"]
+__all__ = ["RESTORED_CHILDREN", "FusibleOperation", "RestoredChild", "StandaloneCalls"]
 
 
 class StandaloneCalls:
@@ -22,8 +22,25 @@ class StandaloneCalls:
     run_alone: Callable[..., Any]
 
 
-# Children that an operation has only once it needs them, and what makes one that a state dict has.
-RESTORED_CHILDREN: dict[str, Callable[[FusibleOperation, dict[str, Any], str], None]] = {}
+class RestoredChild(NamedTuple):
+    """What makes a child that an operation has only once it needs it.
+
+    Attributes:
+        restore: is told a state dict and the prefix of the child's keys there.
+        adopt: is told the key of what Transformer Engine has of the operation there, which it
+            pops, and the prefix of the child's keys, which it writes.
+        init: is told a recipe of quantised compute, where calls may follow it.
+        leave_out: is told that recipes leave the operation out from now on.
+    """
+
+    restore: Callable[[FusibleOperation, dict[str, Any], str], None]
+    adopt: Callable[[FusibleOperation, dict[str, Any], str, str], None]
+    init: Callable[[FusibleOperation, Any], None]
+    leave_out: Callable[[FusibleOperation], None]
+
+
+# By name.
+RESTORED_CHILDREN: dict[str, RestoredChild] = {}
 
 
 class FusibleOperation(Tracked):
@@ -69,6 +86,9 @@ class FusibleOperation(Tracked):
                 )
             )
         super().__setattr__(name, value)
+        if name == "recipe" and value is None:
+            for child in RESTORED_CHILDREN.values():
+                child.leave_out(self)
 
     @property
     def is_fused_op(self) -> bool:
@@ -205,13 +225,17 @@ class FusibleOperation(Tracked):
             state.pop(derived, None)
         return state
 
+    def _adopt_extra_state(self, state_dict: dict[str, Any], key: str, prefix: str) -> None:
+        """Takes what te.ops pickles of every operation, under ``key``, out of a state dict."""
+        for name, child in RESTORED_CHILDREN.items():
+            if key in state_dict:
+                child.adopt(self, state_dict, key, f"{prefix}{name}.")
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # te.ops pickles quantisation state into every operation; without quantised compute there
-        # is nothing to restore from it.
-        state_dict.pop(prefix + "_extra_state", None)
-        for name, restore in RESTORED_CHILDREN.items():
+        self._adopt_extra_state(state_dict, prefix + "_extra_state", prefix)
+        for name, child in RESTORED_CHILDREN.items():
             if name not in self._modules:
-                restore(self, state_dict, f"{prefix}{name}.")
+                child.restore(self, state_dict, f"{prefix}{name}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

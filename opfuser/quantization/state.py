@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -11,15 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import explain
 from ..events.kinds import ScalesUpdated
 from ..events.telling import emit
 from ..kernels.quantize import TensorScaling, scale_for
+from ..kernels.quantize_plain import largest
 from ..kernels.scales import KeptScales
 from ..kernels.scales import update_scales as update_together
-from ..op.fusible import RESTORED_CHILDREN, FusibleOperation
+from ..op.fusible import FusibleOperation
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
+from ..recomputation import computed_again, in_backward
+from .checkpointed import note_scale, scale_of_forward
 
-__all__ = ["ROLES", "QuantizationState", "enter_region", "in_backward", "state_of", "update_scales"]
+__all__ = [
+    "ROLES",
+    "QuantizationState",
+    "Stateful",
+    "enter_region",
+    "make_state",
+    "restore_state",
+    "state_of",
+    "update_scales",
+]
 
 ROLES = ("input", "weight", "grad_output")
 _NUMBERS = {role: n for n, role in enumerate(ROLES)}
@@ -52,7 +66,12 @@ def _addresses(kept: KeptScales) -> tuple[int, int, int]:
 class QuantizationState(nn.Module):
     """Scales, and the largest values that they come from, of the tensors of :data:`ROLES`.
 
-    A submodule of an operation, made when it first needs one, or when a state dict has it.
+    A submodule of an operation, made once it is known to need one: where its recipe is told, at its
+    first call, or when a state dict has it.
+
+    ``buffers()`` and ``modules()`` of what is around it leave it out: they are what wrappers send
+    from rank to rank and average, as DistributedDataParallel does before every forward, whereas
+    scales belong to the values of their own rank. Ranks agree through ``amax_reduction_group``.
 
     Buffers:
         scale: (3,) fp32: what values are multiplied by before they are rounded.
@@ -82,19 +101,36 @@ class QuantizationState(nn.Module):
         self.group: dist.ProcessGroup | None = None  # of ranks that it agrees with
         self.row = -1  # of the tensor in which they do
         self._parts: _Parts | None = None
-        # Of each role that forward rounds, if the last such tensor gave its own scale.
-        self._first: dict[int, Tensor] = {}
+        self._written = self._versions()  # by this class
+        # Of each role that forward rounds, if the last such tensor had another scale: its own, as
+        # the first one, or that of the forward that was computed again.
+        self._other: dict[int, Tensor] = {}
         _all[self.number] = self
 
+    def named_modules(
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Itself, but nothing to a module that holds it, which passes what it has found."""
+        if memo is None:
+            yield prefix, self
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "group": None, "_parts": None, "_first": {}}
+        self._read_what_was_written()
+        return {**self.__dict__, "group": None, "_parts": None, "_other": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._enter()
 
+    @property
+    def length(self) -> int:
+        """Of the history."""
+        return self.amax_history.shape[0]
+
     def knows(self, role: str) -> bool:
         """Whether there is a scale for the role; the first one is taken from values."""
+        if not self.known[_NUMBERS[role]]:
+            self._read_what_was_written()
         return self.known[_NUMBERS[role]]
 
     def learn(self, role: str, amax: Tensor, recipe: Stateful) -> Tensor:
@@ -102,23 +138,59 @@ class QuantizationState(nn.Module):
 
         It is kept, unless the value is not finite: that says nothing of the calls to come.
         """
-        self.known[_NUMBERS[role]] = True
+        number = _NUMBERS[role]
+        self.known[number] = True
         scale: Tensor = scale_for(amax, recipe.dtype(role))
         if role != "grad_output":
-            self._first[_NUMBERS[role]] = scale
+            self._other[number] = scale
+            note_scale(self.number, number, scale)
         self.scale_of(role).copy_(scale.nan_to_num(1.0))
+        self._written = self._versions()
         if ScalesUpdated.wanted:
             emit(ScalesUpdated(1, (role,), "first value"))
         return scale
 
-    def known_scaling(self, role: str, dtype: torch.dtype) -> TensorScaling | None:
-        """How the next tensor of the role is quantised; None if there is no scale for it yet."""
+    def known_scaling(self, role: str, recipe: Stateful) -> TensorScaling | None:
+        """How the next tensor of the role is quantised; None if there is no scale for it yet.
+
+        What is computed again has the scale of its forward, and has been seen by it.
+
+        Raises:
+            RecomputationError: the forward had fewer tensors.
+        """
+        number, parts = _NUMBERS[role], self._current_parts()
+        if role != "grad_output":
+            scale = scale_of_forward(self.number, number)
+            if scale is not None:
+                self._other[number] = scale
+                note_scale(self.number, number, scale)
+                return TensorScaling(scale, recipe.dtype(role))
         if not self.knows(role):
             return None
-        number, parts = _NUMBERS[role], self._current_parts()
-        if self._first:
-            self._first.pop(number, None)
-        return TensorScaling(parts.scale[number], dtype, parts.amax[number])
+        if self._other:
+            self._other.pop(number, None)
+        scale = parts.scale[number]
+        if recipe is not self.recipe and (ratio := self._ratio(number, recipe)) != 1:
+            scale = scale * ratio  # of a backward whose forward had another recipe than the last
+        if role != "grad_output":
+            note_scale(self.number, number, scale)
+        return TensorScaling(scale, recipe.dtype(role), parts.amax[number])
+
+    def _ratio(self, number: int, recipe: Stateful) -> float:
+        """Of the scale that a role has by a recipe to that by the last one."""
+        last, role = self.recipe, ROLES[number]
+        if last is None:
+            return 1.0
+        ratio = largest(recipe.dtype(role)) / largest(last.dtype(role))
+        return ratio * 2.0 ** (last.margin - recipe.margin)
+
+    def follow(self, recipe: Stateful) -> None:
+        """Has calls with a recipe from now on, for which the scales are adapted."""
+        ratios = [self._ratio(number, recipe) for number in range(len(ROLES))]
+        self.recipe = recipe
+        for number, ratio in enumerate(ratios):
+            if ratio != 1:
+                self._current_parts().scale[number].mul_(ratio)
 
     def used_scales(self) -> Tensor:
         """(3,): a copy of what the last tensor of each role was multiplied by.
@@ -126,7 +198,7 @@ class QuantizationState(nn.Module):
         Forward saves it for what backward rounds again: updates change :attr:`scale` in place.
         """
         used = self._current_parts().kept.scale.clone()
-        for number, scale in self._first.items():  # a NaN is not kept
+        for number, scale in self._other.items():  # a NaN is not kept
             used[number] = scale[0]
         return used
 
@@ -179,25 +251,100 @@ class QuantizationState(nn.Module):
         return _Parts(recipe, kept, *views, _addresses(kept))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Moves with the operation, but stays in fp32."""
+        """Moves with the operation, but stays in fp32, and has values also after ``to_empty``."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in before.items():
+        for name, old in before.items():
             now = self._buffers[name]
-            if buffer is not None and now is not None and now.dtype != torch.float32:
-                self._buffers[name] = buffer.to(now.device)
+            if old is None or now is None or now is old:
+                continue
+            if not old.is_meta:
+                self._buffers[name] = old.to(now.device)
+            elif not now.is_meta:
+                fill = torch.ones if name == "scale" else torch.zeros
+                self._buffers[name] = fill(old.shape, dtype=torch.float32, device=now.device)
+                self.known = [False] * len(ROLES)
         return self
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
     ) -> None:
-        history = state_dict.get(prefix + "amax_history")
-        if history is not None and history.shape != self.amax_history.shape:
+        """Takes all of it or nothing. A state without values yet needs none."""
+        own = [prefix + name for name in self._buffers]
+        missing, problems = _misfits(state_dict, prefix, own)
+        fits = not missing and not problems
+        if fits:
+            self._set_length(len(state_dict[prefix + "amax_history"]))
+        else:  # what is unknown is reported as always, and nothing is found to be loaded
+            state_dict = {k: v for k, v in state_dict.items() if k not in own}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, [], unexpected_keys, error_msgs
+        )
+        if fits:
+            self.known = self._have_values()
+            self._written = self._versions()
+            return
+        error_msgs += problems
+        if strict and (len(missing) < len(own) or any(map(self.knows, ROLES))):
+            missing_keys += missing
+
+    def _set_length(self, length: int) -> None:
+        """Empties the history if it has another length."""
+        if length != len(self.amax_history):
             with torch.inference_mode(False):
-                self.amax_history = self.amax_history.new_zeros(history.shape)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        if history is not None:
-            self.known = (torch.maximum(self.amax_history[0], self.amax) > 0).tolist()
+                self.amax_history = self.amax_history.new_zeros(length, len(ROLES))
+
+    def _read_what_was_written(self) -> None:
+        """Knows the scales that others have written to the buffers.
+
+        As torch.distributed.checkpoint does, in place, to what ``state_dict()`` has returned.
+        """
+        if all(self.known) or self._written == self._versions():
+            return
+        self._written = self._versions()
+        # A first value of 0 leaves no trace there.
+        self.known = [known or has for known, has in zip(self.known, self._have_values())]
+
+    def _have_values(self) -> list[bool]:
+        """For each role whether the buffers are others than those of a new state."""
+        if self.scale.is_meta:
+            return [False] * len(ROLES)
+        seen = torch.cat([self.amax_history, self.amax[None]]).amax(0) > 0
+        found: list[bool] = ((self.scale != 1) | seen).tolist()
+        return found
+
+    def _versions(self) -> tuple[tuple[int, int], ...]:
+        """What differs once somebody has written to the buffers, or replaced one."""
+        own = self.scale, self.amax_history, self.amax
+        return tuple([(id(t), 0 if t.is_inference() else t._version) for t in own])
+
+
+def _misfits(
+    state_dict: dict[str, Any], prefix: str, keys: list[str]
+) -> tuple[list[str], list[str]]:
+    """The keys of a state that a state dict lacks, and what is wrong with what it has."""
+    problems = []
+    for key in keys:
+        value, rows = state_dict.get(key), "length, " * key.endswith("amax_history")
+        shape = tuple(getattr(value, "shape", ()))
+        if key in state_dict and (
+            not isinstance(value, Tensor)
+            or shape[-1:] != (len(ROLES),)
+            or len(shape) != (2 if rows else 1)
+            or not shape[0]
+        ):
+            problems.append(
+                f"size mismatch for {key}: copying a param with shape {shape} from checkpoint, "
+                f"the shape in current model is ({rows}{len(ROLES)})."
+            )
+    return [key for key in keys if key not in state_dict], problems
 
 
 # Whether one of them has seen values since the last update, only the device knows: a replayed call
@@ -206,54 +353,103 @@ _all: weakref.WeakValueDictionary[int, QuantizationState] = weakref.WeakValueDic
 _numbers = count()
 
 
-def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> QuantizationState:
-    """The state of an operation that computes with a recipe that keeps scales."""
-    assert isinstance(recipe, Stateful)
+def _history_length(recipe: Stateful) -> int:
+    return 1 if isinstance(recipe, Float8PredictedScaling) else recipe.amax_history_len
+
+
+def make_state(op: nn.Module, recipe: Stateful) -> QuantizationState:
+    """The state that an operation has, or a new one, which it has from now on."""
     # A compound such as Linear has the parameters and the state of its operations.
     owner = getattr(op, "_owner", None) or op
     state = owner._modules.get("quantization")
-    length = 1 if isinstance(recipe, Float8PredictedScaling) else recipe.amax_history_len
-    fresh = state is None
     if state is None:
-        state = QuantizationState(length, next(op.parameters()).device)
+        state = QuantizationState(_history_length(recipe), next(op.parameters()).device)
         owner.add_module("quantization", state)
     assert isinstance(state, QuantizationState)
     if op._modules.get("quantization") is not state:
         op.add_module("quantization", state)
-    old = state._buffers["amax_history"]
-    if old is not None and old.shape[0] != length:
+    return state
+
+
+def state_of(op: nn.Module, recipe: Recipe, group: dist.ProcessGroup | None) -> QuantizationState:
+    """The state of an operation that computes with a recipe that keeps scales."""
+    assert isinstance(recipe, Stateful)
+    owner = getattr(op, "_owner", None) or op
+    state = owner._modules.get("quantization")
+    if state is None or op._modules.get("quantization") is not state:
+        state = make_state(op, recipe)
+    assert isinstance(state, QuantizationState)
+    length = _history_length(recipe)
+    if not recipe.reduce_amax:
+        group = None
+    if state.recipe is recipe and state.group is group and state.length == length:
+        return state
+    # A backward leaves the state to the calls that came after its forward.
+    if state.recipe is None or not _is_past():
+        _adapt(op, state, recipe, group, length)
+    return state
+
+
+def _adapt(
+    op: nn.Module,
+    state: QuantizationState,
+    recipe: Stateful,
+    group: dist.ProcessGroup | None,
+    length: int,
+) -> None:
+    """Has a state follow the recipe and the group of a call.
+
+    Args:
+        length: of the history.
+    """
+    if state.length != length:
+        old = state.amax_history
         with torch.inference_mode(False):
             state.amax_history = old.new_zeros(length, len(ROLES))
         kept = min(length, len(old))
         state.amax_history[:kept] = old[:kept]
     if state.recipe is not recipe and state.recipe != recipe:  # a region may have its own object
-        restored = state.recipe is None and not fresh
-        state.recipe = recipe
+        if state.recipe is None:  # the weight alone may have been assigned
+            state.to_empty(device=next(op.parameters()).device)
+        restored = state.recipe is None and any(map(state.knows, ROLES))
+        state.follow(recipe)
         if restored:  # what a state dict brought waits since the region opened
             update_together([state._current_parts().kept])
             if ScalesUpdated.wanted:
                 emit(ScalesUpdated(1, ROLES, "state dict"))
-    if not recipe.reduce_amax:
-        group = None
-    if state.group is not group and not in_backward():  # there the region is closed
+    if state.group is not group:
         state.group = group
         if group is not None:
             state.row = _join(group, state.scale.device)
-    return state
 
 
-def _restore(op: FusibleOperation, state_dict: dict[str, Any], prefix: str) -> None:
-    history = state_dict.get(prefix + "amax_history")
-    if history is not None:
+def _is_past() -> bool:
+    """Whether the caller belongs to a call that came earlier."""
+    return in_backward() or computed_again() is not None
+
+
+def restore_state(op: FusibleOperation, state_dict: dict[str, Any], prefix: str) -> None:
+    """Makes the state of an operation if a state dict has one, which then loads it."""
+    keys = [prefix + name for name in ("scale", "amax_history", "amax")]
+    if _misfits(state_dict, prefix, keys) == ([], []):
+        history = state_dict[prefix + "amax_history"]
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            _tell_first_rank(op)
         op.add_module("quantization", QuantizationState(len(history), next(op.parameters()).device))
 
 
-RESTORED_CHILDREN["quantization"] = _restore
-
-
-def in_backward() -> bool:
-    """Whether autograd is running in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def _tell_first_rank(op: FusibleOperation) -> None:
+    """Others get what they ask for, if that rank's state dict is broadcast, and do not know."""
+    if dist.get_rank() == 0:
+        warnings.warn(
+            explain(
+                "Scales of a state dict are given to an operation that had none, on this rank",
+                where=f"{type(op).__name__}({op.extra_repr()})",
+                received="a state dict that rank 0 may have alone, as with broadcast_from_rank0",
+                remedy="Call opfuser.init_recipe_state(model, recipe) on every rank before loading",
+            ),
+            stacklevel=2,
+        )
 
 
 class _Members(NamedTuple):
@@ -292,10 +488,10 @@ def enter_region(recipe: Recipe, group: dist.ProcessGroup | None, *, outermost: 
 def update_scales() -> None:
     """Updates the scales of all operations from what they have seen since the last time.
 
-    Not within a backward pass, where a checkpoint computes a forward again: it is to see the scales
-    of the first time. States that agree with other ranks wait for a region with their group.
+    Not where a forward is computed again, nor elsewhere in a backward pass. States that agree with
+    other ranks wait for a region with their group.
     """
-    if not (_all or _groups) or in_backward():
+    if not (_all or _groups) or _is_past():
         return
     groups = list(_groups)
     _groups.clear()

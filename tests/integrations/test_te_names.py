@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import opfuser as of
-from opfuser.errors import NotSupportedError
-from opfuser.recipe import DelayedScaling
+from opfuser.errors import ArgumentError
+from opfuser.recipe import DelayedScaling, Float8CurrentScaling
 from tests.contract.tensors import F64, against, close, fill, rand
 
 
@@ -106,5 +106,10 @@ def test_scales_begin_anew() -> None:
     linear.reset_recipe_state(recipe=None)
     assert list(sequence.state_dict()) == ["0.weight", "0.bias"]
     assert torch.equal(call(x), first)
-    with pytest.raises(NotSupportedError, match=r"BasicLinear\).*DelayedScaling\).*autocast"):
-        linear.reset_recipe_state(recipe=DelayedScaling())
+    linear.reset_recipe_state(recipe=DelayedScaling(amax_history_len=4))
+    assert sequence.state_dict()["0.quantization.amax_history"].tolist() == [[0.0] * 3] * 4
+    assert torch.equal(call(x), first)
+    linear.reset_recipe_state(recipe=Float8CurrentScaling())
+    assert list(sequence.state_dict()) == ["0.weight", "0.bias"]
+    with pytest.raises(ArgumentError, match=r"(?s)recipe is one of.*'delayed'"):
+        linear.reset_recipe_state(recipe="delayed")

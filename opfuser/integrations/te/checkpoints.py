@@ -8,9 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opfuser import BasicLinear, FusedOperation, FusibleOperation, Linear, Sequential
+from opfuser import (
+    BasicLinear,
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    Linear,
+    Sequential,
+)
 from opfuser.errors import NotSupportedError, explain
 from opfuser.op.fusible import RESTORED_CHILDREN
+from opfuser.quantization.te_scales import te_scales
 
 from .conversion import options_of
 
@@ -22,10 +30,17 @@ _INSIDE = {"ScaledClampedQGeGLU": "_clamped."}
 
 
 class _Key(NamedTuple):
-    """A tensor of a state dict. ``ours`` is None for one that only theirs has."""
+    """An entry of a state dict.
+
+    Attributes:
+        ours: None for one that only theirs has.
+        theirs: the key there.
+        linear: paths of the linear operations here whose scales it has, in the order of GEMMs.
+    """
 
     ours: str | None
     theirs: str
+    linear: tuple[str, ...] = ()
 
 
 def te_state_dict(sequence: Sequential) -> dict[str, Tensor]:
@@ -51,7 +66,10 @@ def load_te_state_dict(
 ) -> Any:
     """Loads a state dict of Transformer Engine; what ``load_state_dict`` returns.
 
-    Entries ``_extra_state`` are left out unread: scales of quantised compute stay what they are.
+    Entries ``_extra_state`` are read as data, not unpickled: scales of delayed scaling become those
+    of the linear operations, and next calls have the scales that they would have had there. One
+    that does not fit, as of grouped operations, or cannot be read is told in a warning, and leaves
+    scales as they are.
     Keys that no tensor of the sequence has there stay as they are, so that those of
     ``state_dict()`` load too, and unknown ones are reported.
 
@@ -65,11 +83,15 @@ def load_te_state_dict(
         RuntimeError: as ``load_state_dict``, with the names of the sequence.
         NotSupportedError: a weight is stored as codes, which have another form there.
     """
-    renamed = {key.theirs: key.ours for key in _keys(sequence)}
+    keys = {key.theirs: key for key in _keys(sequence)}
     mapped = {name: value for name, value in sequence.state_dict().items() if _is_scale(name)}
-    for key, value in state.items():
-        if key.rpartition(".")[2] != _STATE:
-            mapped[renamed.get(key) or key] = value
+    for name, value in state.items():
+        key = keys.get(name)
+        if name.rpartition(".")[2] == _STATE:
+            paths = () if key is None else key.linear
+            mapped.update(te_scales(name, value, [f"{path}quantization." for path in paths]))
+        else:
+            mapped[key.ours if key is not None and key.ours is not None else name] = value
     return sequence.load_state_dict(mapped, strict=strict, assign=assign)
 
 
@@ -99,7 +121,8 @@ def _keys(module: nn.Module, ours: str = "", theirs: str = "") -> Iterator[_Key]
         for name, _ in module.named_parameters():
             yield _Key(ours + name, theirs + names[name])
         for path in options.states:
-            yield _Key(None, f"{theirs}{path}.{_STATE}" if path else theirs + _STATE)
+            linear = tuple(_linear_of_module(module, names, path, ours))
+            yield _Key(None, f"{theirs}{path}.{_STATE}" if path else theirs + _STATE, linear)
     elif isinstance(module, Sequential):
         for name, child in module.named_children():
             yield from _keys(child, f"{ours}{name}.", f"{theirs}{name}.")
@@ -110,7 +133,8 @@ def _keys(module: nn.Module, ours: str = "", theirs: str = "") -> Iterator[_Key]
             if not _is_scale(name):
                 yield _Key(ours + name, theirs + name)
         if isinstance(module, FusibleOperation) and not isinstance(module, FusedOperation):
-            yield _Key(None, theirs + _STATE)
+            linear = (ours,) if isinstance(module, BasicOperation) and _multiplies(module) else ()
+            yield _Key(None, theirs + _STATE, linear)
             inside = _INSIDE.get(type(module).__name__)
             if inside is not None:
                 yield _Key(None, theirs + inside + _STATE)
@@ -122,4 +146,21 @@ def _keys_of_linear(linear: Linear, ours: str, theirs: str) -> Iterator[_Key]:
         for name in part._parameter_names:
             if getattr(part, name) is not None:
                 yield _Key(ours + name, f"{theirs}basic_ops.{n}.{name}")
-        yield _Key(None, f"{theirs}basic_ops.{n}.{_STATE}")
+        linear_op = (ours,) if _multiplies(part) else ()
+        yield _Key(None, f"{theirs}basic_ops.{n}.{_STATE}", linear_op)
+
+
+def _multiplies(op: BasicOperation) -> bool:
+    return op.takes_part_in_recipes
+
+
+def _linear_of_module(
+    module: nn.Module, names: Mapping[str, str], path: str, ours: str
+) -> Iterator[str]:
+    """The paths of the linear operations whose parameters a module there has at ``path``."""
+    for inside, op in module.named_modules():
+        for part in getattr(op, "basic_ops", (op,)):
+            if isinstance(part, BasicOperation) and _multiplies(part):
+                own = [n for n, _ in op.named_parameters(prefix=inside)]
+                if own and names[own[0]].rpartition(".")[0] == path:
+                    yield f"{ours}{inside}."
