@@ -233,7 +233,7 @@ class Linear(FusedOperation):
         # te.ops keeps the parameters under its basic operations.
         for index, part in enumerate(self.basic_ops):
             old = f"{prefix}basic_ops.{index}."
-            state_dict.pop(old + "_extra_state", None)
+            part._adopt_extra_state(state_dict, old + "_extra_state", prefix)
             for name in part._parameter_names:
                 if old + name in state_dict:
                     value = state_dict.pop(old + name)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .basic._master import Pair, WriteDetector
 from .basic._whole_gradient import WholeGradient
 from .basic.basic_linear import BasicLinear
 from .errors import ArgumentError, MasterWeightError, NotSupportedError, explain
@@ -22,65 +24,6 @@ _MASTER = "master_param"
 _Groups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
-@dataclass
-class _Pair:
-    """A parameter and its master.
-
-    Attributes:
-        param: of the model.
-        master: fp32; the parameter itself where that is fp32 or fp64.
-        linear: whose weight it is in FP8; None: it is no such weight.
-        gradient: of the parameter.
-        replaced: the ``grad`` of a parameter that is its own master, during a step that reads
-            another one there.
-    """
-
-    param: nn.Parameter
-    master: nn.Parameter
-    linear: BasicLinear | None
-    gradient: WholeGradient
-    replaced: tuple[Tensor | None] | None = None
-
-    def values(self) -> Tensor:
-        """Of the parameter, in fp32."""
-        if self.linear is None:
-            return self.param.detach().float()
-        return self.linear.read_weight(torch.float32)
-
-    @property
-    def apart(self) -> bool:
-        """Whether there are two of them."""
-        return self.master is not self.param
-
-    def store(self) -> None:
-        """Rounds the master to the parameter."""
-        if self.linear is not None:
-            self.linear.write_weight(self.master.detach())
-        else:
-            with torch.no_grad():
-                self.param.copy_(self.master)
-
-    def is_stored(self) -> bool:
-        """Whether the parameter is the rounded master, whoever has written it. Waits for a GPU."""
-        if self.linear is not None:
-            return False
-        return torch.equal(self.param, self.master.to(self.param.dtype))
-
-    def take_gradient(self) -> None:
-        """The master gets the gradient of the parameter, in its dtype."""
-        grad = self.param.grad
-        taken = self.gradient.take(self.master)
-        if not self.apart and taken is not grad:
-            self.replaced = (grad,)
-        self.master.grad = taken
-
-    def give_back(self) -> None:
-        """The parameter gets back the ``grad`` that a step has replaced."""
-        if self.replaced is not None:
-            (self.param.grad,) = self.replaced
-            self.replaced = None
-
-
 class MasterWeights(Optimizer):
     """Any optimiser of torch, on fp32 copies of parameters that are stored in less.
 
@@ -88,15 +31,27 @@ class MasterWeights(Optimizer):
     (the master weights of Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740), and
     rounds these to the parameters: to FP8 with scales from the largest values of now, where a
     linear operation was constructed within :func:`opfuser.quantized_model_init`. Parameters in fp32
-    and fp64 are optimised themselves.
+    and fp64 are optimised themselves, and so are complex ones.
 
-    Used as the optimiser itself: by schedulers, ``torch.amp.GradScaler`` and
-    ``clip_grad_norm_(model.parameters(), ...)``. ``param_groups`` have the model's parameters;
-    ``optimizer`` has the copies. ``state_dict()`` is that of the optimiser with ``"master_param"``
-    in the state of each parameter that has a copy.
+    Used as the optimiser itself: by schedulers, ``torch.amp.GradScaler``,
+    ``torch.distributed.checkpoint`` and ``clip_grad_norm_(model.parameters(), ...)``; it is copied,
+    pickled and hooked as others are. ``param_groups`` have the model's parameters, and ``state`` is
+    keyed by them: what the optimiser keeps for each, and the copy as ``"master_param"``. The next
+    step follows what is changed there. ``optimizer`` is the one that updates the copies.
 
-    A copy starts with the value that ``preserve_high_precision_init_val=True`` has kept, which is
-    then freed, or else with the value of the parameter.
+    The state of a parameter begins with its first update, and the copy with the value that the
+    parameter has then: a model may be loaded before. A value that
+    ``preserve_high_precision_init_val=True`` has kept is used instead if that value rounds to the
+    parameter's; the constructor takes and frees it.
+
+    From then on nothing else is to write to the parameter. Noticed at the next step is every write
+    that counts versions (as those in place do), memory that was replaced (``p.data = ...``,
+    ``vector_to_parameters``), and a write through ``p.data`` that changes one of the elements that
+    are compared: 32 to 64 of each parameter, spread over it, and of its scale in FP8. On a GPU the
+    last kind is noticed one or more steps later, which have overwritten it by then, or by
+    :meth:`state_dict`, as no step waits for the device; and not while a graph is recorded or
+    replayed. Values that are those of the rounded copy are no error. Call :meth:`read_parameters`
+    after any other write, and before the next step.
 
     Where an operation has added to ``main_grad`` since the last step or :meth:`zero_grad`, as
     ``grad_added_to_main_grad`` says, the gradient is the sum of that and of ``grad``, to which
@@ -105,18 +60,25 @@ class MasterWeights(Optimizer):
     unless the parameter has ``zero_out_wgrad``: the gradient is ``main_grad`` then.
     ``clip_grad_norm_`` sees ``grad`` alone: clip ``main_grad`` yourself.
 
+    Parameters in FP8 get ``grad_dtype = None``: ``torch.distributed.checkpoint`` sets gradients of
+    the parameter's own dtype, zeros, to have the state made.
+
     Args:
-        model: has all weights in FP8 that are to be optimised.
+        model: has all weights in FP8 that are to be optimised. As of any optimiser, its parameters
+            stay the same objects: make it after ``to_empty`` and ``load_state_dict(assign=True)``.
         optimizer_class: as ``torch.optim.AdamW``.
         params: parameters or groups of them, as optimisers take them; None is all of the model.
         arguments: of ``optimizer_class``.
 
     Raises:
-        ArgumentError: a parameter in FP8 is no weight of the model's linear operations.
-        MasterWeightError: at a step, if a parameter was written to since the last one. Those that
-            are not in FP8 may have been written with the values that they had. Or if a parameter's
+        ArgumentError: a parameter is on the meta device, or is in FP8 and no weight of the model's
+            linear operations. Or at a step, if groups have lost or got parameters otherwise than by
+            :meth:`add_param_group`, or if ``"master_param"`` was set to something of another shape.
+        MasterWeightError: at a step, if a parameter was written to since the last one, or if an
+            operation has another parameter in place of a weight in FP8. Or if a parameter's
             gradient is said to be in a ``main_grad`` that it lacks.
-        NotSupportedError: at a step of ``GradScaler``, if gradients are in ``main_grad``.
+        NotSupportedError: with ``differentiable``; at a step of ``GradScaler``, if gradients are in
+            ``main_grad``; and if a first update is recorded into a graph of a GPU.
     """
 
     optimizer: Optimizer
@@ -129,39 +91,89 @@ class MasterWeights(Optimizer):
         **arguments: Any,
     ) -> None:
         self._linears = _weights_in_fp8(model)
-        self._pairs: list[_Pair] = []
-        self._versions: list[int] = []
+        self._names = {param: name for name, param in model.named_parameters()}
+        self._pairs: dict[Tensor, Pair] = {}
+        self._writes = WriteDetector()
         super().__init__(model.parameters() if params is None else params, dict(arguments))
-        inner = [self._with_masters(group) for group in self.param_groups]
-        self.optimizer = optimizer_class(inner, **arguments)
+        self.optimizer = optimizer_class(self._with_masters(self.param_groups), **arguments)
         self.defaults = self.optimizer.defaults
-        self.state = self.optimizer.state
         self._share_options(self.optimizer.param_groups, self.param_groups)
-        self._note_versions()
+        self._masters_were_made()
 
-    def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group with masters in place of parameters, whose pairs are noted."""
-        pairs = [self._pair(param) for param in group["params"]]
-        self._pairs += pairs
-        return {**group, "params": [pair.master for pair in pairs]}
+    def _with_masters(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups with masters in place of parameters, whose pairs are noted."""
+        params = [param for group in groups for param in group["params"]]
+        for param in params:  # before the first pair takes an initial value
+            self._check_param(param)
+        for param in params:
+            if param not in self._pairs:
+                self._pairs[param] = self._pair(param)
+        return [
+            {**group, "params": [self._pairs[param].master for param in group["params"]]}
+            for group in groups
+        ]
 
-    def _pair(self, param: nn.Parameter) -> _Pair:
-        linear = self._linears.get(param)
-        if linear is None and is_fp8(param.dtype):
+    def _check_param(self, param: nn.Parameter) -> None:
+        received = f"{self._name_of(param)} of {param.dtype} and shape {tuple(param.shape)}"
+        if param.is_meta:
+            raise ArgumentError(
+                explain(
+                    "Parameters have values, which masters begin with",
+                    where="MasterWeights",
+                    received=f"{received} on the meta device",
+                    remedy="Materialise the model first: to_empty replaces its parameters",
+                )
+            )
+        if is_fp8(param.dtype) and param not in self._linears:
             raise ArgumentError(
                 explain(
                     "Parameters in FP8 are weights of linear operations of the model",
                     where="MasterWeights",
-                    received=f"a parameter of {param.dtype} and shape {tuple(param.shape)}",
+                    received=received,
                     remedy="Pass the model that has it",
                 )
             )
-        if param.dtype in (torch.float32, torch.float64):
-            return _Pair(param, param, None, WholeGradient(param))
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        return self._names.get(param, "a parameter")
+
+    @torch.no_grad()
+    def _pair(self, param: nn.Parameter) -> Pair:
+        linear, name = self._linears.get(param), self._name_of(param)
+        pair = Pair(param, name, param, linear, WholeGradient(param, name))
+        if not (param.is_floating_point() and param.itemsize < 4):
+            return pair
         initial = take_initial_value(param)
-        pair = _Pair(param, param, linear, WholeGradient(param))
         values = pair.values() if initial is None else initial.to(param.device, torch.float32)
-        return replace(pair, master=nn.Parameter(values, requires_grad=param.requires_grad))
+        return replace(pair, master=values, has_initial_value=initial is not None)
+
+    @torch.no_grad()
+    def _masters_were_made(self) -> None:
+        """Takes over what the inner optimiser has made for new masters, besides what was lent."""
+        if any(group.get("differentiable") for group in self.optimizer.param_groups):
+            self._refuse_derivatives()
+        self._of_master = {pair.master: pair for pair in self._pairs.values()}
+        for param in self._linears.keys() & self._pairs.keys():
+            param.grad_dtype = None
+        made = [self._of_master[key] for key in self.optimizer.state if key in self._of_master]
+        new = [pair for pair in made if pair.param not in self.state]
+        self._take_state_back()
+        self._begin(new)
+        for pair in new:
+            self._keep_master(pair)
+        self._writes.note(new, besides_others=True)
+
+    def _refuse_derivatives(self) -> None:
+        for pair in self._pairs.values():
+            if pair.apart:
+                raise NotSupportedError(
+                    explain(
+                        "Rounding a master to its parameter has no derivative",
+                        where="MasterWeights",
+                        received=f"differentiable=True; {pair.name} of {pair.param.dtype}",
+                        remedy="Leave it off, or keep parameters in fp32",
+                    )
+                )
 
     @staticmethod
     def _share_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -169,38 +181,80 @@ class MasterWeights(Optimizer):
         for ours, theirs in zip(source, target):
             theirs.update((key, value) for key, value in ours.items() if key != "params")
 
-    def _note_versions(self) -> None:
-        self._versions = [pair.param._version for pair in self._pairs]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of any optimiser; the parameters get masters."""
         super().add_param_group(param_group)
-        if "optimizer" in self.__dict__:
-            before = len(self._pairs)
-            self.optimizer.add_param_group(self._with_masters(self.param_groups[-1]))
-            self._share_options(self.optimizer.param_groups[-1:], self.param_groups[-1:])
-            self._versions += [pair.param._version for pair in self._pairs[before:]]
+        if "optimizer" not in self.__dict__:
+            return
+        pairs, groups = dict(self._pairs), self.optimizer.param_groups
+        self._lend_state()
+        try:
+            self.optimizer.add_param_group(*self._with_masters(self.param_groups[-1:]))
+            self._masters_were_made()
+        except Exception:
+            self.optimizer.state.clear()
+            self._pairs = pairs
+            del self.param_groups[-1]
+            del groups[len(self.param_groups) :]
+            raise
+        self._share_options(groups[-1:], self.param_groups[-1:])
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates masters and parameters; ``closure`` as of the optimiser."""
-        self._check_versions()
+        self._check_groups()
+        self._check_weights()
         self._refuse_scaler()
+        started = self._started()
+        self._writes.check(started)
+        others = set(self._pairs.values()).difference(started)
         self._share_options(self.param_groups, self.optimizer.param_groups)
+        self._lend_state()
         try:
             if closure is None:
                 self._take_gradients()
+                self._begin(pair for pair in others if pair.master.grad is not None)
                 loss = self.optimizer.step()
             else:
+                self._begin(others)  # which of them have gradients is not known yet
                 loss = self.optimizer.step(self._evaluation(closure))
         finally:
             self._give_back()
+            self._take_state_back()
         self._store()
+        self._writes.note(self._started())
         return loss
+
+    def _check_groups(self) -> None:
+        given = {param for group in self.param_groups for param in group["params"]}
+        if given != self._pairs.keys():
+            raise ArgumentError(
+                explain(
+                    "Parameters come into groups by add_param_group, and stay there",
+                    where="MasterWeights",
+                    received=f"{len(given - self._pairs.keys())} that are new and"
+                    f" {len(self._pairs.keys() - given)} that are gone",
+                    remedy="Make another optimiser and load the state dict of this one",
+                )
+            )
+
+    def _check_weights(self) -> None:
+        for pair in self._pairs.values():
+            if pair.is_replaced():
+                raise MasterWeightError(
+                    explain(
+                        "A weight in FP8 stays the parameter that its optimiser was made for",
+                        where="MasterWeights",
+                        received=f"{pair.name}, in whose place the operation has another one",
+                        remedy="Make the optimiser after what replaces parameters, as"
+                        " load_state_dict(assign=True) does",
+                    )
+                )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by GradScaler: whether it leaves the scale to :meth:`step`."""
-        return any(pair.gradient.is_in_main_grad for pair in self._pairs)
+        return any(pair.gradient.is_in_main_grad for pair in self._pairs.values())
 
     def _refuse_scaler(self) -> None:
         told = [self.__dict__.pop(name, None) for name in ("found_inf", "grad_scale")]
@@ -215,9 +269,75 @@ class MasterWeights(Optimizer):
                 )
             )
 
+    def _started(self) -> list[Pair]:
+        """Those whose masters the state has, after their first update."""
+        none: dict[str, Any] = {}
+        return [
+            pair
+            for param, pair in self._pairs.items()
+            if pair.apart and _MASTER in self.state.get(param, none)
+        ]
+
+    @staticmethod
+    def _begin(pairs: Iterable[Pair]) -> None:
+        """Sets masters before their first update."""
+        for pair in pairs:
+            if not pair.apart:
+                continue
+            if pair.param.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise NotSupportedError(
+                    explain(
+                        "The first update of a parameter is none that a graph repeats",
+                        where="MasterWeights",
+                        received=f"{pair.name}, which has no state yet",
+                        remedy="Take a step before the graph is recorded",
+                    )
+                )
+            pair.begin()
+
+    @torch.no_grad()
+    def _lend_state(self) -> None:
+        """Hands the state to the inner optimiser: keyed by masters, which it does not have."""
+        lent = self.optimizer.state
+        lent.clear()
+        for key, kept in self.state.items():
+            pair = self._pairs.get(key)
+            if pair is None or not pair.apart:
+                lent[key] = kept
+                continue
+            rest = dict(kept)
+            if rest.get(_MASTER, pair.master) is not pair.master:  # set by a user
+                _check_master(pair, rest[_MASTER])
+                pair.master.copy_(rest[_MASTER])
+                kept[_MASTER] = pair.master
+            rest.pop(_MASTER, None)
+            if rest:
+                lent[pair.master] = rest
+
+    def _take_state_back(self) -> None:
+        lent = self.optimizer.state
+        for key, kept in lent.items():
+            pair = self._of_master.get(key)
+            if pair is None or not pair.apart:
+                self.state[key] = kept
+                continue
+            own = self.state.setdefault(pair.param, {})
+            has_master = _MASTER in own
+            own.clear()
+            if has_master:
+                own[_MASTER] = pair.master
+            own.update(kept)
+        lent.clear()
+
+    def _keep_master(self, pair: Pair) -> None:
+        kept = self.state.setdefault(pair.param, {})  # torch's checkpoints ask for all or none
+        if pair.apart:
+            kept[_MASTER] = pair.master
+
     def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure`` for the masters, which the optimiser may move between two evaluations."""
 
+        @torch.no_grad()
         def evaluate() -> Any:
             self._give_back()
             self._store()
@@ -229,43 +349,30 @@ class MasterWeights(Optimizer):
         return evaluate
 
     def _take_gradients(self) -> None:
-        for pair in self._pairs:
+        for pair in self._pairs.values():
             pair.take_gradient()
 
     def _give_back(self) -> None:
-        for pair in self._pairs:
+        for pair in self._pairs.values():
             pair.give_back()
 
     def _store(self) -> None:
         """Rounds the masters that had gradients; they hold none from now on."""
-        for pair in self._pairs:
-            if pair.apart and pair.master.grad is not None:
-                pair.store()
-                pair.master.grad = None
-        self._note_versions()
+        for pair in self._pairs.values():
+            if pair.master.grad is not None:
+                self._keep_master(pair)
+                if pair.apart:
+                    pair.store()
+                    pair.master.grad = None
 
-    def _check_versions(self) -> None:
-        for pair, version in zip(self._pairs, self._versions):
-            written = pair.apart and pair.param._version != version
-            # torch's set_state_dict loads a model behind its optimiser: the same values once more.
-            if written and not pair.is_stored():
-                raise MasterWeightError(
-                    explain(
-                        "Parameters with master weights are written to by their optimiser alone",
-                        where="MasterWeights",
-                        received=f"a parameter of shape {tuple(pair.param.shape)} that was"
-                        " written to since",
-                        remedy="Call read_parameters(), or load the optimiser's state after that of"
-                        " the model",
-                    )
-                )
-
+    @torch.no_grad()
     def read_parameters(self) -> None:
         """Sets masters to the values of the parameters, after something else has written these."""
-        for pair in self._pairs:
+        for pair in self._pairs.values():
             if pair.apart:
-                pair.master.data.copy_(pair.values())
-        self._note_versions()
+                pair.read()
+        self._writes.forget()
+        self._writes.note(self._started())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any optimiser, for the model's parameters.
@@ -273,45 +380,125 @@ class MasterWeights(Optimizer):
         What ``main_grad`` holds is left to its owner; no step takes it before it was added to.
         """
         super().zero_grad(set_to_none)
-        for pair in self._pairs:
+        for pair in self._pairs.values():
             pair.gradient.forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimiser's, with masters."""
-        self._share_options(self.param_groups, self.optimizer.param_groups)
-        made = self.optimizer.state_dict()
-        made["state"] = {n: dict(state) for n, state in made["state"].items()}
-        for n, pair in enumerate(self._pairs):
-            if pair.apart:
-                made["state"].setdefault(n, {})[_MASTER] = pair.master.detach()
-        return made
-
     @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimiser, with masters.
+
+        Raises:
+            MasterWeightError: a step has overwritten what was written to a parameter on a GPU.
+        """
+        self._writes.raise_what_was_found()
+        # Before the first step, what parameters were rounded from exists nowhere else.
+        unused = [
+            pair
+            for param, pair in self._pairs.items()
+            if pair.has_initial_value and param not in self.state and pair.is_stored()
+        ]
+        for pair in unused:
+            self._keep_master(pair)
+        try:
+            return super().state_dict()
+        finally:
+            for pair in unused:
+                del self.state[pair.param]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` has made, and rounds the masters to the parameters.
 
-        Masters that it does not have are set to the values of the parameters.
+        Masters that it does not have, as that of the optimiser alone, are set to the values of the
+        parameters. What does not fit changes nothing.
+
+        Raises:
+            ArgumentError: groups or masters do not fit.
         """
-        states = {n: dict(state) for n, state in state_dict["state"].items()}
-        # Numbers; names in what torch.distributed.checkpoint hands over.
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        masters = [states.get(key, {}).pop(_MASTER, None) for key in keys]
-        states = {n: state for n, state in states.items() if state}
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            returned = before(self, state_dict)
+            state_dict = state_dict if returned is None else returned
+        self._load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @torch.no_grad()
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        states, masters = dict(state_dict["state"]), {}
+        for key, pair in self._by_key(state_dict["param_groups"]).items():
+            if _MASTER in states.get(key, ()):
+                rest = dict(states.pop(key))
+                masters[pair] = rest.pop(_MASTER)
+                _check_master(pair, masters[pair])
+                if rest:
+                    states[key] = rest
+        # It checks the rest, and casts the state to the dtype of masters.
         self.optimizer.load_state_dict({**state_dict, "state": states})
-        self.state = self.optimizer.state
-        self._share_options(self.optimizer.param_groups, self.param_groups)
-        for pair, master in zip(self._pairs, masters):
-            if pair.apart:
-                pair.master.copy_(pair.values() if master is None else master)
-                if master is not None:
-                    pair.store()
-        self._note_versions()
+        self.param_groups = [
+            {**theirs, "params": ours["params"]}
+            for ours, theirs in zip(self.param_groups, self.optimizer.param_groups)
+        ]
+        self.state = defaultdict(dict)
+        self._take_state_back()
+        self._begin(p for p in self._pairs.values() if p.param in self.state and p not in masters)
+        for pair, master in masters.items():
+            pair.master.copy_(master)
+            pair.store()
+        for pair in self._pairs.values():
+            if pair in masters or pair.param in self.state:
+                self._keep_master(pair)
+        self._writes.forget()
+        self._writes.note(self._started())
+
+    def _by_key(self, groups: list[dict[str, Any]]) -> dict[Any, Pair]:
+        """The pairs by what a state dict has for them in its groups.
+
+        Those are numbers, or names in what ``torch.distributed.checkpoint`` hands over.
+        """
+        given, own = ([len(g["params"]) for g in of] for of in (groups, self.param_groups))
+        if given != own:
+            raise ArgumentError(
+                explain(
+                    "A state dict has the groups of the optimiser, with as many parameters each",
+                    where="MasterWeights",
+                    received=f"groups of {given} parameters for those of {own}",
+                    remedy="Make the optimiser with the groups that were saved",
+                )
+            )
+        keys = (key for group in groups for key in group["params"])
+        params = (param for group in self.param_groups for param in group["params"])
+        return {key: self._pairs[param] for key, param in zip(keys, params)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("optimizer", "_pairs", "_linears", "_names")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._writes = WriteDetector()
+        self._masters_were_made()
+        self._writes.distrust(self._started())
 
 
-def _weights_in_fp8(model: nn.Module) -> dict[Tensor, BasicLinear]:
-    found: dict[Tensor, BasicLinear] = {}
+def _check_master(pair: Pair, master: Any) -> None:
+    if isinstance(master, Tensor) and master.shape == pair.master.shape:
+        return
+    found = f"shape {tuple(master.shape)}" if isinstance(master, Tensor) else repr(master)
+    raise ArgumentError(
+        explain(
+            "The state has a master of the shape of its parameter",
+            where="MasterWeights",
+            received=f'"{_MASTER}" of {found} for {pair.name} of shape {tuple(pair.param.shape)}',
+            remedy="Load what was saved of the same model, or delete the state of this parameter,"
+            " which then begins with its value",
+        )
+    )
+
+
+def _weights_in_fp8(model: nn.Module) -> dict[nn.Parameter, Linear | BasicLinear]:
+    found: dict[nn.Parameter, Linear | BasicLinear] = {}
     for module in model.modules():
-        linear = module.basic_ops[0] if isinstance(module, Linear) else module
-        if isinstance(linear, BasicLinear) and linear.weight_format is not None:
-            found[linear.weight] = linear
+        # A Linear comes before its basic operation, which is not pickled without it.
+        if isinstance(module, (Linear, BasicLinear)) and module.weight_format is not None:
+            found.setdefault(module.weight, module)
     return found

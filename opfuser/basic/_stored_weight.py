@@ -67,7 +67,7 @@ class StoresWeight(BasicOperation):
         fill(values)
         self.write_weight(values)
         if stored.keeps_initial_value:
-            keep_initial_value(self.weight, values)
+            keep_initial_value(values, self.weight)
 
     def read_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values of the weight, dequantised where it is stored in FP8; not differentiable.
@@ -142,7 +142,7 @@ class StoresWeight(BasicOperation):
         if weight is None or stored is None or not is_fp8(weight.dtype) or not weight.is_leaf:
             return
         setattr(weight, _TAKEN, True)
-        if weight.grad_dtype != stored.dtype:
+        if weight.grad_dtype not in (None, stored.dtype):  # None: its optimiser takes any
             weight.grad_dtype = stored.dtype
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,13 +204,14 @@ class StoresWeight(BasicOperation):
                 state_dict[prefix + "weight"] = decode_weight(value, scale, weight.dtype)
                 del state_dict[prefix + "weight_scale"]
             return
-        initial = None
-        if not is_fp8(value.dtype):
-            initial = value if stored.keeps_initial_value else None
-            codes, scale = encode_weight(value.detach(), stored.recipe)
-            state_dict[prefix + "weight"], state_dict[prefix + "weight_scale"] = codes, scale
-        if stored.keeps_initial_value:
-            keep_initial_value(weight, initial)
+        keeps = [weight] if stored.keeps_initial_value else []
+        if is_fp8(value.dtype):
+            keep_initial_value(None, *keeps)
+            return
+        codes, state_dict[prefix + "weight_scale"] = encode_weight(value.detach(), stored.recipe)
+        state_dict[prefix + "weight"] = loaded = nn.Parameter(codes, weight.requires_grad)
+        if keeps:  # assign=True puts the loaded one in the place of the other
+            keep_initial_value(value, weight, loaded)
 
     def _where(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"

@@ -203,7 +203,8 @@ def mark_added(param: nn.Parameter) -> Tensor:
         autograd may keep it as ``param.grad``, and a hook may write to it.
     """
     repeat(lambda: _set_flags(param))
-    dtype = param.grad_dtype if is_fp8(param.dtype) else None  # codes have gradients of another one
+    # Codes have gradients of another dtype, which None leaves open.
+    dtype = (param.grad_dtype or torch.bfloat16) if is_fp8(param.dtype) else None
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format)
 
 

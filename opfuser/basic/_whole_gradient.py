@@ -45,12 +45,18 @@ class WholeGradient:
 
     Args:
         param: the parameter.
+        name: of it, for errors.
     """
 
-    def __init__(self, param: nn.Parameter) -> None:
+    def __init__(self, param: nn.Parameter, name: str) -> None:
         self._param: Any = param
+        self._name = name
         self._taken: _State | None = None
         """Of ``grad``, when the last step took ``main_grad`` too."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles keep: they have no ``grad`` that a step has taken."""
+        return {**self.__dict__, "_taken": None}
 
     @property
     def is_in_main_grad(self) -> bool:
@@ -94,7 +100,7 @@ class WholeGradient:
             explain(
                 "A parameter with grad_added_to_main_grad has its gradient in main_grad",
                 where="MasterWeights",
-                received=f"main_grad: {found}; a parameter of shape {tuple(shape)}",
+                received=f"main_grad: {found}; {self._name} of shape {tuple(shape)}",
                 remedy="Keep main_grad until the step, or set grad_added_to_main_grad to False",
             )
         )

@@ -19,6 +19,7 @@ from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
 from ..op import Dtypes, OperationContext
+from ..quantization.recipe_state import init_new_operation
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..quantization.weights import encoding_of, layout_refusal, stored_in
@@ -189,6 +190,7 @@ class BasicLinear(StoresWeight):
         else:
             self.make_weight(*shape, device, dtype)
         self.reset_parameters()
+        init_new_operation(self)
 
     @property
     def tensor_parallel_mode(self) -> str | None:

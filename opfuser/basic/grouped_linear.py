@@ -26,6 +26,7 @@ from ..fusion import Env, Refusal
 from ..gemm import RowGroups, as_rows, row_groups
 from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, Dtypes, OperationContext
+from ..quantization.recipe_state import init_new_operation
 from ..wgrad_overlap import WgradOverlap
 from ._autograd_state import backward_pass
 from ._grouped_bias import grouped_bias, grouped_bias_grad, scale_grad
@@ -186,6 +187,7 @@ class GroupedLinear(BasicOperation):
             value = torch.empty(*groups, out_features, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(value) if bias else None)
         self.reset_parameters()
+        init_new_operation(self)
 
     def make_settings(self) -> GroupedLinearSettings:
         both = self.accumulate_into_main_grad, self.accumulate_into_grad

@@ -14,6 +14,7 @@ from ..errors import ArgumentError, InputError, explain
 from ..fusion import Env, Refusal
 from ..gemm_providers import GemmChoice
 from ..op import Dtypes, OperationContext
+from ..quantization.recipe_state import init_new_operation
 from ..quantization.region import active_recipe, amax_group
 from ..quantization.tensor_quantizer import TensorQuantizer
 from ..wgrad_overlap import WgradOverlap, compute
@@ -84,6 +85,7 @@ class BasicMergedLinear(OfProjections):
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.accumulate_into_grad = accumulate_into_grad
         self.make_settings()  # checks them
+        init_new_operation(self)
 
     @property
     def Saved(self) -> type[tuple[Any, ...]]:  # type: ignore[override]  # noqa: N802

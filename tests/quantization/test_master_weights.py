@@ -40,7 +40,7 @@ def give_gradients(model: nn.Module, seed: int = 1) -> list[Tensor]:
     torch.manual_seed(seed)
     made = []
     for p in model.parameters():
-        dtype = p.grad_dtype or p.dtype
+        dtype = BF16 if p.itemsize == 1 else p.dtype
         p.grad = torch.randn(p.shape).to(dtype)
         made.append(p.grad.double())
     return made
@@ -80,15 +80,16 @@ def test_steps_are_those_in_fp64_rounded_once(
             master.grad = grad
         optimizer.step()
         exact.step()
-    for p, pair, ours, want in zip(seq.parameters(), optimizer._pairs, values(seq), masters):
-        torch.testing.assert_close(pair.master.double(), want, rtol=1e-4, atol=1e-5)
+    updated = [optimizer.state[p].get("master_param", p.detach()) for p in seq.parameters()]
+    for p, master, ours, want in zip(seq.parameters(), updated, values(seq), masters):
+        torch.testing.assert_close(master.double(), want, rtol=1e-4, atol=1e-5)
         ulp = {E4M3: 2**-4, BF16: 2**-8, torch.float32: 1e-4}[p.dtype]
         spacing = 2**-9 if p.dtype == E4M3 else 0  # of the smallest codes, times the largest scale
         bound = ulp * want.abs() + spacing * want.abs().max() / 448 + 1e-5
         assert ((ours - want).abs() <= 1.001 * bound).all()
     for linear in (seq[1], seq[3]):
         again = model(recipe)[1 if linear is seq[1] else 3]
-        again.write_weight(optimizer._pairs[1 if linear is seq[1] else 3].master.detach())
+        again.write_weight(optimizer.state[linear.weight]["master_param"])
         assert torch.equal(again.weight.float(), linear.weight.float())
         if recipe is not None:
             assert torch.equal(again.weight_scale, linear.weight_scale)
@@ -272,32 +273,41 @@ def test_a_checkpoint_of_torch_distributed() -> None:
 
 
 def test_a_checkpoint_without_masters_or_steps() -> None:
+    """Masters begin with what parameters hold, as that of the optimiser alone leaves them."""
     seq = model()
     optimizer = MasterWeights(seq, adam)
     fresh = stored(optimizer.state_dict())
-    seq[1].write_weight(torch.ones(256, 128))
-    optimizer.load_state_dict(fresh)
-    assert seq[1].read_weight().float().mean() != 1
-    for state in fresh["state"].values():
-        state.clear()
-    seq[1].write_weight(torch.ones(256, 128))
-    optimizer.load_state_dict(fresh)
-    assert (masters(optimizer)[1] == 1).all()
+    assert fresh["state"] == {}
     give_gradients(seq)
     optimizer.step()
-
-
-def test_other_writes_are_an_error() -> None:
-    seq = model()
-    optimizer = MasterWeights(seq, adam)
-    give_gradients(seq)
-    seq.load_state_dict(model().state_dict())
-    with pytest.raises(MasterWeightError, match=r"by their optimiser alone .*read_parameters\(\)"):
+    stepped = stored(optimizer.state_dict())
+    for state in stepped["state"].values():
+        state.pop("master_param", None)
+    for loaded, step in (fresh, 1), (stepped, 2):
+        seq[1].write_weight(torch.ones(256, 128))
+        optimizer.load_state_dict(loaded)
+        give_gradients(seq)
+        optimizer.param_groups[0]["lr"] = 0.0
         optimizer.step()
-    seq[1].write_weight(torch.ones(256, 128))
-    optimizer.read_parameters()
-    assert (masters(optimizer)[1] == 1).all()
-    optimizer.step()
+        assert optimizer.state[seq[1].weight]["step"] == step
+        assert (optimizer.state[seq[1].weight]["master_param"] == 1).all()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_initial_values_are_saved_before_the_first_step(lost: bool) -> None:
+    """They exist nowhere else. Once the parameter is another one they are of no use."""
+    seq, other = model(preserve=True), model()
+    optimizer, resumed = MasterWeights(seq, adam), MasterWeights(other, adam)
+    if lost:
+        seq[1].write_weight(torch.ones(256, 128))
+    other.load_state_dict(seq.state_dict())
+    resumed.load_state_dict(stored(optimizer.state_dict()))
+    assert not optimizer.state
+    for m, o in ((seq, optimizer), (other, resumed)):
+        give_gradients(m)
+        o.step()
+    for ours, want in zip(masters(resumed), masters(optimizer)):
+        assert torch.equal(ours, want)
 
 
 @pytest.mark.gpu
@@ -319,6 +329,74 @@ def test_a_step_waits_for_no_gpu(recipe: Recipe, no_waiting: Any) -> None:
 def test_a_weight_of_another_model() -> None:
     with pytest.raises(ArgumentError, match=r"weights of linear operations of the model .*float8"):
         MasterWeights(nn.Identity(), adam, model().parameters())
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, None])
+def test_the_meta_device(recipe: Recipe | None) -> None:
+    """``to_empty`` replaces parameters; an optimiser that has those of before does nothing."""
+    with torch.device("meta"):
+        seq = model(recipe)
+    for name, p in seq.named_parameters():
+        with pytest.raises(ArgumentError) as error:
+            MasterWeights(seq, adam, [p])
+        assert str(error.value) == (
+            "Parameters have values, which masters begin with (MasterWeights). Received: "
+            f"{name} of {p.dtype} and shape {tuple(p.shape)} on the meta device. "
+            "Materialise the model first: to_empty replaces its parameters."
+        )
+    seq.to_empty(device="cpu")
+    for op in seq:
+        if hasattr(op, "reset_parameters"):
+            op.reset_parameters()
+    before, optimizer = values(seq), MasterWeights(seq, adam)
+    give_gradients(seq)
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, values(seq)))
+
+
+def test_refused_parameters_change_nothing() -> None:
+    """No initial value of others is taken, and no group is added."""
+    seq, meta = model(preserve=True), nn.Parameter(torch.empty(2, device="meta"))
+    weight: Any = seq[1].weight
+    for groups in ([{"params": [weight]}, {"params": [meta]}], [weight, meta]):
+        with pytest.raises(ArgumentError, match=r"a parameter of .* on the meta device"):
+            MasterWeights(seq, adam, groups)
+        assert weight.get_high_precision_init_val() is not None
+    optimizer = MasterWeights(seq, adam, [seq[0].weight])
+    with pytest.raises(ArgumentError, match=r"a parameter of .* on the meta device"):
+        optimizer.add_param_group({"params": [weight, meta]})
+    assert weight.get_high_precision_init_val() is not None
+    give_gradients(seq)
+    before = values(seq)
+    optimizer.step()
+    changed = [not torch.equal(a, b) for a, b in zip(before, values(seq))]
+    assert changed == [True] + [False] * (len(changed) - 1)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_weights_in_fp8_that_were_replaced(steps: int) -> None:
+    seq, other = model(), model()
+    optimizer = MasterWeights(seq, adam)
+    for _ in range(steps):
+        give_gradients(seq)
+        optimizer.step()
+    seq.load_state_dict(other.state_dict(), assign=True)
+    give_gradients(seq)
+    before, state = values(seq), copy.deepcopy(optimizer.state_dict()["state"])
+    for _ in range(2):
+        with pytest.raises(MasterWeightError) as error:
+            optimizer.step()
+        assert str(error.value) == (
+            "A weight in FP8 stays the parameter that its optimiser was made for (MasterWeights). "
+            "Received: 1.weight, in whose place the operation has another one. Make the optimiser "
+            "after what replaces parameters, as load_state_dict(assign=True) does."
+        )
+        optimizer.read_parameters()
+    assert all(torch.equal(a, b) for a, b in zip(before, values(seq)))
+    assert optimizer.state_dict()["state"].keys() == state.keys()
+    optimizer = MasterWeights(seq, adam)
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, values(seq)))
 
 
 def test_initial_values_are_freed() -> None:

@@ -299,8 +299,8 @@ def test_a_main_grad_that_is_gone() -> None:
         optimizer.step()
     assert str(error.value) == (
         "A parameter with grad_added_to_main_grad has its gradient in main_grad (MasterWeights). "
-        "Received: main_grad: None; a parameter of shape (6, 4). Keep main_grad until the step, or "
-        "set grad_added_to_main_grad to False."
+        "Received: main_grad: None; embedding.weight of shape (6, 4). Keep main_grad until the "
+        "step, or set grad_added_to_main_grad to False."
     )
 
 

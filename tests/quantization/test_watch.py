@@ -59,9 +59,9 @@ def wide(rows: int, cols: int = 128) -> Tensor:
     return x
 
 
-def scaled_by_one(seq: opfuser.Sequential) -> opfuser.Sequential:
-    """Its first call takes no scales from its values."""
-    state_of(seq[0], DelayedScaling(), None).known = [True] * 3
+def scaled_by_one(seq: opfuser.Sequential, recipe: Recipe) -> opfuser.Sequential:
+    """Its first call, with the recipe, takes no scales from its values."""
+    state_of(seq[0], recipe, None).known = [True] * 3
     return seq
 
 
@@ -81,8 +81,9 @@ def test_one_scale(format_: Format, device: torch.device) -> None:
     seq, dy = linear().to(device), wide(7).to(device)
     seq[0].weight.data = wide(128).to(device)
     x = wide(7).to(device)
-    scaled_by_one(seq)
-    tensors = watched(seq, x, dy, DelayedScaling(fp8_format=format_))
+    recipe = DelayedScaling(fp8_format=format_)
+    scaled_by_one(seq, recipe)
+    tensors = watched(seq, x, dy, recipe)
     assert [told.dtype for told in tensors] == [E4M3, E4M3, format_.backward]
     own = [t.detach().cpu() for t in (x, seq[0].weight, dy)]
     for told, t in zip(tensors, own):
@@ -90,7 +91,7 @@ def test_one_scale(format_: Format, device: torch.device) -> None:
         assert told.underflowed > 0
         assert told.saturated > 0 or told.dtype == E5M2
     scales = []
-    for n, told in enumerate(watched(seq, x * 3, dy * 3, DelayedScaling())):
+    for n, told in enumerate(watched(seq, x * 3, dy * 3, recipe)):
         t = own[n] if told.role == "weight" else 3 * own[n]
         scales.append(seq[0].quantization.scale[n].item())
         check(told, t, scales[-1])
@@ -99,11 +100,11 @@ def test_one_scale(format_: Format, device: torch.device) -> None:
 
 def test_what_rounds_to_the_limit_is_not_saturated() -> None:
     x = torch.tensor([[448.0, 463.9, 464.0, -464.0, 464.1, -1e30, math.inf, 0.0] * 16])
-    (first, *_) = watched(scaled_by_one(linear()), x, torch.ones(1, 128))
+    (first, *_) = watched(scaled_by_one(linear(), DelayedScaling()), x, torch.ones(1, 128))
     assert first.saturated == 3 * 16
     assert first.amax == math.inf
     x[0, 3] = math.nan
-    (first, *_) = watched(scaled_by_one(linear()), x, torch.ones(1, 128))
+    (first, *_) = watched(scaled_by_one(linear(), DelayedScaling()), x, torch.ones(1, 128))
     assert math.isnan(first.amax)
     assert first.saturated == 3 * 16
 
