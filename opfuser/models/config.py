@@ -61,8 +61,8 @@ class DecoderConfig:
             multiple of 64 (Shazeer, "GLU Variants Improve Transformer", 2020).
         rope_base: base of the rotary frequencies.
         norm_eps: added to the mean square, or the variance, in every norm.
-        tied_head: whether the head's weight is the token table, one and the same parameter. Like
-            any tied parameter of torch it comes apart when moved off the meta device.
+        tied_head: whether the head's weight is the token table, one and the same parameter, also
+            when it is moved off the meta device.
         init_std: standard deviation of the initial weights; divided by ``sqrt(2 num_layers)`` where
             a block adds to the residual stream (Radford et al., GPT-2, 2019).
         device: of the parameters; None is torch's default.

@@ -215,20 +215,25 @@ def _changes_in_place(op: nn.Module, inside: bool, over: _Over) -> Iterator[Chan
         _refuse(op)
 
 
-def _refuse(op: nn.Module, how: str = "") -> NoReturn:
+def _refuse(
+    op: nn.Module,
+    how: str = "",
+    remedy: str = "Shard such a model by its layers: opfuser.models.sharding",
+) -> NoReturn:
     raise NotSupportedError(
         explain(
             "Models are parallelised that consist of what decoder_lm makes without experts",
             where="parallelize",
             received=f"{type(op).__name__} {how}".strip(),
-            remedy="Shard such a model by its layers: opfuser.models.sharding",
+            remedy=remedy,
         )
     )
 
 
 def _check_linear(op: Linear) -> None:
     if op.weight_format is not None:
-        _refuse(op, "whose weight is stored as codes")
+        remedy = "Construct the model outside of opfuser.quantized_model_init"
+        _refuse(op, "whose weight is stored as codes", remedy)
     if op.weight_transposed:
         _refuse(op, "whose weight is transposed")
     if op.accumulate_into_main_grad:

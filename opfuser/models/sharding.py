@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opfuser import Sequential
-from opfuser.errors import ArgumentError, explain
+from opfuser.errors import ArgumentError, NotSupportedError, explain
+from opfuser.quantization.weights import is_fp8
+from opfuser.tied_parameters import tied_places
 
 __all__ = ["shard_layers"]
 
@@ -35,7 +37,9 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
             compute, which the next one would cast back.
 
     Raises:
-        ArgumentError: there is no Sequential named ``layers`` in ``model``.
+        ArgumentError: there is no Sequential named ``layers`` in ``model``, or a layer has a
+            parameter that is somewhere else, too: torch would make two parameters of it.
+        NotSupportedError: a weight is stored in FP8, by :func:`opfuser.quantized_model_init`.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models", 2019, arXiv 1910.02054.
@@ -50,9 +54,43 @@ def shard_layers(model: Model, **arguments: Any) -> Model:
                 remedy="Call torch's fully_shard for each unit, then for the model",
             )
         )
+    _refuse_codes(model)
+    _refuse_ties(model, layers)
     policy: MixedPrecisionPolicy | None = arguments.get("mp_policy")
     inside = {} if policy is None else {"mp_policy": replace(policy, output_dtype=None)}
     for layer in layers:
         fully_shard(layer, **{**arguments, **inside})
     fully_shard(model, **arguments)
     return model
+
+
+def _refuse_codes(model: Sequential) -> None:
+    """Raises NotSupportedError if a weight is stored in FP8."""
+    for path, param in model.named_parameters():
+        if is_fp8(param.dtype):
+            raise NotSupportedError(
+                explain(
+                    "Sharded parameters are stored in high precision, as torch gathers and reduces "
+                    "those of a unit in one dtype",
+                    where="shard_layers",
+                    received=f"{path} of {param.dtype}",
+                    remedy="Construct the model outside of opfuser.quantized_model_init; a region "
+                    "of a recipe still computes in FP8",
+                )
+            )
+
+
+def _refuse_ties(model: Sequential, layers: Sequential) -> None:
+    """Raises ArgumentError if a parameter would be in two units."""
+    unit_of = {module: n for n, layer in enumerate(layers) for module in layer.modules()}
+    for places in tied_places(model):
+        if len({unit_of.get(place.module) for place in places}) > 1:
+            raise ArgumentError(
+                explain(
+                    "A parameter lies in one unit",
+                    where="shard_layers",
+                    received=" and ".join(place.path for place in places) + ", which are one",
+                    remedy="Untie them, or call torch's fully_shard with a list of what is to be "
+                    "one unit",
+                )
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,8 +197,10 @@ def image_encoder(config: ImageEncoderConfig) -> Sequential:
     embedding = Linear(config.channels * rows * cols, config.dim, **to)
     positions = PositionEmbedding(1 + config.num_patches, config.dim, **to)
     token = ClassToken(config.dim, **to)
-    for weight in (embedding.weight, positions.weight, token.weight):
-        nn.init.normal_(weight, std=config.init_std)
+    initial = partial(nn.init.normal_, std=config.init_std)
+    embedding.initialize_weight(initial)
+    for weight in (positions.weight, token.weight):
+        initial(weight)
     modules: dict[str, nn.Module] = {
         "patches": Patches(_pair(config.image_size), patch),
         "embedding": embedding,
