@@ -15,7 +15,7 @@ TEST_VERSIONS := $(VERSIONS:%=test-%)
 # Kernels, and what depends on torch most: its compiler, and numbers.
 OF_VERSIONS := tests/kernels tests/engine/test_compile.py tests/contract/test_numerics.py
 
-.PHONY: help train train-distributed test test-versions $(TEST_VERSIONS) check lint format types imports docs bench
+.PHONY: help train train-distributed soak test test-versions $(TEST_VERSIONS) check lint format types imports docs bench
 
 help:
 	@echo "make train   train the example model      ARGS='...' for its options"
@@ -25,6 +25,8 @@ help:
 	@echo "make test-versions"
 	@echo "             run the tests of kernels and compilation with the oldest and the newest torch"
 	@echo "             and triton (make test-oldest, make test-newest): downloads gigabytes"
+	@echo "make soak    train in FP8 with each recipe, break off and resume on 1, 2 and 4 processes:"
+	@echo "             an hour or more           ARGS='--recipes delayed --ranks 1 2 --steps 100'"
 	@echo "make check   lint, format, types, layers of imports"
 	@echo "make docs    check what pages show, build the site into site/"
 	@echo "make bench   run the benchmarks            ARGS='...' for those on a GPU"
@@ -39,6 +41,9 @@ STEPS := $(if $(findstring --resume,$(ARGS)),,--steps 200)
 train-distributed: $(READY)
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(PROCESSES) --max-restarts 3 \
 	  examples/train_distributed.py --name distributed $(STEPS) $(ARGS)
+
+soak: $(READY)
+	$(BIN)/python -m tests.soak $(ARGS)
 
 # Two cores take little more than half the time of one; ARGS='-n 0' runs all in one process.
 PYTEST := pytest --numprocesses auto --dist worksteal --durations 20
