@@ -6,8 +6,9 @@ each process takes an equal part; the losses are the same but for rounding. A ch
 depend on the number of processes, nor on ``--parallel``: train_lm.py continues it as well.
 
 The batch of a step is a function of the seed and the step. After a worker was killed, torchrun
-starts all of them anew, and they continue from the last checkpoint with the batches that an
-unbroken run has; metrics of steps after the checkpoint are dropped and written again.
+starts all of them anew, or those that are left of ``--nnodes 1:2``, and they continue from the last
+checkpoint with the batches that an unbroken run has; metrics of steps after the checkpoint are
+dropped and written again. ``--recipe`` computes in FP8, with scales that all processes agree on.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ import json
 import os
 import signal
 import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,10 +47,12 @@ from train_lm import (
     stopped,
 )
 
+import opfuser
 from opfuser.models.sharding import shard_layers
 
-# They belong to one process: recipes have scales of their own, which would need reducing.
-_NOT_HERE = {"recipe": "none", "register": False, "twin": False}
+# They belong to one process.
+_NOT_HERE = {"register": False, "twin": False}
+_STARTED = "started_by.txt"
 
 
 class SharedFolder(RunFolder):
@@ -82,6 +89,22 @@ class DistributedTrainer(Trainer):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         return super().to_device(Batch(*(t.chunk(ranks)[rank] for t in batch)))
 
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The region in which the model is called; processes agree on the scales of a recipe."""
+        recipe = self.config.model.recipe
+        scales = opfuser.autocast(
+            recipe is not None, recipe=recipe, amax_reduction_group=dist.group.WORLD
+        )
+        with super().autocast(), scales:
+            yield
+
+    def save(self) -> None:
+        # One more region: they agree on what they have seen since the last one, too.
+        with self.autocast():
+            pass
+        super().save()
+
     def loss(self, batch: Batch) -> Tensor:
         with self.autocast():
             return self.called(*batch)
@@ -103,9 +126,43 @@ class DistributedTrainer(Trainer):
         return bool(told.item())
 
 
-def restarts() -> int:
-    """How often torchrun has started this run anew, after a worker was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+def is_started_again(path: Path) -> bool:
+    """Whether torchrun has started the run of this folder before, with any number of processes.
+
+    Each agent of torchrun counts its own restarts, and none for processes that join or leave.
+    """
+    started = path / _STARTED
+    launch = launch_id()
+    again = launch != "none" and started.exists() and started.read_text() == launch
+    again |= int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return again and (path / "checkpoint.safetensors").exists()
+
+
+def launch_id() -> str:
+    """What all agents of one torchrun share; none of its own where it has a fixed set of nodes."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "none")
+
+
+def name_of_start(store: dist.Store, rank: int, ranks: int) -> str:
+    """A name that the processes of this start agree on, and that no earlier start had.
+
+    The store of lost workers, with their addresses, is that of the next ones in torch 2.13, and
+    nothing else tells them apart.
+    """
+    mine = uuid.uuid4().hex
+    store.set(f"process {rank}", mine)
+    while rank == 0:
+        # Of a process that has not come yet, the first one may find a predecessor, and asks again.
+        store.set("start", json.dumps([store.get(f"process {n}").decode() for n in range(ranks)]))
+        if all(store.check([f"{mine} {n}"]) for n in range(1, ranks)):
+            return mine
+        time.sleep(0.05)
+    while True:
+        names = json.loads(store.get("start"))
+        if names[rank : rank + 1] == [mine]:
+            store.set(f"{names[0]} {rank}", "")
+            return str(names[0])
+        time.sleep(0.05)
 
 
 def parse_args(argv: list[str] | None) -> tuple[TrainConfig, Path, bool, str]:
@@ -120,9 +177,7 @@ def parse_args(argv: list[str] | None) -> tuple[TrainConfig, Path, bool, str]:
     add_options(parser)
     given = vars(parser.parse_args(argv))
     parallel = given.pop("parallel")
-    if restarts():
-        checkpoint = given["runs"] / given["name"] / "checkpoint.safetensors"
-        given["resume"] |= checkpoint.exists()
+    given["resume"] |= is_started_again(given["runs"] / given["name"])
     config, path, resume = configured(parser, given)
     alone = [f"--{name}" for name, value in _NOT_HERE.items() if getattr(config, name) != value]
     if alone:
@@ -153,6 +208,7 @@ def train(config: TrainConfig, path: Path, resume: bool, parallel: str) -> int:
     if not resume:
         folder.start_over()
         folder.write("config.json", json.dumps(asdict(config), indent=1) + "\n")
+    folder.write(_STARTED, launch_id())
     say(f"{path}: {dist.get_world_size()} processes, {parallel}, {config.device}, {config.dtype}")
     model, called = build(config, parallel)
     trainer = DistributedTrainer(model, called, config, folder, load_corpus())
@@ -175,11 +231,10 @@ def main(argv: list[str] | None = None) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # torchrun hands Ctrl-C on; a second one would end a process while others wait for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # In torch 2.13 the store of lost workers, with their addresses, is that of the next ones.
     store, rank, ranks = next(rendezvous("env://"))
     dist.init_process_group(
         "nccl" if gpu else "gloo",
-        store=dist.PrefixStore(f"start {restarts()}", store),
+        store=dist.PrefixStore(name_of_start(store, rank, ranks), store),
         rank=rank,
         world_size=ranks,
     )

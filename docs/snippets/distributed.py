@@ -38,7 +38,6 @@ dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
 dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
 set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 # --8<-- [end:checkpoint]
-config = replace(config, tied_head=False)
 rank, full = dist.get_rank(), decoder_lm(config).state_dict()
 wanted = dict(full)
 

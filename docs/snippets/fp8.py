@@ -1,6 +1,10 @@
+import os
+import tempfile
 import warnings
+from dataclasses import replace
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 import opfuser
 from opfuser import GELU, Linear, Sequential
@@ -8,6 +12,7 @@ from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.recipe import DelayedScaling
 
 warnings.filterwarnings("ignore", message="FP8 is emulated")
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 model = Sequential(Linear(64, 256), GELU(), Linear(256, 10))
 x = torch.randn(16, 64)
 
@@ -56,8 +61,16 @@ decoder(tokens[:, :-1], tokens[:, 1:]).backward()  # no region is needed
 assert len(decoder.last_plan.quantized) == 8
 loss = decoder(tokens[:, :-1], tokens[:, 1:])
 
+folder = os.path.join(tempfile.mkdtemp(), "checkpoint")
+dcp.save({"model": decoder}, checkpoint_id=folder, no_dist=True)
+config, recipe = replace(config, recipe=None), config.recipe
+
+# --8<-- [start:resume]
 resumed = decoder_lm(config)
-resumed.load_state_dict(decoder.state_dict())
+opfuser.init_recipe_state(resumed, recipe)
+dcp.load({"model": resumed}, checkpoint_id=folder, no_dist=True)
+# --8<-- [end:resume]
+resumed.recipe = recipe
 assert torch.equal(resumed(tokens[:, :-1], tokens[:, 1:]), decoder(tokens[:, :-1], tokens[:, 1:]))
 
 # --8<-- [start:watch]

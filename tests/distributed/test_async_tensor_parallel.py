@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,16 +16,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing import spawn
+from torch.utils.checkpoint import checkpoint
 
-from opfuser import BasicLinear, Linear, Sequential, async_tensor_parallel
+from opfuser import (
+    BasicLinear,
+    Linear,
+    RMSNorm,
+    Sequential,
+    SwiGLU,
+    async_tensor_parallel,
+    autocast,
+)
 from opfuser.async_tensor_parallel import Overlap, choose, register
 from opfuser.errors import ArgumentError, InputError
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+)
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
 
 RANKS = 2
 IN, OUT, ROWS = 8, 12, 3  # rows per rank
+WIDTH = 128
+MODES = "column", "row"
 CHECKS: dict[str, Check] = {}
 calls: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
 
@@ -209,6 +228,140 @@ def operators_of_torch(rank: int, ranks: int) -> None:
         assert calls == [FORWARD["column"], BACKWARD["column"]]
         compare("row")
         assert calls == [FORWARD["row"], BACKWARD["row"]]
+
+
+def mlp(**sharded: Any) -> Sequential:
+    """Norm, column, gated activation, row; sharded by its arguments."""
+    column, row = ({"tensor_parallel_mode": mode, **sharded} if sharded else {} for mode in MODES)
+    return Sequential(
+        RMSNorm(WIDTH),
+        BasicLinear(WIDTH, 4 * WIDTH, **column),
+        SwiGLU(),
+        BasicLinear(2 * WIDTH, WIDTH, **row),
+    )
+
+
+def sharded_twin(rank: int, dtype: torch.dtype) -> tuple[Sequential, Sequential]:
+    """The layers of one process, and those of this rank. Gates and units are cut each."""
+    torch.manual_seed(3)
+    one = mlp().to(dtype)
+    ours = mlp(sequence_parallel=True).to(dtype)
+    with torch.no_grad():
+        ours[0].weight.copy_(one[0].weight)
+        ours[1].weight.copy_(rows_of(one[1].weight, rank))
+        ours[3].weight.copy_(one[3].weight.chunk(RANKS, 1)[rank])
+    return one, ours
+
+
+def rows_of(w: Tensor, rank: int) -> Tensor:
+    return torch.cat([half.chunk(RANKS)[rank] for half in w.chunk(2)])
+
+
+def reentrant(model: nn.Module, x: Tensor) -> Any:
+    return checkpoint(model, x, use_reentrant=True)
+
+
+def recomputed(model: nn.Module, x: Tensor) -> Any:
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def as_it_is(model: nn.Module, x: Tensor) -> Any:
+    return model(x)
+
+
+def in_region(recipe: Any, call: Any, model: nn.Module, x: Tensor) -> Any:
+    with autocast(recipe=recipe):
+        return call(model, x)
+
+
+def steps(model: Sequential, parts: Any, call: Any, reduce: bool, lr: float = 0.1) -> list[Tensor]:
+    """Outputs, gradients and weights of two steps of two micro-batches.
+
+    Args:
+        model: to train.
+        parts: input and gradient of each micro-batch.
+        call: of the model.
+        reduce: whether the gradient of the norm is a part of that of all ranks.
+        lr: of the steps.
+    """
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), []
+    for micro_batches in parts:
+        for given, dy in micro_batches:
+            x = given.clone().requires_grad_()
+            y = call(model, x)
+            y.backward(dy)
+            found += [y.detach(), x.grad]
+        if reduce:
+            dist.all_reduce(model[0].weight.grad)
+        found += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [p.detach().clone() for p in model.parameters()]
+    return found
+
+
+def micro_batches(dtype: torch.dtype, rows: int) -> Any:
+    torch.manual_seed(4)
+    return [
+        [(torch.randn(rows, 2, WIDTH, dtype=dtype), torch.randn(rows, 2, WIDTH, dtype=dtype))
+         for _ in range(2)]
+        for _ in range(2)
+    ]  # fmt: skip
+
+
+def own_part(parts: Any, rank: int) -> Any:
+    return [[tuple(t.chunk(RANKS)[rank] for t in pair) for pair in step] for step in parts]
+
+
+def of_rank(whole: list[Tensor], rank: int) -> list[Tensor]:
+    """What a rank has of the results of one process."""
+    cut: list[Tensor] = []
+    for t in whole:
+        if t.dim() == 3:
+            cut.append(t.chunk(RANKS)[rank])
+        elif t.shape == (4 * WIDTH, WIDTH):
+            cut.append(rows_of(t, rank))
+        else:
+            cut.append(t if t.dim() == 1 else t.chunk(RANKS, 1)[rank])
+    return cut
+
+
+@check
+def training(rank: int, ranks: int) -> None:
+    """Steps of accumulated micro-batches, recomputed or not, against one process."""
+    parts = micro_batches(torch.float64, ROWS * RANKS)
+    for call in (as_it_is, recomputed, reentrant):
+        one, ours = sharded_twin(rank, torch.float64)
+        with pieces():
+            found = steps(ours, own_part(parts, rank), call, reduce=True)
+        assert calls
+        expected = of_rank(steps(one, parts, as_it_is, reduce=False), rank)
+        torch.testing.assert_close(found, expected)
+
+
+@check
+def in_fp8(rank: int, ranks: int) -> None:
+    """Scaled products are those of torch's collectives: results are equal, recomputed or not.
+
+    They are near those of one process, whose scales may differ.
+    """
+    warnings.filterwarnings("ignore", "FP8 is emulated")
+    dtype = torch.bfloat16
+    parts = micro_batches(dtype, 16 * RANKS)
+    for recipe in (
+        DelayedScaling(), Float8PredictedScaling(), Float8CurrentScaling(), Float8BlockScaling(),
+    ):  # fmt: skip
+        within = partial(in_region, recipe)
+        one, plain = sharded_twin(rank, dtype)
+        expected = steps(plain, own_part(parts, rank), partial(within, as_it_is), True, 1e-3)
+        alone = of_rank(steps(one, parts, partial(within, as_it_is), False, 1e-3), rank)
+        for ours, theirs in zip(expected, alone, strict=True):
+            assert (ours - theirs).norm() <= 0.1 * theirs.norm(), recipe
+        for call in (recomputed, reentrant):
+            _, model = sharded_twin(rank, dtype)
+            with pieces():
+                found = steps(model, own_part(parts, rank), partial(within, call), True, 1e-3)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=f"{recipe} {call}")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +20,15 @@ from torch.multiprocessing import spawn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import opfuser
 from opfuser import DotProductAttention, KVCache, PositionEmbedding, RotaryEmbedding
 from opfuser.errors import NotSupportedError
-from opfuser.models import DecoderConfig, attention_block
+from opfuser.models import DecoderConfig, attention_block, decoder_layers
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+)
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
@@ -36,19 +44,29 @@ def check(function: Check) -> Check:
 
 
 class Gathered(torch.autograd.Function):
-    """The parts of all processes, one behind another along dimension 2."""
+    """The parts of all processes, one behind another along dimension 2; they may differ."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(RANKS)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, 2)
+        ctx.lengths = lengths = lengths_of_all(x)
+        parts = [x.new_zeros(*x.shape[:2], n, x.shape[3]) for n in lengths]
+        parts[dist.get_rank()].copy_(x)
+        whole = torch.cat(parts, 2)
+        dist.all_reduce(whole)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         dy = dy.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(dy)
-        return dy.chunk(RANKS, 2)[dist.get_rank()]
+        return dy.split(ctx.lengths, 2)[dist.get_rank()]
+
+
+def lengths_of_all(x: Tensor) -> list[int]:
+    lengths = torch.zeros(RANKS, dtype=torch.int64)
+    lengths[dist.get_rank()] = x.shape[2]
+    dist.all_reduce(lengths)
+    return [int(n) for n in lengths]
 
 
 sdpa = F.scaled_dot_product_attention
@@ -58,8 +76,8 @@ def attention_of_all(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None
 ) -> Tensor:
     """What torch puts in place of its function, which has no kernels for it on a CPU."""
+    first = sum(lengths_of_all(q)[: dist.get_rank()])
     k, v = Gathered.apply(k), Gathered.apply(v)
-    first = dist.get_rank() * q.shape[2]
     places = torch.arange(first, first + q.shape[2])[:, None]
     mask = places >= torch.arange(k.shape[2]) if is_causal else None
     return sdpa(q, k, v, mask, scale=scale)
@@ -111,6 +129,119 @@ def block_of_a_decoder(rank: int, ranks: int) -> None:
     attention = next(op for op in block.modules() if isinstance(op, DotProductAttention))
     assert str(attention.last_choice) == "context_parallel"
     compare(lambda part: checkpoint(run, part, use_reentrant=False), block, x, block(x), rank)
+
+
+class Model(nn.Module):
+    """Two layers of a decoder, with the positions of a part."""
+
+    def __init__(self, dim: int, dtype: torch.dtype, recompute: str | None = None) -> None:
+        super().__init__()
+        config = DecoderConfig(29, dim, 2, 4, num_kv_heads=2, dtype=dtype, recompute=recompute)
+        self.layers = decoder_layers(config)
+        self.positions = torch.arange(0)
+
+    def forward(self, x: Tensor) -> Any:
+        ropes = [op for op in self.layers.modules() if isinstance(op, RotaryEmbedding)]
+        return self.layers(x, op_kwargs={rope: {"positions": self.positions} for rope in ropes})
+
+
+def as_it_is(model: nn.Module, x: Tensor) -> Any:
+    return model(x)
+
+
+def recomputed(model: nn.Module, x: Tensor) -> Any:
+    return checkpoint(model, x, use_reentrant=False)
+
+
+def reentrant(model: nn.Module, x: Tensor) -> Any:
+    return checkpoint(model, x, use_reentrant=True)
+
+
+def steps(model: Model, given: Any, call: Any, reduce: bool, recipe: Any = None) -> list[Tensor]:
+    """Outputs, gradients and weights of two steps of two micro-batches."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for micro_batches in given:
+        for whole, dy, model.positions in micro_batches:
+            x = whole.clone().requires_grad_()
+            with opfuser.autocast(recipe is not None, recipe=recipe):
+                y = call(model, x)
+            y.backward(dy)
+            found += [y.detach(), x.grad]
+        for p in model.parameters():
+            if reduce:
+                dist.all_reduce(p.grad)
+            found.append(p.grad.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [p.detach().clone() for p in model.parameters()]
+    return found
+
+
+def batches(dim: int, dtype: torch.dtype, lengths: Sequence[int]) -> Any:
+    """Inputs, gradients and positions of whole sequences."""
+    torch.manual_seed(2)
+    n = sum(lengths)
+    return [
+        [(*torch.randn(2, 2, n, dim).to(dtype).unbind(), torch.arange(n)) for _ in range(2)]
+        for _ in range(2)
+    ]
+
+
+def part_of(given: Any, lengths: Sequence[int], rank: int) -> Any:
+    return [
+        [tuple(t.split(lengths, -2 if t.dim() == 3 else 0)[rank] for t in one) for one in step]
+        for step in given
+    ]
+
+
+def of_rank(whole: list[Tensor], lengths: Sequence[int], rank: int) -> list[Tensor]:
+    return [t.split(lengths, 1)[rank] if t.dim() == 3 else t for t in whole]
+
+
+@check
+def training(rank: int, ranks: int) -> None:
+    """Steps of accumulated micro-batches, recomputed or not, with parts that differ in length."""
+    lengths = [4, 3]
+    given = batches(16, torch.float64, lengths)
+    torch.manual_seed(1)
+    one = Model(16, torch.float64)
+    start = copy.deepcopy(one.state_dict())
+    expected = of_rank(steps(one, given, as_it_is, reduce=False), lengths, rank)
+    for call, recompute in (
+        (as_it_is, None),
+        (as_it_is, "mlp"),
+        (recomputed, None),
+        (reentrant, None),
+    ):
+        model = Model(16, torch.float64, recompute)
+        model.load_state_dict(start)
+        with context_parallel():
+            found = steps(model, part_of(given, lengths, rank), call, reduce=True)
+        torch.testing.assert_close(found, expected)
+
+
+@check
+def in_fp8(rank: int, ranks: int) -> None:
+    """Recomputed, bit for bit what is not. The error is that of one process, at most twice it."""
+    warnings.filterwarnings("ignore", "FP8 is emulated")
+    lengths = [16, 16]
+    given = batches(128, torch.bfloat16, lengths)[:1]
+    torch.manual_seed(1)
+    start = Model(128, torch.bfloat16)
+    wide = [[tuple(t.double() if t.dim() == 3 else t for t in one) for one in given[0]]]
+    exact = steps(copy.deepcopy(start).double(), wide, as_it_is, reduce=False)
+    for recipe in DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling():
+        alone = steps(copy.deepcopy(start), given, as_it_is, False, recipe)
+        own = part_of(given, lengths, rank)
+        with context_parallel():
+            plain, others = (
+                steps(copy.deepcopy(start), own, call, True, recipe)
+                for call in (as_it_is, recomputed)
+            )
+        torch.testing.assert_close(others, plain, rtol=0, atol=0)
+        cut = (of_rank(results, lengths, rank) for results in (alone, exact))
+        for ours, theirs, right in zip(plain, *cut, strict=True):
+            assert (ours - right).norm() <= 2 * (theirs - right).norm(), recipe
 
 
 @check
@@ -207,6 +338,7 @@ def test_backward_outside_is_refused() -> None:
     with (
         mock.patch.object(Gathered, "apply", lambda t: t),
         mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch(f"{__name__}.lengths_of_all", return_value=[5]),
         context_parallel(),
     ):
         y = DotProductAttention(2)(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -9,19 +10,33 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import opfuser
 from opfuser import Linear
+from opfuser.errors import MasterWeightError
 from opfuser.models import DecoderConfig, ImageEncoderConfig, decoder_lm, image_encoder
 from opfuser.optim import MasterWeights
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+)
 from tests.distributed.ranks import DEVICES, Check, Outcomes, assert_passed, outcomes_of
 from tests.distributed.sharded import (
     all_ranks,
@@ -38,6 +53,7 @@ pytestmark = pytest.mark.distributed
 RANKS = 2
 CHECKS: dict[str, Check] = {}
 CONFIG = DecoderConfig(29, 16, 3, 2, dtype=torch.float64)
+RECIPES = DelayedScaling(), Float8PredictedScaling(), Float8CurrentScaling(), Float8BlockScaling()
 make = partial(decoder_lm, CONFIG)
 
 
@@ -234,6 +250,55 @@ def start_on_the_meta_device(rank: int, ranks: int) -> None:
     train(one, ours, rank)
 
 
+def shard_tied(model: Any) -> Any:
+    """Units of the layers, and one of embedding, norm and head."""
+    mesh = all_ranks()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard([model.embedding, model.norm, model.head], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@check
+def tied_heads(rank: int, ranks: int) -> None:
+    """Of one unit, also off the meta device: one parameter, with the gradients of both places."""
+    train(*pair(shard_tied), rank)
+    for sharded in (shard, shard_tied):
+        one = decoder_lm(CONFIG)
+        ours = sharded(decoder_lm(replace(CONFIG, device="meta"))).to_empty(
+            device=torch.get_default_device()
+        )
+        assert ours.head.weight is ours.embedding.weight
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(ours, one.state_dict() if rank == 0 else {}, options=options)
+        train(one, ours, rank)
+
+
+@check
+def tied_heads_in_fp8(rank: int, ranks: int) -> None:
+    """Each recipe, with masters: as ranks whose gradients are averaged by hand."""
+    warnings.filterwarnings("ignore", "FP8 is emulated")
+    config = DecoderConfig(29, 128, 1, 2, dtype=torch.bfloat16)
+    for recipe in RECIPES:
+        one, ours = twins(partial(decoder_lm, config), shard)
+        optimizers = [MasterWeights(m, torch.optim.AdamW, lr=1e-2) for m in (one, ours)]
+        for tokens, targets in batches(ranks, [2] * 2):
+            for m in (one, ours):
+                with opfuser.autocast(recipe=recipe):
+                    loss = m(tokens[rank], targets[rank])
+                loss.backward()
+            for p, q in zip(one.parameters(), ours.parameters(), strict=True):
+                dist.all_reduce(p.grad)
+                p.grad /= ranks
+                error = (whole(q.grad) - p.grad).norm()
+                assert error <= 2**-7 * p.grad.norm(), recipe  # sums in bf16
+                q.grad = distribute_tensor(p.grad, q.device_mesh, q.placements, src_data_rank=None)
+            for m, o in zip((one, ours), optimizers):
+                o.step()
+                m.zero_grad()
+            assert_same(ours, one, grads=False, bound=0)
+
+
 @check
 def master_weights(rank: int, ranks: int) -> None:
     """fp32 copies of the shards of parameters in bf16."""
@@ -248,6 +313,88 @@ def master_weights(rank: int, ranks: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert_same(ours, one, grads=False)
+
+
+def sharded_in_bf16(seed: int = 1) -> tuple[Any, MasterWeights]:
+    torch.manual_seed(seed)
+    model = shard(decoder_lm(replace(CONFIG, dtype=torch.bfloat16, tied_head=False)))
+    return model, MasterWeights(model, torch.optim.AdamW, lr=1e-2)
+
+
+def step_of(model: Any, optimizer: MasterWeights, rank: int, n: int) -> None:
+    tokens, targets = batches(RANKS, [2] * 6)[n]
+    model(tokens[rank], targets[rank]).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+@check
+def masters_by_hand(rank: int, ranks: int) -> None:
+    """Bit for bit those in fp32 of whole parameters, with gradients that FSDP2 has made."""
+    model, optimizer = sharded_in_bf16()
+    masters = [nn.Parameter(whole(p).float()) for p in model.parameters()]
+    hand = torch.optim.AdamW(masters, lr=1e-2)
+    for n in range(4):
+        optimizer.zero_grad()
+        step_of(model, optimizer, rank, n)
+        for p, master in zip(model.parameters(), masters):
+            master.grad = whole(p.grad).float()
+        hand.step()
+        for p, master in zip(model.parameters(), masters):
+            assert torch.equal(whole(p), master.bfloat16())
+            assert torch.equal(whole(optimizer.state[p]["master_param"]), master)
+
+
+@check
+def writes_to_shards(rank: int, ranks: int) -> None:
+    """Each is noticed, by the rank whose shard it is."""
+    model, optimizer = sharded_in_bf16()
+    name, weight = next((n, p) for n, p in model.named_parameters() if p.dim() == 2)
+    writes = [
+        lambda: weight.mul_(2),
+        lambda: weight.to_local().mul_(2),
+        lambda: weight.data.mul_(2),
+        lambda: weight.to_local().data.mul_(2),
+    ]
+    for n, write in enumerate(writes):
+        step_of(model, optimizer, rank, n)
+        with torch.no_grad():
+            write()
+        with pytest.raises(MasterWeightError, match=name):
+            optimizer.step()
+        optimizer.read_parameters()
+        optimizer.step()
+
+
+@check
+def masters_in_state_dicts(rank: int, ranks: int) -> None:
+    """Into models that took steps or none: flat, whole from the first rank, and as shards."""
+    exact = sharded_in_bf16()
+    for n in range(2):
+        step_of(*exact, rank, n)
+    exact[1].zero_grad()
+    for given in (
+        {},
+        {"flatten_optimizer_state_dict": True},
+        {"full_state_dict": True, "broadcast_from_rank0": True},
+    ):
+        options = StateDictOptions(**given)
+        for steps in range(2):
+            states = copy.deepcopy(get_state_dict(*exact, options=options))
+            model, optimizer = sharded_in_bf16(seed=2)
+            for n in range(steps):
+                step_of(model, optimizer, rank, n)
+            optimizer.zero_grad()
+            set_model_state_dict(model, states[0], options=options)
+            set_optimizer_state_dict(model, optimizer, states[1], options=options)
+            for p, q in zip(model.parameters(), exact[0].parameters()):
+                assert torch.equal(whole(p), whole(q))
+                assert optimizer.state[p].keys() == exact[1].state[q].keys()
+                for key, want in exact[1].state[q].items():
+                    pair = optimizer.state[p][key], want
+                    mine, theirs = pair if key == "step" else map(whole, pair)
+                    assert torch.equal(mine, theirs), key
+            step_of(model, optimizer, rank, 3)
 
 
 @pytest.fixture(scope="module", params=DEVICES)

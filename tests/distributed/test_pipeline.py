@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -30,11 +34,12 @@ from opfuser.models import (
     MoEConfig,
     attention_kwargs,
     decoder_lm,
+    swiglu_block,
     text_encoder,
 )
 from opfuser.models.pipeline import StageModule, own_loss, split
 from opfuser.models.sharding import shard_layers
-from opfuser.recipe import Float8CurrentScaling
+from opfuser.recipe import DelayedScaling, Float8CurrentScaling, Float8PredictedScaling, Recipe
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 
 pytestmark = pytest.mark.distributed
@@ -264,6 +269,126 @@ def sharded_stages(rank: int, ranks: int) -> None:
     for name, p in modules[rank].named_parameters():
         assert isinstance(p.grad, DTensor)
         torch.testing.assert_close(p.grad.full_tensor(), expected[name].grad, msg=name)
+
+
+STEPS = 50
+IN_FP8 = DecoderConfig(32, 32, 4, 2, ffn_dim=32, dtype=torch.float32)
+FP8_RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "predicted": Float8PredictedScaling(),
+}
+
+
+class Trained(NamedTuple):
+    """What came of each step.
+
+    Attributes:
+        losses: of its micro-batches.
+        states: scales, histories and largest values of the operations, by name.
+    """
+
+    losses: list[list[Tensor]]
+    states: list[dict[str, Tensor]]
+
+
+def states_of(*modules: nn.Module) -> dict[str, Tensor]:
+    found = [(k, v) for m in modules for k, v in m.state_dict().items() if ".quantization." in k]
+    return {name: value.clone() for name, value in found}
+
+
+def batch_in_fp8(step: int) -> tuple[Tensor, Tensor]:
+    """Of values that grow and shrink from step to step, and from micro-batch to micro-batch."""
+    generator = torch.Generator().manual_seed(step)
+    x, target = torch.randn(2, 2 * MICROBATCHES, 5, IN_FP8.dim, generator=generator)
+    sizes = 2 ** torch.randn(2 * MICROBATCHES, 1, 1, generator=generator)
+    return x * sizes, target * sizes
+
+
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def model_in_fp8(recipe: str) -> opfuser.Sequential:
+    torch.manual_seed(1)
+    blocks = [swiglu_block(IN_FP8) for _ in range(2 * RANKS)]
+    return opfuser.Sequential(*blocks, recipe=FP8_RECIPES[recipe])
+
+
+@functools.lru_cache(None)
+def in_one_process(recipe: str) -> Trained:
+    """All micro-batches of a step in one region, backward of each behind its forward."""
+    model, trained = model_in_fp8(recipe), Trained([], [])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for n in range(STEPS):
+        losses = []
+        with opfuser.autocast(recipe=FP8_RECIPES[recipe]):
+            for x, target in zip(*(t.chunk(MICROBATCHES) for t in batch_in_fp8(n))):
+                loss = squared_error(model(x), target)
+                loss.backward()
+                losses.append(loss.detach())
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad /= MICROBATCHES  # as schedules do
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.losses.append(losses)
+        trained.states.append(states_of(model))
+    return trained
+
+
+def trains_in_fp8(kind: Any, numbers: list[list[int]], recipe: str, rank: int) -> None:
+    """Losses and scales of every step are, bit for bit, those of one process.
+
+    Args:
+        kind: of schedule.
+        numbers: of the stages of each rank.
+        recipe: its name.
+        rank: this one.
+    """
+    warnings.filterwarnings("ignore", "FP8 is emulated")
+    count = sum(map(len, numbers))
+    modules = split(model_in_fp8(recipe), count)
+    # Told its shapes, a stage is not called with whatever memory holds to learn them.
+    hidden = torch.empty(2, 5, IN_FP8.dim, requires_grad=True)
+    stages = [
+        PipelineStage(modules[n], n, count, torch.device("cpu"), hidden, hidden)
+        for n in numbers[rank]
+    ]
+    schedule = kind(stages if count > RANKS else stages[0], MICROBATCHES, loss_fn=squared_error)
+    mine = [modules[n] for n in numbers[rank]]
+    optimizer = torch.optim.AdamW(nn.ModuleList(mine).parameters(), lr=1e-3)
+    exact = in_one_process(recipe)
+    for n in range(STEPS):
+        x, target = batch_in_fp8(n)
+        losses: list[Tensor] = []
+        last = count - 1 in numbers[rank]
+        told = {"target": target, "losses": losses, "return_outputs": False} if last else {}
+        with opfuser.autocast(recipe=FP8_RECIPES[recipe]):
+            schedule.step(*[x][: 0 in numbers[rank]], **told)
+        optimizer.step()
+        optimizer.zero_grad()
+        if last:
+            torch.testing.assert_close(losses, exact.losses[n], rtol=0, atol=0)
+        states = states_of(*mine)
+        assert len(states) == 3 * 2 * 2  # of both linear operations of two blocks
+        expected = {name: exact.states[n][name] for name in states}
+        torch.testing.assert_close(states, expected, rtol=0, atol=0)
+
+
+def check_in_fp8(kind: Any, numbers: list[list[int]], recipe: str = "delayed") -> None:
+    def run(rank: int, ranks: int) -> None:
+        trains_in_fp8(kind, numbers, recipe, rank)
+
+    CHECKS[f"{recipe} scaling, {kind.__name__}"] = run
+
+
+check_in_fp8(ScheduleGPipe, [[0], [1]])
+check_in_fp8(Schedule1F1B, [[0], [1]])
+check_in_fp8(Schedule1F1B, [[0], [1]], "predicted")
+check_in_fp8(ScheduleInterleaved1F1B, [[0, 2], [1, 3]])
+if torch.__version__ >= "2.13":  # that of 2.11 splits no backward at an autograd.Function
+    check_in_fp8(ScheduleInterleavedZeroBubble, [[0, 2], [1, 3]])
+    check_in_fp8(ScheduleZBVZeroBubble, [[0, 3], [1, 2]])
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import opfuser
-from opfuser.errors import ArgumentError
+from opfuser.errors import ArgumentError, NotSupportedError
 from opfuser.models import (
     DecoderConfig,
     EncoderConfig,
@@ -192,3 +192,37 @@ def test_a_model_without_layers() -> None:
     message = r"Sequential named layers \(shard_layers\).*Sequential with NoneType.*fully_shard"
     with pytest.raises(ArgumentError, match=message):
         shard_layers(opfuser.Sequential(opfuser.GELU()))
+
+
+@pytest.mark.parametrize("last", ["layers.1.1.bias", "norm.weight"])
+def test_a_parameter_in_two_units_is_refused(last: str) -> None:
+    """torch would make two parameters of it."""
+    layers = [opfuser.Sequential(opfuser.RMSNorm(4), opfuser.Bias(4)) for _ in range(2)]
+    model = opfuser.Sequential({"layers": opfuser.Sequential(*layers), "norm": opfuser.RMSNorm(4)})
+    path, name = last.rsplit(".", 1)
+    setattr(model.get_submodule(path), name, model.layers[0][1].bias)
+    with pytest.raises(ArgumentError) as error:
+        shard_layers(model)
+    assert str(error.value) == (
+        "A parameter lies in one unit (shard_layers). Received: layers.0.1.bias and "
+        f"{last}, which are one. Untie them, or call torch's fully_shard with a list of what is "
+        "to be one unit."
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_in_fp8_are_refused(device: str) -> None:
+    """Nothing was sharded before."""
+    with opfuser.quantized_model_init():
+        model = decoder_lm(DecoderConfig(29, 32, 2, 2, dtype=torch.bfloat16, device=device))
+    types = [type(m) for m in model.modules()]
+    with pytest.raises(NotSupportedError) as error:
+        shard_layers(model)
+    path = next(path for path, p in model.named_parameters() if p.itemsize == 1)
+    assert path.startswith("layers.0.")
+    assert str(error.value) == (
+        "Sharded parameters are stored in high precision, as torch gathers and reduces those of a "
+        f"unit in one dtype (shard_layers). Received: {path} of torch.float8_e4m3fn. Construct the "
+        "model outside of opfuser.quantized_model_init; a region of a recipe still computes in FP8."
+    )
+    assert [type(m) for m in model.modules()] == types

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import opfuser
 from opfuser.engine import in_graph
 from opfuser.models import DecoderConfig, MoEConfig, decoder_lm
+from opfuser.recipe import Float8CurrentScaling
 from tests.engine.toys import Square, grads
 
 pytestmark = [
@@ -226,3 +227,24 @@ def test_delayed_gradients_are_refused() -> None:
     with torch.no_grad():
         y = torch.compile(op, fullgraph=True, backend="aot_eager")(x, splits)
         torch.testing.assert_close(y, op(x, splits))
+
+
+@pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
+@pytest.mark.parametrize("traced_before", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_region_around_a_compiled_part(traced_before: bool, fullgraph: bool) -> None:
+    """Refused, also where code that was traced outside of a region is there."""
+    part = opfuser.Sequential(opfuser.RMSNorm(16), opfuser.Linear(16, 16))
+    compiled = torch.compile(part, backend="aot_eager", fullgraph=fullgraph)
+    whole = opfuser.Sequential(opfuser.Linear(16, 16), compiled, opfuser.Linear(16, 16))
+    x = torch.randn(16, 16)
+    if traced_before:
+        whole(x.requires_grad_()).sum().backward()
+        compiled(x)
+    for call in (compiled, whole):
+        with (
+            pytest.raises(Exception, match=r"Quantised compute is not traced by torch\.compile"),
+            opfuser.autocast(recipe=Float8CurrentScaling()),
+        ):
+            call(x)
+    torch.testing.assert_close(whole(x), whole[2](part(whole[0](x))))

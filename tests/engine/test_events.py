@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Callable
@@ -516,6 +517,7 @@ def test_what_is_not_computed_as_the_recipe_asks_is_told() -> None:
 
 @emulated
 def test_updates_of_scales_are_told() -> None:
+    gc.collect()  # states of other tests
     seq = opfuser.Sequential(*(opfuser.Linear(32, 32, bias=False) for _ in range(2)))
     x, recipe = torch.randn(16, 32, requires_grad=True), DelayedScaling(min_features=16)
     with record_events(only=ScalesUpdated) as log:

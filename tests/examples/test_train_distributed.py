@@ -6,9 +6,12 @@ import functools
 import importlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -152,6 +155,24 @@ def run_of_one_process_continues_on_several(rank: int, ranks: int) -> None:
     once(lambda: assert_same(runs() / "to several", runs() / "one", TOLERANCE))
 
 
+@check
+def scales_of_a_recipe_are_agreed_on_and_resumed(rank: int, ranks: int) -> None:
+    """Bit for bit on as many processes, near on another number of them."""
+    warnings.filterwarnings("ignore", "FP8 is emulated")
+    fp8 = [*SMALL, "--dtype=float32", "--recipe=delayed"]
+    once(lambda: example("train_lm").main([f"--runs={runs()}", "--name=one fp8", *fp8]))
+    near = pytest.approx(rows(runs() / "one fp8"), rel=1e-3, abs=0)
+    for parallel in ("ddp", "fsdp"):
+        assert train(f"--parallel={parallel}", f"--name={parallel} fp8", *fp8) == 0
+        assert rows(runs() / f"{parallel} fp8") == near
+    interrupt_after(7, ["--name=fp8 again", *fp8])
+    once(lambda: shutil.copytree(runs() / "fp8 again", runs() / "fp8 to one"))
+    assert train("--name=fp8 again", "--resume") == 0
+    once(lambda: assert_same(runs() / "fp8 again", runs() / "fsdp fp8", 0.0))
+    stored = load_file(runs() / "fsdp fp8" / "checkpoint.safetensors")
+    assert sum("amax_history" in name for name in stored) == 8
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -170,6 +191,17 @@ def test_two_processes(outcomes: Outcomes, name: str) -> None:
     assert_passed(outcomes, name)
 
 
+@pytest.mark.slow
+def test_scales_of_a_recipe_go_on_in_one_process(outcomes: Outcomes, folder: Path) -> None:
+    """That of the tests: a rank would wait for the others whenever a region opens."""
+    assert_passed(outcomes, "scales_of_a_recipe_are_agreed_on_and_resumed")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FP8 is emulated")
+        example("train_lm").main([f"--runs={folder}", "--name=fp8 to one", "--resume"])
+    near = pytest.approx(rows(folder / "one fp8"), rel=1e-3, abs=0)
+    assert rows(folder / "fp8 to one") == near
+
+
 KILLED = """
 import os, signal, sys
 
@@ -180,7 +212,7 @@ update = example.DistributedTrainer.update
 
 
 def update_or_die(self, first):
-    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"  # of this agent
     if self.step == 8 and os.environ["RANK"] == "1" and first_start:
         os.kill(os.getpid(), signal.SIGKILL)
     return update(self, first)
@@ -212,6 +244,43 @@ def test_run_continues_after_a_worker_was_killed(outcomes: Outcomes, folder: Pat
     assert_same(folder / "killed", folder / "fsdp", 0.0)
 
 
+def free_port() -> int:
+    with socket.socket() as own:
+        own.bind(("localhost", 0))
+        port: int = own.getsockname()[1]
+        return port
+
+
+@pytest.mark.slow
+def test_run_continues_on_fewer_processes_after_a_node_was_lost(
+    outcomes: Outcomes, folder: Path
+) -> None:
+    """Two agents of torchrun, one of which dies with its worker."""
+    assert_passed(outcomes, "losses_are_those_of_one_process")
+    script = folder / "lost.py"
+    script.write_text(
+        KILLED.replace("os.kill(os.getpid()", "os.kill(os.getppid(), 9), os.kill(os.getpid()")
+    )
+    end = f"--rdzv-backend=c10d --rdzv-endpoint=localhost:{free_port()} --rdzv-id=lost".split()
+    torchrun = "-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3".split()
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    agents = []
+    for host in ("true", "false"):
+        conf = f"--rdzv-conf=is_host={host},last_call_timeout=2"
+        of_run = [str(script), str(EXAMPLES), f"--runs={folder}", "--name=lost", *SMALL]
+        command = [sys.executable, *torchrun, *end, conf, *of_run]
+        agents.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    try:
+        told = "".join(agent.communicate(timeout=240)[0] for agent in agents)
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert sorted(agent.returncode for agent in agents) == [-signal.SIGKILL, 0]
+    assert told.count("2 processes") == told.count("1 processes") == 1
+    assert told.count("continues after step 5") == 1
+    assert_same(folder / "lost", folder / "fsdp", TOLERANCE)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -235,7 +304,7 @@ def test_options_that_are_refused(
     for args, text in (
         (["--batch=4"], "--batch: 4 sequences are no equal parts for 3 processes"),
         (["--batch=3", "--device=cuda:0"], "--device: cuda:0 would be that of all processes"),
-        (["--batch=3", "--recipe=block", "--twin"], "--recipe, --twin: only train_lm.py has that"),
+        (["--batch=3", "--register", "--twin"], "--register, --twin: only train_lm.py has that"),
     ):
         with pytest.raises(SystemExit):
             example("train_distributed").parse_args([f"--runs={tmp_path}", *args])
