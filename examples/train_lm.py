@@ -236,7 +236,9 @@ def train_twin(trainer: Trainer, options: Options) -> Trainer:
     """The same run in plain torch.nn, in the folder ``twin`` of the run."""
     config = trainer.config
     model = Twin(config.model)
-    model.load_state_dict(build_model(config).state_dict())
+    # The parameters alone: with a recipe, the state dict has scales of FP8 too.
+    parameters = build_model(config).named_parameters(remove_duplicate=False)
+    model.load_state_dict(dict(parameters))
     twin = Trainer(model, config, RunFolder(trainer.folder.path / "twin"), trainer.corpus)
     if options.resume and twin.folder.checkpoint.exists():
         twin.load()
