@@ -18,7 +18,7 @@ from opfuser.attention import blockwise
 from opfuser.basic import _attention_inputs as inputs
 from opfuser.errors import ArgumentError, InputError, NotSupportedError, OpKwargsError
 from opfuser.testing import check_op
-from tests.basic.values import ONE_UNIT, check_values, fill, held_to, saved_by
+from tests.basic.values import FOUR_UNITS, check_values, fill, held_to, saved_by
 
 
 def formula(op: DotProductAttention, *tensors: Tensor, **kwargs: Any) -> Tensor:
@@ -135,7 +135,7 @@ def test_as_exact_as_the_formula(name: str, queries: str, monkeypatch: pytest.Mo
         dtypes += [torch.bfloat16, torch.float16]
     # What the keywords say of the batch holds for as many rows.
     check_values(
-        held_to(op, formula), *tensors, kwargs=mode.keywords, dtypes=dtypes, floors=ONE_UNIT,
+        held_to(op, formula), *tensors, kwargs=mode.keywords, dtypes=dtypes, floors=FOUR_UNITS,
         zero_rows=not mode.keywords,
     )  # fmt: skip
     op(*tensors, **mode.keywords)
