@@ -76,4 +76,5 @@ def _run(rank: int, ranks: int, folder: str, module: str, device: str) -> None:
         raise  # ends the other ranks too, which may wait for this one
     finally:
         Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.barrier()  # or a rank that is done is gone while another one still connects to it
     dist.destroy_process_group()
