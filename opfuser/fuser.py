@@ -26,10 +26,10 @@ from .engine.plan import Plan, expand
 from .engine.plan_changes import changes
 from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
+from .engine.program import Program
 from .engine.replay import ReplayCall, Replays
 from .engine.replay_options import current
 from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
-from .engine.schedule import Schedule
 from .errors import (
     ArgumentTypeError,
     ExtraInputCountError,
@@ -131,11 +131,11 @@ class OperationFuser:
                 op.__dict__["_routing_captured"] = True
         self.routing = routing
         self.num_extra_inputs = len(routing.inputs)
-        self._schedules: dict[PlanKey, Schedule] = {}
+        self._programs: dict[PlanKey, Program] = {}
         self._traced = in_graph.Functions()
-        self._last: tuple[int, tuple[Any, ...], Schedule] | None = None
+        self._last: tuple[int, tuple[Any, ...], Program] | None = None
         self._key: PlanKey | None = None
-        self._used: Schedule | None = None
+        self._used: Program | None = None
         self.replay: str | None = None
         self._places_of_ops: tuple[Place, ...] = ()
         self._paths: list[str] = []
@@ -212,52 +212,52 @@ class OperationFuser:
 
     def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
         parameters = self._read_parameters()
-        schedule = self._used = self._schedule(input_, parameters, extra_inputs)
+        program = self._used = self._program(input_, parameters, extra_inputs)
         options = current()
         if self.replay is not None:
             options = options.of_sequence(self.replay)
         active_calls.depth += 1
         try:
             if options.mode == "off":
-                return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
+                return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
             if self._replays is None:
                 self._replays = Replays()
             found = [buffers[name] for buffers, name in self._buffers]
             buffers = [b for b in found if b is not None]
-            call = ReplayCall(schedule, input_, parameters, buffers, extra_inputs, kwargs)
+            call = ReplayCall(program, input_, parameters, buffers, extra_inputs, kwargs)
             return self._replays.call(options, call)
         finally:
             active_calls.depth -= 1
 
-    def _schedule(
+    def _program(
         self,
         input_: Tensor | TensorFacts,
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor | TensorFacts],
-    ) -> Schedule:
+    ) -> Program:
         recipe = recipe_of_call()
         facts, version = call_facts(input_, parameters, extra_inputs, recipe), registry.version
         last = self._last
         if last is not None and last[1] == facts and last[0] == version:
             return last[2]
-        schedule = self._find(facts)
-        self._last = version, facts, schedule
-        return schedule
+        program = self._find(facts)
+        self._last = version, facts, program
+        return program
 
-    def _find(self, facts: tuple[Any, ...]) -> Schedule:
-        """The schedule of a call, from the cache or made anew."""
+    def _find(self, facts: tuple[Any, ...]) -> Program:
+        """The program of a call, from the cache or made anew."""
         places = self._places_of_ops if self._is_configured() else ()
         key = PlanKey((*registry.state(), places), self._signature, CallFacts.frozen(facts))
-        schedule = self._schedules.get(key)
-        if schedule is None:
+        program = self._programs.get(key)
+        if program is None:
             if PlanInvalidated.wanted and self._key is not None:
                 self._tell_what_changed(self._key, key)
-            schedule = self._make(key.call)
-            if len(self._schedules) >= _MAX_PLANS:
-                del self._schedules[next(iter(self._schedules))]
-            self._schedules[key] = schedule
+            program = self._make(key.call)
+            if len(self._programs) >= _MAX_PLANS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[key] = program
         self._key = key
-        return schedule
+        return program
 
     def stand(self, places: tuple[Place, ...]) -> None:
         """States where the basic operations stand; without, they stand nowhere."""
@@ -278,11 +278,11 @@ class OperationFuser:
             for _, name in op.parameter_slots()
         ]
         found = changes(before, after, operations, parameters)
-        old = self._schedules.get(before)
+        old = self._programs.get(before)
         kinds = tuple(type(op).__name__ for op in self._basic_ops)
         emit(PlanInvalidated(0 if old is None else old.plan.numbers[0], kinds, found))
 
-    def _make(self, facts: CallFacts) -> Schedule:
+    def _make(self, facts: CallFacts) -> Program:
         flags = iter(facts.parameters_require_grad or [False] * len(facts.parameter_dtypes))
         own = [tuple(next(flags) for _ in range(n)) for n in self._num_parameters]
         extras = [flag for _, flag in facts.extra_inputs]
@@ -298,7 +298,7 @@ class OperationFuser:
         registry.tell_unknown()
         limits = Limits(self._facts_of_operations(facts)) if self._is_configured() else None
         plan = make_plan(self._units, env, needs, registry, limits)
-        return Schedule(plan, self.routing, self._num_parameters, self._paths)
+        return Program(plan, self.routing, self._num_parameters, self._paths)
 
     def _facts_of_operations(self, facts: CallFacts) -> list[OperationFacts]:
         """What limits of configurations are compared with; all of it follows from the key."""
@@ -372,7 +372,7 @@ class OperationFuser:
     def _plan_for_tracing(
         self, stamps: tuple[str, ...], facts: tuple[Any, ...], without_keywords: bool
     ) -> tuple[str, bool]:
-        """The name of a call's schedule, and whether it is one function of the graph.
+        """The name of a call's program, and whether it is one function of the graph.
 
         The arguments are constants that guard the traced code.
         """
@@ -399,16 +399,17 @@ class OperationFuser:
         if torch.compiler.is_exporting():
             # Its program is forward alone, which torch differentiates.
             call = call.without_grad()
-        schedule = self._used = self._find(call)
+        program = self._used = self._find(call)
         # A name of its own, so that code traced before need not be traced again.
-        name = f"schedule_{id(schedule)}"
-        setattr(self._traced, name, schedule)
+        name = f"program_{id(program)}"
+        program.prepare_tracing()
+        setattr(self._traced, name, program)
         whole = without_keywords and not self._parametrized
-        whole = whole and in_graph.fits(schedule, self._read_parameters())
+        whole = whole and in_graph.fits(program, self._read_parameters())
         if whole:
             me = weakref.ref(self)
 
-            def find() -> tuple[Schedule, in_graph.Places]:
+            def find() -> tuple[Program, in_graph.Places]:
                 own = me()
                 assert own is not None  # else the function is gone as well
                 return getattr(own._traced, name), own._places
@@ -426,7 +427,7 @@ class OperationFuser:
         """The plan that a call with these tensors would follow."""
         self._check(input_, extra_inputs)
         with self._local_values():
-            return self._schedule(input_, self._fake_parameters(), extra_inputs).plan
+            return self._program(input_, self._fake_parameters(), extra_inputs).plan
 
     def _local_values(self) -> AbstractContextManager[None]:
         """As :func:`local_values` for the parameters, which are read again after a change."""
@@ -449,7 +450,7 @@ class OperationFuser:
         """The plan for tensors like these, and what the call returns; nothing is computed."""
         with self._local_values():
             parameters = self._fake_parameters()
-            plan = self._schedule(input_, parameters, extra_inputs).plan
+            plan = self._program(input_, parameters, extra_inputs).plan
         dtypes, of_extras = self._output_dtypes(
             input_.dtype,
             [p.dtype for p in parameters],

@@ -1,6 +1,6 @@
 """Execution of a plan: one autograd.Function for a whole group of operations.
 
-A ``Schedule`` holds everything that does not change between calls; the two passes only follow it.
+A ``Program`` holds everything that does not change between calls; the two passes only follow it.
 ``torch.compile`` can trace both: they read no attribute of a tensor, and backward changes no
 context of forward.
 """
@@ -19,10 +19,10 @@ from ..buffer_reuse import memory_of, shares_nothing
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
-from .backward_pass import execute_backward, zeros
 from .exported import execute_exported
-from .forward_pass import Kwargs, Tape, execute_forward
-from .schedule import Schedule
+from .passes import Kwargs, Tape, execute_backward, execute_forward
+from .program import Program
+from .steps import zeros
 
 __all__ = ["Kwargs", "compiling", "differentiate", "execute", "execute_eagerly", "separate"]
 
@@ -30,49 +30,49 @@ _OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
 
 def execute(
-    schedule: Schedule,
+    program: Program,
     input_: Tensor,
     parameters: Sequence[Tensor],
     extra_inputs: Sequence[Tensor],
     kwargs: Kwargs,
 ) -> Any:
-    """The output of a schedule, or a tuple of it and the extra outputs."""
+    """The output of a program, or a tuple of it and the extra outputs."""
     if not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
-        for op, needed in schedule.prepared_ops:
+        for op, needed in program.prepared_ops:
             op.pre_fuser_forward(requires_grad=needed)
-        return execute_exported(schedule, input_, extra_inputs, kwargs)
-    if not (schedule.needs_backward and torch.compiler.is_compiling()):
-        return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
-    for op, needed in schedule.prepared_ops:
+        return execute_exported(program, input_, extra_inputs, kwargs)
+    if not (program.needs_backward and torch.compiler.is_compiling()):
+        return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
+    for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
     if not torch.compiler.is_dynamo_compiling():
-        return _InGraphFunction.apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+        return _InGraphFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
     if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():
         # The tracer of torch 2.11 fails where a later operation requires a size that it
         # treats as variable to be that of a parameter. Reading the size fixes it here.
         range(input_.shape[-1])
     tensors = _each_once([input_, *parameters, *extra_inputs])
-    return _SequenceFunction.apply(schedule, kwargs, *tensors)  # type: ignore[no-untyped-call]
+    return _SequenceFunction.apply(program, kwargs, *tensors)  # type: ignore[no-untyped-call]
 
 
 def execute_eagerly(
-    schedule: Schedule,
+    program: Program,
     input_: Tensor,
     parameters: Sequence[Tensor],
     extra_inputs: Sequence[Tensor],
     kwargs: Kwargs,
 ) -> Any:
     """As :func:`execute`, where torch.compile traces no backward."""
-    for op, needed in schedule.prepared_ops:
+    for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
-    if schedule.needs_backward:
+    if program.needs_backward:
         if torch._C._are_functorch_transforms_active():
-            return _SequenceFunction.apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-        return _apply(schedule, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+            return _SequenceFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+        return _apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
     functorch = torch._C._are_functorch_transforms_active()
     if functorch:
         input_ = _batched_like(input_, [*parameters, *extra_inputs, *_tensors_in(kwargs)])
-    output, outputs = execute_forward(schedule, kwargs, input_, extra_inputs, None)
+    output, outputs = execute_forward(program, kwargs, input_, extra_inputs, None)
     watched = functorch or torch.is_grad_enabled() or torch.compiler.is_compiling()
     # detach() would drop the tangents of forward mode.
     if not watched and output._is_view() and unpack_dual(output).tangent is None:
@@ -122,21 +122,21 @@ class _SequenceFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        func_ctx: Any, schedule: Schedule, kwargs: Kwargs, input_: Tensor, *tensors: Tensor
+        func_ctx: Any, program: Program, kwargs: Kwargs, input_: Tensor, *tensors: Tensor
     ) -> Any:
         tape = Tape()
-        extra_inputs = tensors[schedule.num_parameters :]
-        output, outputs = execute_forward(schedule, kwargs, input_, extra_inputs, tape)
+        extra_inputs = tensors[program.num_parameters :]
+        output, outputs = execute_forward(program, kwargs, input_, extra_inputs, tape)
         if tape.verification is not None:
-            tape.verification.note(schedule, tensors)
+            tape.verification.note(tensors)
         marked, hooked, traced = False, False, torch.compiler.is_compiling()
-        if tape.saved or schedule.kept_parameters:
-            kept = [tensors[n] for n in schedule.kept_parameters]
+        if tape.saved or program.kept_parameters:
+            kept = [tensors[n] for n in program.kept_parameters]
             if not traced:
                 marked, hooked = _saved_tensors_hooks()
-            mark = [torch.empty(0, schedule.layout())] if marked else ()
+            mark = [torch.empty(0, program.layout())] if marked else ()
             func_ctx.save_for_backward(*mark, *tape.saved, *kept)
-        func_ctx.forwarded = (schedule, tape.contexts, marked, hooked, tape.verification)
+        func_ctx.forwarded = (program, tape.contexts, marked, hooked, tape.verification)
         if traced and torch.compiler.is_dynamo_compiling():
             # In a trace of torch 2.11, an output that an in-place operation returned, or that
             # shares memory with another one, gets a wrong gradient.
@@ -144,7 +144,7 @@ class _SequenceFunction(torch.autograd.Function):
             outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
         else:
             if BytesSaved.wanted and not traced:
-                emit(_bytes_saved(schedule, tape.saved, tensors[: schedule.num_parameters], marked))
+                emit(_bytes_saved(program, tape.saved, tensors[: program.num_parameters], marked))
             if output._is_view():
                 # What is traced has no memory, and is functional in any case.
                 given = (input_, *tensors)
@@ -153,7 +153,7 @@ class _SequenceFunction(torch.autograd.Function):
             return output
         func_ctx.set_materialize_grads(False)
         func_ctx.output_like = (output.shape, output.dtype, output.device)
-        return _distinct_outputs(func_ctx, schedule, output, outputs)
+        return _distinct_outputs(func_ctx, program, output, outputs)
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
@@ -247,12 +247,12 @@ _apply = super(torch.autograd.Function, _SequenceFunction).apply
 
 
 def _bytes_saved(
-    schedule: Schedule,
+    program: Program,
     saved: Sequence[Tensor | None],
     parameters: Sequence[Tensor],
     checkpointed: bool,
 ) -> BytesSaved:
-    (number,) = schedule.plan.numbers
+    (number,) = program.plan.numbers
     own = {memory_of(p) for p in parameters if p.layout is torch.strided}
     # A sparse tensor has no memory of its own, but pieces that have.
     kept = [t for t in saved if t is not None and t.layout is torch.strided]
@@ -315,14 +315,14 @@ def _what_gradients_depend_on(func_ctx: Any, received: Sequence[Tensor | None]) 
 
 
 def _distinct_outputs(
-    func_ctx: Any, schedule: Schedule, output: Tensor, outputs: list[Tensor]
+    func_ctx: Any, program: Program, output: Tensor, outputs: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """The outputs as distinct tensors: autograd attaches one history to each."""
     results = [output]
     for y in outputs:
         results.append(y.view_as(y) if any(y is earlier for earlier in results) else y)
-    if schedule.without_grad:
-        func_ctx.mark_non_differentiable(*[results[1 + n] for n in schedule.without_grad])
+    if program.without_grad:
+        func_ctx.mark_non_differentiable(*[results[1 + n] for n in program.without_grad])
     return tuple(results)
 
 

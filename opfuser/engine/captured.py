@@ -1,4 +1,4 @@
-"""A call of a schedule whose launches were recorded.
+"""A call of a program whose launches were recorded.
 
 What a replay writes is memory of the graph, and is overwritten by the next one. Outputs and
 gradients of inputs are therefore copied for the caller. Gradients of parameters, which are large,
@@ -22,17 +22,16 @@ from torch.autograd import profiler
 from ..buffer_reuse import memory_of, references
 from ..fusion import Refusal
 from .autograd import separate
-from .backward_pass import execute_backward
 from .captured_backward import (
     BackwardGraph,
     Forwarded,
     room_for,
     uncached_casts,
 )
-from .forward_pass import Tape, execute_forward
 from .graphs import Graph, graph_type
+from .passes import Tape, execute_backward, execute_forward
+from .program import Program
 from .ranges import replay_range
-from .schedule import Schedule
 
 __all__ = [
     "TOO_LARGE",
@@ -67,7 +66,7 @@ class Captured:
     """One recorded forward pass, with the memory of what it saves, and its backward passes.
 
     Args:
-        schedule: what is recorded.
+        program: what is recorded.
         input_, extra_inputs: of a call like those to come.
         parameters: which must stay where they are.
         memory: for all recordings on the device, as a fraction of the device's.
@@ -75,13 +74,13 @@ class Captured:
 
     def __init__(
         self,
-        schedule: Schedule,
+        program: Program,
         input_: Tensor,
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
         memory: float,
     ) -> None:
-        self.schedule = schedule
+        self.program = program
         self.parameters = list(parameters)
         self.device = input_.device
         kind = graph_type(self.device)
@@ -95,18 +94,18 @@ class Captured:
         self.refusal: Refusal | None = None
         self._backwards: dict[tuple[bool, ...], list[BackwardGraph]] = {}
         self._graph: Graph = kind(self.device)
-        tape = Tape() if schedule.needs_backward else None
+        tape = Tape() if program.needs_backward else None
         # Memory of others that the graphs must not be deprived of.
-        self._tables = _cached_tensors(schedule)
+        self._tables = _cached_tensors(program)
         with torch.inference_mode(False):
             self._inputs = [room_for(t) for t in (input_, *extra_inputs)]
         with uncached_casts(), torch.no_grad():
             self._output, self._outputs = self._graph.capture(
-                lambda: execute_forward(schedule, None, self._inputs[0], self._inputs[1:], tape)
+                lambda: execute_forward(program, None, self._inputs[0], self._inputs[1:], tape)
             )
-        if len(_cached_tensors(schedule)) != len(self._tables):
+        if len(_cached_tensors(program)) != len(self._tables):
             raise RuntimeError("an operation has cached what exists once the graph was replayed")
-        kept = [parameters[n] for n in schedule.kept_parameters]
+        kept = [parameters[n] for n in program.kept_parameters]
         self._saved = [] if tape is None else [*tape.saved, *kept]
         self._contexts = [] if tape is None else tape.contexts
         # The parameters that backward reads, and which of the saved tensors they, or views, are.
@@ -147,7 +146,7 @@ class Captured:
     def forward(self, inputs: Iterable[Tensor]) -> list[Tensor]:
         """Output and extra outputs, in memory of their own."""
         if profiler._is_profiler_enabled:
-            with replay_range(self.schedule, "forward"):
+            with replay_range(self.program.plan, self.program.paths, "forward"):
                 return self._replay_forward(inputs)
         return self._replay_forward(inputs)
 
@@ -190,7 +189,7 @@ class Captured:
         if found is None or not self._make_way(found, flight.parameters):
             return self._eager_backward(read, received)
         if profiler._is_profiler_enabled:
-            with replay_range(self.schedule, "backward"):
+            with replay_range(self.program.plan, self.program.paths, "backward"):
                 return self._replay_backward(found, received)
         return self._replay_backward(found, received)
 
@@ -234,7 +233,7 @@ class Captured:
         return BackwardGraph(graph, self._forwarded(self._saved), self.tensors, received)
 
     def _forwarded(self, saved: Sequence[Tensor | None]) -> Forwarded:
-        return Forwarded(saved, (self.schedule, self._contexts, False, False, None))
+        return Forwarded(saved, (self.program, self._contexts, False, False, None))
 
     def _make_way(self, found: BackwardGraph, parameters: Sequence[Tensor]) -> bool:
         """Whether nobody holds the gradients that a replay writes over.
@@ -280,8 +279,8 @@ def _memory_read(t: Tensor) -> tuple[int, int, torch.dtype]:
     return t.data_ptr(), t.nbytes, t.dtype
 
 
-def _cached_tensors(schedule: Schedule) -> list[Tensor]:
-    return [t for op in schedule.plan.basic_ops for t in op.cached_tensors()]
+def _cached_tensors(program: Program) -> list[Tensor]:
+    return [t for op in program.plan.basic_ops for t in op.cached_tensors()]
 
 
 TOO_LARGE = Refusal("MEMORY", "recordings would take more than opfuser.replay(memory=...) allows")

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..buffer_reuse import memory_of, references
 from ..recording import Assumptions, recorded
 from .autograd import separate
-from .backward_pass import execute_backward
 from .graphs import Graph
-from .schedule import Schedule
+from .passes import execute_backward
+from .program import Program
 
 __all__ = ["BackwardGraph", "Forwarded", "room_for", "uncached_casts"]
 
@@ -23,7 +23,7 @@ class Forwarded(NamedTuple):
     """What a forward pass left: all that :func:`execute_backward` reads of a context."""
 
     saved_tensors: Sequence[Tensor | None]
-    forwarded: tuple[Schedule, Sequence[Any], bool, bool, None]
+    forwarded: tuple[Program, Sequence[Any], bool, bool, None]
 
 
 class BackwardGraph:

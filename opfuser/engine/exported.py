@@ -14,28 +14,28 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 
-from .forward_pass import Kwargs, execute_forward
-from .schedule import Schedule
+from .passes import Kwargs, execute_forward
+from .program import Program
 
 __all__ = ["execute_exported"]
 
 
 def execute_exported(
-    schedule: Schedule, input_: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs
+    program: Program, input_: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs
 ) -> Any:
-    """The output of a schedule, or a tuple of it and the extra outputs, while torch.export traces.
+    """The output of a program, or a tuple of it and the extra outputs, while torch.export traces.
 
     What operations write in place becomes operations that return their results.
 
     Args:
-        schedule: one that needs no backward.
+        program: one that needs no backward.
         input_: of the sequence.
         extra_inputs: of the sequence.
         kwargs: of its operations.
     """
 
     def forward(x: Tensor, *extras: Tensor, kwargs: Kwargs) -> Any:
-        output, outputs = execute_forward(schedule, kwargs, x, extras, None)
+        output, outputs = execute_forward(program, kwargs, x, extras, None)
         return (output, *outputs) if outputs else output
 
     # Views are recorded for the strides that are traced; those of later inputs may be others.

@@ -1,9 +1,9 @@
-"""A schedule as one function that torch.compile puts into its graph without looking inside.
+"""A program as one function that torch.compile puts into its graph without looking inside.
 
 Dynamo, which interprets Python, guards every value that it reads. The execution of a plan reads
 thousands, and each call of the compiled code would check them all again: on a CPU, with torch 2.13,
 for 2.9 instead of 0.6 ms with 12 layers of GPT-2. What it does not look inside runs as ordinary
-Python while AOTAutograd traces the tensors; the stamps and facts by which the schedule was found
+Python while AOTAutograd traces the tensors; the stamps and facts by which the program was found
 are guards enough.
 
 Of sequences with equal keys, such as the layers of a model that are compiled one by one, the first
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..op import BasicOperation
 from ..op.kinds import is_built_in
 from .autograd import compiling, execute
-from .schedule import Schedule
+from .program import Program
 
 __all__ = ["Functions", "Places", "fits", "functions", "name_of"]
 
@@ -39,7 +39,7 @@ class Functions:
     """
 
 
-Owners = weakref.WeakKeyDictionary[Any, Callable[[], tuple[Schedule, Places]]]
+Owners = weakref.WeakKeyDictionary[Any, Callable[[], tuple[Program, Places]]]
 
 
 class _Shared(NamedTuple):
@@ -55,7 +55,7 @@ _shared: dict[Hashable, _Shared] = {}
 _count = itertools.count()
 
 
-def fits(schedule: Schedule, parameters: Iterable[Tensor | None]) -> bool:
+def fits(program: Program, parameters: Iterable[Tensor | None]) -> bool:
     """Whether a call reads nothing but its tensors, and what the stamps describe.
 
     A user's operation may read and change state; buffers, and ``main_grad`` of a parameter, are not
@@ -63,7 +63,7 @@ def fits(schedule: Schedule, parameters: Iterable[Tensor | None]) -> bool:
     """
     if not all(type(p) in (nn.Parameter, Tensor, type(None)) for p in parameters):
         return False
-    plan = schedule.plan
+    plan = program.plan
     steps = [step.op for step in (*plan.forward, *plan.backward)]
     return all(map(is_built_in, steps)) and all(map(_is_functional, plan.basic_ops))
 
@@ -79,15 +79,15 @@ def _is_functional(op: BasicOperation) -> bool:
     )
 
 
-def name_of(key: Hashable, owner: object, find: Callable[[], tuple[Schedule, Places]]) -> str:
+def name_of(key: Hashable, owner: object, find: Callable[[], tuple[Program, Places]]) -> str:
     """The name in ``functions`` of the one for a key, which is made unless there is one.
 
-    It goes from input, parameters and extra inputs to the results of a schedule that :func:`fits`.
+    It goes from input, parameters and extra inputs to the results of a program that :func:`fits`.
 
     Args:
-        key: of the schedule, with all that it follows from but the values of parameters.
-        owner: of the schedule. The function goes with the last one, as they hold parameters.
-        find: returns the schedule, and the dictionaries and names in which its operations find
+        key: of the program, with all that it follows from but the values of parameters.
+        owner: of the program. The function goes with the last one, as they hold parameters.
+        find: returns the program, and the dictionaries and names in which its operations find
             their parameters. It must not hold the owner.
     """
     shared = _shared.get(key)
@@ -112,10 +112,10 @@ def _forget(key: Hashable) -> None:
 def _function(owners: Owners) -> Callable[..., Any]:
     def opfuser_sequence(input_: Tensor, *tensors: Tensor) -> Any:
         *_, latest = owners.values()  # of the sequence that is being traced
-        schedule, places = latest()
-        count = schedule.num_parameters
+        program, places = latest()
+        count = program.num_parameters
         with compiling(), _placed(places, tensors):
-            return execute(schedule, input_, tensors[:count], tensors[count:], None)
+            return execute(program, input_, tensors[:count], tensors[count:], None)
 
     torch.compiler.allow_in_graph(opfuser_sequence)
     return opfuser_sequence

@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import takewhile
 
 from torch.autograd.profiler import record_function
 
 from ..fusion import Stage
-from .plan import Step
-from .schedule import BackwardStep, ForwardStep, Schedule
+from .plan import Plan, Step
 
-__all__ = ["backward_ranges", "forward_ranges", "replay_range"]
-
-
-def forward_ranges(schedule: Schedule) -> Iterator[ForwardStep]:
-    """The forward steps, each in a range that ends when the next one is asked for."""
-    for laid_out, step in zip(schedule.forward, schedule.plan.forward):
-        with record_function(_name(schedule, step, "forward")):
-            yield laid_out
+__all__ = ["range_of", "replay_range"]
 
 
-def backward_ranges(schedule: Schedule) -> Iterator[BackwardStep]:
-    """As :func:`forward_ranges`, the backward steps in the order of execution."""
-    for laid_out, step in zip(schedule.backward, reversed(schedule.plan.backward)):
-        with record_function(_name(schedule, step, "backward")):
-            yield laid_out
-
-
-def replay_range(schedule: Schedule, stage: Stage) -> record_function:
-    """The range of a pass that is replayed, in which the host runs no steps."""
-    last = len(schedule.plan.basic_ops) - 1
-    return record_function(_range(schedule, 0, last, "replay", stage))
-
-
-def _name(schedule: Schedule, step: Step, stage: Stage) -> str:
+def range_of(paths: Sequence[str], step: Step, stage: Stage) -> record_function:
+    """The range of a step; ``paths`` are those of all operations, if they have any."""
     what = step.fusion or type(step.op).__name__
-    return _range(schedule, step.indices[0], step.indices[-1], what, stage)
+    return _range(paths, step.indices[0], step.indices[-1], what, stage)
 
 
-def _range(schedule: Schedule, first: int, last: int, what: str, stage: Stage) -> str:
-    paths = schedule.paths
+def replay_range(plan: Plan, paths: Sequence[str], stage: Stage) -> record_function:
+    """The range of a pass that is replayed, in which the host runs no steps."""
+    return _range(paths, 0, len(plan.basic_ops) - 1, "replay", stage)
+
+
+def _range(paths: Sequence[str], first: int, last: int, what: str, stage: Stage) -> record_function:
     where = f"{_span(paths[first], paths[last])}::" if paths else ""
-    return f"opfuser::{where}{what}.{stage}"
+    return record_function(f"opfuser::{where}{what}.{stage}")
 
 
 def _span(first: str, last: str) -> str:

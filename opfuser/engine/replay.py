@@ -33,9 +33,9 @@ from .captured import (
 )
 from .graphs import Graph, graph_type
 from .plan import ReplayRecord
+from .program import Program
 from .replay_options import ReplayOptions
 from .replayed_call import replayed
-from .schedule import Schedule
 
 __all__ = ["ReplayCall", "Replays"]
 
@@ -70,13 +70,13 @@ class _Kind:
 
 
 class ReplayCall(NamedTuple):
-    """A call of ``schedule``, with arguments as for :func:`execute_eagerly`.
+    """A call of ``program``, with arguments as for :func:`execute_eagerly`.
 
     Attributes:
         buffers: of the operations.
     """
 
-    schedule: Schedule
+    program: Program
     input_: Tensor
     parameters: Sequence[Tensor]
     buffers: Sequence[Tensor]
@@ -96,23 +96,23 @@ class Replays:
 
     def call(self, options: ReplayOptions, call: ReplayCall) -> Any:
         """The output of a call, or a tuple of it and the extra outputs."""
-        schedule, input_, parameters, _, extra_inputs, kwargs = call
+        program, input_, parameters, _, extra_inputs, kwargs = call
         found = self._find(options, call)
         if isinstance(found, Flight):
             self._refusal = None
-            for op, needed in schedule.prepared_ops:
+            for op, needed in program.prepared_ops:
                 op.pre_fuser_forward(requires_grad=needed)
             return replayed(found, input_, parameters, extra_inputs)
         if found is not None:
-            self._tell(options, found, schedule)
+            self._tell(options, found, program)
         self._refusal = found
-        return execute_eagerly(schedule, input_, parameters, extra_inputs, kwargs)
+        return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
 
-    def _tell(self, options: ReplayOptions, refusal: Refusal, schedule: Schedule) -> None:
+    def _tell(self, options: ReplayOptions, refusal: Refusal, program: Program) -> None:
         """Tells subscribers and the log of a call that is not replayed."""
-        if FallbackTaken.wanted and self._told != (refusal, schedule, generation()):
-            self._told = refusal, schedule, generation()
-            place, (number,) = _place(schedule), schedule.plan.numbers
+        if FallbackTaken.wanted and self._told != (refusal, program, generation()):
+            self._told = refusal, program, generation()
+            place, (number,) = _place(program), program.plan.numbers
             emit(FallbackTaken(f"replay of {place}", "replay", "eager", *refusal, plan=number))
         if refusal not in _told:
             _told.add(refusal)
@@ -144,7 +144,7 @@ class Replays:
                     return captured.take(call.parameters)
             if kind.calls <= options.calls_before:
                 return None
-            kind.refusal = _refusal_of_schedule(call.schedule)
+            kind.refusal = _refusal_of_program(call.program)
             if kind.refusal is not None:
                 return kind.refusal
             if len(kind.captured) >= options.instances:
@@ -160,7 +160,7 @@ class Replays:
         """
         input_, kept = call.input_, [*call.parameters, *call.buffers]
         layouts = [(t.shape, t.stride()) for t in (input_, *call.extra_inputs)]
-        alike = call.schedule, tuple(layouts), graphs.stream(input_.device), _modes()
+        alike = call.program, tuple(layouts), graphs.stream(input_.device), _modes()
         addresses = tuple([t.data_ptr() for t in kept])
         key = alike, addresses
         kind = self._kinds.get(key)
@@ -180,10 +180,10 @@ class Replays:
         return kind
 
     def _capture(self, options: ReplayOptions, kind: _Kind, call: ReplayCall) -> Flight | Refusal:
-        schedule, input_, parameters, _, extra_inputs, _ = call
+        program, input_, parameters, _, extra_inputs, _ = call
         kind.captures += 1
         try:
-            captured = Captured(schedule, input_, parameters, extra_inputs, options.memory)
+            captured = Captured(program, input_, parameters, extra_inputs, options.memory)
         except Exception as error:  # noqa: BLE001 - whatever a capture does not allow
             kind.refusal = refusal_of_capture(error)
         else:
@@ -191,18 +191,18 @@ class Replays:
                 kind.captured.append(captured)
                 kind.unproven.discard(kind.addresses)
                 self._count += 1
-                logger.info("[replay] captured %s: %d bytes", _place(schedule), captured.bytes)
+                logger.info("[replay] captured %s: %d bytes", _place(program), captured.bytes)
                 return captured.take(parameters)
             kind.refusal = TOO_LARGE
         return kind.refusal
 
-    def record(self, schedule: Schedule) -> ReplayRecord:
-        """What became of the calls that followed ``schedule``."""
-        own = [kind for key, kind in self._kinds.items() if key[0][0] is schedule]  # type: ignore[index]
+    def record(self, program: Program) -> ReplayRecord:
+        """What became of the calls that followed ``program``."""
+        own = [kind for key, kind in self._kinds.items() if key[0][0] is program]  # type: ignore[index]
         captured = [c for kind in own for c in kind.captured if not c.released]
         size = sum(c.bytes for c in captured)
         return ReplayRecord(
-            tuple(range(len(schedule.plan.basic_ops))),
+            tuple(range(len(program.plan.basic_ops))),
             len(captured),
             size,
             self._count,
@@ -243,7 +243,7 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
         return Refusal("ANOMALY_MODE", "errors are to be traced to operations")
     if graphs.under_way():
         return Refusal("CAPTURING", "the caller captures a graph of its own")
-    quantized = _refusal_of_quantization(call.schedule.plan.env.recipe)
+    quantized = _refusal_of_quantization(call.program.plan.env.recipe)
     if quantized is not None:
         return quantized
     if len(inputs) > 1 and any(t.device != inputs[0].device for t in inputs):
@@ -262,9 +262,9 @@ def _refusal_of_quantization(recipe: Recipe | None) -> Refusal | None:
     return None
 
 
-def _refusal_of_schedule(schedule: Schedule) -> Refusal | None:
-    """Why no call of a schedule is replayed."""
-    plan = schedule.plan
+def _refusal_of_program(program: Program) -> Refusal | None:
+    """Why no call of a program is replayed."""
+    plan = program.plan
     for choice in plan.gemms:
         provider = gemm_providers.find(choice.provider)
         if choice.refusal is None and provider is not None and not provider.replayable:
@@ -309,6 +309,6 @@ def _modes() -> Hashable:
     )
 
 
-def _place(schedule: Schedule) -> str:
-    ops = schedule.plan.basic_ops
+def _place(program: Program) -> str:
+    ops = program.plan.basic_ops
     return f"{type(ops[0]).__name__} to {type(ops[-1]).__name__} ({len(ops)} operations)"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .autograd import differentiate
-from .backward_pass import zeros
 from .captured import Flight
+from .steps import zeros
 
 __all__ = ["replayed"]
 
@@ -23,7 +23,7 @@ def replayed(
 ) -> Any:
     """The output of a call, or a tuple of it and the extra outputs."""
     captured = flight.captured
-    if captured.schedule.needs_backward:
+    if captured.program.needs_backward:
         return _apply(flight, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         results = captured.forward((input_, *extra_inputs))
@@ -36,8 +36,8 @@ class _ReplayedFunction(torch.autograd.Function):
     @staticmethod
     def forward(func_ctx: Any, flight: Flight, input_: Tensor, *tensors: Tensor) -> Any:
         captured = flight.captured
-        schedule = captured.schedule
-        extra_inputs = tensors[schedule.num_parameters :]
+        program = captured.program
+        extra_inputs = tensors[program.num_parameters :]
         results = captured.forward((input_, *extra_inputs))
         # The inputs were copied. They are saved for a second differentiation to be noticed, and so
         # that there always is something that tells a second backward pass.
@@ -48,8 +48,8 @@ class _ReplayedFunction(torch.autograd.Function):
             return results[0]
         func_ctx.set_materialize_grads(False)
         func_ctx.output_like = (results[0].shape, results[0].dtype, results[0].device)
-        if schedule.without_grad:
-            func_ctx.mark_non_differentiable(*[results[1 + n] for n in schedule.without_grad])
+        if program.without_grad:
+            func_ctx.mark_non_differentiable(*[results[1 + n] for n in program.without_grad])
         return tuple(results)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What operations of users hand over, checked at the first calls of a schedule.
+"""What operations of users hand over, checked at the first calls of a program.
 
 Later calls trust what was right: for inputs of the same number of dimensions, with gradients or
 without. Operations of the library are held to it by their tests, so that sequences of these alone
@@ -22,26 +22,24 @@ from ..errors import (
 from ..op import BasicOperation, OperationContext
 from ..op.results import refuse_output
 from ..quantization.quantizers import QuantizedTensor
-from .schedule import Schedule
+from .program import Program
+from .routing import describe
 
-__all__ = ["Verification", "name_of"]
-
-
-def name_of(index: int, op: Any) -> str:
-    """How errors name a step of one basic operation."""
-    return f"op {index} ({type(op).__name__})"
+__all__ = ["Verification"]
 
 
 class Verification:
     """That of one call.
 
     Args:
-        verified: where the call is noted once nothing was wrong with it.
-        kind: of the call, among those.
+        program: of the call.
+        kind: of the call, noted among the ``verified`` ones once nothing was wrong with it.
     """
 
-    def __init__(self, verified: set[Any], kind: Any) -> None:
-        self._verified = verified
+    def __init__(self, program: Program, kind: Any) -> None:
+        assert program.verified is not None
+        self._program = program
+        self._verified = program.verified
         self._kind = kind
         self._step = ""
         self._shapes: dict[int, torch.Size] = {}
@@ -70,15 +68,15 @@ class Verification:
                     raise SavedTensorsError(
                         explain(
                             "ctx.save_for_backward takes tensors and None",
-                            where=name_of(index, op),
+                            where=describe(index, op),
                             received=type(value).__name__,
                             remedy="Set anything else as an attribute of ctx",
                         )
                     )
 
-    def after_backward(self, schedule: Schedule, index: int, step: str, dx: Any) -> None:
+    def after_backward(self, index: int, step: str, dx: Any) -> None:
         """Looks at the gradient of the input of a step whose first operation has this index."""
-        needs = schedule.plan.needs[index]
+        needs = self._program.plan.needs[index]
         if needs is None or not needs.input:  # nobody will
             return
         _check_tensor(dx, step, "the gradient of the input")
@@ -88,9 +86,9 @@ class Verification:
         if index or not _sums_to(dx.shape, shape):  # autograd sums that of the whole group's
             raise _wrong_shape(step, "the input", dx.shape, shape)
 
-    def note(self, schedule: Schedule, tensors: Sequence[Tensor]) -> None:
+    def note(self, tensors: Sequence[Tensor]) -> None:
         """Remembers the shapes of the parameters and, behind them, of the extra inputs."""
-        self._tensors = [(*owner, t.shape) for owner, t in zip(_owners(schedule), tensors)]
+        self._tensors = [(*owner, t.shape) for owner, t in zip(_owners(self._program), tensors)]
 
     def at_the_end(self, grads: Sequence[Any]) -> None:
         """Looks at the gradients of what was noted."""
@@ -103,19 +101,19 @@ class Verification:
         self._verified.add(self._kind)
 
 
-def _owners(schedule: Schedule) -> Iterator[tuple[str, str, bool]]:
+def _owners(program: Program) -> Iterator[tuple[str, str, bool]]:
     """Step and name of each parameter, then of each extra input, and whether it needs a gradient.
 
     Extra inputs are those of the caller.
     """
-    ops, all_needs = schedule.plan.basic_ops, schedule.plan.needs
+    ops, all_needs = program.plan.basic_ops, program.plan.needs
     for index, (op, needs) in enumerate(zip(ops, all_needs)):
         for number, (_, name) in enumerate(op.parameter_slots()):
-            yield name_of(index, op), name, needs is not None and needs.parameters[number]
-    for index, number in schedule.inputs:
+            yield describe(index, op), name, needs is not None and needs.parameters[number]
+    for index, number in program.inputs:
         needs = all_needs[index]
         needed = needs is not None and needs.extra_inputs[number]
-        yield name_of(index, ops[index]), f"extra input {number}", needed
+        yield describe(index, ops[index]), f"extra input {number}", needed
 
 
 def _check_tensor(grad: Any, step: str, what: str) -> None:

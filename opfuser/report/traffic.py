@@ -30,10 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..engine.plan import Plan, expand
-from ..engine.schedule import Schedule
+from ..engine.plan import Plan, Step, expand
+from ..engine.program import Program
 from ..errors import TargetError
 from ..fuser import OperationFuser
+from ..fusion import Stage
 from ..op import FusibleOperation
 from ..op.kinds import has_called_parts
 from ..sequential import Sequential
@@ -308,18 +309,13 @@ def _watched(sequences: Sequence[tuple[str, Sequential]], model: nn.Module) -> I
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(run.keep, lambda t: t))
         for path, sequence in sequences:
             first = 0
-            for schedule in _schedules(sequence):
-                stack.callback(_restore, schedule, schedule.forward, schedule.backward)
-                _watch(schedule, run, path, first)
-                first += len(schedule.plan.basic_ops)
+            for program in _programs(sequence):
+                stack.enter_context(program.watched(_watcher(run, path, first)))
+                first += len(program.plan.basic_ops)
         yield run
 
 
-def _restore(schedule: Schedule, forward: Any, backward: Any) -> None:
-    schedule.forward, schedule.backward = forward, backward
-
-
-def _schedules(sequence: Sequential) -> Iterator[Schedule]:
+def _programs(sequence: Sequential) -> Iterator[Program]:
     """Those that the last call followed, in the order in which its plan joins their plans."""
     for group in sequence._groups:
         callee = group.callee
@@ -331,29 +327,22 @@ def _schedules(sequence: Sequential) -> Iterator[Schedule]:
                 op._alone for op in (expand(callee) if has_called_parts(callee) else [callee])
             ]
         elif isinstance(callee, Sequential):
-            yield from _schedules(callee)
+            yield from _programs(callee)
         for fuser in fusers:
             if fuser is not None and fuser._used is not None:
                 yield fuser._used
 
 
-def _watch(schedule: Schedule, run: _Run, path: str, first: int) -> None:
-    def part(step: Any, stage: Literal["forward", "backward"]) -> _Part:
-        own = (step.first,) if step.general is None else step.general.indices
-        return _Part(path, stage, tuple(first + i for i in own))
+def _watcher(run: _Run, path: str, first: int) -> Callable[[Step, Stage], _WatchedOperation]:
+    def watch(step: Step, stage: Stage) -> _WatchedOperation:
+        part = _Part(path, stage, tuple(first + i for i in step.indices))
+        return _WatchedOperation(step.op, run, part)
 
-    schedule.forward = tuple(
-        step._replace(op=_WatchedOperation(step.op, run, part(step, "forward")))
-        for step in schedule.forward
-    )
-    schedule.backward = tuple(
-        step._replace(op=_WatchedOperation(step.op, run, part(step, "backward")))
-        for step in schedule.backward
-    )
+    return watch
 
 
 class _WatchedOperation:
-    """Stands for an operation in a schedule, and tells the counter when it runs."""
+    """Stands for an operation in a program, and tells the counter when it runs."""
 
     def __init__(self, op: Any, run: _Run, part: _Part) -> None:
         self._op, self._run, self._part = op, run, part

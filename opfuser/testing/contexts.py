@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..engine.emission import step_name
 from ..engine.plan import Plan
 from ..engine.routing import Slot
-from ..engine.schedule import step_name
 from ..errors import counted
 from ..fuser import OperationFuser
 from ..op import BasicOperation, FusibleOperation, GradNeeds, OperationContext

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..engine.emission import step_name
 from ..engine.plan import Plan, Step
 from ..engine.routing import Slot
-from ..engine.schedule import step_name
 from ..op import FusibleOperation, OperationContext
 from ..op.results import backward_parts, row_of_grads
 from ..sequential import Sequential

@@ -1,0 +1,555 @@
+"""The text of a program: a plan's steps as lines of Python, a function for each pass.
+
+A line calls an operation; what does not change between calls is settled here: which tensors a step
+reads and who made them, which contexts it needs, what its results are taken apart into. The text
+consists of names that are made here. Classes and paths stand in comments alone.
+
+Several emissions of one plan differ in what they do besides: keywords of operations, checks of what
+a user's operations return, ranges in profiles, code for torch.compile to trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ..fusion import Stage
+from ..op import BasicOperation, GradNeeds, new_context
+from ..op.kinds import is_built_in
+from ..quantization.quantizers import Quantizer
+from . import steps
+from .plan import Plan, Step, quantizer_between
+from .ranges import range_of
+from .routing import Routing, Slot, describe
+
+__all__ = ["PLAIN", "Emission", "Layout", "Text", "emit_backward", "emit_forward", "step_name"]
+
+
+class Emission(NamedTuple):
+    """What a program does besides calling the operations.
+
+    Attributes:
+        keywords: hands keywords to operations.
+        verified: looks at what operations hand over.
+        ranged: shows steps as ranges in a profile.
+        traced: is traced by torch.compile, which must not depend on what was cached.
+    """
+
+    keywords: bool = False
+    verified: bool = False
+    ranged: bool = False
+    traced: bool = False
+
+
+PLAIN = Emission()
+_WIDTH = 100
+
+
+class Layout(NamedTuple):
+    """What is known of a plan before its calls.
+
+    Attributes:
+        plan: the steps.
+        routing: of extra tensors.
+        needs: of each operation; one without any whose step runs in backward has needs, too.
+        spans: where the parameters of each operation begin and end among all.
+        reads: which of the kept parameters each operation's backward reads.
+        paths: of the operations in their Sequential; empty where they stand in none.
+    """
+
+    plan: Plan
+    routing: Routing
+    needs: tuple[GradNeeds | None, ...]
+    spans: tuple[tuple[int, int], ...]
+    reads: tuple[tuple[int, int] | None, ...]
+    paths: Sequence[str]
+
+
+class Text(NamedTuple):
+    """One function of a program.
+
+    Attributes:
+        source: its text.
+        names: what it finds under its names.
+        operations: the steps whose operations are among them.
+        steps: of each line, the step that it belongs to as errors name it, or an empty string.
+    """
+
+    source: str
+    names: dict[str, Any]
+    operations: dict[str, Step]
+    steps: tuple[str, ...]
+
+
+def step_name(step: Step) -> str:
+    """How errors name a step."""
+    span = (
+        f"{step.indices[0]}" if len(step.indices) == 1 else f"{step.indices[0]}-{step.indices[-1]}"
+    )
+    return f"op {span} ({type(step.op).__name__})"
+
+
+class _Lines:
+    """Lines in the making, and what their names stand for."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.operations: dict[str, Step] = {}
+        self._lines: list[tuple[str, str]] = []
+        self._depth = 0
+        self.step = ""
+
+    def __call__(self, line: str) -> None:
+        self._lines.append(("    " * self._depth + line, self.step))
+
+    def call(self, results: str, function: str, arguments: Sequence[str], around: str = "") -> None:
+        """A line by which names get the results of a call, or several if it is long.
+
+        Args:
+            results: the names.
+            function: the name of what is called.
+            arguments: of the call.
+            around: the name of what takes its result apart.
+        """
+        opening, closing = (f"{around}({function}(", "))") if around else (f"{function}(", ")")
+        line = f"{results} = {opening}{', '.join(arguments)}{closing}"
+        if 4 * self._depth + len(line) <= _WIDTH:
+            self(line)
+            return
+        self(f"{results} = {opening}")
+        for argument in arguments:
+            self(f"    {argument},")
+        self(closing)
+
+    @contextmanager
+    def block(self, line: str) -> Iterator[None]:
+        self(line)
+        self._depth += 1
+        yield
+        self._depth -= 1
+
+    def bind(self, name: str, value: Any) -> str:
+        """``name``, which stands for ``value`` from now on."""
+        self.names[name] = value
+        return name
+
+    def operation(self, step: Step) -> str:
+        """The name of what a step calls."""
+        indices = "_".join(map(str, dict.fromkeys((step.indices[0], step.indices[-1]))))
+        name = f"op{indices}" if isinstance(step.op, BasicOperation) else f"fused{indices}"
+        self.operations[name] = step
+        return self.bind(name, step.op)
+
+    def helper(self, function: Any) -> str:
+        """The name of a function of the engine."""
+        return self.bind(function.__name__, function)
+
+    def text(self) -> Text:
+        source = "".join(line + "\n" for line, _ in self._lines)
+        steps_of_lines = tuple(step for _, step in self._lines)
+        return Text(source, self.names, self.operations, steps_of_lines)
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return f"[{', '.join(parts)}]"
+
+
+def _tuple(parts: Sequence[str]) -> str:
+    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
+
+
+def _extra(slot: Slot) -> str:
+    return f"y{slot.op}_{slot.slot}"
+
+
+def _grad_of(slot: Slot) -> str:
+    return f"dy{slot.op}_{slot.slot}"
+
+
+def _comment(layout: Layout, step: Step) -> str:
+    """Indices, class and path of a step. Names of a user's may hold anything but a line's end."""
+    indices = "-".join(map(str, dict.fromkeys((step.indices[0], step.indices[-1]))))
+    what = step.fusion or type(step.op).__name__
+    path = layout.paths[step.indices[0]] if layout.paths else ""
+    text = f"# {indices} {what}" + (f": {path}" if path else "")
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _has_settings(op: BasicOperation) -> bool:
+    return type(op).make_settings is not BasicOperation.make_settings
+
+
+def _is_plain(op: Any, extra_tensors: bool) -> bool:
+    """Whether a step may skip the general protocol and call op_forward / op_backward directly."""
+    if not isinstance(op, BasicOperation) or extra_tensors:
+        return False
+    # Not inherited: a subclass may override either pair.
+    return vars(type(op)).get("plain_without_extra_tensors", False) or (
+        type(op).fuser_forward is BasicOperation.fuser_forward
+        and type(op).fuser_backward is BasicOperation.fuser_backward
+    )
+
+
+def _quantizers(plan: Plan, stage: Stage) -> list[Quantizer | None]:
+    """How tensors between each two steps of a pass are handed on."""
+    in_order = plan.forward if stage == "forward" else plan.backward
+    return [quantizer_between(*pair, stage, plan.env, plan.needs) for pair in pairwise(in_order)]
+
+
+def _grad_quantizers(plan: Plan) -> dict[int, Quantizer]:
+    """Those of gradients that a step hands to the one before it, by its first operation."""
+    found = zip(plan.backward[1:], _quantizers(plan, "backward"))
+    return {step.indices[0]: quantizer for step, quantizer in found if quantizer is not None}
+
+
+def _has_extras(layout: Layout, step: Step) -> bool:
+    routing = layout.routing
+    return any(routing.sources[i] or routing.consumers[i] for i in step.indices)
+
+
+def _outside(sources: tuple[Slot | int, ...], own: set[int]) -> tuple[Slot | int | None, ...]:
+    """Sources of extra inputs; None for a channel whose producer the same step covers."""
+    return tuple(None if isinstance(x, Slot) and x.op in own else x for x in sources)
+
+
+class _Forward:
+    """Writes the forward function."""
+
+    def __init__(self, layout: Layout, emission: Emission) -> None:
+        self.layout, self.emission = layout, emission
+        self.lines = _Lines()
+        self.taped = any(need is not None for need in layout.plan.needs)
+        last: dict[Slot, int] = {}
+        routing = layout.routing
+        for number, step in enumerate(layout.plan.forward):
+            for i in step.indices:
+                last.update((Slot(i, s), number) for s in range(len(routing.consumers[i])))
+                last.update((x, number) for x in routing.sources[i] if isinstance(x, Slot))
+        self.last_reader = {slot: n for slot, n in last.items() if slot not in routing.outputs}
+        self.made: list[Slot] = []  # extra outputs that names hold at this line
+        self.notes_output = {
+            step.indices[-1]
+            for step in layout.plan.backward
+            if any(routing.consumers[i] for i in step.indices)
+        }
+
+    def text(self) -> Text:
+        lines, layout = self.lines, self.layout
+        behind = [*_quantizers(layout.plan, "forward"), None]
+        before = _grad_quantizers(layout.plan)
+        with lines.block("def forward(x, extra_inputs, keywords, tape, verification):"):
+            if layout.routing.inputs:
+                lines(
+                    _tuple([f"e{n}" for n in range(len(layout.routing.inputs))]) + " = extra_inputs"
+                )
+            for number, step in enumerate(layout.plan.forward):
+                lines.step = name = step_name(step)
+                lines(_comment(layout, step))
+                if self.emission.verified:
+                    bound = lines.bind(f"name{number}", name)
+                    lines(f"verification.before_forward({step.indices[0]}, {bound}, x)")
+                quantizers = before.get(step.indices[0]), behind[number]
+                if self.emission.ranged:
+                    bound = lines.bind(f"range{number}", (layout.paths, step, "forward"))
+                    with lines.block(f"with {lines.helper(range_of)}(*{bound}):"):
+                        self.step(number, step, quantizers)
+                else:
+                    self.step(number, step, quantizers)
+            lines.step = ""
+            lines(f"return x, {_listed(map(_extra, layout.routing.outputs))}")
+        return lines.text()
+
+    def step(
+        self, number: int, step: Step, quantizers: tuple[Quantizer | None, Quantizer | None]
+    ) -> None:
+        if _is_plain(step.op, _has_extras(self.layout, step) or quantizers != (None, None)):
+            self.plain(step)
+        else:
+            self.general(number, step, quantizers)
+
+    def context(self, i: int) -> str:
+        """The call that makes the context of an operation."""
+        lines, op, need = self.lines, self.layout.plan.basic_ops[i], self.layout.needs[i]
+        given = "None" if need is None else lines.bind(f"needs{i}", need)
+        if _has_settings(op):
+            freeze = steps.settings_of_a_trace if self.emission.traced else steps.frozen_settings
+            given += f", {lines.helper(freeze)}({lines.bind(f'op{i}', op)})"
+        return f"{lines.helper(new_context)}({given})"
+
+    def plain(self, step: Step) -> None:
+        lines, (i,), op = self.lines, step.indices, self.lines.operation(step)
+        # Not inherited: a subclass may leave something.
+        constant = vars(type(step.op)).get("forward_leaves_nothing", False)
+        if constant:
+            context = lines.bind(f"context{i}", new_context(self.layout.needs[i]))
+        else:
+            context = f"c{i}"
+            lines(f"{context} = {self.context(i)}")
+        if self.emission.keywords:
+            given = [op, context, "x", f"keywords[{i}]"]
+            lines.call("x", lines.helper(steps.with_keywords), given)
+        else:
+            unquantized = ["prev_op_grad_output_quantizer=None", "next_op_input_quantizer=None"]
+            lines.call("x", f"{op}.op_forward", [context, "x", *unquantized])
+        if self.taped:
+            lines(f"tape.contexts.append({context})" if constant else f"tape.add({context})")
+
+    def general(
+        self, number: int, step: Step, quantizers: tuple[Quantizer | None, Quantizer | None]
+    ) -> None:
+        lines, layout, op = self.lines, self.layout, self.lines.operation(step)
+        routing, own = layout.routing, set(step.indices)
+        contexts = [f"c{i}" for i in step.indices]
+        for i, context in zip(step.indices, contexts):
+            lines(f"{context} = {self.context(i)}")
+        if not self.taped:
+            self.permit_overwriting(step)
+        rows = []
+        for i in step.indices:
+            sources, need = _outside(routing.sources[i], own), layout.plan.needs[i]
+            asks = (False,) * len(sources)
+            if need is not None and not is_built_in(step.op):
+                asks = tuple(isinstance(s, Slot) and n for s, n in zip(sources, need.extra_inputs))
+            rows.append(_listed(map(self.source, sources, asks)) if sources else "()")
+        given = _listed(rows)
+        done = [slot for slot, last in self.last_reader.items() if last == number]
+        freed = [slot for slot in done if slot in self.made]
+        if freed:  # before the call, which may then hold the only reference
+            lines(f"given = {given}")
+            lines(" = ".join(map(_extra, freed)) + " = None")
+            given = "given"
+        before, behind = quantizers
+        handed = ["None", "None"]
+        if before is not None:
+            handed[0] = lines.bind(f"grad_quantizer{number}", before)
+        if behind is not None:
+            handed[1] = (
+                f"{lines.helper(steps.unless_watched)}({lines.bind(f'quantizer{number}', behind)})"
+            )
+        keywords = [f"keywords[{i}]" if self.emission.keywords else "{}" for i in step.indices]
+        arguments = [
+            _listed(contexts),
+            "x",
+            f"basic_op_extra_inputs={given}",
+            f"prev_op_grad_output_quantizer={handed[0]}",
+            f"next_op_input_quantizer={handed[1]}",
+            f"basic_op_kwargs={_listed(keywords)}",
+        ]
+        slots = [Slot(i, s) for i in step.indices for s in range(len(routing.consumers[i]))]
+        if is_built_in(step.op) and not slots:
+            lines.call("x, _", f"{op}.fuser_forward", arguments)
+        else:
+            results = lines.bind(f"results{number}", self.results(step, own))
+            names = ", ".join(["x", *map(_extra, slots)]) + ("" if slots else ",")
+            lines.call(names, f"{op}.fuser_forward", arguments, f"{results}.of")
+        if freed:
+            lines("given = None")
+        self.made = [slot for slot in [*self.made, *slots] if slot not in done]
+        unread = [slot for slot in slots if slot in done]
+        if unread:
+            lines(" = ".join(map(_extra, unread)) + " = None")
+        if self.taped:
+            if step.indices[-1] in self.notes_output and not self.emission.traced:
+                lines(f"{contexts[-1]}.output_like = x.shape, x.dtype, x.device")
+            lines(f"tape.add_step({_tuple(contexts)})")
+
+    def source(self, source: Slot | int | None, asks: bool) -> str:
+        if source is None:
+            return "None"
+        if isinstance(source, int):
+            return f"e{source}"
+        return f"{self.lines.helper(steps.asking)}({_extra(source)})" if asks else _extra(source)
+
+    def permit_overwriting(self, step: Step) -> None:
+        """Lines by which operations with ``in_place`` may overwrite their extra input."""
+        lines, routing = self.lines, self.layout.routing
+        for i in step.indices:
+            op, row = self.layout.plan.basic_ops[i], _outside(routing.sources[i], set(step.indices))
+            if not (row and isinstance(row[0], int) and hasattr(op, "in_place")):
+                continue
+            at = row[0]
+            extras = [f"e{n}" for n in range(len(routing.inputs)) if n != at]
+            others = _tuple(["x", *map(_extra, self.made), *extras])
+            asked = (
+                f"{lines.helper(steps.may_overwrite)}({lines.bind(f'op{i}', op)}, e{at}, {others})"
+            )
+            lines(f"c{i}.may_overwrite = {asked}")
+
+    def results(self, step: Step, own: set[int]) -> steps.ForwardResults:
+        routing = self.layout.routing
+        wanted = [
+            tuple(
+                "public" if Slot(i, s) in routing.outputs
+                else "outside" if any(reader not in own for reader in readers)
+                else ""
+                for s, readers in enumerate(routing.consumers[i])
+            )
+            for i in step.indices
+        ]  # fmt: skip
+        checked = not is_built_in(step.op)
+        return steps.ForwardResults(step_name(step), step.indices, tuple(wanted), checked)
+
+
+def emit_forward(layout: Layout, emission: Emission = PLAIN) -> Text:
+    """The function of a forward pass.
+
+    Its arguments are the input, the extra inputs, the keywords of each operation, the ``Tape`` that
+    records what backward needs and the ``Verification``; the last three are None where they are not
+    asked for. It returns the output and the list of the extra outputs.
+    """
+    return _Forward(layout, emission).text()
+
+
+class _Backward:
+    """Writes the backward function."""
+
+    def __init__(self, layout: Layout, emission: Emission) -> None:
+        self.layout, self.emission = layout, emission
+        self.lines = _Lines()
+        self.given = set(layout.routing.outputs)  # slots whose gradient a name may hold
+
+    def text(self) -> Text:
+        lines, layout = self.lines, self.layout
+        quantizers = _grad_quantizers(layout.plan)
+        count = layout.spans[-1][1] if layout.spans else 0
+        results = [f"g{n}" for n in range(count)]
+        results += [f"de{n}" for n in range(len(layout.routing.inputs))]
+        with lines.block("def backward(dx, received, contexts, saved, verification):"):
+            slots = [
+                Slot(i, s)
+                for i, row in enumerate(layout.routing.consumers)
+                for s in range(len(row))
+            ]
+            outputs = layout.routing.outputs
+            unset = [*results, *[_grad_of(slot) for slot in slots if slot not in outputs]]
+            if unset:
+                lines(" = ".join(unset) + " = None")
+            if outputs:
+                lines(_tuple(list(map(_grad_of, outputs))) + " = received")
+            if any(reads is not None for reads in layout.reads):
+                kept = sum(stop - start for start, stop in filter(None, layout.reads))
+                lines(f"base = len(saved) - {kept}")
+            for number, step in reversed(list(enumerate(layout.plan.backward))):
+                if all(layout.plan.needs[i] is None for i in step.indices):
+                    break
+                lines.step = name = step_name(step)
+                lines(_comment(layout, step))
+                first = step.indices[0]
+                quantizer = quantizers.get(first)
+                plain = _is_plain(step.op, _has_extras(layout, step) or quantizer is not None)
+                if self.emission.ranged:
+                    bound = lines.bind(f"range{number}", (layout.paths, step, "backward"))
+                    with lines.block(f"with {lines.helper(range_of)}(*{bound}):"):
+                        self.step(step, plain, quantizer)
+                else:
+                    self.step(step, plain, quantizer)
+                if self.emission.verified and not plain:
+                    self.verify(step, name)
+            lines.step = ""
+            lines(f"return dx, {_listed(results)}")
+        return lines.text()
+
+    def verify(self, step: Step, name: str) -> None:
+        first, lines = step.indices[0], self.lines
+        lines(f"verification.after_backward({first}, {lines.bind(f'name{first}', name)}, dx)")
+
+    def revived(self, i: int) -> str:
+        lines, reads = self.lines, self.layout.reads[i]
+        if reads is None:
+            return f"{lines.helper(steps.revived)}(contexts[{i}], saved)"
+        start, stop = reads
+        revive = lines.helper(steps.revived_with_parameters)
+        return f"{revive}(contexts[{i}], saved, base + {start}, base + {stop})"
+
+    def step(self, step: Step, plain: bool, quantizer: Quantizer | None) -> None:
+        lines = self.lines
+        slots = [
+            [Slot(i, s) for s in range(len(self.layout.routing.consumers[i]))] for i in step.indices
+        ]
+        if plain:
+            with lines.block("if dx is not None:"):
+                self.plain(step)
+                if self.emission.verified:
+                    self.verify(step, step_name(step))
+            return
+        contexts = [self.revived(i) for i in step.indices]
+        if quantizer is not None:
+            bound = lines.bind(f"grad_quantizer{step.indices[0]}", quantizer)
+            contexts[0] = f"{lines.helper(steps.handing_codes_on)}({contexts[0]}, {bound})"
+        if any(slots):
+            lines(f"contexts_of_step = {_listed(contexts)}")
+            lines(
+                f"given = {_listed(_listed(map(_grad_of, row)) if row else '()' for row in slots)}"
+            )
+            lines(" = ".join(_grad_of(slot) for row in slots for slot in row) + " = None")
+            zero = lines.helper(steps.zero_or_none)
+            with lines.block("if dx is None:"):
+                lines(f"dx = {zero}(contexts_of_step[-1], given)")
+            with lines.block("if dx is not None:"):
+                self.general(step, "contexts_of_step", "given")
+            lines("contexts_of_step = given = None")
+        else:
+            with lines.block("if dx is not None:"):
+                self.general(step, _listed(contexts), _listed("()" for _ in step.indices))
+
+    def plain(self, step: Step) -> None:
+        lines, (i,), op = self.lines, step.indices, self.lines.operation(step)
+        names, around = f"dx, {self.parameter_grads(i)}", ""
+        if not is_built_in(step.op):
+            around = lines.bind(f"results{i}", self.results(step)) + ".of_one"
+        lines.call(names, f"{op}.op_backward", [self.revived(i), "dx"], around)
+
+    def parameter_grads(self, i: int) -> str:
+        start, stop = self.layout.spans[i]
+        return _tuple([f"g{n}" for n in range(start, stop)])
+
+    def results(self, step: Step) -> steps.BackwardResults:
+        spans, sources = self.layout.spans, self.layout.routing.sources
+        return steps.BackwardResults(
+            step_name(step),
+            tuple((i, describe(i, self.layout.plan.basic_ops[i])) for i in step.indices),
+            tuple(spans[i][1] - spans[i][0] for i in step.indices),
+            tuple(
+                tuple(source is not None for source in _outside(sources[i], set(step.indices)))
+                for i in step.indices
+            ),
+        )
+
+    def general(self, step: Step, contexts: str, given: str) -> None:
+        lines, layout, op = self.lines, self.layout, self.lines.operation(step)
+        own, routing = set(step.indices), layout.routing
+        results = lines.bind(f"results{step.indices[0]}", self.results(step))
+        flat = [f"g{n}" for i in step.indices for n in range(*layout.spans[i])]
+        sums: list[tuple[str, str]] = []
+        for i in step.indices:
+            for s, target in enumerate(_outside(routing.sources[i], own)):
+                if target is None:
+                    continue
+                if isinstance(target, int):
+                    flat.append(f"de{target}")
+                elif target in self.given:
+                    flat.append(f"d{i}_{s}")
+                    sums.append((_grad_of(target), f"d{i}_{s}"))
+                else:
+                    self.given.add(target)
+                    flat.append(_grad_of(target))
+        names = ", ".join(["dx", *flat]) + ("" if flat else ",")
+        arguments = [contexts, "dx", f"basic_op_grad_extra_outputs={given}"]
+        check = "of_ours" if is_built_in(step.op) else "of"
+        lines.call(names, f"{op}.fuser_backward", arguments, f"{results}.{check}")
+        for total, addend in sums:
+            lines(f"{total} = {lines.helper(steps.summed)}({total}, {addend})")
+        if sums:
+            lines(" = ".join(addend for _, addend in sums) + " = None")
+
+
+def emit_backward(layout: Layout, emission: Emission = PLAIN) -> Text:
+    """The function of a backward pass.
+
+    Its arguments are the gradient of the output, those of the extra outputs, the contexts of
+    forward, the list of what it saved (emptied on the way), and the ``Verification`` or None. It
+    returns the gradient of the input, and the list of those of parameters and extra inputs.
+    """
+    return _Backward(layout, emission).text()

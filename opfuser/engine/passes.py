@@ -1,0 +1,158 @@
+"""Both passes of a call: a program's functions, and what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from ..errors import ContextError, InputError
+from ..op import OperationContext
+from ..op.results import refuse_output
+from ..wgrad_overlap import OverlappedPass, WgradOverlap
+from .emission import PLAIN, Emission, step_name
+from .program import Program
+from .verification import Verification
+
+__all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward"]
+
+Kwargs = Sequence[dict[str, Any]] | None
+
+# Releases a node's saved tensors while its backward still runs. Without it, the tensors of a whole
+# group would stay allocated until its last gradient is computed.
+_CAN_CLEAR = hasattr(torch._C._FunctionBase, "maybe_clear_saved_tensors")
+
+
+class Tape:
+    """What forward hands to backward: a context per basic operation, and the saved tensors."""
+
+    def __init__(self) -> None:
+        self.contexts: list[OperationContext] = []
+        self.saved: list[Tensor | None] = []
+        self.verification: Verification | None = None
+
+    def add(self, ctx: OperationContext) -> None:
+        """Takes the context of an operation, and what it has saved."""
+        self.contexts.append(ctx)
+        if ctx.to_save is not None:
+            if ctx.requires_grad:
+                start = len(self.saved)
+                self.saved.extend(ctx.to_save)
+                ctx.span = (start, len(self.saved))
+            ctx.to_save = None
+
+    def add_step(self, ctxs: Sequence[OperationContext]) -> None:
+        """Takes those of a step."""
+        for ctx in ctxs:
+            self.add(ctx)
+
+
+def execute_forward(
+    program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
+) -> tuple[Tensor, list[Tensor]]:
+    """The output and extra outputs of a forward pass; ``tape`` records what backward needs."""
+    if torch.compiler.is_compiling():
+        return _traced_forward(program, kwargs, x, extra_inputs, tape)
+    verification = _verification(program, x, tape)
+    emission = PLAIN
+    if kwargs is not None or verification is not None or profiler._is_profiler_enabled:
+        emission = Emission(
+            kwargs is not None, verification is not None, profiler._is_profiler_enabled
+        )
+    function = program.function("forward", emission)
+    try:
+        x, outputs = function(x, extra_inputs, kwargs, tape, verification)
+    except InputError as error:
+        if len(program.plan.basic_ops) == 1:
+            raise
+        raise InputError(f"{error} It came to {program.step_of(error)} of the sequence.") from error
+    except ContextError as error:
+        place = program.step_of(error)
+        raise type(error)(f"{error} It happened in the forward of {place}.") from error
+    if not isinstance(x, Tensor):
+        raise refuse_output(step_name(program.plan.forward[-1]), x)
+    if verification is not None:
+        contexts, saved = (None, ()) if tape is None else (tape.contexts, tape.saved)
+        verification.after_forward(program.plan.basic_ops, contexts, saved)
+    return x, outputs
+
+
+def _traced_forward(
+    program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
+) -> tuple[Tensor, list[Tensor]]:
+    keywords = ({},) * len(program.plan.basic_ops) if kwargs is None else kwargs
+    x, outputs = program.traced("forward")(x, extra_inputs, keywords, tape, None)
+    if not isinstance(x, Tensor):
+        raise refuse_output(step_name(program.plan.forward[-1]), x)
+    return x, outputs
+
+
+def _verification(program: Program, x: Tensor, tape: Tape | None) -> Verification | None:
+    """That of a call with this input, unless the like of it was verified before."""
+    kind = x.dim(), tape is None
+    if program.verified is None or kind in program.verified:
+        return None
+    verification = Verification(program, kind)
+    if tape is not None:
+        tape.verification = verification
+    return verification
+
+
+def _borrowed(t: Tensor | None) -> Tensor | None:
+    """A view of a tensor that hooks of a caller returned: nobody takes it for the only reference.
+
+    The hooks may keep its memory by other means than a tensor, for a second backward.
+    """
+    return t if t is None or t.layout is not torch.strided else t.view_as(t)
+
+
+def _overlap(overlap: WgradOverlap, device: torch.device) -> OverlappedPass | None:
+    return None if torch.compiler.is_compiling() else overlap.begin(device)
+
+
+def execute_backward(
+    func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
+) -> list[Tensor | None]:
+    """The gradients of input, parameters and extra inputs.
+
+    Args:
+        func_ctx: has the ``saved_tensors`` of a forward pass, and ``forwarded``: the program, the
+            contexts, whether a mark of a checkpoint comes first, whether hooks of a caller returned
+            the tensors, and the verification.
+        dx: gradient of the output.
+        grad_outputs: of the extra outputs.
+        keep: whether another backward pass may follow.
+    """
+    saved: list[Tensor | None] = list(func_ctx.saved_tensors)
+    program, contexts, marked, hooked, verification = func_ctx.forwarded
+    if marked:
+        del saved[0]
+    if hooked:
+        saved = list(map(_borrowed, saved))
+    if saved and not keep and _CAN_CLEAR:
+        func_ctx.maybe_clear_saved_tensors()
+        func_ctx.forwarded = None
+    if torch.compiler.is_compiling():
+        function = program.traced("backward")
+    elif verification is not None or profiler._is_profiler_enabled:
+        emission = Emission(False, verification is not None, profiler._is_profiler_enabled)
+        function = program.function("backward", emission)
+    else:
+        function = program.function("backward", PLAIN)
+    overlap = program.overlap and _overlap(program.overlap, program.plan.env.device)
+    try:
+        dx, grads = function(dx, grad_outputs, contexts, saved, verification)
+    except ContextError as error:
+        place = program.step_of(error)
+        raise type(error)(f"{error} It happened in the backward of {place}.") from error
+    finally:
+        if overlap is not None:
+            overlap.end()
+    if not program.input_needs_grad:
+        dx = None
+    if verification is not None:
+        verification.at_the_end(grads)
+    return [dx, *grads]

@@ -1,0 +1,387 @@
+"""What the lines of a program call besides operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..buffer_reuse import only_memory
+from ..errors import (
+    ExtraInputGradientCountError,
+    ExtraOutputCountError,
+    HiddenOutputError,
+    ParameterGradientCountError,
+    counted,
+    explain,
+)
+from ..op import OperationContext
+from ..op.results import (
+    backward_parts,
+    forward_parts,
+    refuse_grads,
+    refuse_output,
+    row_of_grads,
+    row_of_outputs,
+)
+from ..quantization.quantizers import Quantizer
+from ..quantization.watch import is_watched
+
+__all__ = [
+    "BackwardResults",
+    "ForwardResults",
+    "asking",
+    "frozen_settings",
+    "handing_codes_on",
+    "may_overwrite",
+    "revived",
+    "revived_with_parameters",
+    "settings_of_a_trace",
+    "summed",
+    "unless_watched",
+    "with_keywords",
+    "zero_or_none",
+    "zeros",
+]
+
+
+def frozen_settings(op: Any) -> Any:
+    """The settings of an operation, for the context of a call."""
+    return op.__dict__.get("_settings") or op.settings
+
+
+def settings_of_a_trace(op: Any) -> Any:
+    """As :func:`frozen_settings`, where traced code must not depend on a cached value."""
+    return op.make_settings()
+
+
+def with_keywords(op: Any, ctx: OperationContext, x: Tensor, own: dict[str, Any]) -> Any:
+    """The output of a basic operation that may have keywords in this call."""
+    if not own:
+        return op.op_forward(
+            ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+        )
+    y, _ = op.fuser_forward(
+        [ctx],
+        x,
+        basic_op_extra_inputs=[()],
+        prev_op_grad_output_quantizer=None,
+        next_op_input_quantizer=None,
+        basic_op_kwargs=[own],
+    )
+    return y
+
+
+def asking(y: Tensor) -> Tensor:
+    """An extra input from a channel, for an operation of a user that may ask for its gradient.
+
+    Operations written for te.ops read ``requires_grad`` to decide what to save. It is set on
+    another tensor object, since this one may be the caller's.
+    """
+    if y.requires_grad or not y.is_floating_point():
+        return y
+    return y.detach().requires_grad_()
+
+
+def unless_watched(quantizer: Quantizer) -> Quantizer | None:
+    """None where codes are told of: who multiplies by them makes them."""
+    return None if is_watched() else quantizer
+
+
+def may_overwrite(op: Any, extra_input: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether an operation with ``in_place`` may overwrite its extra input, the caller's."""
+    return bool(op.in_place) and only_memory(extra_input, others)
+
+
+class ForwardResults(NamedTuple):
+    """What a step's ``fuser_forward`` has to return.
+
+    Attributes:
+        name: of the step, for errors.
+        indices: of its operations.
+        wanted: for each of their extra outputs why it may not be None: "public", "outside", or
+            empty if it may.
+        checked: whether it may be something else, as that of a user's operation.
+    """
+
+    name: str
+    indices: tuple[int, ...]
+    wanted: tuple[tuple[str, ...], ...]
+    checked: bool
+
+    def of(self, result: Any) -> tuple[Any, ...]:
+        """The output, and behind it all extra outputs.
+
+        Raises:
+            ForwardResultError: it is no pair of a tensor and a list.
+            ExtraOutputCountError: there are more or fewer extra outputs.
+            HiddenOutputError: one that is read is None.
+        """
+        try:
+            x, rows = result
+            found = len(rows)
+        except (TypeError, ValueError) as error:
+            raise refuse_output(self.name, result) from error
+        if self.checked and type(rows) is not list:
+            forward_parts(self.name, result)  # a tuple will do as well, rows of a tensor will not
+        if found != len(self.indices):
+            raise ExtraOutputCountError(
+                explain(
+                    f"Expected extra outputs for {counted(len(self.indices), 'basic operation')}, "
+                    f"but got {found}",
+                    where=self.name,
+                    remedy="Return a list of extra outputs for each of them from fuser_forward, "
+                    "empty for one that has none",
+                )
+            )
+        results = [x]
+        for i, row, wanted in zip(self.indices, rows, self.wanted):
+            listed = type(row) is tuple or type(row) is list
+            ys = row if listed else row_of_outputs(self.name, f"op {i}", row)
+            if len(ys) != len(wanted):
+                raise ExtraOutputCountError(
+                    explain(
+                        f"Expected op {i} to generate {counted(len(wanted), 'extra output')}, "
+                        f"but got {len(ys)}",
+                        where=self.name,
+                        remedy="Return one tensor for each of its num_extra_outputs",
+                    )
+                )
+            for slot, (y, reason) in enumerate(zip(ys, wanted)):
+                if y is None and reason:
+                    raise HiddenOutputError(_hidden_output(i, slot, reason, self.name))
+                results.append(y)
+        return tuple(results)
+
+
+def _hidden_output(op: int, slot: int, reason: str, where: str) -> str:
+    if reason == "public":
+        what = f"Extra output {slot} of op {op} is public, but None was returned for it"
+    else:
+        what = (
+            f"Extra output {slot} of op {op} is read by an operation outside its forward fusion, "
+            "but None was returned for it"
+        )
+    return explain(what, where=where, remedy="Return the tensor from fuser_forward")
+
+
+class _RevivedContext(OperationContext):
+    """The context of an operation in backward: attributes set in forward, and saved tensors.
+
+    Attributes are looked up in the context of forward, which is never written to, so that a second
+    backward reads the same values.
+    """
+
+    kept: OperationContext
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # Backward fusions written for te.ops also read what te.ops' own forwards set.
+            if name in _LEFT_BY_TE_OPS and not hasattr(self.kept, name):
+                return _LEFT_BY_TE_OPS[name](self)
+            return getattr(self.kept, name)
+
+
+_LEFT_BY_TE_OPS: dict[str, Callable[[OperationContext], Any]] = {
+    "dtype": lambda ctx: next((t.dtype for t in ctx.saved_tensors or () if t is not None), None),
+    "input_requires_grad": lambda ctx: ctx.needs.input,
+    "weight_requires_grad": lambda ctx: any(ctx.needs.parameters),
+    "with_quantized_compute": lambda ctx: False,
+    **{
+        f"{name}_quantizer": lambda ctx: None
+        for name in ("input", "weight", "grad_output", "grad_input", "prev_op_grad_output")
+    },
+}
+
+
+def _revive(kept: OperationContext, saved: list[Tensor | None]) -> OperationContext:
+    ctx = _RevivedContext()
+    ctx.kept = kept
+    ctx.requires_grad = kept.requires_grad
+    ctx.needs = kept.needs
+    ctx.settings = kept.settings
+    if kept.output_like is not None:
+        ctx.output_like = kept.output_like
+    if kept.span is not None:
+        start, stop = kept.span
+        ctx.saved_tensors = tuple(saved[start:stop])
+        saved[start:stop] = [None] * (stop - start)
+    return ctx
+
+
+def revived(kept: OperationContext, saved: list[Tensor | None]) -> OperationContext:
+    """The context of an operation for its backward, given that of its forward.
+
+    Its tensors are removed from ``saved``, so that they are freed once its backward has run.
+    """
+    return kept if kept.span is None else _revive(kept, saved)
+
+
+def revived_with_parameters(
+    kept: OperationContext, saved: list[Tensor | None], start: int, stop: int
+) -> OperationContext:
+    """As :func:`revived`, of an operation whose backward reads its parameters.
+
+    They stand in ``saved`` from ``start`` to ``stop``.
+    """
+    ctx = _revive(kept, saved)
+    ctx.parameters = tuple(saved[start:stop])
+    return ctx
+
+
+def handing_codes_on(ctx: OperationContext, quantizer: Quantizer) -> OperationContext:
+    """A context whose operation hands the gradient of its input on as codes.
+
+    Not where codes are told of: who multiplies by them makes them.
+    """
+    if is_watched():
+        return ctx
+    if type(ctx) is not _RevivedContext:  # that of forward, never written to
+        ctx = _revive(ctx, [])
+    ctx.grad_input_quantizer = quantizer
+    return ctx
+
+
+def zeros(like: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+    """The zero gradient of an output of that shape, dtype and device."""
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def zero_or_none(ctx: OperationContext, given: Iterable[Sequence[Tensor | None]]) -> Tensor | None:
+    """The gradient of an output that no operation behind it has returned one for.
+
+    Args:
+        ctx: of the operation whose output it is.
+        given: the gradients of the extra outputs of its step. None if there are none.
+    """
+    first = next((grad for grad in chain(*given) if grad is not None), None)
+    if first is None:
+        return None
+    return zeros(ctx.output_like or (first.shape, first.dtype, first.device))
+
+
+def summed(earlier: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """The gradient of a channel that several operations read."""
+    if earlier is None or grad is None:
+        return grad if earlier is None else earlier
+    return earlier + grad
+
+
+class BackwardResults(NamedTuple):
+    """What the backward of a step has to return.
+
+    Attributes:
+        name: of the step, for errors.
+        operations: their indices and names.
+        parameters: how many each of them has.
+        extra_inputs: for each of their extra inputs whether its gradient is handed on.
+    """
+
+    name: str
+    operations: tuple[tuple[int, str], ...]
+    parameters: tuple[int, ...]
+    extra_inputs: tuple[tuple[bool, ...], ...]
+
+    def of_one(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
+        """What a user's ``op_backward`` returned: gradients of the input, and of the parameters.
+
+        Raises:
+            BackwardResultError: it is no pair of these.
+            ParameterGradientCountError: there are more or fewer.
+        """
+        try:
+            dx, grads = result
+        except (TypeError, ValueError) as error:
+            raise refuse_grads(self.name, result) from error
+        (op,), (count,) = self.operations, self.parameters
+        return dx, self._of_parameters(op, count, grads)
+
+    def of(self, result: Any) -> list[Any]:
+        """What a user's ``fuser_backward`` returned, in one list.
+
+        Raises:
+            BackwardResultError: it is not as it should be.
+            ParameterGradientCountError: there are more or fewer lists, or gradients of parameters.
+            ExtraInputGradientCountError: there are more or fewer of extra inputs.
+        """
+        try:
+            dx, params, extras = result
+            found = len(params), len(extras)
+        except (TypeError, ValueError) as error:
+            raise refuse_grads(self.name, result) from error
+        if type(params) is not list or type(extras) is not list:
+            backward_parts(self.name, result)  # tuples will do as well, rows of a tensor will not
+        count = len(self.operations)
+        if found != (count, count):
+            raise ParameterGradientCountError(
+                explain(
+                    f"Expected gradients for {counted(count, 'basic operation')}, but got "
+                    f"{counted(found[0], 'list')} of param grads and {found[1]} of extra-input "
+                    "grads",
+                    where=self.name,
+                    remedy="Return one tuple of each for each basic operation from fuser_backward, "
+                    "empty for one without",
+                )
+            )
+        params = [
+            self._of_parameters(*own) for own in zip(self.operations, self.parameters, params)
+        ]
+        extras = [
+            self._of_extra_inputs(*own) for own in zip(self.operations, self.extra_inputs, extras)
+        ]
+        return self._in_one_list(dx, params, extras)
+
+    def of_ours(self, result: Any) -> list[Any]:
+        """As :meth:`of`, for a step of the library."""
+        dx, params, extras = result
+        params = [row or (None,) * count for row, count in zip(params, self.parameters)]
+        return self._in_one_list(dx, params, extras)
+
+    def _in_one_list(self, dx: Any, params: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
+        out = [dx, *chain(*params)]
+        for grads, keeps in zip(extras, self.extra_inputs):
+            if keeps:
+                pairs = zip(grads or (None,) * len(keeps), keeps, strict=True)
+                out += [grad for grad, keep in pairs if keep]
+        return out
+
+    def _of_parameters(self, op: tuple[int, str], count: int, grads: Any) -> tuple[Any, ...]:
+        if type(grads) is tuple and len(grads) == count:
+            return grads
+        if grads is None:
+            return (None,) * count
+        if isinstance(grads, Tensor) or not isinstance(grads, Iterable):
+            raise refuse_grads(op[1], (None, grads))
+        grads = tuple(grads)
+        if len(grads) != count:
+            raise ParameterGradientCountError(
+                explain(
+                    f"Expected op {op[0]} to generate {count} param grads, but got {len(grads)}",
+                    where=op[1],
+                    remedy="Return one gradient or None per parameter, in registration order",
+                )
+            )
+        return grads
+
+    def _of_extra_inputs(
+        self, op: tuple[int, str], keeps: Sequence[bool], grads: Any
+    ) -> Sequence[Any]:
+        if grads is None:
+            return ()
+        if type(grads) is not tuple and type(grads) is not list:
+            grads = row_of_grads(self.name, f"op {op[0]}", grads)
+        if len(grads) != len(keeps):
+            raise ExtraInputGradientCountError(
+                explain(
+                    f"Expected op {op[0]} to generate grads for "
+                    f"{counted(len(keeps), 'extra input')}, but got {len(grads)}",
+                    where=self.name,
+                    remedy="Return one gradient or None for each of its extra inputs",
+                )
+            )
+        return grads
