@@ -199,11 +199,11 @@ def test_a_sequence_and_what_runs_besides_its_operations_by_hand() -> None:
 def test_nothing_of_the_model_changes() -> None:
     model, x = models.mlp(), torch.randn(3, 16, requires_grad=True)
     expected = model(x)
-    schedule = model._single._used.forward  # type: ignore[union-attr]
+    function = model._single._used.function("forward")  # type: ignore[union-attr]
     found = traffic(model, x)
     assert found.saved_bytes
     assert torch.equal(model(x), expected)
-    assert model._single._used.forward is schedule  # type: ignore[union-attr]
+    assert model._single._used.function("forward") is function  # type: ignore[union-attr]
     assert all(p.grad is None for p in (x, *model.parameters()))
     with model.to("meta") and counting() as counter:
         pass
