@@ -351,37 +351,35 @@ class BackwardResults(NamedTuple):
         return out
 
     def _of_parameters(self, op: tuple[int, str], count: int, grads: Any) -> tuple[Any, ...]:
-        if type(grads) is tuple and len(grads) == count:
-            return grads
         if grads is None:
             return (None,) * count
         if isinstance(grads, Tensor) or not isinstance(grads, Iterable):
             raise refuse_grads(op[1], (None, grads))
-        grads = tuple(grads)
-        if len(grads) != count:
+        row = tuple(grads)
+        if len(row) != count:
             raise ParameterGradientCountError(
                 explain(
-                    f"Expected op {op[0]} to generate {count} param grads, but got {len(grads)}",
+                    f"Expected op {op[0]} to generate {count} param grads, but got {len(row)}",
                     where=op[1],
                     remedy="Return one gradient or None per parameter, in registration order",
                 )
             )
-        return grads
+        return row
 
     def _of_extra_inputs(
         self, op: tuple[int, str], keeps: Sequence[bool], grads: Any
     ) -> Sequence[Any]:
         if grads is None:
             return ()
-        if type(grads) is not tuple and type(grads) is not list:
-            grads = row_of_grads(self.name, f"op {op[0]}", grads)
-        if len(grads) != len(keeps):
+        listed = type(grads) is tuple or type(grads) is list
+        row: Sequence[Any] = grads if listed else row_of_grads(self.name, f"op {op[0]}", grads)
+        if len(row) != len(keeps):
             raise ExtraInputGradientCountError(
                 explain(
                     f"Expected op {op[0]} to generate grads for "
-                    f"{counted(len(keeps), 'extra input')}, but got {len(grads)}",
+                    f"{counted(len(keeps), 'extra input')}, but got {len(row)}",
                     where=self.name,
                     remedy="Return one gradient or None for each of its extra inputs",
                 )
             )
-        return grads
+        return row

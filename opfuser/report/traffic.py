@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class StepTraffic(NamedTuple):
         saved: in forward, bytes that it keeps for backward and that no earlier step keeps.
     """
 
-    stage: Literal["forward", "backward"]
+    stage: Stage
     indices: tuple[int, ...]
     counts: Counts
     saved: int = 0
@@ -243,7 +243,7 @@ class _Part(NamedTuple):
     """A step, as the counter names it."""
 
     path: str
-    stage: Literal["forward", "backward"]
+    stage: Stage
     indices: tuple[int, ...]
 
 
