@@ -274,8 +274,13 @@ class _Forward:
         lines, op, need = self.lines, self.layout.plan.basic_ops[i], self.layout.needs[i]
         given = "None" if need is None else lines.bind(f"needs{i}", need)
         if _has_settings(op):
-            freeze = steps.settings_of_a_trace if self.emission.traced else steps.frozen_settings
-            given += f", {lines.helper(freeze)}({lines.bind(f'op{i}', op)})"
+            named = lines.bind(f"op{i}", op)
+            traced = self.emission.traced
+            given += (
+                f", {named}.make_settings()"
+                if traced
+                else f", {named}._settings or {named}.settings"
+            )
         return f"{lines.helper(new_context)}({given})"
 
     def plain(self, step: Step) -> None:
@@ -306,14 +311,7 @@ class _Forward:
             lines(f"{context} = {self.context(i)}")
         if not self.taped:
             self.permit_overwriting(step)
-        rows = []
-        for i in step.indices:
-            sources, need = _outside(routing.sources[i], own), layout.plan.needs[i]
-            asks = (False,) * len(sources)
-            if need is not None and not is_built_in(step.op):
-                asks = tuple(isinstance(s, Slot) and n for s, n in zip(sources, need.extra_inputs))
-            rows.append(_listed(map(self.source, sources, asks)) if sources else "()")
-        given = _listed(rows)
+        given = self.extra_inputs(step)
         done = [slot for slot, last in self.last_reader.items() if last == number]
         freed = [slot for slot in done if slot in self.made]
         if freed:  # before the call, which may then hold the only reference
@@ -353,7 +351,19 @@ class _Forward:
         if self.taped:
             if step.indices[-1] in self.notes_output and not self.emission.traced:
                 lines(f"{contexts[-1]}.output_like = x.shape, x.dtype, x.device")
-            lines(f"tape.add_step({_tuple(contexts)})")
+            lines(f"tape.add({', '.join(contexts)})")
+
+    def extra_inputs(self, step: Step) -> str:
+        """The lists of extra inputs. None stands for a channel that the step covers itself."""
+        rows = []
+        for i in step.indices:
+            sources = _outside(self.layout.routing.sources[i], set(step.indices))
+            need = self.layout.plan.needs[i]
+            asks = (False,) * len(sources)
+            if need is not None and not is_built_in(step.op):
+                asks = tuple(isinstance(s, Slot) and n for s, n in zip(sources, need.extra_inputs))
+            rows.append(_listed(map(self.source, sources, asks)) if sources else "()")
+        return _listed(rows)
 
     def source(self, source: Slot | int | None, asks: bool) -> str:
         if source is None:

@@ -34,20 +34,17 @@ class Tape:
         self.saved: list[Tensor | None] = []
         self.verification: Verification | None = None
 
-    def add(self, ctx: OperationContext) -> None:
-        """Takes the context of an operation, and what it has saved."""
-        self.contexts.append(ctx)
-        if ctx.to_save is not None:
-            if ctx.requires_grad:
-                start = len(self.saved)
-                self.saved.extend(ctx.to_save)
-                ctx.span = (start, len(self.saved))
-            ctx.to_save = None
-
-    def add_step(self, ctxs: Sequence[OperationContext]) -> None:
-        """Takes those of a step."""
+    def add(self, *ctxs: OperationContext) -> None:
+        """Takes the contexts of a step, and what its operations have saved."""
+        self.contexts += ctxs
+        saved = self.saved
         for ctx in ctxs:
-            self.add(ctx)
+            if ctx.to_save is not None:
+                if ctx.requires_grad:
+                    start = len(saved)
+                    saved += ctx.to_save
+                    ctx.span = (start, len(saved))
+                ctx.to_save = None
 
 
 def execute_forward(

@@ -34,28 +34,16 @@ __all__ = [
     "BackwardResults",
     "ForwardResults",
     "asking",
-    "frozen_settings",
     "handing_codes_on",
     "may_overwrite",
     "revived",
     "revived_with_parameters",
-    "settings_of_a_trace",
     "summed",
     "unless_watched",
     "with_keywords",
     "zero_or_none",
     "zeros",
 ]
-
-
-def frozen_settings(op: Any) -> Any:
-    """The settings of an operation, for the context of a call."""
-    return op.__dict__.get("_settings") or op.settings
-
-
-def settings_of_a_trace(op: Any) -> Any:
-    """As :func:`frozen_settings`, where traced code must not depend on a cached value."""
-    return op.make_settings()
 
 
 def with_keywords(op: Any, ctx: OperationContext, x: Tensor, own: dict[str, Any]) -> Any:

@@ -74,6 +74,7 @@ class BasicOperation(FusibleOperation):
     _owner: FusibleOperation | None = None
     _parameter_names: list[str]
     _routing_captured: bool
+    _settings: Any = None  # what the property has computed; see there
 
     def __init__(self) -> None:
         self.__dict__["_parameter_names"] = []
