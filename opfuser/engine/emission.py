@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..fusion import Stage
-from ..op import BasicOperation, GradNeeds, new_context
+from ..op import BasicOperation, GradNeeds, OperationContext, new_context
 from ..op.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
@@ -270,18 +270,20 @@ class _Forward:
             self.general(number, step, quantizers)
 
     def context(self, i: int) -> str:
-        """The call that makes the context of an operation."""
+        """The name of the context of an operation, which lines make: a call would cost more."""
         lines, op, need = self.lines, self.layout.plan.basic_ops[i], self.layout.needs[i]
-        given = "None" if need is None else lines.bind(f"needs{i}", need)
+        context = f"c{i}"
+        lines(f"{context} = {lines.helper(OperationContext)}()")
+        if need is None:
+            lines(f"{context}.requires_grad = False")
+        else:
+            lines(f"{context}.needs = {lines.bind(f'needs{i}', need)}")
         if _has_settings(op):
-            named = lines.bind(f"op{i}", op)
-            traced = self.emission.traced
-            given += (
-                f", {named}.make_settings()"
-                if traced
-                else f", {named}._settings or {named}.settings"
-            )
-        return f"{lines.helper(new_context)}({given})"
+            own = lines.bind(f"op{i}", op)
+            cached = "" if self.emission.traced else f"{own}._settings or "
+            now = "make_settings()" if self.emission.traced else "settings"
+            lines(f"{context}.settings = {cached}{own}.{now}")
+        return context
 
     def plain(self, step: Step) -> None:
         lines, (i,), op = self.lines, step.indices, self.lines.operation(step)
@@ -290,8 +292,7 @@ class _Forward:
         if constant:
             context = lines.bind(f"context{i}", new_context(self.layout.needs[i]))
         else:
-            context = f"c{i}"
-            lines(f"{context} = {self.context(i)}")
+            context = self.context(i)
         if self.emission.keywords:
             given = [op, context, "x", f"keywords[{i}]"]
             lines.call("x", lines.helper(steps.with_keywords), given)
@@ -306,9 +307,7 @@ class _Forward:
     ) -> None:
         lines, layout, op = self.lines, self.layout, self.lines.operation(step)
         routing, own = layout.routing, set(step.indices)
-        contexts = [f"c{i}" for i in step.indices]
-        for i, context in zip(step.indices, contexts):
-            lines(f"{context} = {self.context(i)}")
+        contexts = list(map(self.context, step.indices))
         if not self.taped:
             self.permit_overwriting(step)
         given = self.extra_inputs(step)
