@@ -1,1 +1,1 @@
-"""Plans: made from a call's facts, laid out as schedules, executed in both passes."""
+"""Plans: made from a call's facts, written as programs, executed in both passes."""

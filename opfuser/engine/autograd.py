@@ -1,8 +1,7 @@
 """Execution of a plan: one autograd.Function for a whole group of operations.
 
-A ``Program`` holds everything that does not change between calls; the two passes only follow it.
-``torch.compile`` can trace both: they read no attribute of a tensor, and backward changes no
-context of forward.
+A ``Program`` is all that does not change between calls. ``torch.compile`` can trace both of its
+functions: they read no attribute of a tensor, and backward changes no context of forward.
 """
 
 from __future__ import annotations

@@ -177,8 +177,8 @@ class Program:
             for name, step in text.operations.items():
                 names[name] = self._replace(step, stage)
         exec(compile(text.source, file, "exec"), names)
-        found = self._functions[stage, emission] = _Function(names[stage], text.steps)
-        return found
+        made = _Function(names[stage], text.steps)
+        return self._functions.setdefault((stage, emission), made)  # or another thread's
 
 
 def _forget_texts(files: Sequence[str]) -> None:
