@@ -93,7 +93,7 @@ def expression(facts: CallFacts) -> Expression:
     terms += map(flag, parameters, facts.parameters_require_grad or ())
     terms += [f"{p}.dtype is {constant(d)}" for p, d in zip(parameters, facts.parameter_dtypes)]
     terms += [f"{p}.shape == {constant(s)}" for p, s in zip(parameters, facts.parameter_shapes)]
-    names = {
+    names: dict[str, Any] = {
         "__builtins__": {},
         "len": len,
         "is_grad_enabled": torch.is_grad_enabled,
