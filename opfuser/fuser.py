@@ -19,6 +19,7 @@ from .change_tracking import Clock, Tracked, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
 from .engine.autograd import Kwargs, execute, execute_eagerly
+from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, OperationFacts
 from .engine.local_parameters import local_places, local_values
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
@@ -133,7 +134,7 @@ class OperationFuser:
         self.num_extra_inputs = len(routing.inputs)
         self._programs: dict[PlanKey, Program] = {}
         self._traced = in_graph.Functions()
-        self._last: tuple[int, tuple[Any, ...], Program] | None = None
+        self._recent = Recent[Program]()
         self._key: PlanKey | None = None
         self._used: Program | None = None
         self.replay: str | None = None
@@ -172,7 +173,7 @@ class OperationFuser:
         self._signature = tuple(
             map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values())
         )
-        self._last = None
+        self._recent = Recent()
         self._seen = now  # last: another thread that reads it then reads all of the above
 
     def _start(self) -> None:
@@ -236,23 +237,28 @@ class OperationFuser:
         extra_inputs: Sequence[Tensor | TensorFacts],
     ) -> Program:
         recipe = recipe_of_call()
-        facts, version = call_facts(input_, parameters, extra_inputs, recipe), registry.version
-        last = self._last
-        if last is not None and last[1] == facts and last[0] == version:
-            return last[2]
+        version, recent = registry.version, self._recent
+        found = recent.found
+        for entry in found:
+            found_at, guard, program = entry
+            if found_at == version and guard(input_, parameters, extra_inputs, recipe):
+                if entry is not found[0]:
+                    recent.put_first(entry)
+                return program
+        facts = CallFacts.frozen(call_facts(input_, parameters, extra_inputs, recipe))
         program = self._find(facts)
-        self._last = version, facts, program
+        recent.put_first((version, guard_of(facts), program))
         return program
 
-    def _find(self, facts: tuple[Any, ...]) -> Program:
+    def _find(self, facts: CallFacts) -> Program:
         """The program of a call, from the cache or made anew."""
         places = self._places_of_ops if self._is_configured() else ()
-        key = PlanKey((*registry.state(), places), self._signature, CallFacts.frozen(facts))
+        key = PlanKey((*registry.state(), places), self._signature, facts)
         program = self._programs.get(key)
         if program is None:
             if PlanInvalidated.wanted and self._key is not None:
                 self._tell_what_changed(self._key, key)
-            program = self._make(key.call)
+            program = self._make(facts)
             if len(self._programs) >= _MAX_PLANS:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = program

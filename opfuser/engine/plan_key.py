@@ -61,8 +61,8 @@ def call_facts(
 ) -> tuple[Any, ...]:
     """The fields of :class:`CallFacts` for a call with these tensors in the current modes.
 
-    Every call collects them and compares them with those of the last call. So they are a plain
-    tuple of lists: names and tuples would take a microsecond. Nor does Dynamo take names.
+    A call whose facts no guard has collects them, and so does code that torch.compile traces. They
+    are a plain tuple of lists, since Dynamo takes no names.
     """
     grad = torch.is_grad_enabled()
     return (
