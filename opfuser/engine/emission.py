@@ -285,8 +285,10 @@ class _Forward:
         if constant:
             context = lines.bind(f"context{i}", new_context(self.layout.needs[i]))
         else:
-            context = f"c{i}"
-            lines(f"{context} = {self.context(i)}")
+            context = self.context(i)
+            if self.taped:
+                lines(f"c{i} = {context}")
+                context = f"c{i}"
         if self.emission.keywords:
             given = [op, context, "x", f"keywords[{i}]"]
             lines.call("x", lines.helper(steps.with_keywords), given)
@@ -346,6 +348,8 @@ class _Forward:
             lines.call(names, f"{op}.fuser_forward", arguments, f"{results}.of")
         if freed:
             lines("given = None")
+        if not self.taped:  # what an operation has saved nevertheless is freed
+            lines(" = ".join(contexts) + " = None")
         self.made = [slot for slot in [*self.made, *slots] if slot not in done]
         unread = [slot for slot in slots if slot in done]
         if unread:
