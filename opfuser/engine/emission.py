@@ -301,6 +301,8 @@ class _Forward:
             lines.call("x", f"{op}.op_forward", [context, "x", *unquantized])
         if self.taped:
             lines(f"tape.contexts.append({context})" if constant else f"tape.add({context})")
+        elif not constant:  # what an operation has saved nevertheless is freed
+            lines(f"{context} = None")
 
     def general(
         self, number: int, step: Step, quantizers: tuple[Quantizer | None, Quantizer | None]
@@ -343,6 +345,8 @@ class _Forward:
             lines.call(names, f"{op}.fuser_forward", arguments, f"{results}.of")
         if freed:
             lines("given = None")
+        if not self.taped:  # as above
+            lines(" = ".join(contexts) + " = None")
         self.made = [slot for slot in [*self.made, *slots] if slot not in done]
         unread = [slot for slot in slots if slot in done]
         if unread:

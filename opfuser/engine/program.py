@@ -145,7 +145,7 @@ class Program:
     def step_of(self, error: BaseException) -> str:
         """The step whose line an exception came through; empty if it came through none."""
         codes: dict[CodeType, tuple[str, ...]] = {
-            found.function.__code__: found.steps for found in self._functions.values()
+            found.function.__code__: found.steps for found in list(self._functions.values())
         }
         place, traceback = "", error.__traceback__
         while traceback is not None:
@@ -177,7 +177,8 @@ class Program:
             for name, step in text.operations.items():
                 names[name] = self._replace(step, stage)
         exec(compile(text.source, file, "exec"), names)
-        made = _Function(names[stage], text.steps)
+        # Not among its own globals: that cycle would keep the operations, and their parameters.
+        made = _Function(names.pop(stage), text.steps)
         return self._functions.setdefault((stage, emission), made)  # or another thread's
 
 
