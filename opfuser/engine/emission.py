@@ -289,6 +289,7 @@ class _Forward:
         lines, (i,), op = self.lines, step.indices, self.lines.operation(step)
         # Not inherited: a subclass may leave something.
         constant = vars(type(step.op)).get("forward_leaves_nothing", False)
+        constant = constant and i not in self.notes_output
         if constant:
             context = lines.bind(f"context{i}", new_context(self.layout.needs[i]))
         else:
@@ -300,6 +301,7 @@ class _Forward:
             unquantized = ["prev_op_grad_output_quantizer=None", "next_op_input_quantizer=None"]
             lines.call("x", f"{op}.op_forward", [context, "x", *unquantized])
         if self.taped:
+            self.note_output(step, context)
             lines(f"tape.contexts.append({context})" if constant else f"tape.add({context})")
         elif not constant:  # what an operation has saved nevertheless is freed
             lines(f"{context} = None")
@@ -352,9 +354,13 @@ class _Forward:
         if unread:
             lines(" = ".join(map(_extra, unread)) + " = None")
         if self.taped:
-            if step.indices[-1] in self.notes_output and not self.emission.traced:
-                lines(f"{contexts[-1]}.output_like = x.shape, x.dtype, x.device")
+            self.note_output(step, contexts[-1])
             lines(f"tape.add({', '.join(contexts)})")
+
+    def note_output(self, step: Step, context: str) -> None:
+        """A line for a backward that may need zeros as the gradient of the output of a step."""
+        if step.indices[-1] in self.notes_output and not self.emission.traced:
+            self.lines(f"{context}.output_like = x.shape, x.dtype, x.device")
 
     def extra_inputs(self, step: Step) -> str:
         """The lists of extra inputs. None stands for a channel that the step covers itself."""
