@@ -900,6 +900,36 @@ def test_errors_name_the_step_of_their_line(kind: type[Refuses]) -> None:
     assert f"in the backward of op 1 ({kind.__name__})" in str(caught.value)
 
 
+class Watcher:
+    """Stands for an operation, and counts its calls."""
+
+    def __init__(self, op: Any, calls: list[str], stage: str) -> None:
+        self._op, self._calls, self._stage = op, calls, stage
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("op_", "fuser_")):
+            self._calls.append(self._stage)
+        return getattr(self._op, name)
+
+
+def test_programs_call_watchers_while_these_watch() -> None:
+    seq, x = Sequential(Scaled(2.0), ScaledTap(3.0)), randn(2, 3, grad=True)
+    calls: list[str] = []
+
+    def call() -> None:
+        y = seq(x)[0]
+        same(y, 6 * x)
+        same(grads(y, [x]), grads(6 * x, [x]))
+
+    call()
+    with program_of(seq).watched(lambda step, stage: Watcher(step.op, calls, stage)):
+        call()
+        call()
+    assert calls == ["forward", "forward", "backward", "backward"] * 2
+    call()
+    assert len(calls) == 8
+
+
 # Threads.
 
 
