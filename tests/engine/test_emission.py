@@ -50,13 +50,16 @@ def program_of(seq: Sequential) -> Program:
 
 
 class Fresh(BasicOperation):
-    """``y = x``, and the extra output ``2 x`` in memory of its own."""
+    """``y = x``, and the extra output ``2 x`` in memory of its own.
+
+    Notes whether nobody else held the gradient of the latter.
+    """
 
     num_extra_outputs = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self.__dict__["made"] = []
+        self.__dict__.update(made=[], alone=[])
 
     def fuser_forward(self, ctxs: Any, input_: Tensor, **unused: Any) -> Any:
         extra = 2 * input_
@@ -66,6 +69,7 @@ class Fresh(BasicOperation):
     def fuser_backward(
         self, ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any
     ) -> Any:
+        self.alone.append(only_reference(basic_op_grad_extra_outputs[0]))
         ((more,),) = basic_op_grad_extra_outputs
         return grad_output if more is None else grad_output + 2 * more, [()], [()]
 
@@ -123,6 +127,13 @@ def test_the_last_reader_of_an_extra_output_has_the_only_reference(to_caller: bo
     with torch.no_grad():
         seq(randn(2, 3))
     assert (seq[1].alone, seq[3].alone) == ([False], [not to_caller])
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_the_gradient_of_a_channel_is_held_by_nobody_else(readers: int) -> None:
+    seq, x = Sequential(fresh(), *[reader() for _ in range(readers)]), randn(2, 3, grad=True)
+    seq(x).sum().backward()
+    assert seq[0].alone == [True]
 
 
 @pytest.mark.parametrize("readers", [0, 1])
@@ -185,6 +196,7 @@ def test_gradients_of_a_channel_are_added_in_the_order_of_backward(to_caller: bo
     own = torch.full((3,), 0.75)
     outputs, given = (ys, [torch.ones(3), own]) if to_caller else ([ys], [torch.ones(3)])
     (dx,) = torch.autograd.grad(outputs, x, given)
+    assert torch.equal(own, torch.full((3,), 0.75))
     terms = [own] if to_caller else []
     terms += [torch.full((3,), factor) for factor in reversed(factors)]
 
@@ -316,6 +328,66 @@ def test_who_shares_a_backward_step_saves_for_it() -> None:
     assert seq[0].noted == [(True, (False, (), ()))]
 
 
+# Which functions of an operation are called.
+
+
+class Whole(BasicOperation):
+    """``y = 2 x``, as ``op_forward`` and ``op_backward`` have it."""
+
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+        return 2 * input_
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        return 2 * grad_output, ()
+
+
+class Promises(Whole):
+    """With functions that are for calls with extra tensors alone."""
+
+    plain_without_extra_tensors = True
+
+    def fuser_forward(self, ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+        raise AssertionError
+
+    fuser_backward = fuser_forward
+
+
+class ForwardOfItsOwn(Whole):
+    def fuser_forward(self, ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+        return 3 * input_, [()]
+
+
+class BackwardOfItsOwn(Whole):
+    def fuser_backward(self, ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+        return 3 * grad_output, [()], [()]
+
+
+class BothOfItsOwn(Promises):
+    fuser_forward = ForwardOfItsOwn.fuser_forward
+    fuser_backward = BackwardOfItsOwn.fuser_backward
+
+
+@pytest.mark.parametrize(
+    ("kind", "factors"),
+    [
+        (Whole, (2, 2)),
+        (Promises, (2, 2)),
+        (ForwardOfItsOwn, (3, 2)),
+        (BackwardOfItsOwn, (2, 3)),
+        (BothOfItsOwn, (3, 3)),
+    ],
+)
+def test_what_a_class_overrides_is_called(
+    kind: type[BasicOperation], factors: tuple[int, int]
+) -> None:
+    """A promise about functions that a subclass replaces does not count."""
+    x = randn(2, 3, grad=True)
+    y = Sequential(kind(), Times())(x)
+    w = torch.linspace(0.5, 2.0, 3, dtype=F64)
+    same(y, factors[0] * x * w)
+    same(torch.autograd.grad(y.sum(), [x]), (factors[1] * w.expand(2, 3),))
+
+
 # Parameters and settings.
 
 
@@ -388,6 +460,13 @@ def test_each_operation_reads_its_own_parameters(
             op.a = nn.Parameter(torch.zeros(3, dtype=F64))
     same(y, expected)
     same(grads(y, wrt), grads(expected, wrt))
+
+
+def test_parameters_of_operations_without_a_backward_are_not_kept() -> None:
+    seq = Sequential(Reads(2.0, 3.0).requires_grad_(False), Times(), Reads(5.0, 7.0))
+    y = seq(randn(2, 3))
+    kept = [t for t in y.grad_fn.saved_tensors if isinstance(t, nn.Parameter)]
+    assert [id(t) for t in kept] == [id(t) for t in (seq[1].w, seq[2].a, seq[2].b)]
 
 
 class Settings(NamedTuple):
@@ -605,19 +684,23 @@ def test_codes_are_handed_on_where_nobody_is_told_of_them(watched: bool) -> None
     seq = Sequential(opfuser.Linear(128, 128), Emits(), opfuser.Linear(128, 128))
     x = torch.randn(5, 128, requires_grad=True)
 
-    def call() -> None:
+    def call() -> Tensor:
         with opfuser.autocast(recipe=Float8BlockScaling()):
-            y = seq(x)
+            y: Tensor = seq(x)
         for _ in range(2):  # the second one finds the contexts as the first one found them
             y.sum().backward(retain_graph=True)
+        return y
 
     if watched:
         with opfuser.watch_quantization(seq):
             call()
         assert seq[1].noted == [None] * 3
     seq[1].noted.clear()
-    call()
+    y = call()
     assert [quantizer.role for quantizer in seq[1].noted] == ["input", "grad_output", "grad_output"]
+    with opfuser.watch_quantization(seq):
+        y.sum().backward()
+    assert seq[1].noted[3:] == [None]
 
 
 # Memory.
@@ -658,23 +741,30 @@ class KeepsAndTaps(Keeps):
         return self.op_backward(ctxs[0], grad_output)[0], [()], [()]
 
 
-@pytest.mark.parametrize("kind", [Keeps, KeepsAndTaps])
-def test_a_forward_without_gradients_frees_what_operations_save(kind: type[Keeps]) -> None:
+KINDS = {
+    "plain": (Keeps, Keeps, Keeps),
+    "general": (KeepsAndTaps, KeepsAndTaps, KeepsAndTaps),
+    "one after the other": (Keeps, KeepsAndTaps, Keeps),
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_forward_without_gradients_frees_what_operations_save(kinds: str) -> None:
     refs: list[Any] = []
     alive: list[Any] = []
-    seq = Sequential(*[kind(refs, alive) for _ in range(3)], ConstantScale(2.0))
+    seq = Sequential(*[kind(refs, alive) for kind in KINDS[kinds]], ConstantScale(2.0))
     with torch.no_grad():
         seq(randn(2, 3))
     assert alive == [[], [False], [False, False]]
 
 
-@pytest.mark.parametrize("kind", [Keeps, KeepsAndTaps])
-def test_what_was_saved_is_freed_step_by_step_in_backward(kind: type[Keeps]) -> None:
+@pytest.mark.parametrize("kinds", KINDS)
+def test_what_was_saved_is_freed_step_by_step_in_backward(kinds: str) -> None:
     refs: list[Any] = []
     alive: list[Any] = []
-    seq = Sequential(*[kind(refs, alive) for _ in range(3)])
+    seq = Sequential(*[kind(refs, alive) for kind in KINDS[kinds]])
     y = seq(randn(2, 3, grad=True))
-    y = y if kind is Keeps else y[0]
+    y = y if isinstance(y, Tensor) else y[0]
     alive.clear()
     y.sum().backward()
     assert alive == [[True] * 3, [True, True, False], [True, False, False]]
@@ -782,15 +872,62 @@ def test_names_of_users_are_no_code() -> None:
     same(grads(seq(x), [x]), grads(expected, [x]))
 
 
-def test_errors_name_the_step_of_their_line() -> None:
-    class Refuses(Times):
-        def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
-            return ctx.parameters[0], ()
+class Refuses(Times):
+    """Reads in backward what was not kept."""
 
-    seq, x = Sequential(Times(), Refuses(), Times(), RowSum()), randn(2, 3, grad=True)
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        return ctx.parameters[0], ()
+
+
+class RefusesTap(Refuses):
+    """The same with an extra output, by a call of several lines."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+        return input_ * 1, [(input_,)]
+
+    def fuser_backward(self, ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+        return self.op_backward(ctxs[0], grad_output)
+
+
+@pytest.mark.parametrize("kind", [Refuses, RefusesTap])
+def test_errors_name_the_step_of_their_line(kind: type[Refuses]) -> None:
+    seq, x = Sequential(Times(), kind(), Times(), RowSum()), randn(2, 3, grad=True)
     y = seq(x)[0]
-    with pytest.raises(opfuser.errors.ContextError, match=r"in the backward of op 1 \(Refuses\)"):
+    with pytest.raises(opfuser.errors.ContextError) as caught:
         y.sum().backward()
+    assert f"in the backward of op 1 ({kind.__name__})" in str(caught.value)
+
+
+class Watcher:
+    """Stands for an operation, and counts its calls."""
+
+    def __init__(self, op: Any, calls: list[str], stage: str) -> None:
+        self._op, self._calls, self._stage = op, calls, stage
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("op_", "fuser_")):
+            self._calls.append(self._stage)
+        return getattr(self._op, name)
+
+
+def test_programs_call_watchers_while_these_watch() -> None:
+    seq, x = Sequential(Scaled(2.0), ScaledTap(3.0)), randn(2, 3, grad=True)
+    calls: list[str] = []
+
+    def call() -> None:
+        y = seq(x)[0]
+        same(y, 6 * x)
+        same(grads(y, [x]), grads(6 * x, [x]))
+
+    call()
+    with program_of(seq).watched(lambda step, stage: Watcher(step.op, calls, stage)):
+        call()
+        call()
+    assert calls == ["forward", "forward", "backward", "backward"] * 2
+    call()
+    assert len(calls) == 8
 
 
 # Threads.
