@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..errors import ContextError, InputError
+from ..fusion import Stage
 from ..op import OperationContext
 from ..op.results import refuse_output
 from ..wgrad_overlap import OverlappedPass, WgradOverlap
 from .emission import PLAIN, Emission, step_name
 from .program import Program
+from .ranges import place
 from .verification import Verification
 
 __all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward"]
@@ -62,19 +65,35 @@ def execute_forward(
     function = program.function("forward", emission)
     try:
         x, outputs = function(x, extra_inputs, kwargs, tape, verification)
-    except InputError as error:
-        if len(program.plan.basic_ops) == 1:
+    except Exception as error:
+        located = _located(error, program, "forward")
+        if located is error:
             raise
-        raise InputError(f"{error} It came to {program.step_of(error)} of the sequence.") from error
-    except ContextError as error:
-        place = program.step_of(error)
-        raise type(error)(f"{error} It happened in the forward of {place}.") from error
+        raise located from error
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
     if verification is not None:
         contexts, saved = (None, ()) if tape is None else (tape.contexts, tape.saved)
         verification.after_forward(program.plan.basic_ops, contexts, saved)
     return x, outputs
+
+
+def _located(error: Exception, program: Program, stage: Stage) -> Exception:
+    """An exception out of a program that says of which step: itself with a note, or another one."""
+    step = program.step_of(error)
+    if step is None:
+        return error
+    located, name, alone = error, step_name(step), len(program.plan.basic_ops) == 1
+    if isinstance(error, ContextError):
+        located = type(error)(f"{error} It happened in the {stage} of {name}.")
+    elif isinstance(error, InputError) and stage == "forward" and not alone:
+        located = InputError(f"{error} It came to {name} of the sequence.")
+    where = place(program.paths, step)
+    # Of an operation that is called alone, a note would say what the line of the program does.
+    noted = (where or not alone) and not torch.compiler.is_compiling()
+    if sys.version_info >= (3, 11) and noted:
+        located.add_note(f"opfuser: in the {stage} of {name}" + (f" at {where}" if where else ""))
+    return located
 
 
 def _traced_forward(
@@ -142,9 +161,11 @@ def execute_backward(
     overlap = program.overlap and _overlap(program.overlap, program.plan.env.device)
     try:
         dx, grads = function(dx, grad_outputs, contexts, saved, verification)
-    except ContextError as error:
-        place = program.step_of(error)
-        raise type(error)(f"{error} It happened in the backward of {place}.") from error
+    except Exception as error:
+        located = _located(error, program, "backward")
+        if located is error:
+            raise
+        raise located from error
     finally:
         if overlap is not None:
             overlap.end()
