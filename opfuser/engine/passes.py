@@ -16,6 +16,7 @@ from ..op import OperationContext
 from ..op.results import refuse_output
 from ..wgrad_overlap import OverlappedPass, WgradOverlap
 from .emission import PLAIN, Emission, step_name
+from .plan import Step
 from .program import Program
 from .ranges import place
 from .verification import Verification
@@ -65,11 +66,13 @@ def execute_forward(
     function = program.function("forward", emission)
     try:
         x, outputs = function(x, extra_inputs, kwargs, tape, verification)
+    except ContextError as error:
+        raise _located(error, program, "forward") from error
     except Exception as error:
-        located = _located(error, program, "forward")
-        if located is error:
-            raise
-        raise located from error
+        if isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
+            raise _located(error, program, "forward") from error
+        _note(error, program.step_of(error), program, "forward")
+        raise
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
     if verification is not None:
@@ -78,22 +81,29 @@ def execute_forward(
     return x, outputs
 
 
-def _located(error: Exception, program: Program, stage: Stage) -> Exception:
-    """An exception out of a program that says of which step: itself with a note, or another one."""
+def _located(error: InputError | ContextError, program: Program, stage: Stage) -> Exception:
+    """An error like another one, whose text says of which step that came."""
     step = program.step_of(error)
-    if step is None:
-        return error
-    located, name, alone = error, step_name(step), len(program.plan.basic_ops) == 1
+    name = "" if step is None else step_name(step)
     if isinstance(error, ContextError):
-        located = type(error)(f"{error} It happened in the {stage} of {name}.")
-    elif isinstance(error, InputError) and stage == "forward" and not alone:
+        located: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
+    else:
         located = InputError(f"{error} It came to {name} of the sequence.")
-    where = place(program.paths, step)
-    # Of an operation that is called alone, a note would say what the line of the program does.
-    noted = (where or not alone) and not torch.compiler.is_compiling()
-    if sys.version_info >= (3, 11) and noted:
-        located.add_note(f"opfuser: in the {stage} of {name}" + (f" at {where}" if where else ""))
+    _note(located, step, program, stage)
     return located
+
+
+def _note(error: Exception, step: Step | None, program: Program, stage: Stage) -> None:
+    """Notes on an exception of which step it came, and where that stands in the model.
+
+    Not of an operation that is called alone: the note would only repeat its name.
+    """
+    if sys.version_info < (3, 11) or step is None or torch.compiler.is_compiling():
+        return
+    where = place(program.paths, step)
+    if where or len(program.plan.basic_ops) > 1:
+        at = f" at {where}" if where else ""
+        error.add_note(f"opfuser: in the {stage} of {step_name(step)}{at}")
 
 
 def _traced_forward(
@@ -161,11 +171,11 @@ def execute_backward(
     overlap = program.overlap and _overlap(program.overlap, program.plan.env.device)
     try:
         dx, grads = function(dx, grad_outputs, contexts, saved, verification)
+    except ContextError as error:
+        raise _located(error, program, "backward") from error
     except Exception as error:
-        located = _located(error, program, "backward")
-        if located is error:
-            raise
-        raise located from error
+        _note(error, program.step_of(error), program, "backward")
+        raise
     finally:
         if overlap is not None:
             overlap.end()
