@@ -20,7 +20,7 @@ and a plan the schema ``opfuser.plan/1``::
     fusions: [{name, stage, status, detail, matches, refusals [{at, code, detail}],
         near_misses [{at, matched, of, code, detail}]}], in the order in which they were tried
     edges, gemms, assumed: texts
-    program: the code that runs, of ``opfuser explain --program`` alone
+    program: the code that runs, if it was asked for
 
 Bytes are integers, dtypes and devices the names that torch gives them without ``torch.``; nothing
 varies between equal calls. Fields may be added to a version of a schema; none is taken away.
