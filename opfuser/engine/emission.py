@@ -446,8 +446,8 @@ class _Backward:
             ]
             outputs = layout.routing.outputs
             unset = [*results, *[_grad_of(slot) for slot in slots if slot not in outputs]]
-            for start in range(0, len(unset), 12):
-                lines(" = ".join([*unset[start : start + 12], "None"]))
+            for start in range(0, len(unset), 8):
+                lines(" = ".join([*unset[start : start + 8], "None"]))
             if outputs:
                 lines(_tuple(list(map(_grad_of, outputs))) + " = received")
             if any(reads is not None for reads in layout.reads):

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import opfuser
-from opfuser import GELU, BasicLinear, Identity, Linear, Residual, RMSNorm, Sequential
+from opfuser import GELU, BasicLinear, Identity, Linear, Residual, RMSNorm, Sequential, SiLU
 from opfuser.errors import ContextError, InputError
+from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.op import BasicOperation, OperationContext
 from tests.engine.toys import Mixed, Square, Times, randn
 
@@ -151,13 +152,15 @@ def test_paths_are_those_of_today() -> None:
     assert "# 0 Times: block.0\n" in plan.program
 
 
-def test_lines_are_not_long() -> None:
-    layers = [RMSNorm(8), Linear(8, 16), GELU(), Linear(16, 8)]
-    with opfuser.enable("recompute_mlp"):
-        seq = Sequential(*[Residual(*layers) for _ in range(1)], *[Linear(8, 8) for _ in range(20)])
-        program = seq.plan(torch.randn(2, 8, requires_grad=True)).program
-    assert "recompute_mlp" in program
-    assert max(map(len, program.splitlines())) <= 110  # a comment may be longer
+def test_lines_of_code_are_not_long() -> None:
+    config = DecoderConfig(
+        vocab_size=32, dim=16, num_layers=20, num_heads=2, num_kv_heads=1, ffn_dim=32
+    )
+    with torch.device("meta"):
+        seq, tokens = decoder_lm(config), torch.zeros(2, 8, dtype=torch.long)
+        lines = lines_of(seq, tokens, tokens)
+    assert len(lines) > 1000
+    assert max(len(line) for line in lines if not line.startswith("#")) <= 100
 
 
 def test_a_plan_needs_no_sequence_and_keeps_none() -> None:
@@ -274,6 +277,19 @@ def test_notes_of_a_fused_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(step.op), "fuser_backward", fails)
     name = f"op 3-7 ({type(step.op).__name__})"
     assert notes_of(y.sum().backward) == [f"opfuser: in the backward of {name} at mlp.1.up-2"]
+
+
+@NOTES
+def test_notes_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of a step that fails stands right before the next step."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("no luck")
+
+    seq = Sequential({"first": GELU(), "second": SiLU(), "third": GELU()})
+    y = seq(torch.randn(2, 8, requires_grad=True))
+    monkeypatch.setattr(SiLU, "op_backward", fails)
+    assert notes_of(y.sum().backward) == ["opfuser: in the backward of op 1 (SiLU) at second"]
 
 
 @NOTES
