@@ -23,7 +23,7 @@ from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, OperationFacts
 from .engine.local_parameters import local_places, local_values
 from .engine.parametrizations import fake_value, one_value_each, read_through, refuse_impure
-from .engine.plan import Plan, expand
+from .engine.plan import Plan, Wiring, expand
 from .engine.plan_changes import changes
 from .engine.plan_key import CallFacts, PlanKey, call_facts
 from .engine.planning import grad_needs, make_plan
@@ -304,7 +304,8 @@ class OperationFuser:
         registry.tell_unknown()
         limits = Limits(self._facts_of_operations(facts)) if self._is_configured() else None
         plan = make_plan(self._units, env, needs, registry, limits)
-        return Program(plan, self.routing, self._num_parameters, self._paths)
+        wiring = Wiring(self.routing, self._num_parameters, self._paths)
+        return Program(dataclasses.replace(plan, wiring=wiring), *wiring)
 
     def _facts_of_operations(self, facts: CallFacts) -> list[OperationFacts]:
         """What limits of configurations are compared with; all of it follows from the key."""

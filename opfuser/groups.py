@@ -441,6 +441,7 @@ def join_plans(
         assumed=assumed,
         replays=tuple(replays),
         numbers=tuple(n for _, plans in groups for plan in plans for n in plan.numbers),
+        groups=tuple(g for _, plans in groups for plan in plans for g in plan.groups or (plan,)),
     )
 
 

@@ -45,6 +45,7 @@ same, such as of before and after an upgrade.
 Exit status: 0; 3 if the fusion matches nowhere, or if two files differ.""",
         """\
   opfuser diff my_package.model:build --fusion norm_linear
+  opfuser diff my_package.model:build --fusion norm_linear --program
   opfuser diff before.json after.json""",
     )
     parser.add_argument(
@@ -58,6 +59,12 @@ Exit status: 0; 3 if the fusion matches nowhere, or if two files differ.""",
         default=None,
         metavar="NAME",
         help='the fusion that is switched off on one side and on on the other; "*" for all',
+    )
+    parser.add_argument(
+        "--program",
+        action="store_true",
+        help="also compare the programs that the plans are executed as, line by line; two files "
+        "need those of opfuser explain --program",
     )
     add_inputs(parser)
     add_output(parser, "text", "json")
@@ -73,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
         args.model = _one_model(args.model)
         sides = ("without", "with")
         target = target_of(args)
-        before, after = around(target, args.fusion)
+        before, after = around(target, args.fusion, programs=args.program)
         if not after["sequences"]:
             raise no_sequences(target)
-    found = difference(before, after, sides)
+    found = difference(before, after, sides, programs=args.program)
     shown = json.dumps(data(found), indent=1) if args.format == "json" else text(found)
     write(shown, args.output)
     if args.fusion is None:

@@ -38,6 +38,7 @@ Models that hf:NAME names are shown as opfuser.hf.apply runs them.""",
         """\
   opfuser explain my_package.model:build --input 8x2048x4096:bf16
   opfuser explain my_package.model:build --why norm_linear --at 104
+  opfuser explain my_package.model:build --program
   opfuser explain my_package.model:build --format html -o plan.html
   opfuser explain hf:LlamaForCausalLM --config small.json --dtype bf16""",
     )
@@ -58,18 +59,30 @@ Models that hf:NAME names are shown as opfuser.hf.apply runs them.""",
         metavar="N",
         help="with --why: only at the basic operation with this number",
     )
+    parser.add_argument(
+        "--program",
+        action="store_true",
+        help="also show the program that each plan is executed as",
+    )
     add_output(parser, "text", "json", "html", "svg")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plans, or what became of one fusion."""
+    if args.program and (args.why is not None or args.format in ("html", "svg")):
+        raise TargetError(
+            explain(
+                "--program goes with plans as text or JSON",
+                received=f"--why {args.why}, --format {args.format}",
+            )
+        )
     if args.why is not None or args.at is not None:
         write(_reasons(args), args.output)
         return FINE
     found = _chosen(explained(target_of(args)), args.sequence)
     if args.format == "json":
-        shown = json.dumps(document(found), indent=1)
+        shown = json.dumps(document(found, programs=args.program), indent=1)
     elif args.format == "html":
         shown = _optional("page").page(found.plans, found.target.name, found.traffic, found.missing)
     elif args.format == "svg":
@@ -78,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         own = counted and counted.sequences.get(next(iter(found.plans)))
         shown = picture(plan, own, counted and counted.totals)
     else:
-        shown = _text(found)
+        shown = _text(found, args.program)
     write(shown, args.output)
     return FINE
 
@@ -155,7 +168,7 @@ def _optional(module: str) -> Any:
         ) from error
 
 
-def _text(found: Explained) -> str:
+def _text(found: Explained, programs: bool) -> str:
     texts = []
     traffic = found.traffic
     one = len(found.plans) == 1
@@ -164,6 +177,8 @@ def _text(found: Explained) -> str:
         if traffic is not None:
             each = "" if len(paths) == 1 else f", {len(paths)} of them"
             lines.append(_counted(each, (traffic if one else traffic.only(*paths)).totals))
+        if programs:
+            lines += ["", found.plans[paths[0]].program]
         texts.append("\n".join(lines))
     if found.missing:
         texts.append("\n".join(wrap(f"No launches and bytes: {found.missing}", 80)))

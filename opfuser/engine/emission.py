@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from textwrap import indent
 from typing import Any, NamedTuple
 
 from ..fusion import Stage
@@ -21,7 +22,7 @@ from ..op.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
 from .plan import Plan, Step, quantizer_between
-from .ranges import range_of
+from .ranges import place, range_of
 from .routing import Routing, Slot, describe
 
 __all__ = ["PLAIN", "Emission", "Layout", "Text", "emit_backward", "emit_forward", "step_name"]
@@ -74,13 +75,13 @@ class Text(NamedTuple):
         source: its text.
         names: what it finds under its names.
         operations: the steps whose operations are among them.
-        steps: of each line, the step that it belongs to as errors name it, or an empty string.
+        steps: of each line, the step that it belongs to, if it does to one.
     """
 
     source: str
     names: dict[str, Any]
     operations: dict[str, Step]
-    steps: tuple[str, ...]
+    steps: tuple[Step | None, ...]
 
 
 def step_name(step: Step) -> str:
@@ -97,12 +98,13 @@ class _Lines:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
         self.operations: dict[str, Step] = {}
-        self._lines: list[tuple[str, str]] = []
+        self._lines: list[tuple[str, Step | None]] = []
         self._depth = 0
-        self.step = ""
+        self.step: Step | None = None
 
     def __call__(self, line: str) -> None:
-        self._lines.append(("    " * self._depth + line, self.step))
+        for row in line.split("\n"):
+            self._lines.append(("    " * self._depth + row, self.step))
 
     def call(self, results: str, function: str, arguments: Sequence[str], around: str = "") -> None:
         """A line by which names get the results of a call, or several if it is long.
@@ -115,12 +117,12 @@ class _Lines:
         """
         opening, closing = (f"{around}({function}(", "))") if around else (f"{function}(", ")")
         line = f"{results} = {opening}{', '.join(arguments)}{closing}"
-        if 4 * self._depth + len(line) <= _WIDTH:
+        if 4 * self._depth + len(line) <= _WIDTH and "\n" not in line:
             self(line)
             return
         self(f"{results} = {opening}")
         for argument in arguments:
-            self(f"    {argument},")
+            self(indent(f"{argument},", "    "))
         self(closing)
 
     @contextmanager
@@ -153,7 +155,14 @@ class _Lines:
 
 
 def _listed(parts: Iterable[str]) -> str:
-    return f"[{', '.join(parts)}]"
+    """A list, in rows if it is long."""
+    rows = [""]
+    for part in parts:
+        fits = not rows[-1] or len(rows[-1]) + len(part) < _WIDTH - 20  # what stands around it
+        rows = [*rows[:-1], f"{rows[-1]} {part},".lstrip()] if fits else [*rows, f"{part},"]
+    if len(rows) == 1:
+        return f"[{rows[0].removesuffix(',')}]"
+    return "\n".join(["[", *[indent(row, "    ") for row in rows], "]"])
 
 
 def _tuple(parts: Sequence[str]) -> str:
@@ -169,11 +178,11 @@ def _grad_of(slot: Slot) -> str:
 
 
 def _comment(layout: Layout, step: Step) -> str:
-    """Indices, class and path of a step. Names of a user's may hold anything but a line's end."""
+    """Indices, class and place of a step. Names of a user's may hold anything but a line's end."""
     indices = "-".join(map(str, dict.fromkeys((step.indices[0], step.indices[-1]))))
     what = step.fusion or type(step.op).__name__
-    path = layout.paths[step.indices[0]] if layout.paths else ""
-    text = f"# {indices} {what}" + (f": {path}" if path else "")
+    where = place(layout.paths, step)
+    text = f"# {indices} {what}" + (f": {where}" if where else "")
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -245,7 +254,7 @@ class _Forward:
                     _tuple([f"e{n}" for n in range(len(layout.routing.inputs))]) + " = extra_inputs"
                 )
             for number, step in enumerate(layout.plan.forward):
-                lines.step = name = step_name(step)
+                lines.step, name = step, step_name(step)
                 lines(_comment(layout, step))
                 if self.emission.verified:
                     bound = lines.bind(f"name{number}", name)
@@ -257,7 +266,7 @@ class _Forward:
                         self.step(number, step, quantizers)
                 else:
                     self.step(number, step, quantizers)
-            lines.step = ""
+            lines.step = None
             lines(f"return x, {_listed(map(_extra, layout.routing.outputs))}")
         return lines.text()
 
@@ -443,8 +452,8 @@ class _Backward:
             ]
             outputs = layout.routing.outputs
             unset = [*results, *[_grad_of(slot) for slot in slots if slot not in outputs]]
-            if unset:
-                lines(" = ".join(unset) + " = None")
+            for start in range(0, len(unset), 8):
+                lines(" = ".join([*unset[start : start + 8], "None"]))
             if outputs:
                 lines(_tuple(list(map(_grad_of, outputs))) + " = received")
             if any(reads is not None for reads in layout.reads):
@@ -453,7 +462,7 @@ class _Backward:
             for number, step in reversed(list(enumerate(layout.plan.backward))):
                 if all(layout.plan.needs[i] is None for i in step.indices):
                     break
-                lines.step = name = step_name(step)
+                lines.step, name = step, step_name(step)
                 lines(_comment(layout, step))
                 first = step.indices[0]
                 quantizer = quantizers.get(first)
@@ -466,7 +475,7 @@ class _Backward:
                     self.step(step, plain, quantizer)
                 if self.emission.verified and not plain:
                     self.verify(step, name)
-            lines.step = ""
+            lines.step = None
             lines(f"return dx, {_listed(results)}")
         return lines.text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..errors import ContextError, InputError
+from ..fusion import Stage
 from ..op import OperationContext
 from ..op.results import refuse_output
 from ..wgrad_overlap import OverlappedPass, WgradOverlap
 from .emission import PLAIN, Emission, step_name
+from .plan import Step
 from .program import Program
+from .ranges import place
 from .verification import Verification
 
 __all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward"]
@@ -62,19 +66,44 @@ def execute_forward(
     function = program.function("forward", emission)
     try:
         x, outputs = function(x, extra_inputs, kwargs, tape, verification)
-    except InputError as error:
-        if len(program.plan.basic_ops) == 1:
-            raise
-        raise InputError(f"{error} It came to {program.step_of(error)} of the sequence.") from error
     except ContextError as error:
-        place = program.step_of(error)
-        raise type(error)(f"{error} It happened in the forward of {place}.") from error
+        raise _located(error, program, "forward") from error
+    except Exception as error:
+        if isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
+            raise _located(error, program, "forward") from error
+        _note(error, program.step_of(error), program, "forward")
+        raise
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
     if verification is not None:
         contexts, saved = (None, ()) if tape is None else (tape.contexts, tape.saved)
         verification.after_forward(program.plan.basic_ops, contexts, saved)
     return x, outputs
+
+
+def _located(error: InputError | ContextError, program: Program, stage: Stage) -> Exception:
+    """An error like another one, whose text says of which step that came."""
+    step = program.step_of(error)
+    name = "" if step is None else step_name(step)
+    if isinstance(error, ContextError):
+        located: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
+    else:
+        located = InputError(f"{error} It came to {name} of the sequence.")
+    _note(located, step, program, stage)
+    return located
+
+
+def _note(error: Exception, step: Step | None, program: Program, stage: Stage) -> None:
+    """Notes on an exception of which step it came, and where that stands in the model.
+
+    Not of an operation that is called alone: the note would only repeat its name.
+    """
+    if sys.version_info < (3, 11) or step is None or torch.compiler.is_compiling():
+        return
+    where = place(program.paths, step)
+    if where or len(program.plan.basic_ops) > 1:
+        at = f" at {where}" if where else ""
+        error.add_note(f"opfuser: in the {stage} of {step_name(step)}{at}")
 
 
 def _traced_forward(
@@ -143,8 +172,10 @@ def execute_backward(
     try:
         dx, grads = function(dx, grad_outputs, contexts, saved, verification)
     except ContextError as error:
-        place = program.step_of(error)
-        raise type(error)(f"{error} It happened in the backward of {place}.") from error
+        raise _located(error, program, "backward") from error
+    except Exception as error:
+        _note(error, program.step_of(error), program, "backward")
+        raise
     finally:
         if overlap is not None:
             overlap.end()

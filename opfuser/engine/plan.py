@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from ..fusion import Env, NearMiss, QuantizedEdge, Refusal, Stage, longest
 from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..quantization.quantizers import Quantizer
+from .routing import Routing
 
 __all__ = [
     "FusionRecord",
@@ -20,6 +21,7 @@ __all__ = [
     "ReplayRecord",
     "Step",
     "Texts",
+    "Wiring",
     "expand",
     "needs_of",
     "quantizer_between",
@@ -128,13 +130,28 @@ class ReplayRecord(NamedTuple):
         return what if self.refusal is None else f"{what}; the last one not: {self.refusal}"
 
 
+class Wiring(NamedTuple):
+    """What a program has of its operations besides the plan.
+
+    Attributes:
+        routing: of extra tensors.
+        num_parameters: of each basic operation.
+        paths: of the basic operations in their Sequential, kept up to date by its fuser; empty
+            where they stand in none.
+    """
+
+    routing: Routing
+    num_parameters: Sequence[int]
+    paths: Sequence[str] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Plan(_Compared):
     """The steps of both passes, and how they were decided.
 
-    Plans are equal, and hash alike, if all fields but ``assumed``, ``replays`` and ``numbers`` are:
-    operations compare by type and name, not by object or parameters, and records compare everything
-    but durations.
+    Plans are equal, and hash alike, if all fields but ``assumed``, ``replays``, ``numbers``,
+    ``wiring`` and ``groups`` are: operations compare by type and name, not by object or parameters,
+    and records compare everything but durations.
 
     Attributes:
         basic_ops: the basic operations, in forward order.
@@ -154,6 +171,8 @@ class Plan(_Compared):
         replays: of ``last_plan``, for each group of operations; not compared.
         numbers: of the plans of groups that it joins, as events, log and dumps show them: counted
             in this process; not compared.
+        wiring: of the program; None where several plans are joined. Not compared.
+        groups: the plans that it joins, in order; not compared.
     """
 
     basic_ops: tuple[BasicOperation, ...]
@@ -171,6 +190,8 @@ class Plan(_Compared):
     assumed: tuple[str, ...] = field(default=())
     replays: tuple[ReplayRecord, ...] = field(default=())
     numbers: tuple[int, ...] = field(default=())
+    wiring: Wiring | None = field(default=None, repr=False)
+    groups: tuple[Plan, ...] = field(default=(), repr=False)
 
     def _says(self) -> Hashable:
         kinds = tuple(type(op) for op in self.basic_ops)
@@ -216,6 +237,15 @@ class Plan(_Compared):
         """
         return Texts.why(self, name, at)
 
+    @property
+    def program(self) -> str:
+        """The Python code that a call executes: a function for each pass.
+
+        Of several groups of operations, their programs one after another. A call with keywords, in
+        a profile or under torch.compile executes the same with a few lines more.
+        """
+        return Texts.program(self)
+
     def __str__(self) -> str:
         return Texts.text(self)
 
@@ -229,10 +259,11 @@ class Plan(_Compared):
 
 
 class Texts:
-    """What shows plans; ``plan_text.py`` and ``report/picture.py`` set it."""
+    """What shows plans; ``plan_text.py``, ``program.py`` and ``report/picture.py`` set it."""
 
     text: Callable[[Plan], str]
     why: Callable[[Plan, str, int | None], str]
+    program: Callable[[Plan], str]
     svg: Callable[[Plan], str]
     html: Callable[[Plan], str]
 

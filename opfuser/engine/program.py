@@ -14,7 +14,7 @@ from ..fusion import Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..op.kinds import is_built_in
 from .emission import PLAIN, Emission, Layout, Text, emit_backward, emit_forward
-from .plan import Plan, Step
+from .plan import Plan, Step, Texts
 from .routing import Routing
 
 __all__ = ["Program"]
@@ -29,7 +29,7 @@ class _Function(NamedTuple):
     """A function of a program, and the step of each of its lines."""
 
     function: Callable[..., Any]
-    steps: tuple[str, ...]
+    steps: tuple[Step | None, ...]
 
 
 class Program:
@@ -142,19 +142,18 @@ class Program:
         prepared = self._traced_forward if stage == "forward" else self._traced_backward
         return prepared or self.function(stage, TRACED)
 
-    def step_of(self, error: BaseException) -> str:
-        """The step whose line an exception came through; empty if it came through none."""
-        codes: dict[CodeType, tuple[str, ...]] = {
+    def step_of(self, error: BaseException) -> Step | None:
+        """The step whose line an exception came through; None if it came through none."""
+        codes: dict[CodeType, tuple[Step | None, ...]] = {
             found.function.__code__: found.steps for found in list(self._functions.values())
         }
-        place, traceback = "", error.__traceback__
+        traceback = error.__traceback__
         while traceback is not None:
             steps = codes.get(traceback.tb_frame.f_code)
             if steps is not None:
-                place = steps[traceback.tb_lineno - 1]
-                break
+                return steps[traceback.tb_lineno - 1]
             traceback = traceback.tb_next
-        return place
+        return None
 
     @contextmanager
     def watched(self, replace: Callable[[Step, Stage], Any]) -> Iterator[None]:
@@ -198,3 +197,26 @@ def _needs_of_steps(
                 nothing = (False,) * num_parameters[i], (False,) * len(routing.sources[i])
                 needs[i] = needs[i] or GradNeeds(False, *nothing)
     return tuple(needs)
+
+
+def _program_text(plan: Plan) -> str:
+    """The text that ``print(plan.program)`` shows, without a line's end at its end."""
+    if plan.wiring is None:
+        return "\n\n\n".join(_texts_of_groups(plan.groups))
+    program = Program(plan, *plan.wiring)
+    stages: tuple[Stage, ...] = ("forward", "backward") if program.needs_backward else ("forward",)
+    return "\n".join(program.text(stage).source for stage in stages).rstrip("\n")
+
+
+def _texts_of_groups(plans: Sequence[Plan]) -> Iterator[str]:
+    first = 0
+    for plan in plans:
+        last = first + len(plan.basic_ops) - 1
+        which = f"operation {first}" if first == last else f"operations {first} to {last}"
+        counted = ", counted from 0 below" if first else ""
+        heading = f"# {which}{counted}\n" if len(plans) > 1 else ""
+        yield heading + _program_text(plan)
+        first = last + 1
+
+
+Texts.program = staticmethod(_program_text)

@@ -10,7 +10,12 @@ from torch.autograd.profiler import record_function
 from ..fusion import Stage
 from .plan import Plan, Step
 
-__all__ = ["range_of", "replay_range"]
+__all__ = ["place", "range_of", "replay_range"]
+
+
+def place(paths: Sequence[str], step: Step) -> str:
+    """Where a step stands, as in ``layers.0.norm-linear``; empty without paths."""
+    return _span(paths[step.indices[0]], paths[step.indices[-1]]) if paths else ""
 
 
 def range_of(paths: Sequence[str], step: Step, stage: Stage) -> record_function:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, unified_diff
 from itertools import groupby
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ __all__ = [
     "Change",
     "Difference",
     "Figure",
+    "ProgramChange",
     "around",
     "check_fusion_name",
     "data",
@@ -66,6 +67,18 @@ class Change(NamedTuple):
     places: tuple[tuple[str, ...], ...]
 
 
+class ProgramChange(NamedTuple):
+    """The programs of equal Sequentials, line by line.
+
+    Attributes:
+        paths: of the Sequentials.
+        diff: of the programs on both sides, as ``diff -u`` shows it.
+    """
+
+    paths: tuple[str, ...]
+    diff: str
+
+
 class Difference(NamedTuple):
     """What differs between two explanations.
 
@@ -76,6 +89,7 @@ class Difference(NamedTuple):
         changes: steps that differ, equal ones together.
         missing: why there are no counts, if there are none.
         only: Sequentials that only one side has, with its name.
+        programs: those that differ, if programs are compared.
     """
 
     sides: tuple[str, str]
@@ -84,20 +98,24 @@ class Difference(NamedTuple):
     changes: tuple[Change, ...]
     missing: tuple[str, ...]
     only: tuple[tuple[str, str], ...]
+    programs: tuple[ProgramChange, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether both sides say the same."""
         figures = any(f.before != f.after for f in self.figures)
-        return not (self.matches or self.changes or self.only or figures)
+        return not (self.matches or self.changes or self.only or self.programs or figures)
 
 
-def around(target: Target, fusion: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def around(
+    target: Target, fusion: str, *, programs: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The explanations of a model without a fusion, and with it.
 
     Args:
         target: the model and its inputs.
         fusion: its name; ``"*"`` for all that are on.
+        programs: whether they have programs.
 
     Raises:
         TargetError: no fusion has that name, or the model fails.
@@ -108,9 +126,9 @@ def around(target: Target, fusion: str) -> tuple[dict[str, Any], dict[str, Any]]
         check_fusion_name(fusion)
         names = [fusion]
     with disable(*names):
-        before = document(explained(target))
+        before = document(explained(target), programs=programs)
     with enable(*names):
-        after = document(explained(target))
+        after = document(explained(target), programs=programs)
     return before, after
 
 
@@ -128,13 +146,21 @@ def check_fusion_name(name: str) -> None:
 
 
 def difference(
-    before: Mapping[str, Any], after: Mapping[str, Any], sides: tuple[str, str]
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    sides: tuple[str, str],
+    *,
+    programs: bool = False,
 ) -> Difference:
     """What differs between two documents of the schema ``opfuser.explain/1``.
 
     Args:
         before, after: the documents.
         sides: what to call them.
+        programs: whether programs are compared.
+
+    Raises:
+        TargetError: a document lacks the programs to compare.
     """
     left, right = before["sequences"], after["sequences"]
     both = [path for path in left if path in right]
@@ -155,6 +181,7 @@ def difference(
         tuple(changes.values()),
         tuple(dict.fromkeys(filter(None, missing))),
         tuple(lonely),
+        tuple(_programs(left, right, sides)) if programs else (),
     )
 
 
@@ -176,7 +203,7 @@ def data(found: Difference) -> dict[str, Any]:
     return {"schema": DIFF, **rest, **rows, "only": only}
 
 
-_ROWS = ("matches", "figures", "changes")
+_ROWS = ("matches", "figures", "changes", "programs")
 
 
 def _matches(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Figure]:
@@ -212,6 +239,29 @@ def _figures(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Fi
         yield Figure(
             name, unit, *(None if t is None else sum(t[key] for key in keys) for t in totals)
         )
+
+
+def _programs(
+    left: Mapping[str, Any], right: Mapping[str, Any], sides: tuple[str, str]
+) -> Iterator[ProgramChange]:
+    for side, plans in zip(sides, (left, right)):
+        if not all("program" in plan for plan in plans.values()):
+            raise TargetError(
+                explain(
+                    "The file has no programs",
+                    received=side,
+                    remedy="Write it with opfuser explain --program --format json -o FILE",
+                )
+            )
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for path in left:
+        if path in right and left[path]["program"] != right[path]["program"]:
+            both = left[path]["program"], right[path]["program"]
+            found.setdefault((like(path), *both), []).append(path)
+    for (_, before, after), paths in found.items():
+        old, new = (f"{side} {joined_names(paths)}".rstrip() for side in sides)
+        lines = unified_diff(before.splitlines(), after.splitlines(), old, new, lineterm="")
+        yield ProgramChange(tuple(paths), "\n".join(lines))
 
 
 class _Region(NamedTuple):
@@ -292,6 +342,8 @@ def text(found: Difference) -> str:
                     f"{sign} {label}", 80, initial_indent="  ", subsequent_indent="      "
                 )
     lines += [f"Only {side} has {path or 'the model itself'}" for path, side in found.only]
+    for program in found.programs:
+        lines += ["", program.diff]
     return "\n".join(lines)
 
 

@@ -20,6 +20,7 @@ and a plan the schema ``opfuser.plan/1``::
     fusions: [{name, stage, status, detail, matches, refusals [{at, code, detail}],
         near_misses [{at, matched, of, code, detail}]}], in the order in which they were tried
     edges, gemms, assumed: texts
+    program: the code that runs, if it was asked for
 
 Bytes are integers, dtypes and devices the names that torch gives them without ``torch.``; nothing
 varies between equal calls. Fields may be added to a version of a schema; none is taken away.
@@ -120,8 +121,13 @@ def equal_plans(plans: dict[str, Plan]) -> list[list[str]]:
     return list(found.values())
 
 
-def document(found: Explained) -> dict[str, Any]:
-    """Plans and traffic as plain data, of the schema ``opfuser.explain/1``."""
+def document(found: Explained, *, programs: bool = False) -> dict[str, Any]:
+    """Plans and traffic as plain data, of the schema ``opfuser.explain/1``.
+
+    Args:
+        found: plans and traffic.
+        programs: whether each plan has its program.
+    """
     target, traffic = found.target, found.traffic
     sequences = {} if traffic is None else traffic.sequences
     return {
@@ -134,7 +140,9 @@ def document(found: Explained) -> dict[str, Any]:
             "inputs": [_tensor(t) for t in target.inputs],
         },
         "sequences": {
-            path: plan_data(plan, sequences.get(path)) for path, plan in found.plans.items()
+            path: plan_data(plan, sequences.get(path))
+            | ({"program": plan.program} if programs else {})
+            for path, plan in found.plans.items()
         },
         "traffic": None if traffic is None else _totals(traffic.totals),
         "traffic_missing": found.missing or None,

@@ -48,6 +48,66 @@ def test_text_of_one_fusion(opfuser_command: Command) -> None:
     assert all(info.enabled for info in opfuser.fusions() if info.name == "norm_linear")
 
 
+def changed_lines(text: str) -> list[str]:
+    """Comments of programs that one side has, each with its sign."""
+    found = [line for line in text.splitlines() if line[1:].lstrip().startswith("# ")]
+    return [line[0] + line[1:].strip() for line in found if line[0] in "+-"]
+
+
+def test_programs(opfuser_command: Command) -> None:
+    argv = "diff", f"{MODELS}:mlp", "--fusion", "norm_linear", "--program"
+    done = opfuser_command(*argv)
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith(NORM_LINEAR + "\n--- without\n+++ with\n@@ ")
+    assert changed_lines(done.out) == [
+        "-# 0 MakeExtraOutput: 0", "+# 0-2 norm_linear: 0-2",
+        "-# 1 RMSNorm: 1", "-# 2 BasicLinear: 2",
+        "-# 2 BasicLinear: 2", "-# 0-1 backward_add_rms_norm: 0-1", "+# 0-2 norm_linear: 0-2",
+    ]  # fmt: skip
+    found = json.loads(opfuser_command(*argv, "--format", "json").out)
+    assert [row["paths"] for row in found["programs"]] == [[""]]
+    assert done.out.endswith(found["programs"][0]["diff"] + "\n")
+
+
+def test_programs_of_equal_sequences_are_compared_once(opfuser_command: Command) -> None:
+    argv = "diff", f"{MODELS}:many", "--fusion", "norm_linear", "--program"
+    lines = opfuser_command(*argv).out.splitlines()
+    assert [line for line in lines if line.startswith(("--- ", "+++ "))] == [
+        "--- without layers.[0-1, 3]", "+++ with layers.[0-1, 3]",
+        "--- without layers.2", "+++ with layers.2",
+    ]  # fmt: skip
+
+
+def test_programs_of_two_files(opfuser_command: Command, tmp_path: Path) -> None:
+    after = explained(opfuser_command, tmp_path / "after", "mlp", "--program")
+    with opfuser.disable("norm_linear"):
+        before = explained(opfuser_command, tmp_path / "before", "mlp", "--program")
+        bare = explained(opfuser_command, tmp_path / "bare", "mlp")
+    done = opfuser_command("diff", before, after, "--program")
+    assert done.status == 3
+    assert f"\n--- {before}\n+++ {after}\n" in done.out
+    assert "\n--- " not in opfuser_command("diff", before, after).out
+    done = opfuser_command("diff", before, bare, "--program")
+    assert (done.status, done.out) == (1, "")
+    assert done.err == (
+        f"opfuser: The file has no programs. Received: {bare}. "
+        "Write it with opfuser explain --program --format json -o FILE.\n"
+    )
+
+
+def test_programs_alone_may_differ(opfuser_command: Command, tmp_path: Path) -> None:
+    """As of before and after an upgrade that writes them otherwise."""
+    before = explained(opfuser_command, tmp_path / "before", "mlp", "--program")
+    told = json.loads(Path(before).read_text())
+    told["sequences"][""]["program"] += "\n# more"
+    after = tmp_path / "after"
+    after.write_text(json.dumps(told))
+    assert opfuser_command("diff", before, str(after)).status == 0
+    done = opfuser_command("diff", before, str(after), "--program")
+    assert done.status == 3
+    assert changed_lines(done.out) == ["+# more"]
+
+
 def test_equal_layers_are_told_together(opfuser_command: Command) -> None:
     out = opfuser_command("diff", f"{MODELS}:layers", "--fusion", "recompute_mlp").out
     place = "layers.0-22.attention.6 to layers.0-22.mlp.4"

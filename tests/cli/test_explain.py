@@ -31,6 +31,26 @@ def test_text_is_the_plan_and_what_it_launches(opfuser_command: Command) -> None
     assert "saved for backward" in counts
 
 
+def test_programs_stand_below_their_plans(opfuser_command: Command) -> None:
+    plain = opfuser_command("explain", f"{MODELS}:mlp").out
+    done = opfuser_command("explain", f"{MODELS}:mlp", "--program")
+    with torch.device("meta"):
+        program = models.mlp().plan(torch.empty(2, 3, 16, requires_grad=True)).program
+    assert (done.status, done.err) == (0, "")
+    assert done.out == f"{plain}\n{program}\n"
+    found = json.loads(opfuser_command("explain", f"{MODELS}:mlp", "--format", "json").out)
+    assert "program" not in found["sequences"][""]
+    argv = "explain", f"{MODELS}:mlp", "--program", "--format", "json"
+    assert json.loads(opfuser_command(*argv).out)["sequences"][""]["program"] == program
+
+
+@pytest.mark.parametrize("more", [("--why", "norm_linear"), ("--format", "svg")])
+def test_programs_are_text(opfuser_command: Command, more: tuple[str, str]) -> None:
+    done = opfuser_command("explain", f"{MODELS}:mlp", "--program", *more)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.startswith("opfuser: --program goes with plans as text or JSON. Received: ")
+
+
 def test_every_sequence_has_its_path(opfuser_command: Command) -> None:
     out = opfuser_command("explain", f"{MODELS}:wrapped").out
     titles = [line for line in out.splitlines() if line in ("first", "blocks.0", "never_called")]
