@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 
 import opfuser
-from opfuser import AddExtraInput, ConstantScale, MakeExtraOutput, Sequential
+from opfuser import AddExtraInput, BasicLinear, ConstantScale, MakeExtraOutput, Sequential
 from opfuser.buffer_reuse import only_reference
 from opfuser.engine import program as programs
 from opfuser.engine.program import Program
@@ -262,6 +262,20 @@ def test_zeros_stand_for_the_gradient_of_an_output_that_nobody_differentiates() 
     seq, x = Sequential(Times(), RowSum(), Square(), Stop()), randn(2, 3, grad=True)
     (dx,) = torch.autograd.grad(seq(x)[1].sum(), x)
     same(dx, seq[0].w.detach().expand(2, 3))
+
+
+def test_zeros_have_the_shape_of_the_output_that_forward_made_alone() -> None:
+    """The backward of a tap and a linear operation is one step, their forwards are two."""
+    model = Sequential(MakeExtraOutput(), BasicLinear(3, 5, dtype=F64), Stop())
+    x = torch.randn(2, 3, dtype=F64, requires_grad=True)
+    plan = model.plan(x)
+    assert [step.indices for step in plan.forward] == [(0,), (1,), (2,)]
+    assert [step.indices for step in plan.backward] == [(0, 1), (2,)]
+    _, tapped = outputs = model(x)
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    assert torch.equal(x.grad, torch.ones_like(tapped))  # type: ignore[arg-type]
+    (weight,) = model.parameters()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))  # type: ignore[arg-type]
 
 
 def test_nothing_runs_in_front_of_the_first_gradient() -> None:
