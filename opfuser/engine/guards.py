@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -105,10 +104,23 @@ def expression(facts: CallFacts) -> Expression:
     return Expression(text, names)
 
 
-# Compiling takes longer than all else that a call with other facts does, and layers are alike.
-@functools.lru_cache(256)
+# Compiling takes longer than all else that a call with other facts does, and layers are alike. No
+# lru_cache, which Dynamo warns of where it sees a call that was left to eager mode.
+_guards: dict[CallFacts, Guard] = {}
+_MAX_GUARDS = 256
+
+
 def guard_of(facts: CallFacts) -> Guard:
     """The guard of ``facts``."""
+    guard = _guards.get(facts)
+    if guard is None:
+        if len(_guards) >= _MAX_GUARDS:
+            _guards.clear()
+        guard = _guards[facts] = _compiled(facts)
+    return guard
+
+
+def _compiled(facts: CallFacts) -> Guard:
     text, names = expression(facts)
     guard: Guard = eval(text, names)
     return guard

@@ -103,7 +103,7 @@ def test_no_derivative_is_guessed(name: str) -> None:
     y = Sequential(linear, kind())(torch.ones(2, 3))
     with pytest.raises(
         MissingImplementationError,
-        match=r"^A pointwise operation gives the derivative that autograd does not find "
+        match=r"(?m)^A pointwise operation gives the derivative that autograd does not find "
         r"\(Mine\)\. Received: a value that autograd cannot follow back to x\. Implement "
         r"derivative\(x\), for a constant or a step by torch\.zeros_like\(x\); or write value\(x\) "
         r"in differentiable torch\.$",

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 import opfuser
 from opfuser import fuser as fuser_module
 from opfuser.context import TensorFacts
+from opfuser.engine import guards
 from opfuser.engine.guards import MAX_RECENT, expression, guard_of
 from opfuser.engine.plan_key import CallFacts, PlanKey, call_facts
 from opfuser.fuser import OperationFuser
@@ -359,7 +360,7 @@ def test_a_guard_keeps_no_parameters() -> None:
 
 
 def test_a_guard_is_freed_without_the_garbage_collector() -> None:
-    guard = guard_of.__wrapped__(CallFacts.frozen(BASE.facts()))
+    guard = guards._compiled(CallFacts.frozen(BASE.facts()))
     freed = weakref.ref(guard)
     gc.disable()
     try:
