@@ -305,7 +305,7 @@ class OperationFuser:
         limits = Limits(self._facts_of_operations(facts)) if self._is_configured() else None
         plan = make_plan(self._units, env, needs, registry, limits)
         wiring = Wiring(self.routing, self._num_parameters, self._paths)
-        return Program(dataclasses.replace(plan, wiring=wiring), *wiring)
+        return Program(dataclasses.replace(plan, wiring=wiring))
 
     def _facts_of_operations(self, facts: CallFacts) -> list[OperationFacts]:
         """What limits of configurations are compared with; all of it follows from the key."""

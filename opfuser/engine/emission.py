@@ -177,6 +177,22 @@ def _grad_of(slot: Slot) -> str:
     return f"dy{slot.op}_{slot.slot}"
 
 
+@contextmanager
+def _lines_of(
+    lines: _Lines, layout: Layout, emission: Emission, step: Step, stage: Stage
+) -> Iterator[None]:
+    """Within it, lines belong to a step: a comment comes first, and its range around all others."""
+    lines.step = step
+    lines(_comment(layout, step))
+    if emission.ranged:
+        bound = lines.bind(f"range{step.indices[0]}", (layout.paths, step, stage))
+        with lines.block(f"with {lines.helper(range_of)}(*{bound}):"):
+            yield
+    else:
+        yield
+    lines.step = None
+
+
 def _comment(layout: Layout, step: Step) -> str:
     """Indices, class and place of a step. Names of a user's may hold anything but a line's end."""
     indices = "-".join(map(str, dict.fromkeys((step.indices[0], step.indices[-1]))))
@@ -254,19 +270,12 @@ class _Forward:
                     _tuple([f"e{n}" for n in range(len(layout.routing.inputs))]) + " = extra_inputs"
                 )
             for number, step in enumerate(layout.plan.forward):
-                lines.step, name = step, step_name(step)
-                lines(_comment(layout, step))
-                if self.emission.verified:
-                    bound = lines.bind(f"name{number}", name)
-                    lines(f"verification.before_forward({step.indices[0]}, {bound}, x)")
                 quantizers = before.get(step.indices[0]), behind[number]
-                if self.emission.ranged:
-                    bound = lines.bind(f"range{number}", (layout.paths, step, "forward"))
-                    with lines.block(f"with {lines.helper(range_of)}(*{bound}):"):
-                        self.step(number, step, quantizers)
-                else:
+                with _lines_of(lines, layout, self.emission, step, "forward"):
+                    if self.emission.verified:
+                        bound = lines.bind(f"name{number}", step_name(step))
+                        lines(f"verification.before_forward({step.indices[0]}, {bound}, x)")
                     self.step(number, step, quantizers)
-            lines.step = None
             lines(f"return x, {_listed(map(_extra, layout.routing.outputs))}")
         return lines.text()
 
@@ -459,29 +468,22 @@ class _Backward:
             if any(reads is not None for reads in layout.reads):
                 kept = sum(stop - start for start, stop in filter(None, layout.reads))
                 lines(f"base = len(saved) - {kept}")
-            for number, step in reversed(list(enumerate(layout.plan.backward))):
+            for step in reversed(layout.plan.backward):
                 if all(layout.plan.needs[i] is None for i in step.indices):
                     break
-                lines.step, name = step, step_name(step)
-                lines(_comment(layout, step))
-                first = step.indices[0]
-                quantizer = quantizers.get(first)
+                quantizer = quantizers.get(step.indices[0])
                 plain = _is_plain(step.op, _has_extras(layout, step) or quantizer is not None)
-                if self.emission.ranged:
-                    bound = lines.bind(f"range{number}", (layout.paths, step, "backward"))
-                    with lines.block(f"with {lines.helper(range_of)}(*{bound}):"):
-                        self.step(step, plain, quantizer)
-                else:
+                with _lines_of(lines, layout, self.emission, step, "backward"):
                     self.step(step, plain, quantizer)
-                if self.emission.verified and not plain:
-                    self.verify(step, name)
-            lines.step = None
+                    if self.emission.verified and not plain:
+                        self.verify(step)
             lines(f"return dx, {_listed(results)}")
         return lines.text()
 
-    def verify(self, step: Step, name: str) -> None:
-        first, lines = step.indices[0], self.lines
-        lines(f"verification.after_backward({first}, {lines.bind(f'name{first}', name)}, dx)")
+    def verify(self, step: Step) -> None:
+        first = step.indices[0]
+        name = self.lines.bind(f"name{first}", step_name(step))
+        self.lines(f"verification.after_backward({first}, {name}, dx)")
 
     def revived(self, i: int) -> str:
         lines, reads = self.lines, self.layout.reads[i]
@@ -500,7 +502,7 @@ class _Backward:
             with lines.block("if dx is not None:"):
                 self.plain(step)
                 if self.emission.verified:
-                    self.verify(step, step_name(step))
+                    self.verify(step)
             return
         contexts = [self.revived(i) for i in step.indices]
         if quantizer is not None:

@@ -39,11 +39,7 @@ class Program:
     ask for. Debuggers, tracebacks and profilers find their text under the name of their file.
 
     Args:
-        plan: the steps.
-        routing: of extra tensors.
-        num_parameters: of each basic operation.
-        paths: of the basic operations in their Sequential, kept up to date by the caller; empty
-            where they stand in none.
+        plan: the steps, with the wiring of their operations.
 
     Attributes:
         outputs, inputs: of the routing.
@@ -57,13 +53,9 @@ class Program:
         verified: kinds of calls that were verified; None where all is the library's own.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        routing: Routing,
-        num_parameters: Sequence[int],
-        paths: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, plan: Plan) -> None:
+        assert plan.wiring is not None  # as of a plan that joins others
+        routing, num_parameters, paths = plan.wiring
         self.plan = plan
         self.paths = paths
         self.outputs = routing.outputs
@@ -203,7 +195,7 @@ def _program_text(plan: Plan) -> str:
     """The text that ``print(plan.program)`` shows, without a line's end at its end."""
     if plan.wiring is None:
         return "\n\n\n".join(_texts_of_groups(plan.groups))
-    program = Program(plan, *plan.wiring)
+    program = Program(plan)
     stages: tuple[Stage, ...] = ("forward", "backward") if program.needs_backward else ("forward",)
     return "\n".join(program.text(stage).source for stage in stages).rstrip("\n")
 

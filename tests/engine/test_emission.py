@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import linecache
 import sys
 import traceback
@@ -38,6 +37,7 @@ from tests.engine.toys import (
     producer,
     randn,
     same,
+    without_collector,
 )
 
 
@@ -784,20 +784,10 @@ def test_what_was_saved_is_freed_step_by_step_in_backward(kinds: str) -> None:
     assert alive == [[True] * 3, [True, True, False], [True, False, False]]
 
 
-@contextmanager
-def without_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def test_what_a_program_is_made_of_goes_with_it() -> None:
     """Its functions and its texts, without the garbage collector."""
     seq, x = Sequential(Times(), Mixed(), RowSum()), randn(2, 3, grad=True)
-    with without_gc():
+    with without_collector():
         y = seq(x, randn(2, 3))[0]
         y.sum().backward()
         made = program_of(seq)
@@ -952,7 +942,7 @@ def test_threads_compile_a_program_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     with torch.no_grad():
         expected = seq(x)
     found = program_of(seq)
-    fresh_program = Program(found.plan, found._text_layout.routing, [1, 0, 1])
+    fresh_program = Program(found.plan)
     both, emit = Barrier(2, timeout=30), programs.emit_forward
 
     def together(*args: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bdb
 import cProfile
-import gc
 import inspect
 import io
 import linecache
@@ -14,7 +13,6 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from types import FrameType
 from typing import Any
@@ -29,7 +27,7 @@ from opfuser import GELU, BasicLinear, Identity, Linear, Residual, RMSNorm, Sequ
 from opfuser.errors import ContextError, InputError
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.op import BasicOperation, OperationContext
-from tests.engine.toys import Mixed, Square, Times, randn
+from tests.engine.toys import Mixed, Square, Times, randn, without_collector
 
 NOTES = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from 3.11 on")
 PREFIX = "<opfuser program "
@@ -38,17 +36,6 @@ PREFIX = "<opfuser program "
 def files() -> set[str]:
     """The programs that debuggers find a text of."""
     return {name for name in linecache.cache if name.startswith(PREFIX)}
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Within it, what is in a cycle stays. Planning itself leaves some, which are freed before."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Fails(BasicOperation):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +14,17 @@ import opfuser
 from opfuser.op import BasicOperation, OperationContext
 
 F64 = torch.float64
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Within it, what is in a cycle stays. Planning itself leaves some, which are freed before."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Times(BasicOperation):
