@@ -27,9 +27,15 @@ __all__ = [
 
 
 class Clock:
-    """Counts every change of any operation, so that unchanged ones need no inspection."""
+    """Counts every change of any operation, so that unchanged ones need no inspection.
+
+    Attributes:
+        now: changes so far.
+        states: numbers and flags that were changed during a forward pass, see :class:`Tracked`.
+    """
 
     now = 0
+    states = 0
 
 
 class _ActiveCalls(threading.local):
@@ -76,6 +82,7 @@ class Tracked(nn.Module):
                 own.setdefault("_state_names", set()).add(name)
                 super().__setattr__(name, value)  # type: ignore[arg-type]
                 own.pop("_settings", None)
+                Clock.states += 1
                 return
         if isinstance(value, Tensor) and (old := _parameter(self, name)) is not None:
             super().__setattr__(name, value)

@@ -71,7 +71,9 @@ def execute_eagerly(
     functorch = torch._C._are_functorch_transforms_active()
     if functorch:
         input_ = _batched_like(input_, [*parameters, *extra_inputs, *_tensors_in(kwargs)])
-    output, outputs = execute_forward(program, kwargs, input_, extra_inputs, None)
+    output, outputs = execute_forward(
+        program, kwargs, input_, extra_inputs, None, None if functorch else parameters
+    )
     watched = functorch or torch.is_grad_enabled() or torch.compiler.is_compiling()
     # detach() would drop the tangents of forward mode.
     if not watched and output._is_view() and unpack_dual(output).tangent is None:
@@ -125,7 +127,10 @@ class _SequenceFunction(torch.autograd.Function):
     ) -> Any:
         tape = Tape()
         extra_inputs = tensors[program.num_parameters :]
-        output, outputs = execute_forward(program, kwargs, input_, extra_inputs, tape)
+        parameters = tensors[: program.num_parameters]
+        output, outputs = execute_forward(
+            program, kwargs, input_, extra_inputs, tape, parameters
+        )
         if tape.verification is not None:
             tape.verification.note(tensors)
         marked, hooked, traced = False, False, torch.compiler.is_compiling()
@@ -135,7 +140,14 @@ class _SequenceFunction(torch.autograd.Function):
                 marked, hooked = _saved_tensors_hooks()
             mark = [torch.empty(0, program.layout())] if marked else ()
             func_ctx.save_for_backward(*mark, *tape.saved, *kept)
-        func_ctx.forwarded = (program, tape.contexts, marked, hooked, tape.verification)
+        func_ctx.forwarded = (
+            program,
+            tape.contexts,
+            marked,
+            hooked,
+            tape.verification,
+            tape.special,
+        )
         if traced and torch.compiler.is_dynamo_compiling():
             # In a trace of torch 2.11, an output that an in-place operation returned, or that
             # shares memory with another one, gets a wrong gradient.
@@ -143,7 +155,7 @@ class _SequenceFunction(torch.autograd.Function):
             outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
         else:
             if BytesSaved.wanted and not traced:
-                emit(_bytes_saved(program, tape.saved, tensors[: program.num_parameters], marked))
+                emit(_bytes_saved(program, tape.saved, parameters, marked))
             if output._is_view():
                 # What is traced has no memory, and is functional in any case.
                 given = (input_, *tensors)

@@ -233,7 +233,7 @@ class Captured:
         return BackwardGraph(graph, self._forwarded(self._saved), self.tensors, received)
 
     def _forwarded(self, saved: Sequence[Tensor | None]) -> Forwarded:
-        return Forwarded(saved, (self.program, self._contexts, False, False, None))
+        return Forwarded(saved, (self.program, self._contexts, False, False, None, None))
 
     def _make_way(self, found: BackwardGraph, parameters: Sequence[Tensor]) -> bool:
         """Whether nobody holds the gradients that a replay writes over.

@@ -23,7 +23,7 @@ class Forwarded(NamedTuple):
     """What a forward pass left: all that :func:`execute_backward` reads of a context."""
 
     saved_tensors: Sequence[Tensor | None]
-    forwarded: tuple[Program, Sequence[Any], bool, bool, None]
+    forwarded: tuple[Program, Sequence[Any], bool, bool, None, None]
 
 
 class BackwardGraph:

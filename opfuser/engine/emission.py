@@ -25,7 +25,16 @@ from .plan import Plan, Step, quantizer_between
 from .ranges import place, range_of
 from .routing import Routing, Slot, describe
 
-__all__ = ["PLAIN", "Emission", "Layout", "Text", "emit_backward", "emit_forward", "step_name"]
+__all__ = [
+    "PLAIN",
+    "Emission",
+    "Layout",
+    "Text",
+    "comment",
+    "emit_backward",
+    "emit_forward",
+    "step_name",
+]
 
 
 class Emission(NamedTuple):
@@ -183,7 +192,7 @@ def _lines_of(
 ) -> Iterator[None]:
     """Within it, lines belong to a step: a comment comes first, and its range around all others."""
     lines.step = step
-    lines(_comment(layout, step))
+    lines(comment(layout.paths, step))
     if emission.ranged:
         bound = lines.bind(f"range{step.indices[0]}", (layout.paths, step, stage))
         with lines.block(f"with {lines.helper(range_of)}(*{bound}):"):
@@ -193,11 +202,11 @@ def _lines_of(
     lines.step = None
 
 
-def _comment(layout: Layout, step: Step) -> str:
+def comment(paths: Sequence[str], step: Step) -> str:
     """Indices, class and place of a step. Names of a user's may hold anything but a line's end."""
     indices = "-".join(map(str, dict.fromkeys((step.indices[0], step.indices[-1]))))
     what = step.fusion or type(step.op).__name__
-    where = place(layout.paths, step)
+    where = place(paths, step)
     text = f"# {indices} {what}" + (f": {where}" if where else "")
     return "".join(c if c.isprintable() else "?" for c in text)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .emission import PLAIN, Emission, step_name
 from .plan import Step
 from .program import Program
 from .ranges import place
+from .specialized import Specialization
 from .verification import Verification
 
 __all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward"]
@@ -31,12 +33,17 @@ _CAN_CLEAR = hasattr(torch._C._FunctionBase, "maybe_clear_saved_tensors")
 
 
 class Tape:
-    """What forward hands to backward: a context per basic operation, and the saved tensors."""
+    """What forward hands to backward: a context per basic operation, and the saved tensors.
+
+    Attributes:
+        special: of the call, if it has run straight lines.
+    """
 
     def __init__(self) -> None:
         self.contexts: list[OperationContext] = []
         self.saved: list[Tensor | None] = []
         self.verification: Verification | None = None
+        self.special: Specialization | None = None
 
     def add(self, *ctxs: OperationContext) -> None:
         """Takes the contexts of a step, and what its operations have saved."""
@@ -52,11 +59,61 @@ class Tape:
 
 
 def execute_forward(
-    program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
+    program: Program,
+    kwargs: Kwargs,
+    x: Tensor,
+    extra_inputs: Sequence[Tensor],
+    tape: Tape | None,
+    parameters: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output and extra outputs of a forward pass; ``tape`` records what backward needs."""
+    """The output and extra outputs of a forward pass.
+
+    Args:
+        program: what is executed.
+        kwargs: keywords of each operation, or None.
+        x: the input.
+        extra_inputs: of all operations.
+        tape: records what backward needs, or None.
+        parameters: of all operations; without, no specialization is looked for, or made.
+    """
     if torch.compiler.is_compiling():
         return _traced_forward(program, kwargs, x, extra_inputs, tape)
+    special = program.specializations
+    if (
+        parameters is None
+        or kwargs is not None
+        or special.refusal is not None
+        or profiler._is_profiler_enabled
+    ):
+        return _run_forward(program, kwargs, x, extra_inputs, tape)
+    kept = special.kept()
+    found = special.find(x, parameters, extra_inputs, kept)
+    if found is not None:
+        try:
+            x, outputs, saved = found.forward(x, parameters, extra_inputs, kept)
+        except Exception as error:
+            _note(error, program.step_of(error), program, "forward")
+            raise
+        if tape is not None:
+            tape.contexts, tape.saved, tape.special = found.contexts, saved, found
+        return x, outputs
+    if not special.is_due(x, parameters, extra_inputs):
+        return _run_forward(program, kwargs, x, extra_inputs, tape)
+    recorder = special.recorder(x, parameters, extra_inputs, kept)
+    with recorder.watching():
+        results = _run_forward(program, kwargs, x, extra_inputs, tape)
+    contexts, own_saved = ([], []) if tape is None else (tape.contexts, tape.saved)
+    arguments = x, parameters, extra_inputs, kept
+    made = special.add(recorder, arguments, results, contexts, own_saved)
+    if tape is not None:
+        tape.special = made
+    return results
+
+
+def _run_forward(
+    program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
+) -> tuple[Tensor, list[Tensor]]:
+    """As :func:`execute_forward`, by the function of the program."""
     verification = _verification(program, x, tape)
     emission = PLAIN
     if kwargs is not None or verification is not None or profiler._is_profiler_enabled:
@@ -147,13 +204,13 @@ def execute_backward(
     Args:
         func_ctx: has the ``saved_tensors`` of a forward pass, and ``forwarded``: the program, the
             contexts, whether a mark of a checkpoint comes first, whether hooks of a caller returned
-            the tensors, and the verification.
+            the tensors, the verification, and the specialization that has run or None.
         dx: gradient of the output.
         grad_outputs: of the extra outputs.
         keep: whether another backward pass may follow.
     """
     saved: list[Tensor | None] = list(func_ctx.saved_tensors)
-    program, contexts, marked, hooked, verification = func_ctx.forwarded
+    program, contexts, marked, hooked, verification, special = func_ctx.forwarded
     if marked:
         del saved[0]
     if hooked:
@@ -161,6 +218,18 @@ def execute_backward(
     if saved and not keep and _CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
+    found = None
+    if special is not None and not hooked and not profiler._is_profiler_enabled and dx is not None:
+        found = program.specializations.backward(special, dx, grad_outputs, saved, keep)
+    if found is not None and found.function is not None:
+        try:
+            grads: list[Tensor | None] = found.function(dx, grad_outputs, saved)
+        except Exception as error:
+            _note(error, program.step_of(error), program, "backward")
+            raise
+        if not program.input_needs_grad:
+            grads[0] = None
+        return grads
     if torch.compiler.is_compiling():
         function = program.traced("backward")
     elif verification is not None or profiler._is_profiler_enabled:
@@ -170,7 +239,8 @@ def execute_backward(
         function = program.function("backward", PLAIN)
     overlap = program.overlap and _overlap(program.overlap, program.plan.env.device)
     try:
-        dx, grads = function(dx, grad_outputs, contexts, saved, verification)
+        with nullcontext() if found is None else found.recorder.watching():
+            dx, grads = function(dx, grad_outputs, contexts, saved, verification)
     except ContextError as error:
         raise _located(error, program, "backward") from error
     except Exception as error:
@@ -183,4 +253,7 @@ def execute_backward(
         dx = None
     if verification is not None:
         verification.at_the_end(grads)
-    return [dx, *grads]
+    grads = [dx, *grads]
+    if found is not None:
+        program.specializations.add_backward(found, grads)
+    return grads

@@ -16,6 +16,7 @@ from ..op.kinds import is_built_in
 from .emission import PLAIN, Emission, Layout, Text, emit_backward, emit_forward
 from .plan import Plan, Step, Texts
 from .routing import Routing
+from .specialized import Specializations
 
 __all__ = ["Program"]
 
@@ -51,6 +52,7 @@ class Program:
         prepared_ops: operations with a ``pre_fuser_forward``, and whether they need gradients.
         overlap: of weight gradients, or None.
         verified: kinds of calls that were verified; None where all is the library's own.
+        specializations: functions for calls that are alike in shapes, too.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -100,6 +102,8 @@ class Program:
         self._replace: Callable[[Step, Stage], Any] | None = None
         self._traced_forward: Callable[..., Any] | None = None
         self._traced_backward: Callable[..., Any] | None = None
+        self._specialized: list[_Function] = []
+        self.specializations = Specializations(self)
 
     def layout(self) -> int:
         """A number that differs between programs that may save different tensors.
@@ -136,8 +140,9 @@ class Program:
 
     def step_of(self, error: BaseException) -> Step | None:
         """The step whose line an exception came through; None if it came through none."""
+        functions = [*list(self._functions.values()), *self._specialized]
         codes: dict[CodeType, tuple[Step | None, ...]] = {
-            found.function.__code__: found.steps for found in list(self._functions.values())
+            found.function.__code__: found.steps for found in functions
         }
         traceback = error.__traceback__
         while traceback is not None:
@@ -156,21 +161,39 @@ class Program:
         finally:
             self._functions, self._replace = before, None
 
+    def lines(
+        self, stage: Stage, emission: Emission
+    ) -> tuple[CodeType, tuple[Step | None, ...]]:
+        """The code of the function of a pass, and the step of each of its lines."""
+        function = self.function(stage, emission)
+        return function.__code__, self._functions[stage, emission].steps
+
+    def specialize(self, stage: Stage, text: Text) -> Callable[..., Any]:
+        """A function for calls of a kind, given its text."""
+        names = dict(text.names)
+        asked_for = f" specialized {len(self._specialized)}"
+        made = self._made(stage, asked_for, text, names)
+        self._specialized.append(made)
+        return made.function
+
     def _compile(self, stage: Stage, emission: Emission) -> _Function:
         text = self.text(stage, emission)
         asked_for = "".join(f" {name}" for name, asked in emission._asdict().items() if asked)
-        file = f"<opfuser program {self._number}: {stage}{asked_for}>"
         names = dict(text.names)
+        if self._replace is not None:
+            for name, step in text.operations.items():
+                names[name] = self._replace(step, stage)
+        made = self._made(stage, asked_for, text, names)
+        return self._functions.setdefault((stage, emission), made)  # or another thread's
+
+    def _made(self, stage: Stage, asked_for: str, text: Text, names: dict[str, Any]) -> _Function:
+        file = f"<opfuser program {self._number}: {stage}{asked_for}>"
         if self._replace is None:
             linecache.cache[file] = len(text.source), None, text.source.splitlines(True), file
             self._files.append(file)
-        else:
-            for name, step in text.operations.items():
-                names[name] = self._replace(step, stage)
         exec(compile(text.source, file, "exec"), names)
         # Not among its own globals: that cycle would keep the operations, and their parameters.
-        made = _Function(names.pop(stage), text.steps)
-        return self._functions.setdefault((stage, emission), made)  # or another thread's
+        return _Function(names.pop(stage), text.steps)
 
 
 def _forget_texts(files: Sequence[str]) -> None:

@@ -59,12 +59,14 @@ class _State:
         everywhere: whether kernels take tensors of any device.
         record: where launches are noted instead of run.
         compiled: is told of each kernel that was compiled.
+        listener: is told of each launch.
     """
 
     everywhere: bool = INTERPRETED
     only_meta: bool = False
     record: list[Recorded] | None = None
     compiled: Told | None = None
+    listener: Callable[..., None] | None = None
 
 
 class Recorded(NamedTuple):
@@ -124,6 +126,11 @@ def tell_compilations(told: Told | None) -> None:
             host took.
     """
     _State.compiled = told
+
+
+def listen(told: Callable[..., None] | None) -> None:
+    """Has ``told`` called after each launch of any thread, with the launch and its arguments."""
+    _State.listener = told
 
 
 _counts: dict[int, int] = {}
@@ -233,6 +240,17 @@ class Launch:
         if _State.record is not None and (tensors[0].is_meta or not _State.only_meta):  # type: ignore[union-attr]
             _State.record.append(Recorded(self, grid, tensors, ints, floats))
             return
+        self._run(grid, tensors, ints, floats)
+        if _State.listener is not None:
+            _State.listener(self, grid, tensors, ints, floats)
+
+    def _run(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor | None, ...],
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+    ) -> None:
         x, y, z = grid
         if not (x and y and z):
             return
@@ -271,6 +289,23 @@ class Launch:
             run(x, y, z, stream, function, *before, args)
         else:
             run(x, y, z, stream, function, *before, *pointers, *ints, *floats, *self._values)
+
+    def prepared(
+        self, tensors: tuple[Tensor | None, ...], ints: tuple[int, ...]
+    ) -> tuple[Any, Any, tuple[Any, ...], bool, tuple[Any, ...]] | None:
+        """What a call with such arguments hands to Triton's launcher; None: what is not known.
+
+        The launcher, the binary's function, what comes before the arguments of the kernel, whether
+        these come in a tuple, and the constants behind them. It holds for tensors of these dtypes
+        that begin at multiples of 16 bytes.
+        """
+        first = tensors[0]
+        assert first is not None
+        if INTERPRETED or any(t is not None and t.data_ptr() & 15 for t in tensors):
+            return None
+        dtypes = [None if t is None else t.dtype for t in tensors]
+        entry = self._recent.get((first.get_device(), ints, *dtypes))
+        return None if entry is None else (*entry, self._values)
 
     def _find(self, key: tuple[Any, ...]) -> _Entry | None:
         """The binary for integers that came with this key for the first time."""

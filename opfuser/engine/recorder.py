@@ -1,0 +1,581 @@
+"""Records what a pass of a program calls, as straight-line Python.
+
+The functions of a program call operations, which decide by shapes, strides and modes what to call.
+Where these are the same again, so is every decision. A :class:`Recorder` watches one pass and notes
+each call of a torch function and each launch of a kernel, with the tensors by name and all else as
+constants. Their lines are a program without decisions, for calls like the one that was watched.
+
+What cannot be repeated so is refused: values that the host reads, tensors from elsewhere, writes to
+tensors of the caller, memory that nothing is seen to write to.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import math
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..kernels import launch as launches
+from .emission import Text
+from .plan import Step
+
+__all__ = ["NotRecordableError", "Recorder", "Straight", "memory_of_all", "text_of"]
+
+
+class NotRecordableError(Exception):
+    """Why a pass cannot be repeated by its calls alone."""
+
+
+class _Call(NamedTuple):
+    """A call that was noted.
+
+    Attributes:
+        step: whose it is.
+        text: of the call, with names in braces for the tensors.
+        reads: the names in it.
+        results: names of what it returns, None for what is no tensor.
+        unpacked: whether it returns several.
+        effect: whether it does anything besides returning these.
+    """
+
+    step: Step | None
+    text: str
+    reads: tuple[str, ...]
+    results: tuple[str | None, ...]
+    unpacked: bool
+    effect: bool
+
+
+# What reads values on the host, or returns sizes that depend on them.
+_HOST = frozenset(
+    "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ equal "
+    "allclose is_nonzero nonzero masked_select unique unique_consecutive bincount argwhere "
+    "repeat_interleave histogram combinations __array__ cpu cuda set_ resize_ resize_as_ t_ "
+    "transpose_ squeeze_ unsqueeze_ swapaxes_ requires_grad_ register_hook backward "
+    "_local_scalar_dense".split()
+)
+_EMPTY = frozenset(
+    "empty empty_like new_empty empty_strided new_empty_strided empty_permuted".split()
+)
+# Change nothing, and what they return is another name for the same values.
+_VIEWS = frozenset(
+    "view reshape t transpose permute detach expand expand_as unsqueeze squeeze flatten unflatten "
+    "narrow select view_as as_strided unbind split chunk movedim swapaxes".split()
+)
+# Return what they are given where nothing is to be done.
+_MAYBE_SAME = frozenset("contiguous to type_as float half bfloat16 double reshape flatten".split())
+_PURE = _VIEWS | _EMPTY | _MAYBE_SAME
+_OUT = ("out", "grad_input")
+_LONG = 100
+
+
+class _State(threading.local):
+    recorder: Recorder | None = None
+
+
+_state = _State()
+
+
+def memory_of_all(tensors: Iterable[Tensor | None]) -> set[int]:
+    """The addresses of the memory of tensors."""
+    return {t.untyped_storage()._cdata for t in tensors if t is not None}
+
+
+class Recorder(TorchFunctionMode):
+    """Notes what is called while it is entered.
+
+    Args:
+        code: of the function of the program that runs, whose lines tell the step.
+        steps: of its lines.
+        given: tensors that the pass is called with, by name.
+        theirs: of these, those that belong to a caller: nothing is written to their memory.
+
+    Raises:
+        NotRecordableError: by :meth:`finish`.
+    """
+
+    def __init__(
+        self,
+        code: CodeType,
+        steps: Sequence[Step | None],
+        given: dict[str, Tensor | None],
+        theirs: Sequence[Tensor | None],
+    ) -> None:
+        super().__init__()
+        self._code, self._steps = code, steps
+        self.calls: list[_Call] = []
+        self.names: dict[str, Any] = {}
+        self.same: list[tuple[str, str]] = []  # names that were given one tensor
+        self.refusal: str | None = None
+        self._bound: dict[int, str] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._theirs = memory_of_all(theirs)
+        self._unwritten: set[int] = set()
+        self._views: dict[tuple[str, ...], str] = {}
+        self._count = 0
+        self.launched: list[str] = []  # names whose alignment a prepared launch depends on
+        self.device: int | None = None
+        for name, tensor in given.items():
+            if tensor is None:
+                continue
+            known = self._name(tensor)
+            if known is None:
+                self._known[id(tensor)] = weakref.ref(tensor), name
+            else:
+                self.same.append((known, name))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, calls and launches of this thread are noted."""
+        _state.recorder = self
+        launches.listen(_note_launch)
+        try:
+            with self:
+                yield
+        finally:
+            _state.recorder = None
+            launches.listen(None)
+
+    def name_of(self, tensor: Tensor | None) -> str:
+        """How the lines name a result; "None" for None.
+
+        Raises:
+            NotRecordableError: it is of no call that was noted, or nothing was written to it.
+        """
+        if tensor is None:
+            return "None"
+        name = self._name(tensor)
+        if name is None:
+            raise NotRecordableError("a result comes from elsewhere than from the calls seen")
+        if tensor.untyped_storage()._cdata in self._unwritten and tensor.numel():
+            raise NotRecordableError("nothing was seen to write to a result")
+        return name
+
+    def finish(self) -> None:
+        """Raises NotRecordableError if anything that was seen cannot be repeated."""
+        if self.refusal is not None:
+            raise NotRecordableError(self.refusal)
+
+    # What is called.
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given: list[Tensor] = []
+        _collect((args, kwargs), given)
+        before = _versions(given)
+        result = func(*args, **kwargs)
+        if self.refusal is None:
+            try:
+                self._note(func, args, kwargs, result, given, before != _versions(given))
+            except NotRecordableError as error:
+                self.refusal = str(error)
+        return result
+
+    def _note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        given: list[Tensor],
+        changed: bool,
+    ) -> None:
+        name = _name_of_function(func)
+        if name in _HOST or name == "__set__":
+            raise NotRecordableError(f"{name} is called, which cannot be repeated")
+        made: list[Tensor] = []
+        _collect(result, made)
+        changed = changed or _writes(func, name, kwargs)
+        if not made and not changed:
+            return  # a question about shapes, strides, dtypes
+        if name == "__get__" and func.__self__.__name__ == "grad":
+            raise NotRecordableError("a gradient is read")
+        same = len(made) == 1 and any(made[0] is t for t in given)
+        if same and not changed:
+            if name in _MAYBE_SAME or name in _VIEWS:
+                return
+            raise NotRecordableError(f"{name} returns what it was given")
+        memory = memory_of_all(given)
+        self._check_memory(name, kwargs, args, given, made, changed)
+        reads: list[str] = []
+        text = self._text_of_call(func, name, args, kwargs, reads)
+        pure = not changed and (name in _PURE or name == "__get__" or name == "__getitem__")
+        key = (text, *reads)
+        is_view = pure and isinstance(result, Tensor) and bool(memory_of_all(made) & memory)
+        if is_view and key in self._views:
+            self._known[id(result)] = weakref.ref(result), self._views[key]
+            return
+        results, unpacked = self._results(result, None if not same else made[0])
+        if is_view and results[0] is not None:
+            self._views[key] = results[0]
+        self.calls.append(_Call(self._step(), text, tuple(reads), results, unpacked, not pure))
+
+    def _check_memory(
+        self,
+        name: str,
+        kwargs: dict[str, Any],
+        args: tuple[Any, ...],
+        given: list[Tensor],
+        made: list[Tensor],
+        changed: bool,
+    ) -> None:
+        memory = memory_of_all(given)
+        if changed:
+            written = _written(name, args, kwargs)
+            targets = memory_of_all(written) if written else memory
+            if targets & self._theirs:
+                raise NotRecordableError(f"{name} writes to a tensor of the caller")
+            self._unwritten -= targets
+        elif name not in _VIEWS and name != "__getitem__" and name != "__get__":
+            read = memory
+            if kwargs.get("beta") == 0 and args:
+                read = memory_of_all([t for t in given if t is not args[0]])
+            if name not in _EMPTY and not name.endswith("_like") and not name.startswith("new_"):
+                unseen = read & self._unwritten
+                if unseen and any(
+                    t.numel() for t in given if t.untyped_storage()._cdata in unseen
+                ):
+                    raise NotRecordableError(f"{name} reads what nothing was seen to write to")
+        for t in made:
+            address = t.untyped_storage()._cdata
+            if address not in memory:
+                self._unwritten.discard(address)
+                if name in _EMPTY:
+                    self._unwritten.add(address)
+
+    def _results(self, result: Any, same: Tensor | None) -> tuple[tuple[str | None, ...], bool]:
+        if same is not None or result is None:
+            return (), False
+        if isinstance(result, Tensor):
+            return (self._new(result),), False
+        if not isinstance(result, (tuple, list)):
+            return (), False
+        names: list[str | None] = []
+        for part in result:
+            if isinstance(part, (tuple, list, dict)):
+                raise NotRecordableError("results are nested")
+            names.append(self._new(part) if isinstance(part, Tensor) else None)
+        return tuple(names), True
+
+    def _new(self, tensor: Tensor) -> str:
+        name = f"t{self._count}"
+        self._count += 1
+        self._known[id(tensor)] = weakref.ref(tensor), name
+        return name
+
+    def _name(self, tensor: Tensor) -> str | None:
+        found = self._known.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def _step(self) -> Step | None:
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is self._code:
+                return self._steps[frame.f_lineno - 1]
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+    # Launches.
+
+    def note_launch(
+        self,
+        launch: launches.Launch,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor | None, ...],
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+    ) -> None:
+        """Notes a launch that has just run."""
+        if self.refusal is not None:
+            return
+        try:
+            self._note_launch(launch, grid, tensors, ints, floats)
+        except NotRecordableError as error:
+            self.refusal = str(error)
+
+    def _note_launch(
+        self,
+        launch: launches.Launch,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor | None, ...],
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+    ) -> None:
+        given = [t for t in tensors if t is not None]
+        twice = [t for n, t in enumerate(given) if any(t is other for other in given[:n])]
+        if memory_of_all(twice) & self._theirs:
+            raise NotRecordableError(f"{launch.name} writes to a tensor of the caller")
+        self._unwritten -= memory_of_all(given)
+        reads: list[str] = []
+        pointers = [self._value(t, reads) for t in tensors]
+        prepared = launch.prepared(tensors, ints)
+        numbers = [*map(repr, ints), *(self._number(f) for f in floats)]
+        name = self._bind(launch, launch.name.partition(":")[2])
+        if prepared is None:
+            groups = (_tuple_text(part) for part in (pointers, numbers[: len(ints)]))
+            rest = _tuple_text(numbers[len(ints) :])
+            text = f"{name}({grid}, {', '.join(groups)}, {rest})"
+        else:
+            run, function, before, packed, values = prepared
+            self.device = given[0].get_device()
+            self.launched += reads
+            name = self._bind(run, f"launch_{name}")
+            addresses = ["None" if t == "None" else f"{t}.data_ptr()" for t in pointers]
+            own = [*addresses, *numbers, f"*{self._bind(values, 'constants')}"]
+            rest = f"({', '.join(own)})" if packed else ", ".join(own)
+            x, y, z = grid
+            binary, between = self._bind(function, "binary"), self._bind(before, "metadata")
+            text = f"{name}({x}, {y}, {z}, stream, {binary}, *{between}, {rest})"
+        self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
+
+    # Text.
+
+    def _text_of_call(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], reads: list[str]
+    ) -> str:
+        if name == "__get__":
+            return f"{self._value(args[0], reads)}.{func.__self__.__name__}"
+        if name in ("__getitem__", "__setitem__"):
+            at = f"{self._value(args[0], reads)}[{self._index(args[1], reads)}]"
+            return at if name == "__getitem__" else f"{at} = {self._value(args[2], reads)}"
+        own = getattr(Tensor, name, None)
+        is_method = own is func and args and isinstance(args[0], Tensor)
+        rest = [self._value(a, reads) for a in args] if not is_method else []
+        if is_method:
+            target = self._value(args[0], reads)
+            rest = [self._value(a, reads) for a in args[1:]]
+        for key, value in kwargs.items():
+            rest.append(f"{key}={self._value(value, reads)}")
+        if is_method:
+            return f"{target}.{name}({', '.join(rest)})"
+        plain = _PLAIN.get(func)
+        if plain is not None:
+            func = plain
+        # An overload's call is a function in Python around this one.
+        called = getattr(func, "_op", func) if isinstance(func, torch._ops.OpOverload) else func
+        return f"{self._bind(called, name, keep=func)}({', '.join(rest)})"
+
+    def _index(self, index: Any, reads: list[str]) -> str:
+        if isinstance(index, tuple):
+            return ", ".join(self._index(part, reads) for part in index) or "()"
+        if isinstance(index, slice):
+            parts = ["" if part is None else self._value(part, reads) for part in
+                     (index.start, index.stop)]  # fmt: skip
+            step = "" if index.step is None else f":{self._value(index.step, reads)}"
+            return f"{parts[0]}:{parts[1]}{step}"
+        if index is Ellipsis:
+            return "..."
+        if isinstance(index, Tensor) and index.dtype == torch.bool:
+            raise NotRecordableError("a mask selects elements, whose number depends on values")
+        return self._value(index, reads)
+
+    def _value(self, value: Any, reads: list[str]) -> str:
+        if isinstance(value, Tensor):
+            name = self._name(value)
+            if name is None:
+                raise NotRecordableError("a tensor comes from elsewhere than from the calls seen")
+            reads.append(name)
+            return name
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        if isinstance(value, float):
+            return self._number(value)
+        if isinstance(value, (tuple, torch.Size)):
+            return _tuple_text([self._value(part, reads) for part in value])
+        if isinstance(value, list):
+            return f"[{', '.join(self._value(part, reads) for part in value)}]"
+        if isinstance(value, torch.dtype):
+            return self._bind(value, str(value).partition(".")[2])
+        if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
+            return self._bind(value, type(value).__name__.strip("_"))
+        raise NotRecordableError(f"an argument of type {type(value).__name__} is no constant")
+
+    def _number(self, value: float) -> str:
+        return repr(value) if math.isfinite(value) else self._bind(value, "number")
+
+    def _bind(self, value: Any, name: str, keep: Any = None) -> str:
+        """A name that stands for ``value``: the one asked for, or one like it."""
+        known = self._bound.get(id(value))
+        if known is not None and (self.names[known] is value):
+            return known
+        if isinstance(value, (torch.device, tuple)):
+            for own, other in self.names.items():
+                if type(other) is type(value) and other == value:
+                    return own
+        if not name.isidentifier() or keyword.iskeyword(name) or hasattr(builtins, name):
+            name = f"{name}_" if f"{name}_".isidentifier() else "function"
+        if name[0] in _GIVEN and (name[1:].isdigit() or not name[1:]):
+            name = f"{name}_"
+        taken, number = name, 2
+        while taken in self.names or taken in _RESERVED:
+            taken, number = f"{name}_{number}", number + 1
+        self.names[taken] = value
+        self._bound[id(value)] = taken
+        return taken
+
+
+_GIVEN = "xpeksdtg"
+_RESERVED = frozenset(
+    "forward backward parameters extra_inputs kept saved received stream dy".split()
+)
+# Functions in Python around one that does the work.
+_PLAIN: dict[Any, Any] = {}
+
+
+class Straight(NamedTuple):
+    """What a recorded pass becomes, besides its lines.
+
+    Attributes:
+        stage: "forward" or "backward".
+        arguments: of the function.
+        opening: lines before the calls, each with the name that it makes, or none.
+        closing: what is returned, and the names in it.
+        comment: of a step.
+    """
+
+    stage: str
+    arguments: str
+    opening: Sequence[tuple[str | None, str]]
+    closing: tuple[str, Sequence[str]]
+    comment: Callable[[Step], str]
+
+
+def text_of(recorder: Recorder, straight: Straight) -> Text:
+    """The function of a recorded pass: its calls in order, each name deleted after its last use."""
+    stage, arguments, opening, (closing, returned), comment = straight
+    calls = _needed(recorder.calls, returned)
+    lines: list[tuple[str, Step | None]] = [(f"def {stage}({arguments}):", None)]
+    used = {name for call in calls for name in call.reads} | set(returned)
+    lines += [("    " + line, None) for name, line in opening if name is None or name in used]
+    if recorder.device is not None:
+        recorder.names["current_stream"] = torch._C._cuda_getCurrentRawStream
+        lines.append((f"    stream = current_stream({recorder.device})", None))
+    last = {name: n for n, call in enumerate(calls) for name in (*call.reads, *call.results)}
+    kept = set(returned)
+    step: Step | None = None
+    for n, call in enumerate(calls):
+        if call.step is not step and call.step is not None:
+            step = call.step
+            lines.append(("    " + comment(step), step))
+        dead = [f"r{n}_{i}" if name is None else name for i, name in enumerate(call.results)]
+        results = ", ".join(dead) + ("," if call.unpacked and len(dead) == 1 else "")
+        unread = not any(name in last and last[name] > n or name in kept for name in call.results)
+        if not call.results or (unread and not call.unpacked) or (unread and call.unpacked):
+            line, gone = call.text, []
+        else:
+            line = f"{results} = {call.text}"
+            gone = [
+                shown
+                for shown, name in zip(dead, call.results)
+                if name is None or (last[name] == n and name not in kept)
+            ]
+        lines.append(("    " + line, step))
+        gone += [
+            name
+            for name in dict.fromkeys(call.reads)
+            if last[name] == n and name not in kept and name[0] in "ts" and name not in gone
+        ]
+        if gone:
+            lines.append((f"    del {', '.join(gone)}", step))
+    lines.append((f"    return {closing}", None))
+    rows = [(row, own) for line, own in lines for row in _wrapped(line)]
+    source = "".join(row + "\n" for row, _ in rows)
+    return Text(source, recorder.names, {}, tuple(own for _, own in rows))
+
+
+def _needed(calls: Sequence[_Call], returned: Sequence[str]) -> list[_Call]:
+    """The calls without those that only return what nobody reads."""
+    read, needed = set(returned), []
+    for call in reversed(calls):
+        if call.effect or not read.isdisjoint(call.results):
+            read.update(call.reads)
+            needed.append(call)
+    return needed[::-1]
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line in rows, broken behind commas of its outermost brackets, if it is long."""
+    if len(line) <= _LONG or "#" in line or "(" not in line and "[" not in line:
+        return [line]
+    rows, row = [], ""
+    for part in line.split(", "):
+        if row and len(row) + len(part) + 2 > _LONG:
+            rows.append(row.rstrip() + ",")
+            row = " " * 8 + part
+        else:
+            row = f"{row}, {part}" if row else part
+    return [*rows, row]
+
+
+def _note_launch(*noted: Any) -> None:
+    recorder = _state.recorder
+    if recorder is not None:
+        recorder.note_launch(*noted)
+
+
+def _name_of_function(func: Any) -> str:
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.name.partition("::")[2]
+    return str(getattr(func, "__name__", type(func).__name__))
+
+
+def _writes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes to an argument, as far as its name says."""
+    if isinstance(func, torch._ops.OpOverload):
+        return bool(func._schema.is_mutable)
+    if name == "__setitem__" or _has_out(kwargs) or kwargs.get("inplace"):
+        return True
+    if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__"):
+        return True
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _has_out(kwargs: dict[str, Any]) -> bool:
+    return any(kwargs.get(key) is not None for key in _OUT)
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What a writing function writes to; empty if that is not known."""
+    outs: list[Tensor] = []
+    _collect([kwargs.get(key) for key in _OUT], outs)
+    if outs:
+        return outs
+    if name.endswith("_") and args:
+        _collect(args[0], outs)
+    return outs
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            _collect(part, found)
+    elif isinstance(value, dict):
+        for part in value.values():
+            _collect(part, found)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def _tuple_text(parts: Sequence[str]) -> str:
+    return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"

@@ -1,0 +1,472 @@
+"""Straight-line functions of a program for calls that are alike in all that operations decide by.
+
+The functions of a program hold for tensors of any shape. The second call with the same shapes,
+strides and modes is recorded (:mod:`.recorder`), and those that follow it run what was recorded: no
+contexts, no decisions, the same calls of torch functions and launches of kernels in the same order.
+A guard of each says for which calls that holds; any other call runs the program's functions.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..attention import context_parallel
+from ..change_tracking import Clock
+from ..events import telling
+from ..op import BasicOperation, OperationContext
+from ..op.kinds import is_built_in
+from ..quantization.watch import is_watched
+from .emission import PLAIN, comment, step_name
+from .recorder import NotRecordableError, Recorder, Straight, memory_of_all, text_of
+
+__all__ = ["Backward", "Specialization", "Specializations"]
+
+# Functions of one program, and kinds of calls that are told apart. Where shapes differ from call to
+# call, nothing is recorded.
+_MAX_FOUND = 8
+_MAX_KINDS = 64
+
+# Equal calls before one is recorded: a first one compiles kernels, fills caches, and may be alone.
+CALLS_BEFORE = 1
+
+ENABLED = os.environ.get("OPFUSER_SPECIALIZE", "1") != "0"
+
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+
+
+class Backward:
+    """A recorded backward pass, for gradients of one kind; or one that is being recorded.
+
+    Attributes:
+        function: from the gradients of the output and of the extra outputs, and the list of what
+            was saved, those of input, parameters and extra inputs. None until it was recorded.
+        recorder: what watches the pass, once.
+        special: of its forward.
+    """
+
+    __slots__ = ("counts", "function", "recorder", "special")
+
+    def __init__(
+        self, special: Specialization, recorder: Recorder, counts: tuple[int, int]
+    ) -> None:
+        self.special = special
+        self.recorder = recorder
+        self.counts = counts
+        self.function: Callable[..., Any] | None = None
+
+
+class Specialization:
+    """A recorded forward pass, with its backward passes.
+
+    Attributes:
+        guard: whether a call is of its kind; takes the arguments of ``forward``.
+        forward: from the input, the parameters, the extra inputs and what operations keep, the
+            output, the extra outputs, and what is saved.
+        contexts: of the operations, as every forward of this kind leaves them.
+        own: of each saved tensor, whether its memory is nobody else's.
+        backwards: by kinds of gradients.
+        refusal: why no backward is recorded; None if one may be.
+    """
+
+    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "refusal")
+
+    def __init__(
+        self,
+        guard: Callable[..., bool],
+        forward: Callable[..., Any],
+        contexts: list[OperationContext],
+        own: tuple[bool, ...],
+    ) -> None:
+        self.guard = guard
+        self.forward = forward
+        self.contexts = contexts
+        self.own = own
+        self.backwards: dict[Hashable, Backward | int] = {}
+        self.refusal: str | None = None
+
+
+class Specializations:
+    """Those of one program.
+
+    Attributes:
+        found: the one that was used last comes first.
+        refusal: why there are none; None if there may be.
+    """
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+        self.found: tuple[Specialization, ...] = ()
+        self.refusal = _refusal_of_program(program)
+        self._kinds: dict[Hashable, int] = {}
+        self._refused: dict[Hashable, str] = {}
+        self._seen = -1
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._caching = [
+            op
+            for op in program.plan.basic_ops
+            if type(op).cached_tensors is not BasicOperation.cached_tensors
+        ]
+
+    def kept(self) -> list[Tensor]:
+        """What operations read besides parameters: buffers, and tensors that they have cached."""
+        if self._seen != Clock.now:
+            self._places = [
+                (module._buffers, name)
+                for op in self.program.plan.basic_ops
+                for module in dict.fromkeys((*op.modules(), *op.children()))
+                for name in module._buffers
+            ]
+            self._seen = Clock.now
+        if not self._places and not self._caching:
+            return []
+        buffers = [own[name] for own, name in self._places]
+        cached = [t for op in self._caching for t in op.cached_tensors()]
+        return [t for t in (*buffers, *cached) if t is not None]
+
+    def find(
+        self,
+        x: Tensor,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kept: Sequence[Tensor],
+    ) -> Specialization | None:
+        """The one for a call, if there is any."""
+        for found in self.found:
+            if found.guard(x, parameters, extra_inputs, kept):
+                if found is not self.found[0]:
+                    self.found = (found, *[other for other in self.found if other is not found])
+                return found
+        return None
+
+    def is_due(
+        self, x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
+    ) -> bool:
+        """Whether a call for which there is none is to be recorded. Counts it."""
+        if len(self.found) >= _MAX_FOUND or not _is_plain_call(x, parameters, extra_inputs):
+            return False
+        kind = _kind((x, *extra_inputs))
+        if kind in self._refused:
+            return False
+        if len(self._kinds) >= _MAX_KINDS:
+            self._kinds.clear()
+        self._kinds[kind] = calls = self._kinds.get(kind, 0) + 1
+        return calls > CALLS_BEFORE
+
+    def recorder(
+        self,
+        x: Tensor,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kept: Sequence[Tensor],
+    ) -> Recorder:
+        """What watches a forward pass with these tensors."""
+        given: dict[str, Tensor | None] = {"x": x}
+        for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
+            given.update((f"{letter}{n}", t) for n, t in enumerate(row))
+        code, steps = self.program.lines("forward", PLAIN)
+        return Recorder(code, steps, given, [x, *parameters, *extra_inputs, *kept])
+
+    def add(
+        self,
+        recorder: Recorder,
+        arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+        results: tuple[Tensor, Sequence[Tensor]],
+        contexts: list[OperationContext],
+        saved: Sequence[Tensor | None],
+    ) -> Specialization | None:
+        """What a forward pass did, for calls to come; None if it cannot be repeated.
+
+        Args:
+            recorder: has watched it.
+            arguments: of :attr:`Specialization.forward`.
+            results: output and extra outputs.
+            contexts: that it left.
+            saved: what it has saved.
+        """
+        x, parameters, extra_inputs, kept = arguments
+        try:
+            recorder.finish()
+            _refuse_tensors(contexts)
+            output, outputs = results
+            names = [recorder.name_of(t) for t in (output, *outputs, *saved)]
+            guard = _guard(recorder, arguments)
+        except NotRecordableError as error:
+            self._refused[_kind((x, *extra_inputs))] = str(error)
+            return None
+        extras, keeps = names[1 : 1 + len(outputs)], names[1 + len(outputs) :]
+        closing = f"{names[0]}, [{', '.join(extras)}], [{', '.join(keeps)}]"
+        opening = [
+            (f"p{n}", f"p{n} = parameters[{n}]  # {path}")
+            for n, path in enumerate(self._paths_of_parameters(len(parameters)))
+        ]
+        opening += [(f"e{n}", f"e{n} = extra_inputs[{n}]") for n in range(len(extra_inputs))]
+        opening += [(f"k{n}", f"k{n} = kept[{n}]") for n in range(len(kept))]
+        straight = Straight(
+            "forward",
+            "x, parameters, extra_inputs, kept",
+            opening,
+            (closing, names),
+            self._comment,
+        )
+        function = self.program.specialize("forward", text_of(recorder, straight))
+        theirs = memory_of_all([*recorder_inputs(arguments), output, *outputs])
+        own = tuple(
+            t is not None and t.untyped_storage()._cdata not in theirs for t in saved
+        )
+        made = Specialization(guard, function, contexts, own)
+        self.found = (made, *self.found)
+        return made
+
+    def _paths_of_parameters(self, count: int) -> list[str]:
+        program = self.program
+        paths = []
+        for n, op in enumerate(program.plan.basic_ops):
+            at = program.paths[n] if n < len(program.paths) else str(n)
+            for _, name in op.parameter_slots():
+                text = f"{at}.{name}" if at else name
+                paths.append("".join(c if c.isprintable() else "?" for c in text))
+        return paths if len(paths) == count else [""] * count
+
+    def _comment(self, step: Any) -> str:
+        return comment(self.program.paths, step)
+
+    def backward(
+        self,
+        special: Specialization,
+        dy: Tensor,
+        received: Sequence[Tensor | None],
+        saved: Sequence[Tensor | None],
+        keep: bool,
+    ) -> Backward | None:
+        """What runs, or records, a backward pass; None: neither.
+
+        Args:
+            special: of its forward.
+            dy, received: gradients of the output and of the extra outputs.
+            saved: what forward has saved.
+            keep: whether another backward pass may follow.
+        """
+        key = (
+            keep,
+            *map(_layout, (dy, *received)),
+            torch.get_num_threads() if dy.is_cpu else _modes(),
+        )
+        found = special.backwards.get(key, 0)
+        if not isinstance(found, int):
+            return None if found.function is None else found
+        plain = _is_plain_call(dy, [t for t in (*received, *saved) if t is not None], ())
+        if special.refusal is not None or not plain or len(special.backwards) >= _MAX_FOUND:
+            return None
+        if found < CALLS_BEFORE:
+            special.backwards[key] = found + 1
+            return None
+        given: dict[str, Tensor | None] = {f"s{n}": t for n, t in enumerate(saved)}
+        given["dy"] = dy
+        given.update((f"g{n}", t) for n, t in enumerate(received))
+        own = (*special.own, *(False,) * (len(saved) - len(special.own)))
+        theirs = [dy, *received, *(t for t, is_own in zip(saved, own) if not is_own)]
+        code, steps = self.program.lines("backward", PLAIN)
+        recorder = Recorder(code, steps, given, theirs)
+        special.backwards[key] = made = Backward(special, recorder, (len(saved), len(received)))
+        return made
+
+    def add_backward(self, found: Backward, grads: Sequence[Tensor | None]) -> None:
+        """Keeps what a backward pass did, unless it cannot be repeated.
+
+        Args:
+            found: has recorded it.
+            grads: of the input, parameters and extra inputs.
+        """
+        recorder, (saved, received) = found.recorder, found.counts
+        try:
+            recorder.finish()
+            names = [recorder.name_of(t) for t in grads]
+        except NotRecordableError as error:
+            found.special.refusal = str(error)
+            return
+        opening: list[tuple[str | None, str]] = [
+            (f"s{n}", f"s{n} = saved[{n}]") for n in range(saved)
+        ]
+        opening += [(None, "saved.clear()")]
+        opening += [(f"g{n}", f"g{n} = received[{n}]") for n in range(received)]
+        closing = f"[{', '.join(names)}]"
+        straight = Straight(
+            "backward", "dy, received, saved", opening, (closing, names), self._comment
+        )
+        found.function = self.program.specialize("backward", text_of(recorder, straight))
+
+
+def recorder_inputs(
+    arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+) -> list[Tensor]:
+    x, parameters, extra_inputs, kept = arguments
+    return [x, *parameters, *extra_inputs, *kept]
+
+
+def _refusal_of_program(program: Any) -> str | None:
+    """Why no call of a program is recorded."""
+    plan = program.plan
+    if not ENABLED:
+        return "OPFUSER_SPECIALIZE=0 is set"
+    if plan.env.recipe is not None:
+        return "it computes quantised"
+    if plan.env.device.type not in ("cpu", "cuda"):
+        return f"it runs on {plan.env.device.type}"
+    if program.overlap is not None:
+        return "weight gradients run on another stream"
+    for step in (*plan.forward, *plan.backward):
+        for op in (step.op, *[plan.basic_ops[i] for i in step.indices]):
+            if not is_built_in(op):
+                return f"{step_name(step)} is not opfuser's own"
+            if not op.replayable:
+                return f"{step_name(step)} does more than to call functions of torch"
+    return None
+
+
+def _is_plain_call(
+    x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
+) -> bool:
+    """Whether what runs is what anybody would see run."""
+    return (
+        type(x) in _PLAIN_TYPES
+        and x.numel() > 0
+        and all(type(t) in _PLAIN_TYPES for t in (*parameters, *extra_inputs))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not context_parallel.is_active()
+        and not is_watched()
+        and not torch.is_anomaly_enabled()
+        and not (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing())
+    )
+
+
+def _kind(tensors: Sequence[Tensor]) -> Hashable:
+    return tuple([(t.shape, t.stride()) for t in tensors])
+
+
+def _aligned(t: Tensor) -> bool:
+    return t.is_cpu or not t.data_ptr() & 15
+
+
+def _layout(t: Tensor | None) -> Hashable:
+    if t is None:
+        return None
+    return type(t), t.shape, t.stride(), t.dtype, _aligned(t)
+
+
+def _guard(
+    recorder: Recorder,
+    arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+) -> Callable[..., bool]:
+    """Whether a call decides everything as the recorded one did.
+
+    The guard of the program has compared dtypes and modes of the input, extra inputs and
+    parameters, and the shapes of parameters.
+    """
+    x, parameters, extra_inputs, kept = arguments
+    names: dict[str, Any] = {
+        "__builtins__": {},
+        "len": len,
+        "type": type,
+        "map": map,
+        "tuple": tuple,
+        "Tensor": Tensor,
+        "Parameter": nn.Parameter,
+        "telling": telling._State,
+        "Clock": Clock,
+        "is_inference": torch.is_inference_mode_enabled,
+        "F": F,
+        "attention": F.scaled_dot_product_attention,
+    }
+    numbers: dict[Hashable, str] = {}
+
+    def constant(value: Hashable) -> str:
+        name = numbers.setdefault(value, f"c{len(numbers)}")
+        names[name] = value
+        return name
+
+    def is_like(name: str, t: Tensor, *, shape: bool) -> Iterator[str]:
+        yield f"type({name}) is {type(t).__name__}"
+        if shape:
+            yield f"{name}.shape == {constant(t.shape)}"
+        yield f"{name}.stride() == {constant(t.stride())}"
+
+    terms = [*is_like("x", x, shape=True)]
+    for n, t in enumerate(extra_inputs):
+        terms += is_like(f"extra_inputs[{n}]", t, shape=True)
+        terms.append(f"extra_inputs[{n}].device == {constant(t.device)}")
+    terms += ["not telling.subscriptions", f"Clock.states == {Clock.states}"]
+    terms.append("F.scaled_dot_product_attention is attention")  # context_parallel replaces it
+    terms.append("is_inference()" if torch.is_inference_mode_enabled() else "not is_inference()")
+    if x.is_cpu:
+        names["num_threads"] = torch.get_num_threads
+        terms.append(f"num_threads() == {torch.get_num_threads()}")
+    for n, t in enumerate(parameters):
+        terms += is_like(f"parameters[{n}]", t, shape=False)
+    terms.append(f"len(kept) == {len(kept)}" if kept else "not kept")
+    for n, t in enumerate(kept):
+        terms += is_like(f"kept[{n}]", t, shape=True)
+        terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")
+        terms.append(f"kept[{n}].device == {constant(t.device)}")
+    terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
+    if x.is_cuda:
+        names["current_device"] = torch._C._cuda_getDevice
+        names["modes"] = _modes
+        terms.append(f"current_device() == {x.get_device()}")
+        terms.append(f"modes() == {constant(_modes())}")
+        given = ["x", *(f"extra_inputs[{n}]" for n in range(len(extra_inputs)))]
+        given += [f"parameters[{n}]" for n in range(len(parameters))]
+        given += [f"kept[{n}]" for n in range(len(kept))]
+        if any(not _aligned(t) for t in recorder_inputs(arguments)):
+            raise NotRecordableError("a tensor begins at no multiple of 16 bytes")
+        terms.append(f"not ({' | '.join(f'{name}.data_ptr()' for name in given)}) & 15")
+    text = "lambda x, parameters, extra_inputs, kept: " + " and ".join(terms)
+    guard: Callable[..., bool] = eval(text, names)
+    return guard
+
+
+def _read(name: str) -> str:
+    """How a guard names what lines call by a short name."""
+    if name == "x":
+        return name
+    rows = {"p": "parameters", "e": "extra_inputs", "k": "kept"}
+    return f"{rows[name[0]]}[{name[1:]}]"
+
+
+def _modes() -> Hashable:
+    """What operations ask on a GPU before they choose a kernel of attention."""
+    c = torch._C
+    return (
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+        tuple(c._get_sdp_priority_order()),
+        c._get_deterministic_algorithms(),
+    )
+
+
+_CONSTANT = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, type, torch.Size)
+
+
+def _refuse_tensors(contexts: Sequence[OperationContext]) -> None:
+    """Raises NotRecordableError where contexts hold anything that differs between calls."""
+    for ctx in contexts:
+        for name, value in vars(ctx).items():
+            if name not in ("settings", "needs") and not _is_constant(value):
+                raise NotRecordableError(f"a context keeps {name}, a {type(value).__name__}")
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_constant, value))
+    return isinstance(value, (*_CONSTANT, FunctionType))
+
