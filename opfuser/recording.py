@@ -7,13 +7,28 @@ repeated only where it would see the same, and what is to be done again at every
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Assumptions", "assume", "callers_stream", "is_recording", "recorded", "repeat"]
+__all__ = [
+    "Assumptions",
+    "Watcher",
+    "assume",
+    "callers_stream",
+    "is_recording",
+    "recorded",
+    "repeat",
+    "seen_whole",
+    "watched",
+    "watching",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Assumptions:
@@ -40,8 +55,28 @@ class Assumptions:
             effect()
 
 
+class Watcher(Protocol):
+    """Who notes the calls of a pass, to repeat them (``engine.recorder``)."""
+
+    def note_whole(self, function: Callable[..., Any], args: tuple[Any, ...], writes: int) -> Any:
+        """Calls a function, and notes that alone, not what it calls."""
+
+
+    def note_launch(self, launch: Any, *arguments: Any) -> None:
+        """Notes a launch of a kernel that has run, with the arguments of ``Launch``."""
+
+
 class _State(threading.local):
     under_way: Assumptions | None = None
+
+
+class _Watching(threading.local):
+    """Who notes the calls of this thread."""
+
+    watcher: Watcher | None = None
+
+
+watching = _Watching()
 
 
 _state = _State()
@@ -80,3 +115,33 @@ def callers_stream(device: int) -> int:
     if _state.under_way is not None:
         return _state.under_way.stream
     return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Within it, ``watcher`` notes the calls of this thread."""
+    watching.watcher = watcher
+    try:
+        yield
+    finally:
+        watching.watcher = None
+
+
+def seen_whole(*, writes: int) -> Callable[[Function], Function]:
+    """A function that decides by values: who notes calls notes it, not what it calls.
+
+    Args:
+        writes: position of the argument that it may write to, and return.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            watcher = watching.watcher
+            if watcher is None:
+                return function(*args)
+            return watcher.note_whole(function, args, writes)
+
+        return call  # type: ignore[return-value]
+
+    return decorate

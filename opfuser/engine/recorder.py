@@ -15,18 +15,18 @@ import builtins
 import keyword
 import math
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import CodeType
+from itertools import count
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..kernels import launch as launches
+from ..recording import watched
 from .emission import Text
 from .plan import Step
 
@@ -80,16 +80,23 @@ _OUT = ("out", "grad_input")
 _LONG = 100
 
 
-class _State(threading.local):
-    recorder: Recorder | None = None
-
-
-_state = _State()
-
-
 def memory_of_all(tensors: Iterable[Tensor | None]) -> set[int]:
     """The addresses of the memory of tensors."""
     return {t.untyped_storage()._cdata for t in tensors if t is not None}
+
+
+class _Known(NamedTuple):
+    """A tensor that has a name.
+
+    Attributes:
+        tensor: itself, as long as it lives.
+        name: its name.
+        root: what made the memory that it is a view of.
+    """
+
+    tensor: weakref.ref[Tensor]
+    name: str
+    root: int
 
 
 class Recorder(TorchFunctionMode):
@@ -101,8 +108,11 @@ class Recorder(TorchFunctionMode):
         given: tensors that the pass is called with, by name.
         theirs: of these, those that belong to a caller: nothing is written to their memory.
 
-    Raises:
-        NotRecordableError: by :meth:`finish`.
+    Attributes:
+        calls: what was noted.
+        names: what names in it stand for, besides tensors.
+        same: pairs of names that were given one tensor.
+        device: of launches that were prepared; None without any.
     """
 
     def __init__(
@@ -116,36 +126,31 @@ class Recorder(TorchFunctionMode):
         self._code, self._steps = code, steps
         self.calls: list[_Call] = []
         self.names: dict[str, Any] = {}
-        self.same: list[tuple[str, str]] = []  # names that were given one tensor
-        self.refusal: str | None = None
+        self.same: list[tuple[str, str]] = []
+        self.device: int | None = None
+        self._refusal: str | None = None
         self._bound: dict[int, str] = {}
-        self._known: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._known: dict[int, _Known] = {}
         self._theirs = memory_of_all(theirs)
         self._unwritten: set[int] = set()
-        self._views: dict[tuple[str, ...], str] = {}
-        self._count = 0
-        self.launched: list[str] = []  # names whose alignment a prepared launch depends on
-        self.device: int | None = None
+        self._views: dict[Hashable, str] = {}
+        self._numbers = count()
+        self._roots = count()
         for name, tensor in given.items():
             if tensor is None:
                 continue
-            known = self._name(tensor)
+            known = self._find(tensor)
             if known is None:
-                self._known[id(tensor)] = weakref.ref(tensor), name
+                root = next(self._roots)
+                self._known[id(tensor)] = _Known(weakref.ref(tensor), name, root)
             else:
-                self.same.append((known, name))
+                self.same.append((known.name, name))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Within it, calls and launches of this thread are noted."""
-        _state.recorder = self
-        launches.listen(_note_launch)
-        try:
-            with self:
-                yield
-        finally:
-            _state.recorder = None
-            launches.listen(None)
+        with watched(self), self:
+            yield
 
     def name_of(self, tensor: Tensor | None) -> str:
         """How the lines name a result; "None" for None.
@@ -155,19 +160,27 @@ class Recorder(TorchFunctionMode):
         """
         if tensor is None:
             return "None"
-        name = self._name(tensor)
-        if name is None:
+        known = self._find(tensor)
+        if known is None:
             raise NotRecordableError("a result comes from elsewhere than from the calls seen")
         if tensor.untyped_storage()._cdata in self._unwritten and tensor.numel():
             raise NotRecordableError("nothing was seen to write to a result")
-        return name
+        return known.name
 
     def finish(self) -> None:
         """Raises NotRecordableError if anything that was seen cannot be repeated."""
-        if self.refusal is not None:
-            raise NotRecordableError(self.refusal)
+        if self._refusal is not None:
+            raise NotRecordableError(self._refusal)
 
-    # What is called.
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """What is refused within it is told by :meth:`finish`: the pass itself goes on."""
+        try:
+            yield
+        except NotRecordableError as error:
+            self._refusal = str(error)
+
+    # Calls.
 
     def __torch_function__(
         self,
@@ -177,15 +190,28 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        given: list[Tensor] = []
-        _collect((args, kwargs), given)
+        given = _tensors_in((args, kwargs))
         before = _versions(given)
         result = func(*args, **kwargs)
-        if self.refusal is None:
-            try:
-                self._note(func, args, kwargs, result, given, before != _versions(given))
-            except NotRecordableError as error:
-                self.refusal = str(error)
+        if self._refusal is None:
+            with self._noting():
+                written = _written(func, args, kwargs)
+                now = _versions(given)
+                written += [t for t, old, new in zip(given, before, now) if old != new]
+                self._note(func, args, kwargs, result, given, written)
+        return result
+
+    def note_whole(self, function: Callable[..., Any], args: tuple[Any, ...], writes: int) -> Any:
+        with torch._C.DisableTorchFunction():
+            result = function(*args)
+        if self._refusal is None:
+            with self._noting():
+                given = _tensors_in(args)
+                self._refuse_memory(function.__name__, given, [args[writes]])
+                reads: list[str] = []
+                values = ", ".join([self._value(value, reads) for value in args])
+                text = f"{self._bind(function, function.__name__)}({values})"
+                self._add(text, reads, result, given, effect=True)
         return result
 
     def _note(
@@ -195,129 +221,115 @@ class Recorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         result: Any,
         given: list[Tensor],
-        changed: bool,
+        written: list[Tensor],
     ) -> None:
         name = _name_of_function(func)
         if name in _HOST or name == "__set__":
             raise NotRecordableError(f"{name} is called, which cannot be repeated")
-        made: list[Tensor] = []
-        _collect(result, made)
-        changed = changed or _writes(func, name, kwargs)
-        if not made and not changed:
+        made = _tensors_in(result)
+        if not made and not written:
             return  # a question about shapes, strides, dtypes
         if name == "__get__" and func.__self__.__name__ == "grad":
             raise NotRecordableError("a gradient is read")
-        same = len(made) == 1 and any(made[0] is t for t in given)
-        if same and not changed:
+        same = isinstance(result, Tensor) and any(result is t for t in given)
+        if same and not written:
             if name in _MAYBE_SAME or name in _VIEWS:
                 return
             raise NotRecordableError(f"{name} returns what it was given")
-        memory = memory_of_all(given)
-        self._check_memory(name, kwargs, args, given, made, changed)
+        is_view = name in _VIEWS or name in ("__get__", "__getitem__")
+        if not is_view and name not in _EMPTY:
+            read = given[1:] if kwargs.get("beta") == 0 else given
+            self._refuse_memory(name, read, written)
         reads: list[str] = []
         text = self._text_of_call(func, name, args, kwargs, reads)
-        pure = not changed and (name in _PURE or name == "__get__" or name == "__getitem__")
-        key = (text, *reads)
-        is_view = pure and isinstance(result, Tensor) and bool(memory_of_all(made) & memory)
-        if is_view and key in self._views:
-            self._known[id(result)] = weakref.ref(result), self._views[key]
+        if same:
+            self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
             return
-        results, unpacked = self._results(result, None if not same else made[0])
-        if is_view and results[0] is not None:
-            self._views[key] = results[0]
-        self.calls.append(_Call(self._step(), text, tuple(reads), results, unpacked, not pure))
+        pure = not written and (is_view or name in _EMPTY or name in _MAYBE_SAME)
+        self._add(text, reads, result, given, effect=not pure)
+        if name in _EMPTY:
+            self._unwritten |= memory_of_all(made)
 
-    def _check_memory(
-        self,
-        name: str,
-        kwargs: dict[str, Any],
-        args: tuple[Any, ...],
-        given: list[Tensor],
-        made: list[Tensor],
-        changed: bool,
+    def _refuse_memory(
+        self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
-        memory = memory_of_all(given)
-        if changed:
-            written = _written(name, args, kwargs)
-            targets = memory_of_all(written) if written else memory
-            if targets & self._theirs:
-                raise NotRecordableError(f"{name} writes to a tensor of the caller")
-            self._unwritten -= targets
-        elif name not in _VIEWS and name != "__getitem__" and name != "__get__":
-            read = memory
-            if kwargs.get("beta") == 0 and args:
-                read = memory_of_all([t for t in given if t is not args[0]])
-            if name not in _EMPTY and not name.endswith("_like") and not name.startswith("new_"):
-                unseen = read & self._unwritten
-                if unseen and any(
-                    t.numel() for t in given if t.untyped_storage()._cdata in unseen
-                ):
-                    raise NotRecordableError(f"{name} reads what nothing was seen to write to")
-        for t in made:
-            address = t.untyped_storage()._cdata
-            if address not in memory:
-                self._unwritten.discard(address)
-                if name in _EMPTY:
-                    self._unwritten.add(address)
+        """Raises NotRecordableError for what may not be written, or was not."""
+        targets = memory_of_all(written)
+        if targets & self._theirs:
+            raise NotRecordableError(f"{name} writes to a tensor of the caller")
+        self._unwritten -= targets
+        for t in given:
+            if t.untyped_storage()._cdata in self._unwritten and t.numel():
+                raise NotRecordableError(f"{name} reads what nothing was seen to write to")
 
-    def _results(self, result: Any, same: Tensor | None) -> tuple[tuple[str | None, ...], bool]:
-        if same is not None or result is None:
-            return (), False
-        if isinstance(result, Tensor):
-            return (self._new(result),), False
-        if not isinstance(result, (tuple, list)):
-            return (), False
-        names: list[str | None] = []
-        for part in result:
-            if isinstance(part, (tuple, list, dict)):
-                raise NotRecordableError("results are nested")
-            names.append(self._new(part) if isinstance(part, Tensor) else None)
-        return tuple(names), True
+    def _add(
+        self, text: str, reads: list[str], result: Any, given: list[Tensor], *, effect: bool
+    ) -> None:
+        """Notes a call, and gives names to what it has returned."""
+        parts = result if isinstance(result, (tuple, list)) else [result]
+        if any(isinstance(part, (tuple, list, dict)) for part in parts):
+            raise NotRecordableError("results are nested")
+        roots = {t.untyped_storage()._cdata: self._find(t) for t in given}
+        results: list[str | None] = []
+        for part in parts:
+            if not isinstance(part, Tensor):
+                results.append(None)
+                continue
+            memory = part.untyped_storage()._cdata
+            of = roots.get(memory)
+            if of is None:
+                self._unwritten.discard(memory)
+            root = next(self._roots) if of is None else of.root
+            place = root, part.storage_offset(), part.shape, part.stride(), part.dtype
+            known = None if effect or part is not result else self._views.get(place)
+            if known is not None:  # the same view under a name that it has
+                self._known[id(part)] = _Known(weakref.ref(part), known, root)
+                return
+            name = f"t{next(self._numbers)}"
+            self._views[place] = name
+            self._known[id(part)] = _Known(weakref.ref(part), name, root)
+            results.append(name)
+        unpacked = isinstance(result, (tuple, list))
+        noted = tuple(results) if unpacked or results != [None] else ()
+        self.calls.append(_Call(self._step(), text, tuple(reads), noted, unpacked, effect))
 
-    def _new(self, tensor: Tensor) -> str:
-        name = f"t{self._count}"
-        self._count += 1
-        self._known[id(tensor)] = weakref.ref(tensor), name
-        return name
-
-    def _name(self, tensor: Tensor) -> str | None:
+    def _find(self, tensor: Tensor) -> _Known | None:
         found = self._known.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        return found if found is not None and found.tensor() is tensor else None
 
     def _step(self) -> Step | None:
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code is self._code:
                 return self._steps[frame.f_lineno - 1]
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return None
 
     # Launches.
 
     def note_launch(
         self,
-        launch: launches.Launch,
+        launch: Any,
         grid: tuple[int, int, int],
         tensors: tuple[Tensor | None, ...],
         ints: tuple[int, ...],
         floats: tuple[float, ...],
     ) -> None:
-        """Notes a launch that has just run."""
-        if self.refusal is not None:
-            return
-        try:
-            self._note_launch(launch, grid, tensors, ints, floats)
-        except NotRecordableError as error:
-            self.refusal = str(error)
+        """Notes a launch of a kernel (``kernels.launch.Launch``) that has just run."""
+        if self._refusal is None:
+            with self._noting():
+                self._note_launch(launch, grid, tensors, ints, floats)
 
     def _note_launch(
         self,
-        launch: launches.Launch,
+        launch: Any,
         grid: tuple[int, int, int],
         tensors: tuple[Tensor | None, ...],
         ints: tuple[int, ...],
         floats: tuple[float, ...],
     ) -> None:
+        if not all(grid):
+            return
         given = [t for t in tensors if t is not None]
         twice = [t for n, t in enumerate(given) if any(t is other for other in given[:n])]
         if memory_of_all(twice) & self._theirs:
@@ -325,24 +337,22 @@ class Recorder(TorchFunctionMode):
         self._unwritten -= memory_of_all(given)
         reads: list[str] = []
         pointers = [self._value(t, reads) for t in tensors]
+        numbers = [repr(i) for i in ints], [self._number(f) for f in floats]
+        name = launch.name.partition(":")[2]
         prepared = launch.prepared(tensors, ints)
-        numbers = [*map(repr, ints), *(self._number(f) for f in floats)]
-        name = self._bind(launch, launch.name.partition(":")[2])
         if prepared is None:
-            groups = (_tuple_text(part) for part in (pointers, numbers[: len(ints)]))
-            rest = _tuple_text(numbers[len(ints) :])
-            text = f"{name}({grid}, {', '.join(groups)}, {rest})"
+            groups = ", ".join(map(_tuple_text, (pointers, *numbers)))
+            text = f"{self._bind(launch, name)}({grid}, {groups})"
         else:
             run, function, before, packed, values = prepared
             self.device = given[0].get_device()
-            self.launched += reads
-            name = self._bind(run, f"launch_{name}")
             addresses = ["None" if t == "None" else f"{t}.data_ptr()" for t in pointers]
-            own = [*addresses, *numbers, f"*{self._bind(values, 'constants')}"]
-            rest = f"({', '.join(own)})" if packed else ", ".join(own)
+            constants = [f"*{self._bind(values, 'constants')}"] if values else []
+            own = ", ".join([*addresses, *numbers[0], *numbers[1], *constants])
+            binary, between = self._bind(function, name), self._bind(before, "metadata")
             x, y, z = grid
-            binary, between = self._bind(function, "binary"), self._bind(before, "metadata")
-            text = f"{name}({x}, {y}, {z}, stream, {binary}, *{between}, {rest})"
+            what = f"{x}, {y}, {z}, stream, {binary}, *{between}"
+            text = f"{self._bind(run, 'launch')}({what}, {f'({own},)' if packed else own})"
         self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
 
     # Text.
@@ -365,12 +375,9 @@ class Recorder(TorchFunctionMode):
             rest.append(f"{key}={self._value(value, reads)}")
         if is_method:
             return f"{target}.{name}({', '.join(rest)})"
-        plain = _PLAIN.get(func)
-        if plain is not None:
-            func = plain
         # An overload's call is a function in Python around this one.
         called = getattr(func, "_op", func) if isinstance(func, torch._ops.OpOverload) else func
-        return f"{self._bind(called, name, keep=func)}({', '.join(rest)})"
+        return f"{self._bind(called, name)}({', '.join(rest)})"
 
     def _index(self, index: Any, reads: list[str]) -> str:
         if isinstance(index, tuple):
@@ -388,11 +395,11 @@ class Recorder(TorchFunctionMode):
 
     def _value(self, value: Any, reads: list[str]) -> str:
         if isinstance(value, Tensor):
-            name = self._name(value)
-            if name is None:
+            known = self._find(value)
+            if known is None:
                 raise NotRecordableError("a tensor comes from elsewhere than from the calls seen")
-            reads.append(name)
-            return name
+            reads.append(known.name)
+            return known.name
         if value is None or isinstance(value, (bool, int, str)):
             return repr(value)
         if isinstance(value, float):
@@ -410,7 +417,7 @@ class Recorder(TorchFunctionMode):
     def _number(self, value: float) -> str:
         return repr(value) if math.isfinite(value) else self._bind(value, "number")
 
-    def _bind(self, value: Any, name: str, keep: Any = None) -> str:
+    def _bind(self, value: Any, name: str) -> str:
         """A name that stands for ``value``: the one asked for, or one like it."""
         known = self._bound.get(id(value))
         if known is not None and (self.names[known] is value):
@@ -435,10 +442,6 @@ _GIVEN = "xpeksdtg"
 _RESERVED = frozenset(
     "forward backward parameters extra_inputs kept saved received stream dy".split()
 )
-# Functions in Python around one that does the work.
-_PLAIN: dict[Any, Any] = {}
-
-
 class Straight(NamedTuple):
     """What a recorded pass becomes, besides its lines.
 
@@ -524,53 +527,34 @@ def _wrapped(line: str) -> list[str]:
     return [*rows, row]
 
 
-def _note_launch(*noted: Any) -> None:
-    recorder = _state.recorder
-    if recorder is not None:
-        recorder.note_launch(*noted)
-
-
 def _name_of_function(func: Any) -> str:
     if isinstance(func, torch._ops.OpOverload):
-        return func._schema.name.partition("::")[2]
+        return str(func._schema.name.partition("::")[2])
     return str(getattr(func, "__name__", type(func).__name__))
 
 
-def _writes(func: Any, name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes to an argument, as far as its name says."""
-    if isinstance(func, torch._ops.OpOverload):
-        return bool(func._schema.is_mutable)
-    if name == "__setitem__" or _has_out(kwargs) or kwargs.get("inplace"):
-        return True
-    if name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__"):
-        return True
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _has_out(kwargs: dict[str, Any]) -> bool:
-    return any(kwargs.get(key) is not None for key in _OUT)
-
-
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """What a writing function writes to; empty if that is not known."""
-    outs: list[Tensor] = []
-    _collect([kwargs.get(key) for key in _OUT], outs)
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What a function writes to, as far as its name and schema say."""
+    name = _name_of_function(func)
+    outs = _tensors_in([kwargs.get(key) for key in _OUT])
     if outs:
         return outs
-    if name.endswith("_") and args:
-        _collect(args[0], outs)
-    return outs
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if isinstance(func, torch._ops.OpOverload):
+        in_place = func._schema.is_mutable
+    elif name.startswith("__i") and name.endswith("__"):
+        in_place = name not in ("__invert__", "__index__")
+    return _tensors_in(args[:1]) if in_place or kwargs.get("inplace") else []
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
+def _tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            _collect(part, found)
-    elif isinstance(value, dict):
-        for part in value.values():
-            _collect(part, found)
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [t for part in value for t in _tensors_in(part)]
+    return []
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

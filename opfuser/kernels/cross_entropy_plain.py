@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..recording import seen_whole
 from .scalar import cast, wide_dtype
 
 __all__ = [
@@ -268,6 +269,7 @@ def mean(loss: Tensor, targets: Tensor, ignore_index: int) -> MeanLoss:
     return MeanLoss(loss.sum() / count, count)
 
 
+@seen_whole(writes=0)
 def scaled(
     x: Tensor, factor: Tensor, count: Tensor | None, dtype: torch.dtype, in_place: bool
 ) -> Tensor:

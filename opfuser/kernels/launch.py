@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..recording import watching
+
 __all__ = [
     "INTERPRETED",
     "Launch",
@@ -59,14 +61,12 @@ class _State:
         everywhere: whether kernels take tensors of any device.
         record: where launches are noted instead of run.
         compiled: is told of each kernel that was compiled.
-        listener: is told of each launch.
     """
 
     everywhere: bool = INTERPRETED
     only_meta: bool = False
     record: list[Recorded] | None = None
     compiled: Told | None = None
-    listener: Callable[..., None] | None = None
 
 
 class Recorded(NamedTuple):
@@ -126,11 +126,6 @@ def tell_compilations(told: Told | None) -> None:
             host took.
     """
     _State.compiled = told
-
-
-def listen(told: Callable[..., None] | None) -> None:
-    """Has ``told`` called after each launch of any thread, with the launch and its arguments."""
-    _State.listener = told
 
 
 _counts: dict[int, int] = {}
@@ -241,8 +236,8 @@ class Launch:
             _State.record.append(Recorded(self, grid, tensors, ints, floats))
             return
         self._run(grid, tensors, ints, floats)
-        if _State.listener is not None:
-            _State.listener(self, grid, tensors, ints, floats)
+        if watching.watcher is not None:
+            watching.watcher.note_launch(self, grid, tensors, ints, floats)
 
     def _run(
         self,
