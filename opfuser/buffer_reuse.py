@@ -14,7 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["memory_of", "only_memory", "only_reference", "references", "shares_nothing"]
+__all__ = [
+    "is_batched",
+    "memory_of",
+    "only_memory",
+    "only_reference",
+    "references",
+    "shares_nothing",
+]
 
 _references_to = torch._C._storage_Use_Count
 
@@ -88,3 +95,11 @@ def only_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
         return False
     memory = tensor.untyped_storage().data_ptr()
     return all(other.untyped_storage().data_ptr() != memory for other in others)
+
+
+def is_batched(grad: Tensor | None) -> bool:
+    """Whether ``grad`` is a batch of gradients: of torch.vmap, or of ``is_grads_batched``."""
+    functorch = torch._C._functorch
+    return grad is not None and (
+        functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
+    )

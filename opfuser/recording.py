@@ -22,8 +22,10 @@ __all__ = [
     "callers_stream",
     "is_recording",
     "recorded",
+    "refuse_watching",
     "repeat",
     "seen_whole",
+    "unwatched",
     "watched",
     "watching",
 ]
@@ -61,6 +63,9 @@ class Watcher(Protocol):
     def note_whole(self, function: Callable[..., Any], args: tuple[Any, ...], writes: int) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
+
+    def refuse(self, why: str) -> None:
+        """Gives up: the pass does what cannot be repeated by its calls."""
 
     def note_launch(self, launch: Any, *arguments: Any) -> None:
         """Notes a launch of a kernel that has run, with the arguments of ``Launch``."""
@@ -125,6 +130,23 @@ def watched(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         watching.watcher = None
+
+
+def refuse_watching(why: str) -> None:
+    """Tells who notes the calls of this thread, if anybody does, that they do not tell all."""
+    if watching.watcher is not None:
+        watching.watcher.refuse(why)
+
+
+@contextmanager
+def unwatched(why: str) -> Iterator[None]:
+    """Within it nobody notes what is called; who did is told why."""
+    if watching.watcher is None:
+        yield
+        return
+    watching.watcher.refuse(why)
+    with torch.overrides._pop_mode_temporarily():
+        yield
 
 
 def seen_whole(*, writes: int) -> Callable[[Function], Function]:

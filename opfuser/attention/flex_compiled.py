@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..recording import unwatched
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, Result
 from .flex import Form, Given, attend, dtypes_of, form_of, given_of, gradients, to_base_2
@@ -73,6 +74,7 @@ class _Compiled(NamedTuple):
 
 
 _compiled: dict[_Kind, _Compiled] = {}
+_OWN_LAUNCHES = "attention is compiled code, which launches kernels of its own"
 _lock = threading.Lock()
 
 
@@ -291,7 +293,7 @@ def _forward(x: Heads, call: Call) -> Result:
         return Result(*attend(form, x, given_of(x, call, form)))
     compiled = _compiled[_kind_of(x, call, form)].forward
     assert compiled is not None
-    with _neutral(x.q.device):
+    with _neutral(x.q.device), unwatched(_OWN_LAUNCHES):
         return Result(*compiled(*_inputs(x, call, form)))
 
 
@@ -306,7 +308,7 @@ def _backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     if compiled is None:
         return BLOCKWISE.backward(dy, x, r, call)
     tensors = _inputs(x, call, form)
-    with _neutral(x.q.device):
+    with _neutral(x.q.device), unwatched(_OWN_LAUNCHES):
         # Not in the compiled code: see opfuser::captured. It may be compiled again for one length,
         # after torch.compiler.reset(), say.
         kept = _rows(r.output), to_base_2(r.logsumexp.detach())

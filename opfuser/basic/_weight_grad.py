@@ -15,7 +15,7 @@ from ..gemm.scaled import Accumulation, scaled_wgrad
 from ..kernels.quantize import Codes
 from ..kernels.scalar import cast
 from ..quantization.weights import is_fp8
-from ..recording import assume, callers_stream, is_recording, repeat
+from ..recording import assume, callers_stream, is_recording, refuse_watching, repeat
 from ..wgrad_overlap import compute
 from ._autograd_state import Destination, backward_pass, destination, is_first_write, note_forward
 
@@ -135,6 +135,7 @@ def keep_weights(ctx: OperationContext, weights: Sequence[Tensor]) -> None:
     """
     if torch.compiler.is_compiling():
         return
+    refuse_watching("gradients go to where the weights of the call keep them")
     note_forward()
     if ctx.requires_grad:
         ctx.grad_weights = weights

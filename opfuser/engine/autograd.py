@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ..buffer_reuse import memory_of, shares_nothing
+from ..buffer_reuse import is_batched, memory_of, shares_nothing
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
@@ -209,7 +209,7 @@ def differentiate(
         guarded = iter(_NotTwice.apply(len(made), *made, *anchors))  # type: ignore[no-untyped-call]
         return [None if g is None else next(guarded) for g in grads]
     except RuntimeError as error:
-        if any(map(_is_batched, received)):
+        if any(map(is_batched, received)):
             raise NotSupportedError(_NOT_BATCHED) from error
         raise
 
@@ -235,14 +235,6 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-def _is_batched(grad: Tensor | None) -> bool:
-    """Whether ``grad`` is a batch of gradients: of torch.vmap, or of ``is_grads_batched``."""
-    functorch = torch._C._functorch
-    return grad is not None and (
-        functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
-    )
 
 
 _NOT_BATCHED = explain(
@@ -346,7 +338,7 @@ def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> N
     views = [n for n, grad in enumerate(grads) if grad is not None and grad._is_view()]
     if not views:
         return
-    if any(map(_is_batched, received)):  # batched tensors have no address
+    if any(map(is_batched, received)):  # batched tensors have no address
         for n in views:
             grads[n] = grads[n].clone()  # type: ignore[union-attr]
         return

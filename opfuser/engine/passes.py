@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -218,19 +218,12 @@ def execute_backward(
     if saved and not keep and _CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
-    found = None
-    if special is not None and not hooked and not profiler._is_profiler_enabled and dx is not None:
+    traced, found = torch.compiler.is_compiling(), None
+    if not (traced or special is None or hooked or dx is None or profiler._is_profiler_enabled):
         found = program.specializations.backward(special, dx, grad_outputs, saved, keep)
     if found is not None and found.function is not None:
-        try:
-            grads: list[Tensor | None] = found.function(dx, grad_outputs, saved)
-        except Exception as error:
-            _note(error, program.step_of(error), program, "backward")
-            raise
-        if not program.input_needs_grad:
-            grads[0] = None
-        return grads
-    if torch.compiler.is_compiling():
+        return _run_backward(program, found.function, dx, grad_outputs, saved)
+    if traced:
         function = program.traced("backward")
     elif verification is not None or profiler._is_profiler_enabled:
         emission = Emission(False, verification is not None, profiler._is_profiler_enabled)
@@ -256,4 +249,22 @@ def execute_backward(
     grads = [dx, *grads]
     if found is not None:
         program.specializations.add_backward(found, grads)
+    return grads
+
+
+def _run_backward(
+    program: Program,
+    function: Callable[..., list[Tensor | None]],
+    dy: Tensor | None,
+    grad_outputs: Sequence[Tensor | None],
+    saved: list[Tensor | None],
+) -> list[Tensor | None]:
+    """As :func:`execute_backward`, by a function that was recorded."""
+    try:
+        grads = function(dy, grad_outputs, saved)
+    except Exception as error:
+        _note(error, program.step_of(error), program, "backward")
+        raise
+    if not program.input_needs_grad:
+        grads[0] = None
     return grads

@@ -70,12 +70,21 @@ _EMPTY = frozenset(
 )
 # Change nothing, and what they return is another name for the same values.
 _VIEWS = frozenset(
-    "view reshape t transpose permute detach expand expand_as unsqueeze squeeze flatten unflatten "
-    "narrow select view_as as_strided unbind split chunk movedim swapaxes".split()
+    "view view_as_real view_as_complex reshape t transpose permute detach expand expand_as unsqueeze squeeze flatten unflatten "
+    "narrow select view_as split_with_sizes as_strided unbind split chunk movedim swapaxes".split()
 )
 # Return what they are given where nothing is to be done.
-_MAYBE_SAME = frozenset("contiguous to type_as float half bfloat16 double reshape flatten".split())
+_MAYBE_SAME = frozenset("contiguous to type_as long float half bfloat16 double reshape flatten".split())
 _PURE = _VIEWS | _EMPTY | _MAYBE_SAME
+# Answered by what guards compare.
+_GUARDED = frozenset(
+    "shape size stride dim ndim ndimension dtype device numel nelement is_contiguous is_cuda "
+    "is_cpu is_meta is_floating_point is_complex requires_grad layout itemsize element_size nbytes "
+    "get_device __len__ is_sparse is_inference is_conj is_neg".split()
+)
+_PLACE = frozenset("data_ptr untyped_storage storage_offset".split())
+# Whose questions about addresses change nothing but what is written to, which is looked at apart.
+_MAY_ASK = ("opfuser.buffer_reuse", "opfuser.kernels.launch")
 _OUT = ("out", "grad_input")
 _LONG = 100
 
@@ -113,6 +122,7 @@ class Recorder(TorchFunctionMode):
         names: what names in it stand for, besides tensors.
         same: pairs of names that were given one tensor.
         device: of launches that were prepared; None without any.
+        places: names of tensors that were given, and whose place in memory was asked for.
     """
 
     def __init__(
@@ -128,6 +138,7 @@ class Recorder(TorchFunctionMode):
         self.names: dict[str, Any] = {}
         self.same: list[tuple[str, str]] = []
         self.device: int | None = None
+        self.places: list[str] = []
         self._refusal: str | None = None
         self._bound: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
@@ -166,6 +177,21 @@ class Recorder(TorchFunctionMode):
         if tensor.untyped_storage()._cdata in self._unwritten and tensor.numel():
             raise NotRecordableError("nothing was seen to write to a result")
         return known.name
+
+    def tensor_of(self, name: str) -> Tensor:
+        """The tensor that was given under a name.
+
+        Raises:
+            NotRecordableError: it is no more.
+        """
+        found = (known.tensor() for known in self._known.values() if known.name == name)
+        tensor = next(found, None)
+        if tensor is None:
+            raise NotRecordableError(f"{name} is no more")
+        return tensor
+
+    def refuse(self, why: str) -> None:
+        self._refusal = why
 
     def finish(self) -> None:
         """Raises NotRecordableError if anything that was seen cannot be repeated."""
@@ -228,9 +254,10 @@ class Recorder(TorchFunctionMode):
             raise NotRecordableError(f"{name} is called, which cannot be repeated")
         made = _tensors_in(result)
         if not made and not written:
-            return  # a question about shapes, strides, dtypes
-        if name == "__get__" and func.__self__.__name__ == "grad":
-            raise NotRecordableError("a gradient is read")
+            self._question(func.__self__.__name__ if name == "__get__" else name, given)
+            return
+        if name == "__get__" and func.__self__.__name__ not in _PROPERTIES:
+            raise NotRecordableError(f"{func.__self__.__name__} is read, which may be anything")
         same = isinstance(result, Tensor) and any(result is t for t in given)
         if same and not written:
             if name in _MAYBE_SAME or name in _VIEWS:
@@ -249,6 +276,21 @@ class Recorder(TorchFunctionMode):
         self._add(text, reads, result, given, effect=not pure)
         if name in _EMPTY:
             self._unwritten |= memory_of_all(made)
+
+    def _question(self, name: str, asked: Sequence[Tensor]) -> None:
+        """Notes a call that has returned no tensor: the answer must be the same again."""
+        if name in _GUARDED or name in ("__set__", "__hash__"):
+            return
+        for t in asked:
+            known = self._find(t)
+            if known is None or known.name[0] == "t":
+                continue  # made on the way, by calls that are repeated
+            if _asked_by() in _MAY_ASK:
+                continue
+            if name not in _PLACE:
+                raise NotRecordableError(f"{name} of a tensor is asked for")
+            if known.name not in self.places:
+                self.places.append(known.name)
 
     def _refuse_memory(
         self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]
@@ -400,8 +442,10 @@ class Recorder(TorchFunctionMode):
                 raise NotRecordableError("a tensor comes from elsewhere than from the calls seen")
             reads.append(known.name)
             return known.name
-        if value is None or isinstance(value, (bool, int, str)):
+        if value is None or isinstance(value, (bool, str)):
             return repr(value)
+        if isinstance(value, int):
+            return repr(int(value))
         if isinstance(value, float):
             return self._number(value)
         if isinstance(value, (tuple, torch.Size)):
@@ -415,7 +459,7 @@ class Recorder(TorchFunctionMode):
         raise NotRecordableError(f"an argument of type {type(value).__name__} is no constant")
 
     def _number(self, value: float) -> str:
-        return repr(value) if math.isfinite(value) else self._bind(value, "number")
+        return repr(float(value)) if math.isfinite(value) else self._bind(value, "number")
 
     def _bind(self, value: Any, name: str) -> str:
         """A name that stands for ``value``: the one asked for, or one like it."""
@@ -525,6 +569,20 @@ def _wrapped(line: str) -> list[str]:
         else:
             row = f"{row}, {part}" if row else part
     return [*rows, row]
+
+
+_PROPERTIES = ("T", "mT", "H", "mH", "data", "_base")
+
+
+def _asked_by() -> str:
+    """The module whose code called the function that is being noted."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if name != __name__ and not name.startswith(("torch", "contextlib")):
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def _name_of_function(func: Any) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..attention import context_parallel
+from ..buffer_reuse import is_batched
 from ..change_tracking import Clock
 from ..events import telling
 from ..op import BasicOperation, OperationContext
@@ -51,7 +52,7 @@ class Backward:
         special: of its forward.
     """
 
-    __slots__ = ("counts", "function", "recorder", "special")
+    __slots__ = ("_places", "asked", "counts", "function", "recorder", "special")
 
     def __init__(
         self, special: Specialization, recorder: Recorder, counts: tuple[int, int]
@@ -60,6 +61,24 @@ class Backward:
         self.recorder = recorder
         self.counts = counts
         self.function: Callable[..., Any] | None = None
+        self.asked: list[int] = []
+        self._places: Hashable = ()
+
+    def place(self) -> None:
+        """Notes where saved tensors lie whose place was asked for.
+
+        Raises:
+            NotRecordableError: that of another tensor was.
+        """
+        names = self.recorder.places
+        if any(name[0] != "s" for name in names):
+            raise NotRecordableError("the place of a gradient is asked for")
+        self.asked = [int(name[1:]) for name in names]
+        self._places = _places(list(map(self.recorder.tensor_of, names)))
+
+    def is_placed(self, saved: Sequence[Tensor | None]) -> bool:
+        """Whether they lie there again."""
+        return _places([saved[n] for n in self.asked]) == self._places  # type: ignore[misc]
 
 
 class Specialization:
@@ -253,6 +272,8 @@ class Specializations:
             saved: what forward has saved.
             keep: whether another backward pass may follow.
         """
+        if is_batched(dy):
+            return None
         key = (
             keep,
             *map(_layout, (dy, *received)),
@@ -260,7 +281,9 @@ class Specializations:
         )
         found = special.backwards.get(key, 0)
         if not isinstance(found, int):
-            return None if found.function is None else found
+            if found.function is None:
+                return None
+            return found if not found.asked or found.is_placed(saved) else None
         plain = _is_plain_call(dy, [t for t in (*received, *saved) if t is not None], ())
         if special.refusal is not None or not plain or len(special.backwards) >= _MAX_FOUND:
             return None
@@ -274,7 +297,7 @@ class Specializations:
         theirs = [dy, *received, *(t for t, is_own in zip(saved, own) if not is_own)]
         code, steps = self.program.lines("backward", PLAIN)
         recorder = Recorder(code, steps, given, theirs)
-        special.backwards[key] = made = Backward(special, recorder, (len(saved), len(received)))
+        made = special.backwards[key] = Backward(special, recorder, (len(saved), len(received)))
         return made
 
     def add_backward(self, found: Backward, grads: Sequence[Tensor | None]) -> None:
@@ -288,6 +311,7 @@ class Specializations:
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
+            found.place()
         except NotRecordableError as error:
             found.special.refusal = str(error)
             return
@@ -417,6 +441,12 @@ def _guard(
         terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")
         terms.append(f"kept[{n}].device == {constant(t.device)}")
     terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
+    if recorder.places:
+        rows = dict(zip("xpek", ([x], parameters, extra_inputs, kept)))
+        asked = [rows[name[0]][int(name[1:] or 0)] for name in recorder.places]
+        names["places"] = _places
+        listed = ", ".join(map(_read, recorder.places))
+        terms.append(f"places([{listed}]) == {constant(_places(asked))}")
     if x.is_cuda:
         names["current_device"] = torch._C._cuda_getDevice
         names["modes"] = _modes
@@ -439,6 +469,18 @@ def _read(name: str) -> str:
         return name
     rows = {"p": "parameters", "e": "extra_inputs", "k": "kept"}
     return f"{rows[name[0]]}[{name[1:]}]"
+
+
+def _places(tensors: Sequence[Tensor]) -> Hashable:
+    """Which tensors share memory, and where each begins in its own."""
+    storages = [t.untyped_storage() for t in tensors]
+    starts = [s.data_ptr() for s in storages]
+    return tuple(
+        [
+            (starts.index(start), t.data_ptr() - start, s.nbytes())
+            for t, s, start in zip(tensors, storages, starts)
+        ]
+    )
 
 
 def _modes() -> Hashable:
