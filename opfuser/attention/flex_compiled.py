@@ -274,7 +274,8 @@ def _attempt(kind: _Kind, differentiable: bool) -> _Compiled:
         if torch._dynamo.config.disable:
             made = _Compiled(None, None, "torch.compile is disabled")
         else:
-            made = _made(kind, differentiable, found)
+            with unwatched(_OWN_LAUNCHES):
+                made = _made(kind, differentiable, found)
     # Whatever is missing or too large there, plain torch computes the same.
     except Exception as error:  # noqa: BLE001
         text = (str(error).strip() or type(error).__name__).splitlines()[0]

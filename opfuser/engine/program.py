@@ -170,28 +170,27 @@ class Program:
 
     def specialize(self, stage: Stage, text: Text) -> Callable[..., Any]:
         """A function for calls of a kind, given its text."""
-        names = dict(text.names)
-        asked_for = f" specialized {len(self._specialized)}"
-        made = self._made(stage, asked_for, text, names)
+        made = self._written(stage, text, f" specialized {len(self._specialized)}")
         self._specialized.append(made)
         return made.function
 
     def _compile(self, stage: Stage, emission: Emission) -> _Function:
-        text = self.text(stage, emission)
         asked_for = "".join(f" {name}" for name, asked in emission._asdict().items() if asked)
+        made = self._written(stage, self.text(stage, emission), asked_for)
+        return self._functions.setdefault((stage, emission), made)  # or another thread's
+
+    def _written(self, stage: Stage, text: Text, asked_for: str) -> _Function:
+        file = f"<opfuser program {self._number}: {stage}{asked_for}>"
         names = dict(text.names)
         if self._replace is not None:
             for name, step in text.operations.items():
                 names[name] = self._replace(step, stage)
-        made = self._made(stage, asked_for, text, names)
-        return self._functions.setdefault((stage, emission), made)  # or another thread's
-
-    def _made(self, stage: Stage, asked_for: str, text: Text, names: dict[str, Any]) -> _Function:
-        file = f"<opfuser program {self._number}: {stage}{asked_for}>"
+        # Before linecache: Dynamo, which meets this in compiled autograd and gives up here, would
+        # guard all that it caches.
+        exec(compile(text.source, file, "exec"), names)
         if self._replace is None:
             linecache.cache[file] = len(text.source), None, text.source.splitlines(True), file
             self._files.append(file)
-        exec(compile(text.source, file, "exec"), names)
         # Not among its own globals: that cycle would keep the operations, and their parameters.
         return _Function(names.pop(stage), text.steps)
 
