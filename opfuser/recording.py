@@ -63,7 +63,6 @@ class Watcher(Protocol):
     def note_whole(self, function: Callable[..., Any], args: tuple[Any, ...], writes: int) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
-
     def refuse(self, why: str) -> None:
         """Gives up: the pass does what cannot be repeated by its calls."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.autograd.forward_ad import unpack_dual
 
 from ..buffer_reuse import is_batched, memory_of, shares_nothing
@@ -19,8 +20,9 @@ from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
 from .exported import execute_exported
-from .passes import Kwargs, Tape, execute_backward, execute_forward
+from .passes import Kwargs, Tape, execute_backward, execute_forward, run_special
 from .program import Program
+from .specialized import Specialization
 from .steps import zeros
 
 __all__ = ["Kwargs", "compiling", "differentiate", "execute", "execute_eagerly", "separate"]
@@ -64,6 +66,15 @@ def execute_eagerly(
     """As :func:`execute`, where torch.compile traces no backward."""
     for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
+    special = program.specializations
+    if special.found and kwargs is None and not profiler._is_profiler_enabled:
+        kept = special.kept()
+        found = special.find(input_, parameters, extra_inputs, kept)
+        if found is not None:
+            if program.needs_backward:
+                return _apply_special(found, kept, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+            output, outputs, _ = run_special(found, input_, parameters, extra_inputs, kept)
+            return _finished(output, outputs, input_, extra_inputs)
     if program.needs_backward:
         if torch._C._are_functorch_transforms_active():
             return _SequenceFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
@@ -74,9 +85,17 @@ def execute_eagerly(
     output, outputs = execute_forward(
         program, kwargs, input_, extra_inputs, None, None if functorch else parameters
     )
-    watched = functorch or torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if functorch or torch.compiler.is_compiling():
+        return (output, *outputs) if outputs else output
+    return _finished(output, outputs, input_, extra_inputs)
+
+
+def _finished(
+    output: Tensor, outputs: Sequence[Tensor], input_: Tensor, extra_inputs: Sequence[Tensor]
+) -> Any:
+    """What a call without a node in autograd's graph returns."""
     # detach() would drop the tangents of forward mode.
-    if not watched and output._is_view() and unpack_dual(output).tangent is None:
+    if output._is_view() and not torch.is_grad_enabled() and unpack_dual(output).tangent is None:
         output = _without_base(output, (input_, *extra_inputs))
     return (output, *outputs) if outputs else output
 
@@ -128,9 +147,7 @@ class _SequenceFunction(torch.autograd.Function):
         tape = Tape()
         extra_inputs = tensors[program.num_parameters :]
         parameters = tensors[: program.num_parameters]
-        output, outputs = execute_forward(
-            program, kwargs, input_, extra_inputs, tape, parameters
-        )
+        output, outputs = execute_forward(program, kwargs, input_, extra_inputs, tape, parameters)
         if tape.verification is not None:
             tape.verification.note(tensors)
         marked, hooked, traced = False, False, torch.compiler.is_compiling()
@@ -170,6 +187,10 @@ class _SequenceFunction(torch.autograd.Function):
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
         if grad_output is None:
             grad_output = zeros(func_ctx.output_like)
+        return _SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+
+    @staticmethod
+    def _backward(func_ctx: Any, grad_output: Tensor, grad_outputs: Sequence[Tensor | None]) -> Any:
         if torch.compiler.is_compiling():
             return (None, None, *execute_backward(func_ctx, grad_output, grad_outputs, keep=True))
 
@@ -179,6 +200,43 @@ class _SequenceFunction(torch.autograd.Function):
             return grads
 
         return (None, None, *differentiate(func_ctx, (grad_output, *grad_outputs), compute))
+
+
+class _SpecialFunction(torch.autograd.Function):
+    """The same by functions that were recorded for calls like this one."""
+
+    @staticmethod
+    def forward(
+        func_ctx: Any,
+        found: Specialization,
+        kept: Sequence[Tensor],
+        input_: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
+        program = found.program
+        parameters, extra_inputs = tensors, ()
+        if program.inputs:
+            count = program.num_parameters
+            parameters, extra_inputs = tensors[:count], tensors[count:]
+        output, outputs, saved = run_special(found, input_, parameters, extra_inputs, kept)
+        marked, hooked = _saved_tensors_hooks()
+        mark = [torch.empty(0, program.layout())] if marked else ()
+        read = [parameters[n] for n in program.kept_parameters] if program.kept_parameters else ()
+        func_ctx.to_save = *mark, *saved, *read
+        func_ctx.forwarded = program, found.contexts, marked, hooked, None, found
+        if output._is_view():
+            output = _without_base(output, (input_, *tensors))
+        if not outputs:
+            return output
+        func_ctx.set_materialize_grads(False)
+        func_ctx.output_like = (output.shape, output.dtype, output.device)
+        return _distinct_outputs(func_ctx, program, output, outputs)
+
+    @staticmethod
+    def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
+        if grad_output is None:
+            grad_output = zeros(func_ctx.output_like)
+        return _SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
 
 
 def differentiate(
@@ -247,6 +305,7 @@ _NOT_BATCHED = explain(
 
 # _SequenceFunction.apply without its Python wrapper, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
+_apply_special = super(torch.autograd.Function, _SpecialFunction).apply
 
 
 def _bytes_saved(

@@ -23,7 +23,7 @@ from .ranges import place
 from .specialized import Specialization
 from .verification import Verification
 
-__all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward"]
+__all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward", "run_special"]
 
 Kwargs = Sequence[dict[str, Any]] | None
 
@@ -36,7 +36,7 @@ class Tape:
     """What forward hands to backward: a context per basic operation, and the saved tensors.
 
     Attributes:
-        special: of the call, if it has run straight lines.
+        special: what was recorded of the call, if it was.
     """
 
     def __init__(self) -> None:
@@ -84,21 +84,10 @@ def execute_forward(
         or kwargs is not None
         or special.refusal is not None
         or profiler._is_profiler_enabled
+        or not special.is_due(x, parameters, extra_inputs)
     ):
         return _run_forward(program, kwargs, x, extra_inputs, tape)
     kept = special.kept()
-    found = special.find(x, parameters, extra_inputs, kept)
-    if found is not None:
-        try:
-            x, outputs, saved = found.forward(x, parameters, extra_inputs, kept)
-        except Exception as error:
-            _note(error, program.step_of(error), program, "forward")
-            raise
-        if tape is not None:
-            tape.contexts, tape.saved, tape.special = found.contexts, saved, found
-        return x, outputs
-    if not special.is_due(x, parameters, extra_inputs):
-        return _run_forward(program, kwargs, x, extra_inputs, tape)
     recorder = special.recorder(x, parameters, extra_inputs, kept)
     with recorder.watching():
         results = _run_forward(program, kwargs, x, extra_inputs, tape)
@@ -108,6 +97,22 @@ def execute_forward(
     if tape is not None:
         tape.special = made
     return results
+
+
+def run_special(
+    found: Specialization,
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kept: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """Output, extra outputs and what is saved of a call like one that was recorded."""
+    try:
+        return found.forward(x, parameters, extra_inputs, kept)
+    except Exception as error:
+        program = found.program
+        _note(error, program.step_of(error), program, "forward")
+        raise
 
 
 def _run_forward(

@@ -161,9 +161,7 @@ class Program:
         finally:
             self._functions, self._replace = before, None
 
-    def lines(
-        self, stage: Stage, emission: Emission
-    ) -> tuple[CodeType, tuple[Step | None, ...]]:
+    def lines(self, stage: Stage, emission: Emission) -> tuple[CodeType, tuple[Step | None, ...]]:
         """The code of the function of a pass, and the step of each of its lines."""
         function = self.function(stage, emission)
         return function.__code__, self._functions[stage, emission].steps

@@ -74,7 +74,9 @@ _VIEWS = frozenset(
     "narrow select view_as split_with_sizes as_strided unbind split chunk movedim swapaxes".split()
 )
 # Return what they are given where nothing is to be done.
-_MAYBE_SAME = frozenset("contiguous to type_as long float half bfloat16 double reshape flatten".split())
+_MAYBE_SAME = frozenset(
+    "contiguous to type_as long float half bfloat16 double reshape flatten".split()
+)
 _PURE = _VIEWS | _EMPTY | _MAYBE_SAME
 # Answered by what guards compare.
 _GUARDED = frozenset(
@@ -292,9 +294,7 @@ class Recorder(TorchFunctionMode):
             if known.name not in self.places:
                 self.places.append(known.name)
 
-    def _refuse_memory(
-        self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]
-    ) -> None:
+    def _refuse_memory(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Raises NotRecordableError for what may not be written, or was not."""
         targets = memory_of_all(written)
         if targets & self._theirs:
@@ -486,6 +486,8 @@ _GIVEN = "xpeksdtg"
 _RESERVED = frozenset(
     "forward backward parameters extra_inputs kept saved received stream dy".split()
 )
+
+
 class Straight(NamedTuple):
     """What a recorded pass becomes, besides its lines.
 

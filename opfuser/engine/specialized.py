@@ -90,19 +90,22 @@ class Specialization:
             output, the extra outputs, and what is saved.
         contexts: of the operations, as every forward of this kind leaves them.
         own: of each saved tensor, whether its memory is nobody else's.
+        program: whose it is.
         backwards: by kinds of gradients.
         refusal: why no backward is recorded; None if one may be.
     """
 
-    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "refusal")
+    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "program", "refusal")
 
     def __init__(
         self,
+        program: Any,
         guard: Callable[..., bool],
         forward: Callable[..., Any],
         contexts: list[OperationContext],
         own: tuple[bool, ...],
     ) -> None:
+        self.program = program
         self.guard = guard
         self.forward = forward
         self.contexts = contexts
@@ -127,14 +130,23 @@ class Specializations:
         self._refused: dict[Hashable, str] = {}
         self._seen = -1
         self._places: list[tuple[dict[str, Any], str]] = []
+        # Whether there can be any: buffers of an operation come and go with its signature.
+        self._keeps = any(
+            module._buffers
+            for op in program.plan.basic_ops
+            for module in (*op.modules(), *op.children())
+        )
         self._caching = [
             op
             for op in program.plan.basic_ops
             if type(op).cached_tensors is not BasicOperation.cached_tensors
         ]
+        self._keeps = self._keeps or bool(self._caching)
 
-    def kept(self) -> list[Tensor]:
+    def kept(self) -> Sequence[Tensor]:
         """What operations read besides parameters: buffers, and tensors that they have cached."""
+        if not self._keeps:
+            return ()
         if self._seen != Clock.now:
             self._places = [
                 (module._buffers, name)
@@ -143,8 +155,6 @@ class Specializations:
                 for name in module._buffers
             ]
             self._seen = Clock.now
-        if not self._places and not self._caching:
-            return []
         buffers = [own[name] for own, name in self._places]
         cached = [t for op in self._caching for t in op.cached_tensors()]
         return [t for t in (*buffers, *cached) if t is not None]
@@ -236,10 +246,8 @@ class Specializations:
         )
         function = self.program.specialize("forward", text_of(recorder, straight))
         theirs = memory_of_all([*recorder_inputs(arguments), output, *outputs])
-        own = tuple(
-            t is not None and t.untyped_storage()._cdata not in theirs for t in saved
-        )
-        made = Specialization(guard, function, contexts, own)
+        own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
+        made = Specialization(self.program, guard, function, contexts, own)
         self.found = (made, *self.found)
         return made
 
@@ -274,11 +282,9 @@ class Specializations:
         """
         if is_batched(dy):
             return None
-        key = (
-            keep,
-            *map(_layout, (dy, *received)),
-            torch.get_num_threads() if dy.is_cpu else _modes(),
-        )
+        key: Hashable = keep, type(dy), dy.stride(), torch.get_num_threads(), _aligned(dy)
+        if received:
+            key = key, *map(_layout, received)
         found = special.backwards.get(key, 0)
         if not isinstance(found, int):
             if found.function is None:
@@ -354,9 +360,7 @@ def _refusal_of_program(program: Any) -> str | None:
     return None
 
 
-def _is_plain_call(
-    x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
-) -> bool:
+def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]) -> bool:
     """Whether what runs is what anybody would see run."""
     return (
         type(x) in _PLAIN_TYPES
@@ -511,4 +515,3 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_constant, value))
     return isinstance(value, (*_CONSTANT, FunctionType))
-
