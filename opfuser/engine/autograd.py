@@ -20,7 +20,7 @@ from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
 from .exported import execute_exported
-from .passes import Kwargs, Tape, execute_backward, execute_forward, run_special
+from .passes import Kwargs, Tape, execute_backward, execute_forward, note
 from .program import Program
 from .specialized import Specialization
 from .steps import zeros
@@ -67,19 +67,24 @@ def execute_eagerly(
     for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
     special = program.specializations
-    if special.found and kwargs is None and not profiler._is_profiler_enabled:
+    functorch = torch._C._are_functorch_transforms_active()
+    plain = kwargs is None and not (functorch or profiler._is_profiler_enabled)
+    if special.found and plain:
         kept = special.kept()
         found = special.find(input_, parameters, extra_inputs, kept)
         if found is not None:
             if program.needs_backward:
-                return _apply_special(found, kept, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-            output, outputs, _ = run_special(found, input_, parameters, extra_inputs, kept)
+                return _apply_special(program, found, kept, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+            try:
+                output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
+            except Exception as error:
+                note(error, program.step_of(error), program, "forward")
+                raise
             return _finished(output, outputs, input_, extra_inputs)
     if program.needs_backward:
-        if torch._C._are_functorch_transforms_active():
+        if functorch:
             return _SequenceFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
         return _apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-    functorch = torch._C._are_functorch_transforms_active()
     if functorch:
         input_ = _batched_like(input_, [*parameters, *extra_inputs, *_tensors_in(kwargs)])
     output, outputs = execute_forward(
@@ -208,17 +213,19 @@ class _SpecialFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         func_ctx: Any,
+        program: Program,
         found: Specialization,
         kept: Sequence[Tensor],
         input_: Tensor,
         *tensors: Tensor,
     ) -> Any:
-        program = found.program
-        parameters, extra_inputs = tensors, ()
-        if program.inputs:
-            count = program.num_parameters
-            parameters, extra_inputs = tensors[:count], tensors[count:]
-        output, outputs, saved = run_special(found, input_, parameters, extra_inputs, kept)
+        count = program.num_parameters
+        parameters, extra_inputs = tensors[:count], tensors[count:]
+        try:
+            output, outputs, saved = found.forward(input_, parameters, extra_inputs, kept)
+        except Exception as error:
+            note(error, program.step_of(error), program, "forward")
+            raise
         marked, hooked = _saved_tensors_hooks()
         mark = [torch.empty(0, program.layout())] if marked else ()
         read = [parameters[n] for n in program.kept_parameters] if program.kept_parameters else ()
@@ -236,7 +243,7 @@ class _SpecialFunction(torch.autograd.Function):
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
         if grad_output is None:
             grad_output = zeros(func_ctx.output_like)
-        return _SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+        return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
 
 
 def differentiate(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from .ranges import place
 from .specialized import Specialization
 from .verification import Verification
 
-__all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward", "run_special"]
+__all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward", "note"]
 
 Kwargs = Sequence[dict[str, Any]] | None
 
@@ -88,31 +87,15 @@ def execute_forward(
     ):
         return _run_forward(program, kwargs, x, extra_inputs, tape)
     kept = special.kept()
-    recorder = special.recorder(x, parameters, extra_inputs, kept)
+    recorder = special.recorder(program, x, parameters, extra_inputs, kept)
     with recorder.watching():
         results = _run_forward(program, kwargs, x, extra_inputs, tape)
     contexts, own_saved = ([], []) if tape is None else (tape.contexts, tape.saved)
     arguments = x, parameters, extra_inputs, kept
-    made = special.add(recorder, arguments, results, contexts, own_saved)
+    made = special.add(program, recorder, arguments, results, contexts, own_saved)
     if tape is not None:
         tape.special = made
     return results
-
-
-def run_special(
-    found: Specialization,
-    x: Tensor,
-    parameters: Sequence[Tensor],
-    extra_inputs: Sequence[Tensor],
-    kept: Sequence[Tensor],
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """Output, extra outputs and what is saved of a call like one that was recorded."""
-    try:
-        return found.forward(x, parameters, extra_inputs, kept)
-    except Exception as error:
-        program = found.program
-        _note(error, program.step_of(error), program, "forward")
-        raise
 
 
 def _run_forward(
@@ -133,7 +116,7 @@ def _run_forward(
     except Exception as error:
         if isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
             raise _located(error, program, "forward") from error
-        _note(error, program.step_of(error), program, "forward")
+        note(error, program.step_of(error), program, "forward")
         raise
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
@@ -151,11 +134,11 @@ def _located(error: InputError | ContextError, program: Program, stage: Stage) -
         located: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
     else:
         located = InputError(f"{error} It came to {name} of the sequence.")
-    _note(located, step, program, stage)
+    note(located, step, program, stage)
     return located
 
 
-def _note(error: Exception, step: Step | None, program: Program, stage: Stage) -> None:
+def note(error: Exception, step: Step | None, program: Program, stage: Stage) -> None:
     """Notes on an exception of which step it came, and where that stands in the model.
 
     Not of an operation that is called alone: the note would only repeat its name.
@@ -223,11 +206,40 @@ def execute_backward(
     if saved and not keep and _CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
-    traced, found = torch.compiler.is_compiling(), None
-    if not (traced or special is None or hooked or dx is None or profiler._is_profiler_enabled):
-        found = program.specializations.backward(special, dx, grad_outputs, saved, keep)
-    if found is not None and found.function is not None:
-        return _run_backward(program, found.function, dx, grad_outputs, saved)
+    traced = torch.compiler.is_compiling()
+    how = contexts, verification, traced
+    if traced or special is None or hooked or dx is None or profiler._is_profiler_enabled:
+        return _run_backward(program, dx, grad_outputs, saved, *how)
+    specializations = program.specializations
+    found = specializations.backward(program, special, dx, grad_outputs, saved, keep)
+    if found is None:
+        return _run_backward(program, dx, grad_outputs, saved, *how)
+    grads: list[Tensor | None]
+    if found.function is None:
+        with found.recorder.watching():
+            grads = _run_backward(program, dx, grad_outputs, saved, *how)
+        specializations.add_backward(program, found, grads)
+        return grads
+    try:
+        grads = found.function(dx, grad_outputs, saved, specializations.kept())
+    except Exception as error:
+        note(error, program.step_of(error), program, "backward")
+        raise
+    if not program.input_needs_grad:
+        grads[0] = None
+    return grads
+
+
+def _run_backward(
+    program: Program,
+    dx: Tensor | None,
+    grad_outputs: Sequence[Tensor | None],
+    saved: list[Tensor | None],
+    contexts: Sequence[OperationContext],
+    verification: Verification | None,
+    traced: bool,
+) -> list[Tensor | None]:
+    """As :func:`execute_backward`, by the function of the program."""
     if traced:
         function = program.traced("backward")
     elif verification is not None or profiler._is_profiler_enabled:
@@ -237,12 +249,11 @@ def execute_backward(
         function = program.function("backward", PLAIN)
     overlap = program.overlap and _overlap(program.overlap, program.plan.env.device)
     try:
-        with nullcontext() if found is None else found.recorder.watching():
-            dx, grads = function(dx, grad_outputs, contexts, saved, verification)
+        dx, grads = function(dx, grad_outputs, contexts, saved, verification)
     except ContextError as error:
         raise _located(error, program, "backward") from error
     except Exception as error:
-        _note(error, program.step_of(error), program, "backward")
+        note(error, program.step_of(error), program, "backward")
         raise
     finally:
         if overlap is not None:
@@ -251,25 +262,4 @@ def execute_backward(
         dx = None
     if verification is not None:
         verification.at_the_end(grads)
-    grads = [dx, *grads]
-    if found is not None:
-        program.specializations.add_backward(found, grads)
-    return grads
-
-
-def _run_backward(
-    program: Program,
-    function: Callable[..., list[Tensor | None]],
-    dy: Tensor | None,
-    grad_outputs: Sequence[Tensor | None],
-    saved: list[Tensor | None],
-) -> list[Tensor | None]:
-    """As :func:`execute_backward`, by a function that was recorded."""
-    try:
-        grads = function(dy, grad_outputs, saved)
-    except Exception as error:
-        _note(error, program.step_of(error), program, "backward")
-        raise
-    if not program.input_needs_grad:
-        grads[0] = None
-    return grads
+    return [dx, *grads]

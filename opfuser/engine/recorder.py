@@ -70,8 +70,9 @@ _EMPTY = frozenset(
 )
 # Change nothing, and what they return is another name for the same values.
 _VIEWS = frozenset(
-    "view view_as_real view_as_complex reshape t transpose permute detach expand expand_as unsqueeze squeeze flatten unflatten "
-    "narrow select view_as split_with_sizes as_strided unbind split chunk movedim swapaxes".split()
+    "view view_as view_as_real view_as_complex reshape flatten unflatten squeeze unsqueeze t "
+    "transpose permute movedim swapaxes expand expand_as narrow select unbind split "
+    "split_with_sizes chunk as_strided detach".split()
 )
 # Return what they are given where nothing is to be done.
 _MAYBE_SAME = frozenset(
@@ -233,7 +234,7 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             result = function(*args)
         if self._refusal is None:
-            with self._noting():
+            with self._noting(), torch._C.DisableTorchFunction():
                 given = _tensors_in(args)
                 self._refuse_memory(function.__name__, given, [args[writes]])
                 reads: list[str] = []
@@ -359,7 +360,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         """Notes a launch of a kernel (``kernels.launch.Launch``) that has just run."""
         if self._refusal is None:
-            with self._noting():
+            with self._noting(), torch._C.DisableTorchFunction():
                 self._note_launch(launch, grid, tensors, ints, floats)
 
     def _note_launch(
@@ -525,7 +526,7 @@ def text_of(recorder: Recorder, straight: Straight) -> Text:
             lines.append(("    " + comment(step), step))
         dead = [f"r{n}_{i}" if name is None else name for i, name in enumerate(call.results)]
         results = ", ".join(dead) + ("," if call.unpacked and len(dead) == 1 else "")
-        unread = not any(name in last and last[name] > n or name in kept for name in call.results)
+        unread = not any((name in last and last[name] > n) or name in kept for name in call.results)
         if not call.results or (unread and not call.unpacked) or (unread and call.unpacked):
             line, gone = call.text, []
         else:
@@ -561,7 +562,7 @@ def _needed(calls: Sequence[_Call], returned: Sequence[str]) -> list[_Call]:
 
 def _wrapped(line: str) -> list[str]:
     """A line in rows, broken behind commas of its outermost brackets, if it is long."""
-    if len(line) <= _LONG or "#" in line or "(" not in line and "[" not in line:
+    if len(line) <= _LONG or "#" in line or ("(" not in line and "[" not in line):
         return [line]
     rows, row = [], ""
     for part in line.split(", "):

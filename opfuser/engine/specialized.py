@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -46,38 +47,55 @@ class Backward:
     """A recorded backward pass, for gradients of one kind; or one that is being recorded.
 
     Attributes:
-        function: from the gradients of the output and of the extra outputs, and the list of what
-            was saved, those of input, parameters and extra inputs. None until it was recorded.
+        function: from the gradients of the output and of the extra outputs, the list of what was
+            saved and what operations keep, the gradients of input, parameters and extra inputs.
+            None until it was recorded.
         recorder: what watches the pass, once.
         special: of its forward.
     """
 
-    __slots__ = ("_places", "asked", "counts", "function", "recorder", "special")
+    __slots__ = ("_places", "asked", "counts", "function", "recorder", "same", "special")
 
     def __init__(
-        self, special: Specialization, recorder: Recorder, counts: tuple[int, int]
+        self, special: Specialization, recorder: Recorder, counts: tuple[int, int, int]
     ) -> None:
         self.special = special
         self.recorder = recorder
         self.counts = counts
         self.function: Callable[..., Any] | None = None
         self.asked: list[int] = []
+        self.same: list[tuple[str, str]] = []
         self._places: Hashable = ()
 
-    def place(self) -> None:
-        """Notes where saved tensors lie whose place was asked for.
+    def settle(self) -> None:
+        """Notes what of the tensors of this pass must hold of others besides their layouts.
 
         Raises:
-            NotRecordableError: that of another tensor was.
+            NotRecordableError: the place of a gradient was asked for.
         """
+        # Saved tensors are the same whenever forward is.
+        self.same = [pair for pair in self.recorder.same if {n[0] for n in pair} != {"s"}]
         names = self.recorder.places
         if any(name[0] != "s" for name in names):
             raise NotRecordableError("the place of a gradient is asked for")
         self.asked = [int(name[1:]) for name in names]
         self._places = _places(list(map(self.recorder.tensor_of, names)))
 
-    def is_placed(self, saved: Sequence[Tensor | None]) -> bool:
-        """Whether they lie there again."""
+    def is_like(
+        self,
+        dy: Tensor,
+        received: Sequence[Tensor | None],
+        saved: Sequence[Tensor | None],
+        kept: Sequence[Tensor],
+    ) -> bool:
+        """Whether tensors lie where they did, and those are one that were one."""
+        rows: dict[str, Sequence[Tensor | None]] = {"s": saved, "g": received, "k": kept}
+
+        def read(name: str) -> Tensor | None:
+            return dy if name == "dy" else rows[name[0]][int(name[1:])]
+
+        if any(read(a) is not read(b) for a, b in self.same):
+            return False
         return _places([saved[n] for n in self.asked]) == self._places  # type: ignore[misc]
 
 
@@ -90,22 +108,19 @@ class Specialization:
             output, the extra outputs, and what is saved.
         contexts: of the operations, as every forward of this kind leaves them.
         own: of each saved tensor, whether its memory is nobody else's.
-        program: whose it is.
         backwards: by kinds of gradients.
         refusal: why no backward is recorded; None if one may be.
     """
 
-    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "program", "refusal")
+    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "refusal")
 
     def __init__(
         self,
-        program: Any,
         guard: Callable[..., bool],
         forward: Callable[..., Any],
         contexts: list[OperationContext],
         own: tuple[bool, ...],
     ) -> None:
-        self.program = program
         self.guard = guard
         self.forward = forward
         self.contexts = contexts
@@ -123,7 +138,6 @@ class Specializations:
     """
 
     def __init__(self, program: Any) -> None:
-        self.program = program
         self.found: tuple[Specialization, ...] = ()
         self.refusal = _refusal_of_program(program)
         self._kinds: dict[Hashable, int] = {}
@@ -136,10 +150,9 @@ class Specializations:
             for op in program.plan.basic_ops
             for module in (*op.modules(), *op.children())
         )
+        self._ops = program.plan.basic_ops
         self._caching = [
-            op
-            for op in program.plan.basic_ops
-            if type(op).cached_tensors is not BasicOperation.cached_tensors
+            op for op in self._ops if type(op).cached_tensors is not BasicOperation.cached_tensors
         ]
         self._keeps = self._keeps or bool(self._caching)
 
@@ -150,7 +163,7 @@ class Specializations:
         if self._seen != Clock.now:
             self._places = [
                 (module._buffers, name)
-                for op in self.program.plan.basic_ops
+                for op in self._ops
                 for module in dict.fromkeys((*op.modules(), *op.children()))
                 for name in module._buffers
             ]
@@ -188,8 +201,9 @@ class Specializations:
         self._kinds[kind] = calls = self._kinds.get(kind, 0) + 1
         return calls > CALLS_BEFORE
 
+    @staticmethod
     def recorder(
-        self,
+        program: Any,
         x: Tensor,
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
@@ -199,11 +213,12 @@ class Specializations:
         given: dict[str, Tensor | None] = {"x": x}
         for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
             given.update((f"{letter}{n}", t) for n, t in enumerate(row))
-        code, steps = self.program.lines("forward", PLAIN)
+        code, steps = program.lines("forward", PLAIN)
         return Recorder(code, steps, given, [x, *parameters, *extra_inputs, *kept])
 
     def add(
         self,
+        program: Any,
         recorder: Recorder,
         arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
         results: tuple[Tensor, Sequence[Tensor]],
@@ -233,7 +248,7 @@ class Specializations:
         closing = f"{names[0]}, [{', '.join(extras)}], [{', '.join(keeps)}]"
         opening = [
             (f"p{n}", f"p{n} = parameters[{n}]  # {path}")
-            for n, path in enumerate(self._paths_of_parameters(len(parameters)))
+            for n, path in enumerate(_paths_of_parameters(program, len(parameters)))
         ]
         opening += [(f"e{n}", f"e{n} = extra_inputs[{n}]") for n in range(len(extra_inputs))]
         opening += [(f"k{n}", f"k{n} = kept[{n}]") for n in range(len(kept))]
@@ -242,30 +257,18 @@ class Specializations:
             "x, parameters, extra_inputs, kept",
             opening,
             (closing, names),
-            self._comment,
+            partial(comment, program.paths),
         )
-        function = self.program.specialize("forward", text_of(recorder, straight))
+        function = program.specialize("forward", text_of(recorder, straight))
         theirs = memory_of_all([*recorder_inputs(arguments), output, *outputs])
         own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
-        made = Specialization(self.program, guard, function, contexts, own)
+        made = Specialization(guard, function, contexts, own)
         self.found = (made, *self.found)
         return made
 
-    def _paths_of_parameters(self, count: int) -> list[str]:
-        program = self.program
-        paths = []
-        for n, op in enumerate(program.plan.basic_ops):
-            at = program.paths[n] if n < len(program.paths) else str(n)
-            for _, name in op.parameter_slots():
-                text = f"{at}.{name}" if at else name
-                paths.append("".join(c if c.isprintable() else "?" for c in text))
-        return paths if len(paths) == count else [""] * count
-
-    def _comment(self, step: Any) -> str:
-        return comment(self.program.paths, step)
-
     def backward(
         self,
+        program: Any,
         special: Specialization,
         dy: Tensor,
         received: Sequence[Tensor | None],
@@ -285,11 +288,15 @@ class Specializations:
         key: Hashable = keep, type(dy), dy.stride(), torch.get_num_threads(), _aligned(dy)
         if received:
             key = key, *map(_layout, received)
+        kept = self.kept()
+        if kept:
+            key = key, *map(_layout, kept)
         found = special.backwards.get(key, 0)
         if not isinstance(found, int):
             if found.function is None:
                 return None
-            return found if not found.asked or found.is_placed(saved) else None
+            plain = not (found.asked or found.same)
+            return found if plain or found.is_like(dy, received, saved, kept) else None
         plain = _is_plain_call(dy, [t for t in (*received, *saved) if t is not None], ())
         if special.refusal is not None or not plain or len(special.backwards) >= _MAX_FOUND:
             return None
@@ -299,25 +306,28 @@ class Specializations:
         given: dict[str, Tensor | None] = {f"s{n}": t for n, t in enumerate(saved)}
         given["dy"] = dy
         given.update((f"g{n}", t) for n, t in enumerate(received))
+        given.update((f"k{n}", t) for n, t in enumerate(kept))
         own = (*special.own, *(False,) * (len(saved) - len(special.own)))
-        theirs = [dy, *received, *(t for t, is_own in zip(saved, own) if not is_own)]
-        code, steps = self.program.lines("backward", PLAIN)
+        theirs = [dy, *received, *kept, *(t for t, is_own in zip(saved, own) if not is_own)]
+        code, steps = program.lines("backward", PLAIN)
         recorder = Recorder(code, steps, given, theirs)
-        made = special.backwards[key] = Backward(special, recorder, (len(saved), len(received)))
+        counts = len(saved), len(received), len(kept)
+        made = special.backwards[key] = Backward(special, recorder, counts)
         return made
 
-    def add_backward(self, found: Backward, grads: Sequence[Tensor | None]) -> None:
+    @staticmethod
+    def add_backward(program: Any, found: Backward, grads: Sequence[Tensor | None]) -> None:
         """Keeps what a backward pass did, unless it cannot be repeated.
 
         Args:
             found: has recorded it.
             grads: of the input, parameters and extra inputs.
         """
-        recorder, (saved, received) = found.recorder, found.counts
+        recorder, (saved, received, kept) = found.recorder, found.counts
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
-            found.place()
+            found.settle()
         except NotRecordableError as error:
             found.special.refusal = str(error)
             return
@@ -326,11 +336,21 @@ class Specializations:
         ]
         opening += [(None, "saved.clear()")]
         opening += [(f"g{n}", f"g{n} = received[{n}]") for n in range(received)]
+        opening += [(f"k{n}", f"k{n} = kept[{n}]") for n in range(kept)]
         closing = f"[{', '.join(names)}]"
-        straight = Straight(
-            "backward", "dy, received, saved", opening, (closing, names), self._comment
-        )
-        found.function = self.program.specialize("backward", text_of(recorder, straight))
+        how = partial(comment, program.paths)
+        straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
+        found.function = program.specialize("backward", text_of(recorder, straight))
+
+
+def _paths_of_parameters(program: Any, count: int) -> list[str]:
+    paths = []
+    for n, op in enumerate(program.plan.basic_ops):
+        at = program.paths[n] if n < len(program.paths) else str(n)
+        for _, name in op.parameter_slots():
+            text = f"{at}.{name}" if at else name
+            paths.append("".join(c if c.isprintable() else "?" for c in text))
+    return paths if len(paths) == count else [""] * count
 
 
 def recorder_inputs(
