@@ -25,6 +25,7 @@ __all__ = [
     "refuse_watching",
     "repeat",
     "seen_whole",
+    "unseen",
     "unwatched",
     "watched",
     "watching",
@@ -146,6 +147,22 @@ def unwatched(why: str) -> Iterator[None]:
     watching.watcher.refuse(why)
     with torch.overrides._pop_mode_temporarily():
         yield
+
+
+def unseen(function: Function) -> Function:
+    """A function that computes nothing, and whose answer follows from what guards compare.
+
+    Who notes calls sees nothing of it.
+    """
+
+    @functools.wraps(function)
+    def ask(*args: Any) -> Any:
+        if watching.watcher is None:
+            return function(*args)
+        with torch._C.DisableTorchFunction():
+            return function(*args)
+
+    return ask  # type: ignore[return-value]
 
 
 def seen_whole(*, writes: int) -> Callable[[Function], Function]:

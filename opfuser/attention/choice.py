@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import NotSupportedError, explain
 from ..events.kinds import AttentionKernelTaken, Event, FallbackTaken
 from ..kernels.launch import transforms_active
+from ..recording import unseen
 from . import context_parallel, cudnn_versions
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, request_of
@@ -144,6 +145,7 @@ def _chosen(forced: str | None, without: tuple[str, ...], *fields: Any) -> str:
     return _find(Request(*fields), forced, without)
 
 
+@unseen
 def _choice_of_torch(x: Heads, call: Call, differentiable: bool) -> str:
     """The kernel that torch would take for real tensors."""
     q, k, v = x

@@ -61,7 +61,7 @@ class _Call(NamedTuple):
 _HOST = frozenset(
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __contains__ equal "
     "allclose is_nonzero nonzero masked_select unique unique_consecutive bincount argwhere "
-    "repeat_interleave histogram combinations __array__ cpu cuda set_ resize_ resize_as_ t_ "
+    "histogram combinations __array__ cpu cuda set_ resize_ resize_as_ t_ "
     "transpose_ squeeze_ unsqueeze_ swapaxes_ requires_grad_ register_hook backward "
     "_local_scalar_dense".split()
 )
@@ -255,6 +255,8 @@ class Recorder(TorchFunctionMode):
         name = _name_of_function(func)
         if name in _HOST or name == "__set__":
             raise NotRecordableError(f"{name} is called, which cannot be repeated")
+        if name == "repeat_interleave" and _tensors_in((args[1:], kwargs)):
+            raise NotRecordableError("the size of a result depends on values")
         made = _tensors_in(result)
         if not made and not written:
             self._question(func.__self__.__name__ if name == "__get__" else name, given)

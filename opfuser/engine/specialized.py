@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -520,18 +519,23 @@ def _modes() -> Hashable:
     )
 
 
-_CONSTANT = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, type, torch.Size)
-
-
 def _refuse_tensors(contexts: Sequence[OperationContext]) -> None:
     """Raises NotRecordableError where contexts hold anything that differs between calls."""
     for ctx in contexts:
         for name, value in vars(ctx).items():
-            if name not in ("settings", "needs") and not _is_constant(value):
+            if name not in ("settings", "needs") and _holds_tensor(value):
                 raise NotRecordableError(f"a context keeps {name}, a {type(value).__name__}")
 
 
-def _is_constant(value: Any) -> bool:
+def _holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or one of the library's or a collection that has any."""
+    if isinstance(value, (Tensor, nn.Module)):
+        return True
     if isinstance(value, (tuple, list)):
-        return all(map(_is_constant, value))
-    return isinstance(value, (*_CONSTANT, FunctionType))
+        return any(map(_holds_tensor, value))
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    if type(value).__module__.startswith(f"{__package__.partition('.')[0]}."):
+        own = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+        return _holds_tensor([*own, *getattr(value, "__dict__", {}).values()])
+    return False
