@@ -563,17 +563,19 @@ def _needed(calls: Sequence[_Call], returned: Sequence[str]) -> list[_Call]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """A line in rows, broken behind commas of its outermost brackets, if it is long."""
-    if len(line) <= _LONG or "#" in line or ("(" not in line and "[" not in line):
+    """A line in rows, broken behind commas within brackets, if it is long."""
+    if len(line) <= _LONG or line.lstrip().startswith("#"):
         return [line]
-    rows, row = [], ""
-    for part in line.split(", "):
-        if row and len(row) + len(part) + 2 > _LONG:
-            rows.append(row.rstrip() + ",")
-            row = " " * 8 + part
-        else:
-            row = f"{row}, {part}" if row else part
-    return [*rows, row]
+    rows, start, last, depth = [], 0, 0, 0
+    for n, character in enumerate(line):
+        depth += (character in "([{") - (character in ")]}")
+        if n - start >= _LONG - 8 * bool(rows) and last > start:
+            rows.append(line[start:last])
+            start = last + 1  # the blank behind the comma
+        if character == "," and depth and line[n + 1 : n + 2] == " ":
+            last = n + 1
+    rows.append(line[start:])
+    return [rows[0], *("        " + row for row in rows[1:])]
 
 
 _PROPERTIES = ("T", "mT", "H", "mH", "data", "_base")
