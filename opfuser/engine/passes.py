@@ -19,7 +19,7 @@ from .emission import PLAIN, Emission, step_name
 from .plan import Step
 from .program import Program
 from .ranges import place
-from .specialized import Specialization
+from .specialized import DueBackward, Specialization
 from .verification import Verification
 
 __all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward", "note"]
@@ -215,7 +215,7 @@ def execute_backward(
     if found is None:
         return _run_backward(program, dx, grad_outputs, saved, *how)
     grads: list[Tensor | None]
-    if found.function is None:
+    if isinstance(found, DueBackward):
         with found.recorder.watching():
             grads = _run_backward(program, dx, grad_outputs, saved, *how)
         specializations.add_backward(program, found, grads)

@@ -87,7 +87,7 @@ _GUARDED = frozenset(
 )
 _PLACE = frozenset("data_ptr untyped_storage storage_offset".split())
 # Whose questions about addresses change nothing but what is written to, which is looked at apart.
-_MAY_ASK = ("opfuser.buffer_reuse", "opfuser.kernels.launch")
+_MAY_ASK = (("opfuser.buffer_reuse", "_counts"), ("opfuser.kernels.launch", "_run"))
 _OUT = ("out", "grad_input")
 _LONG = 100
 
@@ -564,9 +564,10 @@ def _needed(calls: Sequence[_Call], returned: Sequence[str]) -> list[_Call]:
 
 def _wrapped(line: str) -> list[str]:
     """A line in rows, broken behind commas within brackets, if it is long."""
-    if len(line) <= _LONG or line.lstrip().startswith("#"):
+    if len(line) <= _LONG or line.lstrip().startswith("#") or "'" in line or '"' in line:
         return [line]
-    rows, start, last, depth = [], 0, 0, 0
+    rows: list[str] = []
+    start = last = depth = 0
     for n, character in enumerate(line):
         depth += (character in "([{") - (character in ")]}")
         if n - start >= _LONG - 8 * bool(rows) and last > start:
@@ -581,15 +582,15 @@ def _wrapped(line: str) -> list[str]:
 _PROPERTIES = ("T", "mT", "H", "mH", "data", "_base")
 
 
-def _asked_by() -> str:
-    """The module whose code called the function that is being noted."""
+def _asked_by() -> tuple[str, str]:
+    """The module and function whose code called the function that is being noted."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
         if name != __name__ and not name.startswith(("torch", "contextlib")):
-            return name
+            return name, frame.f_code.co_name
         frame = frame.f_back
-    return ""
+    return "", ""
 
 
 def _name_of_function(func: Any) -> str:

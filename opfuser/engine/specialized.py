@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from ..quantization.watch import is_watched
 from .emission import PLAIN, comment, step_name
 from .recorder import NotRecordableError, Recorder, Straight, memory_of_all, text_of
 
-__all__ = ["Backward", "Specialization", "Specializations"]
+__all__ = ["Backward", "DueBackward", "Specialization", "Specializations"]
 
 # Functions of one program, and kinds of calls that are told apart. Where shapes differ from call to
 # call, nothing is recorded.
@@ -42,45 +42,23 @@ ENABLED = os.environ.get("OPFUSER_SPECIALIZE", "1") != "0"
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
-class Backward:
-    """A recorded backward pass, for gradients of one kind; or one that is being recorded.
+class Backward(NamedTuple):
+    """A recorded backward pass, for gradients of one kind.
 
     Attributes:
         function: from the gradients of the output and of the extra outputs, the list of what was
             saved and what operations keep, the gradients of input, parameters and extra inputs.
-            None until it was recorded.
-        recorder: what watches the pass, once.
-        special: of its forward.
+        same: pairs of names that were given one tensor.
+        asked: positions of saved tensors whose place in memory was asked for.
+        places: where they lay.
     """
 
-    __slots__ = ("_places", "asked", "counts", "function", "recorder", "same", "special")
+    function: Callable[..., list[Tensor | None]]
+    same: tuple[tuple[str, str], ...]
+    asked: tuple[int, ...]
+    places: Hashable
 
-    def __init__(
-        self, special: Specialization, recorder: Recorder, counts: tuple[int, int, int]
-    ) -> None:
-        self.special = special
-        self.recorder = recorder
-        self.counts = counts
-        self.function: Callable[..., Any] | None = None
-        self.asked: list[int] = []
-        self.same: list[tuple[str, str]] = []
-        self._places: Hashable = ()
-
-    def settle(self) -> None:
-        """Notes what of the tensors of this pass must hold of others besides their layouts.
-
-        Raises:
-            NotRecordableError: the place of a gradient was asked for.
-        """
-        # Saved tensors are the same whenever forward is.
-        self.same = [pair for pair in self.recorder.same if {n[0] for n in pair} != {"s"}]
-        names = self.recorder.places
-        if any(name[0] != "s" for name in names):
-            raise NotRecordableError("the place of a gradient is asked for")
-        self.asked = [int(name[1:]) for name in names]
-        self._places = _places(list(map(self.recorder.tensor_of, names)))
-
-    def is_like(
+    def is_for(
         self,
         dy: Tensor,
         received: Sequence[Tensor | None],
@@ -88,6 +66,8 @@ class Backward:
         kept: Sequence[Tensor],
     ) -> bool:
         """Whether tensors lie where they did, and those are one that were one."""
+        if not (self.same or self.asked):
+            return True
         rows: dict[str, Sequence[Tensor | None]] = {"s": saved, "g": received, "k": kept}
 
         def read(name: str) -> Tensor | None:
@@ -95,7 +75,23 @@ class Backward:
 
         if any(read(a) is not read(b) for a, b in self.same):
             return False
-        return _places([saved[n] for n in self.asked]) == self._places  # type: ignore[misc]
+        return _places([saved[n] for n in self.asked]) == self.places  # type: ignore[misc]
+
+
+class DueBackward(NamedTuple):
+    """A backward pass that is to be recorded.
+
+    Attributes:
+        special: of its forward.
+        key: of the kind of gradients.
+        recorder: watches it.
+        counts: of saved tensors, gradients of extra outputs, and tensors that operations keep.
+    """
+
+    special: Specialization
+    key: Hashable
+    recorder: Recorder
+    counts: tuple[int, int, int]
 
 
 class Specialization:
@@ -273,7 +269,7 @@ class Specializations:
         received: Sequence[Tensor | None],
         saved: Sequence[Tensor | None],
         keep: bool,
-    ) -> Backward | None:
+    ) -> Backward | DueBackward | None:
         """What runs, or records, a backward pass; None: neither.
 
         Args:
@@ -291,11 +287,8 @@ class Specializations:
         if kept:
             key = key, *map(_layout, kept)
         found = special.backwards.get(key, 0)
-        if not isinstance(found, int):
-            if found.function is None:
-                return None
-            plain = not (found.asked or found.same)
-            return found if plain or found.is_like(dy, received, saved, kept) else None
+        if isinstance(found, Backward):
+            return found if found.is_for(dy, received, saved, kept) else None
         plain = _is_plain_call(dy, [t for t in (*received, *saved) if t is not None], ())
         if special.refusal is not None or not plain or len(special.backwards) >= _MAX_FOUND:
             return None
@@ -309,26 +302,29 @@ class Specializations:
         own = (*special.own, *(False,) * (len(saved) - len(special.own)))
         theirs = [dy, *received, *kept, *(t for t, is_own in zip(saved, own) if not is_own)]
         code, steps = program.lines("backward", PLAIN)
-        recorder = Recorder(code, steps, given, theirs)
         counts = len(saved), len(received), len(kept)
-        made = special.backwards[key] = Backward(special, recorder, counts)
-        return made
+        return DueBackward(special, key, Recorder(code, steps, given, theirs), counts)
 
     @staticmethod
-    def add_backward(program: Any, found: Backward, grads: Sequence[Tensor | None]) -> None:
+    def add_backward(program: Any, due: DueBackward, grads: Sequence[Tensor | None]) -> None:
         """Keeps what a backward pass did, unless it cannot be repeated.
 
         Args:
-            found: has recorded it.
+            program: whose it is.
+            due: has recorded it.
             grads: of the input, parameters and extra inputs.
         """
-        recorder, (saved, received, kept) = found.recorder, found.counts
+        special, key, recorder, (saved, received, kept) = due
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
-            found.settle()
+            places = recorder.places
+            if any(name[0] != "s" for name in places):
+                raise NotRecordableError("the place of a gradient is asked for")
+            asked = tuple([int(name[1:]) for name in places])
+            lie = _places(list(map(recorder.tensor_of, places)))
         except NotRecordableError as error:
-            found.special.refusal = str(error)
+            special.refusal = str(error)
             return
         opening: list[tuple[str | None, str]] = [
             (f"s{n}", f"s{n} = saved[{n}]") for n in range(saved)
@@ -339,7 +335,8 @@ class Specializations:
         closing = f"[{', '.join(names)}]"
         how = partial(comment, program.paths)
         straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
-        found.function = program.specialize("backward", text_of(recorder, straight))
+        function = program.specialize("backward", text_of(recorder, straight))
+        special.backwards[key] = Backward(function, tuple(recorder.same), asked, lie)
 
 
 def _paths_of_parameters(program: Any, count: int) -> list[str]:
