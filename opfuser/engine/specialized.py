@@ -71,8 +71,6 @@ class Backward(NamedTuple):
         kept: Sequence[Tensor],
     ) -> bool:
         """Whether tensors lie where they did, and those are one that were one."""
-        if not (self.same or self.asked):
-            return True
         rows: dict[str, Sequence[Tensor | None]] = {"s": saved, "g": received, "k": kept}
 
         def read(name: str) -> Tensor | None:
@@ -281,9 +279,9 @@ class Specializations:
         found = special.backwards.get(_kind_of_backward(dy, received, kept, keep))
         if not isinstance(found, Backward):
             return None
-        if (found.same or found.asked) and not found.is_for(dy, received, saved, kept):
-            return None
-        return found
+        if not (found.same or found.asked) or found.is_for(dy, received, saved, kept):
+            return found
+        return None
 
     @staticmethod
     def due_backward(
@@ -424,7 +422,8 @@ def _kind_of_backward(
     dy: Tensor, received: Sequence[Tensor | None], kept: Sequence[Tensor], keep: bool
 ) -> Hashable:
     """What backward passes are told apart by, besides where tensors lie."""
-    kind: Hashable = keep, type(dy), dy.stride(), _threads(), _aligned(dy)
+    how = _threads() if dy.is_cpu else not dy.data_ptr() & 15
+    kind: Hashable = keep, how, type(dy), dy.stride()
     if received:
         kind = kind, *map(_layout, received)
     if kept:
