@@ -388,6 +388,7 @@ def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequen
         and not context_parallel.is_active()
         and not is_watched()
         and not torch.is_anomaly_enabled()
+        and not telling._State.subscriptions
         and not (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing())
     )
 
