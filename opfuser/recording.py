@@ -21,6 +21,7 @@ __all__ = [
     "assume",
     "callers_stream",
     "is_recording",
+    "leave",
     "recorded",
     "refuse_watching",
     "repeat",
@@ -66,6 +67,12 @@ class Watcher(Protocol):
 
     def refuse(self, why: str) -> None:
         """Gives up: the pass does what cannot be repeated by its calls."""
+
+    def note_reuse(self, tensor: torch.Tensor) -> None:
+        """Notes that there is no other reference to a tensor, which may be written to therefore."""
+
+    def note_setting(self, holder: Any, name: str, value: Hashable) -> None:
+        """Notes that an attribute of an object was set."""
 
     def note_launch(self, launch: Any, *arguments: Any) -> None:
         """Notes a launch of a kernel that has run, with the arguments of ``Launch``."""
@@ -163,6 +170,19 @@ def unseen(function: Function) -> Function:
             return function(*args)
 
     return ask  # type: ignore[return-value]
+
+
+def leave(holder: Any, name: str, value: Hashable) -> None:
+    """Sets an attribute, now and whenever the pass that is watched is repeated.
+
+    Args:
+        holder: of the attribute.
+        name: of it.
+        value: nothing that differs between the passes.
+    """
+    setattr(holder, name, value)
+    if watching.watcher is not None:
+        watching.watcher.note_setting(holder, name, value)
 
 
 def seen_whole(*, writes: int) -> Callable[[Function], Function]:

@@ -24,6 +24,12 @@ from opfuser.engine.specialized import Backward, DueBackward, Specialization, Sp
 
 specialized.CALLS_BEFORE = 0
 
+# Tests of what is otherwise with this plugin, and why.
+LEFT_OUT = {
+    "test_programs.py::test_frames_above_an_operation": "counts frames, some of which are of here",
+    "test_programs.py::test_the_text_is_what_runs": "counts texts of a call that is not recorded",
+}
+
 DIFFERENCES: list[str] = []
 COUNTS: Counter[str] = Counter()
 
@@ -35,12 +41,14 @@ class _Expected(NamedTuple):
         results: tensors.
         relations: among them, and to what it was given.
         random: states of the generators afterwards.
+        program: whose pass it is.
         saved: what the pass to compare has been given as saved, if it still lives.
     """
 
     results: list[Tensor | None]
     relations: list[Any]
     random: list[Tensor]
+    program: Any
     saved: Sequence[Callable[[], Tensor | None]] = ()
 
 
@@ -92,12 +100,12 @@ def _forward_twice(
     assert parameters is not None
     given = [x, *parameters, *extra_inputs, *_local.kept]
     recorded = [results[0], *results[1], *([] if tape is None else tape.saved)]
-    expected = _Expected(recorded, _relations(recorded, given), _random_states())
+    expected = _Expected(recorded, _relations(recorded, given), _random_states(), program)
     _set_random_states(before)
     output, outputs, saved = made.forward(x, parameters, extra_inputs, _local.kept)
     if tape is not None:
         tape.saved[:] = saved
-    _compare(expected, [output, *outputs, *([] if tape is None else saved)], given, program)
+    _compare(expected, [output, *outputs, *([] if tape is None else saved)], given)
     return output, outputs
 
 
@@ -139,7 +147,8 @@ def _record_on_copies(
         return _Returns(grads)
     COUNTS["backward"] += 1
     relations = _relations(grads, [own_dy, *own_received, *[ref() for ref in held]])
-    _local.gradients = _Expected(grads, relations, _random_states(), list(map(_reference, saved)))
+    refs = list(map(_reference, saved))
+    _local.gradients = _Expected(grads, relations, _random_states(), program, refs)
     _set_random_states(before)
     used = _backward(self, program, special, dy, received, saved, keep)
     assert isinstance(used, Backward), "the same call is not of the kind that was recorded"
@@ -162,11 +171,10 @@ def _backward_twice(
     """As ``execute_backward``, compared with what was recorded if that was just now."""
     if torch.compiler.is_compiling():
         return _execute_backward(func_ctx, dx, grad_outputs, keep)
-    program = func_ctx.forwarded[0]
     grads = _execute_backward(func_ctx, dx, grad_outputs, keep)
     expected, _local.gradients = _local.gradients, None
     if expected is not None:
-        _compare(expected, grads, [dx, *grad_outputs, *[ref() for ref in expected.saved]], program)
+        _compare(expected, grads, [dx, *grad_outputs, *[ref() for ref in expected.saved]])
     return grads
 
 
@@ -207,10 +215,7 @@ def _relations(results: Sequence[Tensor | None], given: Sequence[Tensor | None])
 
 
 def _compare(
-    expected: _Expected,
-    results: Sequence[Tensor | None],
-    given: Sequence[Tensor | None],
-    program: Any,
+    expected: _Expected, results: Sequence[Tensor | None], given: Sequence[Tensor | None]
 ) -> None:
     """Notes how results differ from those that are expected."""
     with torch.no_grad():
@@ -225,7 +230,7 @@ def _compare(
     if not all(map(torch.equal, expected.random, _random_states())):
         found.append("another state of the random numbers")
     if found:
-        names = [type(op).__name__ for op in program.plan.basic_ops]
+        names = [type(op).__name__ for op in expected.program.plan.basic_ops]
         DIFFERENCES.append(f"{names}: {'; '.join(found)}")
 
 
@@ -263,6 +268,14 @@ def _set_random_states(states: list[Tensor]) -> None:
 autograd.execute_forward, autograd.execute_backward = _forward_twice, _backward_twice
 Specializations.add = _add_and_hold  # type: ignore[method-assign]
 Specializations.backward = _record_on_copies  # type: ignore[method-assign]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips :data:`LEFT_OUT`."""
+    for item in items:
+        for name, reason in LEFT_OUT.items():
+            if name in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,7 @@ A guard of each says for which calls that holds; any other call runs the program
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..attention import context_parallel
-from ..buffer_reuse import is_batched
+from ..buffer_reuse import is_batched, only_reference
 from ..change_tracking import Clock
+from ..context import any_autocast, autocast_dtype
 from ..events import telling
 from ..op import BasicOperation, OperationContext
 from ..op.kinds import is_built_in
@@ -51,12 +53,16 @@ class Backward(NamedTuple):
         same: pairs of names that were given one tensor.
         asked: positions of saved tensors whose place in memory was asked for.
         places: where they lay.
+        reused: positions of saved tensors that are written to, since nobody else has them.
+        cached: tensors that operations had cached, and their positions in what they keep.
     """
 
     function: Callable[..., list[Tensor | None]]
     same: tuple[tuple[str, str], ...]
     asked: tuple[int, ...]
     places: Hashable
+    reused: tuple[int, ...]
+    cached: tuple[tuple[int, weakref.ref[Tensor]], ...]
 
     def is_for(
         self,
@@ -65,7 +71,11 @@ class Backward(NamedTuple):
         saved: Sequence[Tensor | None],
         kept: Sequence[Tensor],
     ) -> bool:
-        """Whether tensors lie where they did, and those are one that were one."""
+        """Whether tensors lie where they did, those are one that were one, and none is held."""
+        if any(kept[n] is not ref() for n, ref in self.cached):
+            return False
+        if not all(only_reference(saved, n) for n in self.reused):
+            return False
         if not (self.same or self.asked):
             return True
         rows: dict[str, Sequence[Tensor | None]] = {"s": saved, "g": received, "k": kept}
@@ -86,12 +96,14 @@ class DueBackward(NamedTuple):
         key: of the kind of gradients.
         recorder: watches it.
         counts: of saved tensors, gradients of extra outputs, and tensors that operations keep.
+        cached: of the latter, those that they have cached, by position.
     """
 
     special: Specialization
     key: Hashable
     recorder: Recorder
     counts: tuple[int, int, int]
+    cached: dict[int, weakref.ref[Tensor]]
 
 
 class Specialization:
@@ -167,6 +179,14 @@ class Specializations:
         cached = [t for op in self._caching for t in op.cached_tensors()]
         return [t for t in (*buffers, *cached) if t is not None]
 
+    def _cached(self, kept: Sequence[Tensor]) -> dict[int, weakref.ref[Tensor]]:
+        """Positions in what :meth:`kept` returned of tensors that operations have cached.
+
+        They come and go with the calls, and others alike may have taken their positions.
+        """
+        cached = {id(t) for op in self._caching for t in op.cached_tensors()}
+        return {n: weakref.ref(t) for n, t in enumerate(kept) if id(t) in cached}
+
     def find(
         self,
         x: Tensor,
@@ -175,11 +195,14 @@ class Specializations:
         kept: Sequence[Tensor],
     ) -> Specialization | None:
         """The one for a call, if there is any."""
-        for found in self.found:
-            if found.guard(x, parameters, extra_inputs, kept):
-                if found is not self.found[0]:
-                    self.found = (found, *[other for other in self.found if other is not found])
-                return found
+        try:
+            for found in self.found:
+                if found.guard(x, parameters, extra_inputs, kept):
+                    if found is not self.found[0]:
+                        self.found = (found, *[other for other in self.found if other is not found])
+                    return found
+        except RuntimeError:  # a tensor of a layout without sizes or strides
+            return None
         return None
 
     def is_due(
@@ -235,8 +258,10 @@ class Specializations:
             _refuse_tensors(contexts)
             output, outputs = results
             names = [recorder.name_of(t) for t in (output, *outputs, *saved)]
-            guard = _guard(recorder, arguments)
+            guard = _guard(recorder, arguments, self._cached(kept))
         except NotRecordableError as error:
+            if len(self._refused) >= _MAX_KINDS:
+                self._refused.clear()
             self._refused[_kind((x, *extra_inputs))] = str(error)
             return None
         extras, keeps = names[1 : 1 + len(outputs)], names[1 + len(outputs) :]
@@ -278,9 +303,16 @@ class Specializations:
             saved: what forward has saved.
             keep: whether another backward pass may follow.
         """
-        if is_batched(dy):
+        if any(map(is_batched, (dy, *received))) or not _is_plain(dy):
             return None
-        key: Hashable = keep, type(dy), dy.stride(), torch.get_num_threads(), _aligned(dy)
+        device = program.plan.env.device
+        modes: Hashable = (
+            autocast_dtype(device) if any_autocast() else None,
+            torch.get_num_threads(),
+        )
+        if device.type == "cuda":
+            modes = modes, torch.are_deterministic_algorithms_enabled()
+        key: Hashable = keep, dy.stride(), _aligned(dy), modes
         if received:
             key = key, *map(_layout, received)
         kept = self.kept()
@@ -303,7 +335,8 @@ class Specializations:
         theirs = [dy, *received, *kept, *(t for t, is_own in zip(saved, own) if not is_own)]
         code, steps = program.lines("backward", PLAIN)
         counts = len(saved), len(received), len(kept)
-        return DueBackward(special, key, Recorder(code, steps, given, theirs), counts)
+        recorder = Recorder(code, steps, given, theirs)
+        return DueBackward(special, key, recorder, counts, self._cached(kept))
 
     @staticmethod
     def add_backward(program: Any, due: DueBackward, grads: Sequence[Tensor | None]) -> None:
@@ -314,7 +347,7 @@ class Specializations:
             due: has recorded it.
             grads: of the input, parameters and extra inputs.
         """
-        special, key, recorder, (saved, received, kept) = due
+        special, key, recorder, (saved, received, kept), _ = due
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
@@ -323,6 +356,7 @@ class Specializations:
                 raise NotRecordableError("the place of a gradient is asked for")
             asked = tuple([int(name[1:]) for name in places])
             lie = _places(list(map(recorder.tensor_of, places)))
+            reused = tuple([int(name[1:]) for name in recorder.reused])
         except NotRecordableError as error:
             special.refusal = str(error)
             return
@@ -336,7 +370,10 @@ class Specializations:
         how = partial(comment, program.paths)
         straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
         function = program.specialize("backward", text_of(recorder, straight))
-        special.backwards[key] = Backward(function, tuple(recorder.same), asked, lie)
+        cached = tuple(due.cached.items())
+        special.backwards[key] = Backward(
+            function, tuple(recorder.same), asked, lie, reused, cached
+        )
 
 
 def _paths_of_parameters(program: Any, count: int) -> list[str]:
@@ -379,9 +416,8 @@ def _refusal_of_program(program: Any) -> str | None:
 def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]) -> bool:
     """Whether what runs is what anybody would see run."""
     return (
-        type(x) in _PLAIN_TYPES
+        all(map(_is_plain, (x, *parameters, *extra_inputs)))
         and x.numel() > 0
-        and all(type(t) in _PLAIN_TYPES for t in (*parameters, *extra_inputs))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and not torch._C._are_functorch_transforms_active()
@@ -393,6 +429,11 @@ def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequen
     )
 
 
+def _is_plain(t: Tensor) -> bool:
+    """Whether a tensor has sizes, strides and memory, and means no more than that."""
+    return type(t) in _PLAIN_TYPES and t.layout is torch.strided and not t.is_nested
+
+
 def _kind(tensors: Sequence[Tensor]) -> Hashable:
     return tuple([(t.shape, t.stride()) for t in tensors])
 
@@ -402,14 +443,15 @@ def _aligned(t: Tensor) -> bool:
 
 
 def _layout(t: Tensor | None) -> Hashable:
-    if t is None:
-        return None
+    if t is None or not _is_plain(t):
+        return None if t is None else "not plain"
     return type(t), t.shape, t.stride(), t.dtype, _aligned(t)
 
 
 def _guard(
     recorder: Recorder,
     arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+    cached: dict[int, weakref.ref[Tensor]],
 ) -> Callable[..., bool]:
     """Whether a call decides everything as the recorded one did.
 
@@ -420,6 +462,7 @@ def _guard(
     names: dict[str, Any] = {
         "__builtins__": {},
         "len": len,
+        "strided": torch.strided,
         "type": type,
         "map": map,
         "tuple": tuple,
@@ -441,9 +484,11 @@ def _guard(
     def is_like(name: str, t: Tensor, *, shape: bool) -> Iterator[str]:
         yield f"type({name}) is {type(t).__name__}"
         if shape:
+            yield f"{name}.layout is strided"
             yield f"{name}.shape == {constant(t.shape)}"
         yield f"{name}.stride() == {constant(t.stride())}"
 
+    _refuse_expanded(parameters)
     terms = [*is_like("x", x, shape=True)]
     for n, t in enumerate(extra_inputs):
         terms += is_like(f"extra_inputs[{n}]", t, shape=True)
@@ -458,6 +503,10 @@ def _guard(
         terms += is_like(f"parameters[{n}]", t, shape=False)
     terms.append(f"len(kept) == {len(kept)}" if kept else "not kept")
     for n, t in enumerate(kept):
+        if n in cached:
+            names[f"cached{n}"] = cached[n]
+            terms.append(f"kept[{n}] is cached{n}()")
+            continue
         terms += is_like(f"kept[{n}]", t, shape=True)
         terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")
         terms.append(f"kept[{n}].device == {constant(t.device)}")
@@ -482,6 +531,12 @@ def _guard(
     text = "lambda x, parameters, extra_inputs, kept: " + " and ".join(terms)
     guard: Callable[..., bool] = eval(text, names)
     return guard
+
+
+def _refuse_expanded(parameters: Sequence[Tensor]) -> None:
+    """Raises NotRecordableError for strides that may be those of a layout that is not strided."""
+    if any(0 in t.stride() and t.numel() > 1 for t in parameters):
+        raise NotRecordableError("a parameter is expanded")
 
 
 def _read(name: str) -> str:
