@@ -306,10 +306,8 @@ class Specializations:
         if any(map(is_batched, (dy, *received))) or not _is_plain(dy):
             return None
         device = program.plan.env.device
-        modes: Hashable = (
-            autocast_dtype(device) if any_autocast() else None,
-            torch.get_num_threads(),
-        )
+        autocast = autocast_dtype(device) if any_autocast() else None
+        modes: Hashable = autocast, torch.get_num_threads()
         if device.type == "cuda":
             modes = modes, torch.are_deterministic_algorithms_enabled()
         key: Hashable = keep, dy.stride(), _aligned(dy), modes
@@ -512,14 +510,12 @@ def _guard(
         terms.append(f"kept[{n}].device == {constant(t.device)}")
     terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
     if recorder.places:
-        rows = dict(zip("xpek", ([x], parameters, extra_inputs, kept)))
-        asked = [rows[name[0]][int(name[1:] or 0)] for name in recorder.places]
+        asked = list(map(recorder.tensor_of, recorder.places))
         names["places"] = _places
         listed = ", ".join(map(_read, recorder.places))
         terms.append(f"places([{listed}]) == {constant(_places(asked))}")
     if x.is_cuda:
-        names["current_device"] = torch._C._cuda_getDevice
-        names["modes"] = _modes
+        names |= {"current_device": torch._C._cuda_getDevice, "modes": _modes}
         terms.append(f"current_device() == {x.get_device()}")
         terms.append(f"modes() == {constant(_modes())}")
         given = ["x", *(f"extra_inputs[{n}]" for n in range(len(extra_inputs)))]
