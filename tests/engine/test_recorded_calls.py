@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -428,7 +428,7 @@ def test_compiled_without_gradients() -> None:
     module, x = mlp(), torch.randn(2, 3, D)
     record(module, x, call=output)
     with torch.no_grad():
-        compiled = torch.compile(lambda t: module(t), backend="eager", fullgraph=True)
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(x), module(x))
 
 
