@@ -217,12 +217,16 @@ class OperationFuser:
         recorded = program.specializations
         kept = recorded.kept() if recorded.keeps else ()
         for found in recorded.found:
-            if found.guard(input, parameters, extra_inputs, kept):
+            try:
+                fits = found.guard(input, parameters, extra_inputs, kept)
+            except RuntimeError:  # a tensor of a layout without sizes or strides
+                break
+            if fits:
                 if found is not recorded.found[0]:
                     recorded.put_first(found)
                 if program.needs_backward:
-                    return apply_recorded(found, kept, input, *parameters, *extra_inputs)
-                return execute_recorded(found, kept, input, parameters, extra_inputs)  # type: ignore[arg-type]
+                    return apply_recorded(program, found, kept, input, *parameters, *extra_inputs)
+                return execute_recorded(program, found, kept, input, parameters, extra_inputs)  # type: ignore[arg-type]
         active_calls.depth += 1
         try:
             return execute_eagerly(program, input, parameters, extra_inputs, None)  # type: ignore[arg-type]

@@ -102,6 +102,7 @@ def execute_eagerly(
 
 
 def execute_recorded(
+    program: Program,
     found: Specialization,
     kept: Sequence[Tensor],
     input_: Tensor,
@@ -113,6 +114,7 @@ def execute_recorded(
     Nothing of it needs a gradient; else :func:`apply_recorded` does the same.
 
     Args:
+        program: of the call.
         found: is for such a call, as its guard has said.
         kept: what operations read besides.
         input_, parameters, extra_inputs: of the call.
@@ -120,7 +122,7 @@ def execute_recorded(
     try:
         output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
     except Exception as error:
-        note(error, found.program.step_of(error), found.program, "forward")
+        note(error, program.step_of(error), program, "forward")
         raise
     return (output, *outputs) if outputs else output
 
@@ -233,12 +235,12 @@ class _RecordedFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         func_ctx: Any,
+        program: Program,
         found: Specialization,
         kept: Sequence[Tensor],
         input_: Tensor,
         *tensors: Tensor,
     ) -> Any:
-        program = found.program
         count = program.num_parameters
         parameters, extra_inputs = tensors[:count], tensors[count:]
         try:
@@ -267,7 +269,7 @@ class _RecordedFunction(torch.autograd.Function):
             grad_output = zeros(func_ctx.output_like)
         program, _, marked, hooked, _, special = func_ctx.forwarded
         if marked or hooked or torch.is_grad_enabled() or profiler._is_profiler_enabled:
-            return _SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+            return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
         keep = _keeps_graph()
         recorded = program.specializations
         kept = recorded.kept() if recorded.keeps else ()
@@ -275,13 +277,15 @@ class _RecordedFunction(torch.autograd.Function):
         found = recorded.find_backward(special, grad_output, grad_outputs, saved, kept, keep)
         if found is None:
             del saved  # which would count as a reference to what is in it
-            return _SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+            return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
         if saved and not keep and CAN_CLEAR:
             func_ctx.maybe_clear_saved_tensors()
-        grads = run_recorded_backward(found, special, grad_output, grad_outputs, saved, kept)
+        grads = run_recorded_backward(
+            program, special, found, grad_output, grad_outputs, saved, kept
+        )
         if found.shares:
             separate(grads, (grad_output, *grad_outputs))
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 def differentiate(
