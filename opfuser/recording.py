@@ -61,7 +61,9 @@ class Assumptions:
 class Watcher(Protocol):
     """Who notes the calls of a pass, to repeat them (``engine.recorder``)."""
 
-    def note_whole(self, function: Callable[..., Any], args: tuple[Any, ...], writes: int) -> Any:
+    def note_whole(
+        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int | None
+    ) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
     def refuse(self, why: str) -> None:
@@ -165,11 +167,12 @@ def unseen(function: Function) -> Function:
     return ask  # type: ignore[return-value]
 
 
-def seen_whole(*, writes: int) -> Callable[[Function], Function]:
-    """A function that decides by values: who notes calls notes it, not what it calls.
+def seen_whole(*, writes: int | None) -> Callable[[Function], Function]:
+    """A function that decides by more than guards compare: who notes calls notes it as one.
 
     Args:
-        writes: position of the argument that it may write to, and return.
+        writes: position of the argument that it may write to, and return; None: it reads no values,
+            and returns a tensor that nobody else has.
     """
 
     def decorate(function: Function) -> Function:

@@ -86,8 +86,13 @@ _GUARDED = frozenset(
     "get_device __len__ is_sparse is_inference is_conj is_neg".split()
 )
 _PLACE = frozenset("data_ptr untyped_storage storage_offset".split())
-# Whose questions about addresses change nothing but what is written to, which is looked at apart.
-_MAY_ASK = (("opfuser.buffer_reuse", "_counts"), ("opfuser.kernels.launch", "_run"))
+# Whose questions about addresses change nothing but what is written to, which is looked at apart, or
+# are asked again before each call.
+_MAY_ASK = (
+    ("opfuser.buffer_reuse", "_counts"),
+    ("opfuser.kernels.launch", "_run"),
+    ("opfuser.quantization.state", "_addresses"),
+)
 _OUT = ("out", "grad_input")
 _LONG = 100
 
@@ -230,13 +235,16 @@ class Recorder(TorchFunctionMode):
                 self._note(func, args, kwargs, result, given, written)
         return result
 
-    def note_whole(self, function: Callable[..., Any], args: tuple[Any, ...], writes: int) -> Any:
+    def note_whole(
+        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int | None
+    ) -> Any:
         with torch._C.DisableTorchFunction():
             result = function(*args)
         if self._refusal is None:
             with self._noting(), torch._C.DisableTorchFunction():
                 given = _tensors_in(args)
-                self._refuse_memory(function.__name__, given, [args[writes]])
+                if writes is not None:
+                    self._refuse_memory(function.__name__, given, [args[writes]])
                 reads: list[str] = []
                 values = ", ".join([self._value(value, reads) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"

@@ -21,8 +21,11 @@ from ..attention import context_parallel
 from ..buffer_reuse import is_batched
 from ..change_tracking import Clock
 from ..events import telling
+from ..gemm_providers import find
 from ..op import BasicOperation, OperationContext
 from ..op.kinds import is_built_in
+from ..quantization.recorded import QuantizedCalls
+from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched
 from .emission import PLAIN, comment, step_name
 from .recorder import NotRecordableError, Recorder, Straight, memory_of_all, text_of
@@ -150,9 +153,18 @@ class Specializations:
             op for op in self._ops if type(op).cached_tensors is not BasicOperation.cached_tensors
         ]
         self._keeps = self._keeps or bool(self._caching)
+        self.quantized = _quantized_calls(program)
 
     def kept(self) -> Sequence[Tensor]:
-        """What operations read besides parameters: buffers, and tensors that they have cached."""
+        """What operations read besides parameters: buffers, tensors that they have cached, scales.
+
+        Scales come last, and are the only ones that passes change.
+        """
+        if self.quantized is None:
+            return self._buffers()
+        return *self._buffers(), *self.quantized.scales()
+
+    def _buffers(self) -> Sequence[Tensor]:
         if not self._keeps:
             return ()
         if self._seen != Clock.now:
@@ -160,6 +172,7 @@ class Specializations:
                 (module._buffers, name)
                 for op in self._ops
                 for module in dict.fromkeys((*op.modules(), *op.children()))
+                if not isinstance(module, QuantizationState)
                 for name in module._buffers
             ]
             self._seen = Clock.now
@@ -194,10 +207,10 @@ class Specializations:
         if len(self._kinds) >= _MAX_KINDS:
             self._kinds.clear()
         self._kinds[kind] = calls = self._kinds.get(kind, 0) + 1
-        return calls > CALLS_BEFORE
+        return calls > CALLS_BEFORE and (self.quantized is None or self.quantized.are_as_usual())
 
-    @staticmethod
     def recorder(
+        self,
         program: Any,
         x: Tensor,
         parameters: Sequence[Tensor],
@@ -209,7 +222,12 @@ class Specializations:
         for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
             given.update((f"{letter}{n}", t) for n, t in enumerate(row))
         code, steps = program.lines("forward", PLAIN)
-        return Recorder(code, steps, given, [x, *parameters, *extra_inputs, *kept])
+        theirs = x, *parameters, *extra_inputs, *self._unwritten(kept)
+        return Recorder(code, steps, given, theirs)
+
+    def _unwritten(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of what :meth:`kept` has returned, what passes only read."""
+        return kept if self.quantized is None else kept[: len(kept) - self.quantized.count]
 
     def add(
         self,
@@ -235,7 +253,7 @@ class Specializations:
             _refuse_tensors(contexts)
             output, outputs = results
             names = [recorder.name_of(t) for t in (output, *outputs, *saved)]
-            guard = _guard(recorder, arguments)
+            guard = _guard(recorder, arguments, self._unwritten(kept), self.quantized)
         except NotRecordableError as error:
             self._refused[_kind((x, *extra_inputs))] = str(error)
             return None
@@ -285,7 +303,12 @@ class Specializations:
             key = key, *map(_layout, received)
         kept = self.kept()
         if kept:
-            key = key, *map(_layout, kept)
+            key = key, *map(_layout, self._unwritten(kept))
+        if self.quantized is not None:
+            facts = self.quantized.facts()
+            if facts is None:
+                return None
+            key = key, facts
         found = special.backwards.get(key, 0)
         if isinstance(found, Backward):
             return found if found.is_for(dy, received, saved, kept) else None
@@ -300,7 +323,8 @@ class Specializations:
         given.update((f"g{n}", t) for n, t in enumerate(received))
         given.update((f"k{n}", t) for n, t in enumerate(kept))
         own = (*special.own, *(False,) * (len(saved) - len(special.own)))
-        theirs = [dy, *received, *kept, *(t for t, is_own in zip(saved, own) if not is_own)]
+        unwritten = self._unwritten(kept)
+        theirs = [dy, *received, *unwritten, *(t for t, is_own in zip(saved, own) if not is_own)]
         code, steps = program.lines("backward", PLAIN)
         counts = len(saved), len(received), len(kept)
         return DueBackward(special, key, Recorder(code, steps, given, theirs), counts)
@@ -361,8 +385,8 @@ def _refusal_of_program(program: Any) -> str | None:
     plan = program.plan
     if not ENABLED:
         return "OPFUSER_SPECIALIZE=0 is set"
-    if plan.env.recipe is not None:
-        return "it computes quantised"
+    if plan.env.recipe is not None and find(plan.env.recipe.gemm) is not None:
+        return f"products are those of {plan.env.recipe.gemm}"
     if plan.env.device.type not in ("cpu", "cuda"):
         return f"it runs on {plan.env.device.type}"
     if program.overlap is not None:
@@ -374,6 +398,15 @@ def _refusal_of_program(program: Any) -> str | None:
             if not op.replayable:
                 return f"{step_name(step)} does more than to call functions of torch"
     return None
+
+
+def _quantized_calls(program: Any) -> QuantizedCalls | None:
+    """What calls of a program share if they have a recipe."""
+    plan = program.plan
+    if plan.env.recipe is None:
+        return None
+    steps = *plan.forward, *plan.backward
+    return QuantizedCalls([op for step in steps for op in step.op.quantized_ops], plan.env.recipe)
 
 
 def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]) -> bool:
@@ -409,11 +442,19 @@ def _layout(t: Tensor | None) -> Hashable:
 def _guard(
     recorder: Recorder,
     arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+    unwritten: Sequence[Tensor],
+    quantized: QuantizedCalls | None,
 ) -> Callable[..., bool]:
     """Whether a call decides everything as the recorded one did.
 
     The guard of the program has compared dtypes and modes of the input, extra inputs and
     parameters, and the shapes of parameters.
+
+    Args:
+        recorder: has watched the call.
+        arguments: of it.
+        unwritten: the first ones of what operations keep, without scales.
+        quantized: of the program.
     """
     x, parameters, extra_inputs, kept = arguments
     names: dict[str, Any] = {
@@ -456,7 +497,11 @@ def _guard(
     for n, t in enumerate(parameters):
         terms += is_like(f"parameters[{n}]", t, shape=False)
     terms.append(f"len(kept) == {len(kept)}" if kept else "not kept")
-    for n, t in enumerate(kept):
+    if quantized is not None:
+        names["quantized"] = quantized
+        terms.append(f"quantized.facts() == {constant(quantized.facts())}")
+        terms.append("quantized.permit()")
+    for n, t in enumerate(unwritten):
         terms += is_like(f"kept[{n}]", t, shape=True)
         terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")
         terms.append(f"kept[{n}].device == {constant(t.device)}")
@@ -474,8 +519,8 @@ def _guard(
         terms.append(f"modes() == {constant(_modes())}")
         given = ["x", *(f"extra_inputs[{n}]" for n in range(len(extra_inputs)))]
         given += [f"parameters[{n}]" for n in range(len(parameters))]
-        given += [f"kept[{n}]" for n in range(len(kept))]
-        if any(not _aligned(t) for t in recorder_inputs(arguments)):
+        given += [f"kept[{n}]" for n in range(len(unwritten))]
+        if any(not _aligned(t) for t in (x, *parameters, *extra_inputs, *unwritten)):
             raise NotRecordableError("a tensor begins at no multiple of 16 bytes")
         terms.append(f"not ({' | '.join(f'{name}.data_ptr()' for name in given)}) & 15")
     text = "lambda x, parameters, extra_inputs, kept: " + " and ".join(terms)

@@ -21,6 +21,7 @@ __all__ = [
     "amax_group",
     "autocast",
     "check_recipe",
+    "current_region",
     "fp8_autocast",
     "keeping",
     "kept_in_region",
@@ -88,6 +89,11 @@ def _enter(region: Region) -> Token[Region]:
     note_region(_current())
     part = computed_again()
     return _region.set(region if part is None else region._replace(opened_by=part.key))
+
+
+def current_region() -> Region:
+    """The region that the caller is in."""
+    return _current()
 
 
 def active_recipe() -> Recipe | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..change_tracking import Clock
 from ..errors import explain
 from ..events.kinds import ScalesUpdated
 from ..events.telling import emit
@@ -22,15 +23,18 @@ from ..kernels.scales import update_scales as update_together
 from ..op.fusible import FusibleOperation
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
 from ..recomputation import computed_again, in_backward
+from ..recording import refuse_watching
 from .checkpointed import note_scale, scale_of_forward
 
 __all__ = [
     "ROLES",
     "QuantizationState",
+    "SettledScales",
     "Stateful",
     "enter_region",
     "make_state",
     "restore_state",
+    "settled_scales",
     "state_of",
     "update_scales",
 ]
@@ -138,6 +142,7 @@ class QuantizationState(nn.Module):
 
         It is kept, unless the value is not finite: that says nothing of the calls to come.
         """
+        refuse_watching("a scale is taken from the first values")
         number = _NUMBERS[role]
         self.known[number] = True
         scale: Tensor = scale_for(amax, recipe.dtype(role))
@@ -162,15 +167,18 @@ class QuantizationState(nn.Module):
         if role != "grad_output":
             scale = scale_of_forward(self.number, number)
             if scale is not None:
+                refuse_watching("a forward is computed again, with its scales")
                 self._other[number] = scale
                 note_scale(self.number, number, scale)
                 return TensorScaling(scale, recipe.dtype(role))
         if not self.knows(role):
             return None
         if self._other:
+            refuse_watching("the tensor before had a scale of its own")
             self._other.pop(number, None)
         scale = parts.scale[number]
         if recipe is not self.recipe and (ratio := self._ratio(number, recipe)) != 1:
+            refuse_watching("scales are those of another recipe")
             scale = scale * ratio  # of a backward whose forward had another recipe than the last
         if role != "grad_output":
             note_scale(self.number, number, scale)
@@ -234,6 +242,7 @@ class QuantizationState(nn.Module):
         return parts
 
     def _make_parts(self) -> _Parts:
+        refuse_watching("buffers were replaced")
         recipe, buffers = self.recipe, self._buffers
         with torch.inference_mode(False):
             for name, buffer in buffers.items():  # a state dict that is assigned may hold any
@@ -308,6 +317,7 @@ class QuantizationState(nn.Module):
         """
         if all(self.known) or self._written == self._versions():
             return
+        refuse_watching("scales were written to")
         self._written = self._versions()
         # A first value of 0 leaves no trace there.
         self.known = [known or has for known, has in zip(self.known, self._have_values())]
@@ -363,6 +373,7 @@ def make_state(op: nn.Module, recipe: Stateful) -> QuantizationState:
     owner = getattr(op, "_owner", None) or op
     state = owner._modules.get("quantization")
     if state is None:
+        refuse_watching("scales are made")
         state = QuantizationState(_history_length(recipe), next(op.parameters()).device)
         owner.add_module("quantization", state)
     assert isinstance(state, QuantizationState)
@@ -402,6 +413,8 @@ def _adapt(
     Args:
         length: of the history.
     """
+    if state.length != length or state.recipe != recipe or state.group is not group:
+        refuse_watching("scales are adapted to another recipe")
     if state.length != length:
         old = state.amax_history
         with torch.inference_mode(False):
@@ -421,6 +434,70 @@ def _adapt(
         state.group = group
         if group is not None:
             state.row = _join(group, state.scale.device)
+
+
+class SettledScales(NamedTuple):
+    """The scales of operations that all have them for a recipe, as a call has found them.
+
+    Attributes:
+        states: of the operations, each with what was made of its buffers, and which scales it knew.
+        tensors: that a pass reads, or raises: of each state all scales, then those of each role and
+            the largest values of each, (1,).
+        facts: what else decides what a pass does with them.
+        group: of ranks that agree on the largest values.
+        clock: when the states were those of the operations.
+    """
+
+    states: Sequence[tuple[QuantizationState, _Parts, list[bool]]]
+    tensors: tuple[Tensor, ...]
+    facts: Hashable
+    group: dist.ProcessGroup | None
+    clock: int
+
+    def are_current(self) -> bool:
+        """Whether they would be found again as they are."""
+        if self.clock != Clock.now:
+            return False
+        group = self.group
+        for state, parts, known in self.states:
+            buffers, (scale, history, amax, *_) = state._buffers, parts.kept
+            if (
+                state._parts is not parts
+                or state.recipe is not parts.recipe
+                or buffers["scale"] is not scale
+                or buffers["amax_history"] is not history
+                or buffers["amax"] is not amax
+                or (scale.data_ptr(), history.data_ptr(), amax.data_ptr()) != parts.addresses
+                or state.known != known
+                or state._other
+                or state.group is not group
+            ):
+                return False
+        return True
+
+
+def settled_scales(ops: Sequence[nn.Module], recipe: Stateful) -> SettledScales | None:
+    """The scales that operations have for a recipe; None if the next call makes or adapts some."""
+    clock, length, states = Clock.now, _history_length(recipe), []
+    for op in ops:
+        owner = getattr(op, "_owner", None) or op
+        state = op._modules.get("quantization")
+        if not isinstance(state, QuantizationState) or owner._modules["quantization"] is not state:
+            return None
+        if state.recipe != recipe or state.length != length or state._other:
+            return None
+        states.append(state)
+    found = [(s, s._current_parts(), [*s.known]) for s in dict.fromkeys(states)]
+    groups = {state.group for state in states}
+    if len(groups) > 1 or not all(any(known) for _, _, known in found):
+        return None
+    tensors: list[Tensor] = []
+    facts: list[Hashable] = []
+    for _, parts, known in found:
+        scale, _, amax = parts.addresses
+        tensors += parts.kept.scale, *parts.scale, *parts.amax
+        facts.append((parts.kept.scale.device, *known, scale & 15, amax & 15))
+    return SettledScales(found, tuple(tensors), tuple(facts), next(iter(groups), None), clock)
 
 
 def _is_past() -> bool:
