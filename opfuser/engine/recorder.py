@@ -85,6 +85,8 @@ _GUARDED = frozenset(
     "is_cpu is_meta is_floating_point is_complex requires_grad layout itemsize element_size nbytes "
     "get_device __len__ is_sparse is_inference is_conj is_neg".split()
 )
+# Compared with the answer by guards of calls in which they were asked for.
+_ASKED = frozenset("is_leaf grad_dtype".split())
 _PLACE = frozenset("data_ptr untyped_storage storage_offset".split())
 # Whose questions about addresses change nothing but what is written to, which is looked at apart, or
 # are asked again before each call.
@@ -131,6 +133,7 @@ class Recorder(TorchFunctionMode):
         same: pairs of names that were given one tensor.
         device: of launches that were prepared; None without any.
         places: names of tensors that were given, and whose place in memory was asked for.
+        answers: what attributes of tensors that were given had for a value.
     """
 
     def __init__(
@@ -147,6 +150,7 @@ class Recorder(TorchFunctionMode):
         self.same: list[tuple[str, str]] = []
         self.device: int | None = None
         self.places: list[str] = []
+        self.answers: dict[tuple[str, str], Hashable] = {}
         self._refusal: str | None = None
         self._bound: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
@@ -267,7 +271,8 @@ class Recorder(TorchFunctionMode):
             raise NotRecordableError("the size of a result depends on values")
         made = _tensors_in(result)
         if not made and not written:
-            self._question(func.__self__.__name__ if name == "__get__" else name, given)
+            asked = func.__self__.__name__ if name == "__get__" else name
+            self._question(asked, given, result)
             return
         if name == "__get__" and func.__self__.__name__ not in _PROPERTIES:
             raise NotRecordableError(f"{func.__self__.__name__} is read, which may be anything")
@@ -290,7 +295,7 @@ class Recorder(TorchFunctionMode):
         if name in _EMPTY:
             self._unwritten |= memory_of_all(made)
 
-    def _question(self, name: str, asked: Sequence[Tensor]) -> None:
+    def _question(self, name: str, asked: Sequence[Tensor], answer: Any) -> None:
         """Notes a call that has returned no tensor: the answer must be the same again."""
         if name in _GUARDED or name in ("__set__", "__hash__"):
             return
@@ -299,6 +304,9 @@ class Recorder(TorchFunctionMode):
             if known is None or known.name[0] == "t":
                 continue  # made on the way, by calls that are repeated
             if _asked_by() in _MAY_ASK:
+                continue
+            if name in _ASKED:
+                self.answers[known.name, name] = answer
                 continue
             if name not in _PLACE:
                 raise NotRecordableError(f"{name} of a tensor is asked for")

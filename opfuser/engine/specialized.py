@@ -342,6 +342,8 @@ class Specializations:
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
+            if recorder.answers:
+                raise NotRecordableError("an attribute of a tensor is asked for")
             places = recorder.places
             if any(name[0] != "s" for name in places):
                 raise NotRecordableError("the place of a gradient is asked for")
@@ -506,6 +508,8 @@ def _guard(
         terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")
         terms.append(f"kept[{n}].device == {constant(t.device)}")
     terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
+    for (name, attribute), answer in recorder.answers.items():
+        terms.append(f"{_read(name)}.{attribute} == {constant(answer)}")
     if recorder.places:
         rows = dict(zip("xpek", ([x], parameters, extra_inputs, kept)))
         asked = [rows[name[0]][int(name[1:] or 0)] for name in recorder.places]

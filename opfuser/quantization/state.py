@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..change_tracking import Clock
 from ..errors import explain
 from ..events.kinds import ScalesUpdated
 from ..events.telling import emit
@@ -436,33 +435,48 @@ def _adapt(
             state.row = _join(group, state.scale.device)
 
 
+class _Settled(NamedTuple):
+    """The state of an operation.
+
+    Attributes:
+        state: its state.
+        parts: made of its buffers.
+        known: which scales it knew.
+        own, of_owner: the modules that have it.
+    """
+
+    state: QuantizationState
+    parts: _Parts
+    known: list[bool]
+    own: dict[str, nn.Module | None]
+    of_owner: dict[str, nn.Module | None]
+
+
 class SettledScales(NamedTuple):
     """The scales of operations that all have them for a recipe, as a call has found them.
 
     Attributes:
-        states: of the operations, each with what was made of its buffers, and which scales it knew.
+        states: of the operations.
         tensors: that a pass reads, or raises: of each state all scales, then those of each role and
             the largest values of each, (1,).
         facts: what else decides what a pass does with them.
         group: of ranks that agree on the largest values.
-        clock: when the states were those of the operations.
     """
 
-    states: Sequence[tuple[QuantizationState, _Parts, list[bool]]]
+    states: Sequence[_Settled]
     tensors: tuple[Tensor, ...]
     facts: Hashable
     group: dist.ProcessGroup | None
-    clock: int
 
     def are_current(self) -> bool:
         """Whether they would be found again as they are."""
-        if self.clock != Clock.now:
-            return False
         group = self.group
-        for state, parts, known in self.states:
+        for state, parts, known, own, of_owner in self.states:
             buffers, (scale, history, amax, *_) = state._buffers, parts.kept
             if (
-                state._parts is not parts
+                own.get("quantization") is not state
+                or of_owner.get("quantization") is not state
+                or state._parts is not parts
                 or state.recipe is not parts.recipe
                 or buffers["scale"] is not scale
                 or buffers["amax_history"] is not history
@@ -478,26 +492,27 @@ class SettledScales(NamedTuple):
 
 def settled_scales(ops: Sequence[nn.Module], recipe: Stateful) -> SettledScales | None:
     """The scales that operations have for a recipe; None if the next call makes or adapts some."""
-    clock, length, states = Clock.now, _history_length(recipe), []
+    length = _history_length(recipe)
+    states, tensors, facts = [], [], []
+    groups: set[dist.ProcessGroup | None] = set()
     for op in ops:
         owner = getattr(op, "_owner", None) or op
         state = op._modules.get("quantization")
-        if not isinstance(state, QuantizationState) or owner._modules["quantization"] is not state:
+        if not isinstance(state, QuantizationState):
             return None
-        if state.recipe != recipe or state.length != length or state._other:
+        if owner._modules.get("quantization") is not state or state._other:
             return None
-        states.append(state)
-    found = [(s, s._current_parts(), [*s.known]) for s in dict.fromkeys(states)]
-    groups = {state.group for state in states}
-    if len(groups) > 1 or not all(any(known) for _, _, known in found):
-        return None
-    tensors: list[Tensor] = []
-    facts: list[Hashable] = []
-    for _, parts, known in found:
+        if state.recipe != recipe or state.length != length or not any(state.known):
+            return None
+        groups.add(state.group)
+        parts, known = state._current_parts(), [*state.known]
         scale, _, amax = parts.addresses
+        states.append(_Settled(state, parts, known, op._modules, owner._modules))
         tensors += parts.kept.scale, *parts.scale, *parts.amax
         facts.append((parts.kept.scale.device, *known, scale & 15, amax & 15))
-    return SettledScales(found, tuple(tensors), tuple(facts), next(iter(groups), None), clock)
+    if len(groups) > 1:
+        return None
+    return SettledScales(states, tuple(tensors), tuple(facts), next(iter(groups), None))
 
 
 def _is_past() -> bool:
