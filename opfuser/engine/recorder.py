@@ -92,7 +92,6 @@ _PLACE = frozenset("data_ptr untyped_storage storage_offset".split())
 # are asked again before each call.
 _MAY_ASK = (
     ("opfuser.buffer_reuse", "_counts"),
-    ("opfuser.kernels.launch", "_run"),
     ("opfuser.quantization.state", "_addresses"),
 )
 _OUT = ("out", "grad_input")
