@@ -88,11 +88,11 @@ _GUARDED = frozenset(
 # Compared with the answer by guards of calls in which they were asked for.
 _ASKED = frozenset("is_leaf grad_dtype".split())
 _PLACE = frozenset("data_ptr untyped_storage storage_offset".split())
-# Whose questions about addresses change nothing but what is written to, which is looked at apart, or
-# are asked again before each call.
+# Whose questions about addresses change nothing but what is written to, which is looked at apart,
+# or are asked again before each call.
 _MAY_ASK = (
     ("opfuser.buffer_reuse", "_counts"),
-    ("opfuser.quantization.state", "_addresses"),
+    ("opfuser.quantization.state", "_current_parts"),
 )
 _OUT = ("out", "grad_input")
 _LONG = 100

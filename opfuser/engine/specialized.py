@@ -501,8 +501,7 @@ def _guard(
     terms.append(f"len(kept) == {len(kept)}" if kept else "not kept")
     if quantized is not None:
         names["quantized"] = quantized
-        terms.append(f"quantized.facts() == {constant(quantized.facts())}")
-        terms.append("quantized.permit()")
+        terms.append(f"quantized.permit({constant(quantized.facts())})")
     for n, t in enumerate(unwritten):
         terms += is_like(f"kept[{n}]", t, shape=True)
         terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")

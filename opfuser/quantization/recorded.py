@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..recipe import Recipe
 from .checkpointed import is_within_any
-from .region import current_region
+from .region import region_with_recipe
 from .state import SettledScales, Stateful, settled_scales
 from .watch import is_watched
 
@@ -30,18 +30,7 @@ class QuantizedCalls:
     def __init__(self, ops: Sequence[nn.Module], recipe: Recipe) -> None:
         self._ops = tuple(dict.fromkeys(ops))
         self._recipe = recipe if isinstance(recipe, Stateful) else None
-        self._reduces = isinstance(recipe, Stateful) and recipe.reduce_amax
         self._settled: SettledScales | None = None
-
-    @property
-    def count(self) -> int:
-        """How many :meth:`scales` were found last."""
-        return 0 if self._settled is None else len(self._settled.tensors)
-
-    def are_as_usual(self) -> bool:
-        """Whether a forward pass may be recorded now."""
-        self.scales()
-        return self.facts() is not None and self.permit()
 
     def scales(self) -> tuple[Tensor, ...]:
         """The tensors that operations keep and change, as they are now."""
@@ -53,7 +42,7 @@ class QuantizedCalls:
         return () if settled is None else settled.tensors
 
     def facts(self) -> Hashable:
-        """What else of :meth:`scales`, as they were found last, decides; None: no pass is recorded.
+        """What else of them decides, as :meth:`scales` has found them; None: no pass is recorded.
 
         A backward pass is in no region, but in a process that may be watched.
         """
@@ -63,14 +52,27 @@ class QuantizedCalls:
             return ()
         return None if self._settled is None else self._settled.facts
 
-    def permit(self) -> bool:
-        """Whether the region of a forward pass leaves it alone, given :meth:`scales` of now."""
-        region = current_region()
-        if region.kept is not None:
+    def permit(self, facts: Hashable) -> bool:
+        """Whether a forward pass finds these facts, and a region that leaves it alone."""
+        region, settled = region_with_recipe(), self._settled
+        if region.kept is not None or facts is None or is_watched():
             return False
-        settled = self._settled
         if self._recipe is None:
             return True
-        if settled is None or is_within_any():
-            return False
-        return not settled.states or settled.group is (region.group if self._reduces else None)
+        group = region.group if self._recipe.reduce_amax else None
+        return (
+            settled is not None
+            and settled.facts == facts
+            and settled.group is group
+            and not is_within_any()
+        )
+
+    def are_as_usual(self) -> bool:
+        """Whether a forward pass may be recorded now."""
+        self.scales()
+        return self.permit(self.facts())
+
+    @property
+    def count(self) -> int:
+        """How many :meth:`scales` were found last."""
+        return 0 if self._settled is None else len(self._settled.tensors)

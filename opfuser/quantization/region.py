@@ -21,7 +21,6 @@ __all__ = [
     "amax_group",
     "autocast",
     "check_recipe",
-    "current_region",
     "fp8_autocast",
     "keeping",
     "kept_in_region",
@@ -29,6 +28,7 @@ __all__ = [
     "recipe_of_call",
     "region",
     "region_of_call",
+    "region_with_recipe",
 ]
 
 
@@ -84,16 +84,16 @@ def _current() -> Region:
     return _NOWHERE if forward is None else forward.region
 
 
-def _enter(region: Region) -> Token[Region]:
+def _enter(region: Region, around: Region) -> Token[Region]:
     """Opens a region; what is computed again later finds that which was open before."""
-    note_region(_current())
+    note_region(around)
     part = computed_again()
     return _region.set(region if part is None else region._replace(opened_by=part.key))
 
 
-def current_region() -> Region:
-    """The region that the caller is in."""
-    return _current()
+def region_with_recipe() -> Region:
+    """The region of a call for which :func:`recipe_of_call` has found a recipe."""
+    return _current() if is_any_known() else _region.get()
 
 
 def active_recipe() -> Recipe | None:
@@ -142,7 +142,8 @@ def keeping(weights: dict[Any, Any]) -> Iterator[None]:
     Args:
         weights: where they are kept.
     """
-    token = _enter(_current()._replace(kept=weights))
+    around = _current()
+    token = _enter(around._replace(kept=weights), around)
     try:
         yield
     finally:
@@ -214,7 +215,7 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
         if recipe is not None:
             enter_region(recipe, group, outermost=not around.quantizes)
         quantizes = recipe is not None or around.quantizes
-        self._tokens.append(_enter(Region(recipe, group, around.kept, quantizes)))
+        self._tokens.append(_enter(Region(recipe, group, around.kept, quantizes), around))
         open_regions.count += 1
         return self
 
@@ -258,7 +259,8 @@ def region(recipe: Recipe, group: dist.ProcessGroup | None = None) -> Iterator[N
         group: of the ranks that agree; None: that of the region that the caller is in.
     """
     around = _current()
-    token = _enter(around._replace(recipe=recipe, group=group or around.group, quantizes=True))
+    own = around._replace(recipe=recipe, group=group or around.group, quantizes=True)
+    token = _enter(own, around)
     try:
         yield
     finally:

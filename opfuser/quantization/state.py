@@ -222,20 +222,19 @@ class QuantizationState(nn.Module):
         """(1,): raised by whoever quantises a tensor."""
         return self._current_parts().amax[_NUMBERS[role]]
 
-    def kept(self) -> KeptScales | None:
-        """What the next update changes; None as long as no call has had a recipe."""
-        return None if self.recipe is None else self._current_parts().kept
-
     def _current_parts(self) -> _Parts:
         """Of the buffers as they are; the same ones as long as nobody replaces a buffer."""
-        buffers, parts, recipe = self._buffers, self._parts, self.recipe
+        parts, buffers, recipe = self._parts, self._buffers, self.recipe
         if (
             parts is None
             or parts.kept.scale is not buffers["scale"]
             or parts.kept.history is not buffers["amax_history"]
             or parts.kept.amax is not buffers["amax"]
             or parts.recipe is not recipe
-            or parts.addresses != _addresses(parts.kept)  # of .data that was replaced
+            # of .data that was replaced
+            or parts.kept.scale.data_ptr() != parts.addresses[0]
+            or parts.kept.history.data_ptr() != parts.addresses[1]
+            or parts.kept.amax.data_ptr() != parts.addresses[2]
         ):
             self._parts = parts = self._make_parts()
         return parts
@@ -470,21 +469,14 @@ class SettledScales(NamedTuple):
 
     def are_current(self) -> bool:
         """Whether they would be found again as they are."""
-        group = self.group
         for state, parts, known, own, of_owner in self.states:
-            buffers, (scale, history, amax, *_) = state._buffers, parts.kept
             if (
                 own.get("quantization") is not state
                 or of_owner.get("quantization") is not state
-                or state._parts is not parts
-                or state.recipe is not parts.recipe
-                or buffers["scale"] is not scale
-                or buffers["amax_history"] is not history
-                or buffers["amax"] is not amax
-                or (scale.data_ptr(), history.data_ptr(), amax.data_ptr()) != parts.addresses
+                or state._current_parts() is not parts
                 or state.known != known
                 or state._other
-                or state.group is not group
+                or state.group is not self.group
             ):
                 return False
         return True
@@ -493,7 +485,9 @@ class SettledScales(NamedTuple):
 def settled_scales(ops: Sequence[nn.Module], recipe: Stateful) -> SettledScales | None:
     """The scales that operations have for a recipe; None if the next call makes or adapts some."""
     length = _history_length(recipe)
-    states, tensors, facts = [], [], []
+    states: list[_Settled] = []
+    tensors: list[Tensor] = []
+    facts: list[Hashable] = []
     groups: set[dist.ProcessGroup | None] = set()
     for op in ops:
         owner = getattr(op, "_owner", None) or op
@@ -583,15 +577,19 @@ def update_scales() -> None:
     Not where a forward is computed again, nor elsewhere in a backward pass. States that agree with
     other ranks wait for a region with their group.
     """
-    if not (_all or _groups) or _is_past():
+    # In the order of their numbers. Going through values() takes seven calls.
+    states = [state for found in _all.valuerefs() if (state := found()) is not None]
+    if not (states or _groups) or _is_past():
         return
     groups = list(_groups)
     _groups.clear()
-    states = list(_all.values())  # in the order of their numbers
     for group in groups:
         _agree(group, [state for state in states if state.group is group])
-    ready = [state for state in states if state.group is None or state.group in groups]
-    update = [kept for state in ready if (kept := state.kept()) is not None]
+    update = [
+        state._current_parts().kept
+        for state in states
+        if state.recipe is not None and (state.group is None or state.group in groups)
+    ]
     update_together(update)
     if update and ScalesUpdated.wanted:
         emit(ScalesUpdated(len(update), ROLES, "region"))
