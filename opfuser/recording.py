@@ -62,7 +62,7 @@ class Watcher(Protocol):
     """Who notes the calls of a pass, to repeat them (``engine.recorder``)."""
 
     def note_whole(
-        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int | None
+        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int | None, flag: int
     ) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
@@ -167,12 +167,13 @@ def unseen(function: Function) -> Function:
     return ask  # type: ignore[return-value]
 
 
-def seen_whole(*, writes: int | None) -> Callable[[Function], Function]:
+def seen_whole(*, writes: int | None = None, flag: int = 0) -> Callable[[Function], Function]:
     """A function that decides by more than guards compare: who notes calls notes it as one.
 
     Args:
         writes: position of the argument that it may write to, and return; None: it reads no values,
             and returns a tensor that nobody else has.
+        flag: position of the argument that says whether it may.
     """
 
     def decorate(function: Function) -> Function:
@@ -181,7 +182,7 @@ def seen_whole(*, writes: int | None) -> Callable[[Function], Function]:
             watcher = watching.watcher
             if watcher is None:
                 return function(*args)
-            return watcher.note_whole(function, args, writes)
+            return watcher.note_whole(function, args, writes, flag)
 
         return call  # type: ignore[return-value]
 

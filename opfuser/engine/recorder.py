@@ -74,6 +74,7 @@ _VIEWS = frozenset(
     "transpose permute movedim swapaxes expand expand_as narrow select unbind split "
     "split_with_sizes chunk as_strided detach".split()
 )
+_RESHAPING = frozenset("flatten unflatten reshape squeeze unsqueeze view_as".split())
 # Return what they are given where nothing is to be done.
 _MAYBE_SAME = frozenset(
     "contiguous to type_as long float half bfloat16 double reshape flatten".split()
@@ -155,6 +156,8 @@ class Recorder(TorchFunctionMode):
         self._known: dict[int, _Known] = {}
         self._theirs = memory_of_all(theirs)
         self._unwritten: set[int] = set()
+        self._written: set[str] = set()
+        self._given_roots: dict[str, int] = {}
         self._views: dict[Hashable, str] = {}
         self._numbers = count()
         self._roots = count()
@@ -165,8 +168,10 @@ class Recorder(TorchFunctionMode):
             if known is None:
                 root = next(self._roots)
                 self._known[id(tensor)] = _Known(weakref.ref(tensor), name, root)
+                self._given_roots[name] = root
             else:
                 self.same.append((known.name, name))
+        self._first_made = next(self._roots)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -188,6 +193,19 @@ class Recorder(TorchFunctionMode):
         if tensor.untyped_storage()._cdata in self._unwritten and tensor.numel():
             raise NotRecordableError("nothing was seen to write to a result")
         return known.name
+
+    def share_memory(self, results: Sequence[Tensor]) -> bool:
+        """Whether any of these, which have names, is a view of another one or of what was given."""
+        roots = [self._known[id(t)].root for t in results]
+        return len(set(roots)) < len(roots) or any(root < self._first_made for root in roots)
+
+    def is_written(self, name: str) -> bool:
+        """Whether something was written to the memory of what was given under a name."""
+        return name in self._written
+
+    def is_view_of_own(self, result: Tensor) -> bool:
+        """Whether a result is a view of memory that a call has made."""
+        return result._is_view() and self._known[id(result)].root > self._first_made
 
     def tensor_of(self, name: str) -> Tensor:
         """The tensor that was given under a name.
@@ -239,7 +257,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def note_whole(
-        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int | None
+        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int | None, flag: int
     ) -> Any:
         with torch._C.DisableTorchFunction():
             result = function(*args)
@@ -247,7 +265,8 @@ class Recorder(TorchFunctionMode):
             with self._noting(), torch._C.DisableTorchFunction():
                 given = _tensors_in(args)
                 if writes is not None:
-                    self._refuse_memory(function.__name__, given, [args[writes]])
+                    targets = [args[writes]] if args[flag] else []
+                    self._refuse_memory(function.__name__, given, targets)
                 reads: list[str] = []
                 values = ", ".join([self._value(value, reads) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"
@@ -285,6 +304,9 @@ class Recorder(TorchFunctionMode):
             read = given[1:] if kwargs.get("beta") == 0 else given
             self._refuse_memory(name, read, written)
         reads: list[str] = []
+        if name in _RESHAPING and _is_reshaped(args[0], result):
+            func, name = Tensor.view, "view"  # the same at the lowest price
+            args, kwargs = (args[0], *result.shape), {}
         text = self._text_of_call(func, name, args, kwargs, reads)
         if same:
             self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
@@ -314,13 +336,18 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_memory(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Raises NotRecordableError for what may not be written, or was not."""
+        self._note_writes(name, written)
+        for t in given:
+            if t.untyped_storage()._cdata in self._unwritten and t.numel():
+                raise NotRecordableError(f"{name} reads what nothing was seen to write to")
+
+    def _note_writes(self, name: str, written: Sequence[Tensor]) -> None:
         targets = memory_of_all(written)
         if targets & self._theirs:
             raise NotRecordableError(f"{name} writes to a tensor of the caller")
         self._unwritten -= targets
-        for t in given:
-            if t.untyped_storage()._cdata in self._unwritten and t.numel():
-                raise NotRecordableError(f"{name} reads what nothing was seen to write to")
+        roots = {known.root for known in map(self._find, written) if known is not None}
+        self._written.update(name for name, root in self._given_roots.items() if root in roots)
 
     def _add(
         self, text: str, reads: list[str], result: Any, given: list[Tensor], *, effect: bool
@@ -391,9 +418,10 @@ class Recorder(TorchFunctionMode):
         if not all(grid):
             return
         given = [t for t in tensors if t is not None]
-        twice = [t for n, t in enumerate(given) if any(t is other for other in given[:n])]
-        if memory_of_all(twice) & self._theirs:
-            raise NotRecordableError(f"{launch.name} writes to a tensor of the caller")
+        # Which tensors a kernel writes to is not told; one that it gets twice it does write to.
+        self._note_writes(
+            launch.name, [t for n, t in enumerate(given) if any(t is u for u in given[:n])]
+        )
         self._unwritten -= memory_of_all(given)
         reads: list[str] = []
         pointers = [self._value(t, reads) for t in tensors]
@@ -626,6 +654,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     elif name.startswith("__i") and name.endswith("__"):
         in_place = name not in ("__invert__", "__index__")
     return _tensors_in(args[:1]) if in_place or kwargs.get("inplace") else []
+
+
+def _is_reshaped(x: Tensor, result: Tensor) -> bool:
+    """Whether ``x.view(result.shape)`` is just the view that ``result`` is."""
+    with torch._C.DisableTorchFunction():
+        try:
+            view = x.view(result.shape)
+        except RuntimeError:  # strides do not allow for it: it is another view, or a copy
+            return False
+        return result.data_ptr() == view.data_ptr() and result.stride() == view.stride()
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

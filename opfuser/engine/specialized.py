@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad, profiler
 from torch.nn import functional as F
 
 from ..attention import context_parallel
@@ -54,12 +55,16 @@ class Backward(NamedTuple):
         same: pairs of names that were given one tensor.
         asked: positions of saved tensors whose place in memory was asked for.
         places: where they lay.
+        writes: positions of saved tensors to whose memory it writes, since nobody else had them.
+        shares: whether a gradient may share memory with another one, or with what was given.
     """
 
     function: Callable[..., list[Tensor | None]]
     same: tuple[tuple[str, str], ...]
     asked: tuple[int, ...]
     places: Hashable
+    writes: tuple[int, ...]
+    shares: bool
 
     def is_for(
         self,
@@ -101,6 +106,7 @@ class Specialization:
     """A recorded forward pass, with its backward passes.
 
     Attributes:
+        program: whose it is.
         guard: whether a call is of its kind; takes the arguments of ``forward``.
         forward: from the input, the parameters, the extra inputs and what operations keep, the
             output, the extra outputs, and what is saved.
@@ -110,15 +116,17 @@ class Specialization:
         refusal: why no backward is recorded; None if one may be.
     """
 
-    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "refusal")
+    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "program", "refusal")
 
     def __init__(
         self,
+        program: Any,
         guard: Callable[..., bool],
         forward: Callable[..., Any],
         contexts: list[OperationContext],
         own: tuple[bool, ...],
     ) -> None:
+        self.program = program
         self.guard = guard
         self.forward = forward
         self.contexts = contexts
@@ -133,6 +141,7 @@ class Specializations:
     Attributes:
         found: the one that was used last comes first.
         refusal: why there are none; None if there may be.
+        keeps: whether operations may read tensors besides parameters.
     """
 
     def __init__(self, program: Any) -> None:
@@ -142,18 +151,16 @@ class Specializations:
         self._refused: dict[Hashable, str] = {}
         self._seen = -1
         self._places: list[tuple[dict[str, Any], str]] = []
-        # Whether there can be any: buffers of an operation come and go with its signature.
-        self._keeps = any(
-            module._buffers
-            for op in program.plan.basic_ops
-            for module in (*op.modules(), *op.children())
-        )
         self._ops = program.plan.basic_ops
         self._caching = [
             op for op in self._ops if type(op).cached_tensors is not BasicOperation.cached_tensors
         ]
-        self._keeps = self._keeps or bool(self._caching)
         self.quantized = _quantized_calls(program)
+        # Buffers of an operation come and go with its signature.
+        self._buffered = bool(self._caching) or any(
+            module._buffers for op in self._ops for module in (*op.modules(), *op.children())
+        )
+        self.keeps = self._buffered or self.quantized is not None
 
     def kept(self) -> Sequence[Tensor]:
         """What operations read besides parameters: buffers, tensors that they have cached, scales.
@@ -165,7 +172,7 @@ class Specializations:
         return *self._buffers(), *self.quantized.scales()
 
     def _buffers(self) -> Sequence[Tensor]:
-        if not self._keeps:
+        if not self._buffered:
             return ()
         if self._seen != Clock.now:
             self._places = [
@@ -180,20 +187,9 @@ class Specializations:
         cached = [t for op in self._caching for t in op.cached_tensors()]
         return [t for t in (*buffers, *cached) if t is not None]
 
-    def find(
-        self,
-        x: Tensor,
-        parameters: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor],
-        kept: Sequence[Tensor],
-    ) -> Specialization | None:
-        """The one for a call, if there is any."""
-        for found in self.found:
-            if found.guard(x, parameters, extra_inputs, kept):
-                if found is not self.found[0]:
-                    self.found = (found, *[other for other in self.found if other is not found])
-                return found
-        return None
+    def put_first(self, found: Specialization) -> None:
+        """The next call tries this one first."""
+        self.found = (found, *[other for other in self.found if other is not found])
 
     def is_due(
         self, x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
@@ -258,7 +254,9 @@ class Specializations:
             self._refused[_kind((x, *extra_inputs))] = str(error)
             return None
         extras, keeps = names[1 : 1 + len(outputs)], names[1 + len(outputs) :]
-        closing = f"{names[0]}, [{', '.join(extras)}], [{', '.join(keeps)}]"
+        # As execute_eagerly returns it: autograd would not let the caller change such a view.
+        detached = ".detach()" if recorder.is_view_of_own(output) else ""
+        closing = f"{names[0]}{detached}, [{', '.join(extras)}], [{', '.join(keeps)}]"
         opening = [
             (f"p{n}", f"p{n} = parameters[{n}]  # {path}")
             for n, path in enumerate(_paths_of_parameters(program, len(parameters)))
@@ -275,70 +273,104 @@ class Specializations:
         function = program.specialize("forward", text_of(recorder, straight))
         theirs = memory_of_all([*recorder_inputs(arguments), output, *outputs])
         own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
-        made = Specialization(guard, function, contexts, own)
+        made = Specialization(program, guard, function, contexts, own)
         self.found = (made, *self.found)
         return made
 
-    def backward(
+    def find_backward(
         self,
-        program: Any,
         special: Specialization,
         dy: Tensor,
         received: Sequence[Tensor | None],
         saved: Sequence[Tensor | None],
+        kept: Sequence[Tensor],
         keep: bool,
-    ) -> Backward | DueBackward | None:
-        """What runs, or records, a backward pass; None: neither.
+    ) -> Backward | None:
+        """What was recorded of a backward pass like one, if anything was.
 
         Args:
             special: of its forward.
             dy, received: gradients of the output and of the extra outputs.
             saved: what forward has saved.
+            kept: what operations read besides.
             keep: whether another backward pass may follow.
         """
-        if is_batched(dy):
+        if is_batched(dy) or (received and any(map(is_batched, received))):
             return None
-        key: Hashable = keep, type(dy), dy.stride(), torch.get_num_threads(), _aligned(dy)
-        if received:
-            key = key, *map(_layout, received)
-        kept = self.kept()
-        if kept:
-            key = key, *map(_layout, self._unwritten(kept))
-        if self.quantized is not None:
-            facts = self.quantized.facts()
-            if facts is None:
-                return None
-            key = key, facts
-        found = special.backwards.get(key, 0)
-        if isinstance(found, Backward):
-            return found if found.is_for(dy, received, saved, kept) else None
-        plain = _is_plain_call(dy, [t for t in (*received, *saved) if t is not None], ())
-        if special.refusal is not None or not plain or len(special.backwards) >= _MAX_FOUND:
+        kind = self._kind_of_backward(dy, received, kept, keep)
+        found = None if kind is None else special.backwards.get(kind)
+        if not isinstance(found, Backward):
             return None
-        if found < CALLS_BEFORE:
-            special.backwards[key] = found + 1
+        if (found.same or found.asked) and not found.is_for(dy, received, saved, kept):
+            return None
+        return found
+
+    def due_backward(
+        self,
+        special: Specialization,
+        dy: Tensor,
+        received: Sequence[Tensor | None],
+        saved: Sequence[Tensor | None],
+        kept: Sequence[Tensor],
+        keep: bool,
+    ) -> DueBackward | None:
+        """What records a backward pass for which nothing was found, if it is to be. Counts it.
+
+        Args:
+            special, dy, received, saved, kept, keep: as of :meth:`find_backward`.
+        """
+        if special.refusal is not None or any(map(is_batched, (dy, *received))):
+            return None
+        kind = self._kind_of_backward(dy, received, kept, keep)
+        if kind is None:
+            return None
+        number = special.backwards.get(kind, 0)
+        given_tensors = [t for t in (*received, *saved) if t is not None]
+        if isinstance(number, Backward) or not _is_plain_call(dy, given_tensors, ()):
+            return None
+        if number < CALLS_BEFORE:
+            if len(special.backwards) < _MAX_FOUND:
+                special.backwards[kind] = number + 1
             return None
         given: dict[str, Tensor | None] = {f"s{n}": t for n, t in enumerate(saved)}
         given["dy"] = dy
         given.update((f"g{n}", t) for n, t in enumerate(received))
         given.update((f"k{n}", t) for n, t in enumerate(kept))
         own = (*special.own, *(False,) * (len(saved) - len(special.own)))
-        unwritten = self._unwritten(kept)
-        theirs = [dy, *received, *unwritten, *(t for t, is_own in zip(saved, own) if not is_own)]
-        code, steps = program.lines("backward", PLAIN)
+        theirs = [dy, *received, *self._unwritten(kept)]
+        theirs += [t for t, is_own in zip(saved, own) if not is_own]
+        code, steps = special.program.lines("backward", PLAIN)
         counts = len(saved), len(received), len(kept)
-        return DueBackward(special, key, Recorder(code, steps, given, theirs), counts)
+        return DueBackward(special, kind, Recorder(code, steps, given, theirs), counts)
+
+    def _kind_of_backward(
+        self, dy: Tensor, received: Sequence[Tensor | None], kept: Sequence[Tensor], keep: bool
+    ) -> Hashable:
+        """What backward passes are told apart by, besides where tensors lie.
+
+        None where a recorded one may not run, and none may be recorded.
+        """
+        kind: Hashable = keep, type(dy), dy.stride(), _threads(), _aligned(dy)
+        if received:
+            kind = kind, *map(_layout, received)
+        if not kept and self.quantized is None:
+            return kind
+        kind = kind, *map(_layout, self._unwritten(kept))
+        if self.quantized is None:
+            return kind
+        facts = self.quantized.facts()
+        return None if facts is None else (kind, facts)
 
     @staticmethod
-    def add_backward(program: Any, due: DueBackward, grads: Sequence[Tensor | None]) -> None:
+    def add_backward(due: DueBackward, grads: Sequence[Tensor | None]) -> None:
         """Keeps what a backward pass did, unless it cannot be repeated.
 
         Args:
-            program: whose it is.
             due: has recorded it.
             grads: of the input, parameters and extra inputs.
         """
         special, key, recorder, (saved, received, kept) = due
+        program = special.program
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
@@ -349,6 +381,7 @@ class Specializations:
                 raise NotRecordableError("the place of a gradient is asked for")
             asked = tuple([int(name[1:]) for name in places])
             lie = _places(list(map(recorder.tensor_of, places)))
+            writes = tuple(n for n in range(saved) if recorder.is_written(f"s{n}"))
         except NotRecordableError as error:
             special.refusal = str(error)
             return
@@ -362,7 +395,10 @@ class Specializations:
         how = partial(comment, program.paths)
         straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
         function = program.specialize("backward", text_of(recorder, straight))
-        special.backwards[key] = Backward(function, tuple(recorder.same), asked, lie)
+        shares = recorder.share_memory([t for t in grads if t is not None])
+        special.backwards[key] = Backward(
+            function, tuple(recorder.same), asked, lie, writes, shares
+        )
 
 
 def _paths_of_parameters(program: Any, count: int) -> list[str]:
@@ -391,6 +427,8 @@ def _refusal_of_program(program: Any) -> str | None:
         return f"products are those of {plan.env.recipe.gemm}"
     if plan.env.device.type not in ("cpu", "cuda"):
         return f"it runs on {plan.env.device.type}"
+    if program.prepared_ops:
+        return "an operation prepares each call"
     if program.overlap is not None:
         return "weight gradients run on another stream"
     for step in (*plan.forward, *plan.backward):
@@ -429,6 +467,9 @@ def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequen
 
 def _kind(tensors: Sequence[Tensor]) -> Hashable:
     return tuple([(t.shape, t.stride()) for t in tensors])
+
+
+_threads = torch.get_num_threads
 
 
 def _aligned(t: Tensor) -> bool:
@@ -470,6 +511,10 @@ def _guard(
         "telling": telling._State,
         "Clock": Clock,
         "is_inference": torch.is_inference_mode_enabled,
+        "functorch": torch._C._are_functorch_transforms_active,
+        "profiler": profiler,
+        "forward_ad": forward_ad,
+        "quantized": quantized,
         "F": F,
         "attention": F.scaled_dot_product_attention,
     }
@@ -491,6 +536,11 @@ def _guard(
         terms += is_like(f"extra_inputs[{n}]", t, shape=True)
         terms.append(f"extra_inputs[{n}].device == {constant(t.device)}")
     terms += ["not telling.subscriptions", f"Clock.states == {Clock.states}"]
+    terms += [
+        "not functorch()",
+        "not profiler._is_profiler_enabled",
+        "forward_ad._current_level < 0",
+    ]
     terms.append("F.scaled_dot_product_attention is attention")  # context_parallel replaces it
     terms.append("is_inference()" if torch.is_inference_mode_enabled() else "not is_inference()")
     if x.is_cpu:
@@ -500,15 +550,13 @@ def _guard(
         terms += is_like(f"parameters[{n}]", t, shape=False)
     terms.append(f"len(kept) == {len(kept)}" if kept else "not kept")
     if quantized is not None:
-        names["quantized"] = quantized
         terms.append(f"quantized.permit({constant(quantized.facts())})")
     for n, t in enumerate(unwritten):
         terms += is_like(f"kept[{n}]", t, shape=True)
         terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")
         terms.append(f"kept[{n}].device == {constant(t.device)}")
     terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
-    for (name, attribute), answer in recorder.answers.items():
-        terms.append(f"{_read(name)}.{attribute} == {constant(answer)}")
+    terms += [f"{_read(a)}.{name} == {constant(v)}" for (a, name), v in recorder.answers.items()]
     if recorder.places:
         rows = dict(zip("xpek", ([x], parameters, extra_inputs, kept)))
         asked = [rows[name[0]][int(name[1:] or 0)] for name in recorder.places]

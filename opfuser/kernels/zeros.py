@@ -18,7 +18,7 @@ _APART = 4
 _left: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
-@seen_whole(writes=None)
+@seen_whole()
 def zero_for(x: Tensor) -> Tensor:
     """0 in fp32, (1,), on the device of x: for one result of kernels that read x.
 
