@@ -307,6 +307,10 @@ class Recorder(TorchFunctionMode):
         if name in _RESHAPING and _is_reshaped(args[0], result):
             func, name = Tensor.view, "view"  # the same at the lowest price
             args, kwargs = (args[0], *result.shape), {}
+        if name in _EMPTY and _is_plain_memory(result):
+            func, name = torch.empty_strided, "empty_strided"  # likewise
+            args = result.shape, result.stride()
+            kwargs = {"dtype": result.dtype, "device": result.device}
         text = self._text_of_call(func, name, args, kwargs, reads)
         if same:
             self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
@@ -664,6 +668,17 @@ def _is_reshaped(x: Tensor, result: Tensor) -> bool:
         except RuntimeError:  # strides do not allow for it: it is another view, or a copy
             return False
         return result.data_ptr() == view.data_ptr() and result.stride() == view.stride()
+
+
+def _is_plain_memory(result: Any) -> bool:
+    """Whether ``torch.empty_strided`` returns the like of ``result``, which was just allocated."""
+    with torch._C.DisableTorchFunction():
+        return (
+            type(result) is Tensor
+            and result.layout is torch.strided
+            and not result.requires_grad
+            and not (result.is_cpu and torch.cuda.is_available() and result.is_pinned())
+        )
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -22,7 +22,6 @@ from ..attention import context_parallel
 from ..buffer_reuse import is_batched
 from ..change_tracking import Clock
 from ..events import telling
-from ..gemm_providers import find
 from ..op import BasicOperation, OperationContext
 from ..op.kinds import is_built_in
 from ..quantization.recorded import QuantizedCalls
@@ -423,7 +422,7 @@ def _refusal_of_program(program: Any) -> str | None:
     plan = program.plan
     if not ENABLED:
         return "OPFUSER_SPECIALIZE=0 is set"
-    if plan.env.recipe is not None and find(plan.env.recipe.gemm) is not None:
+    if plan.env.recipe is not None and plan.env.recipe.gemm != "torch":
         return f"products are those of {plan.env.recipe.gemm}"
     if plan.env.device.type not in ("cpu", "cuda"):
         return f"it runs on {plan.env.device.type}"
