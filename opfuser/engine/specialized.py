@@ -166,13 +166,10 @@ class Specializations:
 
         Scales come last, and are the only ones that passes change.
         """
-        if self.quantized is None:
-            return self._buffers()
-        return *self._buffers(), *self.quantized.scales()
+        scales = () if self.quantized is None else self.quantized.scales()
+        return (*self._buffers(), *scales) if self._buffered else scales
 
     def _buffers(self) -> Sequence[Tensor]:
-        if not self._buffered:
-            return ()
         if self._seen != Clock.now:
             self._places = [
                 (module._buffers, name)
@@ -352,9 +349,8 @@ class Specializations:
         kind: Hashable = keep, type(dy), dy.stride(), _threads(), _aligned(dy)
         if received:
             kind = kind, *map(_layout, received)
-        if not kept and self.quantized is None:
-            return kind
-        kind = kind, *map(_layout, self._unwritten(kept))
+        if self._buffered:
+            kind = kind, *map(_layout, self._unwritten(kept))
         if self.quantized is None:
             return kind
         facts = self.quantized.facts()

@@ -74,7 +74,7 @@ def is_any_known() -> bool:
 
 def is_within_any() -> bool:
     """Whether the caller computes a part again, or one that may be computed again."""
-    return bool(_known) and (computed_again() is not None or bool(parts_under_way()))
+    return computed_again() is not None or bool(parts_under_way())
 
 
 def note_region(region: Any) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor, nn
 
 from ..recipe import Recipe
-from .checkpointed import is_within_any
 from .region import region_with_recipe
 from .state import SettledScales, Stateful, settled_scales
 from .watch import is_watched
@@ -54,18 +53,15 @@ class QuantizedCalls:
 
     def permit(self, facts: Hashable) -> bool:
         """Whether a forward pass finds these facts, and a region that leaves it alone."""
-        region, settled = region_with_recipe(), self._settled
+        region, repeats = region_with_recipe()
         if region.kept is not None or facts is None or is_watched():
             return False
         if self._recipe is None:
             return True
-        group = region.group if self._recipe.reduce_amax else None
-        return (
-            settled is not None
-            and settled.facts == facts
-            and settled.group is group
-            and not is_within_any()
-        )
+        settled, group = self._settled, region.group if self._recipe.reduce_amax else None
+        if repeats or settled is None:
+            return False
+        return settled.facts == facts and settled.group is group
 
     def are_as_usual(self) -> bool:
         """Whether a forward pass may be recorded now."""

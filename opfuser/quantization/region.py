@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors import ArgumentError, NotSupportedError, RecomputationError, explain
 from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, in_backward
-from .checkpointed import forward_of, is_any_known, note_region
+from .checkpointed import forward_of, is_any_known, is_within_any, note_region
 from .state import Stateful, enter_region
 
 __all__ = [
@@ -91,9 +91,14 @@ def _enter(region: Region, around: Region) -> Token[Region]:
     return _region.set(region if part is None else region._replace(opened_by=part.key))
 
 
-def region_with_recipe() -> Region:
-    """The region of a call for which :func:`recipe_of_call` has found a recipe."""
-    return _current() if is_any_known() else _region.get()
+def region_with_recipe() -> tuple[Region, bool]:
+    """The region of a call for which :func:`recipe_of_call` has found a recipe.
+
+    And whether the call is part of what a checkpoint may compute again, or computes again.
+    """
+    if not is_any_known():
+        return _region.get(), False
+    return _current(), is_within_any()
 
 
 def active_recipe() -> Recipe | None:
