@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import opfuser
+from opfuser import gemm_providers
 from opfuser.engine import specialized
 from opfuser.engine.specialized import Backward
+from opfuser.gemm_providers import GemmOperand, GemmProvider
 from opfuser.optim import MasterWeights
 from opfuser.recipe import (
     DelayedScaling,
@@ -437,6 +444,70 @@ def test_weights_stored_in_fp8(recipe: Recipe) -> None:
     for _ in range(8):
         pair.both(call)
     assert any(map(has_backward, found(pair.model)))
+
+
+def test_gradients_of_stored_weights_that_would_be_rounded() -> None:
+    with opfuser.quantized_model_init(recipe=DELAYED):
+        model = swiglu()
+    for step in range(5):
+        train(DELAYED, step)(model)
+    assert any(map(has_backward, found(model)))
+    model.zero_grad()
+    model[1].weight.grad_dtype = torch.float8_e4m3fn
+    with pytest.raises(opfuser.errors.ArgumentError, match="is not rounded to FP8"):
+        train(DELAYED, 1)(model)
+
+
+def test_products_of_others_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(a: GemmOperand, b: GemmOperand, dtype: torch.dtype, split: bool) -> Tensor:
+        count.append(1)
+        return torch.zeros(len(a.codes), len(b.codes), dtype=dtype)
+
+    count: list[int] = []
+    other = GemmProvider("another", lambda gemm: None, multiply)
+    monkeypatch.setitem(gemm_providers._providers, "another", other)
+    model = swiglu()
+    for step in range(5):
+        train(Float8CurrentScaling(gemm="another"), step)(model)
+    assert len(count) == 5 * 6
+    assert not found(model)
+
+
+def own_calls(step: Callable[[], object]) -> int:
+    """Calls of functions of the library, but for those that were recorded."""
+    count, folder = 0, str(Path(opfuser.__file__).parent)
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(folder)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@EVERY
+def test_calls_of_python_functions(recipe: Recipe) -> None:
+    """A region and its scales cost a few more, whatever is computed in it."""
+
+    def calls(recipe: Recipe | None) -> int:
+        model, x = swiglu(), x_of(1)
+
+        def step() -> None:
+            with opfuser.autocast(recipe=recipe) if recipe is not None else nullcontext():
+                y = model(x)
+            y.sum().backward()
+
+        for _ in range(5):
+            step()
+        return own_calls(step)
+
+    gc.collect()  # other states would be updated, too
+    assert calls(recipe) <= calls(None) + 50
 
 
 @STATEFUL
