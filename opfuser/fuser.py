@@ -18,7 +18,7 @@ from . import fused as _fused
 from .change_tracking import Clock, Tracked, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
-from .engine.autograd import Kwargs, execute, execute_eagerly, execute_recorded
+from .engine.autograd import Kwargs, apply_recorded, execute, execute_eagerly, execute_recorded
 from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, OperationFacts
 from .engine.local_parameters import local_places, local_values
@@ -220,6 +220,8 @@ class OperationFuser:
             if found.guard(input, parameters, extra_inputs, kept):
                 if found is not recorded.found[0]:
                     recorded.put_first(found)
+                if program.needs_backward:
+                    return apply_recorded(found, kept, input, *parameters, *extra_inputs)
                 return execute_recorded(found, kept, input, parameters, extra_inputs)  # type: ignore[arg-type]
         active_calls.depth += 1
         try:

@@ -35,6 +35,7 @@ from .steps import zeros
 
 __all__ = [
     "Kwargs",
+    "apply_recorded",
     "compiling",
     "differentiate",
     "execute",
@@ -109,18 +110,17 @@ def execute_recorded(
 ) -> Any:
     """As :func:`execute_eagerly`, by what was recorded of a call like this one.
 
+    Nothing of it needs a gradient; else :func:`apply_recorded` does the same.
+
     Args:
         found: is for such a call, as its guard has said.
         kept: what operations read besides.
         input_, parameters, extra_inputs: of the call.
     """
-    program = found.program
-    if program.needs_backward:
-        return _apply_recorded(found, kept, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
     try:
         output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
     except Exception as error:
-        note(error, program.step_of(error), program, "forward")
+        note(error, found.program.step_of(error), found.program, "forward")
         raise
     return (output, *outputs) if outputs else output
 
@@ -350,7 +350,7 @@ _NOT_BATCHED = explain(
 
 # _SequenceFunction.apply without its Python wrapper, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
-_apply_recorded = super(torch.autograd.Function, _RecordedFunction).apply
+apply_recorded: Callable[..., Any] = super(torch.autograd.Function, _RecordedFunction).apply
 _hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 

@@ -73,8 +73,6 @@ class Backward(NamedTuple):
         kept: Sequence[Tensor],
     ) -> bool:
         """Whether tensors lie where they did, and those are one that were one."""
-        if not (self.same or self.asked):
-            return True
         rows: dict[str, Sequence[Tensor | None]] = {"s": saved, "g": received, "k": kept}
 
         def read(name: str) -> Tensor | None:
@@ -297,9 +295,9 @@ class Specializations:
         found = None if kind is None else special.backwards.get(kind)
         if not isinstance(found, Backward):
             return None
-        if (found.same or found.asked) and not found.is_for(dy, received, saved, kept):
-            return None
-        return found
+        if not (found.same or found.asked) or found.is_for(dy, received, saved, kept):
+            return found
+        return None
 
     def due_backward(
         self,
@@ -346,7 +344,8 @@ class Specializations:
 
         None where a recorded one may not run, and none may be recorded.
         """
-        kind: Hashable = keep, type(dy), dy.stride(), _threads(), _aligned(dy)
+        how = _threads() if dy.is_cpu else not dy.data_ptr() & 15
+        kind: Hashable = keep, how, type(dy), dy.stride()
         if received:
             kind = kind, *map(_layout, received)
         if self._buffered:
