@@ -235,9 +235,12 @@ class Launch:
         if _State.record is not None and (tensors[0].is_meta or not _State.only_meta):  # type: ignore[union-attr]
             _State.record.append(Recorded(self, grid, tensors, ints, floats))
             return
-        self._run(grid, tensors, ints, floats)
-        if watching.watcher is not None:
-            watching.watcher.note_launch(self, grid, tensors, ints, floats)
+        if watching.watcher is None:
+            self._run(grid, tensors, ints, floats)
+            return
+        with torch._C.DisableTorchFunction():  # what Triton asks of tensors is no call of the pass
+            self._run(grid, tensors, ints, floats)
+        watching.watcher.note_launch(self, grid, tensors, ints, floats)
 
     def _run(
         self,
@@ -292,14 +295,17 @@ class Launch:
 
         The launcher, the binary's function, what comes before the arguments of the kernel, whether
         these come in a tuple, and the constants behind them. It holds for tensors of these dtypes
-        that begin at multiples of 16 bytes.
+        that begin at multiples of 16 bytes where these do.
         """
         first = tensors[0]
         assert first is not None
-        if INTERPRETED or any(t is not None and t.data_ptr() & 15 for t in tensors):
+        if INTERPRETED:
             return None
-        dtypes = [None if t is None else t.dtype for t in tensors]
-        entry = self._recent.get((first.get_device(), ints, *dtypes))
+        properties: list[Any] = [None if t is None else t.dtype for t in tensors]
+        aligned = tuple([t is None or t.data_ptr() & 15 == 0 for t in tensors])
+        if not all(aligned):
+            properties.append(aligned)
+        entry = self._recent.get((first.get_device(), ints, *properties))
         return None if entry is None else (*entry, self._values)
 
     def _find(self, key: tuple[Any, ...]) -> _Entry | None:
