@@ -642,7 +642,16 @@ def test_in_place_writes_are_seen_in_saved_tensors() -> None:
         y.sum().backward()
 
 
-# Threads, exceptions, memory.
+# Names, threads, exceptions, memory.
+
+
+@pytest.mark.parametrize(
+    "name", ["(" + "x, " * 99, "[" + "x" * 90 + ", raise SystemExit, " + "x" * 90, "'", "#\n", "\\"]
+)
+def test_names_of_a_user_stand_in_comments_alone(name: str) -> None:
+    module = Sequential(RMSNorm(D))
+    nn.Module.add_module(module, name, opfuser.BasicLinear(D, D))
+    record(module, image())
 
 
 def test_threads_share_what_is_recorded() -> None:
