@@ -18,7 +18,7 @@ from . import fused as _fused
 from .change_tracking import Clock, Tracked, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
-from .engine.autograd import Kwargs, execute, execute_eagerly
+from .engine.autograd import Kwargs, apply_recorded, execute, execute_eagerly, execute_recorded
 from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, OperationFacts
 from .engine.local_parameters import local_places, local_values
@@ -209,9 +209,32 @@ class OperationFuser:
         if self._parametrized:
             with one_value_each(), local_values(self._local):
                 return self._call(input, extra_inputs, basic_op_kwargs)
-        return self._call(input, extra_inputs, basic_op_kwargs)
+        if basic_op_kwargs is not None or self.replay is not None or current().mode != "off":
+            return self._call(input, extra_inputs, basic_op_kwargs)
+        # A steady call goes no further: whatever calls in between would cost more than it.
+        parameters = [own[name] for own, name in self._places]
+        program = self._used = self._program(input, parameters, extra_inputs)  # type: ignore[arg-type]
+        recorded = program.specializations
+        kept = recorded.kept() if recorded.keeps else ()
+        for found in recorded.found:
+            try:
+                fits = found.guard(input, parameters, extra_inputs, kept)
+            except RuntimeError:  # a tensor of a layout without sizes or strides
+                break
+            if fits:
+                if found is not recorded.found[0]:
+                    recorded.put_first(found)
+                if program.needs_backward:
+                    return apply_recorded(program, found, kept, input, *parameters, *extra_inputs)
+                return execute_recorded(program, found, kept, input, parameters, extra_inputs)  # type: ignore[arg-type]
+        active_calls.depth += 1
+        try:
+            return execute_eagerly(program, input, parameters, extra_inputs, None)  # type: ignore[arg-type]
+        finally:
+            active_calls.depth -= 1
 
     def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
+        """A call that may be replayed, has keywords, or computes its parameters."""
         parameters = self._read_parameters()
         program = self._used = self._program(input_, parameters, extra_inputs)
         options = current()

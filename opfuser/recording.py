@@ -62,7 +62,9 @@ class Assumptions:
 class Watcher(Protocol):
     """Who notes the calls of a pass, to repeat them (``engine.recorder``)."""
 
-    def note_whole(self, function: Callable[..., Any], args: tuple[Any, ...], writes: int) -> Any:
+    def note_whole(
+        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int, flag: int | None
+    ) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
     def refuse(self, why: str) -> None:
@@ -185,11 +187,12 @@ def leave(holder: Any, name: str, value: Hashable) -> None:
         watching.watcher.note_setting(holder, name, value)
 
 
-def seen_whole(*, writes: int) -> Callable[[Function], Function]:
+def seen_whole(*, writes: int, flag: int | None = None) -> Callable[[Function], Function]:
     """A function that decides by values: who notes calls notes it, not what it calls.
 
     Args:
         writes: position of the argument that it may write to, and return.
+        flag: position of the argument that says whether it may; without, it always may.
     """
 
     def decorate(function: Function) -> Function:
@@ -198,7 +201,7 @@ def seen_whole(*, writes: int) -> Callable[[Function], Function]:
             watcher = watching.watcher
             if watcher is None:
                 return function(*args)
-            return watcher.note_whole(function, args, writes)
+            return watcher.note_whole(function, args, writes, flag)
 
         return call  # type: ignore[return-value]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from opfuser.engine import autograd, passes, specialized
-from opfuser.engine.specialized import Backward, DueBackward, Specialization, Specializations
+from opfuser.engine.specialized import Backward, Specialization, Specializations
 
 specialized.CALLS_BEFORE = 0
 
@@ -69,8 +69,10 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_add, _backward = Specializations.add, Specializations.backward
-_execute_forward, _execute_backward = autograd.execute_forward, autograd.execute_backward
+_add, _find_backward = Specializations.add, Specializations.find_backward
+_execute_forward, _run_recorded = autograd.execute_forward, passes.run_recorded_backward
+# By the number of a specialization, which refers to no program.
+_programs: dict[int, weakref.ref[Any]] = {}
 
 
 def _add_and_hold(
@@ -78,6 +80,7 @@ def _add_and_hold(
 ) -> Specialization | None:
     _local.made = made = _add(self, program, recorder, arguments, *rest)
     _local.kept = arguments[3]
+    _programs[id(made)] = weakref.ref(program)
     COUNTS["forward" if made else f"forward refused: {list(self._refused.values())[-1]}"] += 1
     return made
 
@@ -114,75 +117,77 @@ def _forward_twice(
 
 
 def _record_on_copies(
-    self: Specializations,
-    program: Any,
     special: Specialization,
     dy: Tensor,
     received: Sequence[Tensor | None],
     saved: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
     keep: bool,
 ) -> Any:
-    """As ``Specializations.backward``; what is due is recorded on copies of its tensors, and used.
+    """As ``Specializations.find_backward``; what is due is recorded on copies, and used.
 
     A recorded pass may overwrite what forward has saved, and counts references to it: copies have
     as many as the tensors of a call.
     """
-    found = _backward(self, program, special, dy, received, saved, keep)
-    if not isinstance(found, DueBackward):
-        COUNTS["backward used" if found else f"backward refused: {special.refusal}"] += 1
+    found = _find_backward(special, dy, received, saved, kept, keep)
+    program = _programs[id(special)]()
+    assert program is not None
+    recorded = program.specializations
+    if found is not None:
+        COUNTS["backward used"] += 1
         return found
+    if recorded.due_backward(program, special, dy, received, saved, kept, keep) is None:
+        COUNTS[f"backward refused: {special.refusal}"] += 1
+        return None
     before = _random_states()
     count = len(received)
     own = [True] * (1 + count) + [*special.own, *[False] * (len(saved) - len(special.own))]
     own_dy, *rest = _copies([dy, *received, *saved], own)
     own_received, own_saved = rest[:count], rest[count:]
-    others = own_saved[:] if keep else ()  # autograd has them, too
     del rest
+    others = own_saved[:] if keep else ()  # autograd has what it saved, too
     held = list(map(_reference, own_saved))
-    due = _backward(self, program, special, own_dy, own_received, own_saved, keep)
-    assert isinstance(due, DueBackward)
+    assert own_dy is not None
+    due = recorded.due_backward(program, special, own_dy, own_received, own_saved, kept, keep)
+    assert due is not None
     with due.recorder.watching():
         grads = passes._run_backward(
             program, own_dy, own_received, own_saved, special.contexts, None, False
         )
-    self.add_backward(program, due, grads)
+    recorded.add_backward(program, due, grads)
     del others
     made = special.backwards.get(due.key)
     if not isinstance(made, Backward):
         COUNTS[f"backward refused: {special.refusal}"] += 1
-        return _Returns(grads)
+
+        def results(dy: Any, received: Any, saved: list[Any], kept: Any) -> list[Tensor | None]:
+            saved.clear()
+            return grads
+
+        return Backward(results, (), (), None, (), (), shares=True)
     COUNTS["backward"] += 1
     relations = _relations(grads, [own_dy, *own_received, *[ref() for ref in held]])
     refs = list(map(_reference, saved))
-    _local.gradients = _Expected(grads, _views(grads), relations, _random_states(), program, refs)
+    random = _random_states()
+    _local.gradients = _Expected(grads, _views(grads), relations, random, program, refs)
     _set_random_states(before)
-    used = _backward(self, program, special, dy, received, saved, keep)
-    if used is None:  # where the test holds saved tensors, of which there are copies
-        COUNTS["backward not used, as a tensor is held"] += 1
-        _local.gradients = None
-    return used
+    return _find_backward(special, dy, received, saved, kept, keep)
 
 
-class _Returns(NamedTuple):
-    """Stands for a recorded backward pass where none could be recorded: there are results."""
-
-    grads: list[Tensor | None]
-
-    def function(self, dy: Any, received: Any, saved: list[Any], kept: Any) -> list[Tensor | None]:
-        saved.clear()
-        return self.grads
-
-
-def _backward_twice(
-    func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
+def _run_and_compare(
+    program: Any,
+    special: Specialization,
+    found: Backward,
+    dy: Tensor,
+    received: Sequence[Tensor | None],
+    saved: list[Tensor | None],
+    kept: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """As ``execute_backward``, compared with what was recorded if that was just now."""
-    if torch.compiler.is_compiling():
-        return _execute_backward(func_ctx, dx, grad_outputs, keep)
-    grads = _execute_backward(func_ctx, dx, grad_outputs, keep)
+    """As ``run_recorded_backward``, compared with what ran if that was recorded just now."""
+    grads = _run_recorded(program, special, found, dy, received, saved, kept)
     expected, _local.gradients = _local.gradients, None
     if expected is not None:
-        _compare(expected, grads, [dx, *grad_outputs, *[ref() for ref in expected.saved]])
+        _compare(expected, grads, [dy, *received, *[ref() for ref in expected.saved]])
     return grads
 
 
@@ -286,9 +291,10 @@ def _set_random_states(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
-autograd.execute_forward, autograd.execute_backward = _forward_twice, _backward_twice
+autograd.execute_forward = _forward_twice
+autograd.run_recorded_backward = passes.run_recorded_backward = _run_and_compare
 Specializations.add = _add_and_hold  # type: ignore[method-assign]
-Specializations.backward = _record_on_copies  # type: ignore[method-assign]
+Specializations.find_backward = staticmethod(_record_on_copies)  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

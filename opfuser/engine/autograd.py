@@ -20,12 +20,29 @@ from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
 from .exported import execute_exported
-from .passes import Kwargs, Tape, execute_backward, execute_forward, note
+from .passes import (
+    CAN_CLEAR,
+    Kwargs,
+    Tape,
+    execute_backward,
+    execute_forward,
+    note,
+    run_recorded_backward,
+)
 from .program import Program
 from .specialized import Specialization
 from .steps import zeros
 
-__all__ = ["Kwargs", "compiling", "differentiate", "execute", "execute_eagerly", "separate"]
+__all__ = [
+    "Kwargs",
+    "apply_recorded",
+    "compiling",
+    "differentiate",
+    "execute",
+    "execute_eagerly",
+    "execute_recorded",
+    "separate",
+]
 
 _OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 
@@ -66,21 +83,7 @@ def execute_eagerly(
     """As :func:`execute`, where torch.compile traces no backward."""
     for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
-    special = program.specializations
     functorch = torch._C._are_functorch_transforms_active()
-    plain = kwargs is None and not (functorch or profiler._is_profiler_enabled)
-    if special.found and plain:
-        kept = special.kept()
-        found = special.find(input_, parameters, extra_inputs, kept)
-        if found is not None:
-            if program.needs_backward:
-                return _apply_special(program, found, kept, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-            try:
-                output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
-            except Exception as error:
-                note(error, program.step_of(error), program, "forward")
-                raise
-            return _finished(output, outputs, input_, extra_inputs)
     if program.needs_backward:
         if functorch:
             return _SequenceFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
@@ -92,16 +95,35 @@ def execute_eagerly(
     )
     if functorch or torch.compiler.is_compiling():
         return (output, *outputs) if outputs else output
-    return _finished(output, outputs, input_, extra_inputs)
-
-
-def _finished(
-    output: Tensor, outputs: Sequence[Tensor], input_: Tensor, extra_inputs: Sequence[Tensor]
-) -> Any:
-    """What a call without a node in autograd's graph returns."""
     # detach() would drop the tangents of forward mode.
     if output._is_view() and not torch.is_grad_enabled() and unpack_dual(output).tangent is None:
         output = _without_base(output, (input_, *extra_inputs))
+    return (output, *outputs) if outputs else output
+
+
+def execute_recorded(
+    program: Program,
+    found: Specialization,
+    kept: Sequence[Tensor],
+    input_: Tensor,
+    parameters: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+) -> Any:
+    """As :func:`execute_eagerly`, by what was recorded of a call like this one.
+
+    Nothing of it needs a gradient; else :func:`apply_recorded` does the same.
+
+    Args:
+        program: of the call.
+        found: is for such a call, as its guard has said.
+        kept: what operations read besides.
+        input_, parameters, extra_inputs: of the call.
+    """
+    try:
+        output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
+    except Exception as error:
+        note(error, program.step_of(error), program, "forward")
+        raise
     return (output, *outputs) if outputs else output
 
 
@@ -207,8 +229,8 @@ class _SequenceFunction(torch.autograd.Function):
         return (None, None, *differentiate(func_ctx, (grad_output, *grad_outputs), compute))
 
 
-class _SpecialFunction(torch.autograd.Function):
-    """The same by functions that were recorded for calls like this one."""
+class _RecordedFunction(torch.autograd.Function):
+    """The same by functions that were recorded of a call like this one."""
 
     @staticmethod
     def forward(
@@ -226,13 +248,15 @@ class _SpecialFunction(torch.autograd.Function):
         except Exception as error:
             note(error, program.step_of(error), program, "forward")
             raise
-        marked, hooked = _saved_tensors_hooks()
-        mark = [torch.empty(0, program.layout())] if marked else ()
-        read = [parameters[n] for n in program.kept_parameters] if program.kept_parameters else ()
-        func_ctx.to_save = *mark, *saved, *read
+        if program.kept_parameters:
+            saved += [parameters[n] for n in program.kept_parameters]
+        marked = hooked = False
+        if _hooks_of_saved_tensors(False) is not None:
+            marked, hooked = _saved_tensors_hooks()
+            if marked:
+                saved.insert(0, torch.empty(0, program.layout()))
+        func_ctx.to_save = tuple(saved)
         func_ctx.forwarded = program, found.contexts, marked, hooked, None, found
-        if output._is_view():
-            output = _without_base(output, (input_, *tensors))
         if not outputs:
             return output
         func_ctx.set_materialize_grads(False)
@@ -243,7 +267,25 @@ class _SpecialFunction(torch.autograd.Function):
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
         if grad_output is None:
             grad_output = zeros(func_ctx.output_like)
-        return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+        program, _, marked, hooked, _, special = func_ctx.forwarded
+        if marked or hooked or torch.is_grad_enabled() or profiler._is_profiler_enabled:
+            return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+        keep = _keeps_graph()
+        recorded = program.specializations
+        kept = recorded.kept() if recorded.keeps else ()
+        saved = list(func_ctx.saved_tensors)
+        found = recorded.find_backward(special, grad_output, grad_outputs, saved, kept, keep)
+        if found is None:
+            del saved  # which would count as a reference to what is in it
+            return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+        if saved and not keep and CAN_CLEAR:
+            func_ctx.maybe_clear_saved_tensors()
+        grads = run_recorded_backward(
+            program, special, found, grad_output, grad_outputs, saved, kept
+        )
+        if found.shares:
+            separate(grads, (grad_output, *grad_outputs))
+        return None, None, None, *grads
 
 
 def differentiate(
@@ -262,7 +304,7 @@ def differentiate(
         DoubleBackwardError: it is unknown whether they will be (``create_graph``).
         NotSupportedError: several gradients were received at once.
     """
-    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    keep = _keeps_graph()
     try:
         if not torch.is_grad_enabled():
             return compute(keep)
@@ -312,7 +354,9 @@ _NOT_BATCHED = explain(
 
 # _SequenceFunction.apply without its Python wrapper, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
-_apply_special = super(torch.autograd.Function, _SpecialFunction).apply
+apply_recorded: Callable[..., Any] = super(torch.autograd.Function, _RecordedFunction).apply
+_hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def _bytes_saved(
@@ -339,7 +383,7 @@ def _saved_tensors_hooks() -> tuple[bool, bool]:
     The checkpoint compares shapes: an empty tensor whose shape identifies the layout of the saved
     tensors makes it raise. What it recomputes is ours; what a caller's hooks return is theirs.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _hooks_of_saved_tensors(False)
     if hooks is None:
         return False, False
     checkpoint = getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from ..buffer_reuse import only_reference
 from ..errors import ContextError, InputError
 from ..fusion import Stage
 from ..op import OperationContext
@@ -19,16 +20,24 @@ from .emission import PLAIN, Emission, step_name
 from .plan import Step
 from .program import Program
 from .ranges import place
-from .specialized import DueBackward, Specialization
+from .specialized import Backward, Specialization
 from .verification import Verification
 
-__all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward", "note"]
+__all__ = [
+    "CAN_CLEAR",
+    "Kwargs",
+    "Tape",
+    "execute_backward",
+    "execute_forward",
+    "note",
+    "run_recorded_backward",
+]
 
 Kwargs = Sequence[dict[str, Any]] | None
 
 # Releases a node's saved tensors while its backward still runs. Without it, the tensors of a whole
 # group would stay allocated until its last gradient is computed.
-_CAN_CLEAR = hasattr(torch._C._FunctionBase, "maybe_clear_saved_tensors")
+CAN_CLEAR = hasattr(torch._C._FunctionBase, "maybe_clear_saved_tensors")
 
 
 class Tape:
@@ -203,31 +212,53 @@ def execute_backward(
         del saved[0]
     if hooked:
         saved = list(map(_borrowed, saved))
-    if saved and not keep and _CAN_CLEAR:
+    if saved and not keep and CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
     traced = torch.compiler.is_compiling()
     how = contexts, verification, traced
     if traced or special is None or hooked or dx is None or profiler._is_profiler_enabled:
         return _run_backward(program, dx, grad_outputs, saved, *how)
-    specializations = program.specializations
-    found = specializations.backward(program, special, dx, grad_outputs, saved, keep)
-    if found is None:
+    recorded = program.specializations
+    kept = recorded.kept()
+    found = recorded.find_backward(special, dx, grad_outputs, saved, kept, keep)
+    if found is not None:
+        return run_recorded_backward(program, special, found, dx, grad_outputs, saved, kept)
+    due = recorded.due_backward(program, special, dx, grad_outputs, saved, kept, keep)
+    if due is None:
         return _run_backward(program, dx, grad_outputs, saved, *how)
-    grads: list[Tensor | None]
-    if isinstance(found, DueBackward):
-        with found.recorder.watching():
-            grads = _run_backward(program, dx, grad_outputs, saved, *how)
-        specializations.add_backward(program, found, grads)
-        return grads
+    with due.recorder.watching():
+        grads = _run_backward(program, dx, grad_outputs, saved, *how)
+    recorded.add_backward(program, due, grads)
+    return grads
+
+
+def run_recorded_backward(
+    program: Program,
+    special: Specialization,
+    found: Backward,
+    dy: Tensor,
+    received: Sequence[Tensor | None],
+    saved: list[Tensor | None],
+    kept: Sequence[Tensor],
+) -> list[Tensor | None]:
+    """As :func:`execute_backward`, by what was recorded of a pass like it.
+
+    Args:
+        program: whose pass it is.
+        special: of its forward.
+        found: what was recorded.
+        dy, received: gradients of the output and of the extra outputs.
+        saved: what forward has saved. Nothing else refers to the list.
+        kept: what operations read besides.
+    """
+    if found.reused and not all(only_reference(saved, n) for n in found.reused):
+        return _run_backward(program, dy, received, saved, special.contexts, None, False)
     try:
-        grads = found.function(dx, grad_outputs, saved, specializations.kept())
+        return found.function(dy, received, saved, kept)
     except Exception as error:
         note(error, program.step_of(error), program, "backward")
         raise
-    if not program.input_needs_grad:
-        grads[0] = None
-    return grads
 
 
 def _run_backward(

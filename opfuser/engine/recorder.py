@@ -74,6 +74,7 @@ _VIEWS = frozenset(
     "transpose permute movedim swapaxes expand expand_as narrow select unbind split "
     "split_with_sizes chunk as_strided detach".split()
 )
+_RESHAPING = frozenset("flatten unflatten reshape squeeze unsqueeze view_as".split())
 # Return what they are given where nothing is to be done.
 _MAYBE_SAME = frozenset(
     "contiguous to type_as long float half bfloat16 double reshape flatten".split()
@@ -170,6 +171,7 @@ class Recorder(TorchFunctionMode):
                 self._known[id(tensor)] = _Known(weakref.ref(tensor), name, root)
             else:
                 self.same.append((known.name, name))
+        self._first_made = next(self._roots)
         with self._noting():
             self._theirs = memory_of_all(theirs)
             for name, tensor in given.items():
@@ -196,6 +198,15 @@ class Recorder(TorchFunctionMode):
         if tensor.untyped_storage()._cdata in self._unwritten and tensor.numel():
             raise NotRecordableError("nothing was seen to write to a result")
         return known.name
+
+    def share_memory(self, results: Sequence[Tensor]) -> bool:
+        """Whether any of these, which have names, is a view of another one or of what was given."""
+        roots = [self._known[id(t)].root for t in results]
+        return len(set(roots)) < len(roots) or any(root < self._first_made for root in roots)
+
+    def is_view_of_own(self, result: Tensor) -> bool:
+        """Whether a result is a view of memory that a call has made."""
+        return result._is_view() and self._known[id(result)].root > self._first_made
 
     def tensor_of(self, name: str) -> Tensor:
         """The tensor that was given under a name.
@@ -248,13 +259,15 @@ class Recorder(TorchFunctionMode):
                 self._note(func, args, kwargs, result, given, written)
         return result
 
-    def note_whole(self, function: Callable[..., Any], args: tuple[Any, ...], writes: int) -> Any:
+    def note_whole(
+        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int, flag: int | None
+    ) -> Any:
         with torch._C.DisableTorchFunction():
             result = function(*args)
         if self._refusal is None:
             with self._noting(), torch._C.DisableTorchFunction():
-                given = _tensors_in(args)
-                self._refuse_memory(function.__name__, given, [args[writes]])
+                given, may_write = _tensors_in(args), flag is None or args[flag]
+                self._refuse_memory(function.__name__, given, [args[writes]] if may_write else [])
                 reads: list[str] = []
                 values = ", ".join([self._value(value, reads) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"
@@ -292,6 +305,9 @@ class Recorder(TorchFunctionMode):
             read = given[1:] if kwargs.get("beta") == 0 else given
             self._refuse_memory(name, read, written)
         reads: list[str] = []
+        if name in _RESHAPING and _is_reshaped(args[0], result):
+            func, name = Tensor.view, "view"  # the same at the lowest price
+            args, kwargs = (args[0], *result.shape), {}
         text = self._text_of_call(func, name, args, kwargs, reads)
         if same:
             self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
@@ -656,6 +672,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     if name.startswith("__i") and name.endswith("__"):
         in_place = name not in ("__invert__", "__index__")
     return _tensors_in(args[:1]) if in_place or kwargs.get("inplace") else []
+
+
+def _is_reshaped(x: Tensor, result: Tensor) -> bool:
+    """Whether ``x.view(result.shape)`` is just the view that ``result`` is."""
+    with torch._C.DisableTorchFunction():
+        try:
+            view = x.view(result.shape)
+        except RuntimeError:  # strides do not allow for it: it is another view, or a copy
+            return False
+        return result.data_ptr() == view.data_ptr() and result.stride() == view.stride()
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

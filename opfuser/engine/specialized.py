@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad, profiler
 from torch.nn import functional as F
 
 from ..attention import context_parallel
-from ..buffer_reuse import is_batched, only_reference
+from ..buffer_reuse import is_batched
 from ..change_tracking import Clock
 from ..context import any_autocast, autocast_dtype
 from ..events import telling
@@ -55,6 +56,7 @@ class Backward(NamedTuple):
         places: where they lay.
         reused: positions of saved tensors that are written to, since nobody else has them.
         cached: tensors that operations had cached, and their positions in what they keep.
+        shares: whether a gradient may share memory with another one, or with what was given.
     """
 
     function: Callable[..., list[Tensor | None]]
@@ -63,6 +65,7 @@ class Backward(NamedTuple):
     places: Hashable
     reused: tuple[int, ...]
     cached: tuple[tuple[int, weakref.ref[Tensor]], ...]
+    shares: bool
 
     def is_for(
         self,
@@ -71,13 +74,9 @@ class Backward(NamedTuple):
         saved: Sequence[Tensor | None],
         kept: Sequence[Tensor],
     ) -> bool:
-        """Whether tensors lie where they did, those are one that were one, and none is held."""
+        """Whether tensors lie where they did, and those are one that were one."""
         if any(kept[n] is not ref() for n, ref in self.cached):
             return False
-        if not all(only_reference(saved, n) for n in self.reused):
-            return False
-        if not (self.same or self.asked):
-            return True
         rows: dict[str, Sequence[Tensor | None]] = {"s": saved, "g": received, "k": kept}
 
         def read(name: str) -> Tensor | None:
@@ -142,6 +141,7 @@ class Specializations:
     Attributes:
         found: the one that was used last comes first.
         refusal: why there are none; None if there may be.
+        keeps: whether operations may read tensors besides parameters.
     """
 
     def __init__(self, program: Any) -> None:
@@ -151,21 +151,18 @@ class Specializations:
         self._refused: dict[Hashable, str] = {}
         self._seen = -1
         self._places: list[tuple[dict[str, Any], str]] = []
-        # Whether there can be any: buffers of an operation come and go with its signature.
-        self._keeps = any(
-            module._buffers
-            for op in program.plan.basic_ops
-            for module in (*op.modules(), *op.children())
-        )
         self._ops = program.plan.basic_ops
         self._caching = [
             op for op in self._ops if type(op).cached_tensors is not BasicOperation.cached_tensors
         ]
-        self._keeps = self._keeps or bool(self._caching)
+        # Buffers of an operation come and go with its signature.
+        self.keeps = bool(self._caching) or any(
+            module._buffers for op in self._ops for module in (*op.modules(), *op.children())
+        )
 
     def kept(self) -> Sequence[Tensor]:
         """What operations read besides parameters: buffers, and tensors that they have cached."""
-        if not self._keeps:
+        if not self.keeps:
             return ()
         if self._seen != Clock.now:
             self._places = [
@@ -187,23 +184,9 @@ class Specializations:
         cached = {id(t) for op in self._caching for t in op.cached_tensors()}
         return {n: weakref.ref(t) for n, t in enumerate(kept) if id(t) in cached}
 
-    def find(
-        self,
-        x: Tensor,
-        parameters: Sequence[Tensor],
-        extra_inputs: Sequence[Tensor],
-        kept: Sequence[Tensor],
-    ) -> Specialization | None:
-        """The one for a call, if there is any."""
-        try:
-            for found in self.found:
-                if found.guard(x, parameters, extra_inputs, kept):
-                    if found is not self.found[0]:
-                        self.found = (found, *[other for other in self.found if other is not found])
-                    return found
-        except RuntimeError:  # a tensor of a layout without sizes or strides
-            return None
-        return None
+    def put_first(self, found: Specialization) -> None:
+        """The next call tries this one first."""
+        self.found = (found, *[other for other in self.found if other is not found])
 
     def is_due(
         self, x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
@@ -265,7 +248,9 @@ class Specializations:
             self._refused[_kind((x, *extra_inputs))] = str(error)
             return None
         extras, keeps = names[1 : 1 + len(outputs)], names[1 + len(outputs) :]
-        closing = f"{names[0]}, [{', '.join(extras)}], [{', '.join(keeps)}]"
+        # As execute_eagerly returns it: autograd would not let the caller change such a view.
+        detached = ".detach()" if recorder.is_view_of_own(output) else ""
+        closing = f"{names[0]}{detached}, [{', '.join(extras)}], [{', '.join(keeps)}]"
         opening = [
             (f"p{n}", f"p{n} = parameters[{n}]  # {path}")
             for n, path in enumerate(_paths_of_parameters(program, len(parameters)))
@@ -286,44 +271,62 @@ class Specializations:
         self.found = (made, *self.found)
         return made
 
-    def backward(
+    @staticmethod
+    def find_backward(
+        special: Specialization,
+        dy: Tensor,
+        received: Sequence[Tensor | None],
+        saved: Sequence[Tensor | None],
+        kept: Sequence[Tensor],
+        keep: bool,
+    ) -> Backward | None:
+        """What was recorded of a backward pass like one, if anything was.
+
+        Args:
+            special: of its forward.
+            dy, received: gradients of the output and of the extra outputs.
+            saved: what forward has saved.
+            kept: what operations read besides.
+            keep: whether another backward pass may follow.
+        """
+        if is_batched(dy) or (received and any(map(is_batched, received))) or not _is_plain(dy):
+            return None
+        found = special.backwards.get(_kind_of_backward(dy, received, kept, keep))
+        if not isinstance(found, Backward):
+            return None
+        plain = not (found.same or found.asked or found.cached)
+        return found if plain or found.is_for(dy, received, saved, kept) else None
+
+    def due_backward(
         self,
         program: Any,
         special: Specialization,
         dy: Tensor,
         received: Sequence[Tensor | None],
         saved: Sequence[Tensor | None],
+        kept: Sequence[Tensor],
         keep: bool,
-    ) -> Backward | DueBackward | None:
-        """What runs, or records, a backward pass; None: neither.
+    ) -> DueBackward | None:
+        """What records a backward pass for which nothing was found, if it is to be. Counts it.
 
         Args:
-            special: of its forward.
-            dy, received: gradients of the output and of the extra outputs.
-            saved: what forward has saved.
-            keep: whether another backward pass may follow.
+            program: whose pass it is.
+            special, dy, received, saved, kept, keep: as of :meth:`find_backward`.
         """
-        if any(map(is_batched, (dy, *received))) or not _is_plain(dy):
+        if (
+            special.refusal is not None
+            or any(map(is_batched, (dy, *received)))
+            or not _is_plain(dy)
+        ):
             return None
-        device = program.plan.env.device
-        autocast = autocast_dtype(device) if any_autocast() else None
-        modes: Hashable = autocast, torch.get_num_threads()
-        if device.type == "cuda":
-            modes = modes, torch.are_deterministic_algorithms_enabled()
-        key: Hashable = keep, dy.stride(), _aligned(dy), modes
-        if received:
-            key = key, *map(_layout, received)
-        kept = self.kept()
-        if kept:
-            key = key, *map(_layout, kept)
-        found = special.backwards.get(key, 0)
-        if isinstance(found, Backward):
-            return found if found.is_for(dy, received, saved, kept) else None
-        plain = _is_plain_call(dy, [t for t in (*received, *saved) if t is not None], ())
-        if special.refusal is not None or not plain or len(special.backwards) >= _MAX_FOUND:
+        kind = _kind_of_backward(dy, received, kept, keep)
+        number = special.backwards.get(kind, 0)
+        given_tensors = [t for t in (*received, *saved) if t is not None]
+        if isinstance(number, Backward) or not _is_plain_call(dy, given_tensors, ()):
             return None
-        if found < CALLS_BEFORE:
-            special.backwards[key] = found + 1
+        if number < CALLS_BEFORE:
+            if len(special.backwards) < _MAX_FOUND:
+                special.backwards[kind] = number + 1
             return None
         given: dict[str, Tensor | None] = {f"s{n}": t for n, t in enumerate(saved)}
         given["dy"] = dy
@@ -333,15 +336,16 @@ class Specializations:
         theirs = [dy, *received, *kept, *(t for t, is_own in zip(saved, own) if not is_own)]
         code, steps = program.lines("backward", PLAIN)
         counts = len(saved), len(received), len(kept)
-        recorder = Recorder(code, steps, given, theirs)
-        return DueBackward(special, key, recorder, counts, self._cached(kept))
+        return DueBackward(
+            special, kind, Recorder(code, steps, given, theirs), counts, self._cached(kept)
+        )
 
     @staticmethod
     def add_backward(program: Any, due: DueBackward, grads: Sequence[Tensor | None]) -> None:
         """Keeps what a backward pass did, unless it cannot be repeated.
 
         Args:
-            program: whose it is.
+            program: whose pass it is.
             due: has recorded it.
             grads: of the input, parameters and extra inputs.
         """
@@ -369,8 +373,9 @@ class Specializations:
         straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
         function = program.specialize("backward", text_of(recorder, straight))
         cached = tuple(due.cached.items())
+        shares = recorder.share_memory([t for t in grads if t is not None])
         special.backwards[key] = Backward(
-            function, tuple(recorder.same), asked, lie, reused, cached
+            function, tuple(recorder.same), asked, lie, reused, cached, shares
         )
 
 
@@ -400,6 +405,8 @@ def _refusal_of_program(program: Any) -> str | None:
         return "it computes quantised"
     if plan.env.device.type not in ("cpu", "cuda"):
         return f"it runs on {plan.env.device.type}"
+    if program.prepared_ops:
+        return "an operation prepares each call"
     if program.overlap is not None:
         return "weight gradients run on another stream"
     for step in (*plan.forward, *plan.backward):
@@ -436,6 +443,23 @@ def _kind(tensors: Sequence[Tensor]) -> Hashable:
     return tuple([(t.shape, t.stride()) for t in tensors])
 
 
+def _kind_of_backward(
+    dy: Tensor, received: Sequence[Tensor | None], kept: Sequence[Tensor], keep: bool
+) -> Hashable:
+    """What backward passes are told apart by, besides where tensors lie."""
+    if dy.is_cpu:
+        how: Hashable = torch.get_num_threads()
+    else:
+        how = dy.data_ptr() & 15, torch._C._get_deterministic_algorithms()
+    autocast = autocast_dtype(dy.device) if any_autocast() else None
+    kind: Hashable = keep, dy.stride(), how, autocast
+    if received:
+        kind = kind, *map(_layout, received)
+    if kept:
+        kind = kind, *map(_layout, kept)
+    return kind
+
+
 def _aligned(t: Tensor) -> bool:
     return t.is_cpu or not t.data_ptr() & 15
 
@@ -469,6 +493,9 @@ def _guard(
         "telling": telling._State,
         "Clock": Clock,
         "is_inference": torch.is_inference_mode_enabled,
+        "functorch": torch._C._are_functorch_transforms_active,
+        "profiler": profiler,
+        "forward_ad": forward_ad,
         "F": F,
         "attention": F.scaled_dot_product_attention,
     }
@@ -492,6 +519,8 @@ def _guard(
         terms += is_like(f"extra_inputs[{n}]", t, shape=True)
         terms.append(f"extra_inputs[{n}].device == {constant(t.device)}")
     terms += ["not telling.subscriptions", f"Clock.states == {Clock.states}"]
+    terms += ["not functorch()", "not profiler._is_profiler_enabled"]
+    terms.append("forward_ad._current_level < 0")
     terms.append("F.scaled_dot_product_attention is attention")  # context_parallel replaces it
     terms.append("is_inference()" if torch.is_inference_mode_enabled() else "not is_inference()")
     if x.is_cpu:
@@ -518,15 +547,27 @@ def _guard(
         names |= {"current_device": torch._C._cuda_getDevice, "modes": _modes}
         terms.append(f"current_device() == {x.get_device()}")
         terms.append(f"modes() == {constant(_modes())}")
-        given = ["x", *(f"extra_inputs[{n}]" for n in range(len(extra_inputs)))]
-        given += [f"parameters[{n}]" for n in range(len(parameters))]
-        given += [f"kept[{n}]" for n in range(len(kept))]
-        if any(not _aligned(t) for t in recorder_inputs(arguments)):
-            raise NotRecordableError("a tensor begins at no multiple of 16 bytes")
-        terms.append(f"not ({' | '.join(f'{name}.data_ptr()' for name in given)}) & 15")
+        terms.append(f"not ({_addresses(arguments)}) & 15")
     text = "lambda x, parameters, extra_inputs, kept: " + " and ".join(terms)
     guard: Callable[..., bool] = eval(text, names)
     return guard
+
+
+def _addresses(
+    arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+) -> str:
+    """The text of the addresses of all tensors, joined bit by bit.
+
+    Raises:
+        NotRecordableError: one is no multiple of 16 bytes.
+    """
+    if any(not _aligned(t) for t in recorder_inputs(arguments)):
+        raise NotRecordableError("a tensor begins at no multiple of 16 bytes")
+    _, parameters, extra_inputs, kept = arguments
+    given = ["x", *(f"extra_inputs[{n}]" for n in range(len(extra_inputs)))]
+    given += [f"parameters[{n}]" for n in range(len(parameters))]
+    given += [f"kept[{n}]" for n in range(len(kept))]
+    return " | ".join(f"{name}.data_ptr()" for name in given)
 
 
 def _refuse_expanded(parameters: Sequence[Tensor]) -> None:

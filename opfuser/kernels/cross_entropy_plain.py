@@ -24,6 +24,8 @@ __all__ = [
     "scaled",
 ]
 
+_aten = torch.ops.aten
+
 # Logits worked on at a time: on a CPU per thread, a quarter of its L2 cache in fp32; on a GPU
 # 256 MiB.
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
@@ -168,6 +170,27 @@ def _by_nll_loss(x: Tensor, targets: Tensor, ignore_index: int) -> RowLosses:
     return RowLosses(loss, x.amax(1), log_p.amax(1).neg_().exp_())
 
 
+def _gradient_by_nll_loss(
+    x: Tensor, targets: Tensor, count: Tensor | None, ignore_index: int
+) -> LossGradient:
+    """As :func:`gradient`, without further terms, in seven calls of ATen in place of seventeen."""
+    log_p = torch.log_softmax(cast(x, wide_dtype(x.dtype)), 1)
+    targets = cast(targets, torch.int64)
+    losses, weight = _aten.nll_loss_forward(log_p, targets, None, 0, ignore_index)
+    scale = (
+        log_p.new_ones(()) if count is None else count.clamp_min(1).to(log_p.dtype).reciprocal_()
+    )
+    d_log_p = _aten.nll_loss_backward(
+        scale.expand(len(x)), log_p, targets, None, 0, ignore_index, weight
+    )
+    backward = _aten._log_softmax_backward_data
+    if x.dtype == log_p.dtype:
+        backward.out(d_log_p, log_p, 1, log_p.dtype, out=x)
+    else:
+        x.copy_(backward(d_log_p, log_p, 1, log_p.dtype))
+    return LossGradient(losses, x)
+
+
 def forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
     """Losses and statistics of logits (rows, classes)."""
     blocks = blocks_of_rows(x)
@@ -243,12 +266,14 @@ def gradient(x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms) -> 
         losses, row_max, sum_exp = forward(x, targets, terms)
         one = losses.new_ones(())
         return LossGradient(losses, backward(x, targets, row_max, sum_exp, one, count, terms))
+    blocks = blocks_of_rows(x)
+    if len(blocks) == 1 and _by_softmax(x) and not (terms.label_smoothing or terms.z_loss):
+        return _gradient_by_nll_loss(x, targets, count, terms.ignore_index)
     valid, index = _classes(targets, terms.ignore_index)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = valid.to(wide)
     if count is not None:
         scale /= count.clamp_min(1)
-    blocks = blocks_of_rows(x)
     if len(blocks) == 1:
         rows = _rows(x)
         losses = _losses(x, rows, index, terms)
@@ -269,7 +294,7 @@ def mean(loss: Tensor, targets: Tensor, ignore_index: int) -> MeanLoss:
     return MeanLoss(loss.sum() / count, count)
 
 
-@seen_whole(writes=0)
+@seen_whole(writes=0, flag=4)
 def scaled(
     x: Tensor, factor: Tensor, count: Tensor | None, dtype: torch.dtype, in_place: bool
 ) -> Tensor:

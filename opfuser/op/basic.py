@@ -329,7 +329,10 @@ class BasicOperation(FusibleOperation):
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Runs this operation alone. Channels do not apply: every extra input is an argument."""
-        return StandaloneCalls.run_alone(self, input, extra_inputs, [kwargs] if kwargs else None)
+        if kwargs or torch.compiler.is_compiling() or self._alone is None:
+            keywords = [kwargs] if kwargs else None
+            return StandaloneCalls.run_alone(self, input, extra_inputs, keywords)
+        return self._alone(input, *extra_inputs)
 
     def share_parameters_with(self, owner: FusibleOperation) -> None:
         """Hands the parameters of this operation over to a compound.

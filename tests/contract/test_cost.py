@@ -86,7 +86,8 @@ def python_calls(run: Callable[[], None]) -> int:
         nonlocal count
         count += event == "call"
 
-    run()  # plans
+    for _ in range(4):  # plans, and is recorded
+        run()
     before = sys.getprofile()
     sys.setprofile(profile)
     try:
@@ -96,9 +97,9 @@ def python_calls(run: Callable[[], None]) -> int:
     return count
 
 
-@pytest.mark.parametrize(("train", "most"), [(False, 1), (True, 4)])
-def test_hazard_26_python_calls_per_operation(train: bool, most: int) -> None:
-    """A chain of plain operations costs its own forward and backward, and little besides.
+@pytest.mark.parametrize("train", [False, True])
+def test_hazard_26_python_calls_per_operation(train: bool) -> None:
+    """A chain of plain operations calls torch's functions, and none of Python's.
 
     torch.nn needs two Python calls per module, ``_wrapped_call_impl`` and ``forward``, at least.
     """
@@ -116,7 +117,7 @@ def test_hazard_26_python_calls_per_operation(train: bool, most: int) -> None:
         return run
 
     short, long = (python_calls(step(n)) for n in (10, 110))
-    assert (long - short) / 100 <= most
+    assert short == long <= 60
 
 
 # Hazard 25: memory that is kept longer than it is needed.
