@@ -79,6 +79,8 @@ def _add_and_hold(
     self: Specializations, program: Any, recorder: Any, arguments: Any, *rest: Any
 ) -> Specialization | None:
     _local.made = made = _add(self, program, recorder, arguments, *rest)
+    if made is not None and not made.guard(*arguments):
+        DIFFERENCES.append("a call is not of the kind that was recorded of it")
     _local.kept = arguments[3]
     _programs[id(made)] = weakref.ref(program)
     COUNTS["forward" if made else f"forward refused: {list(self._refused.values())[-1]}"] += 1
