@@ -39,6 +39,7 @@ class _Expected(NamedTuple):
 
     Attributes:
         results: tensors.
+        views: whether each is a view.
         relations: among them, and to what it was given.
         random: states of the generators afterwards.
         program: whose pass it is.
@@ -46,6 +47,7 @@ class _Expected(NamedTuple):
     """
 
     results: list[Tensor | None]
+    views: list[bool]
     relations: list[Any]
     random: list[Tensor]
     program: Any
@@ -58,28 +60,29 @@ class _Local(threading.local):
     Attributes:
         made: the specialization of the forward pass that was recorded.
         kept: what operations kept then.
-        program: whose backward pass runs.
-        copies: of saved tensors that are to be held by somebody.
         gradients: of the backward pass that was recorded.
     """
 
     made: Specialization | None = None
     kept: Sequence[Tensor] = ()
-    copies: Sequence[Tensor | None] = ()
     gradients: _Expected | None = None
-    program: Any = None
 
 
 _local = _Local()
 _add, _find_backward = Specializations.add, Specializations.find_backward
-_execute_forward, _execute_backward = autograd.execute_forward, autograd.execute_backward
+_execute_forward, _run_recorded = autograd.execute_forward, passes.run_recorded_backward
+# By the number of a specialization, which refers to no program.
+_programs: dict[int, weakref.ref[Any]] = {}
 
 
 def _add_and_hold(
     self: Specializations, program: Any, recorder: Any, arguments: Any, *rest: Any
 ) -> Specialization | None:
     _local.made = made = _add(self, program, recorder, arguments, *rest)
+    if made is not None and not made.guard(*arguments):
+        DIFFERENCES.append("a call is not of the kind that was recorded of it")
     _local.kept = arguments[3]
+    _programs[id(made)] = weakref.ref(program)
     COUNTS["forward" if made else f"forward refused: {list(self._refused.values())[-1]}"] += 1
     return made
 
@@ -104,7 +107,9 @@ def _forward_twice(
     assert parameters is not None
     given = [x, *parameters, *extra_inputs, *_local.kept]
     recorded = [results[0], *results[1], *([] if tape is None else tape.saved)]
-    expected = _Expected(recorded, _relations(recorded, given), _random_states(), program)
+    expected = _Expected(
+        recorded, _views(recorded), _relations(recorded, given), _random_states(), program
+    )
     _set_random_states(before)
     output, outputs, saved = made.forward(x, parameters, extra_inputs, _local.kept)
     if tape is not None:
@@ -127,11 +132,13 @@ def _record_on_copies(
     as many as the tensors of a call.
     """
     found = _find_backward(special, dy, received, saved, kept, keep)
-    recorded = _local.program.specializations
+    program = _programs[id(special)]()
+    assert program is not None
+    recorded = program.specializations
     if found is not None:
         COUNTS["backward used"] += 1
         return found
-    if recorded.due_backward(_local.program, special, dy, received, saved, kept, keep) is None:
+    if recorded.due_backward(program, special, dy, received, saved, kept, keep) is None:
         COUNTS[f"backward refused: {special.refusal}"] += 1
         return None
     before = _random_states()
@@ -140,57 +147,49 @@ def _record_on_copies(
     own_dy, *rest = _copies([dy, *received, *saved], own)
     own_received, own_saved = rest[:count], rest[count:]
     del rest
-    if keep:  # autograd has what it saved, too
-        _local.copies = list(own_saved)
+    others = own_saved[:] if keep else ()  # autograd has what it saved, too
     held = list(map(_reference, own_saved))
     assert own_dy is not None
-    due = recorded.due_backward(
-        _local.program, special, own_dy, own_received, own_saved, kept, keep
-    )
+    due = recorded.due_backward(program, special, own_dy, own_received, own_saved, kept, keep)
     assert due is not None
     with due.recorder.watching():
         grads = passes._run_backward(
-            _local.program, own_dy, own_received, own_saved, special.contexts, None, False
+            program, own_dy, own_received, own_saved, special.contexts, None, False
         )
-    recorded.add_backward(_local.program, due, grads)
+    recorded.add_backward(program, due, grads)
+    del others
     made = special.backwards.get(due.key)
     if not isinstance(made, Backward):
         COUNTS[f"backward refused: {special.refusal}"] += 1
-        return _Returns(grads)
+
+        def results(dy: Any, received: Any, saved: list[Any], kept: Any) -> list[Tensor | None]:
+            saved.clear()
+            return grads
+
+        return Backward(results, (), (), None, (), (), shares=True)
     COUNTS["backward"] += 1
     relations = _relations(grads, [own_dy, *own_received, *[ref() for ref in held]])
     refs = list(map(_reference, saved))
-    _local.copies = []
-    _local.gradients = _Expected(grads, relations, _random_states(), _local.program, refs)
+    random = _random_states()
+    _local.gradients = _Expected(grads, _views(grads), relations, random, program, refs)
     _set_random_states(before)
-    used = _find_backward(special, dy, received, saved, kept, keep)
-    assert used is not None, "the same call is not of the kind that was recorded"
-    return used
+    return _find_backward(special, dy, received, saved, kept, keep)
 
 
-class _Returns(NamedTuple):
-    """Stands for a recorded backward pass where none could be recorded: there are results."""
-
-    grads: list[Tensor | None]
-    reused: tuple[int, ...] = ()
-    shares: bool = True
-
-    def function(self, dy: Any, received: Any, saved: list[Any], kept: Any) -> list[Tensor | None]:
-        saved.clear()
-        return self.grads
-
-
-def _backward_twice(
-    func_ctx: Any, dx: Tensor | None, grad_outputs: Sequence[Tensor | None], keep: bool
+def _run_and_compare(
+    program: Any,
+    special: Specialization,
+    found: Backward,
+    dy: Tensor,
+    received: Sequence[Tensor | None],
+    saved: list[Tensor | None],
+    kept: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """As ``execute_backward``, compared with what was recorded if that was just now."""
-    if torch.compiler.is_compiling():
-        return _execute_backward(func_ctx, dx, grad_outputs, keep)
-    _local.program = func_ctx.forwarded[0]
-    grads = _execute_backward(func_ctx, dx, grad_outputs, keep)
+    """As ``run_recorded_backward``, compared with what ran if that was recorded just now."""
+    grads = _run_recorded(program, special, found, dy, received, saved, kept)
     expected, _local.gradients = _local.gradients, None
     if expected is not None:
-        _compare(expected, grads, [dx, *grad_outputs, *[ref() for ref in expected.saved]])
+        _compare(expected, grads, [dy, *received, *[ref() for ref in expected.saved]])
     return grads
 
 
@@ -208,8 +207,14 @@ def _copies(tensors: Sequence[Tensor | None], own: Sequence[bool]) -> list[Tenso
             storage = t.untyped_storage()
             if storage._cdata not in storages:
                 storages[storage._cdata] = storage.clone()
-            place = storages[storage._cdata], t.storage_offset(), t.shape, t.stride()
-            made[id(t)] = torch.empty(0, dtype=t.dtype, device=t.device).set_(*place)
+            whole = t._base if t._is_view() else t
+            assert whole is not None
+            place = storages[storage._cdata], whole.storage_offset(), whole.shape, whole.stride()
+            made[id(t)] = torch.empty(0, dtype=whole.dtype, device=t.device).set_(*place)
+            if t._is_view():  # which has one more reference to its memory
+                with torch.no_grad():
+                    own = made[id(t)].view(t.dtype)
+                    made[id(t)] = own.as_strided(t.shape, t.stride(), t.storage_offset())
         return made[id(t)]
 
     return [copy(t) if t is not None and mine else t for t, mine in zip(tensors, own)]
@@ -225,9 +230,13 @@ def _relations(results: Sequence[Tensor | None], given: Sequence[Tensor | None])
             made.append(None)
             continue
         first = next(n for n, other in enumerate(rows) if other is t)
-        others = memories.index(memory), t.storage_offset(), t._is_view(), t.requires_grad
+        others = memories.index(memory), t.storage_offset(), t.requires_grad
         made.append((first, *others) if first >= len(given) else first)
     return made
+
+
+def _views(tensors: Sequence[Tensor | None]) -> list[bool]:
+    return [t is not None and t._is_view() for t in tensors]
 
 
 def _compare(
@@ -241,6 +250,9 @@ def _compare(
             if (difference := _difference(*pair))
         ]
     relations = _relations(results, given)
+    # A view of a whole result may be the result itself where it was recorded.
+    if any(t is not None and t._is_view() > old for t, old in zip(results, expected.views)):
+        found.append("a result is a view")
     if not found and relations != expected.relations:
         found.append(f"relations {relations} in place of {expected.relations}")
     if not all(map(torch.equal, expected.random, _random_states())):
@@ -281,7 +293,8 @@ def _set_random_states(states: list[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
 
 
-autograd.execute_forward, autograd.execute_backward = _forward_twice, _backward_twice
+autograd.execute_forward = _forward_twice
+autograd.run_recorded_backward = passes.run_recorded_backward = _run_and_compare
 Specializations.add = _add_and_hold  # type: ignore[method-assign]
 Specializations.find_backward = staticmethod(_record_on_copies)  # type: ignore[method-assign]
 

@@ -641,8 +641,11 @@ def _needed(calls: Sequence[_Call], returned: Sequence[str]) -> list[_Call]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """A line in rows, broken behind commas within brackets, if it is long."""
-    if len(line) <= _LONG or line.lstrip().startswith("#") or "'" in line or '"' in line:
+    """A line in rows, broken behind commas within brackets, if it is long.
+
+    Not one with a string or a comment, where names of a user's stand that may hold anything.
+    """
+    if len(line) <= _LONG or not {"#", "'", '"'}.isdisjoint(line):
         return [line]
     rows: list[str] = []
     start = last = depth = 0
@@ -657,7 +660,7 @@ def _wrapped(line: str) -> list[str]:
     return [rows[0], *("        " + row for row in rows[1:])]
 
 
-_PROPERTIES = ("T", "mT", "H", "mH", "data", "_base")
+_PROPERTIES = ("T", "mT", "H", "mH", "data")
 
 
 def _asked_by() -> tuple[str, str]:

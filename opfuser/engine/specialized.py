@@ -484,6 +484,7 @@ def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequen
         and not is_watched()
         and not torch.is_anomaly_enabled()
         and not telling._State.subscriptions
+        and forward_ad._current_level < 0
         and not (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing())
     )
 

@@ -16,11 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import opfuser
 from opfuser import GELU, Linear, Residual, RMSNorm, Sequential, SwiGLU
+from opfuser.change_tracking import active_calls
 from opfuser.engine import specialized
 from opfuser.engine.recorder import Recorder
 from opfuser.recording import watching
@@ -49,7 +51,7 @@ def dropout() -> Sequential:
     return Sequential(Linear(D, D), opfuser.Dropout(0.5), Linear(D, D))
 
 
-def image(grad: bool = True) -> Tensor:
+def image(*, grad: bool = True) -> Tensor:
     return torch.randn(2, 3, D, requires_grad=grad)
 
 
@@ -67,8 +69,9 @@ def passes() -> Iterator[list[str]]:
     names: list[str] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and " specialized " in frame.f_code.co_filename:
-            names.append(frame.f_code.co_name)
+        code = frame.f_code
+        if event == "call" and " specialized " in code.co_filename and code.co_name != "<module>":
+            names.append(code.co_name)
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -361,6 +364,67 @@ def test_modes_of_later_calls(mode: str, which: str, recorded_in: str) -> None:
         assert_same(split(module, x, *passed), theirs)
 
 
+@contextmanager
+def _other_attention() -> Iterator[None]:
+    """As torch's ``context_parallel`` replaces it."""
+    own = functional.scaled_dot_product_attention
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "scaled_dot_product_attention", partial(own))
+        yield
+
+
+@contextmanager
+def _a_number_set_in_a_forward_pass() -> Iterator[None]:
+    active_calls.depth += 1
+    try:
+        norm = RMSNorm(D)
+        norm.eps = 0.5
+    finally:
+        active_calls.depth -= 1
+    yield
+
+
+REFUSING = [_threads, _other_attention, opfuser.events.record_events, torch.profiler.profile]
+REFUSING += [torch.inference_mode, _a_number_set_in_a_forward_pass]
+
+
+@pytest.mark.filterwarnings("ignore:.*[pP]rofiler")
+@pytest.mark.parametrize("mode", REFUSING, ids=lambda mode: mode.__name__.strip("_"))
+def test_calls_in_other_modes_run_the_program(mode: Callable[[], Any]) -> None:
+    module, x = block(), torch.randn(2, 3, D)
+    record(module, x, call=output)
+    with mode(), passes() as names:
+        output(module, x)
+    assert not names
+
+
+def test_a_number_that_another_operation_sets() -> None:
+    """No plan depends on it, since it is set during a forward pass; the next operation reads it."""
+    norm = RMSNorm(D)
+    norm.eps = 1e-5
+    x = image(grad=False)
+    record(norm, x, call=output)
+    for eps in (0.5, 2.0, 0.5):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(active_calls, "depth", 1)
+            norm.eps = eps
+        with unrecorded():
+            other = RMSNorm(D, eps=eps)
+            assert_same(output(norm, x), output(other, x))
+
+
+def test_events_are_told_of_recorded_calls() -> None:
+    module, x = block(), image()
+    record(module, x)
+    told = []
+    for made in (module, twin(block, module)):
+        with opfuser.events.record_events() as log, unrecorded():
+            both(made, x)
+        told.append([type(event).__name__ for event in log if "Plan" not in type(event).__name__])
+    assert "BytesSaved" in told[0]
+    assert set(told[0]) <= set(told[1])
+
+
 def test_a_flop_counter_sees_recorded_functions() -> None:
     module, x = block(), image()
     record(module, x)
@@ -464,6 +528,32 @@ def test_tables_of_other_angles_in_backward() -> None:
     assert_same([*torch.autograd.grad(y.square().sum(), x)], [theirs])
 
 
+def test_weights_that_no_longer_lie_side_by_side() -> None:
+    """Where they do, one product multiplies by all of them."""
+
+    def make() -> opfuser.MergedLinear:
+        return opfuser.MergedLinear(D, {"q": 8, "k": 3, "v": 5})
+
+    module, x = make(), image()
+    record(module, x)
+    for p in module.parameters():
+        p.data = torch.cat([p.data, p.data])[: len(p)]
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(2)
+    with unrecorded():
+        theirs = both(twin(make, module), x)
+    torch.testing.assert_close(both(module, x), theirs)
+
+
+def test_slices_of_one_tensor() -> None:
+    module, rows = opfuser.DotProductAttention(2), torch.randn(6, 2, 3, 3 * D)
+    for x in rows:
+        ours = output(module, x)
+        with unrecorded():
+            assert_same(ours, output(opfuser.DotProductAttention(2), x))
+
+
 def test_tensors_that_are_one() -> None:
     def make() -> Sequential:
         return Sequential(Linear(D, D), opfuser.AddExtraInput(), Linear(D, D))
@@ -552,7 +642,16 @@ def test_in_place_writes_are_seen_in_saved_tensors() -> None:
         y.sum().backward()
 
 
-# Threads, exceptions, memory.
+# Names, threads, exceptions, memory.
+
+
+@pytest.mark.parametrize(
+    "name", ["(" + "x, " * 99, "[" + "x" * 90 + ", raise SystemExit, " + "x" * 90, "'", "#\n", "\\"]
+)
+def test_names_of_a_user_stand_in_comments_alone(name: str) -> None:
+    module = Sequential(RMSNorm(D))
+    nn.Module.add_module(module, name, opfuser.BasicLinear(D, D))
+    record(module, image())
 
 
 def test_threads_share_what_is_recorded() -> None:

@@ -85,6 +85,7 @@ def _constants(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         x.masked_fill(y > 0, -math.inf),
         torch.full((2,), math.nan),
         torch.zeros(3, dtype=torch.float64) + 0.1,
+        x * 1e-7,
         torch.add(x, y, alpha=-2),
         x.sum((0, 1), keepdim=True),
         torch.cat([x, y], dim=-1),
