@@ -141,7 +141,7 @@ class OperationFuser:
         self._places_of_ops: tuple[Place, ...] = ()
         self._paths: list[str] = []
         self._has_own_configs = False
-        self._replays: Replays | None = None
+        self._replays = Replays()
         self._seen = self._started = -1
 
     @classmethod
@@ -163,12 +163,6 @@ class OperationFuser:
                     read_through(module, name)
         self._local = local_places(self._slots)
         self._parametrized = self._parametrized or bool(self._local)
-        self._buffers = [
-            (module._buffers, name)
-            for op in self._basic_ops
-            for module in dict.fromkeys((*op.modules(), *op.children()))  # these with its scales
-            for name in module._buffers
-        ]
         self._places = [(module._parameters, name) for module, name in self._slots]
         self._signature = tuple(
             map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values())
@@ -236,13 +230,9 @@ class OperationFuser:
             options = options.of_sequence(self.replay)
         active_calls.depth += 1
         try:
-            if options.mode == "off":
+            if options.mode == "off" or self._replays.leaves_alone(options, input_):
                 return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
-            if self._replays is None:
-                self._replays = Replays()
-            found = [buffers[name] for buffers, name in self._buffers]
-            buffers = [b for b in found if b is not None]
-            call = ReplayCall(program, input_, parameters, buffers, extra_inputs, kwargs)
+            call = ReplayCall(program, input_, parameters, extra_inputs, kwargs)
             return self._replays.call(options, call)
         finally:
             active_calls.depth -= 1
@@ -519,10 +509,7 @@ class OperationFuser:
         """The plan that was used last, with what is known of replaying it."""
         if self._used is None:
             return None
-        plan = self._used.plan
-        if self._replays is None:
-            return plan
-        return dataclasses.replace(plan, replays=(self._replays.record(self._used),))
+        return dataclasses.replace(self._used.plan, replays=self._replays.records(self._used))
 
     def _steps(self, stage: str) -> list[tuple[Any, list[int]]]:
         plan = self.last_plan
