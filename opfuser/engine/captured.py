@@ -100,14 +100,14 @@ class Captured:
         self._graph: Graph = kind(self.device)
         tape = Tape() if program.needs_backward else None
         # Memory of others that the graphs must not be deprived of.
-        self._kept = program.specializations.kept()
+        self._tables = program.specializations.cached()
         with torch.inference_mode(False):
             self._inputs = [room_for(t) for t in (input_, *extra_inputs)]
         with uncached_casts(), torch.no_grad():
             self._output, self._outputs = self._graph.capture(
                 lambda: execute_forward(program, None, self._inputs[0], self._inputs[1:], tape)
             )
-        if len(program.specializations.kept()) != len(self._kept):
+        if len(program.specializations.cached()) != len(self._tables):
             raise RuntimeError("an operation has cached what exists once the graph was replayed")
         kept = [parameters[n] for n in program.kept_parameters]
         self._saved = [] if tape is None else [*tape.saved, *kept]
@@ -165,7 +165,7 @@ class Captured:
         """Gives its memory back."""
         self.released = True
         self._backwards.clear()
-        self._inputs, self._outputs, self._saved, self._kept = [], [], [], []
+        self._inputs, self._outputs, self._saved, self._tables = [], [], [], []
         self._graph = self._output = None  # type: ignore[assignment]
 
     def saves(self, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ class _Kind:
     """Calls that launch the same kernels on parameters at the same addresses.
 
     Attributes:
-        addresses: of the parameters and of what operations keep.
+        addresses: of the parameters and buffers.
         alike: those with the same and with other addresses.
     """
 
@@ -240,11 +240,11 @@ class Replays:
 
         Args:
             graphs: how launches on this device are recorded.
-            call: its launches read parameters, and what operations keep, where they are.
+            call: its launches read parameters and buffers where they are.
             is_auto: whether recordings are those of mode "auto".
         """
         input_, program = call.input_, call.program
-        kept = [*call.parameters, *program.specializations.kept()]
+        kept = [*call.parameters, *program.specializations.buffers()]
         layouts = [(t.shape, t.stride()) for t in (input_, *call.extra_inputs)]
         key = program, tuple(layouts), graphs.stream(input_.device), _modes(), is_auto
         addresses = tuple([t.data_ptr() for t in kept])

@@ -159,8 +159,14 @@ class Specializations:
 
     def kept(self) -> Sequence[Tensor]:
         """What operations read besides parameters: buffers, and tensors that they have cached."""
-        if not self.keeps:
-            return ()
+        return [*self.buffers(), *self.cached()] if self.keeps else ()
+
+    def cached(self) -> list[Tensor]:
+        """The tensors that operations have cached."""
+        return [t for op in self._caching for t in op.cached_tensors()]
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers of the operations."""
         if self._seen != Clock.now:
             self._places = [
                 (module._buffers, name)
@@ -169,9 +175,7 @@ class Specializations:
                 for name in module._buffers
             ]
             self._seen = Clock.now
-        buffers = [own[name] for own, name in self._places]
-        cached = [t for op in self._caching for t in op.cached_tensors()]
-        return [t for t in (*buffers, *cached) if t is not None]
+        return [t for own, name in self._places if (t := own[name]) is not None]
 
     def put_first(self, found: Specialization) -> None:
         """The next call tries this one first."""

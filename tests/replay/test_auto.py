@@ -271,9 +271,7 @@ def test_memory_is_asked_for_before_anything_is_recorded(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RecordedGraph, "limit", 2**15)
-    monkeypatch.setattr(
-        RecordedGraph, "capture", lambda *_: pytest.fail("something was recorded")
-    )
+    monkeypatch.setattr(RecordedGraph, "capture", lambda *_: pytest.fail("something was recorded"))
     model = block(device)
     train(model, device, BEFORE + 3)
     assert code(model) == "MEMORY"
