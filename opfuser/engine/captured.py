@@ -71,7 +71,8 @@ class Captured:
         input_, extra_inputs: of a call like those to come.
         parameters: which must stay where they are.
         memory: for all recordings on the device, as a fraction of the device's.
-        copies: whether callers get all gradients as copies, too.
+        asked: whether the caller wants replayed calls, and knows what they ask of a program.
+            Otherwise it gets all gradients as copies, and no other recording makes way.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Captured:
         extra_inputs: Sequence[Tensor],
         memory: float,
         *,
-        copies: bool = False,
+        asked: bool = True,
     ) -> None:
         self.program = program
         self.parameters = list(parameters)
@@ -94,7 +95,8 @@ class Captured:
         self.released = False
         self.used = next(_clock)
         self.flight: weakref.ref[Flight] | None = None
-        self._times_held = _PATIENCE if copies else 0
+        self.asked = asked
+        self._times_held = 0 if asked else _PATIENCE
         self.refusal: Refusal | None = None
         self._backwards: dict[tuple[bool, ...], list[BackwardGraph]] = {}
         self._graph: Graph = kind(self.device)
@@ -310,13 +312,16 @@ def _alive(device: torch.device) -> list[Captured]:
 
 
 def make_room(new: Captured) -> bool:
-    """Whether ``new`` fits into its limit, if need be once others that are free were released."""
+    """Whether ``new`` fits into its limit.
+
+    If it was asked for and does not, others that are free are released.
+    """
     with lock:
         _all.add(new)
         alive = _alive(new.device)
         size = sum(c.bytes for c in alive)
         for other in sorted(alive, key=lambda c: c.used):
-            if size <= new.limit:
+            if size <= new.limit or not new.asked:
                 break
             if other is not new and other.is_free():
                 logger.info("[replay] evicted: %d bytes", other.bytes)

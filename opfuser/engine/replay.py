@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import profiler
 
 from .. import gemm_providers
 from ..attention import context_parallel
@@ -202,6 +203,8 @@ class Replays:
             if not kind.captured and kind.calls <= options.calls_before:
                 return None, None
             if trial is not None and not trial.is_over:
+                if profiler._is_profiler_enabled:  # calls take longer
+                    return None, None
                 if not kind.captured:
                     kind.refusal = _refusal_of_program(call.program)
                     if kind.refusal is not None:
@@ -274,7 +277,7 @@ class Replays:
                 parameters,
                 extra_inputs,
                 options.share,
-                copies=options.mode == "auto",
+                asked=options.mode == "on",
             )
         except Exception as error:  # noqa: BLE001 - whatever a capture does not allow
             kind.refusal = refusal_of_capture(error)
@@ -406,6 +409,8 @@ def _modes() -> Hashable:
         c._get_fp32_precision_getter("cuda", "matmul"),
         c._get_cublas_allow_bf16_reduced_precision_reduction(),
         c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_accumulation(),
+        c._get_blas_preferred_backend(),
         c._get_flash_sdp_enabled(),
         c._get_mem_efficient_sdp_enabled(),
         c._get_math_sdp_enabled(),

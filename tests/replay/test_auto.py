@@ -369,3 +369,48 @@ def test_a_second_backward_of_a_measured_call(device: torch.device) -> None:
             y.backward(dy, retain_graph=True)
             y.backward(dy)
         assert_same_grads(model, other)
+
+
+@pytest.mark.usefixtures("auto")
+def test_profiled_calls_are_not_measured(device: torch.device, times: Times) -> None:
+    model = block(device)
+    train(model, device, AFTER)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        train(model, device, BEFORE)
+    assert (count(model), times.events) == (0, 0)
+    train(model, device, replay_trial.SAMPLES + 2)
+    assert count(model) == 1
+
+
+@pytest.mark.usefixtures("auto")
+def test_recordings_make_way_for_none_that_nobody_asked_for(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, asked = block(device), block(device), block(device)
+    train(first, device, BEFORE + TRIAL)
+    plan = first.last_plan
+    assert plan is not None
+    size = plan.replays[0].bytes
+    monkeypatch.setattr(RecordedGraph, "limit", int(1.5 * size / 0.05))
+    monkeypatch.setattr(replay_trial, "refusal_before_trial", lambda *_, **__: None)
+    train(second, device, BEFORE + TRIAL)
+    assert code(second) == "MEMORY"
+    before = count(first)
+    train(first, device, 3)
+    assert count(first) == before + 3
+    asked.replay = "on"
+    with opfuser.replay("on", memory=0.05):
+        train(asked, device, 4)
+    assert count(asked) == 3
+
+
+@pytest.mark.usefixtures("auto")
+def test_a_call_that_fails(device: torch.device) -> None:
+    model = block(device)
+    for _ in range(BEFORE + TRIAL):
+        with pytest.raises(opfuser.errors.InputError):
+            model(torch.randn(3, DIM + 1, device=device))
+        with pytest.raises(ZeroDivisionError):
+            model(draw(device).requires_grad_()).sum().backward(torch.tensor(1 // 0))
+        train(model, device, 1)
+    assert code(model) in ("", "SLOWER")
