@@ -18,7 +18,13 @@ from . import fused as _fused
 from .change_tracking import Clock, Tracked, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
-from .engine.autograd import Kwargs, execute, execute_eagerly, execute_recorded
+from .engine.autograd import (
+    Kwargs,
+    execute,
+    execute_eagerly,
+    execute_recorded,
+    execute_unreplayed,
+)
 from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, OperationFacts
 from .engine.local_parameters import local_places, local_values
@@ -203,7 +209,9 @@ class OperationFuser:
         if self._parametrized:
             with one_value_each(), local_values(self._local):
                 return self._call(input, extra_inputs, basic_op_kwargs)
-        if basic_op_kwargs is not None or self.replay is not None or current().mode != "off":
+        mode = current().mode
+        alone = mode == "off" or (mode == "auto" and self._replays.leaves_alone(input))
+        if basic_op_kwargs is not None or self.replay is not None or not alone:
             return self._call(input, extra_inputs, basic_op_kwargs)
         # A steady call goes no further: whatever calls in between would cost more than it.
         parameters = [own[name] for own, name in self._places]
@@ -230,8 +238,10 @@ class OperationFuser:
             options = options.of_sequence(self.replay)
         active_calls.depth += 1
         try:
-            if options.mode == "off" or self._replays.leaves_alone(options, input_):
-                return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
+            if options.mode == "off" or (
+                options.mode == "auto" and self._replays.leaves_alone(input_)
+            ):
+                return execute_unreplayed(program, input_, parameters, extra_inputs, kwargs)
             call = ReplayCall(program, input_, parameters, extra_inputs, kwargs)
             return self._replays.call(options, call)
         finally:

@@ -40,6 +40,7 @@ __all__ = [
     "execute",
     "execute_eagerly",
     "execute_recorded",
+    "execute_unreplayed",
     "separate",
 ]
 
@@ -98,6 +99,23 @@ def execute_eagerly(
     if output._is_view() and not torch.is_grad_enabled() and unpack_dual(output).tangent is None:
         output = _without_base(output, (input_, *extra_inputs))
     return (output, *outputs) if outputs else output
+
+
+def execute_unreplayed(
+    program: Program,
+    input_: Tensor,
+    parameters: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs,
+) -> Any:
+    """As :func:`execute_eagerly`, by what was recorded of a call like this one if anything was."""
+    recorded = program.specializations
+    if recorded.found and kwargs is None:
+        kept = recorded.kept()
+        for found in recorded.found:
+            if found.guard(input_, parameters, extra_inputs, kept):
+                return execute_recorded(found, kept, input_, parameters, extra_inputs)
+    return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
 
 
 def execute_recorded(

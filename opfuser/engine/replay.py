@@ -23,7 +23,7 @@ from ..quantization.state import Stateful
 from ..quantization.watch import is_watched
 from ..recipe import Recipe
 from ..recomputation import computed_again, parts_under_way
-from .autograd import Kwargs, execute_eagerly
+from .autograd import Kwargs, execute_unreplayed
 from .captured import (
     TOO_LARGE,
     Captured,
@@ -92,7 +92,7 @@ class _Kind:
 
 
 class ReplayCall(NamedTuple):
-    """A call of ``program``, with arguments as for :func:`execute_eagerly`."""
+    """A call of ``program``, with arguments as for :func:`execute_unreplayed`."""
 
     program: Program
     input_: Tensor
@@ -113,10 +113,8 @@ class Replays:
         self._told: Hashable = None
         self._refused = self._pause = 0
 
-    def leaves_alone(self, options: ReplayOptions, input_: Tensor) -> bool:
-        """Whether nobody looks if a call can be replayed: in mode "auto", nobody has asked."""
-        if options.mode != "auto":
-            return False
+    def leaves_alone(self, input_: Tensor) -> bool:
+        """Whether nobody looks, in mode "auto", if a call can be replayed."""
         if self._pause:
             self._pause -= 1
             return True
@@ -140,7 +138,7 @@ class Replays:
 
         def run() -> Any:
             if not isinstance(found, Flight):
-                return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
+                return execute_unreplayed(program, input_, parameters, extra_inputs, kwargs)
             for op, needed in program.prepared_ops:
                 op.pre_fuser_forward(requires_grad=needed)
             return replayed(found, input_, parameters, extra_inputs)

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import opfuser
+from opfuser import fuser
 from opfuser.buffer_reuse import memory_of
-from opfuser.engine import graphs, replay, replay_trial
+from opfuser.engine import autograd, graphs, replay, replay_trial
 from opfuser.engine.graphs import CudaGraph
 from opfuser.engine.replay_decision import (
     Costs,
@@ -414,3 +415,28 @@ def test_a_call_that_fails(device: torch.device) -> None:
             model(draw(device).requires_grad_()).sum().backward(torch.tensor(1 // 0))
         train(model, device, 1)
     assert code(model) in ("", "SLOWER")
+
+
+@pytest.mark.usefixtures("auto")
+def test_calls_that_are_not_replayed_are_as_fast_as_with_replay_off(
+    device: torch.device, times: Times, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run what was recorded of calls of their kind, also while they are measured."""
+    runs: list[Any] = []
+    for module in (fuser, autograd):
+        run = module.execute_recorded
+
+        def counted(*args: Any, run: Any = run, module: Any = module) -> Any:
+            runs.append(module)
+            return run(*args)
+
+        monkeypatch.setattr(module, "execute_recorded", counted)
+    times.usual = 5e-3, 50e-3
+    model = block(device)
+    train(model, device, BEFORE + 1)
+    assert code(model) == "BUSY"
+    assert runs == [autograd] * (BEFORE + 1 - 2), "the first is no example, the second is recorded"
+    runs.clear()
+    train(model, device, 30)
+    assert runs.count(fuser) > 20, "most are passed over"
+    assert len(runs) == 30
