@@ -128,6 +128,11 @@ class Captured:
         return [*self._inputs, self._output, *self._outputs, *self._saved]
 
     @property
+    def is_complete(self) -> bool:
+        """Whether both passes were recorded, if there are two."""
+        return not self.program.needs_backward or any(self._backwards.values())
+
+    @property
     def bytes(self) -> int:
         """Memory that it keeps from others."""
         inputs = sum(t.untyped_storage().nbytes() for t in self._inputs)

@@ -143,7 +143,7 @@ class Replays:
                 op.pre_fuser_forward(requires_grad=needed)
             return replayed(found, input_, parameters, extra_inputs)
 
-        if trial is None or graphs is None or isinstance(found, Refusal):
+        if trial is None or graphs is None:
             return run()
         inputs = [input_, *extra_inputs]
         return trial.call(graphs, [*inputs, *parameters], len(inputs), run)
@@ -177,7 +177,7 @@ class Replays:
     ) -> tuple[Flight | Refusal | None, Trial | None]:
         """A recording for a call, or why there is none; None if there may be one later.
 
-        And what measures the call, in mode "auto".
+        And what is to measure the call, in mode "auto".
         """
         is_auto = options.mode == "auto"
         refusal = _refusal_of_call(graphs, call)
@@ -188,10 +188,9 @@ class Replays:
         with lock:
             kind = self._kind(graphs, call, is_auto)
             trial = kind.alike.trial
-            if kind.refusal is None and trial is not None and trial.refusal is not None:
-                self._give_up(kind.alike, trial.refusal)
-            if kind.refusal is not None:
-                return kind.refusal, None
+            refusal = kind.refusal or (None if trial is None else trial.refusal)
+            if refusal is not None:
+                return refusal, None
             kind.calls += 1
             refusals = [c.refusal for c in kind.captured if c.refusal is not None]
             if refusals or kind.captures > _MAX_CAPTURES:
@@ -200,24 +199,35 @@ class Replays:
             kind.captured = [c for c in kind.captured if c.is_of(call.parameters)]
             if not kind.captured and kind.calls <= options.calls_before:
                 return None, None
-            if trial is not None and not trial.is_over:
-                if profiler._is_profiler_enabled:  # calls take longer
-                    return None, None
-                if not kind.captured:
-                    kind.refusal = _refusal_of_program(call.program)
-                    if kind.refusal is not None:
-                        return kind.refusal, None
-                trial.proceed(lambda: _costs(graphs, options, trial, call.input_.device))
-                if trial.refusal is not None:
-                    self._give_up(kind.alike, trial.refusal)
-                    return trial.refusal, None
-                if not trial.replays:
-                    return None, trial
-            return self._take(options, kind, call), trial
+            if trial is None or trial.is_over:
+                return self._take(options, kind, call), None
+            return self._on_trial(graphs, options, kind, call, trial)
 
-    def _take(
-        self, options: ReplayOptions, kind: _Kind, call: ReplayCall
-    ) -> Flight | Refusal | None:
+    def _on_trial(
+        self,
+        graphs: type[Graph],
+        options: ReplayOptions,
+        kind: _Kind,
+        call: ReplayCall,
+        trial: Trial,
+    ) -> tuple[Flight | Refusal | None, Trial | None]:
+        """As :meth:`_find`, while it is not decided whether calls are replayed."""
+        if profiler._is_profiler_enabled:  # calls take longer
+            return None, None
+        kind.refusal = _refusal_of_program(call.program)
+        if kind.refusal is not None:
+            return kind.refusal, None
+        trial.proceed(lambda: _costs(graphs, options, trial, call.input_.device))
+        if trial.refusal is not None:
+            for other in self._kinds.values():
+                if other.alike is kind.alike:
+                    other.captured = []
+            return trial.refusal, None
+        found = self._take(options, kind, call) if trial.replays else None
+        is_measured = found is None or (isinstance(found, Flight) and found.captured.is_complete)
+        return found, trial if is_measured else None
+
+    def _take(self, options: ReplayOptions, kind: _Kind, call: ReplayCall) -> Flight | Refusal:
         """A recording that is free, made if need be, or why there is none."""
         for captured in kind.captured:
             if captured.is_free():
@@ -229,12 +239,6 @@ class Replays:
         if len(kind.captured) >= options.instances:
             return _IN_FLIGHT
         return self._capture(options, kind, call)
-
-    def _give_up(self, alike: _Alike, refusal: Refusal) -> None:
-        """Has calls run as usual from now on, wherever their parameters are."""
-        for kind in self._kinds.values():
-            if kind.alike is alike:
-                kind.captured, kind.refusal = [], refusal
 
     def _kind(self, graphs: type[Graph], call: ReplayCall, is_auto: bool) -> _Kind:
         """What is known of calls like this one.

@@ -24,9 +24,6 @@ __all__ = ["Trial"]
 SAMPLES = 5
 MOST_CALLS = 40
 
-# Replayed calls before they are measured: backward is recorded in the second one.
-_UNMEASURED = 3
-
 
 class _Measured:
     """A call that is measured.
@@ -120,13 +117,14 @@ class Trial:
         self.refusal, self.is_over = refusal, True
 
     def proceed(self, costs: Callable[[], Costs]) -> None:
-        """Decides what the measurements that are complete by now allow to decide.
+        """Decides, at every call, what the measurements that are complete allow to decide.
 
         Args:
             costs: asked once, before anything is recorded.
         """
         if self.is_over:
             return
+        self._calls += 1
         for measured in list(self._measured):
             sample = measured.sample()
             if sample is not None:
@@ -155,7 +153,7 @@ class Trial:
         inputs: int,
         run: Callable[[], Any],
     ) -> Any:
-        """What ``run()`` returns, measured unless all is decided.
+        """What ``run()`` returns; the call is measured.
 
         Args:
             graphs: tells events of the device.
@@ -163,9 +161,6 @@ class Trial:
             inputs: how many of them are inputs.
             run: makes the call, as usual or replayed.
         """
-        self._calls += 1
-        if self.is_over or (self.replays and self._calls <= _UNMEASURED):
-            return run()
         began, device = perf_counter(), tensors[0].device
         is_first = not self.copied
         before = graphs.allocated(device) if is_first else 0

@@ -37,7 +37,7 @@ from tests.replay.recorded import RecordedGraph, Times
 AFTER = 3  # calls that run as usual, by default
 # One more is under way when the last measurement is complete.
 BEFORE = AFTER + replay_trial.SAMPLES + 1
-TRIAL = 3 + replay_trial.SAMPLES + 1  # until backward is recorded, and then measured
+TRIAL = 2 + replay_trial.SAMPLES + 1  # until backward is recorded, and then measured
 
 FREE = Costs(copied=0, memory=2**20, taken=0, limit=2**30, free=2**34)
 WAITING = Sample(host=5e-3, device=5.2e-3, behind=False, period=6e-3)
@@ -236,6 +236,7 @@ def test_without_gradients(device: torch.device) -> None:
         for _ in range(BEFORE + TRIAL + 5):
             model(draw(device))
     assert count(model) == TRIAL + 5
+    assert code(model) == ""
 
 
 @pytest.mark.usefixtures("auto")
@@ -440,3 +441,23 @@ def test_calls_that_are_not_replayed_are_as_fast_as_with_replay_off(
     train(model, device, 30)
     assert runs.count(fuser) > 20, "most are passed over"
     assert len(runs) == 30
+
+
+@pytest.mark.usefixtures("auto")
+def test_parameters_that_come_back_to_their_addresses(device: torch.device) -> None:
+    """As where FSDP gathers them: each place has a recording, one decision holds for all."""
+    model = block(device)
+    other = twin(model)
+    places = [model[2].weight.detach().clone() for _ in range(2)]
+    for step in range(BEFORE + 2 * TRIAL + 10):
+        model[2].weight.data = places[step % 2].copy_(model[2].weight.detach())
+        x, dy = draw(device), draw(device)
+        for m in (model, other):
+            m.zero_grad()
+            m(x).backward(dy)
+        assert_same_grads(model, other)
+    assert code(model) == ""
+    assert count(model) > TRIAL
+    plan = model.last_plan
+    assert plan is not None
+    assert plan.replays[0].instances == 2
