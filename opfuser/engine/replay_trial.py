@@ -64,7 +64,8 @@ class _Measured:
             node.register_hook(self._backward_ended)
 
     def _backward_begins(self, grads: Any) -> None:
-        if len(self._marks) == 2:  # not in a second backward pass
+        # Once, and not in a capture of the caller's, of which no event can be asked for.
+        if len(self._marks) == 2 and not self._graphs.under_way():
             self._began = perf_counter()
             self._marks.append(self._graphs.event(self._device))
 

@@ -461,3 +461,17 @@ def test_parameters_that_come_back_to_their_addresses(device: torch.device) -> N
     plan = model.last_plan
     assert plan is not None
     assert plan.replays[0].instances == 2
+
+
+@pytest.mark.usefixtures("auto")
+def test_a_backward_in_a_capture_of_the_callers(device: torch.device, times: Times) -> None:
+    model = block(device)
+    train(model, device, AFTER)
+    y = model(draw(device).requires_grad_())
+    before = times.events
+    RecordedGraph(device).capture(lambda: y.sum().backward())
+    assert times.events == before
+    times.events += before % 4  # its backward does not count
+    model.zero_grad()
+    train(model, device, replay_trial.SAMPLES + 2)
+    assert count(model) > 0
