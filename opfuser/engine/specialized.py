@@ -152,7 +152,7 @@ class Specializations:
         self._kinds: dict[Hashable, int] = {}
         self._refused: dict[Hashable, str] = {}
         self._seen = -1
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[dict[str, Any], str, bool]] = []
         self._ops = program.plan.basic_ops
         self._caching = [
             op for op in self._ops if type(op).cached_tensors is not BasicOperation.cached_tensors
@@ -170,33 +170,52 @@ class Specializations:
         Scales come last, and are the only ones that passes change.
         """
         scales = () if self.quantized is None else self.quantized.scales()
-        return (*self._buffers(), *scales) if self._buffered else scales
+        if not self._buffered:
+            return scales
+        return (*self.buffers(scales=False), *self.cached(), *scales)
 
-    def _buffers(self) -> Sequence[Tensor]:
+    def cached(self) -> list[Tensor]:
+        """The tensors that operations have cached."""
+        return [t for op in self._caching for t in op.cached_tensors()]
+
+    def buffers(self, *, scales: bool) -> list[Tensor]:
+        """The buffers of the operations, with or without scales."""
         if self._seen != Clock.now:
             self._places = [
-                (module._buffers, name)
+                (module._buffers, name, isinstance(module, QuantizationState))
                 for op in self._ops
                 for module in dict.fromkeys((*op.modules(), *op.children()))
-                if not isinstance(module, QuantizationState)
                 for name in module._buffers
             ]
             self._seen = Clock.now
-        buffers = [own[name] for own, name in self._places]
-        cached = [t for op in self._caching for t in op.cached_tensors()]
-        return [t for t in (*buffers, *cached) if t is not None]
+        found = [own[name] for own, name, scale in self._places if scales or not scale]
+        return [t for t in found if t is not None]
 
     def _cached(self, kept: Sequence[Tensor]) -> dict[int, weakref.ref[Tensor]]:
         """Positions in what :meth:`kept` returned of tensors that operations have cached.
 
         They come and go with the calls, and others alike may have taken their positions.
         """
-        cached = {id(t) for op in self._caching for t in op.cached_tensors()}
+        cached = set(map(id, self.cached()))
         return {n: weakref.ref(t) for n, t in enumerate(kept) if id(t) in cached}
 
-    def put_first(self, found: Specialization) -> None:
-        """The next call tries this one first."""
-        self.found = (found, *[other for other in self.found if other is not found])
+    def find(
+        self,
+        x: Tensor,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kept: Sequence[Tensor],
+    ) -> Specialization | None:
+        """The one for a call, if there is any."""
+        try:
+            for found in self.found:
+                if found.guard(x, parameters, extra_inputs, kept):
+                    if found is not self.found[0]:
+                        self.found = (found, *[other for other in self.found if other is not found])
+                    return found
+        except RuntimeError:  # a tensor of a layout without sizes or strides
+            pass
+        return None
 
     def is_due(
         self, x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
