@@ -146,7 +146,7 @@ class StoresWeight(BasicOperation):
             weight.grad_dtype = stored.dtype
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self.set_grad_dtype()
 
     def share_parameters_with(self, owner: FusibleOperation) -> None:
