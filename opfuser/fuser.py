@@ -18,7 +18,7 @@ from . import fused as _fused
 from .change_tracking import Clock, active_calls, signature
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
-from .engine.autograd import Kwargs, execute, execute_eagerly
+from .engine.autograd import Kwargs, execute_eagerly
 from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, OperationFacts
 from .engine.local_parameters import local_places, local_values
@@ -31,6 +31,7 @@ from .engine.program import Program
 from .engine.replay import ReplayCall, Replays
 from .engine.replay_options import current
 from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
+from .engine.traced import execute
 from .errors import (
     ArgumentTypeError,
     ExtraInputCountError,
@@ -59,6 +60,7 @@ from .registry import (
     registry,
 )
 from .traced_calls import Functions, Path, TracedCalls, TracedParameter, parameter_of
+from .tracing import exporting, tracing
 
 __all__ = [
     "OperationFuser",
@@ -202,7 +204,7 @@ class OperationFuser(TracedCalls):
     def __call__(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None) -> Any:
         if extra_inputs or self.num_extra_inputs or not isinstance(input, Tensor):
             self._check(input, extra_inputs)
-        if torch.compiler.is_compiling():
+        if tracing():
             self.guard()
             return call_traced(self, 0, input, extra_inputs, basic_op_kwargs)
         if self._started != Clock.now:
@@ -393,7 +395,7 @@ class OperationFuser(TracedCalls):
                     remedy="Call the sequence as it is, with opfuser.replay, or without grad",
                 )
             )
-        if torch.compiler.is_exporting():
+        if exporting():
             # Its program is forward alone, which torch differentiates.
             call = call.without_grad()
         program = self._used = self._find(call)
@@ -580,6 +582,7 @@ def _read_keywords(op_forward: Callable[..., Any]) -> frozenset[str] | None:
     return frozenset(parameters) - {"self"}
 
 
+# A signature takes longer to read than some operations.
 _keywords_of = functools.lru_cache(256)(_read_keywords)
 
 
@@ -589,10 +592,8 @@ def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
     if not own:
         return  # it receives the dict and checks the keywords itself
     function = getattr(op.op_forward, "__func__", op.op_forward)
-    # A signature takes longer to read than some operations. torch.compile, which looks into what
-    # is cached, reads it itself.
-    traced = torch.compiler.is_compiling()
-    accepted = _read_keywords(function) if traced else _keywords_of(function)
+    # torch.compile, which looks into what is cached, reads it itself.
+    accepted = _read_keywords(function) if tracing() else _keywords_of(function)
     unknown = [] if accepted is None else sorted(set(kwargs) - accepted)
     if unknown:
         raise OpKwargsError(
@@ -631,7 +632,7 @@ def _run_alone(
     if kwargs is not None:
         for part, own in zip(expand(op), kwargs):
             check_keywords(part, own)
-    if torch.compiler.is_compiling():
+    if tracing():
         op.guard()
         return call_traced(op, 0, input_, extra_inputs, kwargs)
     if op._alone is None:

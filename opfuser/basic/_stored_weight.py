@@ -230,7 +230,7 @@ class StoresWeight(BasicOperation):
         scale = self.scale_of(w)
         if scale is None:
             return w if w.dtype == dtype else w.to(dtype)
-        if ctx.requires_grad and ctx.needs.parameters[0] and not torch.compiler.is_compiling():
+        if ctx.requires_grad and ctx.needs.parameters[0] and not ctx.traced:
             self._refuse_rounded_grad(w)
         return w if codes else decode_weight(w, scale, dtype)
 

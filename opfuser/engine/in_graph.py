@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ..op import BasicOperation
 from ..op.kinds import is_built_in
 from ..traced_calls import Functions
-from .autograd import compiling, execute
 from .program import Program
+from .traced import compiling, execute
 
 __all__ = ["Places", "fits", "functions", "name_of"]
 

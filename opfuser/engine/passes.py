@@ -14,7 +14,6 @@ from ..errors import ContextError, InputError
 from ..fusion import Stage
 from ..op import OperationContext
 from ..op.results import refuse_output
-from ..wgrad_overlap import OverlappedPass, WgradOverlap
 from .emission import PLAIN, Emission, step_name
 from .plan import Step
 from .program import Program
@@ -22,7 +21,16 @@ from .ranges import place
 from .specialized import DueBackward, Specialization
 from .verification import Verification
 
-__all__ = ["Kwargs", "Tape", "execute_backward", "execute_forward", "note"]
+__all__ = [
+    "Kwargs",
+    "Tape",
+    "backward_of_eager",
+    "execute_backward",
+    "execute_forward",
+    "note",
+    "traced_backward",
+    "traced_forward",
+]
 
 Kwargs = Sequence[dict[str, Any]] | None
 
@@ -75,8 +83,6 @@ def execute_forward(
         tape: records what backward needs, or None.
         parameters: of all operations; without, no specialization is looked for, or made.
     """
-    if torch.compiler.is_compiling():
-        return _traced_forward(program, kwargs, x, extra_inputs, tape)
     special = program.specializations
     if (
         parameters is None
@@ -143,7 +149,7 @@ def note(error: Exception, step: Step | None, program: Program, stage: Stage) ->
 
     Not of an operation that is called alone: the note would only repeat its name.
     """
-    if sys.version_info < (3, 11) or step is None or torch.compiler.is_compiling():
+    if sys.version_info < (3, 11) or step is None:
         return
     where = place(program.paths, step)
     if where or len(program.plan.basic_ops) > 1:
@@ -151,14 +157,27 @@ def note(error: Exception, step: Step | None, program: Program, stage: Stage) ->
         error.add_note(f"opfuser: in the {stage} of {step_name(step)}{at}")
 
 
-def _traced_forward(
+def traced_forward(
     program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
+    """As :func:`execute_forward`, for torch.compile and torch.export to trace."""
     keywords = ({},) * len(program.plan.basic_ops) if kwargs is None else kwargs
     x, outputs = program.traced("forward")(x, extra_inputs, keywords, tape, None)
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
     return x, outputs
+
+
+def traced_backward(
+    program: Program,
+    dx: Tensor | None,
+    grad_outputs: Sequence[Tensor | None],
+    contexts: Sequence[OperationContext],
+    saved: list[Tensor | None],
+) -> list[Tensor | None]:
+    """As :func:`execute_backward`, for torch.compile to trace."""
+    dx, grads = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
+    return [dx if program.input_needs_grad else None, *grads]
 
 
 def _verification(program: Program, x: Tensor, tape: Tape | None) -> Verification | None:
@@ -180,8 +199,17 @@ def _borrowed(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.layout is not torch.strided else t.view_as(t)
 
 
-def _overlap(overlap: WgradOverlap, device: torch.device) -> OverlappedPass | None:
-    return None if torch.compiler.is_compiling() else overlap.begin(device)
+def backward_of_eager(
+    func_ctx: Any, dx: Tensor, grad_outputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """As :func:`execute_backward`, traced though the call was not."""
+    program, contexts, marked, hooked, *_ = func_ctx.forwarded
+    saved: list[Tensor | None] = list(func_ctx.saved_tensors)
+    if marked:
+        del saved[0]
+    if hooked:
+        saved = list(map(_borrowed, saved))
+    return traced_backward(program, dx, grad_outputs, contexts, saved)
 
 
 def execute_backward(
@@ -206,9 +234,8 @@ def execute_backward(
     if saved and not keep and _CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
-    traced = torch.compiler.is_compiling()
-    how = contexts, verification, traced
-    if traced or special is None or hooked or dx is None or profiler._is_profiler_enabled:
+    how = contexts, verification
+    if special is None or hooked or dx is None or profiler._is_profiler_enabled:
         return _run_backward(program, dx, grad_outputs, saved, *how)
     specializations = program.specializations
     found = specializations.backward(program, special, dx, grad_outputs, saved, keep)
@@ -237,17 +264,14 @@ def _run_backward(
     saved: list[Tensor | None],
     contexts: Sequence[OperationContext],
     verification: Verification | None,
-    traced: bool,
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, by the function of the program."""
-    if traced:
-        function = program.traced("backward")
-    elif verification is not None or profiler._is_profiler_enabled:
+    if verification is not None or profiler._is_profiler_enabled:
         emission = Emission(False, verification is not None, profiler._is_profiler_enabled)
         function = program.function("backward", emission)
     else:
         function = program.function("backward", PLAIN)
-    overlap = program.overlap and _overlap(program.overlap, program.plan.env.device)
+    overlap = program.overlap and program.overlap.begin(program.plan.env.device)
     try:
         dx, grads = function(dx, grad_outputs, contexts, saved, verification)
     except ContextError as error:

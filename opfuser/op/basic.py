@@ -22,6 +22,7 @@ from ..errors import (
     explain,
 )
 from ..gemm_providers import GemmChoice
+from ..tracing import tracing
 from .fusible import RESTORED_CHILDREN, FusibleOperation, StandaloneCalls
 from .results import parameter_grads
 
@@ -109,7 +110,7 @@ class BasicOperation(FusibleOperation):
     @property
     def settings(self) -> Any:
         """The current settings; see :meth:`make_settings`. Those of a call are in its context."""
-        if torch.compiler.is_compiling():
+        if tracing():
             return self.make_settings()  # traced code must not depend on a cached value
         own = self.__dict__
         settings = own.get("_settings")
