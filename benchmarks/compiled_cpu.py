@@ -12,7 +12,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,19 @@ def step(model: Callable[..., Tensor], *inputs: Tensor) -> None:
     model(*inputs).sum().backward()
 
 
-def seconds_to_trace(model: nn.Module, inputs: tuple[Tensor, ...], rounds: int) -> list[float]:
-    """The times of first steps; what the process itself does once comes before."""
-    times = []
+def seconds_to_trace(
+    models: Iterable[nn.Module], inputs: tuple[Tensor, ...], rounds: int
+) -> list[float]:
+    """Median processor time of each model's first step; what a process does once comes before."""
+    times: list[list[float]] = []
     for _ in range(1 + rounds):
-        torch.compiler.reset()
-        began = time.perf_counter()
-        step(torch.compile(model, fullgraph=True, backend="aot_eager"), *inputs)
-        times.append(time.perf_counter() - began)
-    return times[1:]
+        times.append([])
+        for model in models:
+            torch.compiler.reset()
+            began = time.process_time()
+            step(torch.compile(model, fullgraph=True, backend="aot_eager"), *inputs)
+            times[-1].append(time.process_time() - began)
+    return [statistics.median(own) for own in zip(*times[1:])]
 
 
 def graphs(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
@@ -73,9 +77,9 @@ def row(case: host_models.Case, traces: int, rounds: int) -> dict[str, Any]:
     ours, theirs, inputs = case.build(CPU)
     models = {"opfuser": ours, "torch_nn": theirs}
     found: dict[str, Any] = {"case": case.name}
-    for name, model in models.items():
-        found[f"{name}_trace_s"] = statistics.median(seconds_to_trace(model, inputs, traces))
-        found[f"{name}_graphs"] = graphs(model, inputs)
+    times = seconds_to_trace(models.values(), inputs, traces)
+    for (name, model), seconds in zip(models.items(), times):
+        found |= {f"{name}_trace_s": seconds, f"{name}_graphs": graphs(model, inputs)}
     if rounds:
         steps = seconds_to_step((ours, theirs), inputs, rounds)
         found |= {f"{name}_step_us": 1e6 * own for name, own in zip(models, steps)}

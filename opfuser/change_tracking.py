@@ -109,7 +109,7 @@ class Tracked(nn.Module):
         Clock.now += 1
         self.__dict__["_stamp"] = Stamp(self)
 
-    def refresh_stamp(self) -> None:
+    def _refresh_stamp(self) -> None:
         """Replaces the stamp if something has changed that is not noticed, as a hook that left."""
         now, own = Stamp(self), self.__dict__
         if now != own.get("_stamp"):

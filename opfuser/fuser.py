@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -124,7 +122,7 @@ class OperationFuser(TracedCalls):
     forward_backward_fusion_functions = _FusionFunctions("joint")
 
     def __init__(self, ops: Sequence[FusibleOperation], *, routing: Routing | None = None) -> None:
-        self.given_ops = tuple(ops)
+        self._given_ops = tuple(ops)
         self._units = units(ops)
         self._basic_ops: list[BasicOperation] = [b for unit in self._units for b in expand(unit)]
         if routing is None:
@@ -136,7 +134,7 @@ class OperationFuser(TracedCalls):
         self.routing = routing
         self.num_extra_inputs = len(routing.inputs)
         self._programs: dict[PlanKey, Program] = {}
-        self.traced = Functions()
+        self._traced = Functions()
         self._recent = Recent[Program]()
         self._key: PlanKey | None = None
         self._used: Program | None = None
@@ -205,7 +203,7 @@ class OperationFuser(TracedCalls):
         if extra_inputs or self.num_extra_inputs or not isinstance(input, Tensor):
             self._check(input, extra_inputs)
         if tracing():
-            self.guard()
+            self._guard_trace()
             return call_traced(self, 0, input, extra_inputs, basic_op_kwargs)
         if self._started != Clock.now:
             self._start()
@@ -329,7 +327,7 @@ class OperationFuser(TracedCalls):
     # While torch.compile traces, planning runs as ordinary Python and stores its result under a
     # name; the traced code only looks it up.
 
-    def fuser_of(self, group: int) -> OperationFuser:
+    def _fuser_of(self, group: int) -> OperationFuser:
         return self
 
     def parameters_for_tracing(
@@ -402,7 +400,7 @@ class OperationFuser(TracedCalls):
         # A name of its own, so that code traced before need not be traced again.
         name = f"program_{id(program)}"
         program.prepare_tracing()
-        setattr(self.traced, name, program)
+        setattr(self._traced, name, program)
         whole = without_keywords and not self._parametrized
         whole = whole and in_graph.fits(program, self._read_parameters())
         if whole:
@@ -411,7 +409,7 @@ class OperationFuser(TracedCalls):
             def find() -> tuple[Program, in_graph.Places]:
                 own = me()
                 assert own is not None  # else the function is gone as well
-                return getattr(own.traced, name), own._places
+                return getattr(own._traced, name), own._places
 
             key = (self._key, self.routing, self._num_parameters)
             return in_graph.name_of(key, self, find), True
@@ -544,8 +542,8 @@ def call_traced(
     name, whole = root._plan_for_tracing(group, registry.stamp, facts, kwargs is None)
     if whole:
         return getattr(in_graph.functions, name)(input_, *parameters, *extra_inputs)
-    root.guard_identity()
-    program = getattr(root.fuser_of(group).traced, name)
+    root._guard_identity()
+    program = getattr(root._fuser_of(group)._traced, name)
     return execute(program, input_, parameters, extra_inputs, kwargs)
 
 
@@ -574,27 +572,13 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
     )
 
 
-def _read_keywords(op_forward: Callable[..., Any]) -> frozenset[str] | None:
-    """Those that it accepts; None is any."""
-    parameters = inspect.signature(op_forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return None
-    return frozenset(parameters) - {"self"}
-
-
-# A signature takes longer to read than some operations.
-_keywords_of = functools.lru_cache(256)(_read_keywords)
-
-
 def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
     """Raises OpKwargsError for a keyword that the forward of ``op`` does not accept."""
     own = type(op).fuser_forward is BasicOperation.fuser_forward
     if not own:
         return  # it receives the dict and checks the keywords itself
-    function = getattr(op.op_forward, "__func__", op.op_forward)
-    # torch.compile, which looks into what is cached, reads it itself.
-    accepted = _read_keywords(function) if tracing() else _keywords_of(function)
-    unknown = [] if accepted is None else sorted(set(kwargs) - accepted)
+    accepted = op._accepted_keywords()
+    unknown = [] if accepted is None else sorted(set(kwargs).difference(accepted))
     if unknown:
         raise OpKwargsError(
             explain(
@@ -633,7 +617,7 @@ def _run_alone(
         for part, own in zip(expand(op), kwargs):
             check_keywords(part, own)
     if tracing():
-        op.guard()
+        op._guard_trace()
         return call_traced(op, 0, input_, extra_inputs, kwargs)
     if op._alone is None:
         op._prepare_alone()

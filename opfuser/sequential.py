@@ -475,10 +475,10 @@ class Sequential(NestedSequential):
         children = [(name, id(type(m)), has_hooks(m)) for name, m in self.named_children()]
         return repr((children, self.fusion_config))
 
-    def prepare_tracing(self) -> None:
+    def _prepare_tracing(self) -> None:
         self._resolve()
 
-    def fuser_of(self, group: int) -> Any:
+    def _fuser_of(self, group: int) -> Any:
         return self._groups[group].callee
 
     def _steps_for_tracing(self, extra_inputs: int) -> tuple[Any, ...]:
@@ -586,11 +586,11 @@ class Sequential(NestedSequential):
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None,
     ) -> Any:
         """As :meth:`forward`, for torch.compile to trace."""
-        self.guard()
+        self._guard_trace()
         calls = self._calls_to_trace(len(extra_inputs))
         if not op_kwargs:
             return self._walk(calls, input_, extra_inputs, None)
-        self.guard_identity()
+        self._guard_identity()
         kwargs, caches = self._resolve_op_kwargs(op_kwargs)
         result = self._walk(calls, input_, extra_inputs, kwargs)
         for cache in caches:

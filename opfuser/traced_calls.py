@@ -75,7 +75,7 @@ def _inside(module: Any) -> Iterator[tuple[tuple[str, str | int], nn.Module]]:
     for name, child in own.get("_modules", {}).items():
         if child is not None:
             yield ("_modules", name), child
-    for attribute in ("basic_ops", "given_ops"):  # of a compound, of a fuser
+    for attribute in ("basic_ops", "_given_ops"):  # of a compound, of a fuser
         for number, op in enumerate(own.get(attribute, ())):
             yield (attribute, number), op
 
@@ -83,38 +83,38 @@ def _inside(module: Any) -> Iterator[tuple[tuple[str, str | int], nn.Module]]:
 class TracedCalls:
     """What torch.compile may trace a call of: a sequence, an operation, or a fuser."""
 
-    def prepare_tracing(self) -> None:
-        """Makes what :meth:`fuser_of` returns."""
+    def _prepare_tracing(self) -> None:
+        """Makes what :meth:`_fuser_of` returns."""
 
-    def fuser_of(self, group: int) -> Any:
+    def _fuser_of(self, group: int) -> Any:
         """The fuser of a group of operations; there is one group but in a sequence."""
         raise NotImplementedError
 
-    def guard(self) -> None:
+    def _guard_trace(self) -> None:
         """Makes code that is being traced depend on what the modules inside are."""
         for path in self._paths_of_stamps():
             at(self, path)._stamp.guard()
 
-    def guard_identity(self) -> None:
+    def _guard_identity(self) -> None:
         """The same, and on which modules these are, for code that may read anything of them."""
         for path in self._paths_of_stamps():
             at(self, path)._serial.strip()
 
     def _paths_of_stamps(self) -> tuple[Path, ...]:
-        self.prepare_tracing()
+        self._prepare_tracing()
         tracked = [(p, m) for p, m in paths(self).values() if isinstance(m, Tracked)]
         for _, module in tracked:
-            module.refresh_stamp()
+            module._refresh_stamp()
         return tuple(path for path, _ in tracked)
 
     def _parameters_for_tracing(self, group: int, extra_inputs: int) -> tuple[Any, ...]:
         """Where a group's parameters stand, as of :class:`TracedParameter`."""
-        own = self.fuser_of(group).parameters_for_tracing(paths(self), extra_inputs)
+        own = self._fuser_of(group).parameters_for_tracing(paths(self), extra_inputs)
         return tuple(map(tuple, own))
 
     def _plan_for_tracing(self, group: int, *call: Any) -> tuple[str, bool]:
         """As of the fuser of a group."""
-        found: tuple[str, bool] = self.fuser_of(group).plan_for_tracing(*call)
+        found: tuple[str, bool] = self._fuser_of(group).plan_for_tracing(*call)
         return found
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.

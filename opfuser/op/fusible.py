@@ -206,10 +206,10 @@ class FusibleOperation(TracedCalls, Tracked):
         if self._alone is None:
             self.__dict__["_alone"] = StandaloneCalls.make_fuser(self)
 
-    def prepare_tracing(self) -> None:
+    def _prepare_tracing(self) -> None:
         self._prepare_alone()
 
-    def fuser_of(self, group: int) -> Any:
+    def _fuser_of(self, group: int) -> Any:
         return self._alone
 
     def __getstate__(self) -> dict[str, Any]:
