@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parametrize
 
 from . import fused as _fused
@@ -57,7 +57,7 @@ from .registry import (
     register_forward_fusion,
     registry,
 )
-from .traced_calls import Functions, Path, TracedCalls, TracedParameter, parameter_of
+from .traced_calls import Functions, TracedCalls, TracedParameter, parameter_of
 from .tracing import exporting, tracing
 
 __all__ = [
@@ -203,8 +203,7 @@ class OperationFuser(TracedCalls):
         if extra_inputs or self.num_extra_inputs or not isinstance(input, Tensor):
             self._check(input, extra_inputs)
         if tracing():
-            self._guard_trace()
-            return call_traced(self, 0, input, extra_inputs, basic_op_kwargs)
+            return call_traced(self, self._guard_trace(), 0, input, extra_inputs, basic_op_kwargs)
         if self._started != Clock.now:
             self._start()
         if self._parametrized:
@@ -331,9 +330,9 @@ class OperationFuser(TracedCalls):
         return self
 
     def parameters_for_tracing(
-        self, found: dict[int, tuple[Path, nn.Module]], extra_inputs: int
+        self, numbers: dict[int, int], extra_inputs: int
     ) -> list[TracedParameter]:
-        """Where the parameters stand, given the modules by id, each with a path to it.
+        """Where the parameters stand, given the numbers of modules by id.
 
         Raises:
             ExtraInputCountError: a call with so many extra inputs is no call of the operations.
@@ -355,10 +354,10 @@ class OperationFuser(TracedCalls):
                 refuse_impure(module, name)
         places = []
         for op in self._basic_ops:
-            own = found[id(op)]  # by which the parameters of its compound are found, too
+            own = numbers[id(op)]  # by which the parameters of its compound are found, too
             for module, name in op.parameter_slots():
-                path, _ = found.get(id(module), own)
-                places.append(TracedParameter(path, name, name not in module._parameters))
+                number = numbers.get(id(module), own)
+                places.append(TracedParameter(number, name, name not in module._parameters))
         return places
 
     def plan_for_tracing(
@@ -522,12 +521,18 @@ def _check_tensors(input_: Tensor, extra_inputs: Sequence[Tensor]) -> None:
 
 
 def call_traced(
-    root: TracedCalls, group: int, input_: Tensor, extra_inputs: Sequence[Tensor], kwargs: Kwargs
+    root: TracedCalls,
+    modules: list[Any],
+    group: int,
+    input_: Tensor,
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs,
 ) -> Any:
     """What a group of operations returns, for torch.compile to trace.
 
     Args:
-        root: what holds them, which was guarded.
+        root: what holds them.
+        modules: those inside, as ``_guard_trace`` has returned them.
         group: its number there.
         input_: of the group.
         extra_inputs: of the group.
@@ -535,14 +540,14 @@ def call_traced(
     """
     _check_tensors(input_, extra_inputs)
     places = root._parameters_for_tracing(group, len(extra_inputs))
-    parameters = [parameter_of(root, place) for place in places]
+    parameters = [parameter_of(modules, place) for place in places]
     facts = call_facts(input_, parameters, extra_inputs, None)
     if open_regions.count:
         _refuse_to_quantize()
     name, whole = root._plan_for_tracing(group, registry.stamp, facts, kwargs is None)
     if whole:
         return getattr(in_graph.functions, name)(input_, *parameters, *extra_inputs)
-    root._guard_identity()
+    root._guard_identity(modules)
     program = getattr(root._fuser_of(group)._traced, name)
     return execute(program, input_, parameters, extra_inputs, kwargs)
 
@@ -617,8 +622,7 @@ def _run_alone(
         for part, own in zip(expand(op), kwargs):
             check_keywords(part, own)
     if tracing():
-        op._guard_trace()
-        return call_traced(op, 0, input_, extra_inputs, kwargs)
+        return call_traced(op, op._guard_trace(), 0, input_, extra_inputs, kwargs)
     if op._alone is None:
         op._prepare_alone()
     return op._alone(input_, *extra_inputs, basic_op_kwargs=kwargs)

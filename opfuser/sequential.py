@@ -56,7 +56,7 @@ from .quantization.region import active_recipe, check_recipe, region, region_of_
 from .recipe import Recipe
 from .registry import registry
 from .tied_parameters import load_as_one, tie, tied_places
-from .traced_calls import at, paths
+from .traced_calls import ModulesInside
 from .tracing import tracing
 
 __all__ = ["Residual", "Sequential"]
@@ -481,30 +481,30 @@ class Sequential(NestedSequential):
     def _fuser_of(self, group: int) -> Any:
         return self._groups[group].callee
 
-    def _steps_for_tracing(self, extra_inputs: int) -> tuple[Any, ...]:
-        """For each group the path of the module that is called, or None; and its route."""
+    def _groups_for_tracing(self, extra_inputs: int) -> tuple[Any, ...]:
+        """For each group the number of the module that is called, or None; and its route."""
         self._check_count(extra_inputs)
-        found = paths(self)
-        steps = []
+        numbers = ModulesInside(self).numbers
+        groups = []
         for group, route in zip(self._groups, self._routes.groups):
             fused = isinstance(group.callee, OperationFuser)
-            path = None if fused else found[id(group.callee)][0]
+            number = None if fused else numbers[id(group.callee)]
             takes = tuple(t if isinstance(t, int) else str(t) for t in route.takes)
             gives = tuple((None if key is None else str(key), to) for key, to in route.gives)
-            steps.append((path, takes, gives))
-        return tuple(steps)
+            groups.append((number, takes, gives))
+        return tuple(groups)
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _steps_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _groups_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def _calls_to_trace(self, extra_inputs: int) -> list[Any]:
-        """As the steps of :meth:`_walk`."""
+    def _calls_to_trace(self, modules: list[Any], extra_inputs: int) -> list[Any]:
+        """The calls of :meth:`_walk`, given the modules inside."""
         calls = []
-        for n, (path, takes, gives) in enumerate(self._steps_for_tracing(extra_inputs)):
-            if path is None:
-                calls.append((functools.partial(call_traced, self, n), takes, gives))
+        for n, (number, takes, gives) in enumerate(self._groups_for_tracing(extra_inputs)):
+            if number is None:
+                calls.append((functools.partial(call_traced, self, modules, n), takes, gives))
             else:
-                calls.append((functools.partial(call, at(self, path)), takes, gives))
+                calls.append((functools.partial(call, modules[number]), takes, gives))
         return calls
 
     @property
@@ -586,11 +586,11 @@ class Sequential(NestedSequential):
         op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None,
     ) -> Any:
         """As :meth:`forward`, for torch.compile to trace."""
-        self._guard_trace()
-        calls = self._calls_to_trace(len(extra_inputs))
+        modules = self._guard_trace()
+        calls = self._calls_to_trace(modules, len(extra_inputs))
         if not op_kwargs:
             return self._walk(calls, input_, extra_inputs, None)
-        self._guard_identity()
+        self._guard_identity(modules)
         kwargs, caches = self._resolve_op_kwargs(op_kwargs)
         result = self._walk(calls, input_, extra_inputs, kwargs)
         for cache in caches:
