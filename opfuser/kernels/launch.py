@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..recording import watching
+from ..tracing import functional
 
 __all__ = [
     "INTERPRETED",
@@ -31,11 +32,7 @@ __all__ = [
     "recorded",
     "runs",
     "tell_compilations",
-    "transforms_active",
 ]
-
-# Whether a transform of torch.func, such as vmap, is under way; not part of torch's public names.
-transforms_active = torch._C._are_functorch_transforms_active
 
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
@@ -96,10 +93,11 @@ class Recorded(NamedTuple):
 def runs(x: Tensor, dtypes: frozenset[torch.dtype] = DTYPES) -> bool:
     """Whether there are kernels for ``x``: on a GPU, in one of the dtypes, and with Triton.
 
-    Under ``torch.vmap`` there are none: what it hands over has no memory of its own.
+    Under ``torch.vmap`` there are none: what it hands over has no memory of its own. Nor are there
+    while torch.compile traces: it makes its own, fused with what stands around.
     """
     taken = x.is_cuda or (_State.everywhere and (x.is_meta or not _State.only_meta))
-    return taken and AVAILABLE and x.dtype in dtypes and not transforms_active()
+    return taken and AVAILABLE and x.dtype in dtypes and not functional()
 
 
 @contextmanager

@@ -418,6 +418,16 @@ def test_a_call_that_fails(device: torch.device) -> None:
     assert code(model) in ("", "SLOWER")
 
 
+def noting(ask: Callable[..., Any], answers: list[Any]) -> Callable[..., Any]:
+    """``ask``, whose answers are noted."""
+
+    def noted(*args: Any) -> Any:
+        answers.append(ask(*args))
+        return answers[-1]
+
+    return noted
+
+
 @pytest.mark.usefixtures("auto")
 def test_calls_that_are_not_replayed_are_as_fast_as_with_replay_off(
     device: torch.device, times: Times, monkeypatch: pytest.MonkeyPatch
@@ -425,12 +435,7 @@ def test_calls_that_are_not_replayed_are_as_fast_as_with_replay_off(
     """They run what was recorded of calls of their kind, also while they are measured."""
     answers: dict[str, list[Any]] = {"find": [], "leaves_alone": []}
     for owner, name in ((Specializations, "find"), (replay.Replays, "leaves_alone")):
-
-        def noted(*args: Any, ask: Any = getattr(owner, name), name: str = name) -> Any:
-            answers[name].append(ask(*args))
-            return answers[name][-1]
-
-        monkeypatch.setattr(owner, name, noted)
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name), answers[name]))
     times.usual = 5e-3, 50e-3
     model = block(device)
     train(model, device, BEFORE + 1)
