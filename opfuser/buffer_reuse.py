@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .recording import watching
+
 __all__ = [
     "is_batched",
     "memory_of",
@@ -64,9 +66,12 @@ def only_reference(holder: Sequence[Tensor | None], index: int = 0) -> bool:
     if torch.compiler.is_compiling() or holder[index] is None:
         return False
     try:
-        return _counts(holder, index) == _ALONE
+        alone = _counts(holder, index) == _ALONE
     except NotImplementedError:  # a batched gradient has no memory of its own
         return False
+    if alone and watching.watcher is not None:
+        watching.watcher.note_reuse(holder[index])  # type: ignore[arg-type]
+    return alone
 
 
 def shares_nothing(view: Tensor) -> bool:

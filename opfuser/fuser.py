@@ -18,7 +18,7 @@ from . import fused as _fused
 from .change_tracking import Clock, Tracked, active_calls, signature, stamp
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
-from .engine.autograd import Kwargs, apply_recorded, execute, execute_eagerly, execute_recorded
+from .engine.autograd import Kwargs, execute, execute_eagerly
 from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, OperationFacts
 from .engine.local_parameters import local_places, local_values
@@ -141,7 +141,7 @@ class OperationFuser:
         self._places_of_ops: tuple[Place, ...] = ()
         self._paths: list[str] = []
         self._has_own_configs = False
-        self._replays: Replays | None = None
+        self._replays = Replays()
         self._seen = self._started = -1
 
     @classmethod
@@ -163,12 +163,6 @@ class OperationFuser:
                     read_through(module, name)
         self._local = local_places(self._slots)
         self._parametrized = self._parametrized or bool(self._local)
-        self._buffers = [
-            (module._buffers, name)
-            for op in self._basic_ops
-            for module in dict.fromkeys((*op.modules(), *op.children()))  # these with its scales
-            for name in module._buffers
-        ]
         self._places = [(module._parameters, name) for module, name in self._slots]
         self._signature = tuple(
             map(signature, {id(op): op for op in [*self._units, *self._basic_ops]}.values())
@@ -209,42 +203,19 @@ class OperationFuser:
         if self._parametrized:
             with one_value_each(), local_values(self._local):
                 return self._call(input, extra_inputs, basic_op_kwargs)
-        if basic_op_kwargs is not None or self.replay is not None or current().mode != "off":
-            return self._call(input, extra_inputs, basic_op_kwargs)
-        # A steady call goes no further: whatever calls in between would cost more than it.
-        parameters = [own[name] for own, name in self._places]
-        program = self._used = self._program(input, parameters, extra_inputs)  # type: ignore[arg-type]
-        recorded = program.specializations
-        kept = recorded.kept() if recorded.keeps else ()
-        for found in recorded.found:
-            if found.guard(input, parameters, extra_inputs, kept):
-                if found is not recorded.found[0]:
-                    recorded.put_first(found)
-                if program.needs_backward:
-                    return apply_recorded(found, kept, input, *parameters, *extra_inputs)
-                return execute_recorded(found, kept, input, parameters, extra_inputs)  # type: ignore[arg-type]
-        active_calls.depth += 1
-        try:
-            return execute_eagerly(program, input, parameters, extra_inputs, None)  # type: ignore[arg-type]
-        finally:
-            active_calls.depth -= 1
+        return self._call(input, extra_inputs, basic_op_kwargs)
 
     def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
-        """A call that may be replayed, has keywords, or computes its parameters."""
         parameters = self._read_parameters()
         program = self._used = self._program(input_, parameters, extra_inputs)
         options = current()
         if self.replay is not None:
             options = options.of_sequence(self.replay)
+        if options.mode == "off" or (options.mode == "auto" and self._replays.leaves_alone(input_)):
+            return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
         active_calls.depth += 1
         try:
-            if options.mode == "off":
-                return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
-            if self._replays is None:
-                self._replays = Replays()
-            found = [buffers[name] for buffers, name in self._buffers]
-            buffers = [b for b in found if b is not None]
-            call = ReplayCall(program, input_, parameters, buffers, extra_inputs, kwargs)
+            call = ReplayCall(program, input_, parameters, extra_inputs, kwargs)
             return self._replays.call(options, call)
         finally:
             active_calls.depth -= 1
@@ -521,10 +492,7 @@ class OperationFuser:
         """The plan that was used last, with what is known of replaying it."""
         if self._used is None:
             return None
-        plan = self._used.plan
-        if self._replays is None:
-            return plan
-        return dataclasses.replace(plan, replays=(self._replays.record(self._used),))
+        return dataclasses.replace(self._used.plan, replays=self._replays.records(self._used))
 
     def _steps(self, stage: str) -> list[tuple[Any, list[int]]]:
         plan = self.last_plan

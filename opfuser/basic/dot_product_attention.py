@@ -39,6 +39,7 @@ from ..kernels.launch import transforms_active
 from ..kernels.scalar import cast
 from ..kernels.tracing import exporting
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..recording import leave
 from . import _attention_inputs as inputs
 from ._attention_inputs import AttentionSettings
 
@@ -241,10 +242,8 @@ class DotProductAttention(BasicOperation):
             kernel = choose_plain(x, call, ctx.requires_grad)
             chosen = KERNELS[kernel]
         if not traced:
-            self._last.call = (
-                kernel,
-                (qkv.shape, qkv.dtype, qkv.device, ctx.requires_grad, settings),
-            )
+            facts = qkv.shape, qkv.dtype, qkv.device, ctx.requires_grad, settings
+            leave(self._last, "call", (kernel, facts))
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
@@ -278,7 +277,7 @@ class DotProductAttention(BasicOperation):
             kernel = choose(x, call, request, settings.kernel)
             chosen = KERNELS[kernel]
         if not traced:
-            self._last.call = kernel, request
+            leave(self._last, "call", (kernel, request))
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
         result = chosen.forward(x if chosen.grouped else expanded(x), call)

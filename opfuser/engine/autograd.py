@@ -16,6 +16,7 @@ from torch.autograd import profiler
 from torch.autograd.forward_ad import unpack_dual
 
 from ..buffer_reuse import is_batched, memory_of, shares_nothing
+from ..change_tracking import active_calls
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
@@ -35,12 +36,10 @@ from .steps import zeros
 
 __all__ = [
     "Kwargs",
-    "apply_recorded",
     "compiling",
     "differentiate",
     "execute",
     "execute_eagerly",
-    "execute_recorded",
     "separate",
 ]
 
@@ -60,7 +59,7 @@ def execute(
             op.pre_fuser_forward(requires_grad=needed)
         return execute_exported(program, input_, extra_inputs, kwargs)
     if not (program.needs_backward and torch.compiler.is_compiling()):
-        return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
+        return _execute_program(program, input_, parameters, extra_inputs, kwargs)
     for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
     if not torch.compiler.is_dynamo_compiling():
@@ -80,7 +79,35 @@ def execute_eagerly(
     extra_inputs: Sequence[Tensor],
     kwargs: Kwargs,
 ) -> Any:
-    """As :func:`execute`, where torch.compile traces no backward."""
+    """As :func:`execute` while nothing is traced: by what was recorded, if anything was."""
+    recorded = program.specializations
+    if recorded.found and kwargs is None:
+        kept = recorded.kept() if recorded.keeps else ()
+        found = recorded.find(input_, parameters, extra_inputs, kept)
+        if found is not None and program.needs_backward:
+            return _apply_recorded(program, found, kept, input_, *parameters, *extra_inputs)
+        if found is not None:
+            try:
+                output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
+            except Exception as error:
+                note(error, program.step_of(error), program, "forward")
+                raise
+            return (output, *outputs) if outputs else output
+    active_calls.depth += 1
+    try:
+        return _execute_program(program, input_, parameters, extra_inputs, kwargs)
+    finally:
+        active_calls.depth -= 1
+
+
+def _execute_program(
+    program: Program,
+    input_: Tensor,
+    parameters: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs,
+) -> Any:
+    """As :func:`execute_eagerly`, by the functions of the program."""
     for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
     functorch = torch._C._are_functorch_transforms_active()
@@ -98,30 +125,6 @@ def execute_eagerly(
     # detach() would drop the tangents of forward mode.
     if output._is_view() and not torch.is_grad_enabled() and unpack_dual(output).tangent is None:
         output = _without_base(output, (input_, *extra_inputs))
-    return (output, *outputs) if outputs else output
-
-
-def execute_recorded(
-    found: Specialization,
-    kept: Sequence[Tensor],
-    input_: Tensor,
-    parameters: Sequence[Tensor],
-    extra_inputs: Sequence[Tensor],
-) -> Any:
-    """As :func:`execute_eagerly`, by what was recorded of a call like this one.
-
-    Nothing of it needs a gradient; else :func:`apply_recorded` does the same.
-
-    Args:
-        found: is for such a call, as its guard has said.
-        kept: what operations read besides.
-        input_, parameters, extra_inputs: of the call.
-    """
-    try:
-        output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
-    except Exception as error:
-        note(error, found.program.step_of(error), found.program, "forward")
-        raise
     return (output, *outputs) if outputs else output
 
 
@@ -233,12 +236,12 @@ class _RecordedFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         func_ctx: Any,
+        program: Program,
         found: Specialization,
         kept: Sequence[Tensor],
         input_: Tensor,
         *tensors: Tensor,
     ) -> Any:
-        program = found.program
         count = program.num_parameters
         parameters, extra_inputs = tensors[:count], tensors[count:]
         try:
@@ -267,7 +270,7 @@ class _RecordedFunction(torch.autograd.Function):
             grad_output = zeros(func_ctx.output_like)
         program, _, marked, hooked, _, special = func_ctx.forwarded
         if marked or hooked or torch.is_grad_enabled() or profiler._is_profiler_enabled:
-            return _SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+            return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
         keep = _keeps_graph()
         recorded = program.specializations
         kept = recorded.kept() if recorded.keeps else ()
@@ -275,13 +278,15 @@ class _RecordedFunction(torch.autograd.Function):
         found = recorded.find_backward(special, grad_output, grad_outputs, saved, kept, keep)
         if found is None:
             del saved  # which would count as a reference to what is in it
-            return _SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+            return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
         if saved and not keep and CAN_CLEAR:
             func_ctx.maybe_clear_saved_tensors()
-        grads = run_recorded_backward(found, special, grad_output, grad_outputs, saved, kept)
+        grads = run_recorded_backward(
+            program, special, found, grad_output, grad_outputs, saved, kept
+        )
         if found.shares:
             separate(grads, (grad_output, *grad_outputs))
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 def differentiate(
@@ -350,7 +355,7 @@ _NOT_BATCHED = explain(
 
 # _SequenceFunction.apply without its Python wrapper, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
-apply_recorded: Callable[..., Any] = super(torch.autograd.Function, _RecordedFunction).apply
+_apply_recorded: Callable[..., Any] = super(torch.autograd.Function, _RecordedFunction).apply
 _hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 

@@ -223,19 +223,20 @@ def execute_backward(
     kept = recorded.kept()
     found = recorded.find_backward(special, dx, grad_outputs, saved, kept, keep)
     if found is not None:
-        return run_recorded_backward(found, special, dx, grad_outputs, saved, kept)
-    due = recorded.due_backward(special, dx, grad_outputs, saved, kept, keep)
+        return run_recorded_backward(program, special, found, dx, grad_outputs, saved, kept)
+    due = recorded.due_backward(program, special, dx, grad_outputs, saved, kept, keep)
     if due is None:
         return _run_backward(program, dx, grad_outputs, saved, *how)
     with due.recorder.watching():
         grads = _run_backward(program, dx, grad_outputs, saved, *how)
-    recorded.add_backward(due, grads)
+    recorded.add_backward(program, due, grads)
     return grads
 
 
 def run_recorded_backward(
-    found: Backward,
+    program: Program,
     special: Specialization,
+    found: Backward,
     dy: Tensor,
     received: Sequence[Tensor | None],
     saved: list[Tensor | None],
@@ -244,14 +245,14 @@ def run_recorded_backward(
     """As :func:`execute_backward`, by what was recorded of a pass like it.
 
     Args:
-        found: what was recorded.
+        program: whose pass it is.
         special: of its forward.
+        found: what was recorded.
         dy, received: gradients of the output and of the extra outputs.
         saved: what forward has saved. Nothing else refers to the list.
         kept: what operations read besides.
     """
-    program = special.program
-    if found.writes and not all(only_reference(saved, n) for n in found.writes):
+    if found.reused and not all(only_reference(saved, n) for n in found.reused):
         return _run_backward(program, dy, received, saved, special.contexts, None, False)
     try:
         return found.function(dy, received, saved, kept)
