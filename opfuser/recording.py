@@ -63,7 +63,11 @@ class Watcher(Protocol):
     """Who notes the calls of a pass, to repeat them (``engine.recorder``)."""
 
     def note_whole(
-        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int, flag: int | None
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        writes: int | None,
+        flag: int | None,
     ) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
@@ -187,11 +191,14 @@ def leave(holder: Any, name: str, value: Hashable) -> None:
         watching.watcher.note_setting(holder, name, value)
 
 
-def seen_whole(*, writes: int, flag: int | None = None) -> Callable[[Function], Function]:
-    """A function that decides by values: who notes calls notes it, not what it calls.
+def seen_whole(
+    *, writes: int | None = None, flag: int | None = None
+) -> Callable[[Function], Function]:
+    """A function that decides by more than guards compare: who notes calls notes it as one.
 
     Args:
-        writes: position of the argument that it may write to, and return.
+        writes: position of the argument that it may write to, and return; None: it reads no values,
+            and returns a tensor that nobody else has.
         flag: position of the argument that says whether it may; without, it always may.
     """
 

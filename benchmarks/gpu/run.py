@@ -1,9 +1,9 @@
 """Benchmarks on a GPU: ``python benchmarks/gpu/run.py --out runs/gpu``, the repository on the path.
 
 Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``overlap``, ``model``, ``hugging_face``,
-``small``, ``host``. Each writes ``<part>.json`` into the output folder row by row, so that an
-interrupted run keeps its rows. A failure is a row with the text of its error. torch.compile takes
-part only in the sizes that a case names, one or a few, since it compiles for each of them.
+``small``, ``replay``, ``host``. Each writes ``<part>.json`` into the output folder row by row, so
+that an interrupted run keeps its rows. A failure is a row with the text of its error. torch.compile
+takes part only in the sizes that a case names, one or a few, since it compiles for each of them.
 ``--device cpu`` rehearses with tiny sizes: its figures mean nothing.
 """
 
@@ -28,6 +28,7 @@ from benchmarks.gpu import (
     overlap,
     peers,
     quantized,
+    replay_modes,
     small,
     sums,
 )
@@ -46,9 +47,10 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "model": model.rows,
     "hugging_face": hugging_face.rows,
     "small": small.rows,
+    "replay": replay_modes.rows,
     "host": host.rows,
 }
-BUDGETS = {"small": 225.0}  # seconds, of the parts that do not have BUDGET
+BUDGETS = {"small": 225.0, "replay": 200.0}  # seconds, of the parts that do not have BUDGET
 BUDGET = 540.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -137,6 +139,7 @@ COLUMNS = (
     ("share_of_copy", "% of copy", 100),
     ("share_of_equal_copy", "% of equal copy", 100),
     ("speedup", "x torch", 1),
+    ("over_off", "x off", 1),
     ("over_floor", "x floor", 1),
     ("over_bare_us", "us over bare", 1),
     ("tokens_per_s", "k tokens/s", 1e-3),

@@ -90,7 +90,7 @@ def graphed(model: nn.Module) -> Function:
 
     def function(*args: Tensor) -> Tensor:
         if not made:
-            samples = tuple(t.detach().clone() for t in args)
+            samples = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in args)
             made.append(torch.cuda.make_graphed_callables(model, samples))
         loss: Tensor = made[0](*args)
         return loss

@@ -20,6 +20,7 @@ TITLES = {
     "model": "Models",
     "hugging_face": "Models of transformers",
     "small": "Small models",
+    "replay": "Replayed calls",
     "host": "Host time",
     "distributed": "Several GPUs",
 }
@@ -70,7 +71,9 @@ def cell(row: Row, part: str) -> str:
         extras.append(f"{row['over_floor']:.2f} x GEMMs")
     if part in ("small", "distributed") and row.get("speedup"):
         extras.append(f"{row['speedup']:.2f} x torch")
-    for key, what in MEMORY.items() if part == "small" else ():
+    if row.get("over_off") and row["contestant"] != "opfuser":
+        extras.append(f"{row['over_off']:.2f} x off")
+    for key, what in MEMORY.items() if part in ("small", "replay") else ():
         if row.get(key):
             extras.append(f"{row[key] / 2**20:.0f} MiB {what}")
     if "host_us_per_unit" in row:

@@ -23,7 +23,7 @@ from ..context import (
 )
 from ..errors import ArgumentError, explain
 from ..fusion import Env, Refusal
-from ..gemm import RowGroups, as_rows, row_groups
+from ..gemm import RowGroups, as_rows, reads_groups_on_device, row_groups
 from ..gemm_providers import GemmChoice
 from ..op import BasicOperation, Dtypes, OperationContext
 from ..quantization.recipe_state import init_new_operation
@@ -120,7 +120,6 @@ class GroupedLinear(BasicOperation):
     recipe: str | None = "inherit"
     takes_part_in_recipes: ClassVar[bool] = True
     wgrad_overlap: WgradOverlap | None = None
-    replayable = False  # the host reads the split sizes
     read_only: ClassVar[frozenset[str]] = frozenset(
         "num_groups in_features out_features use_bias scale_bias single_grouped_weight "
         "single_grouped_bias num_extra_inputs".split()
@@ -283,6 +282,17 @@ class GroupedLinear(BasicOperation):
                 )
             )
         return present
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        # Elsewhere the host reads the split sizes, or looks where a gradient goes.
+        weight = getattr(self, self._weight_names[0])
+        if weight is None or not (weight.is_cuda or weight.is_meta):
+            return False
+        if self.accumulate_into_main_grad or self.need_backward_dw():
+            return False
+        dtype = autocast_dtype(weight.device) or weight.dtype
+        return reads_groups_on_device(dtype, self.in_features, self.out_features)
 
     def quantized_refusal(self, env: Env) -> Refusal | None:
         features = self.out_features, self.in_features

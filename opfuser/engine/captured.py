@@ -40,6 +40,7 @@ __all__ = [
     "lock",
     "make_room",
     "refusal_of_capture",
+    "taken",
 ]
 
 logger = logging.getLogger("opfuser")
@@ -70,6 +71,8 @@ class Captured:
         input_, extra_inputs: of a call like those to come.
         parameters: which must stay where they are.
         memory: for all recordings on the device, as a fraction of the device's.
+        asked: whether the caller wants replayed calls, and knows what they ask of a program.
+            Otherwise it gets all gradients as copies, and no other recording makes way.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Captured:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
         memory: float,
+        *,
+        asked: bool = True,
     ) -> None:
         self.program = program
         self.parameters = list(parameters)
@@ -90,20 +95,21 @@ class Captured:
         self.released = False
         self.used = next(_clock)
         self.flight: weakref.ref[Flight] | None = None
-        self._times_held = 0
+        self.asked = asked
+        self._times_held = 0 if asked else _PATIENCE
         self.refusal: Refusal | None = None
         self._backwards: dict[tuple[bool, ...], list[BackwardGraph]] = {}
         self._graph: Graph = kind(self.device)
         tape = Tape() if program.needs_backward else None
         # Memory of others that the graphs must not be deprived of.
-        self._tables = _cached_tensors(program)
+        self._tables = program.specializations.cached()
         with torch.inference_mode(False):
             self._inputs = [room_for(t) for t in (input_, *extra_inputs)]
         with uncached_casts(), torch.no_grad():
             self._output, self._outputs = self._graph.capture(
                 lambda: execute_forward(program, None, self._inputs[0], self._inputs[1:], tape)
             )
-        if len(_cached_tensors(program)) != len(self._tables):
+        if len(program.specializations.cached()) != len(self._tables):
             raise RuntimeError("an operation has cached what exists once the graph was replayed")
         kept = [parameters[n] for n in program.kept_parameters]
         self._saved = [] if tape is None else [*tape.saved, *kept]
@@ -120,6 +126,11 @@ class Captured:
     def tensors(self) -> list[Tensor | None]:
         """Its memory, as far as it outlives a pass."""
         return [*self._inputs, self._output, *self._outputs, *self._saved]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both passes were recorded, if there are two."""
+        return not self.program.needs_backward or any(self._backwards.values())
 
     @property
     def bytes(self) -> int:
@@ -279,10 +290,6 @@ def _memory_read(t: Tensor) -> tuple[int, int, torch.dtype]:
     return t.data_ptr(), t.nbytes, t.dtype
 
 
-def _cached_tensors(program: Program) -> list[Tensor]:
-    return [t for op in program.plan.basic_ops for t in op.cached_tensors()]
-
-
 TOO_LARGE = Refusal("MEMORY", "recordings would take more than opfuser.replay(memory=...) allows")
 
 
@@ -299,14 +306,27 @@ lock = threading.RLock()
 _all: weakref.WeakSet[Captured] = weakref.WeakSet()
 
 
+def taken(device: torch.device) -> int:
+    """Bytes of memory of all recordings on a device."""
+    with lock:
+        return sum(c.bytes for c in _alive(device))
+
+
+def _alive(device: torch.device) -> list[Captured]:
+    return [c for c in _all if c.device == device and not c.released]
+
+
 def make_room(new: Captured) -> bool:
-    """Whether ``new`` fits into its limit, if need be once others that are free were released."""
+    """Whether ``new`` fits into its limit.
+
+    If it was asked for and does not, others that are free are released.
+    """
     with lock:
         _all.add(new)
-        alive = [c for c in _all if c.device == new.device and not c.released]
+        alive = _alive(new.device)
         size = sum(c.bytes for c in alive)
         for other in sorted(alive, key=lambda c: c.used):
-            if size <= new.limit:
+            if size <= new.limit or not new.asked:
                 break
             if other is not new and other.is_free():
                 logger.info("[replay] evicted: %d bytes", other.bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,12 +12,22 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = ["CudaGraph", "Graph", "graph_type"]
+__all__ = ["CudaGraph", "Event", "Graph", "graph_type"]
 
 T = TypeVar("T")
 
 # One at a time: a capture changes how the allocator of its device serves its thread.
 _capturing = threading.Lock()
+
+
+class Event(Protocol):
+    """A place in the work of a stream."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this one to another one, once both were reached."""
 
 
 class Graph(Protocol):
@@ -43,6 +54,22 @@ class Graph(Protocol):
     @staticmethod
     def memory(device: torch.device) -> int:
         """Bytes of memory that ``device`` has."""
+
+    @staticmethod
+    def free(device: torch.device) -> int:
+        """Bytes of memory that nobody has reserved."""
+
+    @staticmethod
+    def allocated(device: torch.device) -> int:
+        """Bytes of memory that tensors of this process have."""
+
+    @staticmethod
+    def event(device: torch.device) -> Event:
+        """The place that the current stream of ``device`` has come to."""
+
+    @staticmethod
+    def objection() -> str | None:
+        """Why nothing should be recorded that nobody asked for."""
 
 
 class CudaGraph:
@@ -108,6 +135,31 @@ class CudaGraph:
     @staticmethod
     def memory(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
+
+    @staticmethod
+    def free(device: torch.device) -> int:
+        return int(torch.cuda.mem_get_info(device)[0])
+
+    @staticmethod
+    def allocated(device: torch.device) -> int:
+        return int(torch.cuda.memory_allocated(device))
+
+    @staticmethod
+    def event(device: torch.device) -> Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    @staticmethod
+    def objection() -> str | None:
+        for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"):
+            if os.environ.get(name, "0") not in ("", "0"):
+                return f"{name} is set"
+        if torch.cuda.get_allocator_backend() != "native":
+            return "memory is not that of torch's own allocator"
+        if torch._C._cuda_isHistoryEnabled():
+            return "the history of memory is recorded"
+        return None
 
 
 _TYPES: dict[str, type[Graph]] = {"cuda": CudaGraph}

@@ -86,9 +86,15 @@ _GUARDED = frozenset(
     "is_cpu is_meta is_floating_point is_complex requires_grad layout itemsize element_size nbytes "
     "get_device __len__ is_sparse is_inference is_conj is_neg".split()
 )
+# Compared with the answer by guards of calls in which they were asked for.
+_ASKED = frozenset("is_leaf grad_dtype".split())
 _PLACE = frozenset("data_ptr untyped_storage storage_offset".split())
-# Whose questions about addresses change nothing but what is written to, which is looked at apart.
-_MAY_ASK = (("opfuser.buffer_reuse", "_counts"), ("opfuser.kernels.launch", "_run"))
+# Whose questions about addresses change nothing but what is written to, which is looked at apart,
+# or are asked again before each call.
+_MAY_ASK = (
+    ("opfuser.buffer_reuse", "_counts"),
+    ("opfuser.quantization.state", "_current_parts"),
+)
 _OUT = ("out", "grad_input")
 _LONG = 100
 
@@ -136,6 +142,7 @@ class Recorder(TorchFunctionMode):
         places: names of tensors that were given, and whose place in memory was asked for.
         reused: names of tensors that were given, to whose memory nobody else held a reference, and
             which is written to for that reason.
+        answers: what attributes of tensors that were given had for a value.
     """
 
     def __init__(
@@ -153,6 +160,7 @@ class Recorder(TorchFunctionMode):
         self.device: int | None = None
         self.places: list[str] = []
         self.reused: list[str] = []
+        self.answers: dict[tuple[str, str], Hashable] = {}
         self._refusal: str | None = None
         self._bound: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
@@ -260,14 +268,20 @@ class Recorder(TorchFunctionMode):
         return result
 
     def note_whole(
-        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int, flag: int | None
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        writes: int | None,
+        flag: int | None,
     ) -> Any:
         with torch._C.DisableTorchFunction():
             result = function(*args)
         if self._refusal is None:
             with self._noting(), torch._C.DisableTorchFunction():
-                given, may_write = _tensors_in(args), flag is None or args[flag]
-                self._refuse_memory(function.__name__, given, [args[writes]] if may_write else [])
+                given = _tensors_in(args)
+                if writes is not None:
+                    targets = [args[writes]] if flag is None or args[flag] else []
+                    self._refuse_memory(function.__name__, given, targets)
                 reads: list[str] = []
                 values = ", ".join([self._value(value, reads) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"
@@ -291,7 +305,8 @@ class Recorder(TorchFunctionMode):
             raise NotRecordableError("the size of a result depends on values")
         made = _tensors_in(result)
         if not made and not written:
-            self._question(func.__self__.__name__ if name == "__get__" else name, given)
+            asked = func.__self__.__name__ if name == "__get__" else name
+            self._question(asked, given, result)
             return
         if name == "__get__" and func.__self__.__name__ not in _PROPERTIES:
             raise NotRecordableError(f"{func.__self__.__name__} is read, which may be anything")
@@ -308,6 +323,10 @@ class Recorder(TorchFunctionMode):
         if name in _RESHAPING and _is_reshaped(args[0], result):
             func, name = Tensor.view, "view"  # the same at the lowest price
             args, kwargs = (args[0], *result.shape), {}
+        if name in _EMPTY and _is_plain_memory(result):
+            func, name = torch.empty_strided, "empty_strided"  # likewise
+            args = result.shape, result.stride()
+            kwargs = {"dtype": result.dtype, "device": result.device}
         text = self._text_of_call(func, name, args, kwargs, reads)
         if same:
             self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
@@ -317,7 +336,7 @@ class Recorder(TorchFunctionMode):
         if name in _EMPTY:
             self._unwritten |= memory_of_all(made)
 
-    def _question(self, name: str, asked: Sequence[Tensor]) -> None:
+    def _question(self, name: str, asked: Sequence[Tensor], answer: Any) -> None:
         """Notes a call that has returned no tensor: the answer must be the same again."""
         if name in _GUARDED or name in ("__set__", "__hash__"):
             return
@@ -328,6 +347,9 @@ class Recorder(TorchFunctionMode):
                 own = self._given.get(t.untyped_storage()._cdata)  # it is a view of that
             if own is None or _asked_by() in _MAY_ASK:
                 continue  # made on the way, by calls that are repeated
+            if name in _ASKED:
+                self.answers[own, name] = answer
+                continue
             if name not in _PLACE:
                 raise NotRecordableError(f"{name} of a tensor is asked for")
             if own not in self.places:
@@ -682,6 +704,17 @@ def _is_reshaped(x: Tensor, result: Tensor) -> bool:
         except RuntimeError:  # strides do not allow for it: it is another view, or a copy
             return False
         return result.data_ptr() == view.data_ptr() and result.stride() == view.stride()
+
+
+def _is_plain_memory(result: Any) -> bool:
+    """Whether ``torch.empty_strided`` returns the like of ``result``, which was just allocated."""
+    with torch._C.DisableTorchFunction():
+        return (
+            type(result) is Tensor
+            and result.layout is torch.strided
+            and not result.requires_grad
+            and not (result.is_cpu and torch.cuda.is_available() and result.is_pinned())
+        )
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import profiler
 
 from .. import gemm_providers
 from ..attention import context_parallel
@@ -30,11 +31,14 @@ from .captured import (
     lock,
     make_room,
     refusal_of_capture,
+    taken,
 )
 from .graphs import Graph, graph_type
 from .plan import ReplayRecord
 from .program import Program
+from .replay_decision import Costs
 from .replay_options import ReplayOptions
+from .replay_trial import Trial
 from .replayed_call import replayed
 
 __all__ = ["ReplayCall", "Replays"]
@@ -49,7 +53,25 @@ _MAX_ADDRESSES = 8
 # Recordings of one kind. If it had to be recorded as often, others take its memory in turns.
 _MAX_CAPTURES = 16
 
-_told: set[Refusal] = set()
+# In mode "auto", refused calls in a row before one is passed over, and most that are before the
+# next one is looked at.
+_PATIENCE = 8
+_LONGEST_PAUSE = 1024
+
+_told: set[Refusal | str] = set()
+
+
+@dataclass
+class _Alike:
+    """Calls that launch the same kernels.
+
+    Attributes:
+        unproven: addresses of parameters for which there was no recording yet.
+        trial: decides in mode "auto".
+    """
+
+    unproven: set[Hashable] = field(default_factory=set)
+    trial: Trial | None = None
 
 
 @dataclass
@@ -58,11 +80,11 @@ class _Kind:
 
     Attributes:
         addresses: of the parameters and buffers.
-        unproven: all such addresses for which there was no recording yet.
+        alike: those with the same and with other addresses.
     """
 
     addresses: Hashable
-    unproven: set[Hashable]
+    alike: _Alike
     calls: int = 0
     captures: int = 0
     captured: list[Captured] = field(default_factory=list)
@@ -70,16 +92,11 @@ class _Kind:
 
 
 class ReplayCall(NamedTuple):
-    """A call of ``program``, with arguments as for :func:`execute_eagerly`.
-
-    Attributes:
-        buffers: of the operations.
-    """
+    """A call of ``program``, with arguments as for :func:`execute_eagerly`."""
 
     program: Program
     input_: Tensor
     parameters: Sequence[Tensor]
-    buffers: Sequence[Tensor]
     extra_inputs: Sequence[Tensor]
     kwargs: Kwargs
 
@@ -89,128 +106,206 @@ class Replays:
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
-        self._unproven: dict[Hashable, set[Hashable]] = {}
+        self._alike: dict[Hashable, _Alike] = {}
         self._count = 0
+        self._looked = False
         self._refusal: Refusal | None = None
         self._told: Hashable = None
+        self._refused = self._pause = 0
+
+    def leaves_alone(self, input_: Tensor) -> bool:
+        """Whether nobody looks, in mode "auto", if a call can be replayed."""
+        if self._pause:
+            self._pause -= 1
+            return True
+        return graph_type(input_.device) is None
 
     def call(self, options: ReplayOptions, call: ReplayCall) -> Any:
         """The output of a call, or a tuple of it and the extra outputs."""
-        program, input_, parameters, _, extra_inputs, kwargs = call
-        found = self._find(options, call)
-        if isinstance(found, Flight):
-            self._refusal = None
+        program, input_, parameters, extra_inputs, kwargs = call
+        self._looked = True
+        graphs = graph_type(input_.device)
+        found: Flight | Refusal | None
+        trial = None
+        if graphs is None:
+            found = Refusal("DEVICE", f"launches on {input_.device.type} are not recorded")
+        else:
+            found, trial = self._find(graphs, options, call)
+        self._refusal = found if isinstance(found, Refusal) else None
+        if self._refusal is not None:
+            self._tell(options, self._refusal, program)
+        self._rest(options)
+
+        def run() -> Any:
+            if not isinstance(found, Flight):
+                return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
             for op, needed in program.prepared_ops:
                 op.pre_fuser_forward(requires_grad=needed)
             return replayed(found, input_, parameters, extra_inputs)
-        if found is not None:
-            self._tell(options, found, program)
-        self._refusal = found
-        return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
+
+        if trial is None or graphs is None:
+            return run()
+        inputs = [input_, *extra_inputs]
+        return trial.call(graphs, [*inputs, *parameters], len(inputs), run)
+
+    def _rest(self, options: ReplayOptions) -> None:
+        """Looks at ever fewer calls, in mode "auto", where all are refused."""
+        if self._refusal is None or self._refusal is _IN_FLIGHT or options.mode != "auto":
+            self._refused = 0
+            return
+        self._refused += 1
+        if self._refused >= _PATIENCE:
+            self._pause = min(self._refused, _LONGEST_PAUSE)
+            self._refused += self._pause
 
     def _tell(self, options: ReplayOptions, refusal: Refusal, program: Program) -> None:
-        """Tells subscribers and the log of a call that is not replayed."""
-        if FallbackTaken.wanted and self._told != (refusal, program, generation()):
+        """Tells the log of a call that is not replayed, and subscribers if it was asked for."""
+        wanted = FallbackTaken.wanted and options.mode == "on"
+        if wanted and self._told != (refusal, program, generation()):
             self._told = refusal, program, generation()
             place, (number,) = _place(program), program.plan.numbers
             emit(FallbackTaken(f"replay of {place}", "replay", "eager", *refusal, plan=number))
-        if refusal not in _told:
-            _told.add(refusal)
+        # Of measured times, each is another text.
+        told = refusal if options.mode == "on" else refusal.code
+        if told not in _told:
+            _told.add(told)
             level = logging.WARNING if options.mode == "on" else logging.INFO
             logger.log(level, "[replay] steps aside: %s", refusal)
 
-    def _find(self, options: ReplayOptions, call: ReplayCall) -> Flight | Refusal | None:
-        """A recording for a call, or why there is none; None if there may be one later."""
-        device = call.input_.device
-        graphs = graph_type(device)
-        if graphs is None:
-            return Refusal("DEVICE", f"launches on {device.type} are not recorded")
+    def _find(
+        self, graphs: type[Graph], options: ReplayOptions, call: ReplayCall
+    ) -> tuple[Flight | Refusal | None, Trial | None]:
+        """A recording for a call, or why there is none; None if there may be one later.
+
+        And what is to measure the call, in mode "auto".
+        """
+        is_auto = options.mode == "auto"
         refusal = _refusal_of_call(graphs, call)
+        if refusal is None and is_auto:
+            refusal = _refusal_unless_asked(graphs)
         if refusal is not None:
-            return refusal
+            return refusal, None
         with lock:
-            kind = self._kind(graphs, call)
-            if kind.refusal is not None:
-                return kind.refusal
+            kind = self._kind(graphs, call, is_auto)
+            trial = kind.alike.trial
+            refusal = kind.refusal or (None if trial is None else trial.refusal)
+            if refusal is not None:
+                return refusal, None
             kind.calls += 1
             refusals = [c.refusal for c in kind.captured if c.refusal is not None]
             if refusals or kind.captures > _MAX_CAPTURES:
                 kind.captured, kind.refusal = [], [*refusals, TOO_LARGE][0]
-                return kind.refusal
+                return kind.refusal, None
             kind.captured = [c for c in kind.captured if c.is_of(call.parameters)]
-            for captured in kind.captured:
-                if captured.is_free():
-                    self._count += 1
-                    return captured.take(call.parameters)
-            if kind.calls <= options.calls_before:
-                return None
-            kind.refusal = _refusal_of_program(call.program)
-            if kind.refusal is not None:
-                return kind.refusal
-            if len(kind.captured) >= options.instances:
-                return Refusal("IN_FLIGHT", "all recordings wait for their backward pass")
-            return self._capture(options, kind, call)
+            if not kind.captured and kind.calls <= options.calls_before:
+                return None, None
+            if trial is None or trial.is_over:
+                return self._take(options, kind, call), None
+            return self._on_trial(graphs, options, kind, call, trial)
 
-    def _kind(self, graphs: type[Graph], call: ReplayCall) -> _Kind:
+    def _on_trial(
+        self,
+        graphs: type[Graph],
+        options: ReplayOptions,
+        kind: _Kind,
+        call: ReplayCall,
+        trial: Trial,
+    ) -> tuple[Flight | Refusal | None, Trial | None]:
+        """As :meth:`_find`, while it is not decided whether calls are replayed."""
+        if profiler._is_profiler_enabled:  # calls take longer
+            return None, None
+        kind.refusal = _refusal_of_program(call.program)
+        if kind.refusal is not None:
+            return kind.refusal, None
+        trial.proceed(lambda: _costs(graphs, options, trial, call.input_.device))
+        if trial.refusal is not None:
+            for other in self._kinds.values():
+                if other.alike is kind.alike:
+                    other.captured = []
+            return trial.refusal, None
+        found = self._take(options, kind, call) if trial.replays else None
+        is_measured = found is None or (isinstance(found, Flight) and found.captured.is_complete)
+        return found, trial if is_measured else None
+
+    def _take(self, options: ReplayOptions, kind: _Kind, call: ReplayCall) -> Flight | Refusal:
+        """A recording that is free, made if need be, or why there is none."""
+        for captured in kind.captured:
+            if captured.is_free():
+                self._count += 1
+                return captured.take(call.parameters)
+        kind.refusal = _refusal_of_program(call.program)
+        if kind.refusal is not None:
+            return kind.refusal
+        if len(kind.captured) >= options.instances:
+            return _IN_FLIGHT
+        return self._capture(options, kind, call)
+
+    def _kind(self, graphs: type[Graph], call: ReplayCall, is_auto: bool) -> _Kind:
         """What is known of calls like this one.
 
         Args:
             graphs: how launches on this device are recorded.
             call: its launches read parameters and buffers where they are.
+            is_auto: whether recordings are those of mode "auto".
         """
-        input_, kept = call.input_, [*call.parameters, *call.buffers]
+        input_, program = call.input_, call.program
+        kept = [*call.parameters, *program.specializations.buffers(scales=True)]
         layouts = [(t.shape, t.stride()) for t in (input_, *call.extra_inputs)]
-        alike = call.program, tuple(layouts), graphs.stream(input_.device), _modes()
+        key = program, tuple(layouts), graphs.stream(input_.device), _modes(), is_auto
         addresses = tuple([t.data_ptr() for t in kept])
-        key = alike, addresses
-        kind = self._kinds.get(key)
+        kind = self._kinds.get((key, addresses))
         if kind is None:
-            unproven = self._unproven.setdefault(alike, set())
-            kind = _Kind(addresses, unproven)
-            if len(unproven) < _MAX_ADDRESSES:
-                unproven.add(addresses)
-            elif addresses not in unproven:
+            alike = self._alike.setdefault(key, _Alike(trial=Trial() if is_auto else None))
+            kind = _Kind(addresses, alike)
+            if len(alike.unproven) < _MAX_ADDRESSES:
+                alike.unproven.add(addresses)
+            elif addresses not in alike.unproven:
                 kind.refusal = _ADDRESSES_MOVE
                 return kind
-            _shorten(self._unproven)
+            _shorten(self._alike)
             _shorten(self._kinds)
-            self._kinds[key] = kind
+            self._kinds[key, addresses] = kind
             if any(t.device != input_.device for t in kept):
                 kind.refusal = _SEVERAL_DEVICES
         return kind
 
     def _capture(self, options: ReplayOptions, kind: _Kind, call: ReplayCall) -> Flight | Refusal:
-        program, input_, parameters, _, extra_inputs, _ = call
+        program, input_, parameters, extra_inputs, _ = call
         kind.captures += 1
         try:
-            captured = Captured(program, input_, parameters, extra_inputs, options.memory)
+            captured = Captured(
+                program,
+                input_,
+                parameters,
+                extra_inputs,
+                options.share,
+                asked=options.mode == "on",
+            )
         except Exception as error:  # noqa: BLE001 - whatever a capture does not allow
             kind.refusal = refusal_of_capture(error)
         else:
             if make_room(captured):
                 kind.captured.append(captured)
-                kind.unproven.discard(kind.addresses)
+                kind.alike.unproven.discard(kind.addresses)
                 self._count += 1
                 logger.info("[replay] captured %s: %d bytes", _place(program), captured.bytes)
                 return captured.take(parameters)
             kind.refusal = TOO_LARGE
         return kind.refusal
 
-    def record(self, program: Program) -> ReplayRecord:
-        """What became of the calls that followed ``program``."""
+    def records(self, program: Program) -> tuple[ReplayRecord, ...]:
+        """What became of the calls that followed ``program``; empty if nobody looked at any."""
+        if not self._looked:
+            return ()
         own = [kind for key, kind in self._kinds.items() if key[0][0] is program]  # type: ignore[index]
         captured = [c for kind in own for c in kind.captured if not c.released]
+        indices = tuple(range(len(program.plan.basic_ops)))
         size = sum(c.bytes for c in captured)
-        return ReplayRecord(
-            tuple(range(len(program.plan.basic_ops))),
-            len(captured),
-            size,
-            self._count,
-            self._refusal,
-        )
+        return (ReplayRecord(indices, len(captured), size, self._count, self._refusal),)
 
 
 _ADDRESSES_MOVE = Refusal("ADDRESSES_MOVE", "parameters are elsewhere at every call")
+_IN_FLIGHT = Refusal("IN_FLIGHT", "all recordings wait for their backward pass")
 _SEVERAL_DEVICES = Refusal("DEVICE", "the tensors of the call are on several devices")
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -262,6 +357,23 @@ def _refusal_of_quantization(recipe: Recipe | None) -> Refusal | None:
     return None
 
 
+def _refusal_unless_asked(graphs: type[Graph]) -> Refusal | None:
+    """Why a call is not replayed that nobody asked to replay."""
+    objection = graphs.objection()
+    if objection is not None:
+        return Refusal("DEBUGGING", objection)
+    if torch._C._get_deterministic_algorithms():
+        return Refusal("DETERMINISTIC", "which calls are replayed would depend on measured times")
+    return None
+
+
+def _costs(
+    graphs: type[Graph], options: ReplayOptions, trial: Trial, device: torch.device
+) -> Costs:
+    limit = options.share * graphs.memory(device)
+    return Costs(trial.copied, trial.memory, taken(device), limit, graphs.free(device))
+
+
 def _refusal_of_program(program: Program) -> Refusal | None:
     """Why no call of a program is replayed."""
     plan = program.plan
@@ -299,6 +411,8 @@ def _modes() -> Hashable:
         c._get_fp32_precision_getter("cuda", "matmul"),
         c._get_cublas_allow_bf16_reduced_precision_reduction(),
         c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_accumulation(),
+        c._get_blas_preferred_backend(),
         c._get_flash_sdp_enabled(),
         c._get_mem_efficient_sdp_enabled(),
         c._get_math_sdp_enabled(),

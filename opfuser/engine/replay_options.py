@@ -20,22 +20,31 @@ class ReplayOptions:
     """When calls are recorded, and how much memory that may take.
 
     Attributes:
-        mode: "off"; "on", recording the second of equal calls; "auto", the one after ``after``.
-        after: equal calls that run as usual before one is recorded, in mode "auto".
+        mode: "off"; "on", recording the second of equal calls; "auto", recording where measured
+            times say that it pays.
+        after: equal calls that run as usual before any is measured, in mode "auto".
         instances: recordings per kind of call, each for one forward pass whose backward pass is
             still to come.
-        memory: of all recordings on a device, as a fraction of the device's.
+        memory: of all recordings on a device, as a fraction of the device's; None is half of it
+            in mode "on", a twentieth in mode "auto".
     """
 
     mode: str = "off"
     after: int = 3
     instances: int = 2
-    memory: float = 0.5
+    memory: float | None = None
 
     @property
     def calls_before(self) -> int:
         """Equal calls that run as usual."""
         return 1 if self.mode == "on" else self.after
+
+    @property
+    def share(self) -> float:
+        """Of the memory of a device, what recordings may take."""
+        if self.memory is not None:
+            return self.memory
+        return 0.5 if self.mode == "on" else 0.05
 
     @functools.cache  # noqa: B019 - there are few, and they are small
     def of_sequence(self, mode: str) -> ReplayOptions:
@@ -63,12 +72,17 @@ class replay:  # noqa: N801 - reads as the statement that it is
     graphs, one for each pass, and replayed: the host's work no longer depends on the number of
     operations. Calls that cannot be replayed run as usual; ``seq.last_plan.replays`` says why.
 
+    In mode "auto" some equal calls are measured, without waiting for the device. If it waits for
+    the host, one is recorded, replayed on trial and measured again; where calls are no faster than
+    as usual, the recording is given up.
+
     Args:
         mode: "off", "on", or "auto".
-        after: equal calls that run as usual before one is recorded, in mode "auto".
+        after: equal calls that run as usual before any is measured, in mode "auto".
         instances: recordings per kind of call: how many forward passes may wait for their backward
             pass at a time. Further ones run as usual.
-        memory: of all recordings on a device, as a fraction of the device's.
+        memory: of all recordings on a device, as a fraction of the device's. By default half of it
+            in mode "on", a twentieth in mode "auto".
 
     Raises:
         ArgumentError: a value is outside its domain.
@@ -88,7 +102,7 @@ class replay:  # noqa: N801 - reads as the statement that it is
             mode=check_mode(mode, "opfuser.replay"),
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
-        if options.after < 1 or options.instances < 1 or not 0 < options.memory <= 1:
+        if options.after < 1 or options.instances < 1 or not 0 < options.share <= 1:
             raise ArgumentError(
                 explain(
                     "after and instances must be positive, memory between 0 and 1",

@@ -26,6 +26,8 @@ from ..context import any_autocast, autocast_dtype
 from ..events import telling
 from ..op import BasicOperation, OperationContext
 from ..op.kinds import is_built_in
+from ..quantization.recorded import QuantizedCalls
+from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched
 from .emission import PLAIN, comment, step_name
 from .recorder import NotRecordableError, Recorder, Straight, memory_of_all, text_of
@@ -150,43 +152,70 @@ class Specializations:
         self._kinds: dict[Hashable, int] = {}
         self._refused: dict[Hashable, str] = {}
         self._seen = -1
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[dict[str, Any], str, bool]] = []
         self._ops = program.plan.basic_ops
         self._caching = [
             op for op in self._ops if type(op).cached_tensors is not BasicOperation.cached_tensors
         ]
+        self.quantized = _quantized_calls(program)
         # Buffers of an operation come and go with its signature.
-        self.keeps = bool(self._caching) or any(
+        self._buffered = bool(self._caching) or any(
             module._buffers for op in self._ops for module in (*op.modules(), *op.children())
         )
+        self.keeps = self._buffered or self.quantized is not None
 
     def kept(self) -> Sequence[Tensor]:
-        """What operations read besides parameters: buffers, and tensors that they have cached."""
-        if not self.keeps:
-            return ()
+        """What operations read besides parameters: buffers, tensors that they have cached, scales.
+
+        Scales come last, and are the only ones that passes change.
+        """
+        scales = () if self.quantized is None else self.quantized.scales()
+        if not self._buffered:
+            return scales
+        return (*self.buffers(scales=False), *self.cached(), *scales)
+
+    def cached(self) -> list[Tensor]:
+        """The tensors that operations have cached."""
+        return [t for op in self._caching for t in op.cached_tensors()]
+
+    def buffers(self, *, scales: bool) -> list[Tensor]:
+        """The buffers of the operations, with or without scales."""
         if self._seen != Clock.now:
             self._places = [
-                (module._buffers, name)
+                (module._buffers, name, isinstance(module, QuantizationState))
                 for op in self._ops
                 for module in dict.fromkeys((*op.modules(), *op.children()))
                 for name in module._buffers
             ]
             self._seen = Clock.now
-        buffers = [own[name] for own, name in self._places]
-        cached = [t for op in self._caching for t in op.cached_tensors()]
-        return [t for t in (*buffers, *cached) if t is not None]
+        found = [own[name] for own, name, scale in self._places if scales or not scale]
+        return [t for t in found if t is not None]
 
     def _cached(self, kept: Sequence[Tensor]) -> dict[int, weakref.ref[Tensor]]:
         """Positions in what :meth:`kept` returned of tensors that operations have cached.
 
         They come and go with the calls, and others alike may have taken their positions.
         """
-        cached = {id(t) for op in self._caching for t in op.cached_tensors()}
+        cached = set(map(id, self.cached()))
         return {n: weakref.ref(t) for n, t in enumerate(kept) if id(t) in cached}
 
-    def put_first(self, found: Specialization) -> None:
-        """The next call tries this one first."""
-        self.found = (found, *[other for other in self.found if other is not found])
+    def find(
+        self,
+        x: Tensor,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kept: Sequence[Tensor],
+    ) -> Specialization | None:
+        """The one for a call, if there is any."""
+        try:
+            for found in self.found:
+                if found.guard(x, parameters, extra_inputs, kept):
+                    if found is not self.found[0]:
+                        self.found = (found, *[other for other in self.found if other is not found])
+                    return found
+        except RuntimeError:  # a tensor of a layout without sizes or strides
+            pass
+        return None
 
     def is_due(
         self, x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
@@ -200,10 +229,10 @@ class Specializations:
         if len(self._kinds) >= _MAX_KINDS:
             self._kinds.clear()
         self._kinds[kind] = calls = self._kinds.get(kind, 0) + 1
-        return calls > CALLS_BEFORE
+        return calls > CALLS_BEFORE and (self.quantized is None or self.quantized.are_as_usual())
 
-    @staticmethod
     def recorder(
+        self,
         program: Any,
         x: Tensor,
         parameters: Sequence[Tensor],
@@ -215,7 +244,12 @@ class Specializations:
         for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
             given.update((f"{letter}{n}", t) for n, t in enumerate(row))
         code, steps = program.lines("forward", PLAIN)
-        return Recorder(code, steps, given, [x, *parameters, *extra_inputs, *kept])
+        theirs = x, *parameters, *extra_inputs, *self._unwritten(kept)
+        return Recorder(code, steps, given, theirs)
+
+    def _unwritten(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of what :meth:`kept` has returned, what passes only read."""
+        return kept if self.quantized is None else kept[: len(kept) - self.quantized.count]
 
     def add(
         self,
@@ -241,7 +275,9 @@ class Specializations:
             _refuse_tensors(contexts)
             output, outputs = results
             names = [recorder.name_of(t) for t in (output, *outputs, *saved)]
-            guard = _guard(recorder, arguments, self._cached(kept))
+            guard = _guard(
+                recorder, arguments, self._cached(kept), self._unwritten(kept), self.quantized
+            )
         except NotRecordableError as error:
             if len(self._refused) >= _MAX_KINDS:
                 self._refused.clear()
@@ -271,8 +307,8 @@ class Specializations:
         self.found = (made, *self.found)
         return made
 
-    @staticmethod
     def find_backward(
+        self,
         special: Specialization,
         dy: Tensor,
         received: Sequence[Tensor | None],
@@ -291,7 +327,8 @@ class Specializations:
         """
         if is_batched(dy) or (received and any(map(is_batched, received))) or not _is_plain(dy):
             return None
-        found = special.backwards.get(_kind_of_backward(dy, received, kept, keep))
+        kind = self._kind_of_backward(dy, received, kept, keep)
+        found = None if kind is None else special.backwards.get(kind)
         if not isinstance(found, Backward):
             return None
         plain = not (found.same or found.asked or found.cached)
@@ -319,7 +356,9 @@ class Specializations:
             or not _is_plain(dy)
         ):
             return None
-        kind = _kind_of_backward(dy, received, kept, keep)
+        kind = self._kind_of_backward(dy, received, kept, keep)
+        if kind is None:
+            return None
         number = special.backwards.get(kind, 0)
         given_tensors = [t for t in (*received, *saved) if t is not None]
         if isinstance(number, Backward) or not _is_plain_call(dy, given_tensors, ()):
@@ -333,12 +372,35 @@ class Specializations:
         given.update((f"g{n}", t) for n, t in enumerate(received))
         given.update((f"k{n}", t) for n, t in enumerate(kept))
         own = (*special.own, *(False,) * (len(saved) - len(special.own)))
-        theirs = [dy, *received, *kept, *(t for t, is_own in zip(saved, own) if not is_own)]
+        theirs = [dy, *received, *self._unwritten(kept)]
+        theirs += [t for t, is_own in zip(saved, own) if not is_own]
         code, steps = program.lines("backward", PLAIN)
         counts = len(saved), len(received), len(kept)
         return DueBackward(
             special, kind, Recorder(code, steps, given, theirs), counts, self._cached(kept)
         )
+
+    def _kind_of_backward(
+        self, dy: Tensor, received: Sequence[Tensor | None], kept: Sequence[Tensor], keep: bool
+    ) -> Hashable:
+        """What backward passes are told apart by, besides where tensors lie.
+
+        None where a recorded one may not run, and none may be recorded.
+        """
+        if dy.is_cpu:
+            how: Hashable = torch.get_num_threads()
+        else:
+            how = dy.data_ptr() & 15, torch._C._get_deterministic_algorithms()
+        autocast = autocast_dtype(dy.device) if any_autocast() else None
+        kind: Hashable = keep, dy.stride(), how, autocast
+        if received:
+            kind = kind, *map(_layout, received)
+        if self._buffered:
+            kind = kind, *map(_layout, self._unwritten(kept))
+        if self.quantized is None:
+            return kind
+        facts = self.quantized.facts()
+        return None if facts is None else (kind, facts)
 
     @staticmethod
     def add_backward(program: Any, due: DueBackward, grads: Sequence[Tensor | None]) -> None:
@@ -353,6 +415,8 @@ class Specializations:
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
+            if recorder.answers:
+                raise NotRecordableError("an attribute of a tensor is asked for")
             places = recorder.places
             if any(name[0] != "s" for name in places):
                 raise NotRecordableError("the place of a gradient is asked for")
@@ -401,8 +465,8 @@ def _refusal_of_program(program: Any) -> str | None:
     plan = program.plan
     if not ENABLED:
         return "OPFUSER_SPECIALIZE=0 is set"
-    if plan.env.recipe is not None:
-        return "it computes quantised"
+    if plan.env.recipe is not None and plan.env.recipe.gemm != "torch":
+        return f"products are those of {plan.env.recipe.gemm}"
     if plan.env.device.type not in ("cpu", "cuda"):
         return f"it runs on {plan.env.device.type}"
     if program.prepared_ops:
@@ -416,6 +480,15 @@ def _refusal_of_program(program: Any) -> str | None:
             if not op.replayable:
                 return f"{step_name(step)} does more than to call functions of torch"
     return None
+
+
+def _quantized_calls(program: Any) -> QuantizedCalls | None:
+    """What calls of a program share if they have a recipe."""
+    plan = program.plan
+    if plan.env.recipe is None:
+        return None
+    steps = *plan.forward, *plan.backward
+    return QuantizedCalls([op for step in steps for op in step.op.quantized_ops], plan.env.recipe)
 
 
 def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]) -> bool:
@@ -450,23 +523,6 @@ def _kind(tensors: Sequence[Tensor]) -> Hashable:
     return tuple([(t.shape, t.stride()) for t in tensors])
 
 
-def _kind_of_backward(
-    dy: Tensor, received: Sequence[Tensor | None], kept: Sequence[Tensor], keep: bool
-) -> Hashable:
-    """What backward passes are told apart by, besides where tensors lie."""
-    if dy.is_cpu:
-        how: Hashable = torch.get_num_threads()
-    else:
-        how = dy.data_ptr() & 15, torch._C._get_deterministic_algorithms()
-    autocast = autocast_dtype(dy.device) if any_autocast() else None
-    kind: Hashable = keep, dy.stride(), how, autocast
-    if received:
-        kind = kind, *map(_layout, received)
-    if kept:
-        kind = kind, *map(_layout, kept)
-    return kind
-
-
 def _aligned(t: Tensor) -> bool:
     return t.is_cpu or not t.data_ptr() & 15
 
@@ -481,11 +537,19 @@ def _guard(
     recorder: Recorder,
     arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
     cached: dict[int, weakref.ref[Tensor]],
+    unwritten: Sequence[Tensor],
+    quantized: QuantizedCalls | None,
 ) -> Callable[..., bool]:
     """Whether a call decides everything as the recorded one did.
 
     The guard of the program has compared dtypes and modes of the input, extra inputs and
     parameters, and the shapes of parameters.
+
+    Args:
+        recorder: has watched the call.
+        arguments: of it.
+        unwritten: the first ones of what operations keep, without scales.
+        quantized: of the program.
     """
     x, parameters, extra_inputs, kept = arguments
     names: dict[str, Any] = {
@@ -503,6 +567,7 @@ def _guard(
         "functorch": torch._C._are_functorch_transforms_active,
         "profiler": profiler,
         "forward_ad": forward_ad,
+        "quantized": quantized,
         "F": F,
         "attention": F.scaled_dot_product_attention,
     }
@@ -526,8 +591,11 @@ def _guard(
         terms += is_like(f"extra_inputs[{n}]", t, shape=True)
         terms.append(f"extra_inputs[{n}].device == {constant(t.device)}")
     terms += ["not telling.subscriptions", f"Clock.states == {Clock.states}"]
-    terms += ["not functorch()", "not profiler._is_profiler_enabled"]
-    terms.append("forward_ad._current_level < 0")
+    terms += [
+        "not functorch()",
+        "not profiler._is_profiler_enabled",
+        "forward_ad._current_level < 0",
+    ]
     terms.append("F.scaled_dot_product_attention is attention")  # context_parallel replaces it
     terms.append("is_inference()" if torch.is_inference_mode_enabled() else "not is_inference()")
     if x.is_cpu:
@@ -536,7 +604,9 @@ def _guard(
     for n, t in enumerate(parameters):
         terms += is_like(f"parameters[{n}]", t, shape=False)
     terms.append(f"len(kept) == {len(kept)}" if kept else "not kept")
-    for n, t in enumerate(kept):
+    if quantized is not None:
+        terms.append(f"quantized.permit({constant(quantized.facts())})")
+    for n, t in enumerate(unwritten):
         if n in cached:
             names[f"cached{n}"] = cached[n]
             terms.append(f"kept[{n}] is cached{n}()")
@@ -545,6 +615,7 @@ def _guard(
         terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")
         terms.append(f"kept[{n}].device == {constant(t.device)}")
     terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
+    terms += [f"{_read(a)}.{name} == {constant(v)}" for (a, name), v in recorder.answers.items()]
     if recorder.places:
         asked = list(map(recorder.tensor_of, recorder.places))
         names["places"] = _places
@@ -554,7 +625,7 @@ def _guard(
         names |= {"current_device": torch._C._cuda_getDevice, "modes": _modes}
         terms.append(f"current_device() == {x.get_device()}")
         terms.append(f"modes() == {constant(_modes())}")
-        terms.append(f"not ({_addresses(arguments)}) & 15")
+        terms.append(f"not ({_addresses((x, parameters, extra_inputs, unwritten))}) & 15")
     text = "lambda x, parameters, extra_inputs, kept: " + " and ".join(terms)
     guard: Callable[..., bool] = eval(text, names)
     return guard

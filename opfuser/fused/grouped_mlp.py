@@ -98,7 +98,9 @@ class GroupedMLP(FusedOperation):
         InputError: in forward, as in the operations that it replaces.
     """
 
-    replayable = False  # as the operations that it replaces
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        return self.linear1.replayable and self.linear2.replayable
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from .grouped import (
     grouped_wgrad,
     grouped_wgrad_into,
     has_grouped_gemm,
+    reads_groups_on_device,
 )
 from .operands import (
     Operand,
@@ -51,6 +52,7 @@ __all__ = [
     "has_grouped_gemm",
     "joined",
     "one_behind_another",
+    "reads_groups_on_device",
     "row_groups",
     "stacked",
     "tensors_of",

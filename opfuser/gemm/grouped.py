@@ -22,19 +22,22 @@ __all__ = [
     "grouped_wgrad",
     "grouped_wgrad_into",
     "has_grouped_gemm",
+    "reads_groups_on_device",
 ]
 
 
 def has_grouped_gemm(x: Operand, out_features: int) -> bool:
     """Whether torch has a kernel that reads the sizes on the device; it wants 16-byte rows."""
+    on_device = x.is_cuda or x.is_meta
     return (
-        (x.is_cuda or x.is_meta)
-        and x.dtype == torch.bfloat16
-        and x.shape[0] > 0
-        and x.shape[1] % 8 == 0
-        and out_features % 8 == 0
-        and min(x.shape[1], out_features) > 0
+        x.shape[0] > 0 and on_device and reads_groups_on_device(x.dtype, x.shape[1], out_features)
     )
+
+
+def reads_groups_on_device(dtype: torch.dtype, in_features: int, out_features: int) -> bool:
+    """As :func:`has_grouped_gemm`, for rows on a GPU."""
+    sizes = in_features, out_features
+    return dtype == torch.bfloat16 and min(sizes) > 0 and not any(size % 8 for size in sizes)
 
 
 def grouped_forward(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import opfuser
 from benchmarks import charts, timing
-from benchmarks.gpu import first_steps, fp8_training, replay, run, tables
+from benchmarks.gpu import first_steps, fp8_training, replay, replay_modes, run, tables
 from benchmarks.gpu.compiled import COMPILED
 from benchmarks.gpu.contest import Rotation, contest, distance, solve
 from benchmarks.gpu.problem import Case, Inputs, Options, Problem, Within
@@ -23,7 +23,9 @@ from benchmarks.gpu.small import with_share_of_time
 from benchmarks.gpu.small_problems import ENTRIES, FIRST, GRAPHED
 from benchmarks.gpu.torch_models import share
 from examples.lm_recipes import RECIPES
+from opfuser.engine import graphs
 from opfuser.report.bench import saved_bytes
+from tests.replay.recorded import RecordedGraph
 
 # Whichever test is the first of a process gets the warning.
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -440,3 +442,20 @@ def test_share_keeps_ties_and_refuses_other_models() -> None:
     assert model[0].weight is model[1].weight is source[0].weight
     with pytest.raises(ValueError, match="do not have the same parameters"):
         share(model, tied(3))
+
+
+def test_modes_of_replay_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(graphs._TYPES, "cpu", RecordedGraph)
+    monkeypatch.setattr(replay, "missing", lambda device: None)
+    case = replay_modes.in_modes(FIRST)
+    rows = replay_modes.over_off(list(solve(case, CPU, ())))
+    own = {row["contestant"]: row for row in rows}
+    assert own.keys() == {"opfuser", "torch", replay_modes.AUTO, replay.REPLAYED, GRAPHED}
+    assert "failure" in own.pop(GRAPHED), "that needs a CUDA device"
+    for name, row in own.items():
+        assert row["over_off"] == pytest.approx(row["median_us"] / own["opfuser"]["median_us"])
+        assert ("captured_bytes" in row) == (name in (replay_modes.AUTO, replay.REPLAYED))
+    assert own[replay.REPLAYED]["captured_bytes"] > 0
+    # The imagined device takes longer than this host.
+    (text,) = own[replay_modes.AUTO]["not_replayed"]
+    assert text.startswith(("BUSY", "SLOWER", "SAVED_TENSOR_HOOKS"))

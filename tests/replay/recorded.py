@@ -68,10 +68,58 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             yield from _tensors(value)
 
 
+class Times:
+    """Times of an imagined device and its host, in seconds a pass; each pass advances them.
+
+    Attributes:
+        usual, replayed: of the host and of the device, for a pass of either kind.
+        between: from the end of a call to the beginning of the next one.
+        lag: how many events the device is behind the host.
+    """
+
+    def __init__(self) -> None:
+        self.usual = 5e-3, 5e-3
+        self.replayed = 1e-4, 1e-3
+        self.between = 0.0
+        self.lag = 0
+        self.host = self.device = 0.0
+        self.events = 0
+        self.has_replayed = False
+
+    def event(self) -> Event:
+        if self.events % 2:  # the end of a pass
+            host, device = self.replayed if self.has_replayed else self.usual
+            self.host += host
+            self.device += device
+            self.has_replayed = False
+        elif not self.events % 4:
+            self.device += self.between
+        self.events += 1
+        return Event(self)
+
+    def perf_counter(self) -> float:
+        return self.host
+
+
+class Event:
+    """A moment on the imagined device."""
+
+    def __init__(self, times: Times) -> None:
+        self.times, self.number, self.device = times, times.events, times.device
+
+    def query(self) -> bool:
+        return self.times.events >= self.number + self.times.lag
+
+    def elapsed_time(self, end_event: Event) -> float:
+        return 1e3 * (end_event.device - self.device)
+
+
 class RecordedGraph:
     """Stands for a CUDA graph; see :class:`opfuser.engine.graphs.Graph`."""
 
     limit = 2**30
+    times = Times()
+    why_not: str | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.bytes = 0
@@ -92,6 +140,7 @@ class RecordedGraph:
         return result
 
     def replay(self) -> None:
+        RecordedGraph.times.has_replayed = True
         for function, args, kwargs, result in self.calls:
             for old, new in zip(_tensors(result), _tensors(function(*args, **kwargs))):
                 if old.data_ptr() != new.data_ptr():
@@ -108,3 +157,19 @@ class RecordedGraph:
     @classmethod
     def memory(cls, device: torch.device) -> int:
         return cls.limit
+
+    @classmethod
+    def free(cls, device: torch.device) -> int:
+        return cls.limit
+
+    @staticmethod
+    def allocated(device: torch.device) -> int:
+        return 0
+
+    @classmethod
+    def event(cls, device: torch.device) -> Event:
+        return cls.times.event()
+
+    @classmethod
+    def objection(cls) -> str | None:
+        return cls.why_not

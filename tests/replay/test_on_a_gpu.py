@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser.models import DecoderConfig, decoder_lm
-from tests.replay.models import DIM, assert_equal, block, count, draw, twin, warm_both
+from opfuser.models import DecoderConfig, MoEConfig, decoder_lm, moe_block
+from tests.replay.models import DIM, assert_equal, block, code, count, draw, twin, warm_both
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("replaying")]
 
@@ -196,3 +196,83 @@ def test_random_numbers_are_distributed_as_in_eager_calls(device: torch.device) 
     agree = (masks[1:, None] == masks[None, :-1]).double().mean((2, 3))
     lower = agree[torch.ones_like(agree).tril().bool()]
     assert (lower - (0.49 + 0.09)).abs().max() < 6 * (0.25 / x.numel()) ** 0.5
+
+
+# Steps in which mode "auto" has measured, recorded and decided.
+UNTIL_DECIDED = 60
+
+
+def test_auto_replays_a_small_model() -> None:
+    """Hundreds of launches, which take the device less time than the host by far."""
+    config = DecoderConfig(97, 64, 6, 4, num_kv_heads=2, device="cuda", dtype=torch.bfloat16)
+    model = decoder_lm(config)
+    other = twin(model)
+    tokens, targets = torch.randint(0, 97, (2, 3, 33), device="cuda")
+    with opfuser.replay("auto"):
+        for _ in range(UNTIL_DECIDED):
+            for m in (model, other):
+                m.zero_grad()
+                loss = m(tokens, targets)
+                loss.backward()
+    assert code(model) == ""
+    assert count(model) > UNTIL_DECIDED // 2
+    for p, q in zip(model.parameters(), other.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_auto_leaves_large_products_alone(device: torch.device) -> None:
+    to = {"device": device, "dtype": torch.bfloat16}
+    layers = [opfuser.Linear(4096, 4096, **to) for _ in range(4)]
+    model = opfuser.Sequential(*layers)
+    x = torch.randn(8192, 4096, **to)
+    with opfuser.replay("auto"):
+        for _ in range(UNTIL_DECIDED):
+            model(x).backward(x)
+            model.zero_grad()
+    assert count(model) == 0
+    assert code(model) in ("BUSY", "SHORT")
+
+
+def test_auto_hands_out_gradients_that_other_streams_may_read(device: torch.device) -> None:
+    """The memory of a gradient comes back when ``record_stream`` says, not at the next replay."""
+    torch.manual_seed(0)
+    model = opfuser.Sequential(*[opfuser.Linear(DIM, DIM, device=device) for _ in range(24)])
+    side = torch.cuda.Stream()
+    results: list[tuple[Tensor, Tensor]] = []
+    with opfuser.replay("auto"):
+        for _ in range(UNTIL_DECIDED + 10):
+            model(draw(device)).square().sum().backward()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            expected = [grad.clone() for grad in grads]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(1_000_000)
+                copies = [grad.clone() for grad in grads]
+            for grad in grads:
+                grad.record_stream(side)
+            results += zip(copies, expected)
+            del grads
+            model.zero_grad()
+    torch.cuda.synchronize()
+    for a, b in results:
+        assert torch.equal(a, b)
+
+
+def test_experts(device: torch.device) -> None:
+    """Other tokens go to other experts, and no size is read."""
+    config = MoEConfig(
+        dim=64, ffn_dim=32, num_experts=8, top_k=2, aux_loss=True, init_std=0.5, device=device,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    model = moe_block(config)
+    other = twin(model)
+    for _ in range(6):
+        x = torch.randn(3, 50, 64, device=device, dtype=torch.bfloat16)
+        for m in (model, other):
+            m.zero_grad()
+            y, aux = m(x)
+            (y.float().square().mean() + aux).backward()
+        for p, q in zip(model.parameters(), other.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=5e-2, atol=5e-2)
+    assert code(model) == ""
+    assert count(model) == 5

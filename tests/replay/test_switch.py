@@ -46,8 +46,12 @@ def test_of_a_sequence(device: torch.device) -> None:
 
 def test_switches_undo_their_own_change() -> None:
     first = opfuser.replay("on")
+    assert current().share == 0.5
+    with opfuser.replay("auto"):
+        assert current().share == 0.05
     second = opfuser.replay("auto", after=7, instances=3, memory=0.25)
     options = current()
+    assert options.share == 0.25
     assert (options.mode, options.after, options.instances, options.memory) == ("auto", 7, 3, 0.25)
     first.__exit__()
     assert current() is options
@@ -77,15 +81,6 @@ def test_environment_variable() -> None:
         check=True,
     )
     assert done.stdout.strip() == "auto"
-
-
-def test_auto_waits_for_equal_calls(device: torch.device) -> None:
-    model = block(device)
-    with opfuser.replay("auto", after=4):
-        warm(model, device, 4)
-        assert count(model) == 0
-        warm(model, device, 2)
-    assert count(model) == 2
 
 
 def test_plan_and_log(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
