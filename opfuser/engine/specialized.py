@@ -510,7 +510,13 @@ def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequen
         and not torch.is_anomaly_enabled()
         and not telling._State.subscriptions
         and forward_ad._current_level < 0
-        and not (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing())
+        and not (
+            x.is_cuda
+            and (
+                torch._C._cuda_isCurrentStreamCapturing()
+                or torch._C._cuda_getDevice() != x.get_device()
+            )
+        )
     )
 
 
