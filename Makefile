@@ -79,6 +79,7 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/host_overhead.py
+	$(BIN)/python benchmarks/host_recipes.py
 	$(BIN)/python benchmarks/host_sharded.py
 	$(BIN)/python benchmarks/block_cpu.py
 	$(BIN)/python -m benchmarks.memory

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .providers import Providers
+from .tracing import stands_in
 
 __all__ = ["Overlap", "choose", "chosen", "names", "register"]
 
@@ -98,7 +99,7 @@ def chosen(x: Tensor, group: dist.ProcessGroup | None) -> Overlap | None:
         x: what is multiplied, before it is gathered.
         group: None is that of all processes.
     """
-    if not _chosen or torch.compiler.is_compiling() or x.dim() < 2 or not x.numel():
+    if not _chosen or stands_in(x) or x.dim() < 2 or not x.numel():
         return None
     provider = _chosen.get(_whole(group).group_name)
     return None if provider is None or provider.refuses(x) is not None else provider

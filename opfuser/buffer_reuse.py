@@ -14,6 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .recording import watching
+from .tracing import functional
+
 __all__ = [
     "is_batched",
     "memory_of",
@@ -61,12 +64,15 @@ def only_reference(holder: Sequence[Tensor | None], index: int = 0) -> bool:
     Call it before taking the tensor out of ``holder``; references to ``holder`` do not count. False
     while torch.compile traces: traced code is functional.
     """
-    if torch.compiler.is_compiling() or holder[index] is None:
+    if holder[index] is None or functional():
         return False
     try:
-        return _counts(holder, index) == _ALONE
+        alone = _counts(holder, index) == _ALONE
     except NotImplementedError:  # a batched gradient has no memory of its own
         return False
+    if alone and watching.watcher is not None:
+        watching.watcher.note_reuse(holder[index])  # type: ignore[arg-type]
+    return alone
 
 
 def shares_nothing(view: Tensor) -> bool:
@@ -85,7 +91,7 @@ def shares_nothing(view: Tensor) -> bool:
 
 def only_memory(tensor: Tensor, others: Sequence[Tensor]) -> bool:
     """Whether ``tensor`` can be overwritten in place without changing any of ``others``."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if functional():
         return False
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
         return False

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 __all__ = [
+    "DERIVED",
     "Clock",
     "Note",
+    "Stamp",
     "Tracked",
     "active_calls",
     "has_hooks",
     "is_compiled",
-    "prepare_others_like",
     "replaces_forward",
     "signature",
-    "stamp",
 ]
 
 
@@ -47,8 +48,44 @@ class _ActiveCalls(threading.local):
 active_calls = _ActiveCalls()
 
 
+_serials = itertools.count()
+
+
 class Note:
     """What a call leaves in an attribute of an operation for later ones; no plan depends on it."""
+
+
+class Stamp:
+    """The description of a module since its last change, which guards code that was traced for it.
+
+    torch.compile compares constants like this one by ``==`` before it calls traced code. Only then,
+    or when the module is traced, is the module described: what is never compiled pays nothing, and
+    modules that are alike share traced code though none but the first one was traced.
+    """
+
+    def __init__(self, module: Tracked) -> None:
+        self._module = weakref.ref(module)  # which holds this
+        self._text: str | None = None
+
+    def text(self) -> str:
+        """What the module was when this was first asked; a change gives it another stamp."""
+        if self._text is None:
+            module = self._module()
+            assert module is not None
+            self._text = module._describe()
+        return self._text
+
+    def guard(self) -> None:
+        """Makes code that is being traced depend on the stamp."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stamp) and self.text() == other.text()
+
+    def __hash__(self) -> int:
+        return hash(self.text())
+
+
+_pytree.register_constant(Stamp)
 
 
 class Tracked(nn.Module):
@@ -61,7 +98,8 @@ class Tracked(nn.Module):
     pass, such as a counter of calls: no plan depends on it until it is set outside of one.
     """
 
-    _stamp: str  # description at the last change, of a module that torch.compile has traced
+    _stamp: Stamp  # since the last change
+    _serial: str  # tells it from all others, once it was traced
 
     def _describe(self) -> str:
         """A description of everything that a call may depend on, except parameters."""
@@ -69,8 +107,18 @@ class Tracked(nn.Module):
 
     def _touch(self) -> None:
         Clock.now += 1
-        if "_stamp" in self.__dict__:
-            self.__dict__["_stamp"] = self._describe()
+        self.__dict__["_stamp"] = Stamp(self)
+
+    def _refresh_stamp(self) -> None:
+        """Replaces the stamp if something has changed that is not noticed, as a hook that left."""
+        now, own = Stamp(self), self.__dict__
+        if now != own.get("_stamp"):
+            own["_stamp"] = now
+        own.setdefault("_serial", f"module {next(_serials)}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._touch()
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
@@ -144,6 +192,10 @@ class Tracked(nn.Module):
         return handle
 
 
+# What is made anew for a copy of a module.
+DERIVED = ("_stamp", "_serial", "__setattr__", "_compiled_call_impl")
+
+
 class _StraightIntoParameters:
     """``module.__setattr__``, as FSDP2 reads it of a module whose parameters it swaps.
 
@@ -190,28 +242,6 @@ def _parameter(module: nn.Module, name: str) -> Tensor | None:
     return None if name in own else own.get("_parameters", {}).get(name)
 
 
-def stamp(modules: Iterable[Tracked]) -> None:
-    """Makes modules keep ``_stamp`` up to date; traced code is guarded by it."""
-    for module in modules:
-        module.__dict__["_stamp"] = module._describe()
-
-
-def prepare_others_like(module: Tracked, prepare: Callable[[Any], object]) -> None:
-    """Calls ``prepare`` with all others of exactly its class, in the process, that keep no stamp.
-
-    Traced code reads attributes that tracing has prepared. Where others are prepared along with the
-    first one, such as the layers of a model, they share its code.
-    """
-    kind = type(module)
-    for other in gc.get_objects():
-        if type(other) is kind and "_stamp" not in other.__dict__:
-            try:
-                prepare(other)
-            # One that its constructor has not finished, or refused, is nothing to tell of here.
-            except Exception:  # noqa: BLE001
-                continue
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling ``module`` would run a hook of its own."""
     return bool(
@@ -247,7 +277,7 @@ _NOT_IN_SIGNATURE = frozenset(
     "_forward_hooks_always_called _forward_pre_hooks _forward_pre_hooks_with_kwargs "
     "_state_dict_hooks _state_dict_pre_hooks _load_state_dict_pre_hooks "
     "_load_state_dict_post_hooks _modules basic_ops _owner _alone _routing_captured "
-    "_stamp _state_names _settings __setattr__".split()
+    "_stamp _serial _state_names _settings __setattr__".split()
 )
 
 

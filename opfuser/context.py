@@ -133,6 +133,8 @@ class OperationContext:
         may_overwrite: whether an operation with ``in_place`` may overwrite its first extra input:
             it is the caller's, nothing is recorded for backward, and no other tensor of the call
             shares its memory.
+        traced: whether torch.compile or torch.export traces the call: what it does depends on
+            nothing that another call has cached, and it caches nothing.
     """
 
     requires_grad: bool = True
@@ -141,6 +143,7 @@ class OperationContext:
     to_save: tuple[Tensor | None, ...] | None = None
     settings: Any = None
     may_overwrite: bool = False
+    traced: bool = False
     grad_input_quantizer: Any | None = None
 
     # For the engine: position of this context's tensors among all saved ones, and the shape, dtype

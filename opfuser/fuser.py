@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -15,16 +13,10 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from . import fused as _fused
-from .change_tracking import Clock, Tracked, active_calls, signature, stamp
+from .change_tracking import Clock, active_calls, signature
 from .context import Dtypes, TensorFacts, autocast_dtype
 from .engine import in_graph
-from .engine.autograd import (
-    Kwargs,
-    execute,
-    execute_eagerly,
-    execute_recorded,
-    execute_unreplayed,
-)
+from .engine.autograd import Kwargs, execute_eagerly
 from .engine.guards import Recent, guard_of
 from .engine.limits import Limits, OperationFacts
 from .engine.local_parameters import local_places, local_values
@@ -37,6 +29,7 @@ from .engine.program import Program
 from .engine.replay import ReplayCall, Replays
 from .engine.replay_options import current
 from .engine.routing import RoutedGroup, Routing, describe, public_routing, route
+from .engine.traced import execute
 from .errors import (
     ArgumentTypeError,
     ExtraInputCountError,
@@ -64,6 +57,8 @@ from .registry import (
     register_forward_fusion,
     registry,
 )
+from .traced_calls import Functions, TracedCalls, TracedParameter, parameter_of
+from .tracing import exporting, tracing
 
 __all__ = [
     "OperationFuser",
@@ -105,7 +100,7 @@ class _FusionFunctions:
         return tuple(handle.function for handle in registry.handles[self.stage])
 
 
-class OperationFuser:
+class OperationFuser(TracedCalls):
     """Runs a list of operations as one differentiable function, fused as the plan says.
 
     Args:
@@ -127,7 +122,7 @@ class OperationFuser:
     forward_backward_fusion_functions = _FusionFunctions("joint")
 
     def __init__(self, ops: Sequence[FusibleOperation], *, routing: Routing | None = None) -> None:
-        self._given = list(ops)
+        self._given_ops = tuple(ops)
         self._units = units(ops)
         self._basic_ops: list[BasicOperation] = [b for unit in self._units for b in expand(unit)]
         if routing is None:
@@ -139,7 +134,7 @@ class OperationFuser:
         self.routing = routing
         self.num_extra_inputs = len(routing.inputs)
         self._programs: dict[PlanKey, Program] = {}
-        self._traced = in_graph.Functions()
+        self._traced = Functions()
         self._recent = Recent[Program]()
         self._key: PlanKey | None = None
         self._used: Program | None = None
@@ -190,58 +185,36 @@ class OperationFuser:
         return [parameters[name] for parameters, name in self._places]  # type: ignore[misc]
 
     def _check(self, input_: Tensor, extra_inputs: Sequence[Tensor]) -> None:
-        if not isinstance(input_, Tensor) or not all(isinstance(t, Tensor) for t in extra_inputs):
-            got = ", ".join(type(t).__name__ for t in (input_, *extra_inputs))
-            raise ArgumentTypeError(
-                explain("Inputs and extra inputs of operations are tensors", received=got)
-            )
-        if len(extra_inputs) != self.num_extra_inputs:
+        _check_tensors(input_, extra_inputs)
+        self._check_count(len(extra_inputs))
+
+    def _check_count(self, extra_inputs: int) -> None:
+        if extra_inputs != self.num_extra_inputs:
             asked = [describe(slot.op, self._basic_ops[slot.op]) for slot in self.routing.inputs]
-            raise ExtraInputCountError(count_message(asked, len(extra_inputs)))
+            raise ExtraInputCountError(count_message(asked, extra_inputs))
 
     def __call__(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None) -> Any:
         if extra_inputs or self.num_extra_inputs or not isinstance(input, Tensor):
             self._check(input, extra_inputs)
-        if torch.compiler.is_compiling():
-            return self._call_traced(input, extra_inputs, basic_op_kwargs)
+        if tracing():
+            return call_traced(self, self._guard_trace(), 0, input, extra_inputs, basic_op_kwargs)
         if self._started != Clock.now:
             self._start()
         if self._parametrized:
             with one_value_each(), local_values(self._local):
                 return self._call(input, extra_inputs, basic_op_kwargs)
-        mode = current().mode
-        alone = mode == "off" or (mode == "auto" and self._replays.leaves_alone(input))
-        if basic_op_kwargs is not None or self.replay is not None or not alone:
-            return self._call(input, extra_inputs, basic_op_kwargs)
-        # A steady call goes no further: whatever calls in between would cost more than it.
-        parameters = [own[name] for own, name in self._places]
-        program = self._used = self._program(input, parameters, extra_inputs)  # type: ignore[arg-type]
-        recorded = program.specializations
-        kept = recorded.kept() if recorded.keeps else ()
-        for found in recorded.found:
-            if found.guard(input, parameters, extra_inputs, kept):
-                if found is not recorded.found[0]:
-                    recorded.put_first(found)
-                return execute_recorded(found, kept, input, parameters, extra_inputs)  # type: ignore[arg-type]
-        active_calls.depth += 1
-        try:
-            return execute_eagerly(program, input, parameters, extra_inputs, None)  # type: ignore[arg-type]
-        finally:
-            active_calls.depth -= 1
+        return self._call(input, extra_inputs, basic_op_kwargs)
 
     def _call(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
-        """A call that may be replayed, has keywords, or computes its parameters."""
         parameters = self._read_parameters()
         program = self._used = self._program(input_, parameters, extra_inputs)
         options = current()
         if self.replay is not None:
             options = options.of_sequence(self.replay)
+        if options.mode == "off" or (options.mode == "auto" and self._replays.leaves_alone(input_)):
+            return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
         active_calls.depth += 1
         try:
-            if options.mode == "off" or (
-                options.mode == "auto" and self._replays.leaves_alone(input_)
-            ):
-                return execute_unreplayed(program, input_, parameters, extra_inputs, kwargs)
             call = ReplayCall(program, input_, parameters, extra_inputs, kwargs)
             return self._replays.call(options, call)
         finally:
@@ -343,31 +316,19 @@ class OperationFuser:
     # While torch.compile traces, planning runs as ordinary Python and stores its result under a
     # name; the traced code only looks it up.
 
-    def _call_traced(self, input_: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs) -> Any:
-        self._prepare_tracing()
-        parameters = [getattr(module, name) for module, name in self._slots]
-        stamps = (registry.stamp, *[op._stamp for op in self._stamped])
-        facts = call_facts(input_, parameters, extra_inputs, None)
-        if open_regions.count:
-            self._refuse_to_quantize()
-        name, whole = self._plan_for_tracing(stamps, facts, kwargs is None)
-        if whole:
-            return getattr(in_graph.functions, name)(input_, *parameters, *extra_inputs)
-        return execute(getattr(self._traced, name), input_, parameters, extra_inputs, kwargs)
+    def _fuser_of(self, group: int) -> OperationFuser:
+        return self
 
-    def _refuse_to_quantize(self) -> bool:
-        recipe = active_recipe()
-        if recipe is None:
-            return True
-        raise NotSupportedError(
-            explain(
-                "Quantised compute is not traced by torch.compile",
-                received=type(recipe).__name__,
-                remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
-            )
-        )
+    def parameters_for_tracing(
+        self, numbers: dict[int, int], extra_inputs: int
+    ) -> list[TracedParameter]:
+        """Where the parameters stand, given the numbers of modules by id.
 
-    def _prepare_tracing(self) -> bool:
+        Raises:
+            ExtraInputCountError: a call with so many extra inputs is no call of the operations.
+            NotSupportedError: a parameter is none that torch.compile can trace.
+        """
+        self._check_count(extra_inputs)
         registry.state()  # loads plug-ins before the traced code is guarded by what is registered
         self._start()
         if self._local:
@@ -381,24 +342,25 @@ class OperationFuser:
         for module, name in self._slots:
             if parametrize.is_parametrized(module, name):
                 refuse_impure(module, name)
-        self.prepare_what_traced_code_reads()
-        return True
+        places = []
+        for op in self._basic_ops:
+            own = numbers[id(op)]  # by which the parameters of its compound are found, too
+            for module, name in op.parameter_slots():
+                number = numbers.get(id(module), own)
+                places.append(TracedParameter(number, name, name not in module._parameters))
+        return places
 
-    def prepare_what_traced_code_reads(self) -> None:
-        """Such that code that was traced for another sequence may find all of it here."""
-        if self._seen != Clock.now:
-            self._refresh()
-        ops: list[Tracked] = [*self._given, *self._units, *self._basic_ops]
-        ops += [m for op in self._basic_ops for m in op.children() if isinstance(m, Tracked)]
-        self._stamped = list({id(op): op for op in ops}.values())
-        stamp(self._stamped)
-
-    def _plan_for_tracing(
-        self, stamps: tuple[str, ...], facts: tuple[Any, ...], without_keywords: bool
+    def plan_for_tracing(
+        self, registered: str, facts: tuple[Any, ...], without_keywords: bool
     ) -> tuple[str, bool]:
         """The name of a call's program, and whether it is one function of the graph.
 
         The arguments are constants that guard the traced code.
+
+        Args:
+            registered: the stamp of the registry.
+            facts: what :func:`call_facts` returns.
+            without_keywords: whether the call has none.
         """
         call = CallFacts.frozen(facts)
         trained = zip(call.parameter_dtypes, call.parameters_require_grad or ())
@@ -420,7 +382,7 @@ class OperationFuser:
                     remedy="Call the sequence as it is, with opfuser.replay, or without grad",
                 )
             )
-        if torch.compiler.is_exporting():
+        if exporting():
             # Its program is forward alone, which torch differentiates.
             call = call.without_grad()
         program = self._used = self._find(call)
@@ -441,11 +403,6 @@ class OperationFuser:
             key = (self._key, self.routing, self._num_parameters)
             return in_graph.name_of(key, self, find), True
         return name, False
-
-    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _refuse_to_quantize._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _prepare_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _plan_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def plan(self, input_: Tensor, *extra_inputs: Tensor) -> Plan:
         """The plan that a call with these tensors would follow."""
@@ -516,10 +473,14 @@ class OperationFuser:
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan that was used last, with what is known of replaying it."""
-        if self._used is None:
+        """The plan that was used last, with what was recorded of its calls."""
+        used = self._used
+        if used is None:
             return None
-        return dataclasses.replace(self._used.plan, replays=self._replays.records(self._used))
+        recordings = (used.recordings(),)
+        return dataclasses.replace(
+            used.plan, replays=self._replays.records(used), recordings=recordings
+        )
 
     def _steps(self, stage: str) -> list[tuple[Any, list[int]]]:
         plan = self.last_plan
@@ -542,6 +503,62 @@ class OperationFuser:
         ]
 
 
+def _check_tensors(input_: Tensor, extra_inputs: Sequence[Tensor]) -> None:
+    if not isinstance(input_, Tensor) or not all(isinstance(t, Tensor) for t in extra_inputs):
+        got = ", ".join(type(t).__name__ for t in (input_, *extra_inputs))
+        raise ArgumentTypeError(
+            explain("Inputs and extra inputs of operations are tensors", received=got)
+        )
+
+
+def call_traced(
+    root: TracedCalls,
+    modules: list[Any],
+    group: int,
+    input_: Tensor,
+    extra_inputs: Sequence[Tensor],
+    kwargs: Kwargs,
+) -> Any:
+    """What a group of operations returns, for torch.compile to trace.
+
+    Args:
+        root: what holds them.
+        modules: those inside, as ``_guard_trace`` has returned them.
+        group: its number there.
+        input_: of the group.
+        extra_inputs: of the group.
+        kwargs: of each operation, or None.
+    """
+    _check_tensors(input_, extra_inputs)
+    places = root._parameters_for_tracing(group, len(extra_inputs))
+    parameters = [parameter_of(modules, place) for place in places]
+    facts = call_facts(input_, parameters, extra_inputs, None)
+    if open_regions.count:
+        _refuse_to_quantize()
+    name, whole = root._plan_for_tracing(group, registry.stamp, facts, kwargs is None)
+    if whole:
+        return getattr(in_graph.functions, name)(input_, *parameters, *extra_inputs)
+    root._guard_identity(modules)
+    program = getattr(root._fuser_of(group)._traced, name)
+    return execute(program, input_, parameters, extra_inputs, kwargs)
+
+
+def _refuse_to_quantize() -> bool:
+    recipe = active_recipe()
+    if recipe is None:
+        return True
+    raise NotSupportedError(
+        explain(
+            "Quantised compute is not traced by torch.compile",
+            received=type(recipe).__name__,
+            remedy="Call the sequence as it is, with opfuser.replay, or leave the region",
+        )
+    )
+
+
+_refuse_to_quantize._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def count_message(asked_by: Sequence[str], received: int) -> str:
     """The text about a wrong number of extra inputs."""
     return explain(
@@ -551,28 +568,13 @@ def count_message(asked_by: Sequence[str], received: int) -> str:
     )
 
 
-def _read_keywords(op_forward: Callable[..., Any]) -> frozenset[str] | None:
-    """Those that it accepts; None is any."""
-    parameters = inspect.signature(op_forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return None
-    return frozenset(parameters) - {"self"}
-
-
-_keywords_of = functools.lru_cache(256)(_read_keywords)
-
-
 def check_keywords(op: BasicOperation, kwargs: dict[str, Any]) -> None:
     """Raises OpKwargsError for a keyword that the forward of ``op`` does not accept."""
     own = type(op).fuser_forward is BasicOperation.fuser_forward
     if not own:
         return  # it receives the dict and checks the keywords itself
-    function = getattr(op.op_forward, "__func__", op.op_forward)
-    # A signature takes longer to read than some operations. torch.compile, which looks into what
-    # is cached, reads it itself.
-    traced = torch.compiler.is_compiling()
-    accepted = _read_keywords(function) if traced else _keywords_of(function)
-    unknown = [] if accepted is None else sorted(set(kwargs) - accepted)
+    accepted = op._accepted_keywords()
+    unknown = [] if accepted is None else sorted(set(kwargs).difference(accepted))
     if unknown:
         raise OpKwargsError(
             explain(
@@ -610,9 +612,9 @@ def _run_alone(
     if kwargs is not None:
         for part, own in zip(expand(op), kwargs):
             check_keywords(part, own)
-    if torch.compiler.is_compiling():
-        op._prepare_alone_for_tracing()
-    elif op._alone is None:
+    if tracing():
+        return call_traced(op, op._guard_trace(), 0, input_, extra_inputs, kwargs)
+    if op._alone is None:
         op._prepare_alone()
     return op._alone(input_, *extra_inputs, basic_op_kwargs=kwargs)
 

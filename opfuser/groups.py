@@ -13,7 +13,7 @@ from .change_tracking import Tracked, has_hooks, is_compiled, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known, replacement
-from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
+from .engine.plan import FusionRecord, Plan, RecordedCalls, ReplayRecord, Step, expand
 from .engine.routing import (
     CLOSED,
     Channels,
@@ -37,6 +37,7 @@ from .op import (
 )
 from .op.kinds import has_called_parts, must_be_called
 from .registry import FusionHandle, registry
+from .traced_calls import TracedCalls
 
 Facts = Tensor | TensorFacts
 
@@ -56,7 +57,7 @@ class PlannedGroup(NamedTuple):
     assumed: tuple[str, ...] = ()
 
 
-class NestedSequential(Tracked):
+class NestedSequential(TracedCalls, Tracked):
     """Abstract. A Sequential as seen by another one that calls it as a module."""
 
     @property
@@ -104,14 +105,7 @@ class Group(NamedTuple):
     """Why it is not fused with its neighbours: "", "HOOK", "FORWARD" or "GROUP_SPLIT"."""
 
     def __call__(self, x: Any, extras: Sequence[Tensor], kwargs: Kwargs) -> Any:
-        callee = self.callee
-        if kwargs is None:
-            return callee(x, *extras)
-        if isinstance(callee, BasicOperation):
-            return callee(x, *extras, **kwargs[0])
-        if not self.ops:  # a nested Sequential
-            return cast(nn.Module, callee)(x, *extras, op_kwargs=kwargs[0])
-        return callee(x, *extras, basic_op_kwargs=kwargs)
+        return call(self.callee, x, extras, kwargs)
 
     def stays_called(self) -> bool:
         """Whether the hook or the forward because of which the module is called is still there."""
@@ -149,6 +143,19 @@ class Group(NamedTuple):
         note = () if is_known(callee) else (f"{type(callee).__name__} returns {output.dtype}",)
         given = [output] * sum(op.num_extra_outputs for op in self.ops)
         return PlannedGroup([], output, given, note)
+
+
+def call(
+    callee: OperationFuser | nn.Module, x: Any, extras: Sequence[Tensor], kwargs: Kwargs
+) -> Any:
+    """What the module or the fuser of a group returns, given the keywords of its operations."""
+    if kwargs is None:
+        return callee(x, *extras)
+    if isinstance(callee, BasicOperation):
+        return callee(x, *extras, **kwargs[0])
+    if isinstance(callee, NestedSequential):
+        return callee(x, *extras, op_kwargs=kwargs[0])
+    return callee(x, *extras, basic_op_kwargs=kwargs)
 
 
 def _is_wrapped(module: nn.Module) -> bool:
@@ -384,6 +391,7 @@ def join_plans(
     cuts: dict[int, Refusal] = {}
     records: dict[tuple[str, str], FusionRecord] = {}
     replays: list[ReplayRecord] = []
+    recordings: list[RecordedCalls] = []
     quantized: list[int] = []
     high_precision: list[tuple[int, Refusal]] = []
     edges: list[QuantizedEdge] = []
@@ -418,6 +426,7 @@ def join_plans(
             notes += [(first + n, note) for n, note in plan.notes]
             gemms += [choice._replace(op=first + choice.op) for choice in plan.gemms]
             replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
+            recordings += [r._replace(indices=_shifted(r.indices, first)) for r in plan.recordings]
             for record in plan.history:
                 _merge(records, record, first)
             scanned += [_Scanned(n, op) for n, op in enumerate(plan.basic_ops, first)]
@@ -440,6 +449,7 @@ def join_plans(
         tuple(gemms),
         assumed=assumed,
         replays=tuple(replays),
+        recordings=tuple(recordings),
         numbers=tuple(n for _, plans in groups for plan in plans for n in plan.numbers),
         groups=tuple(g for _, plans in groups for plan in plans for g in plan.groups or (plan,)),
     )

@@ -185,7 +185,7 @@ class Linear(FusedOperation):
         self._basic_linear().initialize_weight(fill)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._basic_linear().set_grad_dtype()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -21,6 +21,7 @@ __all__ = [
     "assume",
     "callers_stream",
     "is_recording",
+    "leave",
     "recorded",
     "refuse_watching",
     "repeat",
@@ -62,12 +63,22 @@ class Watcher(Protocol):
     """Who notes the calls of a pass, to repeat them (``engine.recorder``)."""
 
     def note_whole(
-        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int, flag: int
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        writes: int | None,
+        flag: int | None,
     ) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
     def refuse(self, why: str) -> None:
         """Gives up: the pass does what cannot be repeated by its calls."""
+
+    def note_reuse(self, tensor: torch.Tensor) -> None:
+        """Notes that there is no other reference to a tensor, which may be written to therefore."""
+
+    def note_setting(self, holder: Any, name: str, value: Hashable) -> None:
+        """Notes that an attribute of an object was set."""
 
     def note_launch(self, launch: Any, *arguments: Any) -> None:
         """Notes a launch of a kernel that has run, with the arguments of ``Launch``."""
@@ -167,12 +178,28 @@ def unseen(function: Function) -> Function:
     return ask  # type: ignore[return-value]
 
 
-def seen_whole(*, writes: int, flag: int) -> Callable[[Function], Function]:
-    """A function that decides by values: who notes calls notes it, not what it calls.
+def leave(holder: Any, name: str, value: Hashable) -> None:
+    """Sets an attribute, now and whenever the pass that is watched is repeated.
 
     Args:
-        writes: position of the argument that it may write to, and return.
-        flag: position of the argument that says whether it may.
+        holder: of the attribute.
+        name: of it.
+        value: nothing that differs between the passes.
+    """
+    setattr(holder, name, value)
+    if watching.watcher is not None:
+        watching.watcher.note_setting(holder, name, value)
+
+
+def seen_whole(
+    *, writes: int | None = None, flag: int | None = None
+) -> Callable[[Function], Function]:
+    """A function that decides by more than guards compare: who notes calls notes it as one.
+
+    Args:
+        writes: position of the argument that it may write to, and return; None: it reads no values,
+            and returns a tensor that nobody else has.
+        flag: position of the argument that says whether it may; without, it always may.
     """
 
     def decorate(function: Function) -> Function:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
@@ -15,12 +16,11 @@ from torch import Tensor, nn
 from .attention.cache import PendingCache, pending_of
 from .basic import AddExtraInput, DotProductAttention, MakeExtraOutput
 from .change_tracking import (
+    DERIVED,
     Clock,
     has_hooks,
     is_compiled,
-    prepare_others_like,
     replaces_forward,
-    stamp,
 )
 from .context import TensorFacts
 from .engine.autograd import Kwargs
@@ -35,13 +35,14 @@ from .errors import (
     explain,
 )
 from .events.kinds import PlanInvalidated
-from .fuser import OperationFuser, check_keywords, count_message
+from .fuser import OperationFuser, call_traced, check_keywords, count_message
 from .fusion_config import FusionConfig, Place, glob_names
 from .groups import (
     Facts,
     Group,
     NestedSequential,
     PlannedGroup,
+    call,
     join_plans,
     make_groups,
     own_channels,
@@ -55,6 +56,8 @@ from .quantization.region import active_recipe, check_recipe, region, region_of_
 from .recipe import Recipe
 from .registry import registry
 from .tied_parameters import load_as_one, tie, tied_places
+from .traced_calls import ModulesInside
+from .tracing import tracing
 
 __all__ = ["Residual", "Sequential"]
 
@@ -278,6 +281,7 @@ class Sequential(NestedSequential):
 
     _groups: list[Group]
     _routes: Routes
+    _calls: Sequence[tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]]
     _structure: list[tuple[str, list[tuple[int, Hashable]]]] | None
     _single: OperationFuser | None
     _called: tuple[Group, ...]  # because of a hook or a forward, whose removal is not noticed
@@ -287,14 +291,13 @@ class Sequential(NestedSequential):
     # What calls it as a module, the path there, and the channels that cross its border.
     _crossing: tuple[weakref.ref[NestedSequential], str, Channels] | None
     _stands: tuple[str, tuple[tuple[str, FusionConfig], ...]]
-    _stamped: list[Sequential]
-    _traced_children: list[int]
 
     def _forget(self) -> None:
         """Drops everything derived from the modules."""
         self.__dict__.update(
             _groups=[],
             _routes=Routes((), ()),
+            _calls=[],
             _structure=None,
             _single=None,
             _called=(),
@@ -328,15 +331,14 @@ class Sequential(NestedSequential):
 
     def __getstate__(self) -> dict[str, Any]:
         derived = (
-            "_groups", "_routes", "_structure", "_single", "_called", "_seen", "_within",
-            "_crossing", "_nested", "_stands",
-            "_stamped", "_stamp", "_traced_children", "__setattr__", "_compiled_call_impl",
+            "_groups", "_routes", "_calls", "_structure", "_single", "_called", "_seen", "_within",
+            "_crossing", "_nested", "_stands", *DERIVED,
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         defaults = {"replay": None, "recipe": None, "fusion_config": None}
-        super().__setstate__({**defaults, **state})  # type: ignore[no-untyped-call]
+        super().__setstate__({**defaults, **state})
         self._forget()
 
     def own_channels(self) -> Channels:
@@ -385,6 +387,7 @@ class Sequential(NestedSequential):
             self.__dict__.update(
                 _groups=groups,
                 _routes=routes,
+                _calls=[(group, path.takes, path.gives) for group, path in zip(groups, routes[0])],
                 _nested=nested,
                 _structure=structure,
                 _single=only if isinstance(only, OperationFuser) else None,
@@ -468,51 +471,41 @@ class Sequential(NestedSequential):
                     )
 
     def _describe(self) -> str:
+        # Modules are told by their classes: layers that are alike share traced code.
         children = [(name, id(type(m)), has_hooks(m)) for name, m in self.named_children()]
-        # Layers that are alike share traced code, so that modules are told by their classes; and
-        # that one was replaced by itself, as what tracing has prepared does not follow it.
-        followed = [id(m) for m in self.children()] == self._traced_children
-        return repr((children, self.fusion_config, "" if followed else Clock.now))
+        return repr((children, self.fusion_config))
 
-    def _resolve_for_tracing(self) -> bool:
-        known = "_stamp" in self.__dict__
-        self._prepare_what_traced_code_reads()
-        if not known:
-            kinds = [type(m) for m in self.modules()]
-            prepare_others_like(self, lambda other: other._prepare_if_like(kinds))
-        return True
-
-    def _prepare_what_traced_code_reads(self) -> None:
-        inside = [m for m in self.modules() if isinstance(m, Sequential)]
-        self.__dict__["_stamped"] = inside
-        for seq in inside:
-            seq.__dict__["_traced_children"] = [id(m) for m in seq.children()]
-        stamp(inside)
+    def _prepare_tracing(self) -> None:
         self._resolve()
 
-    def _prepare_if_like(self, kinds: list[type]) -> None:
-        """For code that is traced for another one, if that has modules of the same classes."""
-        if len(self) <= len(kinds) and [type(m) for m in self.modules()] == kinds:
-            self._prepare_all()
+    def _fuser_of(self, group: int) -> Any:
+        return self._groups[group].callee
 
-    def _prepare_all(self) -> None:
-        """What is traced of its groups too, and of the Sequentials that it calls."""
-        self._prepare_what_traced_code_reads()
-        for group in self._groups:
-            if isinstance(group.callee, OperationFuser):
-                group.callee.prepare_what_traced_code_reads()
-                continue
-            for module in group.callee.modules():
-                if isinstance(module, Sequential):
-                    module._prepare_all()
-
-    def _guard(self, stamps: tuple[str, ...]) -> bool:
-        """Makes the stamps constants that guard the traced code."""
-        return True
+    def _groups_for_tracing(self, extra_inputs: int) -> tuple[Any, ...]:
+        """For each group the number of the module that is called, or None; and its route."""
+        self._check_count(extra_inputs)
+        numbers = ModulesInside(self).numbers
+        groups = []
+        for group, route in zip(self._groups, self._routes.groups):
+            fused = isinstance(group.callee, OperationFuser)
+            number = None if fused else numbers[id(group.callee)]
+            takes = tuple(t if isinstance(t, int) else str(t) for t in route.takes)
+            gives = tuple((None if key is None else str(key), to) for key, to in route.gives)
+            groups.append((number, takes, gives))
+        return tuple(groups)
 
     # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _resolve_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    _guard._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _groups_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _calls_to_trace(self, modules: list[Any], extra_inputs: int) -> list[Any]:
+        """The calls of :meth:`_walk`, given the modules inside."""
+        calls = []
+        for n, (number, takes, gives) in enumerate(self._groups_for_tracing(extra_inputs)):
+            if number is None:
+                calls.append((functools.partial(call_traced, self, modules, n), takes, gives))
+            else:
+                calls.append((functools.partial(call, modules[number]), takes, gives))
+        return calls
 
     @property
     def num_extra_inputs(self) -> int:
@@ -565,56 +558,82 @@ class Sequential(NestedSequential):
             with region_of_call(self.recipe):
                 # Not self.forward: a wrapper or a subclass that called this is not called again.
                 return Sequential.forward(self, input, *extra_inputs, op_kwargs=op_kwargs)
-        if torch.compiler.is_compiling():
-            self._resolve_for_tracing()
-            self._guard(tuple([seq._stamp for seq in self._stamped]))
-        elif self._seen != Clock.now or (
+        if tracing():
+            return self._forward_traced(input, extra_inputs, op_kwargs)
+        if self._seen != Clock.now or (
             self._called and not all(group.stays_called() for group in self._called)
         ):
             self._resolve()
         if not op_kwargs:
             if self._single is not None:
                 return self._single(input, *extra_inputs)
-            return self._walk(input, extra_inputs, None)
+            self._check_count(len(extra_inputs))
+            return self._walk(self._calls, input, extra_inputs, None)
         kwargs, caches = self._resolve_op_kwargs(op_kwargs)
         if self._single is not None:
             result = self._single(input, *extra_inputs, basic_op_kwargs=kwargs[0])
         else:
-            result = self._walk(input, extra_inputs, kwargs)
+            self._check_count(len(extra_inputs))
+            result = self._walk(self._calls, input, extra_inputs, kwargs)
         for cache in caches:  # only now: a call that raises must store nothing
+            cache.keep()
+        return result
+
+    def _forward_traced(
+        self,
+        input_: Any,
+        extra_inputs: Sequence[Tensor],
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None,
+    ) -> Any:
+        """As :meth:`forward`, for torch.compile to trace."""
+        modules = self._guard_trace()
+        calls = self._calls_to_trace(modules, len(extra_inputs))
+        if not op_kwargs:
+            return self._walk(calls, input_, extra_inputs, None)
+        self._guard_identity(modules)
+        kwargs, caches = self._resolve_op_kwargs(op_kwargs)
+        result = self._walk(calls, input_, extra_inputs, kwargs)
+        for cache in caches:
             cache.keep()
         return result
 
     def _walk(
         self,
+        calls: Sequence[tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]],
         x: Any,
         extra_inputs: Sequence[Tensor],
         kwargs: list[Kwargs] | None,
     ) -> Any:
-        """Calls the groups in order and passes extra tensors between them."""
-        self._check_count(extra_inputs)
+        """Calls the groups in order and passes extra tensors between them.
+
+        Args:
+            calls: for each group what calls it, and where its extra tensors come from and go to.
+            x: the input.
+            extra_inputs: those that the caller passes.
+            kwargs: those of each group.
+        """
         to_caller: list[Tensor] = []
-        stored: dict[Slot, Tensor] = {}
-        for n, (group, path) in enumerate(zip(self._groups, self._routes.groups)):
+        stored: dict[Hashable, Tensor] = {}
+        for n, (group, takes, gives) in enumerate(calls):
             extras = [
-                extra_inputs[take] if isinstance(take, int) else stored[take] for take in path.takes
+                extra_inputs[take] if isinstance(take, int) else stored[take] for take in takes
             ]
             y = group(x, extras, None if kwargs is None else kwargs[n])
-            if not path.gives:
+            if not gives:
                 x = y
                 continue
             x = y[0]
-            for (key, public), extra_output in zip(path.gives, y[1:]):
+            for (key, public), extra_output in zip(gives, y[1:]):
                 if key is not None:
                     stored[key] = extra_output
                 if public:
                     to_caller.append(extra_output)
         return (x, *to_caller) if to_caller else x
 
-    def _check_count(self, extra_inputs: Sequence[Any]) -> None:
+    def _check_count(self, extra_inputs: int) -> None:
         expects = self._routes.expects
-        if len(extra_inputs) != len(expects):
-            raise ExtraInputCountError(count_message(expects, len(extra_inputs)))
+        if extra_inputs != len(expects):
+            raise ExtraInputCountError(count_message(expects, extra_inputs))
 
     def _resolve_op_kwargs(
         self, op_kwargs: Mapping[nn.Module | int, dict[str, Any]]
@@ -703,7 +722,7 @@ class Sequential(NestedSequential):
                     explain("A plan is made for tensors", received=type(t).__name__)
                 )
         self._resolve()
-        self._check_count(extra_inputs)
+        self._check_count(len(extra_inputs))
         (plan,) = self.planned_groups(input, extra_inputs).plans or (None,)
         return self._named(plan)
 

@@ -108,8 +108,6 @@ def compute(work: Callable[[], T]) -> T:
 
     The pass under way must not read them.
     """
-    if torch.compiler.is_compiling():
-        return work()
     overlap = _under_way.overlap
     # Another node's gradients, of a backward pass that an operation's backward runs, are read
     # before this pass ends.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CacheFullError, InputError, NotSupportedError, explain
+from ..tracing import stands_in
 
 __all__ = [
     "Extended",
@@ -281,7 +282,7 @@ def extended(cache: Any, k: Tensor, v: Tensor) -> Extended:
                 remedy="Pass KVCache(max_length)",
             )
         )
-    if is_replacing(cache) and not torch.compiler.is_compiling():
+    if is_replacing(cache) and not stands_in(k):
         return extended_copy(cache, k, v)
     keys, values = cache.update(k, v)
     return Extended(keys, values, getattr(cache, "start", None))
@@ -317,8 +318,7 @@ def _known(length: int | Tensor) -> int:
     """The length; 0 where reading it would wait for a device, or end a graph."""
     if not isinstance(length, Tensor):
         return length
-    readable = type(length) is Tensor and length.is_cpu and not torch.compiler.is_compiling()
-    return int(length) if readable else 0
+    return int(length) if length.is_cpu and not stands_in(length) else 0
 
 
 def _kind(t: Tensor) -> tuple[torch.Size, int, torch.dtype, torch.device]:
@@ -327,15 +327,15 @@ def _kind(t: Tensor) -> tuple[torch.Size, int, torch.dtype, torch.device]:
 
 def _zeros(like: Tensor, length: int) -> Tensor:
     """Room for so many positions; zeros, since weights of 0 do not hide what is not finite."""
-    shape = *like.shape[:2], length, like.shape[3]
-    if torch.compiler.is_compiling():
-        return like.new_zeros(shape)
-    with torch.inference_mode(False):  # so that later calls outside of it may write to them
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    return _lasting_zeros(like, (*like.shape[:2], length, like.shape[3]), like.dtype)
 
 
 def _zero(like: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return like.new_zeros((), dtype=torch.int64)
-    with torch.inference_mode(False):
-        return torch.zeros((), dtype=torch.int64, device=like.device)
+    return _lasting_zeros(like, (), torch.int64)
+
+
+def _lasting_zeros(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if stands_in(like):
+        return like.new_zeros(shape, dtype=dtype)
+    with torch.inference_mode(False):  # so that later calls outside of it may write to them
+        return torch.zeros(shape, dtype=dtype, device=like.device)

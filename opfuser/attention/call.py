@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..tracing import stands_in
+
 __all__ = [
     "Call",
     "Heads",
@@ -192,7 +194,7 @@ def request_of(x: Heads, call: Call, differentiable: bool) -> Request:
         call.dropout_p,
         call.sinks is not None,
         batch == 0 or 0 in lengths,
-        torch.compiler.is_compiling() or type(q) is not Tensor,
+        stands_in(q),
         enabled_kernels(q.device),
     )
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotSupportedError, explain
 from ..events.kinds import AttentionKernelTaken, Event, FallbackTaken
-from ..kernels.launch import transforms_active
 from ..recording import unseen
+from ..tracing import stands_in, transforms_active
 from . import context_parallel, cudnn_versions
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, request_of
@@ -78,7 +78,7 @@ def choose_plain(x: Heads, call: Call, differentiable: bool) -> str:
     # torch's flash and cuDNN kernels expect other head sizes to be padded.
     if q.device.type != "cuda" or q.shape[-1] % 8 or x.v.shape[-1] % 8 or not q.numel():
         return "blockwise"
-    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:
+    if stands_in(q):
         return _choose_for_tracer(*request_of(x, call, differentiable))
     if transforms_active():  # of whose tensors torch cannot tell which kernel takes them
         return "blockwise"
@@ -105,7 +105,7 @@ def choose(x: Heads, call: Call, request: Request, forced: str | None) -> str:
             return name
         if forced is not None:
             raise _refused(forced, reason)
-        if not torch.compiler.is_compiling():
+        if not request.traced:
             _unprepared[name, request] = reason
         without = (*without, name)
 

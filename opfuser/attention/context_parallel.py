@@ -99,7 +99,7 @@ def refuse(request: Request, sinks: Tensor | None, forced: str | None) -> None:
         "sinks": sinks is not None,
         f"kernel={forced!r}": forced is not None,
         "other keys than the queries'": request.queries != request.keys,
-        "torch.compile": torch.compiler.is_compiling(),
+        "torch.compile": request.traced,
     }
     found = [name for name, there in modes.items() if there]
     if found:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..recording import unwatched
+from ..tracing import stands_in
 from .blockwise import BLOCKWISE
 from .call import Call, Heads, Kernel, Request, Result
 from .flex import Form, Given, attend, dtypes_of, form_of, given_of, gradients, to_base_2
@@ -242,7 +243,7 @@ def _made(kind: _Kind, differentiable: bool, earlier: _Compiled | None) -> _Comp
 
 def _is_compiled(t: Tensor) -> bool:
     """Whether a call of this tensor runs code that was compiled for it alone."""
-    return t.is_cuda and type(t) is Tensor and not torch.compiler.is_compiling()
+    return t.is_cuda and not stands_in(t)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -303,8 +304,8 @@ def _backward(dy: Tensor, x: Heads, r: Result, call: Call) -> Any:
     form = form_of(x, call)
     if not _is_compiled(x.q):
         given = given_of(x, call, form)
-        copied = torch.compiler.is_compiling() or type(x.q) is not Tensor
-        return gradients(form, dy, x, r.output, to_base_2(r.logsumexp), given, copied)
+        logsumexp, copied = to_base_2(r.logsumexp), stands_in(x.q)
+        return gradients(form, dy, x, r.output, logsumexp, given, copied)
     compiled = _for_backward(_kind_of(x, call, form))
     if compiled is None:
         return BLOCKWISE.backward(dy, x, r, call)

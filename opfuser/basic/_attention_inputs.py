@@ -15,7 +15,7 @@ from ..attention.call import Call, Heads, Request, enabled_kernels
 from ..attention.context_parallel import refuse_cache
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
 from ..kernels.scalar import wide_dtype
-from ..kernels.tracing import exporting
+from ..tracing import exporting
 from ._numbers import real_number
 
 __all__ = [

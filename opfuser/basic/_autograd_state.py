@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..tracing import tracing
+
 __all__ = ["Destination", "backward_pass", "destination", "is_first_write", "note_forward"]
 
 # In the thread-local state that autograd hands on to a backward pass, and so to those that start
@@ -60,7 +62,7 @@ def backward_pass() -> int | None:
 
     None outside of one, and while torch.compile traces.
     """
-    if torch.compiler.is_compiling():
+    if tracing():
         return None
     number = torch._C._current_graph_task_id()
     if number == -1:
@@ -69,6 +71,14 @@ def backward_pass() -> int | None:
         torch._C._get_obj_in_tls(_OUTERMOST) if torch._C._is_key_in_tls(_OUTERMOST) else number
     )
     return outermost
+
+
+def current_node() -> object | None:
+    """The node of autograd that runs.
+
+    None outside of a backward pass, in compiled autograd, and while torch.compile traces.
+    """
+    return None if tracing() else torch._C._current_autograd_node()
 
 
 def is_first_write(param: Tensor, buffer: Tensor, number: int | None) -> bool:
@@ -104,7 +114,7 @@ def destination(weight: Tensor) -> Destination:
     Where autograd cannot be asked, it is taken to be accumulated: outside of a backward pass, in
     compiled autograd, while torch.compile traces.
     """
-    if torch.compiler.is_compiling() or torch._C._current_autograd_node() is None:
+    if current_node() is None:
         return Destination.ACCUMULATED
     if not weight.requires_grad:  # frozen since
         return Destination.NOWHERE

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..change_tracking import Note
 from ..kernels.scalar import wide_dtype
 from ..rope import Frequencies
+from ..tracing import stands_in
 
 __all__ = ["RotaryTables", "Tables", "pairs_of_rows"]
 
@@ -122,7 +123,7 @@ def _turns(positions: Tensor, frequencies: Tensor, factor: float) -> Tables:
 
 def _is_lasting(x: Tensor) -> bool:
     """Whether what is made for x may be kept: not while tracing, and not for fake tensors."""
-    return not torch.compiler.is_compiling() and type(x) is Tensor
+    return not stands_in(x)
 
 
 def _outlives_call(made: Tensor) -> bool:

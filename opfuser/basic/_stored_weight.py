@@ -146,7 +146,7 @@ class StoresWeight(BasicOperation):
             weight.grad_dtype = stored.dtype
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self.set_grad_dtype()
 
     def share_parameters_with(self, owner: FusibleOperation) -> None:
@@ -230,7 +230,7 @@ class StoresWeight(BasicOperation):
         scale = self.scale_of(w)
         if scale is None:
             return w if w.dtype == dtype else w.to(dtype)
-        if ctx.requires_grad and ctx.needs.parameters[0] and not torch.compiler.is_compiling():
+        if ctx.requires_grad and ctx.needs.parameters[0] and not ctx.traced:
             self._refuse_rounded_grad(w)
         return w if codes else decode_weight(w, scale, dtype)
 

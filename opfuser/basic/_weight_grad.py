@@ -17,7 +17,14 @@ from ..kernels.scalar import cast
 from ..quantization.weights import is_fp8
 from ..recording import assume, callers_stream, is_recording, refuse_watching, repeat
 from ..wgrad_overlap import compute
-from ._autograd_state import Destination, backward_pass, destination, is_first_write, note_forward
+from ._autograd_state import (
+    Destination,
+    backward_pass,
+    current_node,
+    destination,
+    is_first_write,
+    note_forward,
+)
 
 __all__ = [
     "Computed",
@@ -133,7 +140,7 @@ def keep_weights(ctx: OperationContext, weights: Sequence[Tensor]) -> None:
 
     They are not saved: unpacking a saved tensor may give another object, without the attribute.
     """
-    if torch.compiler.is_compiling():
+    if ctx.traced:
         return
     refuse_watching("gradients go to where the weights of the call keep them")
     repeat(note_forward)
@@ -250,13 +257,11 @@ def grad_buffer(weight: Tensor, x: Tensor) -> Tensor | None:
 
     What other nodes of the graph contribute to the same ``.grad``, autograd adds as always.
     """
-    if torch.compiler.is_compiling():
+    node = current_node()
+    if node is None or getattr(node, "create_graph", False) or torch.is_grad_enabled():
         return None
     grad = fitting_grad(weight, x)
     if grad is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return None
-    node = torch._C._current_autograd_node()  # None in compiled autograd too
-    if node is None or getattr(node, "create_graph", False) or torch.is_grad_enabled():
         return None
     # Autograd has its node for the weight, and the caller, wait for the stream of a GPU in which a
     # gradient was made, but not where it gets none. In the default stream they are there too.

@@ -35,10 +35,10 @@ from ..context import (
 from ..errors import ArgumentError, OpKwargsError, explain
 from ..events.kinds import AttentionKernelTaken
 from ..events.telling import emit, generation
-from ..kernels.launch import transforms_active
 from ..kernels.scalar import cast
-from ..kernels.tracing import exporting
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..recording import leave
+from ..tracing import exporting, stands_in, transforms_active
 from . import _attention_inputs as inputs
 from ._attention_inputs import AttentionSettings
 
@@ -234,17 +234,14 @@ class DotProductAttention(BasicOperation):
         if context_parallel.is_active():
             request = request_of(x, call, ctx.requires_grad)
             return self._parallel_forward(ctx, (qkv, None, None), x, call, request)
-        traced = torch.compiler.is_compiling()
-        if traced and exporting():
+        if exporting():
             kernel, chosen = "", EXPORTED
         else:
             kernel = choose_plain(x, call, ctx.requires_grad)
             chosen = KERNELS[kernel]
-        if not traced:
-            self._last.call = (
-                kernel,
-                (qkv.shape, qkv.dtype, qkv.device, ctx.requires_grad, settings),
-            )
+        if not stands_in(x.q):
+            facts = qkv.shape, qkv.dtype, qkv.device, ctx.requires_grad, settings
+            leave(self._last, "call", (kernel, facts))
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
@@ -270,15 +267,14 @@ class DotProductAttention(BasicOperation):
         if context_parallel.is_active():
             request = request_of(x, call, differentiable)
             return self._parallel_forward(ctx, saved, x, call, request)
-        traced = torch.compiler.is_compiling()
-        if traced and settings.kernel is None and exporting():
+        request = request_of(x, call, differentiable)
+        if settings.kernel is None and exporting():
             kernel, chosen = "", EXPORTED
         else:
-            request = request_of(x, call, differentiable)
             kernel = choose(x, call, request, settings.kernel)
             chosen = KERNELS[kernel]
-        if not traced:
-            self._last.call = kernel, request
+        if not request.traced:
+            leave(self._last, "call", (kernel, request))
             if AttentionKernelTaken.wanted:
                 self._last.tell(self)
         result = chosen.forward(x if chosen.grouped else expanded(x), call)
@@ -482,7 +478,7 @@ class _Last(Note):
 
 def _aligned(x: Tensor) -> Tensor:
     """``x``, or a copy of one that begins at an odd address: torch's kernels read 16 bytes."""
-    if x.is_cuda and type(x) is Tensor and not torch.compiler.is_compiling():
+    if x.is_cuda and not stands_in(x):
         return x.clone() if not transforms_active() and x.data_ptr() % 16 else x
     return x
 

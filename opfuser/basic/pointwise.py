@@ -12,6 +12,7 @@ from ..errors import ArgumentError, MissingImplementationError, explain
 from ..kernels.pointwise import FUNCTION, Chain, Link, has_kernels
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
+from ..tracing import stands_in, tracing
 from ._numbers import real_number
 
 __all__ = ["PointwiseOperation"]
@@ -86,7 +87,7 @@ class PointwiseOperation(BasicOperation):
             ]
         )
         frozen = self
-        if not torch.compiler.is_compiling():  # which traces both passes at once
+        if not tracing():  # which traces both passes at once
             # What value() and derivative() read; parameters and buffers stay those of self.
             frozen = object.__new__(type(self))
             frozen.__dict__.update(self.__dict__)
@@ -106,7 +107,7 @@ class PointwiseOperation(BasicOperation):
 
     def derivative(self, x: Tensor) -> Tensor:
         """``f'(x)`` in torch. By default autograd finds it, at the cost of another forward."""
-        if not torch.compiler.is_compiling():
+        if not stands_in(x):
             return self._found_by_autograd(x)
         # What is traced holds no autograd.grad, and a vjp of no use of x is zero without a word.
         self._try_autograd(str(x.device), x.dtype)

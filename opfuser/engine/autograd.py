@@ -1,13 +1,12 @@
 """Execution of a plan: one autograd.Function for a whole group of operations.
 
-A ``Program`` is all that does not change between calls. ``torch.compile`` can trace both of its
-functions: they read no attribute of a tensor, and backward changes no context of forward.
+A ``Program`` is all that does not change between calls. What ``torch.compile`` traces is executed
+by ``traced``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +15,16 @@ from torch.autograd import profiler
 from torch.autograd.forward_ad import unpack_dual
 
 from ..buffer_reuse import is_batched, memory_of, shares_nothing
+from ..change_tracking import active_calls
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
-from .exported import execute_exported
+from ..tracing import tracing
 from .passes import (
     CAN_CLEAR,
     Kwargs,
     Tape,
+    backward_of_eager,
     execute_backward,
     execute_forward,
     note,
@@ -35,42 +36,12 @@ from .steps import zeros
 
 __all__ = [
     "Kwargs",
-    "compiling",
+    "batched_like",
     "differentiate",
-    "execute",
+    "distinct_outputs",
     "execute_eagerly",
-    "execute_recorded",
-    "execute_unreplayed",
     "separate",
 ]
-
-_OLD_DYNAMO = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-
-
-def execute(
-    program: Program,
-    input_: Tensor,
-    parameters: Sequence[Tensor],
-    extra_inputs: Sequence[Tensor],
-    kwargs: Kwargs,
-) -> Any:
-    """The output of a program, or a tuple of it and the extra outputs."""
-    if not torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting():
-        for op, needed in program.prepared_ops:
-            op.pre_fuser_forward(requires_grad=needed)
-        return execute_exported(program, input_, extra_inputs, kwargs)
-    if not (program.needs_backward and torch.compiler.is_compiling()):
-        return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
-    for op, needed in program.prepared_ops:
-        op.pre_fuser_forward(requires_grad=needed)
-    if not torch.compiler.is_dynamo_compiling():
-        return _InGraphFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-    if _OLD_DYNAMO and input_.dim() and input_.is_floating_point():
-        # The tracer of torch 2.11 fails where a later operation requires a size that it
-        # treats as variable to be that of a parameter. Reading the size fixes it here.
-        range(input_.shape[-1])
-    tensors = _each_once([input_, *parameters, *extra_inputs])
-    return _SequenceFunction.apply(program, kwargs, *tensors)  # type: ignore[no-untyped-call]
 
 
 def execute_eagerly(
@@ -80,67 +51,49 @@ def execute_eagerly(
     extra_inputs: Sequence[Tensor],
     kwargs: Kwargs,
 ) -> Any:
-    """As :func:`execute`, where torch.compile traces no backward."""
-    for op, needed in program.prepared_ops:
-        op.pre_fuser_forward(requires_grad=needed)
-    functorch = torch._C._are_functorch_transforms_active()
-    if program.needs_backward:
-        if functorch:
-            return _SequenceFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-        return _apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-    if functorch:
-        input_ = _batched_like(input_, [*parameters, *extra_inputs, *_tensors_in(kwargs)])
-    output, outputs = execute_forward(
-        program, kwargs, input_, extra_inputs, None, None if functorch else parameters
-    )
-    if functorch or torch.compiler.is_compiling():
-        return (output, *outputs) if outputs else output
-    # detach() would drop the tangents of forward mode.
-    if output._is_view() and not torch.is_grad_enabled() and unpack_dual(output).tangent is None:
-        output = _without_base(output, (input_, *extra_inputs))
-    return (output, *outputs) if outputs else output
+    """The output of a program, or a tuple of it and the extra outputs.
 
-
-def execute_unreplayed(
-    program: Program,
-    input_: Tensor,
-    parameters: Sequence[Tensor],
-    extra_inputs: Sequence[Tensor],
-    kwargs: Kwargs,
-) -> Any:
-    """As :func:`execute_eagerly`, by what was recorded of a call like this one if anything was."""
+    By what was recorded of a call like this one, if anything was.
+    """
     recorded = program.specializations
     if recorded.found and kwargs is None:
-        kept = recorded.kept()
-        for found in recorded.found:
-            if found.guard(input_, parameters, extra_inputs, kept):
-                return execute_recorded(found, kept, input_, parameters, extra_inputs)
-    return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
-
-
-def execute_recorded(
-    found: Specialization,
-    kept: Sequence[Tensor],
-    input_: Tensor,
-    parameters: Sequence[Tensor],
-    extra_inputs: Sequence[Tensor],
-) -> Any:
-    """As :func:`execute_eagerly`, by what was recorded of a call like this one.
-
-    Args:
-        found: is for such a call, as its guard has said.
-        kept: what operations read besides.
-        input_, parameters, extra_inputs: of the call.
-    """
-    program = found.program
-    if program.needs_backward:
-        return _apply_recorded(found, kept, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+        kept = recorded.kept() if recorded.keeps else ()
+        found = recorded.find(input_, parameters, extra_inputs, kept)
+        if found is not None and program.needs_backward:
+            return _apply_recorded(program, found, kept, input_, *parameters, *extra_inputs)
+        if found is not None:
+            try:
+                output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
+            except Exception as error:
+                note(error, program.step_of(error), program, "forward")
+                raise
+            return (output, *outputs) if outputs else output
+    for op, needed in program.prepared_ops:
+        op.pre_fuser_forward(requires_grad=needed)
+    active_calls.depth += 1
     try:
-        output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
-    except Exception as error:
-        note(error, program.step_of(error), program, "forward")
-        raise
-    return (output, *outputs) if outputs else output
+        functorch = torch._C._are_functorch_transforms_active()
+        if program.needs_backward:
+            if functorch:
+                return _SequenceFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+            return _apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+        if functorch:
+            input_ = batched_like(input_, [*parameters, *extra_inputs], kwargs)
+        output, outputs = execute_forward(
+            program, kwargs, input_, extra_inputs, None, None if functorch else parameters
+        )
+        if functorch:
+            return (output, *outputs) if outputs else output
+        # detach() would drop the tangents of forward mode.
+        if (
+            output._is_view()
+            and not torch.is_grad_enabled()
+            and unpack_dual(output).tangent is None
+        ):
+            output = _without_base(output, (input_, *extra_inputs))
+        return (output, *outputs) if outputs else output
+    finally:
+        active_calls.depth -= 1
 
 
 def _without_base(output: Tensor, given: Sequence[Tensor]) -> Tensor:
@@ -156,12 +109,13 @@ def _without_base(output: Tensor, given: Sequence[Tensor]) -> Tensor:
     return output if shared else output.detach()
 
 
-def _batched_like(x: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """``x`` with the batch dimensions that ``torch.vmap`` gave to any of ``others``.
+def batched_like(x: Tensor, others: Sequence[Tensor], kwargs: Kwargs) -> Tensor:
+    """``x`` with the batch dimensions that ``torch.vmap`` gave to any other tensor of a call.
 
     Operations write into tensors that they allocate like their input. vmap refuses that where the
     input is not batched, but the values written are.
     """
+    others = [*others, *_tensors_in(kwargs)]
     zero = x.new_zeros(())
     for other in others:
         zero = zero + other.new_zeros((), dtype=x.dtype, device=x.device)
@@ -170,14 +124,6 @@ def _batched_like(x: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 def _tensors_in(kwargs: Kwargs) -> list[Tensor]:
     return [t for own in kwargs or () for t in own.values() if isinstance(t, Tensor)]
-
-
-def _each_once(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, repeated ones as aliases: Dynamo accepts no tensor twice."""
-    out: list[Tensor] = []
-    for t in tensors:
-        out.append(t.view_as(t) if any(t is earlier for earlier in out) else t)
-    return out
 
 
 class _SequenceFunction(torch.autograd.Function):
@@ -193,11 +139,10 @@ class _SequenceFunction(torch.autograd.Function):
         output, outputs = execute_forward(program, kwargs, input_, extra_inputs, tape, parameters)
         if tape.verification is not None:
             tape.verification.note(tensors)
-        marked, hooked, traced = False, False, torch.compiler.is_compiling()
+        marked, hooked = False, False
         if tape.saved or program.kept_parameters:
             kept = [tensors[n] for n in program.kept_parameters]
-            if not traced:
-                marked, hooked = _saved_tensors_hooks()
+            marked, hooked = _saved_tensors_hooks()
             mark = [torch.empty(0, program.layout())] if marked else ()
             func_ctx.save_for_backward(*mark, *tape.saved, *kept)
         func_ctx.forwarded = (
@@ -208,23 +153,15 @@ class _SequenceFunction(torch.autograd.Function):
             tape.verification,
             tape.special,
         )
-        if traced and torch.compiler.is_dynamo_compiling():
-            # In a trace of torch 2.11, an output that an in-place operation returned, or that
-            # shares memory with another one, gets a wrong gradient.
-            output = output.view_as(output)
-            outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
-        else:
-            if BytesSaved.wanted and not traced:
-                emit(_bytes_saved(program, tape.saved, parameters, marked))
-            if output._is_view():
-                # What is traced has no memory, and is functional in any case.
-                given = (input_, *tensors)
-                output = output.detach() if traced else _without_base(output, given)
+        if BytesSaved.wanted:
+            emit(_bytes_saved(program, tape.saved, parameters, marked))
+        if output._is_view():
+            output = _without_base(output, (input_, *tensors))
         if not outputs:
             return output
         func_ctx.set_materialize_grads(False)
         func_ctx.output_like = (output.shape, output.dtype, output.device)
-        return _distinct_outputs(func_ctx, program, output, outputs)
+        return distinct_outputs(func_ctx, program, output, outputs)
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
@@ -234,8 +171,8 @@ class _SequenceFunction(torch.autograd.Function):
 
     @staticmethod
     def _backward(func_ctx: Any, grad_output: Tensor, grad_outputs: Sequence[Tensor | None]) -> Any:
-        if torch.compiler.is_compiling():
-            return (None, None, *execute_backward(func_ctx, grad_output, grad_outputs, keep=True))
+        if tracing():  # compiled autograd does, of calls that were not
+            return (None, None, *backward_of_eager(func_ctx, grad_output, grad_outputs))
 
         def compute(keep: bool) -> list[Tensor | None]:
             grads = execute_backward(func_ctx, grad_output, grad_outputs, keep)
@@ -251,12 +188,12 @@ class _RecordedFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         func_ctx: Any,
+        program: Program,
         found: Specialization,
         kept: Sequence[Tensor],
         input_: Tensor,
         *tensors: Tensor,
     ) -> Any:
-        program = found.program
         count = program.num_parameters
         parameters, extra_inputs = tensors[:count], tensors[count:]
         try:
@@ -277,7 +214,7 @@ class _RecordedFunction(torch.autograd.Function):
             return output
         func_ctx.set_materialize_grads(False)
         func_ctx.output_like = (output.shape, output.dtype, output.device)
-        return _distinct_outputs(func_ctx, program, output, outputs)
+        return distinct_outputs(func_ctx, program, output, outputs)
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
@@ -285,7 +222,7 @@ class _RecordedFunction(torch.autograd.Function):
             grad_output = zeros(func_ctx.output_like)
         program, _, marked, hooked, _, special = func_ctx.forwarded
         if marked or hooked or torch.is_grad_enabled() or profiler._is_profiler_enabled:
-            return _SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+            return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
         keep = _keeps_graph()
         recorded = program.specializations
         kept = recorded.kept() if recorded.keeps else ()
@@ -293,13 +230,15 @@ class _RecordedFunction(torch.autograd.Function):
         found = recorded.find_backward(special, grad_output, grad_outputs, saved, kept, keep)
         if found is None:
             del saved  # which would count as a reference to what is in it
-            return _SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
+            return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)
         if saved and not keep and CAN_CLEAR:
             func_ctx.maybe_clear_saved_tensors()
-        grads = run_recorded_backward(found, special, grad_output, grad_outputs, saved, kept)
+        grads = run_recorded_backward(
+            program, special, found, grad_output, grad_outputs, saved, kept
+        )
         if found.shares:
             separate(grads, (grad_output, *grad_outputs))
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 def differentiate(
@@ -335,29 +274,6 @@ def differentiate(
         raise
 
 
-class _InGraphFunction(_SequenceFunction):
-    """The same for AOTAutograd, which traces backward when ``execute`` has returned."""
-
-    @staticmethod
-    def backward(func_ctx: Any, *grad_outputs: Tensor | None) -> Any:
-        with compiling():
-            return _SequenceFunction.backward(func_ctx, *grad_outputs)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """``torch.compiler.is_compiling()`` is true, as in code that Dynamo interprets.
-
-    As torch.export does it; torch.compile itself does from 2.13 on.
-    """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
 _NOT_BATCHED = explain(
     "A sequence is differentiated for one gradient of its output at a time",
     received="several at once (is_grads_batched=True, vectorize=True or torch.vmap), for which an "
@@ -368,7 +284,7 @@ _NOT_BATCHED = explain(
 
 # _SequenceFunction.apply without its Python wrapper, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
-_apply_recorded = super(torch.autograd.Function, _RecordedFunction).apply
+_apply_recorded: Callable[..., Any] = super(torch.autograd.Function, _RecordedFunction).apply
 _hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
@@ -441,7 +357,7 @@ def _what_gradients_depend_on(func_ctx: Any, received: Sequence[Tensor | None]) 
     return anchors
 
 
-def _distinct_outputs(
+def distinct_outputs(
     func_ctx: Any, program: Program, output: Tensor, outputs: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """The outputs as distinct tensors: autograd attaches one history to each."""

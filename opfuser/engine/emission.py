@@ -305,6 +305,8 @@ class _Forward:
             lines(f"{context}.requires_grad = False")
         else:
             lines(f"{context}.needs = {lines.bind(f'needs{i}', need)}")
+        if self.emission.traced:
+            lines(f"{context}.traced = True")
         if _has_settings(op):
             own = lines.bind(f"op{i}", op)
             cached = "" if self.emission.traced else f"{own}._settings or "
@@ -318,7 +320,9 @@ class _Forward:
         constant = vars(type(step.op)).get("forward_leaves_nothing", False)
         constant = constant and i not in self.notes_output
         if constant:
-            context = lines.bind(f"context{i}", new_context(self.layout.needs[i]))
+            shared = new_context(self.layout.needs[i])
+            shared.traced = self.emission.traced
+            context = lines.bind(f"context{i}", shared)
         else:
             context = self.context(i)
         if self.emission.keywords:
@@ -339,7 +343,7 @@ class _Forward:
         lines, layout, op = self.lines, self.layout, self.lines.operation(step)
         routing, own = layout.routing, set(step.indices)
         contexts = list(map(self.context, step.indices))
-        if not self.taped:
+        if not self.taped and not self.emission.traced:
             self.permit_overwriting(step)
         given = self.extra_inputs(step)
         done = [slot for slot, last in self.last_reader.items() if last == number]

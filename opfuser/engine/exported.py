@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 
-from .passes import Kwargs, execute_forward
+from .passes import Kwargs, traced_forward
 from .program import Program
 
 __all__ = ["execute_exported"]
@@ -35,7 +35,7 @@ def execute_exported(
     """
 
     def forward(x: Tensor, *extras: Tensor, kwargs: Kwargs) -> Any:
-        output, outputs = execute_forward(program, kwargs, x, extras, None)
+        output, outputs = traced_forward(program, kwargs, x, extras, None)
         return (output, *outputs) if outputs else output
 
     # Views are recorded for the strides that are traced; those of later inputs may be others.

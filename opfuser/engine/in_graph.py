@@ -23,20 +23,13 @@ from torch import Tensor, nn
 
 from ..op import BasicOperation
 from ..op.kinds import is_built_in
-from .autograd import compiling, execute
+from ..traced_calls import Functions
 from .program import Program
+from .traced import compiling, execute
 
-__all__ = ["Functions", "Places", "fits", "functions", "name_of"]
+__all__ = ["Places", "fits", "functions", "name_of"]
 
 Places = Sequence[tuple[dict[str, nn.Parameter | None], str]]
-
-
-class Functions:
-    """What code that torch.compile has traced looks up by name, as attributes.
-
-    Of a dictionary the tracer would keep the state in which it saw it first, so that a sequence
-    called twice in one graph would miss what the second call has added.
-    """
 
 
 Owners = weakref.WeakKeyDictionary[Any, Callable[[], tuple[Program, Places]]]

@@ -50,8 +50,6 @@ def read_through(module: nn.Module, name: str) -> None:
         return
 
     def value(self: nn.Module) -> Tensor:
-        if torch.compiler.is_compiling():
-            return cast(Tensor, computes.fget(self))
         values = _known.values
         if values is None:
             return cast(Tensor, computes.fget(self))

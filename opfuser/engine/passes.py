@@ -15,7 +15,6 @@ from ..errors import ContextError, InputError
 from ..fusion import Stage
 from ..op import OperationContext
 from ..op.results import refuse_output
-from ..wgrad_overlap import OverlappedPass, WgradOverlap
 from .emission import PLAIN, Emission, step_name
 from .plan import Step
 from .program import Program
@@ -27,10 +26,13 @@ __all__ = [
     "CAN_CLEAR",
     "Kwargs",
     "Tape",
+    "backward_of_eager",
     "execute_backward",
     "execute_forward",
     "note",
     "run_recorded_backward",
+    "traced_backward",
+    "traced_forward",
 ]
 
 Kwargs = Sequence[dict[str, Any]] | None
@@ -82,35 +84,16 @@ def execute_forward(
         x: the input.
         extra_inputs: of all operations.
         tape: records what backward needs, or None.
-        parameters: of all operations; without, no specialization is looked for, or made.
+        parameters: of all operations; without, nothing is recorded.
     """
-    if torch.compiler.is_compiling():
-        return _traced_forward(program, kwargs, x, extra_inputs, tape)
-    special = program.specializations
     if (
-        parameters is None
-        or kwargs is not None
-        or special.refusal is not None
-        or profiler._is_profiler_enabled
-        or not special.is_due(x, parameters, extra_inputs)
+        parameters is not None
+        and kwargs is None
+        and program.specializations.refusal is None
+        and not profiler._is_profiler_enabled
+        and program.specializations.is_due(x, parameters, extra_inputs)
     ):
-        return _run_forward(program, kwargs, x, extra_inputs, tape)
-    kept = special.kept()
-    recorder = special.recorder(program, x, parameters, extra_inputs, kept)
-    with recorder.watching():
-        results = _run_forward(program, kwargs, x, extra_inputs, tape)
-    contexts, own_saved = ([], []) if tape is None else (tape.contexts, tape.saved)
-    arguments = x, parameters, extra_inputs, kept
-    made = special.add(program, recorder, arguments, results, contexts, own_saved)
-    if tape is not None:
-        tape.special = made
-    return results
-
-
-def _run_forward(
-    program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
-) -> tuple[Tensor, list[Tensor]]:
-    """As :func:`execute_forward`, by the function of the program."""
+        return _record_forward(program, x, extra_inputs, tape, parameters)
     verification = _verification(program, x, tape)
     emission = PLAIN
     if kwargs is not None or verification is not None or profiler._is_profiler_enabled:
@@ -135,6 +118,27 @@ def _run_forward(
     return x, outputs
 
 
+def _record_forward(
+    program: Program,
+    x: Tensor,
+    extra_inputs: Sequence[Tensor],
+    tape: Tape | None,
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    """As :func:`execute_forward`; what it does is recorded for calls to come."""
+    recorded = program.specializations
+    kept = recorded.kept()
+    recorder = recorded.recorder(program, x, parameters, extra_inputs, kept)
+    with recorder.watching():
+        results = execute_forward(program, None, x, extra_inputs, tape)
+    contexts, saved = ([], []) if tape is None else (tape.contexts, tape.saved)
+    arguments = x, parameters, extra_inputs, kept
+    made = recorded.add(program, recorder, arguments, results, contexts, saved)
+    if tape is not None:
+        tape.special = made
+    return results
+
+
 def _located(error: InputError | ContextError, program: Program, stage: Stage) -> Exception:
     """An error like another one, whose text says of which step that came."""
     step = program.step_of(error)
@@ -152,7 +156,7 @@ def note(error: Exception, step: Step | None, program: Program, stage: Stage) ->
 
     Not of an operation that is called alone: the note would only repeat its name.
     """
-    if sys.version_info < (3, 11) or step is None or torch.compiler.is_compiling():
+    if sys.version_info < (3, 11) or step is None:
         return
     where = place(program.paths, step)
     if where or len(program.plan.basic_ops) > 1:
@@ -160,14 +164,27 @@ def note(error: Exception, step: Step | None, program: Program, stage: Stage) ->
         error.add_note(f"opfuser: in the {stage} of {step_name(step)}{at}")
 
 
-def _traced_forward(
+def traced_forward(
     program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
+    """As :func:`execute_forward`, for torch.compile and torch.export to trace."""
     keywords = ({},) * len(program.plan.basic_ops) if kwargs is None else kwargs
     x, outputs = program.traced("forward")(x, extra_inputs, keywords, tape, None)
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
     return x, outputs
+
+
+def traced_backward(
+    program: Program,
+    dx: Tensor | None,
+    grad_outputs: Sequence[Tensor | None],
+    contexts: Sequence[OperationContext],
+    saved: list[Tensor | None],
+) -> list[Tensor | None]:
+    """As :func:`execute_backward`, for torch.compile to trace."""
+    dx, grads = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
+    return [dx if program.input_needs_grad else None, *grads]
 
 
 def _verification(program: Program, x: Tensor, tape: Tape | None) -> Verification | None:
@@ -189,8 +206,17 @@ def _borrowed(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.layout is not torch.strided else t.view_as(t)
 
 
-def _overlap(overlap: WgradOverlap, device: torch.device) -> OverlappedPass | None:
-    return None if torch.compiler.is_compiling() else overlap.begin(device)
+def backward_of_eager(
+    func_ctx: Any, dx: Tensor, grad_outputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """As :func:`execute_backward`, traced though the call was not."""
+    program, contexts, marked, hooked, *_ = func_ctx.forwarded
+    saved: list[Tensor | None] = list(func_ctx.saved_tensors)
+    if marked:
+        del saved[0]
+    if hooked:
+        saved = list(map(_borrowed, saved))
+    return traced_backward(program, dx, grad_outputs, contexts, saved)
 
 
 def execute_backward(
@@ -215,27 +241,27 @@ def execute_backward(
     if saved and not keep and CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None
-    traced = torch.compiler.is_compiling()
-    how = contexts, verification, traced
-    if traced or special is None or hooked or dx is None or profiler._is_profiler_enabled:
+    how = contexts, verification
+    if special is None or hooked or dx is None or profiler._is_profiler_enabled:
         return _run_backward(program, dx, grad_outputs, saved, *how)
     recorded = program.specializations
     kept = recorded.kept()
     found = recorded.find_backward(special, dx, grad_outputs, saved, kept, keep)
     if found is not None:
-        return run_recorded_backward(found, special, dx, grad_outputs, saved, kept)
-    due = recorded.due_backward(special, dx, grad_outputs, saved, kept, keep)
+        return run_recorded_backward(program, special, found, dx, grad_outputs, saved, kept)
+    due = recorded.due_backward(program, special, dx, grad_outputs, saved, kept, keep)
     if due is None:
         return _run_backward(program, dx, grad_outputs, saved, *how)
     with due.recorder.watching():
         grads = _run_backward(program, dx, grad_outputs, saved, *how)
-    recorded.add_backward(due, grads)
+    recorded.add_backward(program, due, grads)
     return grads
 
 
 def run_recorded_backward(
-    found: Backward,
+    program: Program,
     special: Specialization,
+    found: Backward,
     dy: Tensor,
     received: Sequence[Tensor | None],
     saved: list[Tensor | None],
@@ -244,15 +270,15 @@ def run_recorded_backward(
     """As :func:`execute_backward`, by what was recorded of a pass like it.
 
     Args:
-        found: what was recorded.
+        program: whose pass it is.
         special: of its forward.
+        found: what was recorded.
         dy, received: gradients of the output and of the extra outputs.
         saved: what forward has saved. Nothing else refers to the list.
         kept: what operations read besides.
     """
-    program = special.program
-    if found.writes and not all(only_reference(saved, n) for n in found.writes):
-        return _run_backward(program, dy, received, saved, special.contexts, None, False)
+    if found.reused and not all(only_reference(saved, n) for n in found.reused):
+        return _run_backward(program, dy, received, saved, special.contexts, None)
     try:
         return found.function(dy, received, saved, kept)
     except Exception as error:
@@ -267,17 +293,14 @@ def _run_backward(
     saved: list[Tensor | None],
     contexts: Sequence[OperationContext],
     verification: Verification | None,
-    traced: bool,
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, by the function of the program."""
-    if traced:
-        function = program.traced("backward")
-    elif verification is not None or profiler._is_profiler_enabled:
+    if verification is not None or profiler._is_profiler_enabled:
         emission = Emission(False, verification is not None, profiler._is_profiler_enabled)
         function = program.function("backward", emission)
     else:
         function = program.function("backward", PLAIN)
-    overlap = program.overlap and _overlap(program.overlap, program.plan.env.device)
+    overlap = program.overlap and program.overlap.begin(program.plan.env.device)
     try:
         dx, grads = function(dx, grad_outputs, contexts, saved, verification)
     except ContextError as error:

@@ -86,16 +86,29 @@ _GUARDED = frozenset(
     "is_cpu is_meta is_floating_point is_complex requires_grad layout itemsize element_size nbytes "
     "get_device __len__ is_sparse is_inference is_conj is_neg".split()
 )
+# Compared with the answer by guards of calls in which they were asked for.
+_ASKED = frozenset("is_leaf grad_dtype".split())
 _PLACE = frozenset("data_ptr untyped_storage storage_offset".split())
-# Whose questions about addresses change nothing but what is written to, which is looked at apart.
-_MAY_ASK = (("opfuser.buffer_reuse", "_counts"), ("opfuser.kernels.launch", "_run"))
+# Whose questions about addresses change nothing but what is written to, which is looked at apart,
+# or are asked again before each call.
+_MAY_ASK = (
+    ("opfuser.buffer_reuse", "_counts"),
+    ("opfuser.quantization.state", "_current_parts"),
+)
 _OUT = ("out", "grad_input")
 _LONG = 100
 
 
 def memory_of_all(tensors: Iterable[Tensor | None]) -> set[int]:
-    """The addresses of the memory of tensors."""
-    return {t.untyped_storage()._cdata for t in tensors if t is not None}
+    """The addresses of the memory of tensors.
+
+    Raises:
+        NotRecordableError: one has none of its own.
+    """
+    present = [t for t in tensors if t is not None]
+    if any(t.layout is not torch.strided for t in present):
+        raise NotRecordableError("a tensor has no memory of its own")
+    return {t.untyped_storage()._cdata for t in present}
 
 
 class _Known(NamedTuple):
@@ -127,6 +140,9 @@ class Recorder(TorchFunctionMode):
         same: pairs of names that were given one tensor.
         device: of launches that were prepared; None without any.
         places: names of tensors that were given, and whose place in memory was asked for.
+        reused: names of tensors that were given, to whose memory nobody else held a reference, and
+            which is written to for that reason.
+        answers: what attributes of tensors that were given had for a value.
     """
 
     def __init__(
@@ -143,13 +159,14 @@ class Recorder(TorchFunctionMode):
         self.same: list[tuple[str, str]] = []
         self.device: int | None = None
         self.places: list[str] = []
+        self.reused: list[str] = []
+        self.answers: dict[tuple[str, str], Hashable] = {}
         self._refusal: str | None = None
         self._bound: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
-        self._theirs = memory_of_all(theirs)
+        self._theirs: set[int] = set()
+        self._given: dict[int, str] = {}
         self._unwritten: set[int] = set()
-        self._written: set[str] = set()
-        self._given_roots: dict[str, int] = {}
         self._views: dict[Hashable, str] = {}
         self._numbers = count()
         self._roots = count()
@@ -160,10 +177,14 @@ class Recorder(TorchFunctionMode):
             if known is None:
                 root = next(self._roots)
                 self._known[id(tensor)] = _Known(weakref.ref(tensor), name, root)
-                self._given_roots[name] = root
             else:
                 self.same.append((known.name, name))
         self._first_made = next(self._roots)
+        with self._noting():
+            self._theirs = memory_of_all(theirs)
+            for name, tensor in given.items():
+                for memory in memory_of_all([tensor]):
+                    self._given.setdefault(memory, name)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -190,10 +211,6 @@ class Recorder(TorchFunctionMode):
         """Whether any of these, which have names, is a view of another one or of what was given."""
         roots = [self._known[id(t)].root for t in results]
         return len(set(roots)) < len(roots) or any(root < self._first_made for root in roots)
-
-    def is_written(self, name: str) -> bool:
-        """Whether something was written to the memory of what was given under a name."""
-        return name in self._written
 
     def is_view_of_own(self, result: Tensor) -> bool:
         """Whether a result is a view of memory that a call has made."""
@@ -226,6 +243,8 @@ class Recorder(TorchFunctionMode):
             yield
         except NotRecordableError as error:
             self._refusal = str(error)
+        except Exception as error:  # noqa: BLE001
+            self._refusal = f"{type(error).__name__}: {error}"
 
     # Calls.
 
@@ -249,14 +268,20 @@ class Recorder(TorchFunctionMode):
         return result
 
     def note_whole(
-        self, function: Callable[..., Any], args: tuple[Any, ...], writes: int, flag: int
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        writes: int | None,
+        flag: int | None,
     ) -> Any:
         with torch._C.DisableTorchFunction():
             result = function(*args)
         if self._refusal is None:
             with self._noting(), torch._C.DisableTorchFunction():
                 given = _tensors_in(args)
-                self._refuse_memory(function.__name__, given, [args[writes]] if args[flag] else [])
+                if writes is not None:
+                    targets = [args[writes]] if flag is None or args[flag] else []
+                    self._refuse_memory(function.__name__, given, targets)
                 reads: list[str] = []
                 values = ", ".join([self._value(value, reads) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"
@@ -275,11 +300,13 @@ class Recorder(TorchFunctionMode):
         name = _name_of_function(func)
         if name in _HOST or name == "__set__":
             raise NotRecordableError(f"{name} is called, which cannot be repeated")
-        if name == "repeat_interleave" and _tensors_in((args[1:], kwargs)):
+        by_values = name == "where" and len(args) + len(kwargs) == 1
+        if by_values or (name == "repeat_interleave" and _tensors_in((args[1:], kwargs))):
             raise NotRecordableError("the size of a result depends on values")
         made = _tensors_in(result)
         if not made and not written:
-            self._question(func.__self__.__name__ if name == "__get__" else name, given)
+            asked = func.__self__.__name__ if name == "__get__" else name
+            self._question(asked, given, result)
             return
         if name == "__get__" and func.__self__.__name__ not in _PROPERTIES:
             raise NotRecordableError(f"{func.__self__.__name__} is read, which may be anything")
@@ -296,6 +323,10 @@ class Recorder(TorchFunctionMode):
         if name in _RESHAPING and _is_reshaped(args[0], result):
             func, name = Tensor.view, "view"  # the same at the lowest price
             args, kwargs = (args[0], *result.shape), {}
+        if name in _EMPTY and _is_plain_memory(result):
+            func, name = torch.empty_strided, "empty_strided"  # likewise
+            args = result.shape, result.stride()
+            kwargs = {"dtype": result.dtype, "device": result.device}
         text = self._text_of_call(func, name, args, kwargs, reads)
         if same:
             self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
@@ -305,35 +336,52 @@ class Recorder(TorchFunctionMode):
         if name in _EMPTY:
             self._unwritten |= memory_of_all(made)
 
-    def _question(self, name: str, asked: Sequence[Tensor]) -> None:
+    def _question(self, name: str, asked: Sequence[Tensor], answer: Any) -> None:
         """Notes a call that has returned no tensor: the answer must be the same again."""
         if name in _GUARDED or name in ("__set__", "__hash__"):
             return
         for t in asked:
             known = self._find(t)
-            if known is None or known.name[0] == "t":
+            own = None if known is None or known.name[0] == "t" else known.name
+            if own is None and name in _PLACE:
+                own = self._given.get(t.untyped_storage()._cdata)  # it is a view of that
+            if own is None or _asked_by() in _MAY_ASK:
                 continue  # made on the way, by calls that are repeated
-            if _asked_by() in _MAY_ASK:
+            if name in _ASKED:
+                self.answers[own, name] = answer
                 continue
             if name not in _PLACE:
                 raise NotRecordableError(f"{name} of a tensor is asked for")
-            if known.name not in self.places:
-                self.places.append(known.name)
+            if own not in self.places:
+                self.places.append(own)
+
+    def note_reuse(self, tensor: Tensor) -> None:
+        """Notes that nobody else has a tensor, which may be written to therefore."""
+        if self._refusal is not None:
+            return
+        with self._noting(), torch._C.DisableTorchFunction():
+            (memory,) = memory_of_all([tensor])
+            if memory in self._theirs:
+                raise NotRecordableError("memory of the caller may be written to")
+            own = self._given.get(memory)
+            if own is not None and own not in self.reused:
+                self.reused.append(own)
+
+    def note_setting(self, holder: Any, name: str, value: Hashable) -> None:
+        """Notes that an attribute of ``holder`` is set, which is no tensor."""
+        kind = type(holder).__name__.strip("_").lower()
+        text = f"{self._bind(holder, kind)}.{name} = {self._bind(value, name)}"
+        self.calls.append(_Call(self._step(), text, (), (), False, effect=True))
 
     def _refuse_memory(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Raises NotRecordableError for what may not be written, or was not."""
-        self._note_writes(name, written)
-        for t in given:
-            if t.untyped_storage()._cdata in self._unwritten and t.numel():
-                raise NotRecordableError(f"{name} reads what nothing was seen to write to")
-
-    def _note_writes(self, name: str, written: Sequence[Tensor]) -> None:
         targets = memory_of_all(written)
         if targets & self._theirs:
             raise NotRecordableError(f"{name} writes to a tensor of the caller")
         self._unwritten -= targets
-        roots = {known.root for known in map(self._find, written) if known is not None}
-        self._written.update(name for name, root in self._given_roots.items() if root in roots)
+        for t in given:
+            if t.untyped_storage()._cdata in self._unwritten and t.numel():
+                raise NotRecordableError(f"{name} reads what nothing was seen to write to")
 
     def _add(
         self, text: str, reads: list[str], result: Any, given: list[Tensor], *, effect: bool
@@ -404,10 +452,10 @@ class Recorder(TorchFunctionMode):
         if not all(grid):
             return
         given = [t for t in tensors if t is not None]
-        # Which tensors a kernel writes to is not told; one that it gets twice it does write to.
-        self._note_writes(
-            launch.name, [t for n, t in enumerate(given) if any(t is u for u in given[:n])]
-        )
+        starts = [(t.untyped_storage()._cdata, t.storage_offset() * t.itemsize) for t in given]
+        twice = [t for n, t in enumerate(given) if starts[n] in starts[:n]]
+        if memory_of_all(twice) & self._theirs:
+            raise NotRecordableError(f"{launch.name} writes to a tensor of the caller")
         self._unwritten -= memory_of_all(given)
         reads: list[str] = []
         pointers = [self._value(t, reads) for t in tensors]
@@ -463,7 +511,8 @@ class Recorder(TorchFunctionMode):
             return f"{parts[0]}:{parts[1]}{step}"
         if index is Ellipsis:
             return "..."
-        if isinstance(index, Tensor) and index.dtype == torch.bool:
+        masks = [t for t in _tensors_in(index) if t.dtype in (torch.bool, torch.uint8)]
+        if masks:
             raise NotRecordableError("a mask selects elements, whose number depends on values")
         return self._value(index, reads)
 
@@ -500,7 +549,7 @@ class Recorder(TorchFunctionMode):
             return known
         if isinstance(value, (torch.device, tuple)):
             for own, other in self.names.items():
-                if type(other) is type(value) and other == value:
+                if type(other) is type(value) and other == value and repr(other) == repr(value):
                     return own
         if not name.isidentifier() or keyword.iskeyword(name) or hasattr(builtins, name):
             name = f"{name}_" if f"{name}_".isidentifier() else "function"
@@ -592,8 +641,11 @@ def _needed(calls: Sequence[_Call], returned: Sequence[str]) -> list[_Call]:
 
 
 def _wrapped(line: str) -> list[str]:
-    """A line in rows, broken behind commas within brackets, if it is long."""
-    if len(line) <= _LONG or line.lstrip().startswith("#") or "'" in line or '"' in line:
+    """A line in rows, broken behind commas within brackets, if it is long.
+
+    Not one with a string or a comment, where names of a user's stand that may hold anything.
+    """
+    if len(line) <= _LONG or not {"#", "'", '"'}.isdisjoint(line):
         return [line]
     rows: list[str] = []
     start = last = depth = 0
@@ -608,7 +660,7 @@ def _wrapped(line: str) -> list[str]:
     return [rows[0], *("        " + row for row in rows[1:])]
 
 
-_PROPERTIES = ("T", "mT", "H", "mH", "data", "_base")
+_PROPERTIES = ("T", "mT", "H", "mH", "data")
 
 
 def _asked_by() -> tuple[str, str]:
@@ -636,8 +688,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
         return outs
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     if isinstance(func, torch._ops.OpOverload):
-        in_place = func._schema.is_mutable
-    elif name.startswith("__i") and name.endswith("__"):
+        written = [a for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        given = dict(zip([a.name for a in func._schema.arguments], args)) | kwargs
+        return _tensors_in([given.get(a.name) for a in written])
+    if name.startswith("__i") and name.endswith("__"):
         in_place = name not in ("__invert__", "__index__")
     return _tensors_in(args[:1]) if in_place or kwargs.get("inplace") else []
 
@@ -650,6 +704,17 @@ def _is_reshaped(x: Tensor, result: Tensor) -> bool:
         except RuntimeError:  # strides do not allow for it: it is another view, or a copy
             return False
         return result.data_ptr() == view.data_ptr() and result.stride() == view.stride()
+
+
+def _is_plain_memory(result: Any) -> bool:
+    """Whether ``torch.empty_strided`` returns the like of ``result``, which was just allocated."""
+    with torch._C.DisableTorchFunction():
+        return (
+            type(result) is Tensor
+            and result.layout is torch.strided
+            and not result.requires_grad
+            and not (result.is_cpu and torch.cuda.is_available() and result.is_pinned())
+        )
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -23,7 +23,7 @@ from ..quantization.state import Stateful
 from ..quantization.watch import is_watched
 from ..recipe import Recipe
 from ..recomputation import computed_again, parts_under_way
-from .autograd import Kwargs, execute_unreplayed
+from .autograd import Kwargs, execute_eagerly
 from .captured import (
     TOO_LARGE,
     Captured,
@@ -92,7 +92,7 @@ class _Kind:
 
 
 class ReplayCall(NamedTuple):
-    """A call of ``program``, with arguments as for :func:`execute_unreplayed`."""
+    """A call of ``program``, with arguments as for :func:`execute_eagerly`."""
 
     program: Program
     input_: Tensor
@@ -138,7 +138,7 @@ class Replays:
 
         def run() -> Any:
             if not isinstance(found, Flight):
-                return execute_unreplayed(program, input_, parameters, extra_inputs, kwargs)
+                return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
             for op, needed in program.prepared_ops:
                 op.pre_fuser_forward(requires_grad=needed)
             return replayed(found, input_, parameters, extra_inputs)
@@ -249,7 +249,7 @@ class Replays:
             is_auto: whether recordings are those of mode "auto".
         """
         input_, program = call.input_, call.program
-        kept = [*call.parameters, *program.specializations.buffers()]
+        kept = [*call.parameters, *program.specializations.buffers(scales=True)]
         layouts = [(t.shape, t.stride()) for t in (input_, *call.extra_inputs)]
         key = program, tuple(layouts), graphs.stream(input_.device), _modes(), is_auto
         addresses = tuple([t.data_ptr() for t in kept])

@@ -9,6 +9,7 @@ A guard of each says for which calls that holds; any other call runs the program
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,9 +22,12 @@ from torch.nn import functional as F
 from ..attention import context_parallel
 from ..buffer_reuse import is_batched
 from ..change_tracking import Clock
+from ..context import any_autocast, autocast_dtype
 from ..events import telling
 from ..op import BasicOperation, OperationContext
 from ..op.kinds import is_built_in
+from ..quantization.recorded import QuantizedCalls
+from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched
 from .emission import PLAIN, comment, step_name
 from .recorder import NotRecordableError, Recorder, Straight, memory_of_all, text_of
@@ -52,7 +56,8 @@ class Backward(NamedTuple):
         same: pairs of names that were given one tensor.
         asked: positions of saved tensors whose place in memory was asked for.
         places: where they lay.
-        writes: positions of saved tensors to whose memory it writes, since nobody else had them.
+        reused: positions of saved tensors that are written to, since nobody else has them.
+        cached: tensors that operations had cached, and their positions in what they keep.
         shares: whether a gradient may share memory with another one, or with what was given.
     """
 
@@ -60,7 +65,8 @@ class Backward(NamedTuple):
     same: tuple[tuple[str, str], ...]
     asked: tuple[int, ...]
     places: Hashable
-    writes: tuple[int, ...]
+    reused: tuple[int, ...]
+    cached: tuple[tuple[int, weakref.ref[Tensor]], ...]
     shares: bool
 
     def is_for(
@@ -71,8 +77,8 @@ class Backward(NamedTuple):
         kept: Sequence[Tensor],
     ) -> bool:
         """Whether tensors lie where they did, and those are one that were one."""
-        if not (self.same or self.asked):
-            return True
+        if any(kept[n] is not ref() for n, ref in self.cached):
+            return False
         rows: dict[str, Sequence[Tensor | None]] = {"s": saved, "g": received, "k": kept}
 
         def read(name: str) -> Tensor | None:
@@ -91,19 +97,20 @@ class DueBackward(NamedTuple):
         key: of the kind of gradients.
         recorder: watches it.
         counts: of saved tensors, gradients of extra outputs, and tensors that operations keep.
+        cached: of the latter, those that they have cached, by position.
     """
 
     special: Specialization
     key: Hashable
     recorder: Recorder
     counts: tuple[int, int, int]
+    cached: dict[int, weakref.ref[Tensor]]
 
 
 class Specialization:
     """A recorded forward pass, with its backward passes.
 
     Attributes:
-        program: whose it is.
         guard: whether a call is of its kind; takes the arguments of ``forward``.
         forward: from the input, the parameters, the extra inputs and what operations keep, the
             output, the extra outputs, and what is saved.
@@ -113,17 +120,15 @@ class Specialization:
         refusal: why no backward is recorded; None if one may be.
     """
 
-    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "program", "refusal")
+    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "refusal")
 
     def __init__(
         self,
-        program: Any,
         guard: Callable[..., bool],
         forward: Callable[..., Any],
         contexts: list[OperationContext],
         own: tuple[bool, ...],
     ) -> None:
-        self.program = program
         self.guard = guard
         self.forward = forward
         self.contexts = contexts
@@ -147,39 +152,76 @@ class Specializations:
         self._kinds: dict[Hashable, int] = {}
         self._refused: dict[Hashable, str] = {}
         self._seen = -1
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[dict[str, Any], str, bool]] = []
         self._ops = program.plan.basic_ops
         self._caching = [
             op for op in self._ops if type(op).cached_tensors is not BasicOperation.cached_tensors
         ]
+        self.quantized = _quantized_calls(program)
         # Buffers of an operation come and go with its signature.
-        self.keeps = bool(self._caching) or any(
+        self._buffered = bool(self._caching) or any(
             module._buffers for op in self._ops for module in (*op.modules(), *op.children())
         )
+        self.keeps = self._buffered or self.quantized is not None
 
     def kept(self) -> Sequence[Tensor]:
-        """What operations read besides parameters: buffers, and tensors that they have cached."""
-        return [*self.buffers(), *self.cached()] if self.keeps else ()
+        """What operations read besides parameters: buffers, tensors that they have cached, scales.
+
+        Scales come last, and are the only ones that passes change.
+        """
+        scales = () if self.quantized is None else self.quantized.scales()
+        if not self._buffered:
+            return scales
+        return (*self.buffers(scales=False), *self.cached(), *scales)
 
     def cached(self) -> list[Tensor]:
         """The tensors that operations have cached."""
         return [t for op in self._caching for t in op.cached_tensors()]
 
-    def buffers(self) -> list[Tensor]:
-        """The buffers of the operations."""
+    def buffers(self, *, scales: bool) -> list[Tensor]:
+        """The buffers of the operations, with or without scales."""
         if self._seen != Clock.now:
             self._places = [
-                (module._buffers, name)
+                (module._buffers, name, isinstance(module, QuantizationState))
                 for op in self._ops
                 for module in dict.fromkeys((*op.modules(), *op.children()))
                 for name in module._buffers
             ]
             self._seen = Clock.now
-        return [t for own, name in self._places if (t := own[name]) is not None]
+        found = [own[name] for own, name, scale in self._places if scales or not scale]
+        return [t for t in found if t is not None]
 
-    def put_first(self, found: Specialization) -> None:
-        """The next call tries this one first."""
-        self.found = (found, *[other for other in self.found if other is not found])
+    def _cached(self, kept: Sequence[Tensor]) -> dict[int, weakref.ref[Tensor]]:
+        """Positions in what :meth:`kept` returned of tensors that operations have cached.
+
+        They come and go with the calls, and others alike may have taken their positions.
+        """
+        cached = set(map(id, self.cached()))
+        return {n: weakref.ref(t) for n, t in enumerate(kept) if id(t) in cached}
+
+    def reason(self) -> str | None:
+        """Why calls, or backward passes, are not recorded; None if nothing was refused."""
+        of_passes = (special.refusal for special in self.found)
+        reasons = [self.refusal, *reversed(self._refused.values()), *of_passes]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def find(
+        self,
+        x: Tensor,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        kept: Sequence[Tensor],
+    ) -> Specialization | None:
+        """The one for a call, if there is any."""
+        try:
+            for found in self.found:
+                if found.guard(x, parameters, extra_inputs, kept):
+                    if found is not self.found[0]:
+                        self.found = (found, *[other for other in self.found if other is not found])
+                    return found
+        except RuntimeError:  # a tensor of a layout without sizes or strides
+            pass
+        return None
 
     def is_due(
         self, x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
@@ -193,10 +235,10 @@ class Specializations:
         if len(self._kinds) >= _MAX_KINDS:
             self._kinds.clear()
         self._kinds[kind] = calls = self._kinds.get(kind, 0) + 1
-        return calls > CALLS_BEFORE
+        return calls > CALLS_BEFORE and (self.quantized is None or self.quantized.are_as_usual())
 
-    @staticmethod
     def recorder(
+        self,
         program: Any,
         x: Tensor,
         parameters: Sequence[Tensor],
@@ -208,7 +250,12 @@ class Specializations:
         for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
             given.update((f"{letter}{n}", t) for n, t in enumerate(row))
         code, steps = program.lines("forward", PLAIN)
-        return Recorder(code, steps, given, [x, *parameters, *extra_inputs, *kept])
+        theirs = x, *parameters, *extra_inputs, *self._unwritten(kept)
+        return Recorder(code, steps, given, theirs)
+
+    def _unwritten(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of what :meth:`kept` has returned, what passes only read."""
+        return kept if self.quantized is None else kept[: len(kept) - self.quantized.count]
 
     def add(
         self,
@@ -234,8 +281,12 @@ class Specializations:
             _refuse_tensors(contexts)
             output, outputs = results
             names = [recorder.name_of(t) for t in (output, *outputs, *saved)]
-            guard = _guard(recorder, arguments)
+            guard = _guard(
+                recorder, arguments, self._cached(kept), self._unwritten(kept), self.quantized
+            )
         except NotRecordableError as error:
+            if len(self._refused) >= _MAX_KINDS:
+                self._refused.clear()
             self._refused[_kind((x, *extra_inputs))] = str(error)
             return None
         extras, keeps = names[1 : 1 + len(outputs)], names[1 + len(outputs) :]
@@ -258,12 +309,12 @@ class Specializations:
         function = program.specialize("forward", text_of(recorder, straight))
         theirs = memory_of_all([*recorder_inputs(arguments), output, *outputs])
         own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
-        made = Specialization(program, guard, function, contexts, own)
+        made = Specialization(guard, function, contexts, own)
         self.found = (made, *self.found)
         return made
 
-    @staticmethod
     def find_backward(
+        self,
         special: Specialization,
         dy: Tensor,
         received: Sequence[Tensor | None],
@@ -280,17 +331,18 @@ class Specializations:
             kept: what operations read besides.
             keep: whether another backward pass may follow.
         """
-        if is_batched(dy) or (received and any(map(is_batched, received))):
+        if is_batched(dy) or (received and any(map(is_batched, received))) or not _is_plain(dy):
             return None
-        found = special.backwards.get(_kind_of_backward(dy, received, kept, keep))
+        kind = self._kind_of_backward(dy, received, kept, keep)
+        found = None if kind is None else special.backwards.get(kind)
         if not isinstance(found, Backward):
             return None
-        if (found.same or found.asked) and not found.is_for(dy, received, saved, kept):
-            return None
-        return found
+        plain = not (found.same or found.asked or found.cached)
+        return found if plain or found.is_for(dy, received, saved, kept) else None
 
-    @staticmethod
     def due_backward(
+        self,
+        program: Any,
         special: Specialization,
         dy: Tensor,
         received: Sequence[Tensor | None],
@@ -301,11 +353,18 @@ class Specializations:
         """What records a backward pass for which nothing was found, if it is to be. Counts it.
 
         Args:
+            program: whose pass it is.
             special, dy, received, saved, kept, keep: as of :meth:`find_backward`.
         """
-        if special.refusal is not None or any(map(is_batched, (dy, *received))):
+        if (
+            special.refusal is not None
+            or any(map(is_batched, (dy, *received)))
+            or not _is_plain(dy)
+        ):
             return None
-        kind = _kind_of_backward(dy, received, kept, keep)
+        kind = self._kind_of_backward(dy, received, kept, keep)
+        if kind is None:
+            return None
         number = special.backwards.get(kind, 0)
         given_tensors = [t for t in (*received, *saved) if t is not None]
         if isinstance(number, Backward) or not _is_plain_call(dy, given_tensors, ()):
@@ -319,30 +378,57 @@ class Specializations:
         given.update((f"g{n}", t) for n, t in enumerate(received))
         given.update((f"k{n}", t) for n, t in enumerate(kept))
         own = (*special.own, *(False,) * (len(saved) - len(special.own)))
-        theirs = [dy, *received, *kept, *(t for t, is_own in zip(saved, own) if not is_own)]
-        code, steps = special.program.lines("backward", PLAIN)
+        theirs = [dy, *received, *self._unwritten(kept)]
+        theirs += [t for t, is_own in zip(saved, own) if not is_own]
+        code, steps = program.lines("backward", PLAIN)
         counts = len(saved), len(received), len(kept)
-        return DueBackward(special, kind, Recorder(code, steps, given, theirs), counts)
+        return DueBackward(
+            special, kind, Recorder(code, steps, given, theirs), counts, self._cached(kept)
+        )
+
+    def _kind_of_backward(
+        self, dy: Tensor, received: Sequence[Tensor | None], kept: Sequence[Tensor], keep: bool
+    ) -> Hashable:
+        """What backward passes are told apart by, besides where tensors lie.
+
+        None where a recorded one may not run, and none may be recorded.
+        """
+        if dy.is_cpu:
+            how: Hashable = torch.get_num_threads()
+        else:
+            how = dy.data_ptr() & 15, torch._C._get_deterministic_algorithms()
+        autocast = autocast_dtype(dy.device) if any_autocast() else None
+        kind: Hashable = keep, dy.stride(), how, autocast
+        if received:
+            kind = kind, *map(_layout, received)
+        if self._buffered:
+            kind = kind, *map(_layout, self._unwritten(kept))
+        if self.quantized is None:
+            return kind
+        facts = self.quantized.facts()
+        return None if facts is None else (kind, facts)
 
     @staticmethod
-    def add_backward(due: DueBackward, grads: Sequence[Tensor | None]) -> None:
+    def add_backward(program: Any, due: DueBackward, grads: Sequence[Tensor | None]) -> None:
         """Keeps what a backward pass did, unless it cannot be repeated.
 
         Args:
+            program: whose pass it is.
             due: has recorded it.
             grads: of the input, parameters and extra inputs.
         """
-        special, key, recorder, (saved, received, kept) = due
-        program = special.program
+        special, key, recorder, (saved, received, kept), _ = due
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
+            if recorder.answers:
+                raise NotRecordableError("an attribute of a tensor is asked for")
             places = recorder.places
             if any(name[0] != "s" for name in places):
                 raise NotRecordableError("the place of a gradient is asked for")
             asked = tuple([int(name[1:]) for name in places])
             lie = _places(list(map(recorder.tensor_of, places)))
-            writes = tuple(n for n in range(saved) if recorder.is_written(f"s{n}"))
+            reused = tuple([int(name[1:]) for name in recorder.reused])
         except NotRecordableError as error:
             special.refusal = str(error)
             return
@@ -356,9 +442,10 @@ class Specializations:
         how = partial(comment, program.paths)
         straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
         function = program.specialize("backward", text_of(recorder, straight))
+        cached = tuple(due.cached.items())
         shares = recorder.share_memory([t for t in grads if t is not None])
         special.backwards[key] = Backward(
-            function, tuple(recorder.same), asked, lie, writes, shares
+            function, tuple(recorder.same), asked, lie, reused, cached, shares
         )
 
 
@@ -384,8 +471,8 @@ def _refusal_of_program(program: Any) -> str | None:
     plan = program.plan
     if not ENABLED:
         return "OPFUSER_SPECIALIZE=0 is set"
-    if plan.env.recipe is not None:
-        return "it computes quantised"
+    if plan.env.recipe is not None and plan.env.recipe.gemm != "torch":
+        return f"products are those of {plan.env.recipe.gemm}"
     if plan.env.device.type not in ("cpu", "cuda"):
         return f"it runs on {plan.env.device.type}"
     if program.prepared_ops:
@@ -394,46 +481,52 @@ def _refusal_of_program(program: Any) -> str | None:
         return "weight gradients run on another stream"
     for step in (*plan.forward, *plan.backward):
         for op in (step.op, *[plan.basic_ops[i] for i in step.indices]):
-            if not is_built_in(op):
-                return f"{step_name(step)} is not opfuser's own"
+            if not (is_built_in(op) or vars(type(op)).get("recordable", False)):
+                return f"{step_name(step)} is not opfuser's own, nor recordable by its class"
             if not op.replayable:
                 return f"{step_name(step)} does more than to call functions of torch"
     return None
 
 
+def _quantized_calls(program: Any) -> QuantizedCalls | None:
+    """What calls of a program share if they have a recipe."""
+    plan = program.plan
+    if plan.env.recipe is None:
+        return None
+    steps = *plan.forward, *plan.backward
+    return QuantizedCalls([op for step in steps for op in step.op.quantized_ops], plan.env.recipe)
+
+
 def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]) -> bool:
     """Whether what runs is what anybody would see run."""
     return (
-        type(x) in _PLAIN_TYPES
+        all(map(_is_plain, (x, *parameters, *extra_inputs)))
         and x.numel() > 0
-        and all(type(t) in _PLAIN_TYPES for t in (*parameters, *extra_inputs))
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and not torch._C._are_functorch_transforms_active()
         and not context_parallel.is_active()
         and not is_watched()
         and not torch.is_anomaly_enabled()
-        and not (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing())
+        and not telling._State.subscriptions
+        and forward_ad._current_level < 0
+        and not (
+            x.is_cuda
+            and (
+                torch._C._cuda_isCurrentStreamCapturing()
+                or torch._C._cuda_getDevice() != x.get_device()
+            )
+        )
     )
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether a tensor has sizes, strides and memory, and means no more than that."""
+    return type(t) in _PLAIN_TYPES and t.layout is torch.strided and not t.is_nested
 
 
 def _kind(tensors: Sequence[Tensor]) -> Hashable:
     return tuple([(t.shape, t.stride()) for t in tensors])
-
-
-_threads = torch.get_num_threads
-
-
-def _kind_of_backward(
-    dy: Tensor, received: Sequence[Tensor | None], kept: Sequence[Tensor], keep: bool
-) -> Hashable:
-    """What backward passes are told apart by, besides where tensors lie."""
-    kind: Hashable = keep, type(dy), dy.stride(), _threads(), _aligned(dy)
-    if received:
-        kind = kind, *map(_layout, received)
-    if kept:
-        kind = kind, *map(_layout, kept)
-    return kind
 
 
 def _aligned(t: Tensor) -> bool:
@@ -441,24 +534,34 @@ def _aligned(t: Tensor) -> bool:
 
 
 def _layout(t: Tensor | None) -> Hashable:
-    if t is None:
-        return None
+    if t is None or not _is_plain(t):
+        return None if t is None else "not plain"
     return type(t), t.shape, t.stride(), t.dtype, _aligned(t)
 
 
 def _guard(
     recorder: Recorder,
     arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+    cached: dict[int, weakref.ref[Tensor]],
+    unwritten: Sequence[Tensor],
+    quantized: QuantizedCalls | None,
 ) -> Callable[..., bool]:
     """Whether a call decides everything as the recorded one did.
 
     The guard of the program has compared dtypes and modes of the input, extra inputs and
     parameters, and the shapes of parameters.
+
+    Args:
+        recorder: has watched the call.
+        arguments: of it.
+        unwritten: the first ones of what operations keep, without scales.
+        quantized: of the program.
     """
     x, parameters, extra_inputs, kept = arguments
     names: dict[str, Any] = {
         "__builtins__": {},
         "len": len,
+        "strided": torch.strided,
         "type": type,
         "map": map,
         "tuple": tuple,
@@ -470,6 +573,7 @@ def _guard(
         "functorch": torch._C._are_functorch_transforms_active,
         "profiler": profiler,
         "forward_ad": forward_ad,
+        "quantized": quantized,
         "F": F,
         "attention": F.scaled_dot_product_attention,
     }
@@ -483,16 +587,21 @@ def _guard(
     def is_like(name: str, t: Tensor, *, shape: bool) -> Iterator[str]:
         yield f"type({name}) is {type(t).__name__}"
         if shape:
+            yield f"{name}.layout is strided"
             yield f"{name}.shape == {constant(t.shape)}"
         yield f"{name}.stride() == {constant(t.stride())}"
 
+    _refuse_expanded(parameters)
     terms = [*is_like("x", x, shape=True)]
     for n, t in enumerate(extra_inputs):
         terms += is_like(f"extra_inputs[{n}]", t, shape=True)
         terms.append(f"extra_inputs[{n}].device == {constant(t.device)}")
     terms += ["not telling.subscriptions", f"Clock.states == {Clock.states}"]
-    terms += ["not functorch()", "not profiler._is_profiler_enabled"]
-    terms.append("forward_ad._current_level < 0")
+    terms += [
+        "not functorch()",
+        "not profiler._is_profiler_enabled",
+        "forward_ad._current_level < 0",
+    ]
     terms.append("F.scaled_dot_product_attention is attention")  # context_parallel replaces it
     terms.append("is_inference()" if torch.is_inference_mode_enabled() else "not is_inference()")
     if x.is_cpu:
@@ -501,31 +610,54 @@ def _guard(
     for n, t in enumerate(parameters):
         terms += is_like(f"parameters[{n}]", t, shape=False)
     terms.append(f"len(kept) == {len(kept)}" if kept else "not kept")
-    for n, t in enumerate(kept):
+    if quantized is not None:
+        terms.append(f"quantized.permit({constant(quantized.facts())})")
+    for n, t in enumerate(unwritten):
+        if n in cached:
+            names[f"cached{n}"] = cached[n]
+            terms.append(f"kept[{n}] is cached{n}()")
+            continue
         terms += is_like(f"kept[{n}]", t, shape=True)
         terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")
         terms.append(f"kept[{n}].device == {constant(t.device)}")
     terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
+    terms += [f"{_read(a)}.{name} == {constant(v)}" for (a, name), v in recorder.answers.items()]
     if recorder.places:
-        rows = dict(zip("xpek", ([x], parameters, extra_inputs, kept)))
-        asked = [rows[name[0]][int(name[1:] or 0)] for name in recorder.places]
+        asked = list(map(recorder.tensor_of, recorder.places))
         names["places"] = _places
         listed = ", ".join(map(_read, recorder.places))
         terms.append(f"places([{listed}]) == {constant(_places(asked))}")
     if x.is_cuda:
-        names["current_device"] = torch._C._cuda_getDevice
-        names["modes"] = _modes
+        names |= {"current_device": torch._C._cuda_getDevice, "modes": _modes}
         terms.append(f"current_device() == {x.get_device()}")
         terms.append(f"modes() == {constant(_modes())}")
-        given = ["x", *(f"extra_inputs[{n}]" for n in range(len(extra_inputs)))]
-        given += [f"parameters[{n}]" for n in range(len(parameters))]
-        given += [f"kept[{n}]" for n in range(len(kept))]
-        if any(not _aligned(t) for t in recorder_inputs(arguments)):
-            raise NotRecordableError("a tensor begins at no multiple of 16 bytes")
-        terms.append(f"not ({' | '.join(f'{name}.data_ptr()' for name in given)}) & 15")
+        terms.append(f"not ({_addresses((x, parameters, extra_inputs, unwritten))}) & 15")
     text = "lambda x, parameters, extra_inputs, kept: " + " and ".join(terms)
     guard: Callable[..., bool] = eval(text, names)
     return guard
+
+
+def _addresses(
+    arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
+) -> str:
+    """The text of the addresses of all tensors, joined bit by bit.
+
+    Raises:
+        NotRecordableError: one is no multiple of 16 bytes.
+    """
+    if any(not _aligned(t) for t in recorder_inputs(arguments)):
+        raise NotRecordableError("a tensor begins at no multiple of 16 bytes")
+    _, parameters, extra_inputs, kept = arguments
+    given = ["x", *(f"extra_inputs[{n}]" for n in range(len(extra_inputs)))]
+    given += [f"parameters[{n}]" for n in range(len(parameters))]
+    given += [f"kept[{n}]" for n in range(len(kept))]
+    return " | ".join(f"{name}.data_ptr()" for name in given)
+
+
+def _refuse_expanded(parameters: Sequence[Tensor]) -> None:
+    """Raises NotRecordableError for strides that may be those of a layout that is not strided."""
+    if any(0 in t.stride() and t.numel() > 1 for t in parameters):
+        raise NotRecordableError("a parameter is expanded")
 
 
 def _read(name: str) -> str:

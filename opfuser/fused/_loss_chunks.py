@@ -18,6 +18,7 @@ from ..kernels.cross_entropy import (
 )
 from ..kernels.tracing import hint, pieces
 from ..kernels.vocabulary_slices import slice_gradient
+from ..tracing import functional
 
 __all__ = ["Head", "LossesAndGradients", "losses_and_gradients", "split"]
 
@@ -138,7 +139,7 @@ class LossesAndGradients(NamedTuple):
 
 def losses_and_gradients(head: Head) -> LossesAndGradients:
     """All that forward and backward compute from the logits, chunk by chunk of the rows."""
-    return _functional(head) if torch.compiler.is_compiling() else _in_place(head)
+    return _functional(head) if functional() else _in_place(head)
 
 
 def _in_place(head: Head) -> LossesAndGradients:

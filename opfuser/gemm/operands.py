@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..kernels.launch import transforms_active
+from ..tracing import functional
 
 __all__ = [
     "Operand",
@@ -70,11 +70,6 @@ def as_rows(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x
     return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-
-
-def functional() -> bool:
-    """Whether nothing takes an ``out`` or has an address: while traced, and under torch.vmap."""
-    return torch.compiler.is_compiling() or transforms_active()
 
 
 def one_behind_another(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, counted, explain
-from ..kernels.launch import transforms_active
+from ..tracing import stands_in, transforms_active
 
 __all__ = ["RowGroups", "groups_on_device", "groups_on_host", "row_groups"]
 
@@ -59,7 +59,7 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
         InputError: sizes on the host are negative, or do not add up to the rows of ``x``.
         NotSupportedError: under ``torch.vmap``.
     """
-    if not torch.compiler.is_compiling() and transforms_active():
+    if transforms_active() and not stands_in(split_sizes):
         raise NotSupportedError(
             explain(
                 "Groups of rows are multiplied for one input at a time",
@@ -72,7 +72,7 @@ def row_groups(split_sizes: Tensor, x: Tensor, where: str) -> RowGroups:
     other = split_sizes.is_meta and x.dtype != torch.bfloat16
     if (split_sizes.is_cuda or split_sizes.is_meta) and not other:  # which counts as a GPU does
         return groups_on_device(split_sizes)
-    if other or torch.compiler.is_compiling():
+    if other or stands_in(split_sizes):
         return RowGroups(None, split_sizes, None)
     return groups_on_host(split_sizes, x, where)
 

@@ -141,7 +141,7 @@ _BARE = vars(nn.Module())
 _HOOKS = tuple(name for name in _BARE if "hook" in name)
 # A forward that was put back, and one that was compiled, are the original's.
 _BOUND = frozenset({"_compiled_call_impl", "forward"})
-_DERIVED = frozenset({"_alone", "_settings", "_stamp", "_stamped", "_state_names"}) | _BOUND
+_DERIVED = frozenset({"_alone", "_settings", "_stamp", "_serial", "_state_names"}) | _BOUND
 _Place = Literal["sequence", "alone", "copy"]
 _M = TypeVar("_M", bound=nn.Module)
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cpu_blocks
 from .cpu_blocks import at_once, block_size, row_blocks
 from .scalar import FunctionSpec, ScalarFunction, cast, wide_dtype
 from .tiling import empty_contiguous
@@ -126,11 +125,10 @@ def _backward_with_bias(
 
 def _rows_per_block(x: Tensor) -> int:
     """Rows to work on at a time on a CPU; 0 for all at once."""
-    # While torch.compile traces, its size is not to be asked: the graph would hold for it alone.
-    if torch.compiler.is_compiling() or x.numel() < _MIN_BLOCKS * cpu_blocks.BLOCK:
+    if at_once(x) or x.dim() < 2:
         return 0
     block = block_size()
-    if x.device.type != "cpu" or x.dim() < 2 or x.numel() < _MIN_BLOCKS * block:
+    if x.numel() < _MIN_BLOCKS * block:
         return 0
     return max(1, block // x.shape[-1])
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..tracing import tracing
 from .launch import DTYPES, runs
 
 __all__ = ["kernel_or_plain"]
@@ -22,6 +23,7 @@ def kernel_or_plain(
     *,
     launch: _Function,
     plain: _Function,
+    traced: _Function | None = None,
     accepts: Callable[..., bool] | None = None,
     dtypes: frozenset[torch.dtype] = DTYPES,
 ) -> _Function:
@@ -32,17 +34,18 @@ def kernel_or_plain(
 
     Args:
         launch: runs the kernel.
-        plain: the same in plain torch, for every device and dtype, also without data. While
-            torch.compile traces, it writes to nothing that it is given.
+        plain: the same in plain torch, for every device and dtype, also without data.
+        traced: the same for torch.compile to trace, which writes to nothing that it is given, and
+            asks for no sizes; None is ``plain``, which does so then.
         accepts: from the arguments, whether the kernel takes them; None is always.
         dtypes: of the first argument that the kernel takes.
     """
 
     def call(*args: Any) -> Any:  # 0.05 us less than with a name for the first one
-        if not runs(args[0], dtypes) or torch.compiler.is_compiling():
-            return plain(*args)
-        if accepts is None or accepts(*args):
+        if runs(args[0], dtypes) and (accepts is None or accepts(*args)):
             return launch(*args)
+        if traced is not None and tracing():
+            return traced(*args)
         return plain(*args)
 
     return call

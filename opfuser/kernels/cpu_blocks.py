@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tracing import stands_in
+
 __all__ = ["at_once", "block_size", "row_blocks"]
 
 # Elements per thread that the cache holds along with intermediate results. With one thread of an
@@ -27,10 +29,9 @@ def block_size() -> int:
     return BLOCK * torch.get_num_threads()
 
 
-def at_once(x: Tensor) -> bool:
-    """Whether plain torch works on all of ``x`` at a time."""
-    # While torch.compile traces, its size is not to be asked: the graph would hold for it alone.
-    return torch.compiler.is_compiling() or not x.is_cpu or x.numel() <= 2 * BLOCK
+def at_once(x: Tensor, most: int | None = None) -> bool:
+    """Whether plain torch works on all of ``x`` at a time, up to ``most`` elements on a CPU."""
+    return stands_in(x) or not x.is_cpu or x.numel() <= (2 * BLOCK if most is None else most)
 
 
 def row_blocks(x: Tensor, *others: Tensor | None) -> Iterator[Sequence[Any]]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import cross_entropy_plain as plain
+from . import cross_entropy_traced as traced
 from .choice import kernel_or_plain
 from .cross_entropy_plain import LossGradient, MeanLoss, RowLosses, Terms
 from .launch import Launch, multiprocessors
@@ -175,10 +176,16 @@ def _launch_mean(loss: Tensor, targets: Tensor, ignore_index: int) -> MeanLoss:
 
 _MEAN = Launch("cross_entropy:mean_kernel", {"BLOCK": 4096}, num_warps=16)
 
-cross_entropy_forward = kernel_or_plain(launch=_launch_forward, plain=plain.forward)
-cross_entropy_backward = kernel_or_plain(launch=_launch_backward, plain=plain.backward)
+cross_entropy_forward = kernel_or_plain(
+    launch=_launch_forward, plain=plain.forward, traced=traced.forward
+)
+cross_entropy_backward = kernel_or_plain(
+    launch=_launch_backward, plain=plain.backward, traced=traced.backward
+)
 cross_entropy_mean = kernel_or_plain(launch=_launch_mean, plain=plain.mean)
-cross_entropy_gradient = kernel_or_plain(launch=_launch_gradient, plain=plain.gradient)
+cross_entropy_gradient = kernel_or_plain(
+    launch=_launch_gradient, plain=plain.gradient, traced=traced.gradient
+)
 
 
 @dataclass(frozen=True)
@@ -208,7 +215,7 @@ def _launch_scale(
     return y
 
 
-_scaled = kernel_or_plain(launch=_launch_scale, plain=plain.scaled)
+_scaled = kernel_or_plain(launch=_launch_scale, plain=plain.scaled, traced=traced.scaled)
 
 
 def scaled(

@@ -18,8 +18,10 @@ __all__ = [
     "Terms",
     "backward",
     "blocks_of_rows",
+    "classes_of_rows",
     "forward",
     "gradient",
+    "losses_of_rows",
     "mean",
     "scaled",
 ]
@@ -32,13 +34,13 @@ _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 
 def blocks_of_rows(x: Tensor) -> list[slice]:
-    """Blocks of rows whose fp32 copy is small; all rows at once for a tracer, which fuses them.
+    """Blocks of rows whose fp32 copy is small.
 
     Callers take tensors as they are where there is one block: slices take a microsecond each.
     """
     rows, cols = x.shape
     limit = _BLOCK.get(x.device.type)
-    if limit is None or torch.compiler.is_compiling():
+    if limit is None:
         return [slice(0, rows)]
     size = max(1, limit // max(1, cols))
     if x.is_cpu:
@@ -46,7 +48,7 @@ def blocks_of_rows(x: Tensor) -> list[slice]:
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
-def _classes(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def classes_of_rows(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Which rows count, and a class for every row (0 for those that do not), each (rows, 1)."""
     targets = targets.unsqueeze(1)
     valid = targets != ignore_index
@@ -97,18 +99,11 @@ class _Rows(NamedTuple):
     sum_exp: Tensor
 
 
-def _by_softmax(x: Tensor) -> bool:
-    """Whether ATen's softmax is the best way to exponentials.
-
-    On a CPU it takes 84 us for 4 rows of 32000 in fp32 in one thread; ``exp_`` alone takes 142.
-    """
-    return x.is_cpu and not torch.compiler.is_compiling()
-
-
 def _rows(x: Tensor) -> _Rows:
     x = cast(x, wide_dtype(x.dtype))
     row_max = x.amax(1, keepdim=True)
-    if _by_softmax(x):
+    # ATen's takes 84 us for 4 rows of 32000 in fp32 in one thread of a CPU; exp_ alone takes 142.
+    if x.is_cpu:
         p = torch.softmax(x, 1)
         return _Rows(p, row_max, p.amax(1, keepdim=True).reciprocal_())
     # Differences to the maximum, not to the log-sum-exp: the rounding of that one would be a
@@ -120,17 +115,17 @@ def _rows(x: Tensor) -> _Rows:
 
 def _softmax_rows(x: Tensor, row_max: Tensor, sum_exp: Tensor) -> _Rows:
     """The same where the statistics are known."""
-    if _by_softmax(x):
-        p = torch.softmax(x, 1, dtype=row_max.dtype)
-    else:
-        p = (x - row_max).exp_().div_(sum_exp)
+    by_aten = x.is_cpu
+    p = torch.softmax(x, 1, dtype=row_max.dtype) if by_aten else (x - row_max).exp_().div_(sum_exp)
     return _Rows(p, row_max, sum_exp)
 
 
-def _losses(x: Tensor, rows: _Rows, index: Tensor, terms: Terms) -> Tensor:
-    """Of every row, (rows, 1)."""
+def losses_of_rows(
+    x: Tensor, row_max: Tensor, sum_exp: Tensor, index: Tensor, terms: Terms
+) -> Tensor:
+    """The losses, (rows, 1), given the statistics and the class of each row."""
     _, smoothing, z_loss = terms
-    row_max, log_sum = rows.row_max, rows.sum_exp.log()
+    log_sum = sum_exp.log()
     loss = row_max - x.gather(1, index)
     if smoothing:
         mean = x.mean(1, keepdim=True, dtype=row_max.dtype)
@@ -139,6 +134,10 @@ def _losses(x: Tensor, rows: _Rows, index: Tensor, terms: Terms) -> Tensor:
     if z_loss:
         loss += z_loss * log_sum.add_(row_max).square_()
     return loss
+
+
+def _losses(x: Tensor, rows: _Rows, index: Tensor, terms: Terms) -> Tensor:
+    return losses_of_rows(x, rows.row_max, rows.sum_exp, index, terms)
 
 
 def _gradient(
@@ -150,11 +149,6 @@ def _gradient(
     p_scale = scale
     if z_loss:
         p_scale = scale * (1 + 2 * z_loss * (row_max + sum_exp.log()))
-    if torch.compiler.is_compiling():
-        # A scatter would make the compiler write dx twice.
-        hit = torch.arange(dx.shape[1], device=dx.device) == index
-        target = hit.to(dx.dtype) * (1 - smoothing) + smoothing / dx.shape[1]
-        return dx * p_scale - target * scale
     dx = torch.mul(dx, p_scale, out=dx if out is None else out)
     if smoothing:
         dx.sub_(smoothing / dx.shape[1] * scale)
@@ -194,9 +188,9 @@ def _gradient_by_nll_loss(
 def forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
     """Losses and statistics of logits (rows, classes)."""
     blocks = blocks_of_rows(x)
-    if len(blocks) == 1 and _by_softmax(x) and not (terms.label_smoothing or terms.z_loss):
+    if len(blocks) == 1 and x.is_cpu and not (terms.label_smoothing or terms.z_loss):
         return _by_nll_loss(x, targets, terms.ignore_index)
-    valid, index = _classes(targets, terms.ignore_index)
+    valid, index = classes_of_rows(targets, terms.ignore_index)
     if len(blocks) == 1:
         rows = _rows(x)
         loss = torch.where(valid, _losses(x, rows, index, terms), 0.0)
@@ -229,7 +223,7 @@ def backward(
         dloss: gradient of the losses (rows,), or one for all of them ().
         count: what divides it, () of int64.
     """
-    valid, index = _classes(targets, terms.ignore_index)
+    valid, index = classes_of_rows(targets, terms.ignore_index)
     scale = dloss if count is None else dloss / count
     scale = torch.where(valid, scale.unsqueeze(1) if scale.dim() else scale, 0.0)
     row_max, sum_exp = row_max.unsqueeze(1), sum_exp.unsqueeze(1)
@@ -246,7 +240,7 @@ def backward(
 
 def _write(out: Tensor, rows: _Rows, index: Tensor, scale: Tensor, terms: Terms) -> None:
     """The gradient to ``out``; in the dtype of the arithmetic until it is complete."""
-    if out.dtype == scale.dtype and not torch.compiler.is_compiling():
+    if out.dtype == scale.dtype:
         _gradient(rows, index, scale, terms, out)
     else:
         out.copy_(_gradient(rows, index, scale, terms, None))
@@ -256,20 +250,15 @@ def gradient(x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms) -> 
     """Losses, and their gradient for 1, or 1 / count, written over the logits.
 
     Args:
-        x: logits (rows, classes), the caller's own: while torch.compile traces, the gradient is a
-            tensor of its own.
+        x: logits (rows, classes), the caller's own.
         targets: (rows,).
         count: () of int64.
         terms: of the loss.
     """
-    if torch.compiler.is_compiling():
-        losses, row_max, sum_exp = forward(x, targets, terms)
-        one = losses.new_ones(())
-        return LossGradient(losses, backward(x, targets, row_max, sum_exp, one, count, terms))
     blocks = blocks_of_rows(x)
-    if len(blocks) == 1 and _by_softmax(x) and not (terms.label_smoothing or terms.z_loss):
+    if len(blocks) == 1 and x.is_cpu and not (terms.label_smoothing or terms.z_loss):
         return _gradient_by_nll_loss(x, targets, count, terms.ignore_index)
-    valid, index = _classes(targets, terms.ignore_index)
+    valid, index = classes_of_rows(targets, terms.ignore_index)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = valid.to(wide)
     if count is not None:
@@ -301,7 +290,7 @@ def scaled(
     """``x factor / count`` in ``dtype``, which is that of x if it may be written to."""
     if count is not None:
         factor = factor / count.clamp_min(1)  # where no row counts, x is 0
-    if x.is_cpu and not torch.compiler.is_compiling():
+    if x.is_cpu:
         number = factor.item()
         if in_place:
             return x if number == 1 else x.mul_(number)

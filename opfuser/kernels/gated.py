@@ -20,7 +20,9 @@ from .gated_plain import (
     Glu,
     ProductSpec,
     backward_over_x_plain,
+    backward_over_x_traced,
     backward_plain,
+    backward_traced,
     forward_plain,
     product_spec,
 )
@@ -123,7 +125,8 @@ def _launch_backward_over_x(
     want_y: bool,
     want_dscales: bool,
 ) -> GatedGrads:
-    return _launch_backward_into(x, dy, x, spec, scales, want_y, want_dscales)
+    dx = x if x.is_contiguous() else empty_contiguous(x)
+    return _launch_backward_into(dx, dy, x, spec, scales, want_y, want_dscales)
 
 
 def _launch_backward_into(
@@ -158,9 +161,14 @@ def _takes(dy: Tensor, x: Tensor, *_: Any) -> bool:
 
 
 gated_forward = kernel_or_plain(launch=_launch_forward, plain=forward_plain)
-gated_backward = kernel_or_plain(launch=_launch_backward, plain=backward_plain, accepts=_takes)
+gated_backward = kernel_or_plain(
+    launch=_launch_backward, plain=backward_plain, traced=backward_traced, accepts=_takes
+)
 _over_x = kernel_or_plain(
-    launch=_launch_backward_over_x, plain=backward_over_x_plain, accepts=_takes
+    launch=_launch_backward_over_x,
+    plain=backward_over_x_plain,
+    traced=backward_over_x_traced,
+    accepts=_takes,
 )
 
 
@@ -176,10 +184,5 @@ def gated_backward_(
 
     dx is written over a contiguous x, except where torch.compile traces.
     """
-    grads: GatedGrads
-    # Traced, the layout is not asked for: it is unknown where data decide the number of rows.
-    if torch.compiler.is_compiling() or not x.is_contiguous():
-        grads = gated_backward(dy, x, spec, scales, True, want_y, want_dscales)
-    else:
-        grads = _over_x(dy, x, spec, scales, want_y, want_dscales)
+    grads: GatedGrads = _over_x(dy, x, spec, scales, want_y, want_dscales)
     return grads

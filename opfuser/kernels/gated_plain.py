@@ -170,8 +170,6 @@ def _backward(
     wide = wide_dtype(x.dtype)
     x, s = x.contiguous(), None if scales is None else cast(scales, wide).unsqueeze(-1)
     want_dscales = want_dscales and s is not None
-    if torch.compiler.is_compiling():
-        return _backward_traced(f, dy, x, s, want_dx, want_dscales, want_y)
     dx = dscales = y = None
     if want_dx:
         dx = x if over_x else torch.empty_like(x)
@@ -222,17 +220,19 @@ def _backward_traced(
     f: _Function,
     dy: Tensor,
     x: Tensor,
-    s: Tensor | None,
+    scales: Tensor | None,
     want_dx: bool,
     want_dscales: bool,
     want_y: bool,
 ) -> GatedGrads:
     """The same without ``out``: torch.compile fuses it as it likes."""
     wide = wide_dtype(x.dtype)
+    s = None if scales is None else cast(scales, wide).unsqueeze(-1)
     z, dy = cast(x, wide), cast(dy, wide)
     dx = dscales = y = None
     if want_dx:
-        grads, h = _gradients(f, dy if s is None else dy * s, z, want_dscales or want_y)
+        want_h = want_y or (want_dscales and s is not None)
+        grads, h = _gradients(f, dy if s is None else dy * s, z, want_h)
         if isinstance(f, Glu) and f.interleave is not None:
             parts = [t.unflatten(-1, (-1, f.interleave)) for t in grads]
             dx = torch.stack(parts, -2).flatten(-3)
@@ -241,7 +241,7 @@ def _backward_traced(
         dx = cast(dx, x.dtype).contiguous()
     else:
         h = _value(f, z, None)
-    if want_dscales:
+    if want_dscales and s is not None:
         assert h is not None
         dscales = (h * dy).sum(-1)
     if want_y:
@@ -276,5 +276,33 @@ def backward_over_x_plain(
     want_y: bool,
     want_dscales: bool,
 ) -> GatedGrads:
-    """As :func:`backward_plain` with dx, which takes the memory of x, contiguous."""
+    """As :func:`backward_plain` with dx, which takes the memory of x if that is contiguous."""
     return _backward(spec.function, dy, x, scales, True, want_dscales, want_y, over_x=True)
+
+
+def backward_traced(
+    dy: Tensor,
+    x: Tensor,
+    spec: ProductSpec,
+    scales: Tensor | None,
+    want_dx: bool,
+    want_y: bool,
+    want_dscales: bool = True,
+) -> GatedGrads:
+    """As :func:`backward_plain`, for torch.compile to trace."""
+    return _backward_traced(spec.function, dy, x, scales, want_dx, want_dscales, want_y)
+
+
+def backward_over_x_traced(
+    dy: Tensor,
+    x: Tensor,
+    spec: ProductSpec,
+    scales: Tensor | None,
+    want_y: bool,
+    want_dscales: bool,
+) -> GatedGrads:
+    """As :func:`backward_traced` with dx, which does not take the memory of x.
+
+    Nor is its layout asked for: it is unknown where data decide the number of rows.
+    """
+    return _backward_traced(spec.function, dy, x, scales, True, want_dscales, want_y)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..recording import watching
+from ..tracing import functional
 
 __all__ = [
     "INTERPRETED",
@@ -31,11 +32,7 @@ __all__ = [
     "recorded",
     "runs",
     "tell_compilations",
-    "transforms_active",
 ]
-
-# Whether a transform of torch.func, such as vmap, is under way; not part of torch's public names.
-transforms_active = torch._C._are_functorch_transforms_active
 
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 FP8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
@@ -96,10 +93,11 @@ class Recorded(NamedTuple):
 def runs(x: Tensor, dtypes: frozenset[torch.dtype] = DTYPES) -> bool:
     """Whether there are kernels for ``x``: on a GPU, in one of the dtypes, and with Triton.
 
-    Under ``torch.vmap`` there are none: what it hands over has no memory of its own.
+    Under ``torch.vmap`` there are none: what it hands over has no memory of its own. Nor are there
+    while torch.compile traces: it makes its own, fused with what stands around.
     """
     taken = x.is_cuda or (_State.everywhere and (x.is_meta or not _State.only_meta))
-    return taken and AVAILABLE and x.dtype in dtypes and not transforms_active()
+    return taken and AVAILABLE and x.dtype in dtypes and not functional()
 
 
 @contextmanager
@@ -235,9 +233,12 @@ class Launch:
         if _State.record is not None and (tensors[0].is_meta or not _State.only_meta):  # type: ignore[union-attr]
             _State.record.append(Recorded(self, grid, tensors, ints, floats))
             return
-        self._run(grid, tensors, ints, floats)
-        if watching.watcher is not None:
-            watching.watcher.note_launch(self, grid, tensors, ints, floats)
+        if watching.watcher is None:
+            self._run(grid, tensors, ints, floats)
+            return
+        with torch._C.DisableTorchFunction():  # what Triton asks of tensors is no call of the pass
+            self._run(grid, tensors, ints, floats)
+        watching.watcher.note_launch(self, grid, tensors, ints, floats)
 
     def _run(
         self,
@@ -292,14 +293,17 @@ class Launch:
 
         The launcher, the binary's function, what comes before the arguments of the kernel, whether
         these come in a tuple, and the constants behind them. It holds for tensors of these dtypes
-        that begin at multiples of 16 bytes.
+        that begin at multiples of 16 bytes where these do.
         """
         first = tensors[0]
         assert first is not None
-        if INTERPRETED or any(t is not None and t.data_ptr() & 15 for t in tensors):
+        if INTERPRETED:
             return None
-        dtypes = [None if t is None else t.dtype for t in tensors]
-        entry = self._recent.get((first.get_device(), ints, *dtypes))
+        properties: list[Any] = [None if t is None else t.dtype for t in tensors]
+        aligned = tuple([t is None or t.data_ptr() & 15 == 0 for t in tensors])
+        if not all(aligned):
+            properties.append(aligned)
+        entry = self._recent.get((first.get_device(), ints, *properties))
         return None if entry is None else (*entry, self._values)
 
     def _find(self, key: tuple[Any, ...]) -> _Entry | None:

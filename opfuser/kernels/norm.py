@@ -8,6 +8,8 @@ either. Formulas: ``norm_plain``.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ norm_forward = kernel_or_plain(
 norm_backward = kernel_or_plain(
     launch=backward,
     plain=plain.norm_backward,
+    traced=functools.partial(plain.norm_backward, traced=True),
     accepts=lambda dy, x, weight, bias, mean, rstd, residual_grad, *_: _has_kernel(
         x, residual_grad
     ),

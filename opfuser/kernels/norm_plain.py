@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .scalar import cast, reuse, wide_dtype
+from .cpu_blocks import at_once
+from .scalar import cast, wide_dtype
 
 __all__ = ["NormForward", "NormGrads", "norm_backward", "norm_forward"]
 
@@ -97,6 +98,7 @@ def norm_backward(
     want_dx: bool,
     want_dw: bool,
     want_y: bool,
+    traced: bool = False,
 ) -> NormGrads:
     """Gradients, and the output again; ``want_dw`` asks for those of weight and bias together.
 
@@ -104,7 +106,7 @@ def norm_backward(
     ``db = Σ dy`` and ``y = x̂ w + b`` with ``x̂ = (x - mean) rstd``. Where mean is None, so is bias;
     x̂ is ``x rstd`` and the term ``mean(dy w)`` is left out. Where weight is None too, w is 1 and
     the sum ``Σ dy x̂`` stands for its mean. dx has the dtype to which torch promotes those of x and
-    residual_grad.
+    residual_grad. ``traced`` is by torch.compile.
     """
     if not x.numel():
         return NormGrads(
@@ -115,7 +117,7 @@ def norm_backward(
         )
     if mean is None:
         wants = want_dx, want_dw, want_y
-        return _rms_backward(dy, x, weight, rstd, residual_grad, zero_centered, wants)
+        return _rms_backward(dy, x, weight, rstd, residual_grad, zero_centered, wants, traced)
     assert weight is not None
     needs = want_dx, want_dw, want_dw and bias is not None
     scale = _scale(weight, _operand_dtype(x), zero_centered)
@@ -138,6 +140,7 @@ def _rms_backward(
     residual_grad: Tensor | None,
     zero_centered: bool,
     wants: tuple[bool, bool, bool],
+    traced: bool,
 ) -> NormGrads:
     want_dx, want_dw, want_y = wants
     scale = None if weight is None else _scale(weight, rstd.dtype, zero_centered)
@@ -156,11 +159,11 @@ def _rms_backward(
         dh = dy
         if scale is not None:
             # Into memory that is there: for what is new, a CPU has to fetch pages.
-            dh = buffer = torch.mul(dy, scale, out=_reuse(buffer))
+            dh = buffer = torch.mul(dy, scale, out=None if traced else buffer)
         # dx = rstd (dh - x rstd² mean(dh x)) is the gradient of weight normalisation g x / n with
         # norms n = g / rstd and gains g = √D, or 1 where it is the sum and not the mean. ATen has
         # one pass for that: about half the time of writing the formula out.
-        if torch.compiler.is_compiling():  # which has one pass for the formula
+        if traced:  # by a compiler that makes one pass of the formula
             total = (dh * wide).sum(1, keepdim=True)
             share = total if scale is None else total / cols
             dx = rstd * (dh - wide * (rstd * rstd * share))
@@ -172,7 +175,7 @@ def _rms_backward(
         dx = dx if len(shape) == 2 else dx.view(*shape)
         dx = _add_residual(dx, residual_grad, dtype)
     if want_y:
-        xhat = torch.mul(wide, rstd, out=_reuse(buffer))
+        xhat = torch.mul(wide, rstd, out=None if traced else buffer)
         y = cast(xhat if scale is None else xhat.mul_(scale), dtype)
         y = y if len(shape) == 2 else y.view(*shape)
     return NormGrads(dx, dw, None, y)
@@ -212,7 +215,7 @@ def _layer_gradients(
     backward, cols = torch.ops.aten.native_layer_norm_backward.default, x.shape[-1]
     in_wide = x.dtype != rstd.dtype and x.is_cpu and any(needs[1:])
     block = 0  # rows; 0 for all at once, as while a tracer would take their number to be fixed
-    if in_wide and not torch.compiler.is_compiling():
+    if in_wide and not at_once(x, _BLOCK):
         block = max(1, _BLOCK * torch.get_num_threads() // cols)
     if not block or block * cols >= x.numel():
         dtype = rstd.dtype if in_wide else x.dtype
@@ -235,10 +238,6 @@ def _layer_gradients(
     dws, dbs = zip(*sums)
     dw, db = (None if parts[0] is None else torch.stack(parts).sum(0) for parts in (dws, dbs))
     return None if dx is None else dx.view(shape), dw, db
-
-
-def _reuse(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else reuse(buffer)
 
 
 def _scale(weight: Tensor, dtype: torch.dtype, zero_centered: bool) -> Tensor:

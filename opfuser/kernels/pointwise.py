@@ -62,8 +62,7 @@ __all__ = [
 
 def has_kernels(x: Tensor) -> bool:
     """Whether chains on ``x`` are kernels, if their operands have dtypes that these read."""
-    # What torch.compile traces, it fuses itself, with what stands around the chain.
-    return runs(x) and not torch.compiler.is_compiling()
+    return runs(x)
 
 
 def draws_seeds(x: Tensor) -> bool:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .launch import transforms_active
+from ..tracing import functional
+from .cpu_blocks import at_once
 from .scalar import cast, wide_dtype
 from .tiling import empty_contiguous
 
@@ -66,7 +67,7 @@ def rotary(x: Tensor, rotation: Rotation, kv_heads: int, head_dim: int, back: bo
         return y
     xs = _heads(x, period, head_dim)
     sizes = [xs.shape[2] - kv_heads, kv_heads]
-    if _functional():
+    if functional():
         qk, v = xs.split_with_sizes(sizes, 2)
         qk = _turned(cast(qk, rotation.cos.dtype), *_angles(rotation), interleaved, back)
         return torch.cat([cast(qk, x.dtype), v], 2).view(x.shape)
@@ -104,7 +105,7 @@ def qk_norm(
     angles = None if rotation is None else _angles(rotation)
     xs = _heads(x, period, head_dim)
     scales = _scales(q_weight, k_weight, active - kv_heads, kv_heads, dtype, zero_centered)
-    if _functional():
+    if functional():
         qk, v = xs.split_with_sizes([active, kv_heads], 2)
         qk = cast(qk, dtype)
         norm = torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps)
@@ -192,8 +193,7 @@ def _heads(packed: Tensor, period: int, head_dim: int) -> Tensor:
 
 def _blocks(heads: Tensor) -> list[slice]:
     """Tokens to work on at a time."""
-    # While torch.compile traces, a size is not to be asked for: the graph would hold for it alone.
-    if torch.compiler.is_compiling() or not heads.is_cpu:
+    if at_once(heads, _BLOCK):
         return [_WHOLE]
     block = _BLOCK * torch.get_num_threads()
     if heads.numel() < _MIN_BLOCKS * block:
@@ -215,7 +215,7 @@ def _turn(
     dst: Tensor, src: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> None:
     """Writes heads with their pairs turned to ``dst``; ``src`` is in the dtype of the angles."""
-    if _functional():
+    if functional():
         dst.copy_(_turned(src, cos, sin, interleaved, back))
         return
     if dst.dtype != src.dtype:
@@ -256,11 +256,6 @@ def _pairs(heads: Tensor, size: int, interleaved: bool) -> tuple[Tensor, Tensor]
         return heads[..., 0:size:2], heads[..., 1:size:2]
     a, b = (heads if size == heads.shape[-1] else heads[..., :size]).chunk(2, -1)
     return a, b
-
-
-def _functional() -> bool:
-    """Whether nothing is written to: vmap takes no ``out``, and a tracer would undo the writing."""
-    return torch.compiler.is_compiling() or transforms_active()
 
 
 def _holds_complex(t: Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..tracing import stands_in
 from .cpu_blocks import at_once, block_size
 
 __all__ = [
@@ -53,7 +54,7 @@ def reuse(tensor: Tensor) -> Tensor | None:
 
     Dynamo breaks the graph at an ``out`` that is not contiguous, and needs no help to reuse memory.
     """
-    return None if torch.compiler.is_compiling() else tensor
+    return None if stands_in(tensor) else tensor
 
 
 def rounded_once(method: Callable[..., Tensor]) -> Callable[..., Tensor]:

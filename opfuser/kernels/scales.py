@@ -61,7 +61,7 @@ def update_scales(operations: Sequence[KeptScales]) -> None:
     for kept in operations:
         by_device.setdefault(kept.scale.device, []).append(kept)
     for device, own in by_device.items():
-        if runs(own[0].scale) and not torch.compiler.is_compiling() and not _captures(device):
+        if runs(own[0].scale) and not _captures(device):
             _launch_update(device, own)
         else:
             update_plain(own)

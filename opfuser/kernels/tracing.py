@@ -1,4 +1,4 @@
-"""What code asks that a tracer may run: whether it exports, and sizes that it treats as variable.
+"""What code asks that a tracer may run of sizes that it treats as variable.
 
 A loop over such a size would fix it: the graph would hold for this size alone, and every other one
 would be traced anew. So what is done piece by piece is done in as many pieces as the traced call
@@ -11,15 +11,9 @@ import sys
 
 import torch
 
-__all__ = ["exporting", "hint", "pieces"]
+from ..tracing import exporting
 
-
-def exporting() -> bool:
-    """Whether torch.export traces.
-
-    ``torch.compiler.is_exporting()`` is true in whatever Dynamo of torch 2.11 interprets.
-    """
-    return torch.compiler._is_exporting_flag
+__all__ = ["hint", "pieces"]
 
 
 def hint(size: int) -> int:

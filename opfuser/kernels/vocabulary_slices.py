@@ -102,16 +102,24 @@ def _targets(targets: Tensor, terms: Terms, classes: Classes, cols: int) -> _Tar
 
 def _plain_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes) -> Tensor:
     _, here, column = _targets(targets, terms, classes, x.shape[1])
+    parts = [_of_rows(x[b], here[b], column[b], terms) for b in blocks_of_rows(x)]
+    return torch.cat(parts) if parts else x.new_empty((0, _STATISTICS), dtype=wide_dtype(x.dtype))
+
+
+def _traced_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes) -> Tensor:
+    _, here, column = _targets(targets, terms, classes, x.shape[1])
+    return _of_rows(x, here, column, terms)
+
+
+def _of_rows(x: Tensor, here: Tensor, column: Tensor, terms: Terms) -> Tensor:
+    """The statistics of a block of rows."""
     wide = wide_dtype(x.dtype)
-    parts = []
-    for block in blocks_of_rows(x):
-        rows = cast(x[block], wide)
-        # Not -inf, where all logits are: differences to it would be nan.
-        m = rows.amax(1, keepdim=True).clamp_min_(torch.finfo(wide).min)
-        entry = torch.where(here[block], rows.gather(1, column[block]), 0.0)
-        total = rows.sum(1, keepdim=True) if terms.label_smoothing else torch.zeros_like(m)
-        parts.append(torch.cat([m, (rows - m).exp_().sum(1, keepdim=True), entry, total], 1))
-    return torch.cat(parts) if parts else x.new_empty((0, _STATISTICS), dtype=wide)
+    rows = cast(x, wide)
+    # Not -inf, where all logits are: differences to it would be nan.
+    m = rows.amax(1, keepdim=True).clamp_min_(torch.finfo(wide).min)
+    entry = torch.where(here, rows.gather(1, column), 0.0)
+    total = rows.sum(1, keepdim=True) if terms.label_smoothing else torch.zeros_like(m)
+    return torch.cat([m, (rows - m).exp_().sum(1, keepdim=True), entry, total], 1)
 
 
 def _plain_gradient(
@@ -124,19 +132,8 @@ def _plain_gradient(
     classes: Classes,
     in_place: bool,
 ) -> Tensor:
-    _, smoothing, z_loss = terms
-    counts, here, column = _targets(targets, terms, classes, x.shape[1])
-    scale = dloss if count is None else dloss / count.clamp_min(1)
-    scale = torch.where(counts, scale.unsqueeze(1) if scale.dim() else scale, 0.0)
-    m, s = row.row_max.unsqueeze(1), row.sum_exp.unsqueeze(1)
-    p_scale = scale / s
-    if z_loss:
-        p_scale = p_scale * (1 + 2 * z_loss * (m + s.log()))
-    at_target = torch.where(here, (smoothing - 1) * scale, 0.0)
-    if torch.compiler.is_compiling():
-        hit = torch.arange(x.shape[1], device=x.device) == column
-        dx = (x - m).exp() * p_scale - smoothing / classes.total * scale + hit * at_target
-        return cast(dx, x.dtype)
+    smoothing = terms.label_smoothing
+    m, scale, p_scale, at_target, column = _factors(x, targets, row, dloss, count, terms, classes)
     dx = x if in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
     for block in blocks_of_rows(x):
         part = (x[block] - m[block]).exp_().mul_(p_scale[block])
@@ -146,8 +143,60 @@ def _plain_gradient(
     return dx
 
 
-_statistics = kernel_or_plain(launch=_launch_statistics, plain=_plain_statistics)
-_gradient = kernel_or_plain(launch=_launch_gradient, plain=_plain_gradient)
+def _traced_gradient(
+    x: Tensor,
+    targets: Tensor,
+    row: RowLosses,
+    dloss: Tensor,
+    count: Tensor | None,
+    terms: Terms,
+    classes: Classes,
+    in_place: bool,
+) -> Tensor:
+    m, scale, p_scale, at_target, column = _factors(x, targets, row, dloss, count, terms, classes)
+    hit = torch.arange(x.shape[1], device=x.device) == column
+    even = terms.label_smoothing / classes.total * scale
+    return cast((x - m).exp() * p_scale - even + hit * at_target, x.dtype)
+
+
+class _Factors(NamedTuple):
+    """Of each row, (rows, 1): the gradient is ``exp(x - m) p_scale - ε scale / classes``.
+
+    At the column of the target, ``at_target`` is added to it.
+    """
+
+    m: Tensor
+    scale: Tensor
+    p_scale: Tensor
+    at_target: Tensor
+    column: Tensor
+
+
+def _factors(
+    x: Tensor,
+    targets: Tensor,
+    row: RowLosses,
+    dloss: Tensor,
+    count: Tensor | None,
+    terms: Terms,
+    classes: Classes,
+) -> _Factors:
+    _, smoothing, z_loss = terms
+    counts, here, column = _targets(targets, terms, classes, x.shape[1])
+    scale = dloss if count is None else dloss / count.clamp_min(1)
+    scale = torch.where(counts, scale.unsqueeze(1) if scale.dim() else scale, 0.0)
+    m, s = row.row_max.unsqueeze(1), row.sum_exp.unsqueeze(1)
+    p_scale = scale / s
+    if z_loss:
+        p_scale = p_scale * (1 + 2 * z_loss * (m + s.log()))
+    at_target = torch.where(here, (smoothing - 1) * scale, 0.0)
+    return _Factors(m, scale, p_scale, at_target, column)
+
+
+_statistics = kernel_or_plain(
+    launch=_launch_statistics, plain=_plain_statistics, traced=_traced_statistics
+)
+_gradient = kernel_or_plain(launch=_launch_gradient, plain=_plain_gradient, traced=_traced_gradient)
 
 
 def slice_statistics(x: Tensor, targets: Tensor, terms: Terms, classes: Classes) -> Tensor:

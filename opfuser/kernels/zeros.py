@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..recording import seen_whole
 from .launch import runs
 
 __all__ = ["zero_for"]
@@ -17,6 +18,7 @@ _APART = 4
 _left: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
+@seen_whole()
 def zero_for(x: Tensor) -> Tensor:
     """0 in fp32, (1,), on the device of x: for one result of kernels that read x.
 

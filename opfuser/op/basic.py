@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Concatenate, NoReturn, TypeVar
 
@@ -35,6 +37,14 @@ def _with_any_keywords(
 ) -> Callable[Concatenate[Any, OperationContext, Tensor, ...], Returned]:
     """``method``, which may be overridden by one with other keywords, as type checkers see it."""
     return method
+
+
+@functools.lru_cache(256)
+def _keywords_of(op_forward: Callable[..., Any]) -> tuple[str, ...] | None:
+    parameters = inspect.signature(op_forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return None
+    return tuple(name for name in parameters if name != "self")
 
 
 class BasicOperation(FusibleOperation):
@@ -109,13 +119,20 @@ class BasicOperation(FusibleOperation):
     @property
     def settings(self) -> Any:
         """The current settings; see :meth:`make_settings`. Those of a call are in its context."""
-        if torch.compiler.is_compiling():
-            return self.make_settings()  # traced code must not depend on a cached value
-        own = self.__dict__
-        settings = own.get("_settings")
+        settings = self.__dict__.get("_settings")
         if settings is None:
-            settings = own["_settings"] = self.make_settings()
+            settings = self.make_settings()
+            if settings is not None:
+                self.__dict__["_settings"] = settings
         return settings
+
+    def _accepted_keywords(self) -> tuple[str, ...] | None:
+        """The keywords that :meth:`op_forward` takes; None: any."""
+        # A signature takes longer to read than some operations.
+        return _keywords_of(getattr(self.op_forward, "__func__", self.op_forward))
+
+    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
+    _accepted_keywords._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def quantized_refusal(self, env: Any) -> Any | None:
         """Why an operation with GEMMs is not computed as the recipe of ``env`` says, or None.

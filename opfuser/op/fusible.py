@@ -8,9 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ..change_tracking import Tracked, has_hooks, prepare_others_like, signature
+from ..change_tracking import DERIVED, Tracked, has_hooks, signature
 from ..context import GradNeeds, OperationContext
 from ..errors import MissingImplementationError, ReadOnlyAttributeError, explain
+from ..traced_calls import TracedCalls
 
 __all__ = ["RESTORED_CHILDREN", "FusibleOperation", "RestoredChild", "StandaloneCalls"]
 
@@ -43,7 +44,7 @@ class RestoredChild(NamedTuple):
 RESTORED_CHILDREN: dict[str, RestoredChild] = {}
 
 
-class FusibleOperation(Tracked):
+class FusibleOperation(TracedCalls, Tracked):
     """An operation that can take part in fusion: a basic operation or a fused one.
 
     Numbers of any kind that are set as attributes become Python's int or float.
@@ -56,6 +57,11 @@ class FusibleOperation(Tracked):
             the way: no value is read by the host, nothing else is changed. Launches can then be
             recorded and replayed. A class outside of the library must state it itself; it is not
             inherited.
+        recordable: promises that both passes compute by functions of torch alone, custom operators
+            of ``torch.library`` among them, whose calls depend on nothing but shapes, dtypes,
+            attributes and modes of torch. Equal calls can then be repeated without the operation,
+            see ``docs/what-runs.md``. A kernel that is called by other means is not seen, and would
+            be left out. Not inherited; of the library's own it is always true.
         kernels: what computes the operation, for the text of plans: ``("my_package.my_norm",)``.
             Not inherited by classes outside of the library. The library's own name families of
             Triton kernels, which plain torch replaces where they do not run, and ``"GEMM"``; a
@@ -68,6 +74,7 @@ class FusibleOperation(Tracked):
 
     read_only: ClassVar[frozenset[str]] = frozenset()
     replayable: bool = True
+    recordable: ClassVar[bool] = False
     kernels: ClassVar[tuple[str, ...]] = ()
     emits_quantized: ClassVar[bool] = False
     emits_quantized_grad: ClassVar[bool] = False
@@ -205,23 +212,15 @@ class FusibleOperation(Tracked):
         if self._alone is None:
             self.__dict__["_alone"] = StandaloneCalls.make_fuser(self)
 
-    def _prepare_alone_for_tracing(self) -> bool:
-        known = "_stamp" in self.__dict__
-        self._prepare_what_traced_code_reads()
-        if not known:
-            prepare_others_like(self, type(self)._prepare_what_traced_code_reads)
-        return True
-
-    def _prepare_what_traced_code_reads(self) -> None:
+    def _prepare_tracing(self) -> None:
         self._prepare_alone()
-        self._alone.prepare_what_traced_code_reads()
 
-    # What torch.compiler.assume_constant_result sets; calling it would import the compiler.
-    _prepare_alone_for_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    def _fuser_of(self, group: int) -> Any:
+        return self._alone
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for derived in ("_alone", "_stamp", "_settings", "__setattr__", "_compiled_call_impl"):
+        for derived in (*DERIVED, "_alone", "_settings"):
             state.pop(derived, None)
         return state
 

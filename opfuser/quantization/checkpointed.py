@@ -14,6 +14,7 @@ __all__ = [
     "Checkpointed",
     "forward_of",
     "is_any_known",
+    "is_within_any",
     "note_region",
     "note_scale",
     "scale_of_forward",
@@ -69,6 +70,11 @@ _known: weakref.WeakKeyDictionary[object, Checkpointed] = weakref.WeakKeyDiction
 def is_any_known() -> bool:
     """Whether any part that may be computed again was quantised, or is within a region."""
     return bool(_known)
+
+
+def is_within_any() -> bool:
+    """Whether the caller computes a part again, or one that may be computed again."""
+    return computed_again() is not None or bool(parts_under_way())
 
 
 def note_region(region: Any) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors import ArgumentError, NotSupportedError, RecomputationError, explain
 from ..recipe import DelayedScaling, Recipe
 from ..recomputation import computed_again, in_backward
-from .checkpointed import forward_of, is_any_known, note_region
+from .checkpointed import forward_of, is_any_known, is_within_any, note_region
 from .state import Stateful, enter_region
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "recipe_of_call",
     "region",
     "region_of_call",
+    "region_with_recipe",
 ]
 
 
@@ -83,11 +84,21 @@ def _current() -> Region:
     return _NOWHERE if forward is None else forward.region
 
 
-def _enter(region: Region) -> Token[Region]:
+def _enter(region: Region, around: Region) -> Token[Region]:
     """Opens a region; what is computed again later finds that which was open before."""
-    note_region(_current())
+    note_region(around)
     part = computed_again()
     return _region.set(region if part is None else region._replace(opened_by=part.key))
+
+
+def region_with_recipe() -> tuple[Region, bool]:
+    """The region of a call for which :func:`recipe_of_call` has found a recipe.
+
+    And whether the call is part of what a checkpoint may compute again, or computes again.
+    """
+    if not is_any_known():
+        return _region.get(), False
+    return _current(), is_within_any()
 
 
 def active_recipe() -> Recipe | None:
@@ -136,7 +147,8 @@ def keeping(weights: dict[Any, Any]) -> Iterator[None]:
     Args:
         weights: where they are kept.
     """
-    token = _enter(_current()._replace(kept=weights))
+    around = _current()
+    token = _enter(around._replace(kept=weights), around)
     try:
         yield
     finally:
@@ -208,7 +220,7 @@ class autocast(ContextDecorator):  # noqa: N801 - as torch.autocast
         if recipe is not None:
             enter_region(recipe, group, outermost=not around.quantizes)
         quantizes = recipe is not None or around.quantizes
-        self._tokens.append(_enter(Region(recipe, group, around.kept, quantizes)))
+        self._tokens.append(_enter(Region(recipe, group, around.kept, quantizes), around))
         open_regions.count += 1
         return self
 
@@ -252,7 +264,8 @@ def region(recipe: Recipe, group: dist.ProcessGroup | None = None) -> Iterator[N
         group: of the ranks that agree; None: that of the region that the caller is in.
     """
     around = _current()
-    token = _enter(around._replace(recipe=recipe, group=group or around.group, quantizes=True))
+    own = around._replace(recipe=recipe, group=group or around.group, quantizes=True)
+    token = _enter(own, around)
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -22,15 +22,18 @@ from ..kernels.scales import update_scales as update_together
 from ..op.fusible import FusibleOperation
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
 from ..recomputation import computed_again, in_backward
+from ..recording import refuse_watching
 from .checkpointed import note_scale, scale_of_forward
 
 __all__ = [
     "ROLES",
     "QuantizationState",
+    "SettledScales",
     "Stateful",
     "enter_region",
     "make_state",
     "restore_state",
+    "settled_scales",
     "state_of",
     "update_scales",
 ]
@@ -138,6 +141,7 @@ class QuantizationState(nn.Module):
 
         It is kept, unless the value is not finite: that says nothing of the calls to come.
         """
+        refuse_watching("a scale is taken from the first values")
         number = _NUMBERS[role]
         self.known[number] = True
         scale: Tensor = scale_for(amax, recipe.dtype(role))
@@ -162,15 +166,18 @@ class QuantizationState(nn.Module):
         if role != "grad_output":
             scale = scale_of_forward(self.number, number)
             if scale is not None:
+                refuse_watching("a forward is computed again, with its scales")
                 self._other[number] = scale
                 note_scale(self.number, number, scale)
                 return TensorScaling(scale, recipe.dtype(role))
         if not self.knows(role):
             return None
         if self._other:
+            refuse_watching("the tensor before had a scale of its own")
             self._other.pop(number, None)
         scale = parts.scale[number]
         if recipe is not self.recipe and (ratio := self._ratio(number, recipe)) != 1:
+            refuse_watching("scales are those of another recipe")
             scale = scale * ratio  # of a backward whose forward had another recipe than the last
         if role != "grad_output":
             note_scale(self.number, number, scale)
@@ -205,7 +212,8 @@ class QuantizationState(nn.Module):
     @staticmethod
     def used_scaling(used: Tensor, role: str, dtype: torch.dtype) -> TensorScaling:
         """How a tensor of the role was quantised, from :meth:`used_scales`; its amax was seen."""
-        return TensorScaling(used.narrow(0, _NUMBERS[role], 1), dtype)
+        number = _NUMBERS[role]
+        return TensorScaling(used[number : number + 1], dtype)  # narrow() takes twice as long
 
     def scale_of(self, role: str) -> Tensor:
         """(1,): what values are multiplied by."""
@@ -215,25 +223,25 @@ class QuantizationState(nn.Module):
         """(1,): raised by whoever quantises a tensor."""
         return self._current_parts().amax[_NUMBERS[role]]
 
-    def kept(self) -> KeptScales | None:
-        """What the next update changes; None as long as no call has had a recipe."""
-        return None if self.recipe is None else self._current_parts().kept
-
     def _current_parts(self) -> _Parts:
         """Of the buffers as they are; the same ones as long as nobody replaces a buffer."""
-        buffers, parts, recipe = self._buffers, self._parts, self.recipe
+        parts, buffers, recipe = self._parts, self._buffers, self.recipe
         if (
             parts is None
             or parts.kept.scale is not buffers["scale"]
             or parts.kept.history is not buffers["amax_history"]
             or parts.kept.amax is not buffers["amax"]
             or parts.recipe is not recipe
-            or parts.addresses != _addresses(parts.kept)  # of .data that was replaced
+            # of .data that was replaced
+            or parts.kept.scale.data_ptr() != parts.addresses[0]
+            or parts.kept.history.data_ptr() != parts.addresses[1]
+            or parts.kept.amax.data_ptr() != parts.addresses[2]
         ):
             self._parts = parts = self._make_parts()
         return parts
 
     def _make_parts(self) -> _Parts:
+        refuse_watching("buffers were replaced")
         recipe, buffers = self.recipe, self._buffers
         with torch.inference_mode(False):
             for name, buffer in buffers.items():  # a state dict that is assigned may hold any
@@ -308,6 +316,7 @@ class QuantizationState(nn.Module):
         """
         if all(self.known) or self._written == self._versions():
             return
+        refuse_watching("scales were written to")
         self._written = self._versions()
         # A first value of 0 leaves no trace there.
         self.known = [known or has for known, has in zip(self.known, self._have_values())]
@@ -363,6 +372,7 @@ def make_state(op: nn.Module, recipe: Stateful) -> QuantizationState:
     owner = getattr(op, "_owner", None) or op
     state = owner._modules.get("quantization")
     if state is None:
+        refuse_watching("scales are made")
         state = QuantizationState(_history_length(recipe), next(op.parameters()).device)
         owner.add_module("quantization", state)
     assert isinstance(state, QuantizationState)
@@ -402,6 +412,8 @@ def _adapt(
     Args:
         length: of the history.
     """
+    if state.length != length or state.recipe != recipe or state.group is not group:
+        refuse_watching("scales are adapted to another recipe")
     if state.length != length:
         old = state.amax_history
         with torch.inference_mode(False):
@@ -421,6 +433,81 @@ def _adapt(
         state.group = group
         if group is not None:
             state.row = _join(group, state.scale.device)
+
+
+class _Settled(NamedTuple):
+    """The state of an operation.
+
+    Attributes:
+        state: its state.
+        parts: made of its buffers.
+        known: which scales it knew.
+        own, of_owner: the modules that have it.
+    """
+
+    state: QuantizationState
+    parts: _Parts
+    known: list[bool]
+    own: dict[str, nn.Module | None]
+    of_owner: dict[str, nn.Module | None]
+
+
+class SettledScales(NamedTuple):
+    """The scales of operations that all have them for a recipe, as a call has found them.
+
+    Attributes:
+        states: of the operations.
+        tensors: that a pass reads, or raises: of each state all scales, then those of each role and
+            the largest values of each, (1,).
+        facts: what else decides what a pass does with them.
+        group: of ranks that agree on the largest values.
+    """
+
+    states: Sequence[_Settled]
+    tensors: tuple[Tensor, ...]
+    facts: Hashable
+    group: dist.ProcessGroup | None
+
+    def are_current(self) -> bool:
+        """Whether they would be found again as they are."""
+        for state, parts, known, own, of_owner in self.states:
+            if (
+                own.get("quantization") is not state
+                or of_owner.get("quantization") is not state
+                or state._current_parts() is not parts
+                or state.known != known
+                or state._other
+                or state.group is not self.group
+            ):
+                return False
+        return True
+
+
+def settled_scales(ops: Sequence[nn.Module], recipe: Stateful) -> SettledScales | None:
+    """The scales that operations have for a recipe; None if the next call makes or adapts some."""
+    length = _history_length(recipe)
+    states: list[_Settled] = []
+    tensors: list[Tensor] = []
+    facts: list[Hashable] = []
+    groups: set[dist.ProcessGroup | None] = set()
+    for op in ops:
+        owner = getattr(op, "_owner", None) or op
+        state = op._modules.get("quantization")
+        if not isinstance(state, QuantizationState):
+            return None
+        if owner._modules.get("quantization") is not state or state._other:
+            return None
+        if state.recipe != recipe or state.length != length or not any(state.known):
+            return None
+        groups.add(state.group)
+        parts, known = state._current_parts(), [*state.known]
+        scale, _, amax = parts.addresses
+        states.append(_Settled(state, parts, known, op._modules, owner._modules))
+        tensors += parts.kept.scale, *parts.scale, *parts.amax
+        facts.append((parts.kept.scale.device, *known, scale & 15, amax & 15))
+    if len(groups) > 1:
+        return None
+    return SettledScales(states, tuple(tensors), tuple(facts), next(iter(groups), None))
 
 
 def _is_past() -> bool:
@@ -491,15 +578,19 @@ def update_scales() -> None:
     Not where a forward is computed again, nor elsewhere in a backward pass. States that agree with
     other ranks wait for a region with their group.
     """
-    if not (_all or _groups) or _is_past():
+    # In the order of their numbers. Going through values() takes seven calls.
+    states = [state for found in _all.valuerefs() if (state := found()) is not None]
+    if not (states or _groups) or _is_past():
         return
     groups = list(_groups)
     _groups.clear()
-    states = list(_all.values())  # in the order of their numbers
     for group in groups:
         _agree(group, [state for state in states if state.group is group])
-    ready = [state for state in states if state.group is None or state.group in groups]
-    update = [kept for state in ready if (kept := state.kept()) is not None]
+    update = [
+        state._current_parts().kept
+        for state in states
+        if state.recipe is not None and (state.group is None or state.group in groups)
+    ]
     update_together(update)
     if update and ScalesUpdated.wanted:
         emit(ScalesUpdated(len(update), ROLES, "region"))

@@ -34,3 +34,11 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert {row["pass"] for row in rows} == {"forward, no grad", "forward + backward"}
     assert all(row["case"] == "LayerNorm" and row["ratio"] > 0 for row in rows)
+
+
+def test_the_benchmark_of_recipes_runs() -> None:
+    command = [sys.executable, str(FOLDER / "host_recipes.py"), "--rounds", "2"]
+    sizes = ["--features", "128", "--tokens", "8"]
+    run = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True)
+    names = [line.split()[0] for line in run.stdout.splitlines()]
+    assert names == ["recipe", "without", "delayed", "predicted", "current", "blocks"]

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import opfuser
 from opfuser.engine import in_graph
 from opfuser.models import DecoderConfig, MoEConfig, decoder_lm
+from opfuser.op import FusedOperation
 from opfuser.recipe import Float8CurrentScaling
 from tests.engine.toys import Square, grads
 
@@ -138,6 +139,45 @@ def test_modules_that_are_not_whole_do_not_matter() -> None:
     check_layers([opfuser.RMSNorm(4).double() for _ in range(3)], backend)
     assert backend.frame_count == 2
     assert len(halves) == 2  # kept until here
+
+
+class Factor(opfuser.BasicOperation):
+    """A product with a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.randn(4).double()
+
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+        return input_ * self.factor
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, tuple[()]]:
+        return grad_output * self.factor, ()
+
+
+class Product(FusedOperation):
+    """Two of them, made when the plan is."""
+
+    def __init__(self, ops: Sequence[Factor]) -> None:
+        super().__init__(ops)
+        self.factor = ops[0].factor * ops[1].factor
+
+    def fuser_forward(self, ctxs: Any, input_: Tensor, **kwargs: Any) -> Any:
+        return input_ * self.factor, [(), ()]
+
+    def fuser_backward(self, ctxs: Any, grad_output: Tensor, **kwargs: Any) -> Any:
+        return grad_output * self.factor, [(), ()], [(), ()]
+
+
+def test_an_operation_of_the_user_in_place_of_another_one() -> None:
+    """What a plan was made of is no longer that of the model."""
+    rule = opfuser.Fusion("product", "joint", (Factor, Factor), lambda *ops: Product(ops))
+    model = opfuser.Sequential(Factor(), Factor())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with opfuser.register_forward_backward_fusion(rule):
+        check(compiled, model, [])
+        model[0] = Factor()
+        check(compiled, model, [])
 
 
 def test_operations_of_the_user_are_traced_in_each_layer() -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import opfuser
-from opfuser import fuser
 from opfuser.buffer_reuse import memory_of
-from opfuser.engine import autograd, graphs, replay, replay_trial
+from opfuser.engine import graphs, replay, replay_trial
 from opfuser.engine.graphs import CudaGraph
 from opfuser.engine.replay_decision import (
     Costs,
@@ -22,6 +21,7 @@ from opfuser.engine.replay_decision import (
     refusal_after_trial,
     refusal_before_trial,
 )
+from opfuser.engine.specialized import Specializations
 from tests.replay.models import (
     DIM,
     assert_equal,
@@ -421,29 +421,36 @@ def test_a_call_that_fails(device: torch.device) -> None:
     assert code(model) in ("", "SLOWER")
 
 
+def noting(ask: Callable[..., Any], answers: list[Any]) -> Callable[..., Any]:
+    """``ask``, whose answers are noted."""
+
+    def noted(*args: Any) -> Any:
+        answers.append(ask(*args))
+        return answers[-1]
+
+    return noted
+
+
 @pytest.mark.usefixtures("auto")
 def test_calls_that_are_not_replayed_are_as_fast_as_with_replay_off(
     device: torch.device, times: Times, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They run what was recorded of calls of their kind, also while they are measured."""
-    runs: list[Any] = []
-    for module in (fuser, autograd):
-        run = module.execute_recorded
-
-        def counted(*args: Any, run: Any = run, module: Any = module) -> Any:
-            runs.append(module)
-            return run(*args)
-
-        monkeypatch.setattr(module, "execute_recorded", counted)
+    answers: dict[str, list[Any]] = {"find": [], "leaves_alone": []}
+    for owner, name in ((Specializations, "find"), (replay.Replays, "leaves_alone")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name), answers[name]))
     times.usual = 5e-3, 50e-3
     model = block(device)
     train(model, device, BEFORE + 1)
     assert code(model) == "BUSY"
-    assert runs == [autograd] * (BEFORE + 1 - 2), "the first is no example, the second is recorded"
-    runs.clear()
+    found = [call for call in answers["find"] if call is not None]
+    assert len(found) == BEFORE + 1 - 2, "the first is no example, the second is recorded"
+    for asked in answers.values():
+        asked.clear()
     train(model, device, 30)
-    assert runs.count(fuser) > 20, "most are passed over"
-    assert len(runs) == 30
+    assert sum(answers["leaves_alone"]) > 20, "most are passed over"
+    assert answers["find"].count(None) == 0
+    assert len(answers["find"]) == 30
 
 
 @pytest.mark.usefixtures("auto")

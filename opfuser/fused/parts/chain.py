@@ -254,7 +254,7 @@ class _Layouts:
         settings = [
             ctxs[i].settings or op.frozen_settings(ctxs[i]) for i, op in self._with_settings
         ]
-        if torch.compiler.is_compiling():  # a cached layout would cause recompilations
+        if ctxs[0].traced:  # a cached layout would cause recompilations
             return _lay_out(self._ops, ctxs, settings, saves)
         layout = self._by_need.get(saves)
         if layout is None or layout.settings != settings:

@@ -7,7 +7,6 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...context import (
@@ -22,6 +21,7 @@ from ...fusion import Env, QuantizedEdge, Stage
 from ...op import BasicOperation, FusedOperation
 from ...quantization.quantizers import Quantizer
 from ...quantization.watch import is_watched
+from ...tracing import stands_in
 from .part import PLAIN, Gradients, Part, Quantizers, no_gradients
 
 __all__ = ["Edge", "Pipeline"]
@@ -232,9 +232,7 @@ class Pipeline(FusedOperation):
         return dy, parameters, extra_inputs
 
     def _is_small(self, edge: Tensor) -> bool:
-        # While torch.compile traces, its size is not to be asked: the graph would hold for it
-        # alone.
-        return edge.is_cpu and not torch.compiler.is_compiling() and edge.nbytes <= self.small
+        return edge.is_cpu and not stands_in(edge) and edge.nbytes <= self.small
 
     def _recomputed_inputs(self, ctxs: Contexts) -> list[Tensor | None]:
         """For each part its input, if it is recomputed before any gradient, else None."""

@@ -1,0 +1,42 @@
+"""Whether what runs is traced by torch.compile or torch.export, which record it for later calls."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["exporting", "functional", "stands_in", "tracing", "transforms_active"]
+
+# Whether a transform of torch.func, such as vmap, is under way; not part of torch's public names.
+transforms_active = torch._C._are_functorch_transforms_active
+
+
+def tracing() -> bool:
+    """Whether torch.compile or torch.export traces.
+
+    Few ask: ``kernel_or_plain`` calls another function then, and traced programs say so in the
+    contexts of their operations.
+    """
+    return torch.compiler.is_compiling()
+
+
+def exporting() -> bool:
+    """Whether torch.export traces.
+
+    ``torch.compiler.is_exporting()`` is true in whatever Dynamo of torch 2.11 interprets.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def stands_in(t: Tensor) -> bool:
+    """Whether ``t`` stands for tensors of later calls, or is of a subclass.
+
+    Its size is not to be asked then, as the graph would hold for that alone; nor does it have an
+    address, or a layout that may be relied on.
+    """
+    return torch.compiler.is_compiling() or type(t) not in (Tensor, nn.Parameter)
+
+
+def functional() -> bool:
+    """Whether nothing takes an ``out`` or is overwritten: while traced, and under torch.vmap."""
+    return torch.compiler.is_compiling() or transforms_active()

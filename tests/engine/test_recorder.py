@@ -1,0 +1,482 @@
+"""What a recorder notes of a function is what it does, or is refused."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opfuser.buffer_reuse import only_reference
+from opfuser.engine.recorder import NotRecordableError, Recorder, Straight, text_of
+from opfuser.recording import leave, refuse_watching, seen_whole, unseen, unwatched, watching
+
+Function = Callable[[Tensor, Tensor], Any]
+NO_CODE = compile("0", "", "eval")
+NAMES = ("x", "s0")
+
+
+def straight(function: Function, x: Tensor, y: Tensor, *, own: bool = False) -> Any:
+    """The function that was recorded, and its text.
+
+    Args:
+        function: of two tensors.
+        x, y: given.
+        own: whether nobody else has the memory of ``y``.
+    """
+    recorder = Recorder(NO_CODE, [], dict(zip(NAMES, (x, y))), [x] if own else [x, y])
+    with recorder.watching():
+        results = function(x, y)
+    recorder.finish()
+    rows = results if isinstance(results, tuple) else (results,)
+    names = [recorder.name_of(t) for t in rows]
+    closing = f"({', '.join(names)},)"
+    plan = Straight("forward", ", ".join(NAMES), (), (closing, names), lambda step: "")
+    text = text_of(recorder, plan)
+    namespace = dict(text.names)
+    exec(text.source, namespace)
+    return namespace["forward"], text.source
+
+
+def _in_place(x: Tensor, y: Tensor) -> Tensor:
+    made = x + y
+    made.mul_(3)
+    made += y
+    made[0] = x[1]
+    made[:, 1:] = 5.0
+    torch.sub(made, x, out=made)
+    return made
+
+
+def _write_through_a_view(x: Tensor, y: Tensor) -> Tensor:
+    made = x * 2
+    row = made.view(-1)[2:4]
+    row.copy_(y.flatten()[:2])
+    return made
+
+
+def _views(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    flat = x.view(-1)
+    again = x.reshape(12)
+    return flat + 1, again * 2, x.t() - y.t(), x.T.mT.unsqueeze(0) * y
+
+
+def _memory(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    made, other = torch.empty_like(x), x.new_empty(4, 3)
+    torch.mul(x, y, out=made)
+    other.t().copy_(x)
+    return made, other
+
+
+def _pieces(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    first, _, last = (x + 1).split([1, 1, 2], -1)
+    a, b = (y * 2)[:2].unbind()
+    values, places = x.max(-1)
+    return first, last, b - a, values + places
+
+
+def _constants(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return (
+        x.masked_fill(y > 0, -math.inf),
+        torch.full((2,), math.nan),
+        torch.zeros(3, dtype=torch.float64) + 0.1,
+        x * 1e-7,
+        torch.add(x, y, alpha=-2),
+        x.sum((0, 1), keepdim=True),
+        torch.cat([x, y], dim=-1),
+        x.clamp(min=None, max=0.5),
+        x.to(torch.float64),
+        torch.zeros(()) * -0.0,
+        x.sub(y).div(True),
+    )
+
+
+def _indices(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    which = torch.arange(2)
+    return x[1], x[..., 1:3], x[None, ::2], x[which], x[-1, 1:], y[[0, 2]], x.t()[:, 0]
+
+
+def _random(x: Tensor, y: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(x, 0.5) + torch.rand(3, 4) * torch.randn_like(y)
+
+
+def _overwritten(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """What was computed before a write is not what is computed after it."""
+    made = x * 1
+    before = made.sum()
+    made.zero_()
+    return before, made.sum()
+
+
+def _not_read(x: Tensor, y: Tensor) -> Tensor:
+    """Only views and empty memory are left out."""
+    x.view(-1)
+    torch.empty(5)
+    made = x.clone()
+    made.view(-1).fill_(3)
+    return made
+
+
+def _no_copies(x: Tensor, y: Tensor) -> Tensor:
+    return x.contiguous().to(torch.float32).float() + y.to(x.dtype)
+
+
+def _operators(x: Tensor, y: Tensor) -> Tensor:
+    """Of one that writes, nothing but its schema tells in inference mode."""
+    made = torch.ops.aten.mul.Tensor(x, y)
+    torch.ops.aten._foreach_add_.Scalar([made], 1)
+    return made
+
+
+FUNCTIONS = [_in_place, _write_through_a_view, _views, _memory, _pieces, _constants, _indices]
+FUNCTIONS += [_operators, _random, _overwritten, _not_read, _no_copies]
+
+
+def _name(function: Any) -> str:
+    return str(function.__name__.strip("_"))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=_name)
+def test_recorded_functions_do_the_same(function: Function) -> None:
+    _compare(function)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=_name)
+def test_recorded_functions_do_the_same_in_inference_mode(function: Function) -> None:
+    with torch.inference_mode():
+        _compare(function)
+
+
+def _compare(function: Function) -> None:
+    recorded, _ = straight(function, torch.randn(3, 4), torch.randn(3, 4))
+    for seed in range(3):
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        before = x.clone(), y.clone()
+        torch.manual_seed(seed)
+        theirs = function(x, y)
+        torch.manual_seed(seed)
+        ours = recorded(x, y)
+        rows = theirs if isinstance(theirs, tuple) else (theirs,)
+        assert len(ours) == len(rows)
+        for a, b in zip(ours, rows):
+            assert (a.shape, a.stride(), a.dtype, a._is_view()) == (
+                b.shape, b.stride(), b.dtype, b._is_view()
+            )  # fmt: skip
+            assert torch.equal(*[t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)])
+        assert torch.equal(x, before[0])
+        assert torch.equal(y, before[1])
+
+
+def test_results_that_were_given_are_returned() -> None:
+    recorded, _ = straight(lambda x, y: (y, x.contiguous()), torch.ones(2), torch.ones(2))
+    x, y = torch.ones(2), torch.ones(2)
+    ours = recorded(x, y)
+    assert ours[0] is y
+    assert ours[1] is x
+
+
+def test_names_are_deleted_after_their_last_use() -> None:
+    """Memory is freed as early as where the function was recorded."""
+    recorded, text = straight(lambda x, y: ((x + 1) * 2 - y).exp(), torch.ones(2), torch.ones(2))
+    assert text.count("del ") == 3
+    alive: list[int] = []
+
+    class Count(torch.overrides.TorchFunctionMode):
+        made: list[Any] = []  # noqa: RUF012
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            alive.append(sum(ref() is not None for ref in self.made))
+            result = func(*args, **(kwargs or {}))
+            self.made.append(weakref.ref(result))
+            return result
+
+    x, y = torch.ones(2), torch.ones(2)
+    with Count():
+        recorded(x, y)
+    assert max(alive) == 1
+
+
+def test_the_same_view_is_made_once() -> None:
+    def twice(x: Tensor, y: Tensor) -> Tensor:
+        made = x + y
+        return made.view(-1).sum() + made.view(-1).max()
+
+    _, text = straight(twice, torch.ones(2, 2), torch.ones(2, 2))
+    assert text.count(".view(") == 1
+
+
+def test_other_views_of_the_memory_are_others() -> None:
+    def views(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        made = x + y
+        return made[0] * 1, made[1] * 1, made[:, :2] * 1, made[:2].t() * 1, made.view(torch.int32)
+
+    recorded, _ = straight(views, torch.ones(4, 4), torch.zeros(4, 4))
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    for ours, theirs in zip(recorded(x, y), views(x, y)):
+        assert torch.equal(ours, theirs)
+
+
+# What is refused.
+
+
+def _mask(x: Tensor, y: Tensor) -> Tensor:
+    return x[y > 0]
+
+
+def _listed_mask(x: Tensor, y: Tensor) -> Tensor:
+    return x[(y[:, 0] > 0).to(torch.uint8), 0]
+
+
+def _where(x: Tensor, y: Tensor) -> Any:
+    return torch.where(x > 0)
+
+
+def _repeat(x: Tensor, y: Tensor) -> Tensor:
+    return x.repeat_interleave(torch.tensor([1, 2, 1]), 0)
+
+
+def _reads_values(x: Tensor, y: Tensor) -> Tensor:
+    return x * float(x.sum().item())
+
+
+def _decides_by_values(x: Tensor, y: Tensor) -> Tensor:
+    return x + 1 if bool((x > 0).all()) else x
+
+
+def _compares(x: Tensor, y: Tensor) -> Tensor:
+    return x + 1 if torch.equal(x, y) else x
+
+
+_KEPT = torch.ones(3, 4)
+
+
+def _elsewhere(x: Tensor, y: Tensor) -> Tensor:
+    return x + _KEPT
+
+
+def _returns_elsewhere(x: Tensor, y: Tensor) -> Tensor:
+    return _KEPT
+
+
+def _writes(x: Tensor, y: Tensor) -> Tensor:
+    return x.mul_(2)
+
+
+def _writes_to_a_view(x: Tensor, y: Tensor) -> Tensor:
+    x.view(-1)[0] = 1
+    return x * 1
+
+
+def _writes_out(x: Tensor, y: Tensor) -> Tensor:
+    return torch.add(x, y, out=y)
+
+
+def _writes_by_an_operator(x: Tensor, y: Tensor) -> Tensor:
+    torch.ops.aten.add_.Tensor(x, y)
+    return x * 1
+
+
+def _writes_besides(x: Tensor, y: Tensor) -> Tensor:
+    """To the weight, as neither its name nor its result tells."""
+    return torch.nn.functional.embedding(torch.arange(2), y, None, 0.1)
+
+
+def _unwritten(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty(3, 4) + x
+
+
+def _returns_unwritten(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty(3, 4)
+
+
+def _written_unseen(x: Tensor, y: Tensor) -> Tensor:
+    made = torch.empty(3, 4)
+    made.numpy()[:] = 1
+    return made + x
+
+
+def _sets_data(x: Tensor, y: Tensor) -> Tensor:
+    made = x * 1
+    made.data = y
+    return made
+
+
+def _grad(x: Tensor, y: Tensor) -> Any:
+    return x + (1 if x.grad is None else 2)
+
+
+def _version(x: Tensor, y: Tensor) -> Any:
+    return x + x._version
+
+
+def _generator(x: Tensor, y: Tensor) -> Tensor:
+    return torch.rand(3, 4, generator=torch.Generator()) + x
+
+
+def _reuses(x: Tensor, y: Tensor) -> Tensor:
+    """As a launch would, which no version counter tells of."""
+    return y + 1 if only_reference([y.detach()]) or _held([y]) else y
+
+
+def _held(row: list[Tensor]) -> bool:
+    if watching.watcher is not None:
+        watching.watcher.note_reuse(row[0])
+    return True
+
+
+def _says_so(x: Tensor, y: Tensor) -> Tensor:
+    refuse_watching("for a reason")
+    return x + 1
+
+
+def _goes_unwatched(x: Tensor, y: Tensor) -> Tensor:
+    with unwatched("for a reason"):
+        return x + 1
+
+
+def _moves(x: Tensor, y: Tensor) -> Tensor:
+    return x.cpu() + 1
+
+
+def _sparse(x: Tensor, y: Tensor) -> Tensor:
+    return x.to_sparse()
+
+
+REFUSED = [_mask, _listed_mask, _where, _repeat, _reads_values, _decides_by_values, _compares]
+REFUSED += [_elsewhere, _returns_elsewhere, _writes, _writes_to_a_view, _writes_out]
+REFUSED += [_writes_by_an_operator, _writes_besides, _unwritten, _returns_unwritten]
+REFUSED += [_written_unseen, _sets_data, _grad, _version, _generator, _reuses, _says_so]
+REFUSED += [_goes_unwatched, _moves, _sparse]
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("function", REFUSED, ids=_name)
+def test_what_may_differ_is_refused(function: Function) -> None:
+    """The function itself returns what it does where nobody watches."""
+    x, y = torch.ones(3, 4), torch.ones(3, 4)
+    theirs = function(x.clone(), y.clone())
+    with Recorder(NO_CODE, [], dict(zip(NAMES, (x, y))), [x, y]).watching():
+        ours = function(x, y)
+    rows = zip(ours, theirs) if isinstance(ours, tuple) else [(ours, theirs)]
+    for a, b in rows:
+        assert a.shape == b.shape
+    with pytest.raises(NotRecordableError):
+        straight(function, torch.ones(3, 4), torch.ones(3, 4))
+
+
+# What is noted besides calls.
+
+
+def test_places_that_were_asked_for() -> None:
+    def asks(x: Tensor, y: Tensor) -> Tensor:
+        return x + 1 if y.view(-1).data_ptr() % 16 else y * 1
+
+    x, y = torch.ones(3, 4), torch.ones(3, 4)
+    recorder = Recorder(NO_CODE, [], dict(zip(NAMES, (x, y))), [x, y])
+    with recorder.watching():
+        asks(x, y)
+    recorder.finish()
+    assert recorder.places == ["s0"]
+    assert recorder.tensor_of("s0") is y
+
+
+def test_memory_that_is_reused() -> None:
+    def reuses(x: Tensor, y: Tensor) -> Tensor:
+        return y.add_(x) if _held([y]) else y + x
+
+    recorded, _ = straight(reuses, torch.ones(2), torch.ones(2), own=True)
+    y = torch.ones(2)
+    assert recorded(torch.ones(2), y)[0] is y
+    x, y = torch.ones(2), torch.ones(2)
+    recorder = Recorder(NO_CODE, [], dict(zip(NAMES, (x, y))), [x])
+    with recorder.watching():
+        reuses(x, y)
+    assert recorder.reused == ["s0"]
+
+
+def test_tensors_given_twice() -> None:
+    x = torch.ones(2)
+    assert Recorder(NO_CODE, [], {"x": x, "p0": torch.ones(2), "e0": x}, []).same == [("x", "e0")]
+
+
+def test_attributes_are_set_again() -> None:
+    holder = SimpleNamespace(value=None)
+
+    def sets(x: Tensor, y: Tensor) -> Tensor:
+        leave(holder, "value", ("facts", x.shape))
+        return x + y
+
+    recorded, _ = straight(sets, torch.ones(2), torch.ones(2))
+    holder.value = None
+    recorded(torch.ones(2), torch.ones(2))
+    assert holder.value == ("facts", torch.Size([2]))
+
+
+def test_functions_that_are_noted_as_a_whole() -> None:
+    @seen_whole(writes=0)
+    def by_values(made: Tensor, limit: float) -> Tensor:
+        return made.zero_() if made.sum().item() > limit else made
+
+    @unseen
+    def asks(x: Tensor) -> bool:
+        return bool(x.sum() > -1e9)
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return by_values(x * 1, 3.0) + 1 if asks(x) else y
+
+    recorded, _ = straight(function, torch.ones(2), torch.ones(2))
+    for value in (0.5, 5.0):
+        x = torch.full((2,), value)
+        assert torch.equal(recorded(x, x)[0], function(x, x))
+    with pytest.raises(NotRecordableError, match="caller"):
+        straight(lambda x, y: by_values(x, 3.0), torch.ones(2), torch.ones(2))
+
+
+class _Launch:
+    """Stands for a launch, whose Triton function doubles the first tensor into the last."""
+
+    name = "module:doubled"
+
+    def __call__(self, grid: Any, tensors: Any, ints: Any = (), floats: Any = ()) -> None:
+        with torch._C.DisableTorchFunction():
+            tensors[-1].copy_(tensors[0] * ints[0] + floats[0])
+        if watching.watcher is not None:
+            watching.watcher.note_launch(self, grid, tensors, ints, floats)
+
+    def prepared(self, tensors: Any, ints: Any) -> None:
+        return None
+
+
+def test_launches_are_repeated() -> None:
+    launch = _Launch()
+
+    def launches(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        made, other = torch.empty_like(x), torch.empty_like(x)
+        launch((1, 1, 1), (x, made), (2,), (0.5,))
+        launch((1, 1, 1), (made, None, other), (3,), (math.inf,))
+        launch((1, 1, 1), (other, other), (1,), (0.0,))
+        return made, other
+
+    recorded, _ = straight(launches, torch.ones(3), torch.ones(3))
+    x = torch.randn(3)
+    for ours, theirs in zip(recorded(x, x), launches(x, x)):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.view(-1)])
+def test_launches_that_write_to_memory_of_the_caller(view: Callable[[Tensor], Tensor]) -> None:
+    launch = _Launch()
+
+    def launches(x: Tensor, y: Tensor) -> Tensor:
+        launch((1, 1, 1), (x, view(x)), (2,), (0.0,))
+        return x * 1
+
+    with pytest.raises(NotRecordableError, match="caller"):
+        straight(launches, torch.ones(3), torch.ones(3))
