@@ -228,7 +228,7 @@ def test_a_mode_that_is_to_see_backward_alone(device: torch.device) -> None:
     x, dy = draw(device), draw(device)
     flops = []
     for m in (model, other):
-        y = m(x)
+        y = m(x.clone().requires_grad_())
         with FlopCounterMode(display=False) as counter:
             y.backward(dy)
         flops.append(counter.get_total_flops())
