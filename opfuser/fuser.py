@@ -473,10 +473,14 @@ class OperationFuser(TracedCalls):
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan that was used last, with what is known of replaying it."""
-        if self._used is None:
+        """The plan that was used last, with what was recorded of its calls."""
+        used = self._used
+        if used is None:
             return None
-        return dataclasses.replace(self._used.plan, replays=self._replays.records(self._used))
+        recordings = (used.recordings(),)
+        return dataclasses.replace(
+            used.plan, replays=self._replays.records(used), recordings=recordings
+        )
 
     def _steps(self, stage: str) -> list[tuple[Any, list[int]]]:
         plan = self.last_plan

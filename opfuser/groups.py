@@ -13,7 +13,7 @@ from .change_tracking import Tracked, has_hooks, is_compiled, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known, replacement
-from .engine.plan import FusionRecord, Plan, ReplayRecord, Step, expand
+from .engine.plan import FusionRecord, Plan, RecordedCalls, ReplayRecord, Step, expand
 from .engine.routing import (
     CLOSED,
     Channels,
@@ -391,6 +391,7 @@ def join_plans(
     cuts: dict[int, Refusal] = {}
     records: dict[tuple[str, str], FusionRecord] = {}
     replays: list[ReplayRecord] = []
+    recordings: list[RecordedCalls] = []
     quantized: list[int] = []
     high_precision: list[tuple[int, Refusal]] = []
     edges: list[QuantizedEdge] = []
@@ -425,6 +426,7 @@ def join_plans(
             notes += [(first + n, note) for n, note in plan.notes]
             gemms += [choice._replace(op=first + choice.op) for choice in plan.gemms]
             replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
+            recordings += [r._replace(indices=_shifted(r.indices, first)) for r in plan.recordings]
             for record in plan.history:
                 _merge(records, record, first)
             scanned += [_Scanned(n, op) for n, op in enumerate(plan.basic_ops, first)]
@@ -447,6 +449,7 @@ def join_plans(
         tuple(gemms),
         assumed=assumed,
         replays=tuple(replays),
+        recordings=tuple(recordings),
         numbers=tuple(n for _, plans in groups for plan in plans for n in plan.numbers),
         groups=tuple(g for _, plans in groups for plan in plans for g in plan.groups or (plan,)),
     )

@@ -143,7 +143,7 @@ def keep_weights(ctx: OperationContext, weights: Sequence[Tensor]) -> None:
     if ctx.traced:
         return
     refuse_watching("gradients go to where the weights of the call keep them")
-    note_forward()
+    repeat(note_forward)
     if ctx.requires_grad:
         ctx.grad_weights = weights
 

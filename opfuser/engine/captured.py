@@ -21,6 +21,7 @@ from torch.autograd import profiler
 
 from ..buffer_reuse import memory_of, references
 from ..fusion import Refusal
+from ..recording import Assumptions, recorded
 from .autograd import separate
 from .captured_backward import (
     BackwardGraph,
@@ -105,7 +106,8 @@ class Captured:
         self._tables = program.specializations.cached()
         with torch.inference_mode(False):
             self._inputs = [room_for(t) for t in (input_, *extra_inputs)]
-        with uncached_casts(), torch.no_grad():
+        self._noted = Assumptions(kind.stream(self.device))
+        with uncached_casts(), torch.no_grad(), recorded(self._noted):
             self._output, self._outputs = self._graph.capture(
                 lambda: execute_forward(program, None, self._inputs[0], self._inputs[1:], tape)
             )
@@ -166,6 +168,7 @@ class Captured:
             if own.data_ptr() != given.data_ptr():
                 own.copy_(given)
         self._graph.replay()
+        self._noted.repeat_effects()
         return [y.clone() for y in (self._output, *self._outputs)]
 
     def release(self) -> None:
@@ -194,7 +197,8 @@ class Captured:
             grad_output, grad_outputs: of output and extra outputs.
         """
         received = grad_output, *grad_outputs
-        if self._graph.under_way() or [p.data_ptr() for p in read] != self._addresses:
+        watched = self._graph.under_way() or torch._C._len_torch_dispatch_stack()
+        if watched or [p.data_ptr() for p in read] != self._addresses:
             return self._eager_backward(read, received)
         found = self._recorded_backward(received)
         if found is None or not self._make_way(found, flight.parameters):

@@ -130,6 +130,21 @@ class ReplayRecord(NamedTuple):
         return what if self.refusal is None else f"{what}; the last one not: {self.refusal}"
 
 
+class RecordedCalls(NamedTuple):
+    """What was recorded of the calls of some operations, as functions without decisions.
+
+    Attributes:
+        indices: the operations.
+        texts: of the functions of both passes, in the order in which they were recorded.
+        refusal: why the calls of one kind or of all are not repeated so; None if nothing was
+            refused.
+    """
+
+    indices: tuple[int, ...]
+    texts: tuple[str, ...]
+    refusal: str | None
+
+
 class Wiring(NamedTuple):
     """What a program has of its operations besides the plan.
 
@@ -149,9 +164,9 @@ class Wiring(NamedTuple):
 class Plan(_Compared):
     """The steps of both passes, and how they were decided.
 
-    Plans are equal, and hash alike, if all fields but ``assumed``, ``replays``, ``numbers``,
-    ``wiring`` and ``groups`` are: operations compare by type and name, not by object or parameters,
-    and records compare everything but durations.
+    Plans are equal, and hash alike, if all fields but ``assumed``, ``replays``, ``recordings``,
+    ``numbers``, ``wiring`` and ``groups`` are: operations compare by type and name, not by object
+    or parameters, and records compare everything but durations.
 
     Attributes:
         basic_ops: the basic operations, in forward order.
@@ -169,6 +184,7 @@ class Plan(_Compared):
         names: of the basic operations in the Sequential whose plan this is.
         assumed: assumptions about modules that declare nothing; not compared.
         replays: of ``last_plan``, for each group of operations; not compared.
+        recordings: likewise; not compared.
         numbers: of the plans of groups that it joins, as events, log and dumps show them: counted
             in this process; not compared.
         wiring: of the program; None where several plans are joined. Not compared.
@@ -189,6 +205,7 @@ class Plan(_Compared):
     names: tuple[str, ...] = field(default=())
     assumed: tuple[str, ...] = field(default=())
     replays: tuple[ReplayRecord, ...] = field(default=())
+    recordings: tuple[RecordedCalls, ...] = field(default=(), repr=False)
     numbers: tuple[int, ...] = field(default=())
     wiring: Wiring | None = field(default=None, repr=False)
     groups: tuple[Plan, ...] = field(default=(), repr=False)
@@ -245,6 +262,21 @@ class Plan(_Compared):
         a profile or under torch.compile executes the same with a few lines more.
         """
         return Texts.program(self)
+
+    @property
+    def recorded(self) -> str:
+        """The Python code that was recorded of calls: what runs where calls are equal.
+
+        Of ``last_plan``, after a few equal calls; else empty. Where calls were not recorded, a
+        comment says why.
+        """
+        parts = [text for recording in self.recordings for text in recording.texts]
+        parts += [
+            f"# operations {indices[0]} to {indices[-1]}: {refusal}\n"
+            for indices, _, refusal in self.recordings
+            if refusal is not None
+        ]
+        return "\n".join(parts).rstrip("\n")
 
     def __str__(self) -> str:
         return Texts.text(self)

@@ -14,7 +14,7 @@ from ..fusion import Stage
 from ..op import BasicOperation, FusedOperation, FusibleOperation, GradNeeds
 from ..op.kinds import is_built_in
 from .emission import PLAIN, Emission, Layout, Text, emit_backward, emit_forward
-from .plan import Plan, Step, Texts
+from .plan import Plan, RecordedCalls, Step, Texts
 from .routing import Routing
 from .specialized import Specializations
 
@@ -171,6 +171,13 @@ class Program:
         made = self._written(stage, text, f" specialized {len(self._specialized)}")
         self._specialized.append(made)
         return made.function
+
+    def recordings(self) -> RecordedCalls:
+        """What was recorded of the calls."""
+        files = [found.function.__code__.co_filename for found in self._specialized]
+        texts = tuple("".join(linecache.getlines(file)) for file in files)
+        indices = tuple(range(len(self.plan.basic_ops)))
+        return RecordedCalls(indices, texts, self.specializations.reason())
 
     def _compile(self, stage: Stage, emission: Emission) -> _Function:
         asked_for = "".join(f" {name}" for name, asked in emission._asdict().items() if asked)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 
 from .. import gemm_providers
 from ..attention import context_parallel
-from ..events.kinds import FallbackTaken
+from ..events.kinds import BytesSaved, FallbackTaken
 from ..events.telling import emit, generation
 from ..fusion import Refusal
 from ..op.kinds import is_built_in
@@ -330,8 +330,8 @@ def _refusal_of_call(graphs: type[Graph], call: ReplayCall) -> Refusal | None:
         return Refusal("TORCH_MODE", "a TorchDispatchMode or TorchFunctionMode is to see all calls")
     if context_parallel.is_active():
         return Refusal("TORCH_MODE", "torch's context_parallel has attention exchange tensors")
-    if torch._C._are_functorch_transforms_active():
-        return Refusal("TRANSFORM", "a transform of torch.func is under way")
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return Refusal("TRANSFORM", "a transform of torch.func, or forward mode, is under way")
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return Refusal("SAVED_TENSOR_HOOKS", "hooks, as of a checkpoint, are to see saved tensors")
     if torch.is_anomaly_enabled():
@@ -362,6 +362,8 @@ def _refusal_unless_asked(graphs: type[Graph]) -> Refusal | None:
     objection = graphs.objection()
     if objection is not None:
         return Refusal("DEBUGGING", objection)
+    if BytesSaved.wanted:
+        return Refusal("WATCHED", "what every call saves is to be told")
     if torch._C._get_deterministic_algorithms():
         return Refusal("DETERMINISTIC", "which calls are replayed would depend on measured times")
     return None

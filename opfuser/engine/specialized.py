@@ -199,6 +199,12 @@ class Specializations:
         cached = set(map(id, self.cached()))
         return {n: weakref.ref(t) for n, t in enumerate(kept) if id(t) in cached}
 
+    def reason(self) -> str | None:
+        """Why calls, or backward passes, are not recorded; None if nothing was refused."""
+        of_passes = (special.refusal for special in self.found)
+        reasons = [self.refusal, *reversed(self._refused.values()), *of_passes]
+        return next((reason for reason in reasons if reason is not None), None)
+
     def find(
         self,
         x: Tensor,
@@ -475,8 +481,8 @@ def _refusal_of_program(program: Any) -> str | None:
         return "weight gradients run on another stream"
     for step in (*plan.forward, *plan.backward):
         for op in (step.op, *[plan.basic_ops[i] for i in step.indices]):
-            if not is_built_in(op):
-                return f"{step_name(step)} is not opfuser's own"
+            if not (is_built_in(op) or vars(type(op)).get("recordable", False)):
+                return f"{step_name(step)} is not opfuser's own, nor recordable by its class"
             if not op.replayable:
                 return f"{step_name(step)} does more than to call functions of torch"
     return None

@@ -57,6 +57,11 @@ class FusibleOperation(TracedCalls, Tracked):
             the way: no value is read by the host, nothing else is changed. Launches can then be
             recorded and replayed. A class outside of the library must state it itself; it is not
             inherited.
+        recordable: promises that both passes compute by functions of torch alone, custom operators
+            of ``torch.library`` among them, whose calls depend on nothing but shapes, dtypes,
+            attributes and modes of torch. Equal calls can then be repeated without the operation,
+            see ``docs/what-runs.md``. A kernel that is called by other means is not seen, and would
+            be left out. Not inherited; of the library's own it is always true.
         kernels: what computes the operation, for the text of plans: ``("my_package.my_norm",)``.
             Not inherited by classes outside of the library. The library's own name families of
             Triton kernels, which plain torch replaces where they do not run, and ``"GEMM"``; a
@@ -69,6 +74,7 @@ class FusibleOperation(TracedCalls, Tracked):
 
     read_only: ClassVar[frozenset[str]] = frozenset()
     replayable: bool = True
+    recordable: ClassVar[bool] = False
     kernels: ClassVar[tuple[str, ...]] = ()
     emits_quantized: ClassVar[bool] = False
     emits_quantized_grad: ClassVar[bool] = False

@@ -25,6 +25,7 @@ from opfuser import GELU, Linear, Residual, RMSNorm, Sequential, SwiGLU
 from opfuser.change_tracking import active_calls
 from opfuser.engine import specialized
 from opfuser.engine.recorder import Recorder
+from opfuser.op import BasicOperation, OperationContext
 from opfuser.recording import watching
 from tests.engine.toys import without_collector
 
@@ -756,3 +757,105 @@ def test_little_is_kept_of_many_kinds_of_calls() -> None:
     kept = module._single._used.specializations
     assert len(kept.found) <= 8
     assert len(kept._kinds) <= 64
+
+
+class Halved(BasicOperation):
+    """Of a user's, which does not say that it may be left out of calls."""
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
+        ctx.save_for_backward(input_)
+        return input_.square() / 2
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad_output * x, ()
+
+
+class Recordable(Halved):
+    recordable = True
+
+
+class Inherits(Recordable):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "recorded"), [(Halved, 0), (Recordable, 2), (Inherits, 0)])
+def test_operations_of_users(kind: type[BasicOperation], recorded: int) -> None:
+    """They are recorded only where their own class promises what that takes for granted."""
+    module, x = Sequential(Linear(D, D), kind()), image()
+    with passes() as names:
+        for _ in range(ENOUGH + 1):
+            result = both(module, x)
+    assert_same(result, both(twin(lambda: Sequential(Linear(D, D), kind()), module), x))
+    assert bool(names) == bool(recorded)
+    plan = module.last_plan
+    assert plan is not None
+    (recording,) = plan.recordings
+    assert len(recording.texts) == recorded
+    if recorded:
+        assert recording.refusal is None
+        assert "square" in plan.recorded
+    else:
+        assert recording.refusal == (
+            f"op 2 ({kind.__name__}) is not opfuser's own, nor recordable by its class"
+        )
+        assert plan.recorded == f"# operations 0 to 2: {recording.refusal}"
+
+
+def test_what_was_recorded_can_be_read() -> None:
+    """Of the last plan, group by group; a plan that was only made has nothing recorded."""
+    module = Sequential({"norm": RMSNorm(D), "plain": nn.Tanh(), "up": Linear(D, 2 * D)})
+    x = image()
+    record(module, x)
+    plan = module.last_plan
+    assert plan is not None
+    assert [(r.indices, len(r.texts), r.refusal) for r in plan.recordings] == [
+        ((0,), 2, None),
+        ((1, 2), 2, None),
+    ]
+    assert "# 0 RMSNorm: norm" in plan.recorded
+    assert "# up.weight" in plan.recorded
+    assert plan.recorded.count("def forward(") == plan.recorded.count("def backward(") == 2
+    assert module.plan(x).recorded == ""
+    assert module.plan(x) == plan
+
+
+def test_what_a_steady_call_of_a_model_costs() -> None:
+    """Frames of Python between ``Sequential.forward`` and the first call of torch; and calls."""
+    layers = [
+        part
+        for _ in range(4)
+        for part in (
+            Residual(
+                opfuser.LayerNorm(D),
+                Linear(D, 3 * D),
+                opfuser.DotProductAttention(2, causal=True),
+                Linear(D, D),
+            ),
+            Residual(opfuser.LayerNorm(D), Linear(D, 4 * D), GELU(), Linear(4 * D, D)),
+        )
+    ]
+    head = opfuser.LayerNorm(D), Linear(D, 50, bias=False), opfuser.CrossEntropy()
+    model = Sequential(opfuser.Embedding(50, D), *layers, *head)
+    tokens, targets = torch.randint(50, (2, 2, 8))
+    for _ in range(ENOUGH):
+        model(tokens, targets).backward()
+    depths, calls = [], 0
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+        if event == "c_call" and getattr(arg, "__name__", "") == "embedding":
+            depth, above = 0, frame
+            while above.f_code is not Sequential.forward.__code__:
+                assert above.f_back is not None
+                depth, above = depth + 1, above.f_back
+            depths.append(depth)
+
+    sys.setprofile(profile)
+    try:
+        model(tokens, targets).backward()
+    finally:
+        sys.setprofile(None)
+    assert depths == [5]
+    assert calls <= 100  # 1,978 where operations are called

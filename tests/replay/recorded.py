@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
@@ -141,10 +141,11 @@ class RecordedGraph:
 
     def replay(self) -> None:
         RecordedGraph.times.has_replayed = True
-        for function, args, kwargs, result in self.calls:
-            for old, new in zip(_tensors(result), _tensors(function(*args, **kwargs))):
-                if old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        with _disable_current_modes():  # launches of a graph pass no dispatcher
+            for function, args, kwargs, result in self.calls:
+                for old, new in zip(_tensors(result), _tensors(function(*args, **kwargs))):
+                    if old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
 
     @staticmethod
     def stream(device: torch.device) -> int:

@@ -288,6 +288,9 @@ def test_nothing_is_recorded_while_somebody_looks_for_faults(
     train(model, device, 3)
     assert code(model) == "DEBUGGING"
     monkeypatch.setattr(RecordedGraph, "why_not", None)
+    with opfuser.record_events():
+        train(model, device, 1)
+        assert code(model) == "WATCHED"
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         train(model, device, 3)

@@ -213,10 +213,28 @@ def test_what_torch_is_to_see(device: torch.device) -> None:
         assert within(FlopCounterMode(display=False)) == "TORCH_MODE"
         with pytest.warns(UserWarning, match="Anomaly Detection"):
             assert within(torch.autograd.detect_anomaly()) == "ANOMALY_MODE"
+        assert within(torch.autograd.forward_ad.dual_level()) == "TRANSFORM"
         with torch.no_grad():
             model = opfuser.Sequential(opfuser.GELU())
             torch.func.vmap(model)(x)
         assert code(model) in ("TRANSFORM", "TENSOR_TYPE")
+
+
+@pytest.mark.usefixtures("replaying")
+def test_a_mode_that_is_to_see_backward_alone(device: torch.device) -> None:
+    model = block(device)
+    other = twin(model)
+    warm(model, device, 4)
+    x, dy = draw(device), draw(device)
+    flops = []
+    for m in (model, other):
+        y = m(x)
+        with FlopCounterMode(display=False) as counter:
+            y.backward(dy)
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] > 0
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert_equal(p.grad, q.grad)
 
 
 @pytest.mark.filterwarnings("ignore:FP8 is emulated:UserWarning")
@@ -301,6 +319,25 @@ def test_main_grad_that_is_overwritten(device: torch.device) -> None:
         for m in (model, other):
             m(x).backward(dy)
         assert_equal(model[0].weight.main_grad, other[0].weight.main_grad)
+
+
+@pytest.mark.usefixtures("replaying")
+def test_main_grad_of_a_weight_that_one_backward_pass_uses_twice(device: torch.device) -> None:
+    """A forward within a backward pass tells whose part its own backward pass is."""
+    model = opfuser.Sequential(
+        opfuser.BasicLinear(DIM, DIM, device=device, accumulate_into_main_grad=True)
+    )
+    other = twin(model)
+    for m in (model, other):
+        m[0].weight.main_grad = torch.zeros_like(m[0].weight)
+        m[0].weight.overwrite_main_grad = True
+    for _ in range(5):
+        x, dy = draw(device), draw(device)
+        for m in (model, other):
+            y = checkpoint(m, x.clone().requires_grad_(), use_reentrant=True)
+            checkpoint(m, y, use_reentrant=True).backward(dy)
+        assert_equal(model[0].weight.main_grad, other[0].weight.main_grad)
+    assert count(model) > 0
 
 
 def test_memory_is_limited(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
