@@ -623,6 +623,24 @@ def test_gradients_that_are_one() -> None:
             assert_same(grads(module, x, *second), theirs)
 
 
+def test_gradients_of_some_outputs() -> None:
+    def make() -> Sequential:
+        return Sequential(Linear(D, D), opfuser.MakeExtraOutput(), GELU())
+
+    def grads_of(made: nn.Module, x: Tensor, *rows: Tensor | None) -> list[Tensor]:
+        outputs, given = zip(*[pair for pair in zip(made(x), rows) if pair[1] is not None])
+        return list(torch.autograd.grad(outputs, [x, *made.parameters()], given))
+
+    module, x, dy, dz = make(), image(), torch.randn(2, 3, D), torch.randn(2, 3, D)
+    record(module, x, dy, dz, call=grads_of)
+    strided = torch.randn(3, 2, D).transpose(0, 1)
+    for rows in ((dy, None), (None, dz), (dy, strided), (dy, dz)):
+        with unrecorded():
+            theirs = grads_of(twin(make, module), x, *rows)
+        for _ in range(ENOUGH):
+            assert_same(grads_of(module, x, *rows), theirs)
+
+
 def test_saved_tensors_that_a_caller_holds_are_not_written_to() -> None:
     module = Sequential(Linear(D, 2 * D), SwiGLU(), Linear(D, D))
     x = torch.randn(6, D, requires_grad=True)
