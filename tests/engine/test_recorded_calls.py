@@ -291,7 +291,7 @@ def test_inputs_of_other_layouts(layout: Callable[[], Tensor]) -> None:
         theirs = opfuser.ReLU()(x)
     for _ in range(ENOUGH):
         with passes() as names:
-            ours = module(x)
+            (ours,) = output(module, x)
         assert not names
         assert (type(ours), ours.layout) == (type(theirs), theirs.layout)
         if x.layout is not torch.jagged and not x.is_nested:
