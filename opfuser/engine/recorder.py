@@ -322,7 +322,7 @@ class Recorder(TorchFunctionMode):
         reads: list[str] = []
         if name in _RESHAPING and _is_reshaped(args[0], result):
             func, name = Tensor.view, "view"  # the same at the lowest price
-            args, kwargs = (args[0], *result.shape), {}
+            args, kwargs = (args[0], *(result.shape or ((),))), {}
         if name in _EMPTY and _is_plain_memory(result):
             func, name = torch.empty_strided, "empty_strided"  # likewise
             args = result.shape, result.stride()

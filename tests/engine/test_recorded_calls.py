@@ -290,7 +290,9 @@ def test_inputs_of_other_layouts(layout: Callable[[], Tensor]) -> None:
     with unrecorded():
         theirs = opfuser.ReLU()(x)
     for _ in range(ENOUGH):
-        ours = module(x)
+        with passes() as names:
+            (ours,) = output(module, x)
+        assert not names
         assert (type(ours), ours.layout) == (type(theirs), theirs.layout)
         if x.layout is not torch.jagged and not x.is_nested:
             assert torch.equal(ours.to_dense(), theirs.to_dense())
@@ -396,6 +398,18 @@ def test_calls_in_other_modes_run_the_program(mode: Callable[[], Any]) -> None:
     record(module, x, call=output)
     with mode(), passes() as names:
         output(module, x)
+    assert not names
+
+
+@pytest.mark.parametrize(
+    "mode", [_threads, partial(torch.autocast, "cpu", torch.bfloat16)], ids=["threads", "autocast"]
+)
+def test_backward_in_other_modes_runs_the_program(mode: Callable[[], Any]) -> None:
+    module, x = block(), image()
+    record(module, x, call=lambda m, x: m(x).sum().backward())
+    y = module(x)
+    with mode(), passes() as names:
+        y.sum().backward()
     assert not names
 
 
@@ -568,6 +582,29 @@ def test_tensors_that_are_one() -> None:
         assert_same([module(*second)], [theirs])
 
 
+@pytest.mark.parametrize(
+    "dy",
+    [
+        torch.randn(2, D).expand(3, 2, D).transpose(0, 1),
+        torch.randn(D, 3, 2).permute(2, 1, 0),
+        torch.randn(2, 3, 2 * D)[..., ::2],
+    ],
+    ids=["expanded", "transposed", "strided"],
+)
+def test_gradients_with_other_strides(dy: Tensor) -> None:
+    def grads(made: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(made(x), [x, *made.parameters()], dy))
+
+    module, x = block(), image()
+    record(module, x, torch.randn(2, 3, D), call=grads)
+    y = module(x)
+    with passes() as names:
+        ours = torch.autograd.grad(y, [x, *module.parameters()], dy)
+    assert not names
+    with unrecorded():
+        assert_same(ours, grads(twin(block, module), x, dy))
+
+
 def test_gradients_that_are_one() -> None:
     def make() -> Sequential:
         return Sequential(Linear(D, D), opfuser.MakeExtraOutput(), GELU())
@@ -586,10 +623,28 @@ def test_gradients_that_are_one() -> None:
             assert_same(grads(module, x, *second), theirs)
 
 
+def test_gradients_of_some_outputs() -> None:
+    def make() -> Sequential:
+        return Sequential(Linear(D, D), opfuser.MakeExtraOutput(), GELU())
+
+    def grads_of(made: nn.Module, x: Tensor, *rows: Tensor | None) -> list[Tensor]:
+        outputs, given = zip(*[pair for pair in zip(made(x), rows) if pair[1] is not None])
+        return list(torch.autograd.grad(outputs, [x, *made.parameters()], given))
+
+    module, x, dy, dz = make(), image(), torch.randn(2, 3, D), torch.randn(2, 3, D)
+    record(module, x, dy, dz, call=grads_of)
+    strided = torch.randn(3, 2, D).transpose(0, 1)
+    for rows in ((dy, None), (None, dz), (dy, strided), (dy, dz)):
+        with unrecorded():
+            theirs = grads_of(twin(make, module), x, *rows)
+        for _ in range(ENOUGH):
+            assert_same(grads_of(module, x, *rows), theirs)
+
+
 def test_saved_tensors_that_a_caller_holds_are_not_written_to() -> None:
     module = Sequential(Linear(D, 2 * D), SwiGLU(), Linear(D, D))
-    x = image()
-    record(module, x)
+    x = torch.randn(6, D, requires_grad=True)
+    record(module, x, call=lambda m, x: m(x).sum().backward())
     for _ in range(ENOUGH):
         y = module(x)
         held = [t for t in y.grad_fn.saved_tensors if t is not None]

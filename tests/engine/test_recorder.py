@@ -63,7 +63,8 @@ def _write_through_a_view(x: Tensor, y: Tensor) -> Tensor:
 def _views(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     flat = x.view(-1)
     again = x.reshape(12)
-    return flat + 1, again * 2, x.t() - y.t(), x.T.mT.unsqueeze(0) * y
+    scalars = x[:1, :1].squeeze() + y[0, 0].reshape(()) + x[0, :1].flatten().squeeze(0)
+    return flat + 1, again * 2, x.t() - y.t(), x.T.mT.unsqueeze(0) * y, scalars
 
 
 def _memory(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
