@@ -57,7 +57,7 @@ from .registry import (
     register_forward_fusion,
     registry,
 )
-from .traced_calls import Functions, TracedCalls, TracedParameter, parameter_of
+from .traced_calls import Functions, TracedCalls, TracedParameter, parameters_at
 from .tracing import exporting, tracing
 
 __all__ = [
@@ -531,7 +531,7 @@ def call_traced(
     """
     _check_tensors(input_, extra_inputs)
     places = root._parameters_for_tracing(group, len(extra_inputs))
-    parameters = [parameter_of(modules, place) for place in places]
+    parameters = parameters_at(modules, places)
     facts = call_facts(input_, parameters, extra_inputs, None)
     if open_regions.count:
         _refuse_to_quantize()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .change_tracking import Tracked
 
-__all__ = ["Functions", "ModulesInside", "TracedCalls", "TracedParameter", "parameter_of"]
+__all__ = ["Functions", "ModulesInside", "TracedCalls", "TracedParameter", "parameters_at"]
 
 
 class Functions:
@@ -41,12 +41,12 @@ class TracedParameter(NamedTuple):
     computed: bool
 
 
-def parameter_of(modules: list[Any], place: tuple[int, str, bool]) -> Tensor:
-    """The value of a :class:`TracedParameter`, of which a trace has a plain tuple."""
-    number, name, computed = place
-    module = modules[number]
-    value: Tensor = getattr(module, name) if computed else module._parameters[name]
-    return value
+def parameters_at(modules: list[Any], places: tuple[Any, ...]) -> list[Tensor]:
+    """The values of :class:`TracedParameter`, of which a trace has plain tuples."""
+    return [
+        getattr(modules[number], name) if computed else modules[number]._parameters[name]
+        for number, name, computed in places
+    ]
 
 
 class ModulesInside:
