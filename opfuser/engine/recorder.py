@@ -30,7 +30,7 @@ from ..recording import watched
 from .emission import Text
 from .plan import Step
 
-__all__ = ["NotRecordableError", "Recorder", "Straight", "memory_of_all", "text_of"]
+__all__ = ["NotRecordableError", "Recorder", "Straight", "memory_of_all", "places", "text_of"]
 
 
 class NotRecordableError(Exception):
@@ -125,6 +125,35 @@ class _Known(NamedTuple):
     root: int
 
 
+class _Given(NamedTuple):
+    """A tensor that was given.
+
+    Attributes:
+        name: its name.
+        memory: what counts the references to its memory.
+        place: where its memory begins, where it begins in it, and how much it is.
+    """
+
+    name: str
+    memory: int
+    place: tuple[int, int, int]
+
+
+def _place(storage: torch.UntypedStorage, address: int) -> tuple[int, int, int]:
+    start = storage.data_ptr()
+    return start, address - start, storage.nbytes()
+
+
+def _relative(found: Sequence[tuple[int, int, int]]) -> Hashable:
+    starts = [start for start, _, _ in found]
+    return tuple([(starts.index(start), offset, size) for start, offset, size in found])
+
+
+def places(tensors: Sequence[Tensor]) -> Hashable:
+    """Which tensors share memory, and where each begins in its own."""
+    return _relative([_place(t.untyped_storage(), t.data_ptr()) for t in tensors])
+
+
 class Recorder(TorchFunctionMode):
     """Notes what is called while it is entered.
 
@@ -165,7 +194,7 @@ class Recorder(TorchFunctionMode):
         self._bound: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
         self._theirs: set[int] = set()
-        self._given: dict[int, str] = {}
+        self._given: dict[int, _Given] = {}
         self._unwritten: set[int] = set()
         self._views: dict[Hashable, str] = {}
         self._numbers = count()
@@ -181,10 +210,16 @@ class Recorder(TorchFunctionMode):
                 self.same.append((known.name, name))
         self._first_made = next(self._roots)
         with self._noting():
-            self._theirs = memory_of_all(theirs)
+            memory_of_theirs = memory_of_all(theirs)
             for name, tensor in given.items():
-                for memory in memory_of_all([tensor]):
-                    self._given.setdefault(memory, name)
+                if tensor is None:
+                    continue
+                root = self._known[id(tensor)].root
+                (memory,) = memory_of_all([tensor])
+                place = tensor.untyped_storage(), tensor.data_ptr()
+                self._given.setdefault(root, _Given(name, memory, _place(*place)))
+                if memory in memory_of_theirs:
+                    self._theirs.add(root)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -216,17 +251,10 @@ class Recorder(TorchFunctionMode):
         """Whether a result is a view of memory that a call has made."""
         return result._is_view() and self._known[id(result)].root > self._first_made
 
-    def tensor_of(self, name: str) -> Tensor:
-        """The tensor that was given under a name.
-
-        Raises:
-            NotRecordableError: it is no more.
-        """
-        found = (known.tensor() for known in self._known.values() if known.name == name)
-        tensor = next(found, None)
-        if tensor is None:
-            raise NotRecordableError(f"{name} is no more")
-        return tensor
+    def places_of_given(self) -> Hashable:
+        """Where those lay whose place was asked for, as :func:`places` tells it."""
+        given = {own.name: own.place for own in self._given.values()}
+        return _relative([given[name] for name in self.places])
 
     def refuse(self, why: str) -> None:
         self._refusal = why
@@ -344,7 +372,7 @@ class Recorder(TorchFunctionMode):
             known = self._find(t)
             own = None if known is None or known.name[0] == "t" else known.name
             if own is None and name in _PLACE:
-                own = self._given.get(t.untyped_storage()._cdata)  # it is a view of that
+                own = self._name_of_given(t)  # it is a view of that
             if own is None or _asked_by() in _MAY_ASK:
                 continue  # made on the way, by calls that are repeated
             if name in _ASKED:
@@ -360,10 +388,9 @@ class Recorder(TorchFunctionMode):
         if self._refusal is not None:
             return
         with self._noting(), torch._C.DisableTorchFunction():
-            (memory,) = memory_of_all([tensor])
-            if memory in self._theirs:
+            if self._is_theirs(tensor):
                 raise NotRecordableError("memory of the caller may be written to")
-            own = self._given.get(memory)
+            own = self._name_of_given(tensor)
             if own is not None and own not in self.reused:
                 self.reused.append(own)
 
@@ -375,10 +402,9 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_memory(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Raises NotRecordableError for what may not be written, or was not."""
-        targets = memory_of_all(written)
-        if targets & self._theirs:
+        if any(map(self._is_theirs, written)):
             raise NotRecordableError(f"{name} writes to a tensor of the caller")
-        self._unwritten -= targets
+        self._unwritten -= memory_of_all(written)
         for t in given:
             if t.untyped_storage()._cdata in self._unwritten and t.numel():
                 raise NotRecordableError(f"{name} reads what nothing was seen to write to")
@@ -413,6 +439,27 @@ class Recorder(TorchFunctionMode):
         unpacked = isinstance(result, (tuple, list))
         noted = tuple(results) if unpacked or results != [None] else ()
         self.calls.append(_Call(self._step(), text, tuple(reads), noted, unpacked, effect))
+
+    def _root_of(self, tensor: Tensor) -> int | None:
+        """The root of a tensor; by its memory if it is of no call that was noted.
+
+        Memory that is free again may have become that of another tensor.
+        """
+        known = self._find(tensor)
+        if known is not None:
+            return known.root
+        (memory,) = memory_of_all([tensor])
+        roots = {known.root for known in list(self._known.values()) if known.tensor() is not None}
+        held = (root for root, given in self._given.items() if given.memory == memory)
+        return next((root for root in held if root in roots), None)
+
+    def _name_of_given(self, tensor: Tensor) -> str | None:
+        """The name of what was given, and has the memory of ``tensor``."""
+        root = self._root_of(tensor)
+        return self._given[root].name if root in self._given else None
+
+    def _is_theirs(self, tensor: Tensor) -> bool:
+        return self._root_of(tensor) in self._theirs
 
     def _find(self, tensor: Tensor) -> _Known | None:
         found = self._known.get(id(tensor))
@@ -454,7 +501,7 @@ class Recorder(TorchFunctionMode):
         given = [t for t in tensors if t is not None]
         starts = [(t.untyped_storage()._cdata, t.storage_offset() * t.itemsize) for t in given]
         twice = [t for n, t in enumerate(given) if starts[n] in starts[:n]]
-        if memory_of_all(twice) & self._theirs:
+        if any(map(self._is_theirs, twice)):
             raise NotRecordableError(f"{launch.name} writes to a tensor of the caller")
         self._unwritten -= memory_of_all(given)
         reads: list[str] = []

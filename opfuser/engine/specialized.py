@@ -30,7 +30,7 @@ from ..quantization.recorded import QuantizedCalls
 from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched
 from .emission import PLAIN, comment, step_name
-from .recorder import NotRecordableError, Recorder, Straight, memory_of_all, text_of
+from .recorder import NotRecordableError, Recorder, Straight, memory_of_all, places, text_of
 
 __all__ = ["Backward", "DueBackward", "Specialization", "Specializations"]
 
@@ -86,7 +86,7 @@ class Backward(NamedTuple):
 
         if any(read(a) is not read(b) for a, b in self.same):
             return False
-        return _places([saved[n] for n in self.asked]) == self.places  # type: ignore[misc]
+        return places([saved[n] for n in self.asked]) == self.places  # type: ignore[misc]
 
 
 class DueBackward(NamedTuple):
@@ -423,11 +423,10 @@ class Specializations:
             names = [recorder.name_of(t) for t in grads]
             if recorder.answers:
                 raise NotRecordableError("an attribute of a tensor is asked for")
-            places = recorder.places
-            if any(name[0] != "s" for name in places):
+            if any(name[0] != "s" for name in recorder.places):
                 raise NotRecordableError("the place of a gradient is asked for")
-            asked = tuple([int(name[1:]) for name in places])
-            lie = _places(list(map(recorder.tensor_of, places)))
+            asked = tuple([int(name[1:]) for name in recorder.places])
+            lie = recorder.places_of_given()
             reused = tuple([int(name[1:]) for name in recorder.reused])
         except NotRecordableError as error:
             special.refusal = str(error)
@@ -623,10 +622,9 @@ def _guard(
     terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
     terms += [f"{_read(a)}.{name} == {constant(v)}" for (a, name), v in recorder.answers.items()]
     if recorder.places:
-        asked = list(map(recorder.tensor_of, recorder.places))
-        names["places"] = _places
+        names["places"] = places
         listed = ", ".join(map(_read, recorder.places))
-        terms.append(f"places([{listed}]) == {constant(_places(asked))}")
+        terms.append(f"places([{listed}]) == {constant(recorder.places_of_given())}")
     if x.is_cuda:
         names |= {"current_device": torch._C._cuda_getDevice, "modes": _modes}
         terms.append(f"current_device() == {x.get_device()}")
@@ -666,18 +664,6 @@ def _read(name: str) -> str:
         return name
     rows = {"p": "parameters", "e": "extra_inputs", "k": "kept"}
     return f"{rows[name[0]]}[{name[1:]}]"
-
-
-def _places(tensors: Sequence[Tensor]) -> Hashable:
-    """Which tensors share memory, and where each begins in its own."""
-    storages = [t.untyped_storage() for t in tensors]
-    starts = [s.data_ptr() for s in storages]
-    return tuple(
-        [
-            (starts.index(start), t.data_ptr() - start, s.nbytes())
-            for t, s, start in zip(tensors, storages, starts)
-        ]
-    )
 
 
 def _modes() -> Hashable:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opfuser.buffer_reuse import only_reference
-from opfuser.engine.recorder import NotRecordableError, Recorder, Straight, text_of
+from opfuser.engine.recorder import NotRecordableError, Recorder, Straight, places, text_of
 from opfuser.recording import leave, refuse_watching, seen_whole, unseen, unwatched, watching
 
 Function = Callable[[Tensor, Tensor], Any]
@@ -385,7 +385,28 @@ def test_places_that_were_asked_for() -> None:
         asks(x, y)
     recorder.finish()
     assert recorder.places == ["s0"]
-    assert recorder.tensor_of("s0") is y
+    assert recorder.places_of_given() == places([y])
+
+
+def test_memory_of_what_was_given_may_become_that_of_another_tensor() -> None:
+    """Its place is no question about what was given, and it may be written to."""
+    given = [torch.ones(3, 4), torch.ones(3, 4)]
+    held = places(given[1:])
+    recorder = Recorder(NO_CODE, [], dict(zip(NAMES, given)), [given[0]])
+    before = given[1].untyped_storage()._cdata
+    with recorder.watching():
+        made = given[0] * 1
+        assert given[1].view(-1).data_ptr()
+        given.pop()
+        others = [made]
+        while others[-1].untyped_storage()._cdata != before and len(others) < 5000:
+            others.append(made + 1)
+        assert others[-1].data_ptr()
+        others[-1].add_(1)
+    recorder.finish()
+    assert len(others) < 5000, "memory is not used again here"
+    assert recorder.places == ["s0"]
+    assert recorder.places_of_given() == held
 
 
 def test_memory_that_is_reused() -> None:
