@@ -18,7 +18,6 @@ from ..buffer_reuse import is_batched, memory_of, shares_nothing
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
-from ..tracing import tracing
 from .passes import Kwargs, Tape, backward_of_eager, execute_backward, execute_forward, note
 from .program import Program
 from .specialized import Specialization
@@ -158,7 +157,7 @@ class _SequenceFunction(torch.autograd.Function):
 
     @staticmethod
     def _backward(func_ctx: Any, grad_output: Tensor, grad_outputs: Sequence[Tensor | None]) -> Any:
-        if tracing():  # compiled autograd does, of calls that were not
+        if torch.compiler.is_compiling():  # compiled autograd does, of calls that were not
             return (None, None, *backward_of_eager(func_ctx, grad_output, grad_outputs))
 
         def compute(keep: bool) -> list[Tensor | None]:
