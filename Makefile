@@ -82,6 +82,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/host_recipes.py
 	$(BIN)/python benchmarks/host_sharded.py
 	$(BIN)/python benchmarks/block_cpu.py
+	$(BIN)/python benchmarks/compiled_cpu.py
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.gpu.run $(ARGS)
 

@@ -58,7 +58,7 @@ from .registry import (
     registry,
 )
 from .traced_calls import Functions, TracedCalls, TracedParameter, parameters_at
-from .tracing import exporting, tracing
+from .tracing import exporting
 
 __all__ = [
     "OperationFuser",
@@ -196,7 +196,7 @@ class OperationFuser(TracedCalls):
     def __call__(self, input: Tensor, *extra_inputs: Tensor, basic_op_kwargs: Kwargs = None) -> Any:
         if extra_inputs or self.num_extra_inputs or not isinstance(input, Tensor):
             self._check(input, extra_inputs)
-        if tracing():
+        if torch.compiler.is_compiling():
             return call_traced(self, self._guard_trace(), 0, input, extra_inputs, basic_op_kwargs)
         if self._started != Clock.now:
             self._start()
@@ -612,7 +612,7 @@ def _run_alone(
     if kwargs is not None:
         for part, own in zip(expand(op), kwargs):
             check_keywords(part, own)
-    if tracing():
+    if torch.compiler.is_compiling():
         return call_traced(op, op._guard_trace(), 0, input_, extra_inputs, kwargs)
     if op._alone is None:
         op._prepare_alone()

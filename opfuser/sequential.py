@@ -57,7 +57,6 @@ from .recipe import Recipe
 from .registry import registry
 from .tied_parameters import load_as_one, tie, tied_places
 from .traced_calls import ModulesInside
-from .tracing import tracing
 
 __all__ = ["Residual", "Sequential"]
 
@@ -558,7 +557,7 @@ class Sequential(NestedSequential):
             with region_of_call(self.recipe):
                 # Not self.forward: a wrapper or a subclass that called this is not called again.
                 return Sequential.forward(self, input, *extra_inputs, op_kwargs=op_kwargs)
-        if tracing():
+        if torch.compiler.is_compiling():
             return self._forward_traced(input, extra_inputs, op_kwargs)
         if self._seen != Clock.now or (
             self._called and not all(group.stays_called() for group in self._called)

@@ -1,23 +1,21 @@
-"""Whether what runs is traced by torch.compile or torch.export, which record it for later calls."""
+"""What code asks that torch.compile or torch.export may trace, which record it for later calls.
+
+Few have to ask whether that is so: ``kernel_or_plain`` calls another function then, and a traced
+program says so in the contexts of its operations. The functions here are safe where a graph breaks:
+Dynamo traces each by itself then, in calls that run eagerly, and what is true of a traced call, if
+it is said of another one, costs time alone. ``torch.compiler.is_compiling()`` stays in the function
+that asks where that would be wrong.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["exporting", "functional", "stands_in", "tracing", "transforms_active"]
+__all__ = ["exporting", "functional", "stands_in", "transforms_active"]
 
 # Whether a transform of torch.func, such as vmap, is under way; not part of torch's public names.
 transforms_active = torch._C._are_functorch_transforms_active
-
-
-def tracing() -> bool:
-    """Whether torch.compile or torch.export traces.
-
-    Few ask: ``kernel_or_plain`` calls another function then, and traced programs say so in the
-    contexts of their operations.
-    """
-    return torch.compiler.is_compiling()
 
 
 def exporting() -> bool:

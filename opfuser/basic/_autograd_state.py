@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..tracing import tracing
-
 __all__ = ["Destination", "backward_pass", "destination", "is_first_write", "note_forward"]
 
 # In the thread-local state that autograd hands on to a backward pass, and so to those that start
@@ -62,7 +60,7 @@ def backward_pass() -> int | None:
 
     None outside of one, and while torch.compile traces.
     """
-    if tracing():
+    if torch.compiler.is_compiling():
         return None
     number = torch._C._current_graph_task_id()
     if number == -1:
@@ -78,7 +76,7 @@ def current_node() -> object | None:
 
     None outside of a backward pass, in compiled autograd, and while torch.compile traces.
     """
-    return None if tracing() else torch._C._current_autograd_node()
+    return None if torch.compiler.is_compiling() else torch._C._current_autograd_node()
 
 
 def is_first_write(param: Tensor, buffer: Tensor, number: int | None) -> bool:

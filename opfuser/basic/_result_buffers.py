@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, NotSupportedError, OpKwargsError, explain
-from ..tracing import tracing
 
 __all__ = ["buffers_of_call", "check_buffers", "may_become_grad", "overlap"]
 
@@ -56,7 +55,7 @@ def buffers_of_call(
             )
     output = output_buffer if output is None else output
     grad_input = grad_input_buffer if grad_input is None else grad_input
-    if tracing() and not (output is None and grad_input is None):
+    if torch.compiler.is_compiling() and not (output is None and grad_input is None):
         raise NotSupportedError(
             explain(
                 f"{where} does not write to buffers of the caller while torch.compile traces",

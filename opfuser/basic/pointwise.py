@@ -12,7 +12,7 @@ from ..errors import ArgumentError, MissingImplementationError, explain
 from ..kernels.pointwise import FUNCTION, Chain, Link, has_kernels
 from ..kernels.scalar import ScalarFunction, cast, wide_dtype
 from ..op import BasicOperation, Dtypes, OperationContext, in_compute_dtype
-from ..tracing import stands_in, tracing
+from ..tracing import stands_in
 from ._numbers import real_number
 
 __all__ = ["PointwiseOperation"]
@@ -87,7 +87,7 @@ class PointwiseOperation(BasicOperation):
             ]
         )
         frozen = self
-        if not tracing():  # which traces both passes at once
+        if not torch.compiler.is_compiling():  # which traces both passes at once
             # What value() and derivative() read; parameters and buffers stay those of self.
             frozen = object.__new__(type(self))
             frozen.__dict__.update(self.__dict__)

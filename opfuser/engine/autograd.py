@@ -19,7 +19,6 @@ from ..change_tracking import active_calls
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
 from ..events.telling import emit
-from ..tracing import tracing
 from .passes import (
     CAN_CLEAR,
     Kwargs,
@@ -171,7 +170,7 @@ class _SequenceFunction(torch.autograd.Function):
 
     @staticmethod
     def _backward(func_ctx: Any, grad_output: Tensor, grad_outputs: Sequence[Tensor | None]) -> Any:
-        if tracing():  # compiled autograd does, of calls that were not
+        if torch.compiler.is_compiling():  # compiled autograd does, of calls that were not
             return (None, None, *backward_of_eager(func_ctx, grad_output, grad_outputs))
 
         def compute(keep: bool) -> list[Tensor | None]:

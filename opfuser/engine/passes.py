@@ -211,12 +211,17 @@ def backward_of_eager(
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, traced though the call was not."""
     program, contexts, marked, hooked, *_ = func_ctx.forwarded
+    saved = _saved_by_forward(func_ctx, marked, hooked)
+    return traced_backward(program, dx, grad_outputs, contexts, saved)
+
+
+def _saved_by_forward(func_ctx: Any, marked: bool, hooked: bool) -> list[Tensor | None]:
     saved: list[Tensor | None] = list(func_ctx.saved_tensors)
     if marked:
         del saved[0]
     if hooked:
         saved = list(map(_borrowed, saved))
-    return traced_backward(program, dx, grad_outputs, contexts, saved)
+    return saved
 
 
 def execute_backward(
@@ -232,12 +237,8 @@ def execute_backward(
         grad_outputs: of the extra outputs.
         keep: whether another backward pass may follow.
     """
-    saved: list[Tensor | None] = list(func_ctx.saved_tensors)
     program, contexts, marked, hooked, verification, special = func_ctx.forwarded
-    if marked:
-        del saved[0]
-    if hooked:
-        saved = list(map(_borrowed, saved))
+    saved = _saved_by_forward(func_ctx, marked, hooked)
     if saved and not keep and CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..tracing import exporting, transforms_active
-from .autograd import batched_like, distinct_outputs
+from .autograd import batched_like, distinct_outputs, execute_eagerly
 from .exported import execute_exported
 from .passes import Kwargs, Tape, traced_backward, traced_forward
 from .program import Program
@@ -34,6 +34,9 @@ def execute(
     kwargs: Kwargs,
 ) -> Any:
     """The output of a program, or a tuple of it and the extra outputs."""
+    # Where Dynamo has broken the graph on the way here, this is left to eager mode.
+    if not torch.compiler.is_compiling():
+        return execute_eagerly(program, input_, parameters, extra_inputs, kwargs)
     for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
     by_dynamo = torch.compiler.is_dynamo_compiling()

@@ -19,7 +19,6 @@ from ..linear import Linear
 from ..op import BasicOperation
 from ..quantization.region import active_recipe
 from ..sequential import Residual, Sequential
-from ..tracing import tracing
 
 __all__ = ["LAYERS", "DecoderLayer", "EncoderLayer", "layer_refusal", "patched_methods"]
 
@@ -87,7 +86,7 @@ class _Layer(nn.Module):
 
     def _sequences(self, x: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Any, ...] | None:
         """Those of the call, or None if torch's own forward is to run."""
-        if tracing() or x.dim() != 3 or x.is_nested:
+        if torch.compiler.is_compiling() or x.dim() != 3 or x.is_nested:
             return None
         if is_causal and mask is None:  # torch refuses that
             return None

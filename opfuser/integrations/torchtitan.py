@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive, override
@@ -34,7 +35,6 @@ from opfuser import (
     SwiGLU,
 )
 from opfuser.change_tracking import has_hooks
-from opfuser.tracing import tracing
 
 from .hf.leaves import share
 from .hf.reading import Reader
@@ -73,7 +73,7 @@ class _Fused:
 
     def _sequences(self, x: Tensor) -> tuple[Sequential, ...]:
         """Those that compute a call with ``x``; none if torchtitan's own forward does."""
-        if tracing():
+        if torch.compiler.is_compiling():
             return ()
         built: _Built | None = self.__dict__.get("_built")
         if built is None or not built.read.is_current():

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..tracing import tracing
 from .launch import DTYPES, runs
 
 __all__ = ["kernel_or_plain"]
@@ -44,7 +43,7 @@ def kernel_or_plain(
     def call(*args: Any) -> Any:  # 0.05 us less than with a name for the first one
         if runs(args[0], dtypes) and (accepts is None or accepts(*args)):
             return launch(*args)
-        if traced is not None and tracing():
+        if traced is not None and torch.compiler.is_compiling():
             return traced(*args)
         return plain(*args)
 

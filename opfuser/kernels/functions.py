@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..tracing import stands_in
 from .scalar import Backward, ScalarFunction, grad_input, reuse, rounded_once
 
 __all__ = ["GeluErf", "GeluTanh", "Relu", "Scale", "Sigmoid", "SquaredRelu", "Swish"]
@@ -154,22 +153,13 @@ _GELU_1 = 2 * math.sqrt(2 / math.pi)
 _GELU_3 = 0.044715 * _GELU_1
 
 
-def _by_sigmoid(x: Tensor) -> bool:
-    """Whether GELU is computed as x σ(2 √(2/π) (x + 0.044715 x³)).
-
-    On a CPU σ costs a fraction of tanh: for 1835008 elements in one thread 1.6 instead of 3.0 ms in
-    fp32. torch.compile has its own formula, of a single call.
-    """
-    return x.is_cpu and not stands_in(x)
-
-
 class GeluTanh(ScalarFunction):
     """``x/2 (1 + tanh(√(2/π) (x + 0.044715 x³)))``, the usual approximation of GELU."""
 
     name = "gelu_tanh"
 
     def value(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        if _by_sigmoid(x):
+        if x.is_cpu:
             return self._value(x, out=out)
         y = F.gelu(x, approximate="tanh")
         return y if out is None else out.copy_(y)
@@ -179,6 +169,8 @@ class GeluTanh(ScalarFunction):
         return self._argument(x, out).sigmoid_().mul_(x)
 
     def _argument(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        # f(x) equals x σ(2 √(2/π) (x + 0.044715 x³)), and on a CPU σ costs a fraction of tanh: for
+        # 1835008 elements in one thread 1.6 instead of 3.0 ms in fp32.
         z = torch.addcmul(x.new_full((), _GELU_1), x, x, value=_GELU_3, out=out)
         return z.mul_(x)
 
@@ -186,7 +178,7 @@ class GeluTanh(ScalarFunction):
         return grad_input(_aten.gelu_backward, dy, x, approximate="tanh", out=out)
 
     def vjp(self, x: Tensor) -> tuple[Tensor, Backward]:
-        if not _by_sigmoid(x):
+        if not x.is_cpu:
             return super().vjp(x)
         z = self._argument(x)
         s = torch.sigmoid(z)

@@ -23,7 +23,6 @@ from opfuser.attention.cache import (
     is_replacing,
 )
 
-from ...tracing import tracing
 from . import structures
 from .reading import Reader, Refused, ReplacedForward
 from .structures import Built, Rotary
@@ -178,7 +177,7 @@ class Forward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], nn.Module):  # made a method by what has unwrapped it
             return self._of(args[0])(*args[1:], **kwargs)
-        if self.reverted or tracing():
+        if self.reverted or torch.compiler.is_compiling():
             return self.untouched(*args, **kwargs)
         try:
             return self._replaced(args, kwargs)
