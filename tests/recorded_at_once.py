@@ -29,6 +29,8 @@ specialized.CALLS_BEFORE = 0
 LEFT_OUT = {
     "test_programs.py::test_frames_above_an_operation": "counts frames, some of which are of here",
     "test_programs.py::test_the_text_is_what_runs": "counts texts of a call that is not recorded",
+    "::test_nothing_waits_for_the_": "the plugin reads values on the host",
+    "::test_on_a_gpu_samples_are_the_same_and_nothing_waits": "likewise",
 }
 
 DIFFERENCES: list[str] = []
@@ -278,6 +280,8 @@ def _difference(a: Tensor | None, b: Tensor | None) -> str:
         a, b = a.view(torch.uint8), b.view(torch.uint8)
     if torch.equal(a, b) and not a.dtype.is_floating_point:
         return ""
+    if a.is_cuda and a.dtype in (torch.int64, torch.uint64) and a.numel() <= 2:
+        return ""  # seed and offset of attention without dropout, to which nothing is written
     if a.dtype.is_floating_point:
         equal = (a == b) & (a.signbit() == b.signbit()) | (a.isnan() & b.isnan())
         if bool(equal.all()):
