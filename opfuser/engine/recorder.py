@@ -29,32 +29,13 @@ from torch.overrides import TorchFunctionMode
 from ..recording import watched
 from .emission import Text
 from .plan import Step
+from .recorded_text import Call, Straight, text_of
 
-__all__ = ["NotRecordableError", "Recorder", "Straight", "memory_of_all", "places", "text_of"]
+__all__ = ["NotRecordableError", "Recorder", "memory_of_all", "places"]
 
 
 class NotRecordableError(Exception):
     """Why a pass cannot be repeated by its calls alone."""
-
-
-class _Call(NamedTuple):
-    """A call that was noted.
-
-    Attributes:
-        step: whose it is.
-        text: of the call, with names in braces for the tensors.
-        reads: the names in it.
-        results: names of what it returns, None for what is no tensor.
-        unpacked: whether it returns several.
-        effect: whether it does anything besides returning these.
-    """
-
-    step: Step | None
-    text: str
-    reads: tuple[str, ...]
-    results: tuple[str | None, ...]
-    unpacked: bool
-    effect: bool
 
 
 # What reads values on the host, or returns sizes that depend on them.
@@ -96,7 +77,6 @@ _MAY_ASK = (
     ("opfuser.quantization.state", "_current_parts"),
 )
 _OUT = ("out", "grad_input")
-_LONG = 100
 
 
 def memory_of_all(tensors: Iterable[Tensor | None]) -> set[int]:
@@ -183,7 +163,7 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._code, self._steps = code, steps
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self.names: dict[str, Any] = {}
         self.same: list[tuple[str, str]] = []
         self.device: int | None = None
@@ -255,6 +235,10 @@ class Recorder(TorchFunctionMode):
         """Where those lay whose place was asked for, as :func:`places` tells it."""
         given = {own.name: own.place for own in self._given.values()}
         return _relative([given[name] for name in self.places])
+
+    def text(self, straight: Straight) -> Text:
+        """The function of the pass, as far as it was noted."""
+        return text_of(self.calls, self.names, self.device, straight)
 
     def refuse(self, why: str) -> None:
         self._refusal = why
@@ -357,7 +341,7 @@ class Recorder(TorchFunctionMode):
             kwargs = {"dtype": result.dtype, "device": result.device}
         text = self._text_of_call(func, name, args, kwargs, reads)
         if same:
-            self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
+            self.calls.append(Call(self._step(), text, tuple(reads), (), False, effect=True))
             return
         pure = not written and (is_view or name in _EMPTY or name in _MAYBE_SAME)
         self._add(text, reads, result, given, effect=not pure)
@@ -398,7 +382,7 @@ class Recorder(TorchFunctionMode):
         """Notes that an attribute of ``holder`` is set, which is no tensor."""
         kind = type(holder).__name__.strip("_").lower()
         text = f"{self._bind(holder, kind)}.{name} = {self._bind(value, name)}"
-        self.calls.append(_Call(self._step(), text, (), (), False, effect=True))
+        self.calls.append(Call(self._step(), text, (), (), False, effect=True))
 
     def _refuse_memory(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Raises NotRecordableError for what may not be written, or was not."""
@@ -438,7 +422,7 @@ class Recorder(TorchFunctionMode):
             results.append(name)
         unpacked = isinstance(result, (tuple, list))
         noted = tuple(results) if unpacked or results != [None] else ()
-        self.calls.append(_Call(self._step(), text, tuple(reads), noted, unpacked, effect))
+        self.calls.append(Call(self._step(), text, tuple(reads), noted, unpacked, effect))
 
     def _root_of(self, tensor: Tensor) -> int | None:
         """The root of a tensor; by its memory if it is of no call that was noted.
@@ -522,7 +506,7 @@ class Recorder(TorchFunctionMode):
             x, y, z = grid
             what = f"{x}, {y}, {z}, stream, {binary}, *{between}"
             text = f"{self._bind(run, 'launch')}({what}, {f'({own},)' if packed else own})"
-        self.calls.append(_Call(self._step(), text, tuple(reads), (), False, effect=True))
+        self.calls.append(Call(self._step(), text, tuple(reads), (), False, effect=True))
 
     # Text.
 
@@ -614,97 +598,6 @@ _GIVEN = "xpeksdtg"
 _RESERVED = frozenset(
     "forward backward parameters extra_inputs kept saved received stream dy".split()
 )
-
-
-class Straight(NamedTuple):
-    """What a recorded pass becomes, besides its lines.
-
-    Attributes:
-        stage: "forward" or "backward".
-        arguments: of the function.
-        opening: lines before the calls, each with the name that it makes, or none.
-        closing: what is returned, and the names in it.
-        comment: of a step.
-    """
-
-    stage: str
-    arguments: str
-    opening: Sequence[tuple[str | None, str]]
-    closing: tuple[str, Sequence[str]]
-    comment: Callable[[Step], str]
-
-
-def text_of(recorder: Recorder, straight: Straight) -> Text:
-    """The function of a recorded pass: its calls in order, each name deleted after its last use."""
-    stage, arguments, opening, (closing, returned), comment = straight
-    calls = _needed(recorder.calls, returned)
-    lines: list[tuple[str, Step | None]] = [(f"def {stage}({arguments}):", None)]
-    used = {name for call in calls for name in call.reads} | set(returned)
-    lines += [("    " + line, None) for name, line in opening if name is None or name in used]
-    if recorder.device is not None:
-        recorder.names["current_stream"] = torch._C._cuda_getCurrentRawStream
-        lines.append((f"    stream = current_stream({recorder.device})", None))
-    last = {name: n for n, call in enumerate(calls) for name in (*call.reads, *call.results)}
-    kept = set(returned)
-    step: Step | None = None
-    for n, call in enumerate(calls):
-        if call.step is not step and call.step is not None:
-            step = call.step
-            lines.append(("    " + comment(step), step))
-        dead = [f"r{n}_{i}" if name is None else name for i, name in enumerate(call.results)]
-        results = ", ".join(dead) + ("," if call.unpacked and len(dead) == 1 else "")
-        unread = not any((name in last and last[name] > n) or name in kept for name in call.results)
-        if not call.results or (unread and not call.unpacked) or (unread and call.unpacked):
-            line, gone = call.text, []
-        else:
-            line = f"{results} = {call.text}"
-            gone = [
-                shown
-                for shown, name in zip(dead, call.results)
-                if name is None or (last[name] == n and name not in kept)
-            ]
-        lines.append(("    " + line, step))
-        gone += [
-            name
-            for name in dict.fromkeys(call.reads)
-            if last[name] == n and name not in kept and name[0] in "ts" and name not in gone
-        ]
-        if gone:
-            lines.append((f"    del {', '.join(gone)}", step))
-    lines.append((f"    return {closing}", None))
-    rows = [(row, own) for line, own in lines for row in _wrapped(line)]
-    source = "".join(row + "\n" for row, _ in rows)
-    return Text(source, recorder.names, {}, tuple(own for _, own in rows))
-
-
-def _needed(calls: Sequence[_Call], returned: Sequence[str]) -> list[_Call]:
-    """The calls without those that only return what nobody reads."""
-    read, needed = set(returned), []
-    for call in reversed(calls):
-        if call.effect or not read.isdisjoint(call.results):
-            read.update(call.reads)
-            needed.append(call)
-    return needed[::-1]
-
-
-def _wrapped(line: str) -> list[str]:
-    """A line in rows, broken behind commas within brackets, if it is long.
-
-    Not one with a string or a comment, where names of a user's stand that may hold anything.
-    """
-    if len(line) <= _LONG or not {"#", "'", '"'}.isdisjoint(line):
-        return [line]
-    rows: list[str] = []
-    start = last = depth = 0
-    for n, character in enumerate(line):
-        depth += (character in "([{") - (character in ")]}")
-        if n - start >= _LONG - 8 * bool(rows) and last > start:
-            rows.append(line[start:last])
-            start = last + 1  # the blank behind the comma
-        if character == "," and depth and line[n + 1 : n + 2] == " ":
-            last = n + 1
-    rows.append(line[start:])
-    return [rows[0], *("        " + row for row in rows[1:])]
 
 
 _PROPERTIES = ("T", "mT", "H", "mH", "data")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad, profiler
-from torch.nn import functional as F
+from torch.autograd import forward_ad
 
 from ..attention import context_parallel
 from ..buffer_reuse import is_batched
@@ -30,7 +29,9 @@ from ..quantization.recorded import QuantizedCalls
 from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched
 from .emission import PLAIN, comment, step_name
-from .recorder import NotRecordableError, Recorder, Straight, memory_of_all, places, text_of
+from .recorded_guards import all_inputs, guard_of_call, is_plain, kind_of, layout_of
+from .recorded_text import Straight
+from .recorder import NotRecordableError, Recorder, memory_of_all, places
 
 __all__ = ["Backward", "DueBackward", "Specialization", "Specializations"]
 
@@ -43,8 +44,6 @@ _MAX_KINDS = 64
 CALLS_BEFORE = 1
 
 ENABLED = os.environ.get("OPFUSER_SPECIALIZE", "1") != "0"
-
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 class Backward(NamedTuple):
@@ -229,7 +228,7 @@ class Specializations:
         """Whether a call for which there is none is to be recorded. Counts it."""
         if len(self.found) >= _MAX_FOUND or not _is_plain_call(x, parameters, extra_inputs):
             return False
-        kind = _kind((x, *extra_inputs))
+        kind = kind_of((x, *extra_inputs))
         if kind in self._refused:
             return False
         if len(self._kinds) >= _MAX_KINDS:
@@ -281,13 +280,13 @@ class Specializations:
             _refuse_tensors(contexts)
             output, outputs = results
             names = [recorder.name_of(t) for t in (output, *outputs, *saved)]
-            guard = _guard(
+            guard = guard_of_call(
                 recorder, arguments, self._cached(kept), self._unwritten(kept), self.quantized
             )
         except NotRecordableError as error:
             if len(self._refused) >= _MAX_KINDS:
                 self._refused.clear()
-            self._refused[_kind((x, *extra_inputs))] = str(error)
+            self._refused[kind_of((x, *extra_inputs))] = str(error)
             return None
         extras, keeps = names[1 : 1 + len(outputs)], names[1 + len(outputs) :]
         # As execute_eagerly returns it: autograd would not let the caller change such a view.
@@ -306,8 +305,8 @@ class Specializations:
             (closing, names),
             partial(comment, program.paths),
         )
-        function = program.specialize("forward", text_of(recorder, straight))
-        theirs = memory_of_all([*recorder_inputs(arguments), output, *outputs])
+        function = program.specialize("forward", recorder.text(straight))
+        theirs = memory_of_all([*all_inputs(arguments), output, *outputs])
         own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
         made = Specialization(guard, function, contexts, own)
         self.found = (made, *self.found)
@@ -331,7 +330,7 @@ class Specializations:
             kept: what operations read besides.
             keep: whether another backward pass may follow.
         """
-        if is_batched(dy) or (received and any(map(is_batched, received))) or not _is_plain(dy):
+        if is_batched(dy) or (received and any(map(is_batched, received))) or not is_plain(dy):
             return None
         kind = self._kind_of_backward(dy, received, kept, keep)
         found = None if kind is None else special.backwards.get(kind)
@@ -356,11 +355,7 @@ class Specializations:
             program: whose pass it is.
             special, dy, received, saved, kept, keep: as of :meth:`find_backward`.
         """
-        if (
-            special.refusal is not None
-            or any(map(is_batched, (dy, *received)))
-            or not _is_plain(dy)
-        ):
+        if special.refusal is not None or any(map(is_batched, (dy, *received))) or not is_plain(dy):
             return None
         kind = self._kind_of_backward(dy, received, kept, keep)
         if kind is None:
@@ -400,9 +395,9 @@ class Specializations:
         autocast = autocast_dtype(dy.device) if any_autocast() else None
         kind: Hashable = keep, dy.stride(), how, autocast
         if received:
-            kind = kind, *map(_layout, received)
+            kind = kind, *map(layout_of, received)
         if self._buffered:
-            kind = kind, *map(_layout, self._unwritten(kept))
+            kind = kind, *map(layout_of, self._unwritten(kept))
         if self.quantized is None:
             return kind
         facts = self.quantized.facts()
@@ -440,7 +435,7 @@ class Specializations:
         closing = f"[{', '.join(names)}]"
         how = partial(comment, program.paths)
         straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
-        function = program.specialize("backward", text_of(recorder, straight))
+        function = program.specialize("backward", recorder.text(straight))
         cached = tuple(due.cached.items())
         shares = recorder.share_memory([t for t in grads if t is not None])
         special.backwards[key] = Backward(
@@ -456,13 +451,6 @@ def _paths_of_parameters(program: Any, count: int) -> list[str]:
             text = f"{at}.{name}" if at else name
             paths.append("".join(c if c.isprintable() else "?" for c in text))
     return paths if len(paths) == count else [""] * count
-
-
-def recorder_inputs(
-    arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
-) -> list[Tensor]:
-    x, parameters, extra_inputs, kept = arguments
-    return [x, *parameters, *extra_inputs, *kept]
 
 
 def _refusal_of_program(program: Any) -> str | None:
@@ -499,7 +487,7 @@ def _quantized_calls(program: Any) -> QuantizedCalls | None:
 def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]) -> bool:
     """Whether what runs is what anybody would see run."""
     return (
-        all(map(_is_plain, (x, *parameters, *extra_inputs)))
+        all(map(is_plain, (x, *parameters, *extra_inputs)))
         and x.numel() > 0
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
@@ -516,166 +504,6 @@ def _is_plain_call(x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequen
                 or torch._C._cuda_getDevice() != x.get_device()
             )
         )
-    )
-
-
-def _is_plain(t: Tensor) -> bool:
-    """Whether a tensor has sizes, strides and memory, and means no more than that."""
-    return type(t) in _PLAIN_TYPES and t.layout is torch.strided and not t.is_nested
-
-
-def _kind(tensors: Sequence[Tensor]) -> Hashable:
-    return tuple([(t.shape, t.stride()) for t in tensors])
-
-
-def _aligned(t: Tensor) -> bool:
-    return t.is_cpu or not t.data_ptr() & 15
-
-
-def _layout(t: Tensor | None) -> Hashable:
-    if t is None or not _is_plain(t):
-        return None if t is None else "not plain"
-    return type(t), t.shape, t.stride(), t.dtype, _aligned(t)
-
-
-def _guard(
-    recorder: Recorder,
-    arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
-    cached: dict[int, weakref.ref[Tensor]],
-    unwritten: Sequence[Tensor],
-    quantized: QuantizedCalls | None,
-) -> Callable[..., bool]:
-    """Whether a call decides everything as the recorded one did.
-
-    The guard of the program has compared dtypes and modes of the input, extra inputs and
-    parameters, and the shapes of parameters.
-
-    Args:
-        recorder: has watched the call.
-        arguments: of it.
-        unwritten: the first ones of what operations keep, without scales.
-        quantized: of the program.
-    """
-    x, parameters, extra_inputs, kept = arguments
-    names: dict[str, Any] = {
-        "__builtins__": {},
-        "len": len,
-        "strided": torch.strided,
-        "type": type,
-        "map": map,
-        "tuple": tuple,
-        "Tensor": Tensor,
-        "Parameter": nn.Parameter,
-        "telling": telling._State,
-        "Clock": Clock,
-        "is_inference": torch.is_inference_mode_enabled,
-        "functorch": torch._C._are_functorch_transforms_active,
-        "profiler": profiler,
-        "forward_ad": forward_ad,
-        "quantized": quantized,
-        "F": F,
-        "attention": F.scaled_dot_product_attention,
-    }
-    numbers: dict[Hashable, str] = {}
-
-    def constant(value: Hashable) -> str:
-        name = numbers.setdefault(value, f"c{len(numbers)}")
-        names[name] = value
-        return name
-
-    def is_like(name: str, t: Tensor, *, shape: bool) -> Iterator[str]:
-        yield f"type({name}) is {type(t).__name__}"
-        if shape:
-            yield f"{name}.layout is strided"
-            yield f"{name}.shape == {constant(t.shape)}"
-        yield f"{name}.stride() == {constant(t.stride())}"
-
-    _refuse_expanded(parameters)
-    terms = [*is_like("x", x, shape=True)]
-    for n, t in enumerate(extra_inputs):
-        terms += is_like(f"extra_inputs[{n}]", t, shape=True)
-        terms.append(f"extra_inputs[{n}].device == {constant(t.device)}")
-    terms += ["not telling.subscriptions", f"Clock.states == {Clock.states}"]
-    terms += [
-        "not functorch()",
-        "not profiler._is_profiler_enabled",
-        "forward_ad._current_level < 0",
-    ]
-    terms.append("F.scaled_dot_product_attention is attention")  # context_parallel replaces it
-    terms.append("is_inference()" if torch.is_inference_mode_enabled() else "not is_inference()")
-    if x.is_cpu:
-        names["num_threads"] = torch.get_num_threads
-        terms.append(f"num_threads() == {torch.get_num_threads()}")
-    for n, t in enumerate(parameters):
-        terms += is_like(f"parameters[{n}]", t, shape=False)
-    terms.append(f"len(kept) == {len(kept)}" if kept else "not kept")
-    if quantized is not None:
-        terms.append(f"quantized.permit({constant(quantized.facts())})")
-    for n, t in enumerate(unwritten):
-        if n in cached:
-            names[f"cached{n}"] = cached[n]
-            terms.append(f"kept[{n}] is cached{n}()")
-            continue
-        terms += is_like(f"kept[{n}]", t, shape=True)
-        terms.append(f"kept[{n}].dtype is {constant(t.dtype)}")
-        terms.append(f"kept[{n}].device == {constant(t.device)}")
-    terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
-    terms += [f"{_read(a)}.{name} == {constant(v)}" for (a, name), v in recorder.answers.items()]
-    if recorder.places:
-        names["places"] = places
-        listed = ", ".join(map(_read, recorder.places))
-        terms.append(f"places([{listed}]) == {constant(recorder.places_of_given())}")
-    if x.is_cuda:
-        names |= {"current_device": torch._C._cuda_getDevice, "modes": _modes}
-        terms.append(f"current_device() == {x.get_device()}")
-        terms.append(f"modes() == {constant(_modes())}")
-        terms.append(f"not ({_addresses((x, parameters, extra_inputs, unwritten))}) & 15")
-    text = "lambda x, parameters, extra_inputs, kept: " + " and ".join(terms)
-    guard: Callable[..., bool] = eval(text, names)
-    return guard
-
-
-def _addresses(
-    arguments: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]],
-) -> str:
-    """The text of the addresses of all tensors, joined bit by bit.
-
-    Raises:
-        NotRecordableError: one is no multiple of 16 bytes.
-    """
-    if any(not _aligned(t) for t in recorder_inputs(arguments)):
-        raise NotRecordableError("a tensor begins at no multiple of 16 bytes")
-    _, parameters, extra_inputs, kept = arguments
-    given = ["x", *(f"extra_inputs[{n}]" for n in range(len(extra_inputs)))]
-    given += [f"parameters[{n}]" for n in range(len(parameters))]
-    given += [f"kept[{n}]" for n in range(len(kept))]
-    return " | ".join(f"{name}.data_ptr()" for name in given)
-
-
-def _refuse_expanded(parameters: Sequence[Tensor]) -> None:
-    """Raises NotRecordableError for strides that may be those of a layout that is not strided."""
-    if any(0 in t.stride() and t.numel() > 1 for t in parameters):
-        raise NotRecordableError("a parameter is expanded")
-
-
-def _read(name: str) -> str:
-    """How a guard names what lines call by a short name."""
-    if name == "x":
-        return name
-    rows = {"p": "parameters", "e": "extra_inputs", "k": "kept"}
-    return f"{rows[name[0]]}[{name[1:]}]"
-
-
-def _modes() -> Hashable:
-    """What operations ask on a GPU before they choose a kernel of attention."""
-    c = torch._C
-    return (
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-        tuple(c._get_sdp_priority_order()),
-        c._get_deterministic_algorithms(),
     )
 
 

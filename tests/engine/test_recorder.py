@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from opfuser.buffer_reuse import only_reference
-from opfuser.engine.recorder import NotRecordableError, Recorder, Straight, places, text_of
+from opfuser.engine.recorded_text import Straight
+from opfuser.engine.recorder import NotRecordableError, Recorder, places
 from opfuser.recording import leave, refuse_watching, seen_whole, unseen, unwatched, watching
 
 Function = Callable[[Tensor, Tensor], Any]
@@ -37,7 +38,7 @@ def straight(function: Function, x: Tensor, y: Tensor, *, own: bool = False) -> 
     names = [recorder.name_of(t) for t in rows]
     closing = f"({', '.join(names)},)"
     plan = Straight("forward", ", ".join(NAMES), (), (closing, names), lambda step: "")
-    text = text_of(recorder, plan)
+    text = recorder.text(plan)
     namespace = dict(text.names)
     exec(text.source, namespace)
     return namespace["forward"], text.source

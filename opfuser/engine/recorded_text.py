@@ -1,0 +1,128 @@
+"""The text of a recorded pass: its calls as lines, without those that nobody reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .emission import Text
+from .plan import Step
+
+__all__ = ["Call", "Straight", "text_of"]
+
+_LONG = 100
+
+
+class Call(NamedTuple):
+    """A call that was noted.
+
+    Attributes:
+        step: whose it is.
+        text: of the call, with names in braces for the tensors.
+        reads: the names in it.
+        results: names of what it returns, None for what is no tensor.
+        unpacked: whether it returns several.
+        effect: whether it does anything besides returning these.
+    """
+
+    step: Step | None
+    text: str
+    reads: tuple[str, ...]
+    results: tuple[str | None, ...]
+    unpacked: bool
+    effect: bool
+
+
+class Straight(NamedTuple):
+    """What a recorded pass becomes, besides its lines.
+
+    Attributes:
+        stage: "forward" or "backward".
+        arguments: of the function.
+        opening: lines before the calls, each with the name that it makes, or none.
+        closing: what is returned, and the names in it.
+        comment: of a step.
+    """
+
+    stage: str
+    arguments: str
+    opening: Sequence[tuple[str | None, str]]
+    closing: tuple[str, Sequence[str]]
+    comment: Callable[[Step], str]
+
+
+def text_of(
+    noted: Sequence[Call], names: dict[str, Any], device: int | None, straight: Straight
+) -> Text:
+    """The function of a recorded pass: its calls in order, each name deleted after its last use."""
+    stage, arguments, opening, (closing, returned), comment = straight
+    calls = _needed(noted, returned)
+    lines: list[tuple[str, Step | None]] = [(f"def {stage}({arguments}):", None)]
+    used = {name for call in calls for name in call.reads} | set(returned)
+    lines += [("    " + line, None) for name, line in opening if name is None or name in used]
+    if device is not None:
+        names["current_stream"] = torch._C._cuda_getCurrentRawStream
+        lines.append((f"    stream = current_stream({device})", None))
+    last = {name: n for n, call in enumerate(calls) for name in (*call.reads, *call.results)}
+    kept = set(returned)
+    step: Step | None = None
+    for n, call in enumerate(calls):
+        if call.step is not step and call.step is not None:
+            step = call.step
+            lines.append(("    " + comment(step), step))
+        dead = [f"r{n}_{i}" if name is None else name for i, name in enumerate(call.results)]
+        results = ", ".join(dead) + ("," if call.unpacked and len(dead) == 1 else "")
+        unread = not any((name in last and last[name] > n) or name in kept for name in call.results)
+        if not call.results or (unread and not call.unpacked) or (unread and call.unpacked):
+            line, gone = call.text, []
+        else:
+            line = f"{results} = {call.text}"
+            gone = [
+                shown
+                for shown, name in zip(dead, call.results)
+                if name is None or (last[name] == n and name not in kept)
+            ]
+        lines.append(("    " + line, step))
+        gone += [
+            name
+            for name in dict.fromkeys(call.reads)
+            if last[name] == n and name not in kept and name[0] in "ts" and name not in gone
+        ]
+        if gone:
+            lines.append((f"    del {', '.join(gone)}", step))
+    lines.append((f"    return {closing}", None))
+    rows = [(row, own) for line, own in lines for row in _wrapped(line)]
+    source = "".join(row + "\n" for row, _ in rows)
+    return Text(source, names, {}, tuple(own for _, own in rows))
+
+
+def _needed(calls: Sequence[Call], returned: Sequence[str]) -> list[Call]:
+    """The calls without those that only return what nobody reads."""
+    read, needed = set(returned), []
+    for call in reversed(calls):
+        if call.effect or not read.isdisjoint(call.results):
+            read.update(call.reads)
+            needed.append(call)
+    return needed[::-1]
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line in rows, broken behind commas within brackets, if it is long.
+
+    Not one with a string or a comment, where names of a user's stand that may hold anything.
+    """
+    if len(line) <= _LONG or not {"#", "'", '"'}.isdisjoint(line):
+        return [line]
+    rows: list[str] = []
+    start = last = depth = 0
+    for n, character in enumerate(line):
+        depth += (character in "([{") - (character in ")]}")
+        if n - start >= _LONG - 8 * bool(rows) and last > start:
+            rows.append(line[start:last])
+            start = last + 1  # the blank behind the comma
+        if character == "," and depth and line[n + 1 : n + 2] == " ":
+            last = n + 1
+    rows.append(line[start:])
+    return [rows[0], *("        " + row for row in rows[1:])]
