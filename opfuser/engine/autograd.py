@@ -30,6 +30,7 @@ from .passes import (
     run_recorded_backward,
 )
 from .program import Program
+from .recorded_guards import keywords_of
 from .specialized import Specialization
 from .steps import zeros
 
@@ -55,9 +56,11 @@ def execute_eagerly(
     By what was recorded of a call like this one, if anything was.
     """
     recorded = program.specializations
-    if recorded.found and kwargs is None:
-        kept = recorded.kept() if recorded.keeps else ()
-        found = recorded.find(input_, parameters, extra_inputs, kept)
+    keywords: Any = ((), None) if kwargs is None or not recorded.found else keywords_of(kwargs)
+    if recorded.found and keywords is not None:
+        given, keywords = keywords
+        kept = (*given, *recorded.kept()) if given or recorded.keeps else ()
+        found = recorded.find(input_, parameters, extra_inputs, kept, keywords)
         if found is not None and program.needs_backward:
             return _apply_recorded(program, found, kept, input_, *parameters, *extra_inputs)
         if found is not None:

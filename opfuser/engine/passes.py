@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .emission import PLAIN, Emission, step_name
 from .plan import Step
 from .program import Program
 from .ranges import place
+from .recorded_guards import keywords_of
 from .specialized import Backward, Specialization
 from .verification import Verification
 
@@ -86,14 +87,15 @@ def execute_forward(
         tape: records what backward needs, or None.
         parameters: of all operations; without, nothing is recorded.
     """
+    recorded = program.specializations
     if (
         parameters is not None
-        and kwargs is None
-        and program.specializations.refusal is None
+        and recorded.refusal is None
         and not profiler._is_profiler_enabled
-        and program.specializations.is_due(x, parameters, extra_inputs)
+        and (keywords := keywords_of(kwargs)) is not None
+        and recorded.is_due(x, parameters, (*extra_inputs, *keywords[0]), keywords[1])
     ):
-        return _record_forward(program, x, extra_inputs, tape, parameters)
+        return _record_forward(program, kwargs, x, extra_inputs, tape, parameters, *keywords)
     verification = _verification(program, x, tape)
     emission = PLAIN
     if kwargs is not None or verification is not None or profiler._is_profiler_enabled:
@@ -120,20 +122,28 @@ def execute_forward(
 
 def _record_forward(
     program: Program,
+    kwargs: Kwargs,
     x: Tensor,
     extra_inputs: Sequence[Tensor],
     tape: Tape | None,
     parameters: Sequence[Tensor],
+    given: Sequence[Tensor],
+    keywords: Hashable,
 ) -> tuple[Tensor, list[Tensor]]:
-    """As :func:`execute_forward`; what it does is recorded for calls to come."""
+    """As :func:`execute_forward`; what it does is recorded for calls to come.
+
+    Args:
+        program, kwargs, x, extra_inputs, tape, parameters: as there.
+        given, keywords: tensors among the keywords, and what these are besides.
+    """
     recorded = program.specializations
-    kept = recorded.kept()
-    recorder = recorded.recorder(program, x, parameters, extra_inputs, kept)
+    kept = (*given, *recorded.kept())
+    recorder = recorded.recorder(program, x, parameters, extra_inputs, kept, keywords)
     with recorder.watching():
-        results = execute_forward(program, None, x, extra_inputs, tape)
+        results = execute_forward(program, kwargs, x, extra_inputs, tape)
     contexts, saved = ([], []) if tape is None else (tape.contexts, tape.saved)
     arguments = x, parameters, extra_inputs, kept
-    made = recorded.add(program, recorder, arguments, results, contexts, saved)
+    made = recorded.add(program, recorder, arguments, results, contexts, saved, keywords)
     if tape is not None:
         tape.special = made
     return results

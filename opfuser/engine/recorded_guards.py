@@ -16,7 +16,15 @@ from ..events import telling
 from ..quantization.recorded import QuantizedCalls
 from .recorder import NotRecordableError, Recorder, places
 
-__all__ = ["all_inputs", "guard_of_call", "is_aligned", "is_plain", "kind_of", "layout_of"]
+__all__ = [
+    "all_inputs",
+    "guard_of_call",
+    "is_aligned",
+    "is_plain",
+    "keywords_of",
+    "kind_of",
+    "layout_of",
+]
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 
@@ -37,6 +45,32 @@ def is_plain(t: Tensor) -> bool:
 def kind_of(tensors: Sequence[Tensor]) -> Hashable:
     """What calls are counted by."""
     return tuple([(t.shape, t.stride()) for t in tensors])
+
+
+def keywords_of(
+    kwargs: Sequence[dict[str, Any]] | None,
+) -> tuple[tuple[Tensor, ...], Hashable] | None:
+    """The tensors among the keywords of operations, and what the keywords are besides.
+
+    None: one is neither a tensor without a gradient nor a number or text, and not compared.
+    """
+    if kwargs is None:
+        return (), None
+    tensors: list[Tensor] = []
+    facts: list[Hashable] = []
+    for n, own in enumerate(kwargs):
+        for name, value in own.items():
+            if isinstance(value, Tensor) and not value.requires_grad:
+                tensors.append(value)
+                facts.append((n, name))
+            elif value is None or type(value) in _COMPARED:
+                facts.append((n, name, type(value), repr(value)))
+            else:
+                return None
+    return tuple(tensors), tuple(facts)
+
+
+_COMPARED = (bool, int, float, str)
 
 
 def is_aligned(t: Tensor) -> bool:

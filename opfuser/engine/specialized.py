@@ -28,7 +28,7 @@ from ..op.kinds import is_built_in
 from ..quantization.recorded import QuantizedCalls
 from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched
-from .emission import PLAIN, comment, step_name
+from .emission import PLAIN, Emission, comment, step_name
 from .recorded_guards import all_inputs, guard_of_call, is_plain, kind_of, layout_of
 from .recorded_text import Straight
 from .recorder import NotRecordableError, Recorder, memory_of_all, places
@@ -110,6 +110,7 @@ class Specialization:
     """A recorded forward pass, with its backward passes.
 
     Attributes:
+        keywords: of the call, as :func:`keywords_of` tells them.
         guard: whether a call is of its kind; takes the arguments of ``forward``.
         forward: from the input, the parameters, the extra inputs and what operations keep, the
             output, the extra outputs, and what is saved.
@@ -119,15 +120,17 @@ class Specialization:
         refusal: why no backward is recorded; None if one may be.
     """
 
-    __slots__ = ("backwards", "contexts", "forward", "guard", "own", "refusal")
+    __slots__ = ("backwards", "contexts", "forward", "guard", "keywords", "own", "refusal")
 
     def __init__(
         self,
+        keywords: Hashable,
         guard: Callable[..., bool],
         forward: Callable[..., Any],
         contexts: list[OperationContext],
         own: tuple[bool, ...],
     ) -> None:
+        self.keywords = keywords
         self.guard = guard
         self.forward = forward
         self.contexts = contexts
@@ -210,11 +213,12 @@ class Specializations:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
         kept: Sequence[Tensor],
+        keywords: Hashable,
     ) -> Specialization | None:
         """The one for a call, if there is any."""
         try:
             for found in self.found:
-                if found.guard(x, parameters, extra_inputs, kept):
+                if found.keywords == keywords and found.guard(x, parameters, extra_inputs, kept):
                     if found is not self.found[0]:
                         self.found = (found, *[other for other in self.found if other is not found])
                     return found
@@ -223,12 +227,16 @@ class Specializations:
         return None
 
     def is_due(
-        self, x: Tensor, parameters: Sequence[Tensor], extra_inputs: Sequence[Tensor]
+        self,
+        x: Tensor,
+        parameters: Sequence[Tensor],
+        extra_inputs: Sequence[Tensor],
+        keywords: Hashable,
     ) -> bool:
         """Whether a call for which there is none is to be recorded. Counts it."""
         if len(self.found) >= _MAX_FOUND or not _is_plain_call(x, parameters, extra_inputs):
             return False
-        kind = kind_of((x, *extra_inputs))
+        kind = keywords, kind_of((x, *extra_inputs))
         if kind in self._refused:
             return False
         if len(self._kinds) >= _MAX_KINDS:
@@ -243,12 +251,14 @@ class Specializations:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
         kept: Sequence[Tensor],
+        keywords: Hashable,
     ) -> Recorder:
         """What watches a forward pass with these tensors."""
         given: dict[str, Tensor | None] = {"x": x}
         for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
             given.update((f"{letter}{n}", t) for n, t in enumerate(row))
-        code, steps = program.lines("forward", PLAIN)
+        emission = PLAIN if keywords is None else Emission(keywords=True)
+        code, steps = program.lines("forward", emission)
         theirs = x, *parameters, *extra_inputs, *self._unwritten(kept)
         return Recorder(code, steps, given, theirs)
 
@@ -264,6 +274,7 @@ class Specializations:
         results: tuple[Tensor, Sequence[Tensor]],
         contexts: list[OperationContext],
         saved: Sequence[Tensor | None],
+        keywords: Hashable,
     ) -> Specialization | None:
         """What a forward pass did, for calls to come; None if it cannot be repeated.
 
@@ -273,6 +284,7 @@ class Specializations:
             results: output and extra outputs.
             contexts: that it left.
             saved: what it has saved.
+            keywords: of the call.
         """
         x, parameters, extra_inputs, kept = arguments
         try:
@@ -286,7 +298,7 @@ class Specializations:
         except NotRecordableError as error:
             if len(self._refused) >= _MAX_KINDS:
                 self._refused.clear()
-            self._refused[kind_of((x, *extra_inputs))] = str(error)
+            self._refused[keywords, kind_of((x, *extra_inputs))] = str(error)
             return None
         extras, keeps = names[1 : 1 + len(outputs)], names[1 + len(outputs) :]
         # As execute_eagerly returns it: autograd would not let the caller change such a view.
@@ -308,7 +320,7 @@ class Specializations:
         function = program.specialize("forward", recorder.text(straight))
         theirs = memory_of_all([*all_inputs(arguments), output, *outputs])
         own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
-        made = Specialization(guard, function, contexts, own)
+        made = Specialization(keywords, guard, function, contexts, own)
         self.found = (made, *self.found)
         return made
 

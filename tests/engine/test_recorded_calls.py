@@ -912,3 +912,76 @@ def test_what_a_steady_call_of_a_model_costs() -> None:
         sys.setprofile(None)
     assert depths == [5]
     assert calls <= 100  # 1,978 where operations are called
+
+
+def masked(module: Sequential, x: Tensor, mask: Tensor, **keywords: Any) -> list[Tensor]:
+    """The output of attention with a mask, and gradients."""
+    own = {"mask": mask, **keywords}
+    y = module(x, op_kwargs={1: own})
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])]
+
+
+def with_mask() -> Sequential:
+    attention = opfuser.DotProductAttention(2)
+    return Sequential(opfuser.BasicLinear(D, 3 * D), attention, opfuser.BasicLinear(D, D))
+
+
+def test_keywords_of_operations() -> None:
+    """Tensors among them are arguments of what was recorded, all else tells calls apart."""
+    module, x = with_mask(), image()
+    masks = [torch.rand(2, 1, 3, 3) > 0.3 for _ in range(6)]
+    for mask in masks:
+        mask[..., 0] = True
+    wanted = []
+    with unrecorded():
+        other = twin(with_mask, module)
+        wanted = [masked(other, x, mask) for mask in masks]
+    with passes() as names:
+        for mask, own in zip(masks, wanted):
+            assert_same(masked(module, x, mask), own)
+    assert names.count("forward") >= 4
+    names.clear()
+    with passes() as names:
+        assert_same(masked(module, x, masks[0][:, :, :1].expand(2, 1, 3, 3)), masked(
+            other, x, masks[0][:, :, :1].expand(2, 1, 3, 3)))  # fmt: skip
+        module(x)
+    assert not names, "other strides, and a call without keywords, are other kinds"
+
+
+class Times(BasicOperation):
+    """Multiplies by a keyword."""
+
+    recordable = True
+
+    def op_forward(
+        self, ctx: OperationContext, input_: Tensor, *, factor: Any = 1, **kwargs: Any
+    ) -> Tensor:
+        ctx.factor = float(factor.scale if isinstance(factor, Factor) else factor)
+        return input_ * ctx.factor
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> Any:
+        return grad_output * ctx.factor, ()
+
+
+class Factor:
+    """What no guard compares."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+def test_keywords_that_are_numbers() -> None:
+    module, x = Sequential(Times()), image()
+    for factor in (2, 2.0, True, 2, 3, 2.0, True, 2, 3, 2.0, True, 1, 3, 3, Factor(5.0)):
+        for _ in range(2):
+            y = module(x, op_kwargs={0: {"factor": factor}})
+            number = float(factor.scale if isinstance(factor, Factor) else factor)
+            assert torch.equal(y, x * number)
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full_like(x, number))
+    with passes() as names:
+        module(x, op_kwargs={0: {"factor": 3}})
+    assert names == ["forward"]
+    with passes() as names:
+        for _ in range(ENOUGH):
+            module(x, op_kwargs={0: {"factor": Factor(5.0)}})
+    assert not names
