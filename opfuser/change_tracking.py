@@ -105,6 +105,9 @@ class Tracked(nn.Module):
         """A description of everything that a call may depend on, except parameters."""
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in DERIVED}
+
     def _touch(self) -> None:
         Clock.now += 1
         self.__dict__["_stamp"] = Stamp(self)

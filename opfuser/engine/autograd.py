@@ -222,6 +222,8 @@ class _RecordedFunction(torch.autograd.Function):
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
         if grad_output is None:
             grad_output = zeros(func_ctx.output_like)
+        if func_ctx.forwarded is None:
+            func_ctx.saved_tensors  # noqa: B018 - raises: this graph is gone
         program, _, marked, hooked, _, special = func_ctx.forwarded
         if marked or hooked or torch.is_grad_enabled() or profiler._is_profiler_enabled:
             return None, *_SequenceFunction._backward(func_ctx, grad_output, grad_outputs)

@@ -220,13 +220,16 @@ def backward_of_eager(
     func_ctx: Any, dx: Tensor, grad_outputs: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, traced though the call was not."""
+    tensors = func_ctx.saved_tensors
     program, contexts, marked, hooked, *_ = func_ctx.forwarded
-    saved = _saved_by_forward(func_ctx, marked, hooked)
+    saved = _saved_by_forward(tensors, marked, hooked)
     return traced_backward(program, dx, grad_outputs, contexts, saved)
 
 
-def _saved_by_forward(func_ctx: Any, marked: bool, hooked: bool) -> list[Tensor | None]:
-    saved: list[Tensor | None] = list(func_ctx.saved_tensors)
+def _saved_by_forward(
+    tensors: Sequence[Tensor | None], marked: bool, hooked: bool
+) -> list[Tensor | None]:
+    saved: list[Tensor | None] = list(tensors)
     if marked:
         del saved[0]
     if hooked:
@@ -247,8 +250,10 @@ def execute_backward(
         grad_outputs: of the extra outputs.
         keep: whether another backward pass may follow.
     """
+    tensors = func_ctx.saved_tensors  # raises in a second pass over a graph that is gone
     program, contexts, marked, hooked, verification, special = func_ctx.forwarded
-    saved = _saved_by_forward(func_ctx, marked, hooked)
+    saved = _saved_by_forward(tensors, marked, hooked)
+    del tensors
     if saved and not keep and CAN_CLEAR:
         func_ctx.maybe_clear_saved_tensors()
         func_ctx.forwarded = None

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from .recorded_guards import all_inputs, guard_of_call, is_plain, kind_of, layou
 from .recorded_text import Straight
 from .recorder import NotRecordableError, Recorder, memory_of_all, places
 
-__all__ = ["Backward", "DueBackward", "Specialization", "Specializations"]
+__all__ = ["Backward", "DueBackward", "Specialization", "Specializations", "unrecorded"]
 
 # Functions of one program, and kinds of calls that are told apart. Where shapes differ from call to
 # call, nothing is recorded.
@@ -43,7 +44,21 @@ _MAX_KINDS = 64
 # Equal calls before one is recorded: a first one compiles kernels, fills caches, and may be alone.
 CALLS_BEFORE = 1
 
-ENABLED = os.environ.get("OPFUSER_SPECIALIZE", "1") != "0"
+
+class _Switch:
+    """Whether calls of programs that are made now are recorded."""
+
+    on = os.environ.get("OPFUSER_SPECIALIZE", "1") != "0"
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Programs that are made within it record no call."""
+    before, _Switch.on = _Switch.on, False
+    try:
+        yield
+    finally:
+        _Switch.on = before
 
 
 class Backward(NamedTuple):
@@ -468,7 +483,7 @@ def _paths_of_parameters(program: Any, count: int) -> list[str]:
 def _refusal_of_program(program: Any) -> str | None:
     """Why no call of a program is recorded."""
     plan = program.plan
-    if not ENABLED:
+    if not _Switch.on:
         return "OPFUSER_SPECIALIZE=0 is set"
     if plan.env.recipe is not None and plan.env.recipe.gemm != "torch":
         return f"products are those of {plan.env.recipe.gemm}"

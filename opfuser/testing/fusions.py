@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.plan import Plan
+from ..engine.specialized import unrecorded
 from ..errors import ArgumentError, UnknownFusionError, choose_among, explain
 from ..fuser import OperationFuser
 from ..fusion import Fusion, FusionFunction, Stage
@@ -28,6 +29,7 @@ from .variants import Variant, leading_dims, modes, variants, wanting
 __all__ = ["check_fusion"]
 
 
+@unrecorded()  # what operations do shows in calls of theirs
 def check_fusion(
     fusion: str | FusionHandle | Fusion | FusionFunction,
     ops: Sequence[nn.Module],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..engine.specialized import unrecorded
 from ..errors import ArgumentTypeError, explain
 from ..op import BasicOperation, autocast_dtype
 from ..registry import disable, fusions
@@ -21,6 +22,7 @@ from .variants import Variant, leading_dims, modes, variants
 __all__ = ["check_op"]
 
 
+@unrecorded()  # what operations do shows in calls of theirs
 def check_op(
     op: BasicOperation,
     input: Tensor,

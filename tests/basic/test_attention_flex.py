@@ -23,6 +23,7 @@ from opfuser.attention.alibi import alibi_slopes
 from opfuser.attention.blockwise import hidden_keys
 from opfuser.attention.call import Call, Heads
 from opfuser.basic import dot_product_attention as module
+from opfuser.engine.specialized import unrecorded
 from opfuser.errors import NotSupportedError
 from tests.basic.test_attention_kernels import outcome
 from tests.basic.test_attention_modes import HALF_TOO, MODES, formula, make
@@ -303,6 +304,7 @@ def test_what_does_not_compile_runs_in_plain_torch(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@unrecorded()  # as while a graph is captured
 def test_nothing_is_compiled_while_a_graph_is_captured(
     graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def python_calls(step: Callable[[], None]) -> int:
         nonlocal count
         count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
 
-    for _ in range(2):
+    for _ in range(4):  # plans, and is recorded
         step()
     sys.setprofile(profile)
     try:

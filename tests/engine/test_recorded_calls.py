@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import opfuser
 from opfuser import GELU, Linear, Residual, RMSNorm, Sequential, SwiGLU
 from opfuser.change_tracking import active_calls
-from opfuser.engine import specialized
 from opfuser.engine.recorder import Recorder
+from opfuser.engine.specialized import unrecorded
 from opfuser.op import BasicOperation, OperationContext
 from opfuser.recording import watching
 from tests.engine.toys import without_collector
@@ -54,14 +54,6 @@ def dropout() -> Sequential:
 
 def image(*, grad: bool = True) -> Tensor:
     return torch.randn(2, 3, D, requires_grad=grad)
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Programs that are made within it record no call."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(specialized, "ENABLED", False)
-        yield
 
 
 @contextmanager

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuser
 from opfuser import gemm_providers
-from opfuser.engine import specialized
-from opfuser.engine.specialized import Backward
+from opfuser.engine.specialized import Backward, unrecorded
 from opfuser.gemm_providers import GemmOperand, GemmProvider
 from opfuser.optim import MasterWeights
 from opfuser.recipe import (
@@ -88,9 +87,7 @@ class Pair:
         """Calls both, and compares what they return, gradients, and all that they keep."""
         results = []
         for model in self.model, self.other:
-            with pytest.MonkeyPatch.context() as patch:
-                if model is self.other:
-                    patch.setattr(specialized, "ENABLED", False)
+            with unrecorded() if model is self.other else nullcontext():
                 torch.manual_seed(seed)
                 result = call(model)
             # At once: whichever region is opened next updates the scales of both.
@@ -107,13 +104,13 @@ def assert_equal(a: Any, b: Any) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def found(model: nn.Module) -> list[specialized.Specialization]:
+def found(model: nn.Module) -> list[Specialization]:
     """What was recorded of the calls of a Sequential."""
     programs = model._single._programs.values()  # type: ignore[union-attr]
     return [s for program in programs for s in program.specializations.found]
 
 
-def has_backward(special: specialized.Specialization) -> bool:
+def has_backward(special: Specialization) -> bool:
     return any(isinstance(b, Backward) for b in special.backwards.values())
 
 
