@@ -175,6 +175,10 @@ def guard_of_call(
     if x.is_cuda:
         names |= {"current_device": torch._C._cuda_getDevice, "modes": _modes}
         terms.append(f"current_device() == {x.get_device()}")
+        # The guard of the program compares no devices of parameters, and launches take addresses.
+        terms += [
+            f"parameters[{n}].get_device() == {x.get_device()}" for n in range(len(parameters))
+        ]
         terms.append(f"modes() == {constant(_modes())}")
         terms.append(f"not ({_addresses((x, parameters, extra_inputs, unwritten))}) & 15")
     text = "lambda x, parameters, extra_inputs, kept: " + " and ".join(terms)

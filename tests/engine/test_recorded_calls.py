@@ -977,3 +977,19 @@ def test_keywords_that_are_numbers() -> None:
         for _ in range(ENOUGH):
             module(x, op_kwargs={0: {"factor": Factor(5.0)}})
     assert not names
+
+
+@pytest.mark.gpu
+def test_parameters_that_were_moved_behind_our_back() -> None:
+    """A launch that was prepared would take an address of the host."""
+    module = Sequential(RMSNorm(D), GELU()).cuda()
+    x = image().cuda().detach().requires_grad_()
+    record(module, x)
+    kept = module[0].weight.data
+    module[0].weight.data = kept.cpu()
+    with pytest.raises((RuntimeError, ValueError)):
+        module(x)
+    module[0].weight.data = kept
+    assert_same(
+        both(module, x), both(twin(lambda: Sequential(RMSNorm(D), GELU()).cuda(), module), x)
+    )
