@@ -177,7 +177,7 @@ def guard_of_call(
         terms.append(f"current_device() == {x.get_device()}")
         # The guard of the program compares no devices of parameters, and launches take addresses.
         terms += [
-            f"parameters[{n}].get_device() == {x.get_device()}" for n in range(len(parameters))
+            f"parameters[{n}].get_device() == {t.get_device()}" for n, t in enumerate(parameters)
         ]
         terms.append(f"modes() == {constant(_modes())}")
         terms.append(f"not ({_addresses((x, parameters, extra_inputs, unwritten))}) & 15")
