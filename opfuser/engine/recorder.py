@@ -60,7 +60,6 @@ _RESHAPING = frozenset("flatten unflatten reshape squeeze unsqueeze view_as".spl
 _MAYBE_SAME = frozenset(
     "contiguous to type_as long float half bfloat16 double reshape flatten".split()
 )
-_PURE = _VIEWS | _EMPTY | _MAYBE_SAME
 # Answered by what guards compare.
 _GUARDED = frozenset(
     "shape size stride dim ndim ndimension dtype device numel nelement is_contiguous is_cuda "
