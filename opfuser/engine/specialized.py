@@ -357,8 +357,6 @@ class Specializations:
             kept: what operations read besides.
             keep: whether another backward pass may follow.
         """
-        if is_batched(dy) or (received and any(map(is_batched, received))) or not is_plain(dy):
-            return None
         kind = self._kind_of_backward(dy, received, kept, keep)
         found = None if kind is None else special.backwards.get(kind)
         if not isinstance(found, Backward):
@@ -382,10 +380,8 @@ class Specializations:
             program: whose pass it is.
             special, dy, received, saved, kept, keep: as of :meth:`find_backward`.
         """
-        if special.refusal is not None or any(map(is_batched, (dy, *received))) or not is_plain(dy):
-            return None
         kind = self._kind_of_backward(dy, received, kept, keep)
-        if kind is None:
+        if kind is None or special.refusal is not None:
             return None
         number = special.backwards.get(kind, 0)
         given_tensors = [t for t in (*received, *saved) if t is not None]
@@ -415,6 +411,8 @@ class Specializations:
 
         None where a recorded one may not run, and none may be recorded.
         """
+        if is_batched(dy) or (received and any(map(is_batched, received))) or not is_plain(dy):
+            return None
         if dy.is_cpu:
             how: Hashable = torch.get_num_threads()
         else:
