@@ -98,7 +98,7 @@ def check_fusion(
             rows = zero_rows and leading_dims(input) > 0
             tolerance = Tolerance(factor, floor)
             _check(handle, seq, inputs, rows, tolerance, unread, once=n == 0)
-    unread.warn(stacklevel=2)
+    unread.warn(stacklevel=3)  # beyond the frame of unrecorded()
 
 
 @contextmanager
