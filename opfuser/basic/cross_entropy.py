@@ -16,6 +16,9 @@ from ..errors import ArgumentError, InputError, explain
 from ..kernels.cross_entropy import (
     RowLosses,
     Terms,
+    aten_gradient,
+    aten_loss,
+    by_aten,
     cross_entropy_backward,
     cross_entropy_forward,
     cross_entropy_mean,
@@ -63,7 +66,8 @@ class CrossEntropy(BasicOperation):
     are not ignored: without any, the loss is nan and the gradient 0, as in torch.
 
     Saved: the logits, the targets, per row the largest logit m and ``Σ exp(x - m)``, and for "mean"
-    the number of rows that count (0-d): the only tensor of V entries per row is the input. Nothing
+    the number of rows that count (0-d): the only tensor of V entries per row is the input. Few
+    logits on a CPU are ATen's (log_softmax, nll_loss), without the statistics of rows. Nothing
     waits for the device.
 
     Kernels: on a GPU opfuser's own, which read the logits once forward, and once more backward to
@@ -104,8 +108,8 @@ class CrossEntropy(BasicOperation):
     class Saved(NamedTuple):
         logits: Tensor
         targets: Tensor
-        row_max: Tensor
-        sum_exp: Tensor
+        row_max: Tensor | None
+        sum_exp: Tensor | None
         num_valid: Tensor | None
 
     class Settings(NamedTuple):
@@ -192,6 +196,11 @@ class CrossEntropy(BasicOperation):
         self.check_inputs(input_.shape, input_.dtype, targets)
         logits, flat = _matrix(input_), targets.reshape(-1)
         own = self.vocabulary
+        if own is None and by_aten(logits, terms):
+            loss, count = aten_loss(logits, flat, terms.ignore_index, reduction)
+            if ctx.requires_grad:
+                ctx.save_for_backward(*self.Saved(input_, targets, None, None, count))
+            return loss.view_as(targets) if reduction == "none" else loss, [()]
         if own is None:
             loss, row_max, sum_exp = cross_entropy_forward(logits, flat, terms)
         else:
@@ -221,7 +230,9 @@ class CrossEntropy(BasicOperation):
         terms, reduction = ctx.settings or self.frozen_settings(ctx)
         dloss = grad_output.reshape(-1) if reduction == "none" else grad_output
         logits, flat, own = _matrix(input_), targets.reshape(-1), self.vocabulary
-        if own is None:
+        if row_max is None:
+            dx = aten_gradient(logits, flat, dloss, count, terms.ignore_index, reduction)
+        elif own is None:
             dx = cross_entropy_backward(logits, flat, row_max, sum_exp, dloss, count, terms)
         else:
             rows, classes = RowLosses(dloss, row_max, sum_exp), classes_of(own)

@@ -22,8 +22,15 @@ from torch import Tensor
 from . import cross_entropy_plain as plain
 from . import cross_entropy_traced as traced
 from .choice import kernel_or_plain
-from .cross_entropy_plain import LossGradient, MeanLoss, RowLosses, Terms
-from .launch import Launch, multiprocessors
+from .cross_entropy_plain import (
+    LossGradient,
+    MeanLoss,
+    RowLosses,
+    Terms,
+    aten_gradient,
+    aten_loss,
+)
+from .launch import DTYPES, Launch, multiprocessors, runs
 from .tiling import cdiv
 
 __all__ = [
@@ -34,6 +41,9 @@ __all__ = [
     "RowLosses",
     "RowRule",
     "Terms",
+    "aten_gradient",
+    "aten_loss",
+    "by_aten",
     "contiguous_rows",
     "cross_entropy_backward",
     "cross_entropy_forward",
@@ -186,6 +196,11 @@ cross_entropy_mean = kernel_or_plain(launch=_launch_mean, plain=plain.mean)
 cross_entropy_gradient = kernel_or_plain(
     launch=_launch_gradient, plain=plain.gradient, traced=traced.gradient
 )
+
+
+def by_aten(x: Tensor, terms: Terms) -> bool:
+    """Whether :func:`aten_loss` computes the loss and its mean in one call: few logits on a CPU."""
+    return not runs(x, DTYPES) and not torch.compiler.is_compiling() and plain.by_aten(x, terms)
 
 
 @dataclass(frozen=True)

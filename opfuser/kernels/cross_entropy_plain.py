@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..recording import seen_whole
 from .scalar import cast, wide_dtype
@@ -16,8 +15,11 @@ __all__ = [
     "MeanLoss",
     "RowLosses",
     "Terms",
+    "aten_gradient",
+    "aten_loss",
     "backward",
     "blocks_of_rows",
+    "by_aten",
     "classes_of_rows",
     "forward",
     "gradient",
@@ -155,16 +157,36 @@ def _gradient(
     return dx.scatter_add_(1, index, (smoothing - 1) * scale)
 
 
-def _by_nll_loss(x: Tensor, targets: Tensor, ignore_index: int) -> RowLosses:
-    """As :func:`forward`, without further terms, in six calls of ATen in place of fifteen."""
-    x = cast(x, wide_dtype(x.dtype))
-    log_p = torch.log_softmax(x, 1)
-    targets = cast(targets, torch.int64)
-    loss = F.nll_loss(log_p, targets, ignore_index=ignore_index, reduction="none")
-    return RowLosses(loss, x.amax(1), log_p.amax(1).neg_().exp_())
+def by_aten(x: Tensor, terms: Terms) -> bool:
+    """Whether ATen's loss is the one to take: on a CPU, for one block, without further terms."""
+    few = x.is_cpu and not (terms.label_smoothing or terms.z_loss)
+    return few and len(blocks_of_rows(x)) == 1
 
 
-def _gradient_by_nll_loss(
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def aten_loss(
+    x: Tensor, targets: Tensor, ignore_index: int, reduction: str
+) -> tuple[Tensor, Tensor]:
+    """The loss of logits (rows, classes), and what a mean divided by, () of fp32 or wider."""
+    log_p = torch.log_softmax(cast(x, wide_dtype(x.dtype)), 1)
+    targets, reduced = cast(targets, torch.int64), _REDUCTIONS[reduction]
+    loss, divisor = _aten.nll_loss_forward(log_p, targets, None, reduced, ignore_index)
+    return loss, divisor
+
+
+def aten_gradient(
+    x: Tensor, targets: Tensor, dloss: Tensor, divisor: Tensor, ignore_index: int, reduction: str
+) -> Tensor:
+    """Gradient of the logits, given that of :func:`aten_loss`."""
+    log_p = torch.log_softmax(cast(x, wide_dtype(x.dtype)), 1)
+    targets, reduced = cast(targets, torch.int64), _REDUCTIONS[reduction]
+    d_log_p = _aten.nll_loss_backward(dloss, log_p, targets, None, reduced, ignore_index, divisor)
+    return cast(_aten._log_softmax_backward_data(d_log_p, log_p, 1, log_p.dtype), x.dtype)
+
+
+def _gradient_by_aten(
     x: Tensor, targets: Tensor, count: Tensor | None, ignore_index: int
 ) -> LossGradient:
     """As :func:`gradient`, without further terms, in seven calls of ATen in place of seventeen."""
@@ -187,9 +209,11 @@ def _gradient_by_nll_loss(
 
 def forward(x: Tensor, targets: Tensor, terms: Terms) -> RowLosses:
     """Losses and statistics of logits (rows, classes)."""
+    if by_aten(x, terms):
+        x = cast(x, wide_dtype(x.dtype))
+        loss, _ = aten_loss(x, targets, terms.ignore_index, "none")
+        return RowLosses(loss, x.amax(1), torch.softmax(x, 1).amax(1).reciprocal_())
     blocks = blocks_of_rows(x)
-    if len(blocks) == 1 and x.is_cpu and not (terms.label_smoothing or terms.z_loss):
-        return _by_nll_loss(x, targets, terms.ignore_index)
     valid, index = classes_of_rows(targets, terms.ignore_index)
     if len(blocks) == 1:
         rows = _rows(x)
@@ -255,9 +279,9 @@ def gradient(x: Tensor, targets: Tensor, count: Tensor | None, terms: Terms) -> 
         count: () of int64.
         terms: of the loss.
     """
+    if by_aten(x, terms):
+        return _gradient_by_aten(x, targets, count, terms.ignore_index)
     blocks = blocks_of_rows(x)
-    if len(blocks) == 1 and x.is_cpu and not (terms.label_smoothing or terms.z_loss):
-        return _gradient_by_nll_loss(x, targets, count, terms.ignore_index)
     valid, index = classes_of_rows(targets, terms.ignore_index)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = valid.to(wide)
