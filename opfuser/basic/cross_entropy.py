@@ -195,26 +195,22 @@ class CrossEntropy(BasicOperation):
         assert targets is not None
         self.check_inputs(input_.shape, input_.dtype, targets)
         logits, flat = _matrix(input_), targets.reshape(-1)
-        own = self.vocabulary
+        own, count = self.vocabulary, None
         if own is None and by_aten(logits, terms):
+            row_max = sum_exp = None
             loss, count = aten_loss(logits, flat, terms.ignore_index, reduction)
-            if ctx.requires_grad:
-                ctx.save_for_backward(*self.Saved(input_, targets, None, None, count))
-            return loss.view_as(targets) if reduction == "none" else loss, [()]
-        if own is None:
-            loss, row_max, sum_exp = cross_entropy_forward(logits, flat, terms)
         else:
-            loss, row_max, sum_exp = losses_of_slices(logits, flat, terms, own)
-        count = None
-        if reduction == "mean":
-            loss, count = cross_entropy_mean(loss, flat, terms.ignore_index)
-        elif reduction == "sum":
-            loss = loss.sum()
-        else:
-            loss = loss.view_as(targets)
+            if own is None:
+                loss, row_max, sum_exp = cross_entropy_forward(logits, flat, terms)
+            else:
+                loss, row_max, sum_exp = losses_of_slices(logits, flat, terms, own)
+            if reduction == "mean":
+                loss, count = cross_entropy_mean(loss, flat, terms.ignore_index)
+            elif reduction == "sum":
+                loss = loss.sum()
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(input_, targets, row_max, sum_exp, count))
-        return loss, [()]
+        return loss.view_as(targets) if reduction == "none" else loss, [()]
 
     def fuser_backward(
         self,

@@ -33,6 +33,7 @@ from .graphs import Graph, graph_type
 from .passes import Tape, execute_backward, execute_forward
 from .program import Program
 from .ranges import replay_range
+from .threads import thread_that_may_wait
 
 __all__ = [
     "TOO_LARGE",
@@ -231,7 +232,8 @@ class Captured:
         for found in known:
             if found.assumptions.hold():
                 return found
-        if self.refusal is None and len(known) < _MAX_BACKWARDS:
+        may = self.asked or thread_that_may_wait() is None
+        if may and self.refusal is None and len(known) < _MAX_BACKWARDS:
             try:
                 found = self._record(received)
             except Exception as error:  # noqa: BLE001 - whatever a capture does not allow

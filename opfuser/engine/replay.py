@@ -40,6 +40,7 @@ from .replay_decision import Costs
 from .replay_options import ReplayOptions
 from .replay_trial import Trial
 from .replayed_call import replayed
+from .threads import thread_that_may_wait
 
 __all__ = ["ReplayCall", "Replays"]
 
@@ -271,6 +272,10 @@ class Replays:
 
     def _capture(self, options: ReplayOptions, kind: _Kind, call: ReplayCall) -> Flight | Refusal:
         program, input_, parameters, extra_inputs, _ = call
+        other = None if options.mode == "on" else thread_that_may_wait()
+        if other is not None:  # not for ever: threads end
+            why = f"{other}, another thread, may wait for the device while a call is recorded"
+            return Refusal("THREADS", why)
         kind.captures += 1
         try:
             captured = Captured(

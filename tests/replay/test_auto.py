@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import opfuser
 from opfuser.buffer_reuse import memory_of
-from opfuser.engine import graphs, replay, replay_trial
+from opfuser.engine import captured, graphs, replay, replay_trial
 from opfuser.engine.graphs import CudaGraph
 from opfuser.engine.replay_decision import (
     Costs,
@@ -22,6 +25,8 @@ from opfuser.engine.replay_decision import (
     refusal_before_trial,
 )
 from opfuser.engine.specialized import Specializations
+from opfuser.engine.threads import thread_that_may_wait
+from opfuser.fusion import Refusal
 from tests.replay.models import (
     DIM,
     assert_equal,
@@ -297,6 +302,66 @@ def test_nothing_is_recorded_while_somebody_looks_for_faults(
         assert code(model) == "DETERMINISTIC"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def another_thread() -> Iterator[None]:
+    """While one that is named logs waits."""
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, name="logs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("auto")
+def test_nothing_is_recorded_beside_a_thread_that_may_wait(device: torch.device) -> None:
+    model = block(device)
+    with another_thread():
+        train(model, device, BEFORE + TRIAL)
+    (record,) = model.last_plan.replays  # type: ignore[union-attr]
+    assert record.instances == 0
+    assert record.refusal == Refusal(
+        "THREADS", "logs, another thread, may wait for the device while a call is recorded"
+    )
+    train(model, device, 300 + BEFORE + TRIAL)
+    assert count(model) > 0
+
+
+@pytest.mark.usefixtures("auto")
+def test_backward_waits_for_such_a_thread_to_end(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "logs"
+    monkeypatch.setattr(captured, "thread_that_may_wait", lambda: other)
+    model = block(device)
+    train(model, device, BEFORE + TRIAL)
+    assert code(model) == ""
+    kept = [c for kind in model._module_groups[0]._replays._kinds.values() for c in kind.captured]
+    assert [c.is_complete for c in kept] == [False]
+    other = None
+    train(model, device, TRIAL)
+    assert [c.is_complete for c in kept] == [True]
+
+
+def test_which_threads_may_wait() -> None:
+    assert thread_that_may_wait() is None
+    loader = DataLoader(TensorDataset(torch.arange(4)), num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    assert thread_that_may_wait() is None, "queues of a data loader"
+    with another_thread():
+        assert thread_that_may_wait() == "logs"
+    del batches
+    x = torch.ones((), requires_grad=True)
+    said = []
+    y = x * 1
+    y.register_hook(lambda _: said.append(thread_that_may_wait()))
+    y.backward()
+    assert said == [None], "the thread that called backward"
 
 
 def test_what_asks_for_no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
