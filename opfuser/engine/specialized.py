@@ -44,6 +44,10 @@ _MAX_KINDS = 64
 # Equal calls before one is recorded: a first one compiles kernels, fills caches, and may be alone.
 CALLS_BEFORE = 1
 
+# Where as many are recorded as may be, before one takes the place of what was unused for longest:
+# with sizes that change from call to call, nothing is recorded again and again.
+_CALLS_BEFORE_REPLACING = 16
+
 
 class _Switch:
     """Whether calls of programs that are made now are recorded."""
@@ -249,15 +253,18 @@ class Specializations:
         keywords: Hashable,
     ) -> bool:
         """Whether a call for which there is none is to be recorded. Counts it."""
-        if len(self.found) >= _MAX_FOUND or not _is_plain_call(x, parameters, extra_inputs):
+        if not _is_plain_call(x, parameters, extra_inputs):
             return False
         kind = keywords, kind_of((x, *extra_inputs))
         if kind in self._refused:
             return False
         if len(self._kinds) >= _MAX_KINDS:
             self._kinds.clear()
-        self._kinds[kind] = calls = self._kinds.get(kind, 0) + 1
-        return calls > CALLS_BEFORE and (self.quantized is None or self.quantized.are_as_usual())
+        calls = self._kinds.get(kind, 0)
+        before = CALLS_BEFORE if len(self.found) < _MAX_FOUND else _CALLS_BEFORE_REPLACING
+        is_due = calls >= before and (self.quantized is None or self.quantized.are_as_usual())
+        self._kinds[kind] = 0 if is_due else calls + 1  # it may be replaced, and come again
+        return is_due
 
     def recorder(
         self,
@@ -336,7 +343,7 @@ class Specializations:
         theirs = memory_of_all([*all_inputs(arguments), output, *outputs])
         own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
         made = Specialization(keywords, guard, function, contexts, own)
-        self.found = (made, *self.found)
+        self.found = (made, *self.found[: _MAX_FOUND - 1])
         return made
 
     def find_backward(
