@@ -59,7 +59,7 @@ def test_ever_other_shapes_are_hardly_recorded(monkeypatch: pytest.MonkeyPatch) 
         return add(*args)
 
     monkeypatch.setattr(specialized.Specializations, "add", counted)
-    for _ in range(20):
+    for _ in range(50):
         for rows in range(1, 13):
             call(seq, rows, 1)
-    assert len(made) == 8 + 4
+    assert len(made) == 8 + 3 * 4, "after 17, 34 and 50 rounds"
