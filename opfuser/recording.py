@@ -68,6 +68,7 @@ class Watcher(Protocol):
         args: tuple[Any, ...],
         writes: int | None,
         flag: int | None,
+        several: Callable[..., Any] | None,
     ) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
@@ -192,7 +193,10 @@ def leave(holder: Any, name: str, value: Hashable) -> None:
 
 
 def seen_whole(
-    *, writes: int | None = None, flag: int | None = None
+    *,
+    writes: int | None = None,
+    flag: int | None = None,
+    several: Callable[..., Any] | None = None,
 ) -> Callable[[Function], Function]:
     """A function that decides by more than guards compare: who notes calls notes it as one.
 
@@ -200,6 +204,8 @@ def seen_whole(
         writes: position of the argument that it may write to, and return; None: it reads no values,
             and returns a tensor that nobody else has.
         flag: position of the argument that says whether it may; without, it always may.
+        several: returns the results of as many such calls as its last argument says, whatever the
+            other arguments of all but the first are.
     """
 
     def decorate(function: Function) -> Function:
@@ -208,7 +214,7 @@ def seen_whole(
             watcher = watching.watcher
             if watcher is None:
                 return function(*args)
-            return watcher.note_whole(function, args, writes, flag)
+            return watcher.note_whole(function, args, writes, flag, several)
 
         return call  # type: ignore[return-value]
 

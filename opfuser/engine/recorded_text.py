@@ -9,30 +9,11 @@ import torch
 
 from .emission import Text
 from .plan import Step
+from .recorded_memory import Call, frugal, scratch_of, unmarked
 
-__all__ = ["Call", "Straight", "text_of"]
+__all__ = ["Straight", "text_of"]
 
 _LONG = 100
-
-
-class Call(NamedTuple):
-    """A call that was noted.
-
-    Attributes:
-        step: whose it is.
-        text: of the call, with names in braces for the tensors.
-        reads: the names in it.
-        results: names of what it returns, None for what is no tensor.
-        unpacked: whether it returns several.
-        effect: whether it does anything besides returning these.
-    """
-
-    step: Step | None
-    text: str
-    reads: tuple[str, ...]
-    results: tuple[str | None, ...]
-    unpacked: bool
-    effect: bool
 
 
 class Straight(NamedTuple):
@@ -58,13 +39,19 @@ def text_of(
 ) -> Text:
     """The function of a recorded pass: its calls in order, each name deleted after its last use."""
     stage, arguments, opening, (closing, returned), comment = straight
-    calls = _needed(noted, returned)
+    calls = frugal(noted, returned)
+    small: tuple[str, ...] = ()
+    if device is not None:
+        calls, small, names["scratch"] = scratch_of(calls, returned)
     lines: list[tuple[str, Step | None]] = [(f"def {stage}({arguments}):", None)]
     used = {name for call in calls for name in call.reads} | set(returned)
     lines += [("    " + line, None) for name, line in opening if name is None or name in used]
     if device is not None:
         names["current_stream"] = torch._C._cuda_getCurrentRawStream
         lines.append((f"    stream = current_stream({device})", None))
+    if small:
+        lines.append(("    numbers, free = scratch(stream)", None))
+        lines.append((f"    {', '.join(small)}{',' * (len(small) == 1)} = numbers", None))
     last = {name: n for n, call in enumerate(calls) for name in (*call.reads, *call.results)}
     kept = set(returned)
     step: Step | None = None
@@ -76,9 +63,9 @@ def text_of(
         results = ", ".join(dead) + ("," if call.unpacked and len(dead) == 1 else "")
         unread = not any((name in last and last[name] > n) or name in kept for name in call.results)
         if not call.results or (unread and not call.unpacked) or (unread and call.unpacked):
-            line, gone = call.text, []
+            line, gone = unmarked(call.text), []
         else:
-            line = f"{results} = {call.text}"
+            line = f"{results} = {unmarked(call.text)}"
             gone = [
                 shown
                 for shown, name in zip(dead, call.results)
@@ -92,20 +79,12 @@ def text_of(
         ]
         if gone:
             lines.append((f"    del {', '.join(gone)}", step))
+    if small:
+        lines.append(("    free.append(numbers)", None))
     lines.append((f"    return {closing}", None))
     rows = [(row, own) for line, own in lines for row in _wrapped(line)]
     source = "".join(row + "\n" for row, _ in rows)
     return Text(source, names, {}, tuple(own for _, own in rows))
-
-
-def _needed(calls: Sequence[Call], returned: Sequence[str]) -> list[Call]:
-    """The calls without those that only return what nobody reads."""
-    read, needed = set(returned), []
-    for call in reversed(calls):
-        if call.effect or not read.isdisjoint(call.results):
-            read.update(call.reads)
-            needed.append(call)
-    return needed[::-1]
 
 
 def _wrapped(line: str) -> list[str]:

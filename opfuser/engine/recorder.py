@@ -29,7 +29,8 @@ from torch.overrides import TorchFunctionMode
 from ..recording import watched
 from .emission import Text
 from .plan import Step
-from .recorded_text import Call, Straight, text_of
+from .recorded_memory import Allocation, Call, Launched, Several, View, marked
+from .recorded_text import Straight, text_of
 
 __all__ = ["NotRecordableError", "Recorder", "memory_of_all", "places"]
 
@@ -284,6 +285,7 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         writes: int | None,
         flag: int | None,
+        several: Callable[..., Any] | None,
     ) -> Any:
         with torch._C.DisableTorchFunction():
             result = function(*args)
@@ -297,6 +299,9 @@ class Recorder(TorchFunctionMode):
                 values = ", ".join([self._value(value, reads) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"
                 self._add(text, reads, result, given, effect=True)
+                if several is not None:
+                    about = Several(self._bind(several, several.__name__), values)
+                    self.calls[-1] = self.calls[-1]._replace(about=about)
         return result
 
     def _note(
@@ -346,6 +351,9 @@ class Recorder(TorchFunctionMode):
         self._add(text, reads, result, given, effect=not pure)
         if name in _EMPTY:
             self._unwritten |= memory_of_all(made)
+            if func is torch.empty_strided and isinstance(result, Tensor):
+                about = Allocation(result.shape, result.stride(), result.dtype, result.device)
+                self.calls[-1] = self.calls[-1]._replace(about=about)
 
     def _question(self, name: str, asked: Sequence[Tensor], answer: Any) -> None:
         """Notes a call that has returned no tensor: the answer must be the same again."""
@@ -400,6 +408,7 @@ class Recorder(TorchFunctionMode):
         if any(isinstance(part, (tuple, list, dict)) for part in parts):
             raise NotRecordableError("results are nested")
         roots = {t.untyped_storage()._cdata: self._find(t) for t in given}
+        shares: list[str] = []
         results: list[str | None] = []
         for part in parts:
             if not isinstance(part, Tensor):
@@ -419,9 +428,28 @@ class Recorder(TorchFunctionMode):
             self._views[place] = name
             self._known[id(part)] = _Known(weakref.ref(part), name, root)
             results.append(name)
+            same = [self._find(t) for t in given if t.untyped_storage()._cdata == memory]
+            shares += [other.name for other in same if other is not None]
         unpacked = isinstance(result, (tuple, list))
         noted = tuple(results) if unpacked or results != [None] else ()
-        self.calls.append(Call(self._step(), text, tuple(reads), noted, unpacked, effect))
+        about = None if effect or unpacked or not shares else self._view(result, given, reads)
+        call = Call(self._step(), text, tuple(reads), noted, unpacked, effect, tuple(shares), about)
+        self.calls.append(call)
+
+    def _view(self, result: Tensor, given: Sequence[Tensor], reads: Sequence[str]) -> View | None:
+        """What is known of a view; None if it is one of several tensors."""
+        if len(given) != 1 or len(reads) != 1:
+            return None
+        storage, dtype = result.untyped_storage(), result.dtype
+        offset = result.data_ptr() - given[0].data_ptr()
+        last = sum([(size - 1) * step for size, step in zip(result.shape, result.stride())])
+        whole = result.data_ptr() == storage.data_ptr() and result.numel()
+        if not whole or (last + 1) * dtype.itemsize != storage.nbytes():
+            return View(reads[0], offset, dtype, None)
+        how = {"dtype": dtype, "device": result.device}
+        layout = result.shape, result.stride()
+        alone = self._text_of_call(torch.empty_strided, "empty_strided", layout, how, [])
+        return View(reads[0], offset, dtype, alone)
 
     def _root_of(self, tensor: Tensor) -> int | None:
         """The root of a tensor; by its memory if it is of no call that was noted.
@@ -490,6 +518,7 @@ class Recorder(TorchFunctionMode):
         reads: list[str] = []
         pointers = [self._value(t, reads) for t in tensors]
         numbers = [repr(i) for i in ints], [self._number(f) for f in floats]
+        about = Launched(by_addresses=False)
         name = launch.name.partition(":")[2]
         prepared = launch.prepared(tensors, ints)
         if prepared is None:
@@ -497,6 +526,7 @@ class Recorder(TorchFunctionMode):
             text = f"{self._bind(launch, name)}({grid}, {groups})"
         else:
             run, function, before, packed, values = prepared
+            about = Launched(by_addresses=True)
             self.device = given[0].get_device()
             addresses = ["None" if t == "None" else f"{t}.data_ptr()" for t in pointers]
             constants = [f"*{self._bind(values, 'constants')}"] if values else []
@@ -505,7 +535,8 @@ class Recorder(TorchFunctionMode):
             x, y, z = grid
             what = f"{x}, {y}, {z}, stream, {binary}, *{between}"
             text = f"{self._bind(run, 'launch')}({what}, {f'({own},)' if packed else own})"
-        self.calls.append(Call(self._step(), text, tuple(reads), (), False, effect=True))
+        call = Call(self._step(), text, tuple(reads), (), False, effect=True, about=about)
+        self.calls.append(call)
 
     # Text.
 
@@ -552,7 +583,7 @@ class Recorder(TorchFunctionMode):
             if known is None:
                 raise NotRecordableError("a tensor comes from elsewhere than from the calls seen")
             reads.append(known.name)
-            return known.name
+            return marked(known.name)
         if value is None or isinstance(value, (bool, str)):
             return repr(value)
         if isinstance(value, int):
@@ -595,7 +626,8 @@ class Recorder(TorchFunctionMode):
 
 _GIVEN = "xpeksdtg"
 _RESERVED = frozenset(
-    "forward backward parameters extra_inputs kept saved received stream dy".split()
+    "forward backward parameters extra_inputs kept saved received stream dy "
+    "current_stream scratch numbers free".split()
 )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..recording import seen_whole
 from .launch import runs
 
-__all__ = ["zero_for"]
+__all__ = ["zero_for", "zeros_for"]
 
 _COUNT = 128
 # In fp32. The address of each is a multiple of 16, which Triton tells apart from others.
@@ -18,32 +18,42 @@ _APART = 4
 _left: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
-@seen_whole()
+def zeros_for(x: Tensor, count: int) -> list[Tensor]:
+    """As many as ``count`` results of :func:`zero_for`, at little more than the price of one."""
+    if not runs(x):
+        return [_zeros(x, 1) for _ in range(count)]
+    stream = 0
+    if x.is_cuda:
+        if torch._C._cuda_isCurrentStreamCapturing():  # a replay is to fill it again
+            return [_zeros(x, 1) for _ in range(count)]
+        stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+    elif x.is_meta:  # who counts launches counts no fill
+        return [x.new_empty(1, dtype=torch.float32) for _ in range(count)]
+    found: list[Tensor] = []
+    left = _left.get((x.device, stream))
+    if left is not None:
+        try:
+            while len(found) < count:
+                found.append(left.pop())
+            return found
+        except IndexError:  # none is left, as another thread may have taken the last one
+            pass
+    while len(found) < count:
+        made = _many(x)
+        wanted = count - len(found)
+        found += made[:wanted]
+        if type(made[0]) is Tensor:  # what a mode makes, such as tensors without values, is its own
+            _left[x.device, stream] = made[wanted:]
+    return found
+
+
+@seen_whole(several=zeros_for)
 def zero_for(x: Tensor) -> Tensor:
     """0 in fp32, (1,), on the device of x: for one result of kernels that read x.
 
     A fill of its own takes a GPU a microsecond, and the host as long as any launch.
     """
-    if not runs(x):
-        return _zeros(x, 1)
-    stream = 0
-    if x.is_cuda:
-        if torch._C._cuda_isCurrentStreamCapturing():  # a replay is to fill it again
-            return _zeros(x, 1)
-        stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-    elif x.is_meta:  # who counts launches counts no fill
-        return x.new_empty(1, dtype=torch.float32)
-    left = _left.get((x.device, stream))
-    if left:
-        try:
-            return left.pop()
-        except IndexError:  # another thread took the last one
-            pass
-    made = _many(x)
-    number = made.pop()
-    if type(number) is Tensor:  # what a mode makes, such as tensors without values, is its own
-        _left[x.device, stream] = made
-    return number
+    return zeros_for(x, 1)[0]
 
 
 def _zeros(x: Tensor, *size: int) -> Tensor:
