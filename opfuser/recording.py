@@ -69,6 +69,7 @@ class Watcher(Protocol):
         writes: int | None,
         flag: int | None,
         several: Callable[..., Any] | None,
+        each: bool,
     ) -> Any:
         """Calls a function, and notes that alone, not what it calls."""
 
@@ -197,6 +198,7 @@ def seen_whole(
     writes: int | None = None,
     flag: int | None = None,
     several: Callable[..., Any] | None = None,
+    each: bool = False,
 ) -> Callable[[Function], Function]:
     """A function that decides by more than guards compare: who notes calls notes it as one.
 
@@ -204,8 +206,9 @@ def seen_whole(
         writes: position of the argument that it may write to, and return; None: it reads no values,
             and returns a tensor that nobody else has.
         flag: position of the argument that says whether it may; without, it always may.
-        several: returns the results of as many such calls as its last argument says, whatever the
-            other arguments of all but the first are.
+        several: returns the results of several such calls, in place of the first of them.
+        each: whether it takes the arguments of all calls, whose values none of them and nothing
+            between them changes; else that of the first one, and how many there are.
     """
 
     def decorate(function: Function) -> Function:
@@ -214,7 +217,7 @@ def seen_whole(
             watcher = watching.watcher
             if watcher is None:
                 return function(*args)
-            return watcher.note_whole(function, args, writes, flag, several)
+            return watcher.note_whole(function, args, writes, flag, several, each)
 
         return call  # type: ignore[return-value]
 

@@ -91,12 +91,17 @@ class Several(NamedTuple):
     """A call whose results are all alike, and can be had together.
 
     Attributes:
-        function: what returns several, as lines name it: takes the same arguments, and how many.
-        arguments: their text.
+        function: what returns several, as lines name it.
+        argument: the text of the argument.
+        each: whether it takes the arguments of all, which are there from the beginning; else the
+            first one, and how many results it returns.
+        device: of the results.
     """
 
     function: str
-    arguments: str
+    argument: str
+    each: bool
+    device: torch.device
 
 
 class Call(NamedTuple):
@@ -123,15 +128,18 @@ class Call(NamedTuple):
     about: Allocation | View | Launched | Several | None = None
 
 
-def frugal(calls: Sequence[Call], returned: Sequence[str]) -> list[Call]:
+def frugal(calls: Sequence[Call], returned: Sequence[str], *, launches: bool) -> list[Call]:
     """Calls that do the same with fewer allocations and views.
 
     Args:
         calls: of a pass.
         returned: the names of its results.
+        launches: whether kernels are launched by addresses.
     """
-    found = _without_views(_by_addresses(list(calls), returned), returned)
-    return _together(_needed(found, returned))
+    found = _needed(calls, returned)
+    if launches:
+        found = _together(_by_addresses(found, returned))
+    return _without_views(found, returned)
 
 
 def _needed(calls: Sequence[Call], returned: Sequence[str]) -> list[Call]:
@@ -158,7 +166,7 @@ def _is_by_addresses(call: Call) -> bool:
 
 def _by_addresses(calls: list[Call], returned: Sequence[str]) -> list[Call]:
     """Has launches read views, which nobody else reads, from the addresses of their bases."""
-    calls, kept = _needed(calls, returned), set(returned)
+    kept = set(returned)
     while True:
         readers = _readers(calls)
         places = {
@@ -226,21 +234,27 @@ def _of_view(call: Call, views: dict[str, tuple[str, str]]) -> Call:
 
 def _together(calls: list[Call]) -> list[Call]:
     """Has one call return the results of all that can be had together."""
-    alike: dict[str, list[Call]] = {}
+    alike: dict[tuple[str, torch.device], list[Call]] = {}
     for call in calls:
         if isinstance(call.about, Several):
-            alike.setdefault(call.about.function, []).append(call)
-    merged: dict[int, Call] = {}
-    dropped: set[int] = set()
-    for function, own in alike.items():
-        first, others = own[0], own[1:]
-        if others:
-            assert isinstance(first.about, Several)
-            text = f"{function}({first.about.arguments}, {len(own)})"
-            results = tuple([name for call in own for name in call.results])
-            merged[id(first)] = first._replace(text=text, results=results, unpacked=True)
-            dropped |= set(map(id, others))
+            alike.setdefault((call.about.function, call.about.device), []).append(call)
+    merged = {id(own[0]): _merged(own) for own in alike.values() if len(own) > 1}
+    dropped = {id(call) for own in alike.values() for call in own[1:]}
     return [merged.get(id(call), call) for call in calls if id(call) not in dropped]
+
+
+def _merged(calls: Sequence[Call]) -> Call:
+    """The one call in place of several that are alike."""
+    about = [call.about for call in calls if isinstance(call.about, Several)]
+    function, first, each, _ = about[0]
+    rest = [own.argument for own in about[1:]] if each else [str(len(about))]
+    reads = tuple([name for call in calls for name in call.reads]) if each else calls[0].reads
+    return calls[0]._replace(
+        text=f"{function}({', '.join([first, *rest])})",
+        reads=reads,
+        results=tuple([name for call in calls for name in call.results]),
+        unpacked=True,
+    )
 
 
 class Scratch:

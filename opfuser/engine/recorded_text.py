@@ -39,7 +39,7 @@ def text_of(
 ) -> Text:
     """The function of a recorded pass: its calls in order, each name deleted after its last use."""
     stage, arguments, opening, (closing, returned), comment = straight
-    calls = frugal(noted, returned)
+    calls = frugal(noted, returned, launches=device is not None)
     small: tuple[str, ...] = ()
     if device is not None:
         calls, small, names["scratch"] = scratch_of(calls, returned)

@@ -286,6 +286,7 @@ class Recorder(TorchFunctionMode):
         writes: int | None,
         flag: int | None,
         several: Callable[..., Any] | None,
+        each: bool,
     ) -> Any:
         with torch._C.DisableTorchFunction():
             result = function(*args)
@@ -299,8 +300,9 @@ class Recorder(TorchFunctionMode):
                 values = ", ".join([self._value(value, reads) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"
                 self._add(text, reads, result, given, effect=True)
-                if several is not None:
-                    about = Several(self._bind(several, several.__name__), values)
+                if several is not None and not (each and any(name[0] == "t" for name in reads)):
+                    name = self._bind(several, several.__name__.strip("_"))
+                    about = Several(name, values, each, result.device)
                     self.calls[-1] = self.calls[-1]._replace(about=about)
         return result
 

@@ -22,7 +22,7 @@ from ..kernels.scales import update_scales as update_together
 from ..op.fusible import FusibleOperation
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
 from ..recomputation import computed_again, in_backward
-from ..recording import refuse_watching
+from ..recording import refuse_watching, seen_whole
 from .checkpointed import note_scale, scale_of_forward
 
 __all__ = [
@@ -60,6 +60,15 @@ class _Parts(NamedTuple):
     scale: tuple[Tensor, ...]
     amax: tuple[Tensor, ...]
     addresses: tuple[int, int, int]
+
+
+def _clones(*scales: Tensor) -> tuple[Tensor, ...]:
+    """Copies of scales, (3,), by one launch."""
+    return torch.stack(scales).unbind()
+
+
+# Within a pass nothing changes scales, whatever else it is given of a state.
+_clone: Callable[[Tensor], Tensor] = seen_whole(several=_clones, each=True)(torch.clone)
 
 
 def _addresses(kept: KeptScales) -> tuple[int, int, int]:
@@ -204,7 +213,7 @@ class QuantizationState(nn.Module):
 
         Forward saves it for what backward rounds again: updates change :attr:`scale` in place.
         """
-        used = self._current_parts().kept.scale.clone()
+        used = _clone(self._current_parts().kept.scale)
         for number, scale in self._other.items():  # a NaN is not kept
             used[number] = scale[0]
         return used

@@ -1,0 +1,119 @@
+"""Recorded passes as they run on a GPU: launches that are given addresses, and products of codes.
+
+The interpreter takes the place of Triton's launcher, and a product of the values that of cuBLASLt.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+import opfuser
+from opfuser.engine.specialized import unrecorded
+from opfuser.kernels.launch import INTERPRETED, Launch
+from opfuser.quantization import products
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs kernels that run on a CPU")
+
+RECIPES: dict[str, Recipe | None] = {
+    "bf16": None,
+    "delayed": DelayedScaling(amax_history_len=2),
+    "predicted": Float8PredictedScaling(),
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "saved": DelayedScaling(save_activations="fp8"),
+}
+
+
+def tensor_at(address: int, dtype: torch.dtype) -> Tensor:
+    element = (ctypes.c_byte * dtype.itemsize).from_address(address)
+    return torch.frombuffer(element, dtype=torch.uint8).view(dtype)
+
+
+def prepared(launch: Launch, tensors: tuple[Tensor | None, ...], ints: tuple[int, ...]) -> Any:
+    """As a binary is launched: dtypes are those of the call that was recorded."""
+    dtypes = [None if t is None else t.dtype for t in tensors]
+
+    def run(x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+        pairs = zip(args, dtypes)
+        given = [p if d is None else tensor_at(p, d) for p, d in pairs]
+        rest = args[len(dtypes) : len(args) - len(launch.values)]
+        launch._launch_by_triton(None, (x, y, z), (*given, *rest))
+
+    return run, launch.name, (), False, launch.values
+
+
+def product(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    """As ``torch._scaled_mm_v2``, but with one factor in place of all scales of blocks."""
+    if has_torch_function((a, b)):
+        return handle_torch_function(product, (a, b), a, b, *rest)
+    assert a.stride(1) == b.stride(0) == 1
+    factors = [s if s.numel() == 1 else 2.0 ** -(8 + len(s.shape)) for (s,) in (rest[0], rest[3])]
+    y = a.float() @ b.float() * factors[0] * factors[1]
+    return y.to(rest[7])
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Launch, "prepared", prepared)
+    monkeypatch.setattr(torch, "_scaled_mm_v2", product)
+    monkeypatch.setattr(products, "has_hardware", lambda device, recipe: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    yield
+
+
+def swiglu() -> opfuser.Sequential:
+    torch.manual_seed(0)
+    return opfuser.Sequential(
+        opfuser.RMSNorm(128),
+        opfuser.Linear(128, 256, bias=False),
+        opfuser.SwiGLU(),
+        opfuser.Linear(128, 128, bias=False),
+    ).to(torch.bfloat16)
+
+
+def step(model: nn.Module, recipe: Recipe | None, n: int) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(n)
+    x = (torch.randn(16, 128, generator=generator) * 3.0 ** (n % 3)).bfloat16().requires_grad_()
+    model.zero_grad()
+    with opfuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x)
+    y.square().sum().backward()
+    kept = [t.clone() for t in model.state_dict().values()]
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()], *kept]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_steps_are_those_of_the_program(recipe: Recipe | None) -> None:
+    model = swiglu()
+    other = copy.deepcopy(model)
+    for n in range(4):
+        ours = step(model, recipe, n)
+        with unrecorded():
+            theirs = step(other, recipe, n)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert "stream" in model.last_plan.recorded
+    assert "stream" not in other.last_plan.recorded
+
+
+def lines_with(model: opfuser.Sequential, name: str) -> int:
+    return sum(
+        f" {name}(" in f" {line.strip()}".replace(".", " ")
+        for line in model.last_plan.recorded.splitlines()
+    )
