@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["Part", "computed_again", "in_backward", "parts_under_way"]
+__all__ = ["Part", "computed_again", "in_backward", "is_outside", "parts_under_way"]
 
 
 class Part(NamedTuple):
@@ -46,6 +46,11 @@ _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_defaul
 def in_backward() -> bool:
     """Whether autograd is running in this thread."""
     return _graph_task() != -1
+
+
+def is_outside() -> bool:
+    """Whether the caller is in no backward pass and no part: the usual case, at the least price."""
+    return _graph_task() == -1 and _top_hooks(False) is None and torch.is_grad_enabled()
 
 
 def computed_again() -> Part | None:

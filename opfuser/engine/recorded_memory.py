@@ -211,9 +211,10 @@ def _without_views(calls: list[Call], returned: Sequence[str]) -> list[Call]:
         others = [c for c in readers.get(name, ()) if not isinstance(c.about, Launched)]
         if len(others) != 1 or not isinstance(others[0].about, View):
             continue
-        _, _, dtype, alone = others[0].about
-        if alone and (dtype is call.about.dtype or all(map(_is_by_addresses, launches))):
-            views[name] = others[0].results[0] or "", alone
+        (view,), (_, _, dtype, alone) = others[0].results, others[0].about
+        fits = dtype is call.about.dtype or all(map(_is_by_addresses, launches))
+        if fits and alone is not None and view is not None and view not in returned:
+            views[name] = view, alone
     dropped = {view for view, _ in views.values()}
     return [_of_view(call, views) for call in calls if dropped.isdisjoint(call.results)]
 
@@ -257,6 +258,9 @@ def _merged(calls: Sequence[Call]) -> Call:
     )
 
 
+_HAS_GRAPHS = torch.backends.cuda.is_built()
+
+
 class Scratch:
     """Small memory of a pass, kept from call to call.
 
@@ -274,7 +278,7 @@ class Scratch:
 
     def __call__(self, stream: int) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]]]:
         """The tensors, and the list to which they are appended at the end of the pass."""
-        if torch.cuda.is_available() and torch._C._cuda_isCurrentStreamCapturing():
+        if _HAS_GRAPHS and torch._C._cuda_isCurrentStreamCapturing():
             return self._made(), []
         free = self._free.get(stream)
         if free is None:

@@ -446,7 +446,7 @@ class Recorder(TorchFunctionMode):
         offset = result.data_ptr() - given[0].data_ptr()
         last = sum([(size - 1) * step for size, step in zip(result.shape, result.stride())])
         whole = result.data_ptr() == storage.data_ptr() and result.numel()
-        if not whole or (last + 1) * dtype.itemsize != storage.nbytes():
+        if not whole or result.is_conj() or (last + 1) * dtype.itemsize != storage.nbytes():
             return View(reads[0], offset, dtype, None)
         how = {"dtype": dtype, "device": result.device}
         layout = result.shape, result.stride()

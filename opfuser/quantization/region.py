@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, NotSupportedError, RecomputationError, explain
 from ..recipe import DelayedScaling, Recipe
-from ..recomputation import computed_again, in_backward
+from ..recomputation import computed_again, in_backward, is_outside
 from .checkpointed import forward_of, is_any_known, is_within_any, note_region
 from .state import Stateful, enter_region
 
@@ -75,7 +75,7 @@ def _current() -> Region:
     those that it opens itself.
     """
     found = _region.get()
-    if found is _NOWHERE and not is_any_known():
+    if is_outside() or (found is _NOWHERE and not is_any_known()):
         return found
     part = computed_again()
     if part is None or found.opened_by is part.key:
@@ -86,6 +86,8 @@ def _current() -> Region:
 
 def _enter(region: Region, around: Region) -> Token[Region]:
     """Opens a region; what is computed again later finds that which was open before."""
+    if is_outside():
+        return _region.set(region)
     note_region(around)
     part = computed_again()
     return _region.set(region if part is None else region._replace(opened_by=part.key))
@@ -96,7 +98,7 @@ def region_with_recipe() -> tuple[Region, bool]:
 
     And whether the call is part of what a checkpoint may compute again, or computes again.
     """
-    if not is_any_known():
+    if is_outside() or not is_any_known():
         return _region.get(), False
     return _current(), is_within_any()
 
@@ -118,6 +120,8 @@ def recipe_of_call() -> Recipe | None:
         RecomputationError: the call may be one that is computed again, of which nothing tells the
             first time, whose scales it is to have.
     """
+    if is_outside():
+        return _region.get().recipe
     region = _current()
     if region.recipe is None:
         return None

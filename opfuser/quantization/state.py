@@ -21,7 +21,7 @@ from ..kernels.scales import KeptScales
 from ..kernels.scales import update_scales as update_together
 from ..op.fusible import FusibleOperation
 from ..recipe import DelayedScaling, Float8PredictedScaling, Recipe
-from ..recomputation import computed_again, in_backward
+from ..recomputation import computed_again, in_backward, is_outside
 from ..recording import refuse_watching, seen_whole
 from .checkpointed import note_scale, scale_of_forward
 
@@ -521,6 +521,8 @@ def settled_scales(ops: Sequence[nn.Module], recipe: Stateful) -> SettledScales 
 
 def _is_past() -> bool:
     """Whether the caller belongs to a call that came earlier."""
+    if is_outside():
+        return False
     return in_backward() or computed_again() is not None
 
 
@@ -588,18 +590,21 @@ def update_scales() -> None:
     other ranks wait for a region with their group.
     """
     # In the order of their numbers. Going through values() takes seven calls.
-    states = [state for found in _all.valuerefs() if (state := found()) is not None]
+    states: list[QuantizationState] = []
+    for found in _all.valuerefs():
+        state = found()
+        if state is not None:
+            states.append(state)
     if not (states or _groups) or _is_past():
         return
     groups = list(_groups)
     _groups.clear()
     for group in groups:
         _agree(group, [state for state in states if state.group is group])
-    update = [
-        state._current_parts().kept
-        for state in states
-        if state.recipe is not None and (state.group is None or state.group in groups)
-    ]
+    update: list[KeptScales] = []
+    for state in states:
+        if state.recipe is not None and (state.group is None or state.group in groups):
+            update.append(state._current_parts().kept)
     update_together(update)
     if update and ScalesUpdated.wanted:
         emit(ScalesUpdated(len(update), ROLES, "region"))
