@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -70,12 +69,11 @@ def product(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launch, "prepared", prepared)
     monkeypatch.setattr(torch, "_scaled_mm_v2", product)
     monkeypatch.setattr(products, "has_hardware", lambda device, recipe: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    yield
 
 
 def swiglu() -> opfuser.Sequential:
@@ -110,10 +108,3 @@ def test_steps_are_those_of_the_program(recipe: Recipe | None) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     assert "stream" in model.last_plan.recorded
     assert "stream" not in other.last_plan.recorded
-
-
-def lines_with(model: opfuser.Sequential, name: str) -> int:
-    return sum(
-        f" {name}(" in f" {line.strip()}".replace(".", " ")
-        for line in model.last_plan.recorded.splitlines()
-    )

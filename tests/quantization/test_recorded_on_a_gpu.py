@@ -1,0 +1,92 @@
+"""What a recorded step calls where kernels are launched: counted, with launches that do nothing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+import opfuser
+from opfuser.kernels import launch
+from opfuser.kernels.launch import Launch
+from opfuser.quantization import products
+from opfuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8PredictedScaling,
+    MXFP8BlockScaling,
+    Recipe,
+)
+
+# Launches of forward and backward, and tensors that they allocate, besides six GEMMs.
+CALLS: dict[str, tuple[Recipe | None, int, int]] = {
+    "bf16": (None, 5, 8),
+    "delayed": (DelayedScaling(), 11, 16),
+    "predicted": (Float8PredictedScaling(), 11, 16),
+    "current": (Float8CurrentScaling(), 17, 17),
+    "blocks": (Float8BlockScaling(), 11, 28),
+    "mxfp8": (MXFP8BlockScaling(), 15, 32),
+}
+
+
+def product(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    if has_torch_function((a, b)):
+        return handle_torch_function(product, (a, b), a, b, *rest)
+    return a.new_zeros(a.shape[0], b.shape[1], dtype=rest[7])
+
+
+nothing = "".format  # takes any arguments
+
+
+def prepared(launch: Launch, tensors: Any, ints: Any) -> Any:
+    return nothing, launch.name, (), False, tuple(launch.constants.values())
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch._State, "everywhere", True)
+    monkeypatch.setattr(Launch, "_run", lambda *args: None)
+    monkeypatch.setattr(Launch, "prepared", prepared)
+    monkeypatch.setattr(torch, "_scaled_mm_v2", product)
+    monkeypatch.setattr(products, "has_hardware", lambda device, recipe: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+
+
+def recorded_step(recipe: Recipe | None) -> str:
+    model = opfuser.Sequential(
+        opfuser.RMSNorm(512),
+        opfuser.Linear(512, 1024, bias=False),
+        opfuser.SwiGLU(),
+        opfuser.Linear(512, 512, bias=False),
+    ).to(torch.bfloat16)
+    x = torch.randn(512, 512, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(5):
+        with opfuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x)
+        y.backward(torch.ones_like(y))
+    assert model.last_plan is not None
+    return model.last_plan.recorded
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_a_recorded_step(name: str) -> None:
+    recipe, launches, allocations = CALLS[name]
+    lines = recorded_step(recipe)
+    calls = Counter(re.findall(r"([a-zA-Z]\w*)\(", re.sub(r"#.*", "", lines)))
+    for word in ("forward", "backward", "data_ptr", "clear", "current_stream", "append"):
+        calls.pop(word, None)
+    assert sum(calls.pop(name, 0) for name in ("product", "linear", "mm", "matmul")) == 6
+    assert calls.pop("launch") == launches
+    assert calls.pop("empty_strided") == allocations
+    # Of bf16 the transposes of gradients; else memory is allocated as it is read.
+    views = {} if recipe else {"t": 2}
+    per_tensor = {"scratch": 2} if recipe and recipe.float8_per_tensor_scaling() else {}
+    kept = {"clones": 1} if name in ("delayed", "predicted") else {}
+    measured = {"zeros_for": 2} if name == "current" else {}
+    assert calls == {**views, **per_tensor, **kept, **measured}
