@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from opfuser.kernels.launch import recorded
 from opfuser.kernels.quantize import amax_of
-from opfuser.kernels.zeros import zero_for
+from opfuser.kernels.zeros import zero_for, zeros_for
 
 X = torch.ones(2, 3, dtype=torch.bfloat16)
 
@@ -23,13 +23,29 @@ def kernels() -> Iterator[None]:
         yield
 
 
+def one_by_one(count: int) -> list[Tensor]:
+    return [zero_for(X) for _ in range(count)]
+
+
+def some_at_once(count: int) -> list[Tensor]:
+    numbers: list[Tensor] = []
+    while len(numbers) < count:
+        numbers += zeros_for(X, min(7, count - len(numbers)))
+    return numbers
+
+
+TAKEN = pytest.mark.parametrize("taken", [one_by_one, some_at_once])
+Taken = Callable[[int], list[Tensor]]
+
+
 def memory(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
+@TAKEN
 @pytest.mark.usefixtures("kernels")
-def test_each_is_0_and_nobody_elses() -> None:
-    numbers = [zero_for(X) for _ in range(300)]
+def test_each_is_0_and_nobody_elses(taken: Taken) -> None:
+    numbers = taken(300)
     for n, number in enumerate(numbers):
         assert (number.shape, number.dtype, number.item()) == ((1,), torch.float32, 0.0)
         number.fill_(n + 1)
@@ -38,15 +54,17 @@ def test_each_is_0_and_nobody_elses() -> None:
     assert all(number.data_ptr() % 16 == 0 for number in numbers), "launches tell them apart"
 
 
-def test_without_kernels_each_has_its_memory() -> None:
-    first, second = zero_for(X), zero_for(X)
+@TAKEN
+def test_without_kernels_each_has_its_memory(taken: Taken) -> None:
+    first, second = taken(2)
     assert memory(first) != memory(second)
     assert first.untyped_storage().nbytes() == 4
 
 
+@TAKEN
 @pytest.mark.usefixtures("kernels")
-def test_a_write_to_one_is_not_one_to_another() -> None:
-    saved, other = zero_for(X), zero_for(X)
+def test_a_write_to_one_is_not_one_to_another(taken: Taken) -> None:
+    saved, other = taken(2)
     w = torch.ones(1, requires_grad=True)
     y = w * saved
     other.add_(1.0)
@@ -55,10 +73,11 @@ def test_a_write_to_one_is_not_one_to_another() -> None:
     assert w.grad.item() == 0.0
 
 
+@TAKEN
 @pytest.mark.usefixtures("kernels")
-def test_those_of_an_inference_are_no_inference_tensors() -> None:
+def test_those_of_an_inference_are_no_inference_tensors(taken: Taken) -> None:
     with torch.inference_mode():
-        numbers = [zero_for(X) for _ in range(300)]
+        numbers = taken(300)
     assert not any(number.is_inference() for number in numbers)
 
 
