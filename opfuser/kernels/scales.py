@@ -33,12 +33,12 @@ class _Table(NamedTuple):
     Attributes:
         operations: what it was made of; kept alive, so that no other tensors can be at their
             addresses.
-        pointers: of their tensors when it was made, and the stream that it was made on.
+        stream: that it was made on.
         addresses, numbers: as the kernel takes them.
     """
 
     operations: Sequence[KeptScales]
-    pointers: list[int]
+    stream: int
     addresses: Tensor
     numbers: Tensor
 
@@ -54,9 +54,14 @@ def update_scales(operations: Sequence[KeptScales]) -> None:
     The scale is ``quantize.scale_for`` of the largest value of the history, or of its first row;
     where that is 0 it stays as it is. ``amax`` becomes 0.
 
-    One launch per device. The same :class:`KeptScales` again cost about a microsecond of host time
-    each.
+    One launch per device. The same :class:`KeptScales` again cost a tenth of a microsecond of host
+    time each.
     """
+    tables = tuple(_tables.items())
+    for device, table in tables[:1]:  # the usual case: those of before, on one device
+        if len(tables) == 1 and _is_of(table, device, operations) and runs(operations[0].scale):
+            _launch()((len(operations), 1, 1), (table.addresses, table.numbers))
+            return
     by_device: dict[torch.device, list[KeptScales]] = {}
     for kept in operations:
         by_device.setdefault(kept.scale.device, []).append(kept)
@@ -75,28 +80,35 @@ def _captures(device: torch.device) -> bool:
 
 
 def _launch_update(device: torch.device, operations: Sequence[KeptScales]) -> None:
-    pointers = [t.data_ptr() for kept in operations for t in kept[:3]]
-    if device.type == "cuda":
-        pointers.append(torch._C._cuda_getCurrentRawStream(device.index))
     table = _tables.get(device)
-    if (
-        table is None
-        or table.pointers != pointers
-        or not all(map(operator.is_, table.operations, operations))
-    ):
-        _tables[device] = table = _made(device, operations, pointers)
+    if table is None or not _is_of(table, device, operations):
+        _tables[device] = table = _made(device, operations)
     _launch()((len(operations), 1, 1), (table.addresses, table.numbers))
 
 
-def _made(device: torch.device, operations: Sequence[KeptScales], pointers: list[int]) -> _Table:
+def _is_of(table: _Table, device: torch.device, operations: Sequence[KeptScales]) -> bool:
+    """Whether a table is that of operations, and of a stream of now."""
+    return (
+        len(table.operations) == len(operations)
+        and all(map(operator.is_, table.operations, operations))
+        and not _captures(device)
+        and table.stream == _stream(device)
+    )
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def _made(device: torch.device, operations: Sequence[KeptScales]) -> _Table:
     addresses, numbers = [], []
     for kept in operations:
         own = [t.data_ptr() for t in kept[:3]]
         addresses.append([*own, len(kept.history), kept.most_recent])
         numbers.append([*map(largest, kept.dtypes), 2.0**-kept.margin])
     return _Table(
-        operations,
-        pointers,
+        tuple(operations),
+        _stream(device),
         _on(device, torch.tensor(addresses, dtype=torch.int64)),
         _on(device, torch.tensor(numbers, dtype=torch.float32)),
     )

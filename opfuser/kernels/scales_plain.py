@@ -16,7 +16,7 @@ __all__ = ["KeptScales", "update_plain"]
 class KeptScales(NamedTuple):
     """What an operation keeps of its three kinds of tensors, and how it changes.
 
-    Tensors are in fp32 and contiguous.
+    Tensors are in fp32 and contiguous. Where one gets other memory, all of this is made anew.
 
     Attributes:
         scale: (3,).

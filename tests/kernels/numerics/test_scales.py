@@ -136,6 +136,7 @@ def test_operations_come_and_go(device: torch.device) -> None:
     own = operations[2]
     old = own.scale.detach()
     own.scale.data = own.scale.repeat(3, 1)[1]  # as FSDP does with buffers
+    own = operations[2] = KeptScales(*own)
     for amax, then in ((1.0, old.clone()), (2.0, old.clone())):
         own.amax.fill_(amax)
         check(operations)
@@ -151,6 +152,7 @@ def test_one_launch_whatever_the_number_of_operations(device: torch.device) -> N
         (first,) = launches
         update_scales(list(operations))
         update_scales(operations[1:])
+        update_scales([*operations[2:], operations[0]])
     addresses, numbers = first.tensors
     assert addresses is not None
     assert numbers is not None
@@ -162,6 +164,7 @@ def test_one_launch_whatever_the_number_of_operations(device: torch.device) -> N
     # The table is made once for the same operations.
     assert launches[1].tensors[0] is addresses
     assert launches[2].tensors[0] is not addresses
+    assert launches[3].tensors[0] is not launches[2].tensors[0]
 
 
 @pytest.mark.gpu
