@@ -63,8 +63,11 @@ class _Parts(NamedTuple):
 
 
 def _clones(*scales: Tensor) -> tuple[Tensor, ...]:
-    """Copies of scales, (3,), by one launch."""
-    return torch.stack(scales).unbind()
+    """Copies of scales, (3,), by one launch; each begins at a multiple of 16 bytes, as alone."""
+    shape, strides = (len(scales), len(ROLES)), (len(ROLES) + 1, 1)
+    copies = scales[0].new_empty_strided(shape, strides).unbind()
+    torch._foreach_copy_(copies, scales)
+    return copies
 
 
 # Within a pass nothing changes scales, whatever else it is given of a state.

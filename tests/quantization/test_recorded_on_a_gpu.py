@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 import opfuser
 from opfuser.kernels import launch
 from opfuser.kernels.launch import Launch
-from opfuser.quantization import products
+from opfuser.quantization import products, state
 from opfuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -90,3 +90,14 @@ def test_calls_of_a_recorded_step(name: str) -> None:
     kept = {"clones": 1} if name in ("delayed", "predicted") else {}
     measured = {"zeros_for": 2} if name == "current" else {}
     assert calls == {**views, **per_tensor, **kept, **measured}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_copies_of_scales_lie_as_each_would_alone(count: int) -> None:
+    """Binaries of backward tell apart which addresses are multiples of 16."""
+    scales = [torch.rand(3) for _ in range(count)]
+    copies = state._clones(*scales)
+    for copy, scale in zip(copies, scales, strict=True):
+        assert torch.equal(copy, scale)
+        assert copy.data_ptr() % 16 == 0
+        assert copy.is_contiguous()

@@ -32,11 +32,10 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs kernels that run 
 RECIPES: dict[str, Recipe | None] = {
     "bf16": None,
     "delayed": DelayedScaling(amax_history_len=2),
-    "predicted": Float8PredictedScaling(),
     "current": Float8CurrentScaling(),
     "blocks": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
-    "saved": DelayedScaling(save_activations="fp8"),
+    "saved": Float8PredictedScaling(save_activations="fp8"),
 }
 
 
