@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import nullcontext
 from typing import Literal
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import opfuser
+from opfuser.engine.specialized import unrecorded
 from opfuser.recipe import Recipe
 from tests.quantization.test_edges import BLOCKS, FUSED
 from tests.quantization.test_values import each_recipe, error, results
@@ -50,3 +52,32 @@ def test_blocks(recipe: Recipe, saves: Literal["fp8"] | None, name: str, rows: i
         # Values that are rounded to bf16 in between, or summed in another order, have other codes.
         others = max(error(apart, true), error(emulated, true))
         assert error(fused, true) < min(0.125, 1.25 * others + 0.005)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@each_recipe
+def test_recorded_steps(recipe: Recipe, count: int) -> None:
+    """Those of the program, bit for bit, on one stream and where two take turns."""
+    torch.manual_seed(0)
+    model = BLOCKS["gated"]().to("cuda", torch.bfloat16)
+    other = copy.deepcopy(model)
+    x = torch.randn(256, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    streams = [torch.cuda.Stream() for _ in range(count)]
+    found = []
+    for block in (model, other):
+        rows = []
+        with unrecorded() if block is other else nullcontext():
+            for step in range(8):
+                torch.manual_seed(step)
+                stream = streams[step % count]
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream), opfuser.autocast(recipe=recipe):
+                    rows += results(block, x, list(block.parameters()), dy)
+                torch.cuda.current_stream().wait_stream(stream)
+        found.append(rows)
+    assert model.last_plan is not None
+    assert "def backward" in model.last_plan.recorded
+    assert other.last_plan is not None
+    assert "def backward" not in other.last_plan.recorded
+    torch.testing.assert_close(*found, rtol=0, atol=0)
