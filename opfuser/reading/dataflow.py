@@ -50,6 +50,9 @@ class Node:
         args, kwargs: what it was called with, tensors as values.
         place: path of the module whose forward called it, relative to the module that was read.
         results: the tensors that it returned.
+        effect: what it does besides returning them, which its results do not show: a predicate, such
+            as "writes in place by add_". Empty for nearly all; a node that has one can only be part of
+            a child that is called as it is.
     """
 
     op: str
@@ -58,6 +61,7 @@ class Node:
     kwargs: dict[str, Any]
     place: str
     results: list[Value] = field(default_factory=list)
+    effect: str = ""
 
 
 @dataclass(eq=False)
