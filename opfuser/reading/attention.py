@@ -1,0 +1,198 @@
+"""Attention: what of it is computed, from the output of its heads back to their projections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from .arguments import is_number
+from .dataflow import Value
+from .formulas import product_of
+from .heads import HeadsFound, Turn, heads_of
+from .kept import KeptError
+from .operations import Attention, HeadNorm, Heads, Mask, Norm, Operation, Rotary
+from .replay import evaluate, indices_like, is_layout, leaves_of
+from .values import Values, computed
+
+__all__ = ["AttentionFound", "attention_of"]
+
+
+@dataclass(frozen=True)
+class _Core:
+    """Scores, weights and their product with the values.
+
+    Attributes:
+        q, k, v: the heads; k as (b, h, d, s) if ``transposed``.
+        scale: of the scores, besides factors of q and k.
+    """
+
+    q: Value
+    k: Value
+    v: Value
+    transposed: bool
+    scale: float
+    causal: bool = False
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    mask: Value | None = None
+
+
+@dataclass(frozen=True)
+class AttentionFound:
+    """Attention, and the projections that its packed input consists of.
+
+    Attributes:
+        operations: norm and rotation of heads, and attention itself.
+        sources: the outputs of the projections, side by side.
+        tokens: sizes of batch and sequence.
+    """
+
+    operations: tuple[Operation, ...]
+    sources: tuple[Value, ...]
+    tokens: tuple[int, int]
+
+
+def attention_of(
+    values: Values, v: Value, is_projection: Callable[[Value], bool]
+) -> AttentionFound | None:
+    """The attention whose heads a value joins; None if it joins none.
+
+    Raises:
+        KeptError: something about it is not explained.
+    """
+    joined = leaves_of(v, lambda _: False, layout_only=True)
+    if len(joined) != 1 or len(joined[0].shape) != 4:
+        return None
+    core = _core_of(values, joined[0])
+    if core is None:
+        return None
+    indices = indices_like(joined[0])
+    whole = evaluate(v, {joined[0]: indices})
+    if not torch.equal(whole.flatten(), indices.transpose(1, 2).flatten()):
+        raise KeptError(computed(v, "joins heads in an unknown order by"))
+    q = heads_of(values, core.q, is_projection)
+    k = heads_of(values, core.k, is_projection, transposed=core.transposed)
+    u = heads_of(values, core.v, is_projection)
+    if u.steps or u.scale != 1:
+        raise KeptError(computed(core.v, "normalises, turns or scales values by"))
+    if len({q.tokens, k.tokens, u.tokens}) > 1:
+        raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
+    heads, sources = _packed(q, k, u)
+    attention = Attention(
+        heads,
+        core.scale * q.scale * k.scale,
+        core.causal,
+        core.dropout_p,
+        core.softcap,
+        None if core.mask is None else _mask_of(values, core.mask),
+    )
+    return AttentionFound((*_steps(q, k, heads), attention), sources, q.tokens)
+
+
+def _core_of(values: Values, v: Value) -> _Core | None:
+    op, args = values.term(v)
+    if op == "scaled_dot_product_attention":
+        q, k, u, mask, p, causal, scale, _ = args
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        return _Core(q, k, u, False, scale, bool(causal), float(p), None, mask)
+    if op != "matmul" or not all(isinstance(a, Value) for a in args):
+        return None
+    weights, u = args
+    p = 0.0
+    op, args = values.term(weights)
+    if op == "dropout":
+        weights, p = args[0], float(args[1])
+        op, args = values.term(weights)
+    if op != "softmax" or args[1] != -1:
+        return None
+    scores, mask = args[0], None
+    op, args = values.term(scores)
+    if op == "add" and isinstance(args[1], Value):
+        scores, mask = args if _is_made_of_inputs(args[1]) else args[::-1]
+    return replace(_scores_of(values, scores), v=u, dropout_p=p, mask=mask)
+
+
+def _scores_of(values: Values, scores: Value) -> _Core:
+    """Products of queries and keys, scaled and capped."""
+    product, cap, scale = product_of(values, scores, None), None, 1.0
+    if len(product.values) == 1 and not product.inverse_roots:
+        op, args = values.term(product.values[0])
+        if op == "tanh":
+            cap, product = product.factor, product_of(values, args[0], None)
+            scale = cap
+    if len(product.values) == 1 and not product.inverse_roots and (cap is None or cap > 0):
+        op, args = values.term(product.values[0])
+        if op == "matmul" and all(isinstance(a, Value) for a in args):
+            scale *= product.factor
+            return _Core(args[0], args[1], args[1], True, scale, softcap=cap)
+    raise KeptError(f"{computed(values.peel(scores))}, in the scores of attention")
+
+
+def _is_made_of_inputs(v: Value) -> bool:
+    return all(leaf.origin == "input" for leaf in leaves_of(v, lambda _: False, layout_only=True))
+
+
+def _mask_of(values: Values, v: Value) -> Mask:
+    """The input that a mask is."""
+    leaves = leaves_of(v, lambda _: False, layout_only=True)
+    if len(leaves) != 1 or leaves[0].origin != "input":
+        other = next((leaf for leaf in leaves if leaf.origin != "input"), v)
+        raise KeptError(f"{computed(other)}, in the mask of attention")
+    (mask,) = leaves
+    if v is not mask:
+        places = indices_like(mask)
+        if v.shape != mask.shape or not torch.equal(evaluate(v, {mask: places}), places):
+            raise KeptError(computed(v, "rearranges its mask by"))
+    return Mask(values.dataflow.inputs.index(mask), mask.shape)
+
+
+def _packed(q: HeadsFound, k: HeadsFound, v: HeadsFound) -> tuple[Heads, tuple[Value, ...]]:
+    """The sizes of heads, and the projections whose columns, side by side, they are in order."""
+    sources = tuple(dict.fromkeys([q.source, k.source, v.source]))
+    starts, total = {}, 0
+    for source in sources:
+        starts[source] = total
+        total += source.shape[-1]
+    keys, queries = _distinct(k), q.columns.shape[0]
+    heads = Heads(queries, keys, q.columns.shape[1], v.columns.shape[1])
+    if keys != _distinct(v) or queries % keys or k.columns.shape != (k.columns.shape[0], heads.size):
+        raise KeptError("has numbers or sizes of heads that do not fit")
+    columns = [q.columns + starts[q.source]]
+    for found in (k, v):
+        columns.append(found.columns[:: found.columns.shape[0] // keys] + starts[found.source])
+    if not torch.equal(torch.cat([c.flatten() for c in columns]), torch.arange(total)):
+        raise KeptError("has its queries, keys and values in another order than one behind another")
+    return heads, sources
+
+
+def _distinct(found: HeadsFound) -> int:
+    """The number of key or value heads, of which several queries' heads may read the same."""
+    columns = found.columns
+    share = int((columns == columns[:1]).all(-1).sum())
+    if not torch.equal(columns, columns[::share].repeat_interleave(share, 0)):
+        raise KeptError("repeats its heads in an unknown order")
+    return columns.shape[0] // share
+
+
+def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
+    """Norms and rotations of queries and keys, which have to be alike."""
+    out: list[Operation] = []
+    if len(q.steps) != len(k.steps):
+        raise KeptError("normalises or turns queries and keys differently")
+    for ours, theirs in zip(q.steps, k.steps):
+        if isinstance(ours, Turn) and ours == theirs:
+            out.append(Rotary(heads, *ours))
+        elif isinstance(ours, Norm) and isinstance(theirs, Norm):
+            out.append(_head_norm(ours, theirs, heads))
+        else:
+            raise KeptError("normalises or turns queries and keys differently")
+    return out
+
+
+def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
+    alike = replace(q, weight=None) == replace(k, weight=None)
+    if not alike or q.centred or q.weight is None or k.weight is None:
+        raise KeptError("opfuser has no operation for such norms of queries and keys")
+    return HeadNorm(heads, q.eps, q.weight, k.weight, q.zero_centred_weight)

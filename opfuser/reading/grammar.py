@@ -1,0 +1,313 @@
+"""Reads a dataflow from its output back to its input: every operation is explained, or it is kept.
+
+Only what the output depends on is looked at, one operation after another, so that nothing between
+two explained operations can be overlooked. An operation with an effect besides its results has to
+be inside of a child that is called as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .attention import attention_of
+from .dataflow import Call, Dataflow, Value, values_in
+from .formulas import ActivationFound, activations_in, norm_of, product_of
+from .kept import KeptError
+from .operations import (
+    Bias,
+    Called,
+    Dropout,
+    Gated,
+    MergedLinear,
+    Operation,
+    Parallel,
+    Reading,
+    Residual,
+    Scale,
+)
+from .projections import calls_returning, linear_of, only_tensor, vector_of
+from .replay import is_layout, leaves_of, origin_of
+from .values import Values, computed
+
+__all__ = ["read"]
+
+
+class _Step(NamedTuple):
+    """Operations, first to last.
+
+    Attributes:
+        source: what they are computed from.
+        tokens: batch and sequence of the attention among them.
+        calls: the children among them.
+    """
+
+    operations: tuple[Operation, ...]
+    source: Value
+    tokens: frozenset[tuple[int, ...]] = frozenset()
+    calls: frozenset[Call] = frozenset()
+
+    def followed_by(self, *later: _Step) -> _Step:
+        """These operations, then others; the source stays."""
+        out = self
+        for step in later:
+            operations = out.operations + step.operations
+            tokens, calls = out.tokens | step.tokens, out.calls | step.calls
+            out = _Step(operations, self.source, tokens, calls)
+        return out
+
+    def inside(self, operation: Operation, source: Value) -> _Step:
+        """One operation in place of these, which it holds."""
+        return _Step((operation,), source, self.tokens, self.calls)
+
+
+def read(dataflow: Dataflow) -> Reading:
+    """The operations that compute the one tensor that a forward returns.
+
+    Raises:
+        KeptError: an operation is not explained, or the result is not one tensor.
+    """
+    results = list(values_in(dataflow.result))
+    if len(results) != 1:
+        raise KeptError(f"returns {len(results)} tensors")
+    (result,) = results
+    whole = _Grammar(dataflow, result).chain(result, None)
+    rows = whole.source.shape[:-1]
+    if whole.source.meta.dtype != result.meta.dtype or rows != result.shape[:-1]:
+        raise KeptError("returns another dtype or shape than its input has")
+    if not whole.operations:
+        raise KeptError("computes nothing")
+    if whole.tokens - {rows}:
+        raise KeptError("attends to other rows than those of its input")
+    for number, node in enumerate(dataflow.nodes):
+        if node.effect and not any(c.start <= number < c.end for c in whole.calls):
+            raise KeptError(f"{node.effect} in '{node.place}'")
+    return Reading(dataflow.inputs.index(whole.source), whole.operations)
+
+
+_Rule = Callable[[Value, "Value | None"], "_Step | None"]
+
+
+class _Grammar:
+    def __init__(self, dataflow: Dataflow, result: Value) -> None:
+        self.values = Values(dataflow, result.meta.dtype)
+        self.known: dict[tuple[Value, Value | None], _Step | KeptError] = {}
+        self.rules: tuple[_Rule, ...] = (
+            self.linear,
+            self.norm,
+            self.dropout,
+            self.product,
+            self.sum,
+            self.attention,
+        )
+
+    def chain(self, v: Value, base: Value | None) -> _Step:
+        """What computes a value of ``base``, or without one, of an input.
+
+        Raises:
+            KeptError: an operation on the way is not explained.
+        """
+        found = self.known.get((v, base))
+        if found is None:
+            try:
+                found = self._chain(v, base)
+            except KeptError as why:
+                found = why
+            self.known[v, base] = found
+        if isinstance(found, KeptError):
+            raise found
+        return found
+
+    def _chain(self, v: Value, base: Value | None) -> _Step:
+        passed = self.values.passed(v)
+        end, dtype = passed[-1], self.values.dtype
+        if all(p.meta.dtype != dtype for p in passed):
+            raise KeptError(computed(end, f"has {end.meta.dtype} beside {dtype} from"))
+        if end is base or (base is None and end.origin == "input"):
+            return _Step((), end)
+        try:
+            step = self.step(end, base)
+            return self.chain(step.source, base).followed_by(step)
+        except KeptError as why:
+            for called in self.calls_of(passed, why.reason):
+                try:
+                    return self.chain(called.source, base).followed_by(called)
+                except KeptError:
+                    continue
+            raise
+
+    def calls_of(self, passed: list[Value], reason: str) -> list[_Step]:
+        """The children that return one of these values of one tensor, the innermost first."""
+        out = []
+        for call in calls_returning(self.values.dataflow, passed):
+            x = only_tensor(call)
+            assert x is not None and isinstance(call.result, Value)
+            op = Called(call.path, x.shape[-1], call.result.shape[-1], reason)
+            out.append(_Step((op,), x, calls=frozenset({call})))
+        return out
+
+    def step(self, v: Value, base: Value | None) -> _Step:
+        """The last operation, or the last few, that compute a value.
+
+        Raises:
+            KeptError: no rule explains it.
+        """
+        for rule in self.rules:
+            found = rule(v, base)
+            if found is not None:
+                return found
+        raise KeptError(computed(v))
+
+    def linear(self, v: Value, base: Value | None) -> _Step | None:
+        found = linear_of(self.values, v)
+        return None if found is None else _Step((found.linear,), found.x)
+
+    def norm(self, v: Value, base: Value | None) -> _Step | None:
+        found = norm_of(self.values, v, base)
+        if found is None:
+            return None
+        return _Step((found.norm, *_scaled(found.factor)), found.x)
+
+    def dropout(self, v: Value, base: Value | None) -> _Step | None:
+        op, args = self.values.term(v)
+        return _Step((Dropout(float(args[1])),), args[0]) if op == "dropout" else None
+
+    def product(self, v: Value, base: Value | None) -> _Step | None:
+        """Activations, gated pairs, and multiplications by a constant."""
+        product, reason = product_of(self.values, v, base), None
+        for found in activations_in(self.values, product):
+            if not found.rest.values:
+                return _Step((found.activation, *_scaled(found.rest.factor)), found.x)
+            if len(found.rest.values) == 1:
+                try:
+                    return self.gated(found)
+                except KeptError as why:
+                    reason = reason or why
+        if reason is not None:
+            raise reason
+        if product.values[:1] == (v,) or len(product.values) != 1 or product.inverse_roots:
+            return None
+        return _Step(_scaled(product.factor), product.values[0])
+
+    def gated(self, found: ActivationFound) -> _Step:
+        """An activation's result times something else."""
+        gate, up = found.x, found.rest.values[0]
+        after = (Gated(found.activation), *_scaled(found.rest.factor))
+        whole = self.whole_of(gate, up)
+        if whole is not None:
+            return _Step(after, whole)
+        merged = self.merged((gate, up), "a gate or what it multiplies,")
+        return merged.followed_by(_Step(after, merged.source))
+
+    def whole_of(self, gate: Value, up: Value) -> Value | None:
+        """The value whose halves are a gate and what it multiplies; None if they are of several."""
+        sources = [leaves_of(v, lambda _: False, layout_only=True) for v in (gate, up)]
+        if len(sources[0]) != 1 or sources[0] != sources[1] or gate is sources[0][0]:
+            return None
+        (whole,) = sources[0]
+        size, width = gate.shape[-1], whole.shape[-1]
+        places = torch.arange(whole.meta.numel()).view(-1, width)
+        found = [origin_of(v, whole).view(-1, size) for v in (gate, up)]
+        halves = [places[:, :size], places[:, size:]]
+        if width == 2 * size and all(map(torch.equal, found, halves)):
+            return whole
+        if width == 2 * size and all(map(torch.equal, found, halves[::-1])):
+            raise KeptError("opfuser has no operation for gates in the second half of an input")
+        raise KeptError(computed(gate, "gates by columns in an unknown order, from"))
+
+    def projection(self, v: Value) -> _Step:
+        """A linear function, or a child that is called in its place.
+
+        Raises:
+            KeptError: it is neither.
+        """
+        found = linear_of(self.values, v)
+        if found is not None:
+            return _Step((found.linear,), found.x)
+        called = self.calls_of(self.values.passed(v), "is no linear function of parameters")
+        if called:
+            return called[0]
+        raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
+
+    def is_projection(self, v: Value) -> bool:
+        return linear_of(self.values, v) is not None
+
+    def is_called(self, v: Value) -> bool:
+        return self.is_projection(v) or bool(calls_returning(self.values.dataflow, [v]))
+
+    def merged(self, outputs: Sequence[Value], what: str) -> _Step:
+        """Projections of one input, side by side."""
+        steps = [self.projection(v) for v in outputs]
+        first, *others = [self.values.peel(step.source) for step in steps]
+        if any(x is not first for x in others):
+            raise KeptError(f"{computed(self.values.peel(outputs[-1]))}, {what} of another input")
+        calls = frozenset().union(*[step.calls for step in steps])
+        projections = tuple(op for step in steps for op in step.operations)
+        op = MergedLinear(projections) if others else projections[0]
+        return _Step((op,), steps[0].source, calls=calls)
+
+    def sum(self, v: Value, base: Value | None) -> _Step | None:
+        op, args = self.values.term(v)
+        if op != "add" or not all(isinstance(a, Value) for a in args):
+            return None
+        for inner, bias in (args, args[::-1]):
+            vector = vector_of(self.values, bias)
+            if vector is not None and inner.shape == v.shape and vector.shape == v.shape[-1:]:
+                return _Step((Bias(vector.name, v.shape[-1]),), inner)
+        return self.residual(v, args) or self.parallel(v, base)
+
+    def residual(self, v: Value, args: tuple[Value, ...]) -> _Step | None:
+        """The sum of a value and of what is computed of it."""
+        self.check_shapes(v, args)
+        for stream, block in (args, args[::-1]):
+            stream = self.values.peel(stream)
+            if self.values.is_ancestor(stream, block):
+                branch = self.chain(block, stream)
+                return branch.inside(Residual(branch.operations), stream)
+        return None
+
+    def parallel(self, v: Value, base: Value | None) -> _Step:
+        """A sum of several branches, and perhaps of their input."""
+        terms = self.terms(v, base)
+        stream = base
+        for term in terms:
+            if all(self.values.is_ancestor(term, other) for other in terms):
+                stream = term
+        if stream is None:
+            raise KeptError(computed(v, "sums branches by"))
+        branches = [self.chain(term, stream) for term in terms if term is not stream]
+        op = Parallel(tuple(b.operations for b in branches), len(branches) < len(terms))
+        return _Step((), stream).followed_by(*branches).inside(op, stream)
+
+    def terms(self, v: Value, base: Value | None) -> list[Value]:
+        """What a sum of sums adds up."""
+        v = self.values.peel(v)
+        op, args = self.values.term(v)
+        if v is base or op != "add" or not all(isinstance(a, Value) for a in args):
+            return [v]
+        self.check_shapes(v, args)
+        return [term for a in args for term in self.terms(a, base)]
+
+    def check_shapes(self, v: Value, args: tuple[Value, ...]) -> None:
+        if any(a.shape != v.shape for a in args):
+            raise KeptError(computed(v, "broadcasts by"))
+
+    def attention(self, v: Value, base: Value | None) -> _Step | None:
+        if not is_layout(v):
+            return None
+        try:
+            found = attention_of(self.values, v, self.is_projection)
+        except KeptError:
+            # A child that is called, such as a linear module with an adapter, may be a projection.
+            found = attention_of(self.values, v, self.is_called)
+        if found is None:
+            return None
+        step = self.merged(found.sources, "queries, keys or values")
+        tokens = frozenset({found.tokens})
+        return step.followed_by(_Step(found.operations, step.source, tokens))
+
+
+def _scaled(factor: float) -> tuple[Operation, ...]:
+    return () if factor == 1 else (Scale(factor),)

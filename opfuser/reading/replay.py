@@ -1,0 +1,133 @@
+"""Recorded nodes, computed again on numbers: where the entries of a tensor come from.
+
+Layouts and rotary positions are polynomials of their inputs: what is equal at random points in fp64
+is equal everywhere. So no order of views, splits and transpositions needs a pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import CASTS, is_number
+from .dataflow import Node, Value, map_leaves, values_in
+from .kept import KeptError
+
+__all__ = ["evaluate", "indices_like", "is_layout", "leaves_of", "origin_of", "random_like"]
+
+_LAYOUT = frozenset(
+    """view reshape transpose permute chunk split unbind __getitem__ squeeze unsqueeze flatten
+    unflatten expand expand_as narrow tensor_split cat concat stack mT T t repeat repeat_interleave
+    swapaxes swapdims movedim select contiguous clone view_as reshape_as""".split()
+)
+_COMPLEX = frozenset({"view_as_complex", "view_as_real"})
+_ARITHMETIC = frozenset("add sub mul neg rsub __rsub__ multiply subtract negative".split())
+
+
+def is_layout(value: Value) -> bool:
+    """Whether its entries are those of other tensors, in another order."""
+    node = value.node
+    return node is not None and (node.op in _LAYOUT or _is_cast(node, value))
+
+
+def _is_cast(node: Node, value: Value) -> bool:
+    return (
+        node.op in CASTS
+        and value.meta.is_floating_point()
+        and isinstance(node.args[0], Value)
+        and node.args[0].meta.is_floating_point()
+    )
+
+
+def _is_polynomial(value: Value) -> bool:
+    node = value.node
+    if node is None or is_layout(value):
+        return node is not None
+    if node.op == "div":
+        return not node.kwargs and is_number(node.args[1])
+    return node.op in _ARITHMETIC or node.op in _COMPLEX
+
+
+def leaves_of(
+    value: Value, is_leaf: Callable[[Value], bool], *, layout_only: bool = False
+) -> list[Value]:
+    """The values that it is a polynomial of, or with ``layout_only``, a rearrangement of.
+
+    Args:
+        value: to begin with.
+        is_leaf: says where to stop at a value that could be followed further.
+        layout_only: whether arithmetic is not followed.
+    """
+    follows = is_layout if layout_only else _is_polynomial
+    found: dict[Value, None] = {}
+    seen: set[Value] = set()
+
+    def visit(at: Value) -> None:
+        if at in seen:
+            return
+        seen.add(at)
+        if at.node is None or not follows(at) or is_leaf(at):
+            found[at] = None
+            return
+        for inner in values_in((at.node.args, at.node.kwargs)):
+            visit(inner)
+
+    visit(value)
+    return list(found)
+
+
+def evaluate(value: Value, known: dict[Value, Tensor]) -> Tensor:
+    """The value in fp64, for those of its leaves; ``known`` gets the values on the way, too.
+
+    Raises:
+        KeptError: a node has arguments with which it does not compute so.
+    """
+    found = known.get(value)
+    if found is not None:
+        return found
+    node = value.node
+    if node is None:
+        raise KeptError(f"computes with {value.name}")
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Value):
+            return evaluate(x, known)
+        return int(x) if type(x) is not int and is_number(x) and isinstance(x, int) else x
+
+    args, kwargs = map_leaves(leaf, node.args), map_leaves(leaf, node.kwargs)
+    try:
+        known.update(zip(node.results, _called(node, args, kwargs)))
+    except (TypeError, RuntimeError, IndexError, ValueError) as error:
+        raise KeptError(
+            f"computes {node.op} in '{node.place}' in an unusual way ({error})"
+        ) from None
+    return known[value]
+
+
+def _called(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    if node.op in CASTS:
+        return (args[0],)
+    # Strides differ from those of the trace.
+    function = Tensor.reshape if node.op == "view" else node.function
+    with torch.no_grad():
+        out = function(*args, **kwargs)
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
+def indices_like(value: Value) -> Tensor:
+    """0, 1, 2, ... in its shape: the places of its entries."""
+    numel = value.meta.numel()
+    return torch.arange(numel, dtype=torch.float64, device="cpu").view(value.shape)
+
+
+def random_like(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Numbers of a generator of the reader's own: the caller's are not drawn from."""
+    return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
+
+
+def origin_of(value: Value, source: Value) -> Tensor:
+    """For each entry, its place in ``source``, of which the value is a rearrangement."""
+    return evaluate(value, {source: indices_like(source)}).long()
