@@ -16,8 +16,9 @@ __all__ = ["Values", "computed"]
 class Values:
     """Looks at the values of one dataflow whose stream is of one dtype.
 
-    Casts to a dtype that holds every number of the stream's are passed: norms and softmax are
-    computed in fp32 where the stream is in half precision, as they are in opfuser's operations.
+    Casts to fp32, and to what holds every number of the stream's dtype, are passed: norms and
+    softmax are computed in fp32 where the stream is in half precision, as they are in opfuser's
+    operations, which compute in fp64 where it is in fp64.
 
     Args:
         dataflow: whose values they are.
@@ -85,7 +86,7 @@ class Values:
         return term_of(v.node)
 
     def _holds_stream(self, dtype: torch.dtype) -> bool:
-        return torch.promote_types(dtype, self.dtype) == dtype
+        return dtype == torch.float32 or torch.promote_types(dtype, self.dtype) == dtype
 
     def is_ancestor(self, of: Value, v: Value) -> bool:
         """Whether ``v`` was computed from ``of``, or is it."""

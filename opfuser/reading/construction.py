@@ -1,0 +1,294 @@
+"""opfuser's operations for what was read, with the parameters of the module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import basic
+from ..engine.routing import PrivateChannel
+from ..linear import Linear
+from ..merged_linear import MergedLinear
+from ..sequential import Residual, Sequential
+from . import operations as read
+from .kept import KeptError
+
+__all__ = ["Built", "build"]
+
+_ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
+    "gelu": lambda: basic.GELU("none"),
+    "gelu by tanh": basic.GELU,
+    "quick gelu": basic.QGELU,
+    "relu": basic.ReLU,
+    "sigmoid": basic.Sigmoid,
+    "silu": basic.SiLU,
+    "softplus": basic.Softplus,
+    "squared relu": basic.SReLU,
+    "tanh": basic.Tanh,
+}
+_GATED: dict[str, Callable[[], nn.Module]] = {
+    "gelu by tanh": basic.GEGLU,
+    "quick gelu": basic.QGEGLU,
+    "relu": basic.ReGLU,
+    "sigmoid": basic.GLU,
+    "silu": basic.SwiGLU,
+    "squared relu": basic.SReGLU,
+}
+
+
+class Alias(NamedTuple):
+    """A parameter of the module that an operation reads as its own.
+
+    Attributes:
+        parameters, name: where the operation looks.
+        source, source_name: where the module holds it.
+    """
+
+    parameters: dict[str, Any]
+    name: str
+    source: dict[str, Any]
+    source_name: str
+
+
+class Argument(NamedTuple):
+    """A keyword of an operation, and what makes it of the inputs of a call."""
+
+    op: nn.Module
+    keyword: str
+    value: Callable[[Sequence[Any]], Any]
+
+
+class Built:
+    """A sequence that computes what was read.
+
+    Attributes:
+        sequence: of operations, and of children of the module that are called.
+        input: the number of the input that it is called with.
+        aliases: parameters of the module that its operations read.
+        arguments: what else its operations are given.
+    """
+
+    def __init__(self, reading: read.Reading, module: nn.Module) -> None:
+        self.input = reading.input
+        self.aliases: list[Alias] = []
+        self.arguments: list[Argument] = []
+        self._module = module
+        self._ones: list[nn.Module] = []
+        self.sequence = Sequential(*self._all(reading.operations))
+        self.follow()
+
+    def follow(self) -> None:
+        """Takes over the parameters that the module has now."""
+        for parameters, name, source, source_name in self.aliases:
+            parameters[name] = source[source_name]
+        for op in self._ones:
+            self._set_ones(op)
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        """The output for the tensors of a call, in order of its arguments and keywords."""
+        kwargs: dict[Any, dict[str, Any]] = {}
+        for op, keyword, value in self.arguments:
+            kwargs.setdefault(op, {})[keyword] = value(inputs)
+        return self.sequence(inputs[self.input], op_kwargs=kwargs)
+
+    def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
+        return [module for op in operations for module in self._modules(op)]
+
+    def _modules(self, op: read.Operation) -> list[nn.Module]:
+        return _MAKERS[type(op)](self, op)
+
+    # Parameters
+
+    def alias(self, op: nn.Module, name: str, path: str | None) -> None:
+        """Makes an operation read the parameter at a path of the module as its own."""
+        if path is None:
+            op._parameters[name] = None
+            return
+        holder, _, own = path.rpartition(".")
+        source = self._module.get_submodule(holder)._parameters
+        self.aliases.append(Alias(op._parameters, name, source, own))
+
+    def _set_ones(self, op: nn.Module) -> None:
+        """Gives a norm that has no weight one that changes nothing."""
+        like = next(self._module.parameters(), torch.empty(0))
+        weight: Any = op._parameters["weight"]
+        if weight.device != like.device or weight.dtype != like.dtype:
+            ones = torch.ones(weight.shape, dtype=like.dtype, device=like.device)
+            op._parameters["weight"] = nn.Parameter(ones, requires_grad=False)
+
+    # Operations
+
+    def linear(self, op: read.Linear) -> list[nn.Module]:
+        made = Linear(
+            op.in_features,
+            op.out_features,
+            bias=op.bias is not None,
+            weight_transposed=op.transposed,
+            device="meta",
+        )
+        self.alias(made, "weight", op.weight)
+        if op.bias is not None:
+            self.alias(made, "bias", op.bias)
+        return [made]
+
+    def called(self, op: read.Called) -> list[nn.Module]:
+        return [self._module.get_submodule(op.path)]
+
+    def merged(self, op: read.MergedLinear) -> list[nn.Module]:
+        named = {f"projection{n}": p for n, p in enumerate(op.projections)}
+        made = MergedLinear(
+            op.projections[0].in_features,
+            {name: p.out_features for name, p in named.items()},
+            bias=[n for n, p in named.items() if isinstance(p, read.Linear) and p.bias],
+            device="meta",
+        )
+        for name, p in named.items():
+            if isinstance(p, read.Called):
+                setattr(made, name, self._module.get_submodule(p.path))
+            elif p.transposed:
+                setattr(made, name, self.linear(p)[0])
+            else:
+                self.alias(made.get_submodule(name), "weight", p.weight)
+                self.alias(made.get_submodule(name), "bias", p.bias)
+        return [made]
+
+    def bias(self, op: read.Bias) -> list[nn.Module]:
+        made = basic.Bias(op.size, device="meta")
+        self.alias(made, "bias", op.bias)
+        return [made]
+
+    def norm(self, op: read.Norm) -> list[nn.Module]:
+        kind: type[basic.LayerNorm | basic.RMSNorm]
+        kind = basic.LayerNorm if op.centred else basic.RMSNorm
+        zero_centred = op.zero_centred_weight
+        made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centred, device="meta")
+        if op.weight is None:
+            self._ones.append(made)
+        else:
+            self.alias(made, "weight", op.weight)
+        if op.centred:
+            self.alias(made, "bias", op.bias)
+        return [made]
+
+    def activation(self, op: read.Activation) -> list[nn.Module]:
+        return [_ACTIVATIONS[op.name](*op.constants)]
+
+    def gated(self, op: read.Gated) -> list[nn.Module]:
+        if op.activation.name not in _GATED or op.activation.constants:
+            raise KeptError(f"opfuser has no operation that gates by {op.activation.name}")
+        return [_GATED[op.activation.name]()]
+
+    def dropout(self, op: read.Dropout) -> list[nn.Module]:
+        return [basic.Dropout(op.p)]
+
+    def scale(self, op: read.Scale) -> list[nn.Module]:
+        return [basic.ConstantScale(op.factor)]
+
+    def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
+        sizes = _sizes_of(op.heads, "norms of heads")
+        zero_centred = op.zero_centred_weight
+        made = basic.QKNorm(eps=op.eps, zero_centered_gamma=zero_centred, device="meta", **sizes)
+        self.alias(made, "q_weight", op.q_weight)
+        self.alias(made, "k_weight", op.k_weight)
+        return [made]
+
+    def rotary(self, op: read.Rotary) -> list[nn.Module]:
+        sizes = _sizes_of(op.heads, "rotary positions")
+        made = basic.RotaryEmbedding(rotary_dim=op.size, interleaved=op.interleaved, **sizes)
+        self.arguments.append(Argument(made, "tables", partial(_tables, op)))
+        return [made]
+
+    def attention(self, op: read.Attention) -> list[nn.Module]:
+        heads = op.heads
+        made = basic.DotProductAttention(
+            heads.queries,
+            heads.keys,
+            op.causal,
+            op.scale,
+            dropout_p=op.dropout_p,
+            softcap=op.softcap,
+            v_head_dim=None if heads.value_size == heads.size else heads.value_size,
+        )
+        if op.mask is not None:
+            self.arguments.append(Argument(made, "mask", partial(_mask, op.mask)))
+        return [made]
+
+    def residual(self, op: read.Residual) -> list[nn.Module]:
+        return [Residual(*self._all(op.branch))]
+
+    def parallel(self, op: read.Parallel) -> list[nn.Module]:
+        """Each branch but the last is set aside, and the next begins with the input again."""
+        ops: list[nn.Module] = []
+        sums: list[nn.Module] = []
+        for branch in op.branches[:-1]:
+            start, aside = PrivateChannel("input"), PrivateChannel("branch")
+            make, swap, add = basic.MakeExtraOutput(), basic.SwapExtra(), basic.AddExtraInput()
+            make.set_extra_output_channel(0, start, output_to_caller=False)
+            swap.set_extra_input_channel(0, start)
+            swap.set_extra_output_channel(0, aside, output_to_caller=False)
+            add.set_extra_input_channel(0, aside)
+            ops += [make, *self._all(branch), swap]
+            sums.append(add)
+        ops += [*self._all(op.branches[-1]), *sums]
+        return [Residual(*ops)] if op.with_input else [Sequential(*ops)]
+
+
+_MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
+    read.Activation: Built.activation,
+    read.Attention: Built.attention,
+    read.Bias: Built.bias,
+    read.Called: Built.called,
+    read.Dropout: Built.dropout,
+    read.Gated: Built.gated,
+    read.HeadNorm: Built.head_norm,
+    read.Linear: Built.linear,
+    read.MergedLinear: Built.merged,
+    read.Norm: Built.norm,
+    read.Parallel: Built.parallel,
+    read.Residual: Built.residual,
+    read.Rotary: Built.rotary,
+    read.Scale: Built.scale,
+}
+
+
+def build(reading: read.Reading, module: nn.Module) -> Built:
+    """The sequence for what was read of a module.
+
+    Raises:
+        KeptError: opfuser has no operation for a part of it.
+    """
+    return Built(reading, module)
+
+
+def _sizes_of(heads: read.Heads, what: str) -> dict[str, int]:
+    if heads.value_size != heads.size:
+        raise KeptError(f"opfuser has no operation for {what} beside values of another size")
+    return {
+        "num_heads": heads.queries,
+        "head_dim": heads.size,
+        "num_kv_heads": heads.keys,
+    }
+
+
+def _tables(op: read.Rotary, inputs: Sequence[Any]) -> Tensor:
+    """Tables as RotaryEmbedding takes them, (2, tokens, pairs)."""
+    given: list[Tensor] = [inputs[n] for n in op.tables]
+    if len(given) == 1:
+        given = [given[0].real, given[0].imag]
+    if op.repeated == "halves":
+        given = [t[..., : t.shape[-1] // 2] for t in given]
+    elif op.repeated == "neighbours":
+        given = [t[..., ::2] for t in given]
+    both = torch.stack(given).flatten(1, -2)
+    return both.to(torch.promote_types(both.dtype, torch.float32))
+
+
+def _mask(mask: read.Mask, inputs: Sequence[Any]) -> Tensor:
+    """A mask with four dimensions, in which True is where a key is seen."""
+    given: Tensor = inputs[mask.input]
+    given = given[(None,) * (4 - given.dim())]
+    return ~given if mask.hides and given.dtype == torch.bool else given
