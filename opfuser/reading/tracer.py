@@ -2,112 +2,146 @@
 
 from __future__ import annotations
 
-import random
 import sys
-import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .dataflow import Call, Dataflow, Node, Value, map_leaves
+from .call_key import CallKey, call_key, constant_sizes, is_dtensor, is_plain
+from .dataflow import Call, Dataflow, Node, Value, map_leaves, values_in
 from .kept import KeptError
+from .reads import Reads, contents, is_hooked, is_scalar, unchanged
+from .recording import Recording
+from .sizes import Sizes
+from .stand_ins import CacheStandIn, LayerIndex, is_cache
+from .torch_functions import DRAWS, OF_DEVICE, OF_GRAPH, OF_STRIDES, QUESTIONS, name_of
+from .traced_sizes import note_sizes
 
 __all__ = ["Trace", "trace"]
-
-# What may be asked of a tensor whose answer is no tensor and does not depend on its entries.
-_QUESTIONS = frozenset(
-    """__len__ device dim dtype element_size get_device grad_fn is_complex is_contiguous is_cpu is_cuda
-    is_floating_point is_leaf is_meta is_mps is_nested is_quantized is_same_size is_sparse is_xpu
-    itemsize layout names ndim ndimension nelement numel requires_grad shape size storage_offset stride
-    type""".split()
-)
-_OF_DEVICE = frozenset("device get_device is_cpu is_cuda is_meta is_mps is_xpu".split())
-_DRAWS = frozenset(
-    """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_
-    poisson rand rand_like randint randint_like randn randn_like random_ randperm uniform_""".split()
-)
-_OF_TORCH = (
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    types.MethodWrapperType,
-    types.WrapperDescriptorType,
-)
 
 
 @dataclass(eq=False)
 class Trace:
-    """What a module's forward computed for one call.
+    """What a module's forward computes in calls like one.
 
     Attributes:
-        module: that was traced.
+        module: whose forward was traced.
         dataflow: its operations.
+        reads: what it has read besides tensors; the trace holds while ``reads.current()``.
+        key: of the call; the trace holds for calls with equal ``key.facts``.
+        guards: conditions on the sizes ``s`` of other calls, as expressions of Python.
+        takes: whether a call's ``key.sizes`` meet the guards.
     """
 
     module: nn.Module
     dataflow: Dataflow
+    reads: Reads
+    key: CallKey
+    guards: tuple[str, ...]
+    takes: Callable[[tuple[int, ...]], bool]
 
 
-def trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """The dataflow of ``module``'s forward for a call with such arguments.
+def trace(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    ignored_hooks: Callable[[Any], bool] = lambda hook: False,
+) -> Trace:
+    """What ``module``'s forward computes for a call with such arguments.
 
     The forward of the module's class runs once, with tensors on the meta device in place of the
-    arguments, parameters and buffers. Nothing is copied, computed or written.
+    arguments, parameters and buffers. Nothing is copied or computed, and whatever the forward sets,
+    appends or draws is as before when this returns or raises.
+
+    A call of a child that has hooks is one node, ``call_module``: such a child is called as it is.
 
     Args:
         module: whose forward is called, without its own hooks.
         args: positional arguments of the call.
         kwargs: its keywords.
+        ignored_hooks: whether a hook of a child is known to do nothing in such a call.
 
     Raises:
         KeptError: if the forward needs values of tensors, or cannot run on the meta device.
     """
-    tracer = _Tracer(module)
-    args, kwargs = map_leaves(tracer.take_input, args), map_leaves(tracer.take_input, kwargs)
-    with tracer.recorded_calls():
-        try:
-            with torch.device("meta"), tracer:
-                result = type(module).forward(module, *args, **kwargs)
-        except KeptError:
-            raise
-        except Exception as error:
-            raise KeptError(f"could not be traced: {_described(error)}") from error
-    tracer.dataflow.result = map_leaves(tracer.value_of, result)
-    return Trace(module, tracer.dataflow)
+    constants = constant_sizes(module)
+    key = call_key(module, args, kwargs, constants)
+    tracer = _Tracer(module, Sizes(key.sizes, constants.union(key.constants)), ignored_hooks)
+    args, kwargs = map_leaves(tracer.take, args), map_leaves(tracer.take, kwargs)
+    given = [(c, contents(c)) for c in _containers((args, kwargs))]
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.set_grad_enabled(tracer.grad_enabled))
+        if "torch._dynamo" in sys.modules:  # or else nothing can have been compiled
+            modes.enter_context(torch.compiler.set_stance("force_eager"))
+        with tracer.recording.active(), tracer.recorded_calls():
+            result = tracer.call(type(module).forward, module, args, kwargs)
+    if not all(unchanged(contents(c), before) for c, before in given):
+        raise KeptError("writes to its arguments")
+    tracer.dataflow.result = map_leaves(tracer.result_leaf, result)
+    reads = tracer.recording.reads()
+    if not reads.current():
+        raise KeptError("changes what it reads")
+    sizes = tracer.sizes
+    return Trace(module, tracer.dataflow, reads, key, sizes.guards, sizes.guard())
 
 
 class _Tracer(TorchFunctionMode):
     """Records the functions of torch that are called, and calls them with tensors on meta."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(
+        self, root: nn.Module, sizes: Sizes, ignored_hooks: Callable[[Any], bool]
+    ) -> None:
         super().__init__()
-        self.root = root
+        self.sizes, self.ignored_hooks = sizes, ignored_hooks
         self.dataflow = Dataflow()
+        self.recording = Recording(root, self.note_effect, sizes.fix_all)
+        self.grad_enabled = torch.is_grad_enabled()
+        self.device: torch.device | None = None
+        self.failed: KeptError | None = None
+        self.muted = 0  # how many calls of children that are one node are open
+        self.paused = False
         self.open_calls: list[Call] = []
         self.paths = {id(m): path for path, m in root.named_modules()}
-        self.names: dict[int, tuple[Any, str]] = {}
-        for origin, named in (
-            ("parameter", root.named_parameters()),
-            ("buffer", root.named_buffers()),
-        ):
-            for path, tensor in named:
-                self.names.setdefault(id(tensor), (origin, path))
+        self.names: dict[int, tuple[Literal["parameter", "buffer"], str]] = {}
+        for path, parameter in root.named_parameters():
+            self.names[id(parameter)] = "parameter", path
+        for path, buffer in root.named_buffers():
+            self.names.setdefault(id(buffer), ("buffer", path))
         self.values: dict[int, Value] = {}
-        self.kept_alive: list[Tensor] = []  # so that no id is used twice
-        self.device = next((p.device for p in root.parameters()), torch.device("cpu"))
+        self.foreign: dict[int, str] = {}  # why a value may not be what it seems
+        self.kept_alive: list[Any] = []  # so that no id occurs twice
 
     @property
     def place(self) -> str:
         return self.open_calls[-1].path if self.open_calls else ""
 
+    def call(self, forward: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        try:
+            with torch.device("meta"), self:
+                result = forward(module, *args, **kwargs)
+        except KeptError:
+            raise
+        except Exception as error:
+            raise self.failed or KeptError(f"could not be traced: {_described(error)}") from error
+        if self.failed is not None:  # and the forward went on all the same
+            raise self.failed
+        return result
+
     # Tensors and values
 
-    def take_input(self, leaf: Any) -> Any:
-        """The tensor on meta that the forward gets in place of an argument."""
+    def take(self, leaf: Any) -> Any:
+        """What the forward gets in place of a leaf of its arguments."""
+        if is_cache(leaf):
+            self.recording.has_cache = True
+            return CacheStandIn(leaf, self.update)
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self.values:
@@ -115,17 +149,21 @@ class _Tracer(TorchFunctionMode):
             self.dataflow.inputs.append(value)
         return self.values[id(leaf)].meta
 
-    def leaf(self, tensor: Tensor, origin: Any, name: str) -> Value:
-        meta = torch.empty_strided(
-            tensor.shape,
-            tensor.stride(),
-            dtype=tensor.dtype,
-            device="meta",
-            requires_grad=tensor.requires_grad,
-        )
-        value = Value(origin, name, meta, real=None if origin == "input" else tensor)
-        self.kept_alive += [tensor, meta]
-        self.values[id(tensor)] = self.values[id(meta)] = value
+    def leaf(self, t: Tensor, origin: Any, name: str) -> Value:
+        if self.device is None or t.device != self.device and not (t.dim() == 0 and t.is_cpu):
+            if self.device is not None:
+                raise KeptError(f"has tensors on {self.device} and on {t.device}")
+            self.device = t.device
+        own = {"dtype": t.dtype, "device": "meta", "requires_grad": t.requires_grad}
+        with torch.inference_mode(False):
+            meta = torch.empty_strided(t.shape, t.stride(), **own)
+        value = Value(origin, name, meta, real=None if origin == "input" else t)
+        if not (is_plain(t) or is_dtensor(t)):
+            self.foreign[id(value)] = f"computes with a {type(t).__name__}"
+        if origin != "input":
+            self.sizes.constants.update(t.shape)
+        self.kept_alive += [t, meta, value]
+        self.values[id(t)] = self.values[id(meta)] = value
         return value
 
     def value_of(self, leaf: Any) -> Any:
@@ -133,51 +171,114 @@ class _Tracer(TorchFunctionMode):
             return leaf
         if (known := self.values.get(id(leaf))) is not None:
             return known
-        return self.leaf(leaf, *self.names.get(id(leaf), ("constant", "a constant")))
+        if (named := self.names.get(id(leaf))) is not None:
+            return self.leaf(leaf, *named)
+        value = self.leaf(leaf, "constant", f"constant {len(self.kept_alive)}")
+        if id(leaf) not in self.recording.tensors:  # what made it was not seen
+            self.foreign[id(value)] = "computes with a tensor of unknown origin"
+        return value
+
+    def result_leaf(self, leaf: Any) -> Any:
+        value = self.value_of(leaf)
+        if isinstance(value, Value) and id(value) in self.foreign:
+            raise KeptError(f"{self.foreign[id(value)]}, which it returns")
+        if not isinstance(value, (Value, CacheStandIn)) and not is_scalar(value):
+            raise KeptError(f"returns a {type(value).__name__}")
+        return value
 
     # Functions of torch
 
     def __torch_function__(
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        op, kwargs = _name(function), kwargs or {}
-        if op in _QUESTIONS:
+        op, kwargs = name_of(function), kwargs or {}
+        if self.paused or op == "_set_grad_enabled":
+            return function(*args, **kwargs)
+        if op in QUESTIONS:
             return self.answer(op, function, args, kwargs)
-        node = Node(op, function, *map_leaves(self.value_of, (args, kwargs)), self.place)
-        given = map_leaves(_on_meta, (node.args, node.kwargs))
-        operands = _tensors(given)
-        versions = [t._version for t in operands]
+        given = map_leaves(self.value_of, (args, kwargs))
+        note_sizes(op, *given, self.sizes)
+        node = Node(op, function, *map_leaves(_plain, given), self.place)
+        operands, keywords = map_leaves(_on_meta, (node.args, node.kwargs))
+        tensors = _tensors((operands, keywords))
+        versions = [t._version for t in tensors]
+        profile = sys.getprofile()
+        sys.setprofile(None)  # what a function of torch does inside is its own matter
         try:
-            result = function(*given[0], **given[1])
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            raise KeptError(f"needs values for {op} in '{self.place}'") from error
-        written = any(t._version != v for t, v in zip(operands, versions))
-        self.note(node, result, operands, written)
+            result = function(*operands, **keywords)
+        except (RuntimeError, NotImplementedError) as error:
+            self.failed = KeptError(f"computes {op} in '{self.place}' ({_described(error)})")
+            raise self.failed from error
+        finally:
+            sys.setprofile(profile)
+        written = any(t._version != v for t, v in zip(tensors, versions))
+        self.add(node, result, tensors, written)
         return result
 
     def answer(self, op: str, function: Any, args: Any, kwargs: Any) -> Any:
-        if op in _OF_DEVICE:
+        """The answer to a question about a tensor that does not depend on its entries."""
+        value: Value = self.value_of(args[0])
+        if op in OF_DEVICE:
             return function(torch.empty(0, device=self.device), *args[1:], **kwargs)
-        result = function(*args, **kwargs)
-        return tuple(result) if isinstance(result, torch.Size) else result
+        if op in OF_STRIDES or (op in OF_GRAPH and value.origin != "input"):
+            self.note_effect(f"asks for {op}")
+        if op in ("shape", "size"):
+            shape = self.sizes.shape(value.shape)
+            where = [*args[1:], *kwargs.values()]
+            return shape[where[0]] if where and where[0] is not None else shape
+        if op in ("numel", "nelement"):
+            count: Any = 1
+            for size in self.sizes.shape(value.shape):
+                count = size * count
+            return count
+        if op == "__len__":  # which has to be an integer for the interpreter
+            self.sizes.fix(value.shape[0])
+        return function(value.meta, *args[1:], **kwargs)
 
-    def note(self, node: Node, result: Any, operands: list[Tensor], written: bool) -> None:
+    def add(self, node: Node, result: Any, operands: list[Tensor], written: bool) -> None:
         results = _tensors(result)
         if not written and results and all(any(t is o for o in operands) for t in results):
             return  # a cast to the same dtype, dropout in evaluation: nothing was computed
-        if written:
-            node.effect = f"writes in place by {node.op}"
-        elif node.op in _DRAWS:
-            node.effect = f"draws random numbers by {node.op}"
+        values = values_in((node.args, node.kwargs))
+        effects = [self.foreign[id(v)] for v in values if id(v) in self.foreign]
+        if written or node.op.endswith(".__set__"):
+            effects.append(f"writes in place by {node.op}")
+        elif node.op in DRAWS:
+            effects.append(f"draws random numbers by {node.op}")
         elif not results:
-            node.effect = f"calls {node.op}"
+            effects.append(f"calls {node.op}")
+        differentiated = any(t.requires_grad for t in operands)
+        if torch.is_grad_enabled() != self.grad_enabled and differentiated:
+            effects.append(f"computes {node.op} with gradients switched")
+        node.effect = ", ".join(effects)
+        self.append(node, results)
+
+    def append(self, node: Node, results: list[Tensor]) -> None:
+        number = len(self.dataflow.nodes)
         for index, tensor in enumerate(results):
-            name = f"{node.op}#{len(self.dataflow.nodes)}.{index}"
-            value = Value("node", name, tensor, node)
+            value = Value("node", f"{node.op}#{number}.{index}", tensor, node)
             node.results.append(value)
             self.values[id(tensor)] = value
             self.kept_alive.append(tensor)
-        self.dataflow.nodes.append(node)
+        if not self.muted:
+            self.dataflow.nodes.append(node)
+
+    def note_effect(self, text: str) -> None:
+        """Adds a node for what the forward does besides calling functions of torch."""
+        self.append(Node("effect", _nothing, (), {}, self.place, effect=text), [])
+
+    def update(self, keys: Tensor, values: Tensor, layer: Any, made: Any) -> Any:
+        """Records the update of a cache by the keys and values of a layer."""
+        given = self.value_of(keys), self.value_of(values)
+        node = Node("cache.update", _nothing, given, {"layer": _layer(layer)}, self.place)
+        node.effect = "updates a cache"
+        self.paused = True
+        try:
+            results = made()
+        finally:
+            self.paused = False
+        self.append(node, list(results))
+        return results
 
     # Calls of children
 
@@ -186,17 +287,25 @@ class _Tracer(TorchFunctionMode):
         original = nn.Module.__call__
 
         def recorded(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if (path := self.paths.get(id(module))) is None:
+            if (path := self.paths.get(id(module))) is None or self.recording.elsewhere():
                 return original(module, *args, **kwargs)
+            self.recording.called[id(module)] = module
             call = Call(module, path, len(self.dataflow.nodes))
             call.args, call.kwargs = map_leaves(self.value_of, (args, kwargs))
-            self.dataflow.calls.append(call)
+            hooked = is_hooked(module, self.ignored_hooks)
+            own = module.forward if is_hooked(module) else original.__get__(module)
             self.open_calls.append(call)
+            if not self.muted:
+                self.dataflow.calls.append(call)
+            self.muted += hooked
             try:
-                result = original(module, *args, **kwargs)
+                result = own(*args, **kwargs)
             finally:
+                self.muted -= hooked
                 self.open_calls.pop()
-                call.end = len(self.dataflow.nodes)
+            if hooked:
+                self.append(Node("call_module", module, call.args, call.kwargs, path), _tensors(result))
+            call.end = len(self.dataflow.nodes)
             call.result = map_leaves(self.value_of, result)
             return result
 
@@ -207,18 +316,16 @@ class _Tracer(TorchFunctionMode):
             nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
-def _name(function: Callable[..., Any]) -> str:
-    """A function's name; of functions that are not torch's own, one that none of torch's has."""
-    name = getattr(function, "__name__", str(function))
-    if name in ("__get__", "__set__") and isinstance(function, types.MethodWrapperType):
-        attribute = getattr(function.__self__, "__name__", "?")
-        return str(attribute) if name == "__get__" else f"{attribute}.__set__"
-    if isinstance(function, _OF_TORCH):
-        return name
-    module = getattr(function, "__module__", None) or ""
-    if isinstance(function, types.FunctionType) and module.split(".")[0] == "torch":
-        return name
-    return f"{module}::{function}" if isinstance(function, types.FunctionType) else f"::{function}"
+def _nothing() -> None:
+    """Stands in nodes that call no function of torch."""
+
+
+def _layer(index: Any) -> int:
+    return index.used_as_layer() if type(index) is LayerIndex else int(index)
+
+
+def _plain(leaf: Any) -> Any:
+    return int.__int__(leaf) if isinstance(leaf, int) and type(leaf) is not bool else leaf
 
 
 def _on_meta(leaf: Any) -> Any:
@@ -231,6 +338,13 @@ def _tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
     return found
+
+
+def _containers(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (tuple, list, dict)):
+        yield tree
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _containers(part)
 
 
 def _described(error: Exception) -> str:

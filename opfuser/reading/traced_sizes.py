@@ -1,0 +1,94 @@
+"""What functions of torch decide by sizes, noted while they are traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .dataflow import Value, map_leaves
+from .sizes import Size, Sizes
+
+__all__ = ["note_sizes"]
+
+# Functions whose integers are sizes of their results.
+_SIZED = frozenset(
+    """broadcast_to empty expand full new_empty new_full new_ones new_zeros ones rand randn repeat
+    reshape unflatten view zeros arange""".split()
+)
+# Functions that cut a dimension, and the position of that dimension among their arguments.
+_CUTTING = {
+    "chunk": 2,
+    "narrow": 1,
+    "select": 1,
+    "split": 2,
+    "split_with_sizes": 2,
+    "tensor_split": 2,
+    "unbind": 1,
+    "unfold": 1,
+}
+
+
+def note_sizes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sizes) -> None:
+    """Notes in ``sizes`` what the results of a function tell of the sizes that may differ.
+
+    Sizes that shape a result may differ, also in arithmetic; those that become entries of a tensor,
+    or the number of its parts, may not. A literal that is equal to such a size may be meant as it
+    is, so that the size may not differ.
+    """
+    if op == "__getitem__":
+        _note_index(args, sizes)
+        return
+    if op in _CUTTING and isinstance(args[0], Value):
+        position = _CUTTING[op]
+        dim = kwargs.get("dim", args[position] if len(args) > position else 0)
+        if isinstance(dim, int) and -len(args[0].shape) <= dim < len(args[0].shape):
+            sizes.fix(sizes.of(args[0].shape[dim]))
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, Size):
+            if op not in _SIZED:
+                sizes.fix(leaf)
+        elif op in _SIZED and type(leaf) is int and leaf > 0:
+            sizes.fix(leaf)
+            sizes.constants.add(leaf)
+
+    map_leaves(note, (args, kwargs))
+
+
+def _note_index(args: tuple[Any, ...], sizes: Sizes) -> None:
+    """Notes where the bounds of slices lie relative to the sizes of dimensions."""
+    if not isinstance(args[0], Value):
+        return
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    shape = args[0].shape
+    taken = sum(_dimensions(part) for part in index)
+    dim = 0
+    for part in index:
+        if part is Ellipsis:
+            dim += len(shape) - taken
+            continue
+        if isinstance(part, slice):
+            for bound in (part.start, part.stop):
+                if bound is not None:
+                    _compare(sizes.of(shape[dim]), bound)
+        elif isinstance(part, int) and not isinstance(part, bool):
+            _compare(sizes.of(shape[dim]), part)
+        dim += _dimensions(part)
+
+
+def _dimensions(part: Any) -> int:
+    """How many dimensions one part of an index takes."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    if isinstance(part, Value) and not part.meta.dtype.is_floating_point:
+        return max(1, part.meta.dim()) if str(part.meta.dtype) == "torch.bool" else 1
+    return 1
+
+
+def _compare(size: int, bound: Any) -> None:
+    if not isinstance(bound, int):
+        if isinstance(size, Size):
+            size.sizes.fix(size)
+        return
+    if int.__int__(bound) < 0:
+        bound = -bound
+    _ = size > bound, size >= bound  # which a Size notes
