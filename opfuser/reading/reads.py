@@ -65,7 +65,8 @@ class Reads:
     Attributes:
         module: whose forward it was.
         modules: itself and its children that were called, and the ``types`` of these.
-        hooks: the dicts of hooks of the children, and the ``counts`` of these.
+        hooks: the dicts of hooks of the children, the ``counts`` of these, and whether the children
+            were ``hooked``.
         scalars: rows of values that are compared by equality.
         objects: rows of values that are compared by identity.
         parameters: rows of parameters, compared by identity and dtype.
@@ -73,6 +74,7 @@ class Reads:
         cells: cells of functions that were called or read, and their contents.
         containers: containers and objects whose contents were read, and the contents.
         pinned: tensors whose values were read, and the versions of these.
+        free: rows, by holder's id and name, in which siblings may differ.
     """
 
     module: nn.Module
@@ -80,6 +82,7 @@ class Reads:
     types: list[type] = field(default_factory=list)
     hooks: list[dict[int, Any]] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    hooked: bool = False
     scalars: tuple[list[dict[str, Any]], list[str], list[Any]] = field(
         default_factory=lambda: ([], [], [])
     )
@@ -94,6 +97,7 @@ class Reads:
     cells: tuple[list[types.CellType], list[Any]] = field(default_factory=lambda: ([], []))
     containers: list[tuple[Any, list[Any]]] = field(default_factory=list)
     pinned: tuple[list[Tensor], list[int]] = field(default_factory=lambda: ([], []))
+    free: frozenset[tuple[int, str]] = frozenset()
 
     def add_row(self, holder: dict[str, Any], name: str, value: Any) -> None:
         """Adds one row to the columns for its kind of value."""
@@ -124,7 +128,7 @@ class Reads:
             and all(map(is_, map(dict.get, parameters[0], parameters[1]), parameters[2]))
             and [*map(_DTYPE, parameters[2])] == self.dtypes
             and [*map(type, self.modules)] == self.types
-            and [*map(len, self.hooks)] == self.counts
+            and (not (any(self.hooks) or self.hooked) or [*map(len, self.hooks)] == self.counts)
             and [*map(getattr, kinds[0], kinds[1], repeat(MISSING))] == kinds[2]
             and (not cells[0] or all(map(is_, map(_CELL, cells[0]), cells[1])))
             and all(unchanged(contents(c), before) for c, before in self.containers)

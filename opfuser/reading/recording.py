@@ -360,7 +360,7 @@ class Recording:
 
     def reads(self) -> Reads:
         """What was read, after the trace."""
-        reads = Reads(self.root)
+        reads = Reads(self.root, free=frozenset(self.free))
         for module in self.called.values():
             self.modules[id(module)] = module
             self.row(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
@@ -368,8 +368,9 @@ class Recording:
             self.kind(type(module), "forward")
         reads.modules = list(self.modules.values())
         reads.types = list(map(type, reads.modules))
-        reads.hooks = [getattr(m, name) for m in self.called.values() for name in HOOKS]
+        reads.hooks = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
         reads.counts = list(map(len, reads.hooks))
+        reads.hooked = any(reads.counts)
         for row in self._rows.values():
             reads.add_row(*row)
         for (kind, name), value in self._kinds.items():

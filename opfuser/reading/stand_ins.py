@@ -13,7 +13,7 @@ from .kept import KeptError
 
 __all__ = ["CacheStandIn", "is_cache"]
 
-Update = Callable[[Tensor, Tensor, Any, Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
+Update = Callable[[Tensor, Tensor, int, Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
 
 
 def is_cache(value: Any) -> bool:
@@ -44,14 +44,16 @@ class CacheStandIn:
         if any(leaf is not None for leaf in (*args, *kwargs.values())):
             raise KeptError("updates its cache with more than keys and values")
 
+        layer = layer_idx.used_as_layer() if type(layer_idx) is LayerIndex else int(layer_idx)
+
         def made() -> tuple[Tensor, Tensor]:
-            length = self._cache.get_mask_sizes(keys.shape[-2], int(layer_idx))[0]
+            length = self._cache.get_mask_sizes(keys.shape[-2], layer)[0]
             shapes = ((*t.shape[:-2], length, t.shape[-1]) for t in (keys, values))
             empty = torch.empty
             k, v = (empty(s, dtype=keys.dtype, device="meta") for s in shapes)
             return k, v
 
-        return self._update(keys, values, layer_idx, made)
+        return self._update(keys, values, layer, made)
 
     def __getattr__(self, name: str) -> Any:
         raise KeptError(f"reads '{name}' of its cache")

@@ -18,7 +18,7 @@ from .kept import KeptError
 from .reads import Reads, contents, is_hooked, is_scalar, unchanged
 from .recording import Recording
 from .sizes import Sizes
-from .stand_ins import CacheStandIn, LayerIndex, is_cache
+from .stand_ins import CacheStandIn, is_cache
 from .torch_functions import DRAWS, OF_DEVICE, OF_GRAPH, OF_STRIDES, QUESTIONS, name_of
 from .traced_sizes import note_sizes
 
@@ -267,16 +267,18 @@ class _Tracer(TorchFunctionMode):
         """Adds a node for what the forward does besides calling functions of torch."""
         self.append(Node("effect", _nothing, (), {}, self.place, effect=text), [])
 
-    def update(self, keys: Tensor, values: Tensor, layer: Any, made: Any) -> Any:
+    def update(self, keys: Tensor, values: Tensor, layer: int, made: Any) -> Any:
         """Records the update of a cache by the keys and values of a layer."""
         given = self.value_of(keys), self.value_of(values)
-        node = Node("cache.update", _nothing, given, {"layer": _layer(layer)}, self.place)
+        node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
         node.effect = "updates a cache"
-        self.paused = True
+        profile, self.paused = sys.getprofile(), True
+        sys.setprofile(None)
         try:
             results = made()
         finally:
             self.paused = False
+            sys.setprofile(profile)
         self.append(node, list(results))
         return results
 
@@ -318,10 +320,6 @@ class _Tracer(TorchFunctionMode):
 
 def _nothing() -> None:
     """Stands in nodes that call no function of torch."""
-
-
-def _layer(index: Any) -> int:
-    return index.used_as_layer() if type(index) is LayerIndex else int(index)
 
 
 def _plain(leaf: Any) -> Any:
