@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +14,7 @@ from .dataflow import Value
 from .formulas import product_of
 from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
-from .operations import Attention, HeadNorm, Heads, Mask, Norm, Operation, Rotary
+from .operations import Attention, HeadNorm, Heads, Mask, Norm, Operation, Reorder, Rotary
 from .replay import evaluate, indices_like, is_layout, leaves_of
 from .values import Values, computed
 
@@ -47,11 +49,13 @@ class AttentionFound:
         operations: norm and rotation of heads, and attention itself.
         sources: the outputs of the projections, side by side.
         tokens: sizes of batch and sequence.
+        drawn: the value whose node draws random numbers, if one does.
     """
 
     operations: tuple[Operation, ...]
     sources: tuple[Value, ...]
     tokens: tuple[int, int]
+    drawn: Value | None
 
 
 def attention_of(
@@ -79,7 +83,7 @@ def attention_of(
         raise KeptError(computed(core.v, "normalises, turns or scales values by"))
     if len({q.tokens, k.tokens, u.tokens}) > 1:
         raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
-    heads, sources = _packed(q, k, u)
+    heads, sources, reorder = _packed(q, k, u)
     attention = Attention(
         heads,
         core.scale * q.scale * k.scale,
@@ -88,7 +92,8 @@ def attention_of(
         core.softcap,
         None if core.mask is None else _mask_of(values, core.mask),
     )
-    return AttentionFound((*_steps(q, k, heads), attention), sources, q.tokens)
+    operations = (*reorder, *_steps(q, k, heads), attention)
+    return AttentionFound(operations, sources, q.tokens, joined[0] if core.dropout_p else None)
 
 
 def _core_of(values: Values, v: Value) -> _Core | None:
@@ -148,8 +153,16 @@ def _mask_of(values: Values, v: Value) -> Mask:
     return Mask(values.dataflow.inputs.index(mask), mask.shape)
 
 
-def _packed(q: HeadsFound, k: HeadsFound, v: HeadsFound) -> tuple[Heads, tuple[Value, ...]]:
-    """The sizes of heads, and the projections whose columns, side by side, they are in order."""
+class _Packed(NamedTuple):
+    """Heads, the projections whose columns they are, and what orders these if they are not."""
+
+    heads: Heads
+    sources: tuple[Value, ...]
+    reorder: tuple[Reorder, ...]
+
+
+def _packed(q: HeadsFound, k: HeadsFound, v: HeadsFound) -> _Packed:
+    """Queries, keys and values one behind another in the columns of all projections."""
     sources = tuple(dict.fromkeys([q.source, k.source, v.source]))
     starts, total = {}, 0
     for source in sources:
@@ -162,9 +175,17 @@ def _packed(q: HeadsFound, k: HeadsFound, v: HeadsFound) -> tuple[Heads, tuple[V
     columns = [q.columns + starts[q.source]]
     for found in (k, v):
         columns.append(found.columns[:: found.columns.shape[0] // keys] + starts[found.source])
-    if not torch.equal(torch.cat([c.flatten() for c in columns]), torch.arange(total)):
-        raise KeptError("has its queries, keys and values in another order than one behind another")
-    return heads, sources
+    order = torch.cat([c.flatten() for c in columns])
+    if not torch.equal(order.sort().values, torch.arange(total)):
+        raise KeptError("attends to a part of what its projections return")
+    if torch.equal(order, torch.arange(total)):
+        return _Packed(heads, sources, ())
+    size = math.gcd(heads.size, heads.value_size)
+    blocks = order.view(-1, size)
+    if bool((blocks[:, 0] % size).any()) or not torch.equal(blocks, blocks[:, :1] + torch.arange(size)):
+        raise KeptError("has the entries of its heads in an unknown order")
+    numbers = tuple((blocks[:, 0] // size).tolist())
+    return _Packed(heads, sources, (Reorder(numbers, size),))
 
 
 def _distinct(found: HeadsFound) -> int:

@@ -147,10 +147,9 @@ class Built:
             device="meta",
         )
         for name, p in named.items():
-            if isinstance(p, read.Called):
-                setattr(made, name, self._module.get_submodule(p.path))
-            elif p.transposed:
-                setattr(made, name, self.linear(p)[0])
+            if not isinstance(p, read.Linear) or p.transposed:
+                ops = self._modules(p)
+                setattr(made, name, ops[0] if len(ops) == 1 else Sequential(*ops))
             else:
                 self.alias(made.get_submodule(name), "weight", p.weight)
                 self.alias(made.get_submodule(name), "bias", p.bias)
@@ -233,8 +232,13 @@ class Built:
             add.set_extra_input_channel(0, aside)
             ops += [make, *self._all(branch), swap]
             sums.append(add)
-        ops += [*self._all(op.branches[-1]), *sums]
-        return [Residual(*ops)] if op.with_input else [Sequential(*ops)]
+        return [Sequential(*ops, *self._all(op.branches[-1]), *sums)]
+
+    def reorder(self, op: read.Reorder) -> list[nn.Module]:
+        return [_Reorder(op)]
+
+    def normalised(self, op: read.Normalised) -> list[nn.Module]:
+        return [*self.linear(op.linear), *self.norm(op.norm)]
 
 
 _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
@@ -248,11 +252,33 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Linear: Built.linear,
     read.MergedLinear: Built.merged,
     read.Norm: Built.norm,
+    read.Normalised: Built.normalised,
     read.Parallel: Built.parallel,
+    read.Reorder: Built.reorder,
     read.Residual: Built.residual,
     read.Rotary: Built.rotary,
     read.Scale: Built.scale,
 }
+
+
+class _Reorder(nn.Module):
+    """Blocks of the last dimension in another order."""
+
+    def __init__(self, op: read.Reorder) -> None:
+        super().__init__()
+        self.size = op.size
+        self.blocks = list(op.blocks)
+        rows = op.blocks.index(1) if 1 in op.blocks else 1
+        columns = len(self.blocks) // rows
+        regular = torch.arange(len(self.blocks)).view(columns, -1).T.flatten().tolist()
+        self.columns = columns if regular == self.blocks else 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, copied in order."""
+        if self.columns:
+            whole = x.unflatten(-1, (self.columns, -1, self.size))
+            return whole.transpose(-3, -2).flatten(-3)
+        return x.unflatten(-1, (-1, self.size))[..., self.blocks, :].flatten(-2)
 
 
 def build(reading: read.Reading, module: nn.Module) -> Built:

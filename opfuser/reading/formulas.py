@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .arguments import is_number
@@ -112,8 +112,8 @@ def norm_of(values: Values, v: Value, base: Value | None) -> NormFound | None:
         for bias, inner in (args, args[::-1]):
             found = norm_of(values, inner, base) if _is_vector(values, bias, v) else None
             if found and found.norm.centred and found.norm.bias is None and found.factor == 1:
-                biased = Norm(**{**vars(found.norm), "bias": values.peel(bias).name})
-                return NormFound(biased, found.x, 1.0)
+                norm = replace(found.norm, bias=values.peel(bias).name)
+                return NormFound(norm, found.x, 1.0)
         return None
     product = product_of(values, v, base)
     if len(product.inverse_roots) != 1:
@@ -124,57 +124,55 @@ def norm_of(values: Values, v: Value, base: Value | None) -> NormFound | None:
 def _norm_by_function(values: Values, v: Value) -> NormFound | None:
     op, (x, shape, weight, *bias, eps) = values.term(v)
     shape = tuple(map(int, (shape,) if isinstance(shape, int) else shape))
-    names = []
-    for p in (weight, *bias):
-        p = values.peel(p) if isinstance(p, Value) else p
-        if p is not None and (p.origin != "parameter" or p.shape != shape):
+    norm = Norm(op == "layer_norm", shape, values.default_eps if eps is None else float(eps))
+    if weight is not None:
+        found = _weight_of(values, weight, shape)
+        if found is None:
             return None
-        names.append(None if p is None else p.name)
-    if eps is None:
-        eps = values.default_eps
-    return NormFound(Norm(op == "layer_norm", shape, float(eps), *names), values.peel(x), 1.0)
+        norm = replace(norm, weight=found[0], zero_centred_weight=found[1])
+    if bias and bias[0] is not None:
+        vector = values.peel(bias[0])
+        if vector.origin != "parameter" or vector.shape != shape:
+            return None
+        norm = replace(norm, bias=vector.name)
+    return NormFound(norm, values.peel(x), 1.0)
 
 
 def _norm_by_formula(values: Values, product: Product) -> NormFound | None:
     op, args = values.term(product.inverse_roots[0])
     if op != "add" or not is_number(args[1]):
         return None
-    eps = float(args[1])
     found = _mean_square(values, args[0])
     if found is None:
         return None
-    x, y = found
-    rest = None
-    for factor in product.values:
-        if factor is y or (x is not y and y is None and _centred(values, factor) is x):
-            rest = product.without(factor)
-            break
-    if rest is None or len(rest.values) > 1:
+    x, centred = found
+    # The mean may be subtracted once for the variance and once more for the result.
+    numerators = [v for v in product.values if (_centred(values, v) if centred else v) is x]
+    rest = product.without(*numerators[:1])
+    if not numerators or rest is None or len(rest.values) > 1:
         return None
-    norm = Norm(x is not y, x.shape[-1:], eps)
+    norm = Norm(centred, x.shape[-1:], float(args[1]))
     if rest.values:
-        weight, plus_one = _weight(values, rest.values[0], norm.shape)
+        weight = _weight_of(values, rest.values[0], norm.shape)
         if weight is None:
             return None
-        norm = Norm(norm.centred, norm.shape, eps, weight.name, None, plus_one)
+        norm = replace(norm, weight=weight[0], zero_centred_weight=weight[1])
     return NormFound(norm, x, rest.factor)
 
 
-def _mean_square(values: Values, v: Value) -> tuple[Value, Value | None] | None:
-    """(x, y) of the mean of y², y being x, or x without its mean; y is None where x alone is read.
-
-    The mean is over the last dimension, which stays as one of size 1.
-    """
+def _mean_square(values: Values, v: Value) -> tuple[Value, bool] | None:
+    """(x, whether its mean is subtracted) of the mean square of x over the last dimension."""
     op, args = values.term(v)
     if op == "var" and args[1:] == (-1, True, 0):
-        return values.peel(args[0]), None
+        return values.peel(args[0]), True
     if op != "mean" or args[1:] != (-1, True):
         return None
     op, args = values.term(args[0])
     if op != "square":
         return None
     y = values.peel(args[0])
-    return (_centred(values, y) or y), y
+    x = _centred(values, y)
+    return (y, False) if x is None else (x, True)
 
 
 def _centred(values: Values, y: Value) -> Value | None:
@@ -186,12 +184,14 @@ def _centred(values: Values, y: Value) -> Value | None:
     return x if op == "mean" and of[1:] == (-1, True) and values.peel(of[0]) is x else None
 
 
-def _weight(values: Values, v: Value, shape: tuple[int, ...]) -> tuple[Value | None, bool]:
-    """The parameter that a factor is, and whether one is added to it."""
+def _weight_of(values: Values, v: Value, shape: tuple[int, ...]) -> tuple[str, bool] | None:
+    """The path of the parameter that scales a norm, and whether one is added to it."""
     op, args = values.term(v)
     plus_one = op == "add" and is_number(args[1]) and args[1] == 1
-    weight = values.peel(args[0]) if plus_one else v
-    return (weight if weight.origin == "parameter" and weight.shape == shape else None), plus_one
+    weight = values.peel(args[0] if plus_one else v)
+    if weight.origin != "parameter" or weight.shape != shape:
+        return None
+    return weight.name, plus_one
 
 
 def _is_vector(values: Values, v: object, like: Value) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .attention import attention_of
-from .dataflow import Call, Dataflow, Value, values_in
+from .dataflow import Call, Dataflow, Node, Value, values_in
 from .formulas import ActivationFound, activations_in, norm_of, product_of
 from .kept import KeptError
 from .operations import (
@@ -22,6 +22,7 @@ from .operations import (
     Dropout,
     Gated,
     MergedLinear,
+    Normalised,
     Operation,
     Parallel,
     Reading,
@@ -40,27 +41,33 @@ class _Step(NamedTuple):
 
     Attributes:
         source: what they are computed from.
+        path: the values between them, from the result back to the source.
         tokens: batch and sequence of the attention among them.
-        calls: the children among them.
+        once: what has to happen once: random numbers that were drawn, children that were called.
     """
 
     operations: tuple[Operation, ...]
     source: Value
+    path: tuple[Value, ...] = ()
     tokens: frozenset[tuple[int, ...]] = frozenset()
-    calls: frozenset[Call] = frozenset()
+    once: tuple[Node | Call, ...] = ()
 
     def followed_by(self, *later: _Step) -> _Step:
         """These operations, then others; the source stays."""
         out = self
         for step in later:
-            operations = out.operations + step.operations
-            tokens, calls = out.tokens | step.tokens, out.calls | step.calls
-            out = _Step(operations, self.source, tokens, calls)
+            out = _Step(
+                out.operations + step.operations,
+                self.source,
+                step.path + out.path,
+                out.tokens | step.tokens,
+                out.once + step.once,
+            )
         return out
 
-    def inside(self, operation: Operation, source: Value) -> _Step:
-        """One operation in place of these, which it holds."""
-        return _Step((operation,), source, self.tokens, self.calls)
+    def inside(self, operation: Operation) -> _Step:
+        """One operation that holds these."""
+        return self._replace(operations=(operation,), path=())
 
 
 def read(dataflow: Dataflow) -> Reading:
@@ -81,8 +88,11 @@ def read(dataflow: Dataflow) -> Reading:
         raise KeptError("computes nothing")
     if whole.tokens - {rows}:
         raise KeptError("attends to other rows than those of its input")
+    if len(set(whole.once)) < len(whole.once):
+        raise KeptError("reads the result of dropout, or of a child that is called, twice")
+    spans = [(c.start, c.end) for c in whole.once if isinstance(c, Call)]
     for number, node in enumerate(dataflow.nodes):
-        if node.effect and not any(c.start <= number < c.end for c in whole.calls):
+        if node.effect and not any(start <= number < end for start, end in spans):
             raise KeptError(f"{node.effect} in '{node.place}'")
     return Reading(dataflow.inputs.index(whole.source), whole.operations)
 
@@ -94,6 +104,7 @@ class _Grammar:
     def __init__(self, dataflow: Dataflow, result: Value) -> None:
         self.values = Values(dataflow, result.meta.dtype)
         self.known: dict[tuple[Value, Value | None], _Step | KeptError] = {}
+        self.rounded: set[Value] = set()
         self.rules: tuple[_Rule, ...] = (
             self.linear,
             self.norm,
@@ -121,22 +132,29 @@ class _Grammar:
         return found
 
     def _chain(self, v: Value, base: Value | None) -> _Step:
-        passed = self.values.passed(v)
-        end, dtype = passed[-1], self.values.dtype
-        if all(p.meta.dtype != dtype for p in passed):
-            raise KeptError(computed(end, f"has {end.meta.dtype} beside {dtype} from"))
+        end = self.end_of(v)
         if end is base or (base is None and end.origin == "input"):
-            return _Step((), end)
+            return _Step((), end, (end,))
         try:
-            step = self.step(end, base)
+            step = self.step(end, base)._replace(path=(end,))
             return self.chain(step.source, base).followed_by(step)
         except KeptError as why:
-            for called in self.calls_of(passed, why.reason):
+            for called in self.calls_of(self.values.passed(v), why.reason):
                 try:
+                    called = called._replace(path=(end,))
                     return self.chain(called.source, base).followed_by(called)
                 except KeptError:
                     continue
             raise
+
+    def end_of(self, v: Value) -> Value:
+        """What a value equals, if that is rounded to the stream's dtype where operations meet."""
+        passed = self.values.passed(v)
+        end, dtype = passed[-1], self.values.dtype
+        if all(p.meta.dtype != dtype for p in passed) and end not in self.rounded:
+            raise KeptError(computed(end, f"has {end.meta.dtype} beside {dtype} from"))
+        self.rounded.add(end)
+        return end
 
     def calls_of(self, passed: list[Value], reason: str) -> list[_Step]:
         """The children that return one of these values of one tensor, the innermost first."""
@@ -145,7 +163,7 @@ class _Grammar:
             x = only_tensor(call)
             assert x is not None and isinstance(call.result, Value)
             op = Called(call.path, x.shape[-1], call.result.shape[-1], reason)
-            out.append(_Step((op,), x, calls=frozenset({call})))
+            out.append(_Step((op,), x, once=(call,)))
         return out
 
     def step(self, v: Value, base: Value | None) -> _Step:
@@ -172,7 +190,9 @@ class _Grammar:
 
     def dropout(self, v: Value, base: Value | None) -> _Step | None:
         op, args = self.values.term(v)
-        return _Step((Dropout(float(args[1])),), args[0]) if op == "dropout" else None
+        if op != "dropout":
+            return None
+        return _Step((Dropout(float(args[1])),), args[0], once=_drawn(v))
 
     def product(self, v: Value, base: Value | None) -> _Step | None:
         """Activations, gated pairs, and multiplications by a constant."""
@@ -226,13 +246,21 @@ class _Grammar:
         found = linear_of(self.values, v)
         if found is not None:
             return _Step((found.linear,), found.x)
+        norm = norm_of(self.values, v, None)
+        if norm is not None and norm.factor == 1:
+            found = linear_of(self.values, norm.x)
+            if found is not None and norm.norm.shape == (found.linear.out_features,):
+                return _Step((Normalised(found.linear, norm.norm),), found.x)
         called = self.calls_of(self.values.passed(v), "is no linear function of parameters")
         if called:
             return called[0]
         raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
 
     def is_projection(self, v: Value) -> bool:
-        return linear_of(self.values, v) is not None
+        if linear_of(self.values, v) is not None:
+            return True
+        norm = norm_of(self.values, v, None)
+        return norm is not None and linear_of(self.values, norm.x) is not None
 
     def is_called(self, v: Value) -> bool:
         return self.is_projection(v) or bool(calls_returning(self.values.dataflow, [v]))
@@ -243,10 +271,10 @@ class _Grammar:
         first, *others = [self.values.peel(step.source) for step in steps]
         if any(x is not first for x in others):
             raise KeptError(f"{computed(self.values.peel(outputs[-1]))}, {what} of another input")
-        calls = frozenset().union(*[step.calls for step in steps])
+        once = tuple(thing for step in steps for thing in step.once)
         projections = tuple(op for step in steps for op in step.operations)
         op = MergedLinear(projections) if others else projections[0]
-        return _Step((op,), steps[0].source, calls=calls)
+        return _Step((op,), steps[0].source, once=once)
 
     def sum(self, v: Value, base: Value | None) -> _Step | None:
         op, args = self.values.term(v)
@@ -262,10 +290,10 @@ class _Grammar:
         """The sum of a value and of what is computed of it."""
         self.check_shapes(v, args)
         for stream, block in (args, args[::-1]):
-            stream = self.values.peel(stream)
+            stream = self.end_of(stream)
             if self.values.is_ancestor(stream, block):
                 branch = self.chain(block, stream)
-                return branch.inside(Residual(branch.operations), stream)
+                return branch.inside(Residual(branch.operations))
         return None
 
     def parallel(self, v: Value, base: Value | None) -> _Step:
@@ -277,13 +305,21 @@ class _Grammar:
                 stream = term
         if stream is None:
             raise KeptError(computed(v, "sums branches by"))
-        branches = [self.chain(term, stream) for term in terms if term is not stream]
-        op = Parallel(tuple(b.operations for b in branches), len(branches) < len(terms))
-        return _Step((), stream).followed_by(*branches).inside(op, stream)
+        others = [term for term in terms if term is not stream]
+        paths = [self.chain(term, stream).path for term in others]
+        shared = next(v for v in paths[0] if all(v in path for path in paths))
+        branches = [self.chain(term, shared) for term in others]
+        parallel = Parallel(tuple(b.operations for b in branches))
+        step = self.chain(shared, stream)
+        whole = step.followed_by(*branches)
+        operations = (*step.operations, parallel)
+        if len(others) < len(terms):
+            operations = (Residual(operations),)
+        return whole._replace(operations=operations, path=())
 
     def terms(self, v: Value, base: Value | None) -> list[Value]:
         """What a sum of sums adds up."""
-        v = self.values.peel(v)
+        v = self.end_of(v)
         op, args = self.values.term(v)
         if v is base or op != "add" or not all(isinstance(a, Value) for a in args):
             return [v]
@@ -305,8 +341,14 @@ class _Grammar:
         if found is None:
             return None
         step = self.merged(found.sources, "queries, keys or values")
-        tokens = frozenset({found.tokens})
-        return step.followed_by(_Step(found.operations, step.source, tokens))
+        tokens, once = frozenset({found.tokens}), () if found.drawn is None else _drawn(found.drawn)
+        return step.followed_by(_Step(found.operations, step.source, (), tokens, once))
+
+
+def _drawn(v: Value) -> tuple[Node, ...]:
+    """The node of a value that depends on random numbers."""
+    assert v.node is not None
+    return (v.node,)
 
 
 def _scaled(factor: float) -> tuple[Operation, ...]:

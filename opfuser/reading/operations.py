@@ -17,10 +17,12 @@ __all__ = [
     "Mask",
     "MergedLinear",
     "Norm",
+    "Normalised",
     "Operation",
     "Parallel",
     "Projection",
     "Reading",
+    "Reorder",
     "Residual",
     "Rotary",
     "Scale",
@@ -54,7 +56,40 @@ class Called:
     reason: str
 
 
-Projection = Linear | Called
+@dataclass(frozen=True)
+class Norm:
+    """``y = (x - m) / sqrt(mean((x - m)^2) + eps) w + b``, m the mean of x, or 0 if not ``centred``.
+
+    With ``zero_centred_weight``, ``1 + w`` stands in place of w; without a weight, 1.
+    """
+
+    centred: bool
+    shape: tuple[int, ...]
+    eps: float
+    weight: str | None = None
+    bias: str | None = None
+    zero_centred_weight: bool = False
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """A linear function, and a norm of all that it returns."""
+
+    linear: Linear
+    norm: Norm
+
+    @property
+    def in_features(self) -> int:
+        """The last dimension of the input."""
+        return self.linear.in_features
+
+    @property
+    def out_features(self) -> int:
+        """The last dimension of the output."""
+        return self.linear.out_features
+
+
+Projection = Linear | Called | Normalised
 
 
 @dataclass(frozen=True)
@@ -70,21 +105,6 @@ class Bias:
 
     bias: str
     size: int
-
-
-@dataclass(frozen=True)
-class Norm:
-    """``y = (x - m) / sqrt(mean((x - m)^2) + eps) w + b``, m the mean of x, or 0 if not ``centred``.
-
-    With ``zero_centred_weight``, ``1 + w`` stands in place of w; without a weight, 1.
-    """
-
-    centred: bool
-    shape: tuple[int, ...]
-    eps: float
-    weight: str | None = None
-    bias: str | None = None
-    zero_centred_weight: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,14 @@ class Heads:
     keys: int
     size: int
     value_size: int
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """The last dimension in blocks of ``size``, of which block i was number ``blocks[i]``."""
+
+    blocks: tuple[int, ...]
+    size: int
 
 
 @dataclass(frozen=True)
@@ -206,10 +234,9 @@ class Residual:
 
 @dataclass(frozen=True)
 class Parallel:
-    """``y = x + f(x) + g(x) + ...``, or without x."""
+    """``y = f(x) + g(x) + ...``."""
 
     branches: tuple[tuple[Operation, ...], ...]
-    with_input: bool
 
 
 Operation = (
@@ -222,6 +249,8 @@ Operation = (
     | Gated
     | Dropout
     | Scale
+    | Reorder
+    | Normalised
     | HeadNorm
     | Rotary
     | Attention

@@ -92,7 +92,7 @@ def vector_of(values: Values, v: Any) -> Value | None:
 def calls_returning(dataflow: Dataflow, found: list[Value]) -> list[Call]:
     """The calls of children with one tensor that return one of these values, innermost first."""
     calls = [call for call in dataflow.calls if any(call.result is v for v in found)]
-    return [call for call in reversed(calls) if only_tensor(call) is not None]
+    return [c for c in reversed(calls) if (x := only_tensor(c)) is not None and x not in found]
 
 
 def only_tensor(call: Call) -> Value | None:
