@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from .arguments import is_number
-from .dataflow import Value
+from .dataflow import Node, Value
 from .formulas import product_of
 from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
 from .operations import Attention, HeadNorm, Heads, Mask, Norm, Operation, Reorder, Rotary
-from .replay import evaluate, indices_like, is_layout, leaves_of
+from .replay import indices_like, origin_of, source_of
 from .values import Values, computed
 
 __all__ = ["AttentionFound", "attention_of"]
@@ -49,13 +48,13 @@ class AttentionFound:
         operations: norm and rotation of heads, and attention itself.
         sources: the outputs of the projections, side by side.
         tokens: sizes of batch and sequence.
-        drawn: the value whose node draws random numbers, if one does.
+        once: the nodes that draw random numbers or update a cache.
     """
 
     operations: tuple[Operation, ...]
     sources: tuple[Value, ...]
     tokens: tuple[int, int]
-    drawn: Value | None
+    once: tuple[Node, ...]
 
 
 def attention_of(
@@ -66,19 +65,21 @@ def attention_of(
     Raises:
         KeptError: something about it is not explained.
     """
-    joined = leaves_of(v, lambda _: False, layout_only=True)
-    if len(joined) != 1 or len(joined[0].shape) != 4:
+    joined = source_of(values, v)
+    core = None if joined is None or len(joined.shape) != 4 else _core_of(values, joined)
+    if joined is None or core is None:
         return None
-    core = _core_of(values, joined[0])
-    if core is None:
-        return None
-    indices = indices_like(joined[0])
-    whole = evaluate(v, {joined[0]: indices})
-    if not torch.equal(whole.flatten(), indices.transpose(1, 2).flatten()):
+    in_order = indices_like(joined).long().transpose(1, 2).flatten()
+    if not torch.equal(origin_of(v, joined).flatten(), in_order):
         raise KeptError(computed(v, "joins heads in an unknown order by"))
+    once = _nodes(joined) if core.dropout_p else ()
+    k_value, v_value, update = core.k, core.v, _update_of(values, core)
+    if update is not None:
+        k_value, v_value, once = *update.args, (*once, update)
+    transposed = core.transposed and update is None
     q = heads_of(values, core.q, is_projection)
-    k = heads_of(values, core.k, is_projection, transposed=core.transposed)
-    u = heads_of(values, core.v, is_projection)
+    k = heads_of(values, k_value, is_projection, transposed=transposed)
+    u = heads_of(values, v_value, is_projection)
     if u.steps or u.scale != 1:
         raise KeptError(computed(core.v, "normalises, turns or scales values by"))
     if len({q.tokens, k.tokens, u.tokens}) > 1:
@@ -91,9 +92,32 @@ def attention_of(
         core.dropout_p,
         core.softcap,
         None if core.mask is None else _mask_of(values, core.mask),
+        None if update is None else update.kwargs["layer"],
     )
-    operations = (*reorder, *_steps(q, k, heads), attention)
-    return AttentionFound(operations, sources, q.tokens, joined[0] if core.dropout_p else None)
+    return AttentionFound((*reorder, *_steps(q, k, heads), attention), sources, q.tokens, once)
+
+
+def _nodes(v: Value) -> tuple[Node, ...]:
+    return () if v.node is None else (v.node,)
+
+
+def _update_of(values: Values, core: _Core) -> Node | None:
+    """The update of a cache that returns keys and values, whose heads may only be repeated."""
+    updates = []
+    for number, v in enumerate((core.k, core.v)):
+        source = source_of(values, v)
+        node = None if source is None else source.node
+        if source is None or node is None or node.op != "cache.update":
+            continue
+        updates.append(node)
+        places, got = indices_like(source).long(), origin_of(v, source)
+        got = got.mT if core.transposed and number == 0 else got
+        repeated = places.repeat_interleave(got.shape[1] // places.shape[1], 1)
+        if source is not node.results[number] or not torch.equal(got, repeated):
+            raise KeptError(computed(v, "changes what its cache returns by"))
+    if updates and (len(updates) != 2 or updates[0] is not updates[1]):
+        raise KeptError("caches its keys and values differently")
+    return updates[0] if updates else None
 
 
 def _core_of(values: Values, v: Value) -> _Core | None:
@@ -115,7 +139,7 @@ def _core_of(values: Values, v: Value) -> _Core | None:
     scores, mask = args[0], None
     op, args = values.term(scores)
     if op == "add" and isinstance(args[1], Value):
-        scores, mask = args if _is_made_of_inputs(args[1]) else args[::-1]
+        scores, mask = args if _is_input(values, args[1]) else args[::-1]
     return replace(_scores_of(values, scores), v=u, dropout_p=p, mask=mask)
 
 
@@ -135,21 +159,18 @@ def _scores_of(values: Values, scores: Value) -> _Core:
     raise KeptError(f"{computed(values.peel(scores))}, in the scores of attention")
 
 
-def _is_made_of_inputs(v: Value) -> bool:
-    return all(leaf.origin == "input" for leaf in leaves_of(v, lambda _: False, layout_only=True))
+def _is_input(values: Values, v: Value) -> bool:
+    source = source_of(values, v)
+    return source is not None and source.origin == "input"
 
 
 def _mask_of(values: Values, v: Value) -> Mask:
     """The input that a mask is."""
-    leaves = leaves_of(v, lambda _: False, layout_only=True)
-    if len(leaves) != 1 or leaves[0].origin != "input":
-        other = next((leaf for leaf in leaves if leaf.origin != "input"), v)
-        raise KeptError(f"{computed(other)}, in the mask of attention")
-    (mask,) = leaves
-    if v is not mask:
-        places = indices_like(mask)
-        if v.shape != mask.shape or not torch.equal(evaluate(v, {mask: places}), places):
-            raise KeptError(computed(v, "rearranges its mask by"))
+    mask = source_of(values, v)
+    if mask is None or mask.origin != "input":
+        raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
+    if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
+        raise KeptError(computed(v, "rearranges its mask by"))
     return Mask(values.dataflow.inputs.index(mask), mask.shape)
 
 
@@ -170,7 +191,11 @@ def _packed(q: HeadsFound, k: HeadsFound, v: HeadsFound) -> _Packed:
         total += source.shape[-1]
     keys, queries = _distinct(k), q.columns.shape[0]
     heads = Heads(queries, keys, q.columns.shape[1], v.columns.shape[1])
-    if keys != _distinct(v) or queries % keys or k.columns.shape != (k.columns.shape[0], heads.size):
+    if (
+        keys != _distinct(v)
+        or queries % keys
+        or k.columns.shape != (k.columns.shape[0], heads.size)
+    ):
         raise KeptError("has numbers or sizes of heads that do not fit")
     columns = [q.columns + starts[q.source]]
     for found in (k, v):
@@ -182,10 +207,12 @@ def _packed(q: HeadsFound, k: HeadsFound, v: HeadsFound) -> _Packed:
         return _Packed(heads, sources, ())
     size = math.gcd(heads.size, heads.value_size)
     blocks = order.view(-1, size)
-    if bool((blocks[:, 0] % size).any()) or not torch.equal(blocks, blocks[:, :1] + torch.arange(size)):
+    if bool((blocks[:, 0] % size).any()) or not torch.equal(
+        blocks, blocks[:, :1] + torch.arange(size)
+    ):
         raise KeptError("has the entries of its heads in an unknown order")
     numbers = tuple((blocks[:, 0] // size).tolist())
-    return _Packed(heads, sources, (Reorder(numbers, size),))
+    return _Packed(heads, sources, (Reorder(tuple(numbers.tolist()), size),))
 
 
 def _distinct(found: HeadsFound) -> int:

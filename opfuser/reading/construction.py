@@ -70,12 +70,14 @@ class Built:
         input: the number of the input that it is called with.
         aliases: parameters of the module that its operations read.
         arguments: what else its operations are given.
+        cached: attention that extends a cache, and the numbers of its layers there.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module) -> None:
         self.input = reading.input
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
+        self.cached: list[tuple[basic.DotProductAttention, int]] = []
         self._module = module
         self._ones: list[nn.Module] = []
         self.sequence = Sequential(*self._all(reading.operations))
@@ -88,11 +90,18 @@ class Built:
         for op in self._ones:
             self._set_ones(op)
 
-    def __call__(self, inputs: Sequence[Any]) -> Any:
-        """The output for the tensors of a call, in order of its arguments and keywords."""
+    def __call__(self, inputs: Sequence[Any], cache: Any | None = None) -> Any:
+        """The output of a call.
+
+        Args:
+            inputs: its tensors, in order of arguments and keywords.
+            cache: of keys and values of all layers, if it was called with one.
+        """
         kwargs: dict[Any, dict[str, Any]] = {}
         for op, keyword, value in self.arguments:
             kwargs.setdefault(op, {})[keyword] = value(inputs)
+        for attend, layer in self.cached:
+            kwargs.setdefault(attend, {})["cache"] = _LayerCache(cache, layer, attend.causal)
         return self.sequence(inputs[self.input], op_kwargs=kwargs)
 
     def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
@@ -190,14 +199,21 @@ class Built:
     def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
         sizes = _sizes_of(op.heads, "norms of heads")
         zero_centred = op.zero_centred_weight
-        made = basic.QKNorm(eps=op.eps, zero_centered_gamma=zero_centred, device="meta", **sizes)
+        made = basic.QKNorm(
+            *sizes[:2],
+            num_kv_heads=sizes[2],
+            eps=op.eps,
+            zero_centered_gamma=zero_centred,
+            device="meta",
+        )
         self.alias(made, "q_weight", op.q_weight)
         self.alias(made, "k_weight", op.k_weight)
         return [made]
 
     def rotary(self, op: read.Rotary) -> list[nn.Module]:
         sizes = _sizes_of(op.heads, "rotary positions")
-        made = basic.RotaryEmbedding(rotary_dim=op.size, interleaved=op.interleaved, **sizes)
+        turning: dict[str, Any] = {"rotary_dim": op.size, "interleaved": op.interleaved}
+        made = basic.RotaryEmbedding(*sizes[:2], num_kv_heads=sizes[2], **turning)
         self.arguments.append(Argument(made, "tables", partial(_tables, op)))
         return [made]
 
@@ -214,6 +230,8 @@ class Built:
         )
         if op.mask is not None:
             self.arguments.append(Argument(made, "mask", partial(_mask, op.mask)))
+        if op.cache is not None:
+            self.cached.append((made, op.cache))
         return [made]
 
     def residual(self, op: read.Residual) -> list[nn.Module]:
@@ -237,6 +255,9 @@ class Built:
     def reorder(self, op: read.Reorder) -> list[nn.Module]:
         return [_Reorder(op)]
 
+    def transpose(self, op: read.Transpose) -> list[nn.Module]:
+        return [_Transpose()]
+
     def normalised(self, op: read.Normalised) -> list[nn.Module]:
         return [*self.linear(op.linear), *self.norm(op.norm)]
 
@@ -258,7 +279,28 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Residual: Built.residual,
     read.Rotary: Built.rotary,
     read.Scale: Built.scale,
+    read.Transpose: Built.transpose,
 }
+
+
+class _LayerCache(NamedTuple):
+    """One layer of a cache.
+
+    Attributes:
+        cache: of all layers.
+        layer: its number.
+        causal: whether query i sees the keys up to i: then no others than the first are seen.
+    """
+
+    cache: Any
+    layer: int
+    causal: bool
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends keys and values, and returns those that may be attended to."""
+        length = k.shape[2]
+        k, v = self.cache.update(k, v, self.layer)
+        return (k[:, :, :length], v[:, :, :length]) if self.causal else (k, v)
 
 
 class _Reorder(nn.Module):
@@ -276,9 +318,18 @@ class _Reorder(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The input, copied in order."""
         if self.columns:
-            whole = x.unflatten(-1, (self.columns, -1, self.size))
-            return whole.transpose(-3, -2).flatten(-3)
-        return x.unflatten(-1, (-1, self.size))[..., self.blocks, :].flatten(-2)
+            table: Tensor = x.unflatten(-1, (self.columns, -1, self.size))
+            return table.transpose(-3, -2).flatten(-3)
+        blocks: Tensor = x.unflatten(-1, (-1, self.size))
+        return blocks[..., self.blocks, :].flatten(-2)
+
+
+class _Transpose(nn.Module):
+    """The first two dimensions exchanged."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, in another order."""
+        return x.transpose(0, 1).contiguous()
 
 
 def build(reading: read.Reading, module: nn.Module) -> Built:
@@ -290,14 +341,11 @@ def build(reading: read.Reading, module: nn.Module) -> Built:
     return Built(reading, module)
 
 
-def _sizes_of(heads: read.Heads, what: str) -> dict[str, int]:
+def _sizes_of(heads: read.Heads, what: str) -> tuple[int, int, int]:
+    """Numbers of query heads, of entries of a head, and of key heads."""
     if heads.value_size != heads.size:
         raise KeptError(f"opfuser has no operation for {what} beside values of another size")
-    return {
-        "num_heads": heads.queries,
-        "head_dim": heads.size,
-        "num_kv_heads": heads.keys,
-    }
+    return heads.queries, heads.size, heads.keys
 
 
 def _tables(op: read.Rotary, inputs: Sequence[Any]) -> Tensor:

@@ -176,7 +176,7 @@ def _mean_square(values: Values, v: Value) -> tuple[Value, bool] | None:
 
 
 def _centred(values: Values, y: Value) -> Value | None:
-    """x if y is x minus its mean over the last dimension."""
+    """The x of a y that is x minus its mean over the last dimension."""
     op, args = values.term(y)
     if op != "sub" or not all(isinstance(a, Value) for a in args):
         return None
@@ -233,7 +233,7 @@ def activations_in(values: Values, product: Product) -> Iterator[ActivationFound
 
 
 def _with_argument(values: Values, factor: Value, rest: Product) -> Iterator[ActivationFound]:
-    """x σ(k x), and 0.5 x (1 + f(x)), whose x is another factor."""
+    """The activations x σ(k x) and 0.5 x (1 + f(x)), whose x is another factor."""
     op, args = values.term(factor)
     if op == "sigmoid":
         (x, coefficients), name = polynomial_of(values, args[0]), None

@@ -8,6 +8,7 @@ be inside of a child that is called as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -25,12 +26,14 @@ from .operations import (
     Normalised,
     Operation,
     Parallel,
+    Projection,
     Reading,
     Residual,
     Scale,
 )
 from .projections import calls_returning, linear_of, only_tensor, vector_of
-from .replay import is_layout, leaves_of, origin_of
+from .replay import is_layout, origin_of, source_of
+from .torch_attention import torch_attention_of
 from .values import Values, computed
 
 __all__ = ["read"]
@@ -92,7 +95,8 @@ def read(dataflow: Dataflow) -> Reading:
         raise KeptError("reads the result of dropout, or of a child that is called, twice")
     spans = [(c.start, c.end) for c in whole.once if isinstance(c, Call)]
     for number, node in enumerate(dataflow.nodes):
-        if node.effect and not any(start <= number < end for start, end in spans):
+        inside = any(start <= number < end for start, end in spans)
+        if node.effect and node not in whole.once and not inside:
             raise KeptError(f"{node.effect} in '{node.place}'")
     return Reading(dataflow.inputs.index(whole.source), whole.operations)
 
@@ -111,6 +115,7 @@ class _Grammar:
             self.dropout,
             self.product,
             self.sum,
+            self.torch_attention,
             self.attention,
         )
 
@@ -140,11 +145,8 @@ class _Grammar:
             return self.chain(step.source, base).followed_by(step)
         except KeptError as why:
             for called in self.calls_of(self.values.passed(v), why.reason):
-                try:
-                    called = called._replace(path=(end,))
+                with suppress(KeptError):
                     return self.chain(called.source, base).followed_by(called)
-                except KeptError:
-                    continue
             raise
 
     def end_of(self, v: Value) -> Value:
@@ -156,14 +158,14 @@ class _Grammar:
         self.rounded.add(end)
         return end
 
-    def calls_of(self, passed: list[Value], reason: str) -> list[_Step]:
+    def calls_of(self, passed: tuple[Value, ...], reason: str) -> list[_Step]:
         """The children that return one of these values of one tensor, the innermost first."""
         out = []
         for call in calls_returning(self.values.dataflow, passed):
             x = only_tensor(call)
-            assert x is not None and isinstance(call.result, Value)
-            op = Called(call.path, x.shape[-1], call.result.shape[-1], reason)
-            out.append(_Step((op,), x, once=(call,)))
+            assert x is not None  # as such calls have it
+            op = Called(call.path, x.shape[-1], passed[-1].shape[-1], reason)
+            out.append(_Step((op,), x, passed[-1:], once=(call,)))
         return out
 
     def step(self, v: Value, base: Value | None) -> _Step:
@@ -223,10 +225,9 @@ class _Grammar:
 
     def whole_of(self, gate: Value, up: Value) -> Value | None:
         """The value whose halves are a gate and what it multiplies; None if they are of several."""
-        sources = [leaves_of(v, lambda _: False, layout_only=True) for v in (gate, up)]
-        if len(sources[0]) != 1 or sources[0] != sources[1] or gate is sources[0][0]:
+        whole = source_of(self.values, gate)
+        if whole is None or whole is not source_of(self.values, up) or whole is gate:
             return None
-        (whole,) = sources[0]
         size, width = gate.shape[-1], whole.shape[-1]
         places = torch.arange(whole.meta.numel()).view(-1, width)
         found = [origin_of(v, whole).view(-1, size) for v in (gate, up)]
@@ -272,9 +273,12 @@ class _Grammar:
         if any(x is not first for x in others):
             raise KeptError(f"{computed(self.values.peel(outputs[-1]))}, {what} of another input")
         once = tuple(thing for step in steps for thing in step.once)
-        projections = tuple(op for step in steps for op in step.operations)
-        op = MergedLinear(projections) if others else projections[0]
-        return _Step((op,), steps[0].source, once=once)
+        if not others:
+            return steps[0]
+        projections = tuple(
+            op for step in steps for op in step.operations if isinstance(op, Projection)
+        )
+        return _Step((MergedLinear(projections),), steps[0].source, once=once)
 
     def sum(self, v: Value, base: Value | None) -> _Step | None:
         op, args = self.values.term(v)
@@ -289,8 +293,8 @@ class _Grammar:
     def residual(self, v: Value, args: tuple[Value, ...]) -> _Step | None:
         """The sum of a value and of what is computed of it."""
         self.check_shapes(v, args)
-        for stream, block in (args, args[::-1]):
-            stream = self.end_of(stream)
+        for first, block in (args, args[::-1]):
+            stream = self.end_of(first)
             if self.values.is_ancestor(stream, block):
                 branch = self.chain(block, stream)
                 return branch.inside(Residual(branch.operations))
@@ -330,8 +334,15 @@ class _Grammar:
         if any(a.shape != v.shape for a in args):
             raise KeptError(computed(v, "broadcasts by"))
 
+    def torch_attention(self, v: Value, base: Value | None) -> _Step | None:
+        found = torch_attention_of(self.values, v)
+        if found is None:
+            return None
+        tokens = frozenset({found.tokens})
+        return _Step(found.operations, found.source, tokens=tokens, once=found.once)
+
     def attention(self, v: Value, base: Value | None) -> _Step | None:
-        if not is_layout(v):
+        if not is_layout(self.values, v):
             return None
         try:
             found = attention_of(self.values, v, self.is_projection)
@@ -341,8 +352,8 @@ class _Grammar:
         if found is None:
             return None
         step = self.merged(found.sources, "queries, keys or values")
-        tokens, once = frozenset({found.tokens}), () if found.drawn is None else _drawn(found.drawn)
-        return step.followed_by(_Step(found.operations, step.source, (), tokens, once))
+        tokens = frozenset({found.tokens})
+        return step.followed_by(_Step(found.operations, step.source, (), tokens, found.once))
 
 
 def _drawn(v: Value) -> tuple[Node, ...]:

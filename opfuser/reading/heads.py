@@ -110,7 +110,7 @@ def _piece_of(
     def is_leaf(at: Value) -> bool:
         return is_projection(at) or norm_of(values, at, None) is not None
 
-    leaves = leaves_of(v, is_leaf)
+    leaves = leaves_of(values, v, is_leaf)
     tables = [leaf for leaf in leaves if leaf.origin == "input"]
     sources = [leaf for leaf in leaves if leaf.origin != "input"]
     if len(sources) != 1 or not is_leaf(sources[0]):

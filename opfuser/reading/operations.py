@@ -26,6 +26,7 @@ __all__ = [
     "Residual",
     "Rotary",
     "Scale",
+    "Transpose",
 ]
 
 
@@ -58,7 +59,7 @@ class Called:
 
 @dataclass(frozen=True)
 class Norm:
-    """``y = (x - m) / sqrt(mean((x - m)^2) + eps) w + b``, m the mean of x, or 0 if not ``centred``.
+    """``y = (x - m) / sqrt(mean((x - m)^2) + eps) w + b``, m the mean of x if ``centred``, else 0.
 
     With ``zero_centred_weight``, ``1 + w`` stands in place of w; without a weight, 1.
     """
@@ -152,6 +153,11 @@ class Reorder:
 
     blocks: tuple[int, ...]
     size: int
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """The first two dimensions exchanged."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +256,7 @@ Operation = (
     | Dropout
     | Scale
     | Reorder
+    | Transpose
     | Normalised
     | HeadNorm
     | Rotary

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 
 from .dataflow import Call, Dataflow, Value
 from .operations import Linear
-from .replay import leaves_of, origin_of
+from .replay import origin_of, source_of
 from .values import Values
 
 __all__ = ["LinearFound", "calls_returning", "linear_of", "only_tensor", "vector_of"]
@@ -31,10 +32,10 @@ def linear_of(values: Values, v: Value) -> LinearFound | None:
     if op == "linear":
         return _linear(values, *args)
     if op == "matmul":
-        return _product(*args)
+        return _product(values, *args)
     if op == "addmm":
         bias, x, weight = args
-        return _with_bias(values, _product(x, weight), bias)
+        return _with_bias(values, _product(values, x, weight), bias)
     if op == "add":
         for inner, bias in (args, args[::-1]):
             if vector_of(values, bias) and isinstance(inner, Value):
@@ -50,14 +51,13 @@ def _linear(values: Values, x: Value, weight: Any, bias: Any) -> LinearFound | N
     return found if bias is None else _with_bias(values, found, bias)
 
 
-def _product(x: Any, weight: Any) -> LinearFound | None:
-    """x W or x W^T."""
+def _product(values: Values, x: Any, weight: Any) -> LinearFound | None:
+    """The product x W or x W^T."""
     if not isinstance(x, Value) or not isinstance(weight, Value) or len(weight.shape) != 2:
         return None
-    leaves = leaves_of(weight, lambda _: False, layout_only=True)
-    if len(leaves) != 1 or not _is_matrix(leaves[0]) or len(x.shape) < 2:
+    matrix = source_of(values, weight)
+    if matrix is None or not _is_matrix(matrix) or len(x.shape) < 2:
         return None
-    (matrix,) = leaves
     if matrix.meta.dtype != weight.meta.dtype:  # what is cast is not the parameter itself
         return None
     in_features, out_features = weight.shape
@@ -89,7 +89,7 @@ def vector_of(values: Values, v: Any) -> Value | None:
     return v if v.origin == "parameter" and len(v.shape) == 1 else None
 
 
-def calls_returning(dataflow: Dataflow, found: list[Value]) -> list[Call]:
+def calls_returning(dataflow: Dataflow, found: Sequence[Value]) -> list[Call]:
     """The calls of children with one tensor that return one of these values, innermost first."""
     calls = [call for call in dataflow.calls if any(call.result is v for v in found)]
     return [c for c in reversed(calls) if (x := only_tensor(c)) is not None and x not in found]

@@ -15,8 +15,17 @@ from torch import Tensor
 from .arguments import CASTS, is_number
 from .dataflow import Node, Value, map_leaves, values_in
 from .kept import KeptError
+from .values import Values
 
-__all__ = ["evaluate", "indices_like", "is_layout", "leaves_of", "origin_of", "random_like"]
+__all__ = [
+    "evaluate",
+    "indices_like",
+    "is_layout",
+    "leaves_of",
+    "origin_of",
+    "random_like",
+    "source_of",
+]
 
 _LAYOUT = frozenset(
     """view reshape transpose permute chunk split unbind __getitem__ squeeze unsqueeze flatten
@@ -27,41 +36,40 @@ _COMPLEX = frozenset({"view_as_complex", "view_as_real"})
 _ARITHMETIC = frozenset("add sub mul neg rsub __rsub__ multiply subtract negative".split())
 
 
-def is_layout(value: Value) -> bool:
+def is_layout(values: Values, v: Value) -> bool:
     """Whether its entries are those of other tensors, in another order."""
-    node = value.node
-    return node is not None and (node.op in _LAYOUT or _is_cast(node, value))
+    if v.node is None:
+        return False
+    return v.node.op in _LAYOUT or (v.node.op in CASTS and values.peel(v) is not v)
 
 
-def _is_cast(node: Node, value: Value) -> bool:
-    return (
-        node.op in CASTS
-        and value.meta.is_floating_point()
-        and isinstance(node.args[0], Value)
-        and node.args[0].meta.is_floating_point()
-    )
-
-
-def _is_polynomial(value: Value) -> bool:
-    node = value.node
-    if node is None or is_layout(value):
+def _is_polynomial(values: Values, v: Value) -> bool:
+    node = v.node
+    if node is None or is_layout(values, v):
         return node is not None
     if node.op == "div":
         return not node.kwargs and is_number(node.args[1])
     return node.op in _ARITHMETIC or node.op in _COMPLEX
 
 
-def leaves_of(
-    value: Value, is_leaf: Callable[[Value], bool], *, layout_only: bool = False
-) -> list[Value]:
-    """The values that it is a polynomial of, or with ``layout_only``, a rearrangement of.
+def leaves_of(values: Values, v: Value, is_leaf: Callable[[Value], bool]) -> list[Value]:
+    """The values that a value is a polynomial of.
 
     Args:
-        value: to begin with.
+        values: of the dataflow.
+        v: to begin with.
         is_leaf: says where to stop at a value that could be followed further.
-        layout_only: whether arithmetic is not followed.
     """
-    follows = is_layout if layout_only else _is_polynomial
+    return _leaves(v, lambda at: _is_polynomial(values, at) and not is_leaf(at))
+
+
+def source_of(values: Values, v: Value) -> Value | None:
+    """The value whose entries are those of a value, in another order; None if it has several."""
+    leaves = _leaves(v, lambda at: is_layout(values, at))
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def _leaves(v: Value, is_followed: Callable[[Value], bool]) -> list[Value]:
     found: dict[Value, None] = {}
     seen: set[Value] = set()
 
@@ -69,13 +77,13 @@ def leaves_of(
         if at in seen:
             return
         seen.add(at)
-        if at.node is None or not follows(at) or is_leaf(at):
+        if at.node is None or not is_followed(at):
             found[at] = None
             return
         for inner in values_in((at.node.args, at.node.kwargs)):
             visit(inner)
 
-    visit(value)
+    visit(v)
     return list(found)
 
 
@@ -128,6 +136,6 @@ def random_like(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
 
 
-def origin_of(value: Value, source: Value) -> Tensor:
-    """For each entry, its place in ``source``, of which the value is a rearrangement."""
-    return evaluate(value, {source: indices_like(source)}).long()
+def origin_of(v: Value, source: Value) -> Tensor:
+    """For each entry of a value, its place in ``source``, whose entries it has in another order."""
+    return evaluate(v, {source: indices_like(source)}).long()

@@ -37,12 +37,12 @@ class Values:
         self._numbers: dict[Value, int] = {}
         self.term = lru_cache(None)(self._term)
 
-    def passed(self, v: Value) -> list[Value]:
+    def passed(self, v: Value) -> tuple[Value, ...]:
         """The value, and those that it equals, up to the first that something is computed by."""
         out = [v]
         while (inner := self._same(out[-1])) is not None:
             out.append(inner)
-        return out
+        return tuple(out)
 
     def peel(self, v: Value) -> Value:
         """The last of :meth:`passed`.
@@ -65,7 +65,7 @@ class Values:
         if op == "cast":
             if not v.meta.is_floating_point() or not x.meta.is_floating_point():
                 return None
-            if not self._holds_stream(v.meta.dtype):
+            if not self.holds_stream(v.meta.dtype):
                 raise KeptError(computed(v, f"rounds to {_name(v.meta.dtype)} by"))
             return x
         if op == "dropout":
@@ -81,11 +81,11 @@ class Values:
         v = self.peel(v)
         if v.node is None or v.node.effect:
             return Term("", ())
-        if v.meta.is_floating_point() and not self._holds_stream(v.meta.dtype):
+        if v.meta.is_floating_point() and not self.holds_stream(v.meta.dtype):
             raise KeptError(computed(v, f"rounds to {_name(v.meta.dtype)} by"))
         return term_of(v.node)
 
-    def _holds_stream(self, dtype: torch.dtype) -> bool:
+    def holds_stream(self, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 or torch.promote_types(dtype, self.dtype) == dtype
 
     def is_ancestor(self, of: Value, v: Value) -> bool:

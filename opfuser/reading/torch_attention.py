@@ -1,0 +1,110 @@
+"""``torch.nn.functional.multi_head_attention_forward``, which is one node of a dataflow."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .dataflow import Node, Value
+from .kept import KeptError
+from .operations import Attention, Heads, Linear, Mask, Operation, Transpose
+from .replay import indices_like, origin_of, source_of
+from .values import Values, computed
+
+__all__ = ["TorchAttentionFound", "torch_attention_of"]
+
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_UNUSUAL = "bias_k bias_v add_zero_attn use_separate_proj_weight key_padding_mask static_k static_v"
+
+
+class TorchAttentionFound(NamedTuple):
+    """Projections and attention in one.
+
+    Attributes:
+        operations: first to last.
+        source: what queries, keys and values are projections of.
+        tokens: batch and sequence of the source.
+        once: the node, if it draws random numbers.
+    """
+
+    operations: tuple[Operation, ...]
+    source: Value
+    tokens: tuple[int, int]
+    once: tuple[Node, ...]
+
+
+def torch_attention_of(values: Values, v: Value) -> TorchAttentionFound | None:
+    """The self-attention by torch's function that a value is the result of; None if it is none.
+
+    Raises:
+        KeptError: it is called with what opfuser's attention does not take.
+    """
+    result = source_of(values, v)
+    node = None if result is None else result.node
+    if result is None or node is None or node.op != "multi_head_attention_forward":
+        return None
+    if result is not node.results[0]:
+        raise KeptError(computed(result, "reads the weights of attention by"))
+    given = _SIGNATURE.bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    args = given.arguments
+    for name in _UNUSUAL.split():
+        if args[name] is not None and args[name] is not False:
+            raise KeptError(computed(result, f"passes {name} to"))
+    operands = [args[name] for name in ("query", "key", "value")]
+    source, *others = [source_of(values, operand) for operand in operands]
+    if source is None or any(other is not source for other in others):
+        raise KeptError(computed(result, "attends to another input by"))
+    orders = {_order_of(operand, source) for operand in operands} | {_order_of(v, result)}
+    if len(orders) > 1:
+        raise KeptError(computed(result, "rearranges what it passes to"))
+    (batch_first,) = orders
+    p = float(args["dropout_p"]) if args["training"] else 0.0
+    width, heads = source.shape[-1], int(args["num_heads"])
+    size = width // heads
+    attend = Attention(
+        Heads(heads, heads, size, size),
+        size**-0.5,
+        args["is_causal"] and not args["need_weights"],
+        p,
+        mask=_mask_of(values, args),
+    )
+    packed = _linear(values, args["in_proj_weight"], args["in_proj_bias"])
+    out = _linear(values, args["out_proj_weight"], args["out_proj_bias"])
+    operations: tuple[Operation, ...] = (packed, attend, out)
+    if not batch_first:
+        operations = (Transpose(), *operations, Transpose())
+    tokens = source.shape[0], source.shape[1]
+    return TorchAttentionFound(operations, source, tokens, (node,) if p else ())
+
+
+def _order_of(v: Value, source: Value) -> bool:
+    """Whether a value has the first two dimensions of its source exchanged."""
+    places = indices_like(source).long()
+    found: Tensor = origin_of(v, source) if v is not source else places
+    if len(v.shape) == 3 and torch.equal(found, places.transpose(0, 1)):
+        return True
+    if len(v.shape) == 3 and torch.equal(found, places):
+        return False
+    raise KeptError(computed(v, "rearranges the input of attention by"))
+
+
+def _mask_of(values: Values, args: dict[str, Any]) -> Mask | None:
+    mask = args["attn_mask"]
+    if mask is None or (args["is_causal"] and not args["need_weights"]):
+        return None
+    if mask.origin != "input" or len(mask.shape) != 2:
+        raise KeptError(computed(mask, "has a mask of attention that"))
+    number = values.dataflow.inputs.index(mask)
+    return Mask(number, mask.shape, hides=mask.meta.dtype == torch.bool)
+
+
+def _linear(values: Values, weight: Value, bias: Value | None) -> Linear:
+    if weight.origin != "parameter" or (bias is not None and bias.origin != "parameter"):
+        raise KeptError(computed(weight, "projects by a weight that is no parameter:"))
+    out_features, in_features = weight.shape
+    return Linear(weight.name, None if bias is None else bias.name, in_features, out_features)
