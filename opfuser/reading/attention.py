@@ -206,12 +206,9 @@ def _packed(q: HeadsFound, k: HeadsFound, v: HeadsFound) -> _Packed:
     if torch.equal(order, torch.arange(total)):
         return _Packed(heads, sources, ())
     size = math.gcd(heads.size, heads.value_size)
-    blocks = order.view(-1, size)
-    if bool((blocks[:, 0] % size).any()) or not torch.equal(
-        blocks, blocks[:, :1] + torch.arange(size)
-    ):
+    numbers = order[::size] // size
+    if not torch.equal(order.view(-1, size), numbers[:, None] * size + torch.arange(size)):
         raise KeptError("has the entries of its heads in an unknown order")
-    numbers = tuple((blocks[:, 0] // size).tolist())
     return _Packed(heads, sources, (Reorder(tuple(numbers.tolist()), size),))
 
 
