@@ -60,9 +60,7 @@ def call_key(
     reader = _Reader(constants)
     tensors: list[Tensor] = []
     _gather(args, kwargs, tensors)
-    features = {
-        t.shape[-1] for t in tensors if 1 <= t.dim() <= 3 and t.dtype.is_floating_point
-    }
+    features = {t.shape[-1] for t in tensors if 1 <= t.dim() <= 3 and t.dtype.is_floating_point}
     reader.constants = constants | features
     structure = reader.of((args, kwargs))
     modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import inspect
 import logging
 import random
 import re
@@ -16,9 +17,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules import module as module_file
+from torch.utils.checkpoint import checkpoint
 
 from .kept import KeptError
 from .reads import HOOKS, MISSING, Reads, Row, contents, is_scalar, unchanged
@@ -84,15 +85,13 @@ class Recording:
         self._owner = threading.get_ident()
         self._watched = {
             torch.autograd.Function.apply.__func__.__code__: self._autograd_function,
-            torch.utils.checkpoint.checkpoint.__code__: self._effect_of("is checkpointed"),
+            inspect.unwrap(checkpoint).__code__: self._effect_of("is checkpointed"),
             torch.autograd.graph.saved_tensors_hooks.__init__.__code__: self._effect_of(
                 "has hooks on saved tensors"
             ),
             nn.Module.__init__.__code__: self._created_module,
         }
-        registry = getattr(
-            sys.modules.get("transformers.utils.generic"), "GeneralInterface", None
-        )
+        registry = getattr(sys.modules.get("transformers.utils.generic"), "GeneralInterface", None)
         if registry is not None:
             self._watched[registry.__getitem__.__code__] = self._registry_entry
         self._registry: Any = registry or ()

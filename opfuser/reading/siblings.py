@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import torch
@@ -46,29 +48,29 @@ def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) ->
     made = Reads(module, types=reads.types, counts=reads.counts, hooked=reads.hooked)
     made.kinds, made.cells, made.free = reads.kinds, reads.cells, reads.free
     made.modules = [translation.get(id(m), m) for m in reads.modules]
-    called = {id(hooks): m for m in reads.modules for name in HOOKS for hooks in (getattr(m, name),)}
+    called = {
+        id(hooks): m for m in reads.modules for name in HOOKS for hooks in (getattr(m, name),)
+    }
     made.hooks = [
         getattr(translation.get(id(called[id(h)]), called[id(h)]), HOOKS[i % len(HOOKS)])
         for i, h in enumerate(reads.hooks)
     ]
-    owned: dict[int, Any] = {}
+    looked_into = {id(holder) for holder, _ in reads.containers}
     for holder, name, value in reads.rows():
         other_holder = translation.get(id(holder), holder)
         other = other_holder.get(name, MISSING)
         if (id(holder), name) in reads.free:
             if type(other) is not int:
                 return None
-        elif other is not translation.get(id(value), value) and not _equal(value, other):
+        elif not _match(value, other, translation, looked_into):
             return None
-        if not is_scalar(value):
-            owned[id(value)] = other
         made.add_row(other_holder, name, other)
     for holder, inside in reads.containers:
-        other = translation.get(id(holder), owned.get(id(holder), holder))
-        there = [translation.get(id(part), part) for part in inside]
-        if not unchanged(contents(other), there):
+        other = translation.get(id(holder), holder)
+        there = contents(other)
+        if not unchanged(there, [translation.get(id(part), part) for part in inside]):
             return None
-        made.containers.append((other, contents(other)))
+        made.containers.append((other, there))
     for tensor in reads.pinned[0]:
         other = translation.get(id(tensor), tensor)
         if other is not tensor and not torch.equal(other, tensor):
@@ -77,23 +79,32 @@ def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) ->
     return made if made.current() and reads.current() else None
 
 
-def _equal(value: Any, other: Any) -> bool:
-    """Whether two values are equal and nothing in them can differ that was not compared."""
+def _match(value: Any, other: Any, translation: dict[int, Any], looked_into: set[int]) -> bool:
+    """Whether ``other`` is to the sibling what ``value`` is to the module that was traced.
+
+    Containers that are equal are added to the translation.
+    """
+    if other is translation.get(id(value), value):
+        return True
     if type(value) is not type(other):
         return False
     if is_scalar(value):
         return bool(value == other)
-    if isinstance(value, (tuple, list)) and all(map(is_scalar, value)):
-        return list(map(_typed, value)) == list(map(_typed, other))
-    if isinstance(value, dict) and all(map(is_scalar, value.values())):
-        return [(k, *_typed(v)) for k, v in value.items()] == [
-            (k, *_typed(v)) for k, v in other.items()
-        ]
-    return False
-
-
-def _typed(value: Any) -> tuple[type, Any]:
-    return type(value), value
+    parts: list[tuple[Any, Any]]
+    if isinstance(value, types.MethodType):
+        parts = [(value.__func__, other.__func__), (value.__self__, other.__self__)]
+    elif isinstance(value, functools.partial):
+        names = "func", "args", "keywords"
+        parts = [(getattr(value, name), getattr(other, name)) for name in names]
+    elif isinstance(value, tuple) or id(value) in looked_into:
+        mine, theirs = contents(value), contents(other)
+        if len(mine) != len(theirs):
+            return False
+        parts = list(zip(mine, theirs))
+    else:
+        return False
+    translation[id(value)] = other
+    return all(_match(*part, translation, looked_into) for part in parts)
 
 
 def _tensors(modules: dict[str, nn.Module]) -> list[Any]:

@@ -43,7 +43,7 @@ class Sizes:
     def fix(self, size: int) -> None:
         """Has the trace hold for calls alone in which this size is the same."""
         if isinstance(size, Size):
-            self.note(size.text and f"{size.text} == {int(size)}", True)
+            self.note(size.text and f"{size.text} == {_plain(size)}", True)
         elif size in self._number:
             self.note(f"s[{self._number[size]}] == {size}", True)
 

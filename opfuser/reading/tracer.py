@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from .call_key import CallKey, call_key, constant_sizes, is_dtensor, is_plain
@@ -72,7 +73,8 @@ def trace(
     """
     constants = constant_sizes(module)
     key = call_key(module, args, kwargs, constants)
-    tracer = _Tracer(module, Sizes(key.sizes, constants.union(key.constants)), ignored_hooks)
+    sizes = Sizes(key.sizes, constants.union(key.constants))
+    tracer = _Tracer(module, _device_of(module, args, kwargs), sizes, ignored_hooks)
     args, kwargs = map_leaves(tracer.take, args), map_leaves(tracer.take, kwargs)
     given = [(c, contents(c)) for c in _containers((args, kwargs))]
     with ExitStack() as modes:
@@ -89,7 +91,6 @@ def trace(
     reads = tracer.recording.reads()
     if not reads.current():
         raise KeptError("changes what it reads")
-    sizes = tracer.sizes
     return Trace(module, tracer.dataflow, reads, key, sizes.guards, sizes.guard())
 
 
@@ -97,14 +98,22 @@ class _Tracer(TorchFunctionMode):
     """Records the functions of torch that are called, and calls them with tensors on meta."""
 
     def __init__(
-        self, root: nn.Module, sizes: Sizes, ignored_hooks: Callable[[Any], bool]
+        self,
+        root: nn.Module,
+        device: torch.device,
+        sizes: Sizes,
+        ignored_hooks: Callable[[Any], bool],
     ) -> None:
         super().__init__()
         self.sizes, self.ignored_hooks = sizes, ignored_hooks
         self.dataflow = Dataflow()
         self.recording = Recording(root, self.note_effect, sizes.fix_all)
         self.grad_enabled = torch.is_grad_enabled()
-        self.device: torch.device | None = None
+        self.device = device
+        # Under autocast, stand-ins on the device itself: no other tensors are cast.
+        self.autocast = _autocasts(device)
+        self.fake: Any = FakeTensorMode() if self.autocast else nullcontext()
+        self.stand_in_device = device if self.autocast else torch.device("meta")
         self.failed: KeptError | None = None
         self.muted = 0  # how many calls of children that are one node are open
         self.paused = False
@@ -125,7 +134,7 @@ class _Tracer(TorchFunctionMode):
 
     def call(self, forward: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         try:
-            with torch.device("meta"), self:
+            with self.stand_in_device, self:
                 result = forward(module, *args, **kwargs)
         except KeptError:
             raise
@@ -150,12 +159,10 @@ class _Tracer(TorchFunctionMode):
         return self.values[id(leaf)].meta
 
     def leaf(self, t: Tensor, origin: Any, name: str) -> Value:
-        if self.device is None or t.device != self.device and not (t.dim() == 0 and t.is_cpu):
-            if self.device is not None:
-                raise KeptError(f"has tensors on {self.device} and on {t.device}")
-            self.device = t.device
-        own = {"dtype": t.dtype, "device": "meta", "requires_grad": t.requires_grad}
-        with torch.inference_mode(False):
+        if t.device != self.device and not (t.dim() == 0 and t.is_cpu):
+            raise KeptError(f"has tensors on {self.device} and on {t.device}")
+        own = {"dtype": t.dtype, "requires_grad": t.requires_grad, "device": self.stand_in_device}
+        with torch.inference_mode(False), self.fake:
             meta = torch.empty_strided(t.shape, t.stride(), **own)
         value = Value(origin, name, meta, real=None if origin == "input" else t)
         if not (is_plain(t) or is_dtensor(t)):
@@ -178,6 +185,12 @@ class _Tracer(TorchFunctionMode):
             self.foreign[id(value)] = "computes with a tensor of unknown origin"
         return value
 
+    def stand_in(self, leaf: Any) -> Any:
+        """What a function of torch is called with in place of a leaf of its arguments."""
+        if isinstance(leaf, Value):
+            return leaf.meta
+        return self.stand_in_device if isinstance(leaf, torch.device) else leaf
+
     def result_leaf(self, leaf: Any) -> Any:
         value = self.value_of(leaf)
         if isinstance(value, Value) and id(value) in self.foreign:
@@ -199,19 +212,20 @@ class _Tracer(TorchFunctionMode):
         given = map_leaves(self.value_of, (args, kwargs))
         note_sizes(op, *given, self.sizes)
         node = Node(op, function, *map_leaves(_plain, given), self.place)
-        operands, keywords = map_leaves(_on_meta, (node.args, node.kwargs))
+        operands, keywords = map_leaves(self.stand_in, (node.args, node.kwargs))
         tensors = _tensors((operands, keywords))
         versions = [t._version for t in tensors]
         profile = sys.getprofile()
         sys.setprofile(None)  # what a function of torch does inside is its own matter
         try:
-            result = function(*operands, **keywords)
+            with self.fake:
+                result = _computed(op, function, operands, keywords)
         except (RuntimeError, NotImplementedError) as error:
             self.failed = KeptError(f"computes {op} in '{self.place}' ({_described(error)})")
             raise self.failed from error
         finally:
             sys.setprofile(profile)
-        written = any(t._version != v for t, v in zip(tensors, versions))
+        written = [t for t, version in zip(tensors, versions) if t._version != version]
         self.add(node, result, tensors, written)
         return result
 
@@ -219,7 +233,7 @@ class _Tracer(TorchFunctionMode):
         """The answer to a question about a tensor that does not depend on its entries."""
         value: Value = self.value_of(args[0])
         if op in OF_DEVICE:
-            return function(torch.empty(0, device=self.device), *args[1:], **kwargs)
+            return _of_device(op, self.device)
         if op in OF_STRIDES or (op in OF_GRAPH and value.origin != "input"):
             self.note_effect(f"asks for {op}")
         if op in ("shape", "size"):
@@ -235,10 +249,11 @@ class _Tracer(TorchFunctionMode):
             self.sizes.fix(value.shape[0])
         return function(value.meta, *args[1:], **kwargs)
 
-    def add(self, node: Node, result: Any, operands: list[Tensor], written: bool) -> None:
+    def add(self, node: Node, result: Any, operands: list[Tensor], written: list[Tensor]) -> None:
         results = _tensors(result)
         if not written and results and all(any(t is o for o in operands) for t in results):
             return  # a cast to the same dtype, dropout in evaluation: nothing was computed
+        results += [t for t in written if not any(t is r for r in results)]
         values = values_in((node.args, node.kwargs))
         effects = [self.foreign[id(v)] for v in values if id(v) in self.foreign]
         if written or node.op.endswith(".__set__"):
@@ -250,6 +265,8 @@ class _Tracer(TorchFunctionMode):
         differentiated = any(t.requires_grad for t in operands)
         if torch.is_grad_enabled() != self.grad_enabled and differentiated:
             effects.append(f"computes {node.op} with gradients switched")
+        if _autocasts(self.device) != self.autocast:
+            effects.append(f"computes {node.op} with autocast switched")
         node.effect = ", ".join(effects)
         self.append(node, results)
 
@@ -272,15 +289,33 @@ class _Tracer(TorchFunctionMode):
         given = self.value_of(keys), self.value_of(values)
         node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
         node.effect = "updates a cache"
-        profile, self.paused = sys.getprofile(), True
-        sys.setprofile(None)
-        try:
+        with self.unrecorded():
             results = made()
-        finally:
-            self.paused = False
-            sys.setprofile(profile)
         self.append(node, list(results))
         return results
+
+    def versions(self, tensors: list[Tensor]) -> list[int]:
+        with self.unrecorded():
+            return [t._version for t in tensors]
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Functions of torch are called as they are, and what is read is not noted."""
+        profile, paused = sys.getprofile(), self.paused
+        sys.setprofile(None)
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = paused
+            sys.setprofile(profile)
+
+    def renewed(self, leaf: Any) -> Any:
+        """Another stand-in for a result, as a hook may return another tensor than the forward."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with self.unrecorded():
+            return leaf.view_as(leaf)
 
     # Calls of children
 
@@ -294,6 +329,8 @@ class _Tracer(TorchFunctionMode):
             self.recording.called[id(module)] = module
             call = Call(module, path, len(self.dataflow.nodes))
             call.args, call.kwargs = map_leaves(self.value_of, (args, kwargs))
+            tensors = _tensors((args, kwargs))
+            versions = self.versions(tensors)
             hooked = is_hooked(module, self.ignored_hooks)
             own = module.forward if is_hooked(module) else original.__get__(module)
             self.open_calls.append(call)
@@ -306,9 +343,13 @@ class _Tracer(TorchFunctionMode):
                 self.muted -= hooked
                 self.open_calls.pop()
             if hooked:
-                self.append(Node("call_module", module, call.args, call.kwargs, path), _tensors(result))
+                self.append(
+                    Node("call_module", module, call.args, call.kwargs, path), _tensors(result)
+                )
             call.end = len(self.dataflow.nodes)
             call.result = map_leaves(self.value_of, result)
+            if self.versions(tensors) != versions:
+                self.note_effect(f"has '{path}' write to its arguments")
             return result
 
         nn.Module.__call__ = recorded  # type: ignore[method-assign]
@@ -316,6 +357,20 @@ class _Tracer(TorchFunctionMode):
             yield
         finally:
             nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _computed(op: str, function: Any, args: Any, kwargs: Any) -> Any:
+    if not op.endswith("grouped_mm"):
+        return function(*args, **kwargs)
+    # On meta it takes bf16 alone, where a CPU takes fp32 as well.
+    dtype = args[0].dtype
+    args, kwargs = map_leaves(_bf16, (args, kwargs))
+    return function(*args, **kwargs).to(dtype)
+
+
+def _bf16(leaf: Any) -> Any:
+    floating = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
+    return leaf.bfloat16() if floating else leaf
 
 
 def _nothing() -> None:
@@ -326,16 +381,29 @@ def _plain(leaf: Any) -> Any:
     return int.__int__(leaf) if isinstance(leaf, int) and type(leaf) is not bool else leaf
 
 
-def _on_meta(leaf: Any) -> Any:
-    if isinstance(leaf, Value):
-        return leaf.meta
-    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+def _autocasts(device: torch.device) -> bool:
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _of_device(op: str, device: torch.device) -> Any:
+    """The answer to a question about the device of a tensor."""
+    if op == "device":
+        return device
+    if op == "get_device":
+        return -1 if device.index is None else device.index
+    return op == f"is_{device.type}"
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
     return found
+
+
+def _device_of(module: nn.Module, args: Any, kwargs: Any) -> torch.device:
+    tensors = [*module.parameters(), *module.buffers(), *_tensors((args, kwargs))]
+    return next((t.device for t in tensors if t.dim() > 0), torch.device("cpu"))
 
 
 def _containers(tree: Any) -> Iterator[Any]:
