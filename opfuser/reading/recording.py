@@ -44,6 +44,7 @@ _OPAQUE = (
     types.WrapperDescriptorType,
 )
 _DEEPEST = 6
+_OWN = __name__.rpartition(".")[0]
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _COLLECTIVES = frozenset(
     """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast gather
@@ -180,18 +181,22 @@ class Recording:
         if (watched := self._watched.get(code)) is not None:
             watched(frame)
         around = frame.f_globals
-        top, _, rest = str(around.get("__name__", "")).partition(".")
+        file = str(around.get("__name__", ""))
+        top, _, rest = file.partition(".")
         if rest == "distributed.distributed_c10d" and code.co_name in _COLLECTIVES:
             raise KeptError(f"communicates by {code.co_name}")
-        if top == "torch" or top in sys.stdlib_module_names or rest.startswith("reading."):
+        if top == "torch" or top in sys.stdlib_module_names or file.startswith(_OWN):
             return
-        if _STORE_GLOBAL in code.co_code[::2]:
+        stores = _STORE_GLOBAL in code.co_code[::2]
+        if stores:
             self.note_effect("writes to a global")
         if "range" in code.co_names:
             self.note_loop()
         for name in code.co_names:
             if name in around:
                 self._global(around, name, around[name], code.co_names)
+            elif stores:
+                self.row(around, name, MISSING)
 
     def _global(
         self, around: dict[str, Any], name: str, value: Any, names: tuple[str, ...]
@@ -352,6 +357,8 @@ class Recording:
                 if not unchanged(contents(now), contents(before)):
                     self.note_effect("writes to the attributes of a module")
                     _refill(now, before)
+            if any([_put_back(*row) for row in self._rows.values()]):
+                self.note_effect("writes to what it reads")
             for holder, inside, copy in self._containers.values():
                 if not unchanged(contents(holder), inside):
                     self.note_effect(f"writes to a {type(holder).__name__}")
@@ -388,6 +395,16 @@ _MODULE_GETATTR = nn.Module.__getattr__
 def _dicts(module: nn.Module) -> list[dict[str, Any]]:
     own = _plain(module, "__dict__")
     return [own, own["_parameters"], own["_buffers"], own["_modules"]]
+
+
+def _put_back(holder: dict[str, Any], name: str, value: Any) -> bool:
+    if holder.get(name, MISSING) is value:
+        return False
+    if value is MISSING:
+        del holder[name]
+    else:
+        holder[name] = value
+    return True
 
 
 def _refill(holder: Any, copy: Any) -> None:
