@@ -113,6 +113,9 @@ def _update_of(values: Values, core: _Core) -> Node | None:
         places, got = indices_like(source).long(), origin_of(v, source)
         got = got.mT if core.transposed and number == 0 else got
         repeated = places.repeat_interleave(got.shape[1] // places.shape[1], 1)
+        if core.causal and got.shape[2] == core.q.shape[2]:
+            # Of the keys, none is seen but those up to the number of queries.
+            repeated = repeated[:, :, : got.shape[2]]
         if source is not node.results[number] or not torch.equal(got, repeated):
             raise KeptError(computed(v, "changes what its cache returns by"))
     if updates and (len(updates) != 2 or updates[0] is not updates[1]):
