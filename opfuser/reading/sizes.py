@@ -151,7 +151,7 @@ for _name, _symbol, _compare in (
 ):
     setattr(Size, f"__{_name}__", _comparison(_symbol, _compare))
 for _name in (
-    "abs and bool ceil divmod float floor format hash int invert lshift neg or pos pow rand rdivmod "
-    "repr rlshift ror round rpow rrshift rshift rtruediv rxor str truediv trunc xor"
+    "abs and bool ceil divmod float floor format hash int invert lshift neg or pos pow rand "
+    "rdivmod repr rlshift ror round rpow rrshift rshift rtruediv rxor str truediv trunc xor"
 ).split():
     setattr(Size, f"__{_name}__", _fixing(f"__{_name}__"))
