@@ -40,6 +40,10 @@ _GATED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# In the sigmoid of activations x σ(k x).
+_FACTORS = {"silu": 1.0, "quick gelu": 1.702}
+
+
 class Alias(NamedTuple):
     """A parameter of the module that an operation reads as its own.
 
@@ -186,7 +190,10 @@ class Built:
         return [_ACTIVATIONS[op.name](*op.constants)]
 
     def gated(self, op: read.Gated) -> list[nn.Module]:
-        if op.activation.name not in _GATED or op.activation.constants:
+        if op.limit is not None and op.activation.name in _FACTORS:
+            alpha, offset = _FACTORS[op.activation.name], op.offset
+            return [basic.ClampedSwiGLU(limit=op.limit, alpha=alpha, glu_linear_offset=offset)]
+        if op.limit is not None or op.activation.name not in _GATED or op.activation.constants:
             raise KeptError(f"opfuser has no operation that gates by {op.activation.name}")
         return [_GATED[op.activation.name]()]
 

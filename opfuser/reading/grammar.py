@@ -15,7 +15,7 @@ import torch
 
 from .attention import attention_of
 from .dataflow import Call, Dataflow, Node, Value, values_in
-from .formulas import ActivationFound, activations_in, norm_of, product_of
+from .formulas import ActivationFound, activations_in, clamped_pair, norm_of, product_of
 from .kept import KeptError
 from .operations import (
     Bias,
@@ -216,7 +216,12 @@ class _Grammar:
     def gated(self, found: ActivationFound) -> _Step:
         """An activation's result times something else."""
         gate, up = found.x, found.rest.values[0]
-        after = (Gated(found.activation), *_scaled(found.rest.factor))
+        operation = Gated(found.activation)
+        clamped = clamped_pair(self.values, gate, up)
+        if clamped is not None:
+            gate, up, limit, offset = clamped
+            operation = Gated(found.activation, limit, offset)
+        after = (operation, *_scaled(found.rest.factor))
         whole = self.whole_of(gate, up)
         if whole is not None:
             return _Step(after, whole)

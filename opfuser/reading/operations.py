@@ -118,9 +118,14 @@ class Activation:
 
 @dataclass(frozen=True)
 class Gated:
-    """``y = f(a) b`` of the halves [a, b] of the last dimension, f an activation."""
+    """``y = f(a) (b + offset)`` of the halves [a, b] of the last dimension, f an activation.
+
+    With a limit, a is clamped from above, and b on both sides.
+    """
 
     activation: Activation
+    limit: float | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
