@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_
+from types import CellType
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torc
 # Without `operator.attrgetter`, which takes three times as long.
 _DTYPE: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _VERSION: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
-_CELL: Callable[[types.CellType], Any] = types.CellType.cell_contents.__get__  # type: ignore[attr-defined]
+_CELL: Callable[[CellType], Any] = CellType.cell_contents.__get__
 
 # A dict, a key of it, and what was there.
 Row = tuple[dict[str, Any], str, Any]
@@ -111,7 +111,7 @@ class Reads:
     )
     dtypes: list[torch.dtype] = field(default_factory=list)
     kinds: tuple[list[type], list[str], list[Any]] = field(default_factory=lambda: ([], [], []))
-    cells: tuple[list[types.CellType], list[Any]] = field(default_factory=lambda: ([], []))
+    cells: tuple[list[CellType], list[Any]] = field(default_factory=lambda: ([], []))
     containers: list[tuple[Any, list[Any]]] = field(default_factory=list)
     pinned: tuple[list[Tensor], list[int]] = field(default_factory=lambda: ([], []))
     free: frozenset[tuple[int, str]] = frozenset()

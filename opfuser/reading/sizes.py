@@ -86,7 +86,7 @@ def _text(value: Any) -> str:
     return value.text if isinstance(value, Size) else str(int(value))
 
 
-def _arithmetic(symbol: str, function: Callable[[int, int], int], reflected: bool) -> Any:
+def _arithmetic(symbol: str, function: Callable[[Any, Any], Any], reflected: bool) -> Any:
     def method(self: Size, other: Any) -> Any:
         if not isinstance(other, int):  # a float or a list: what comes out no longer tells
             if not isinstance(other, (float, list, tuple, str)):

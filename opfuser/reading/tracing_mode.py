@@ -156,9 +156,10 @@ class TracingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if op in QUESTIONS:
             return self.answer(op, function, args, kwargs)
-        given = map_leaves(self.value_of, (args, kwargs))
-        note_sizes(op, *given, self.sizes)
-        node = Node(op, function, *map_leaves(_plain, given), self.place)
+        args, kwargs = map_leaves(self.value_of, (args, kwargs))
+        note_sizes(op, args, kwargs, self.sizes)
+        args, kwargs = map_leaves(_plain, (args, kwargs))
+        node = Node(op, function, args, kwargs, self.place)
         operands, keywords = map_leaves(self.stand_in, (node.args, node.kwargs))
         tensors = tensors_in((operands, keywords))
         versions = [t._version for t in tensors]
