@@ -22,16 +22,24 @@ class Sizes:
         self.values = tuple(values)
         self.constants = {0, 1, *constants}
         self._number = {value: number for number, value in enumerate(self.values)}
+        self._derived: set[int] = set()
         self._guards: dict[str, None] = {}
 
-    def of(self, size: int) -> int:
+    def of(self, size: int, of_input: bool = False) -> int:
         """A size of a tensor in the traced forward; of one that may differ, a :class:`Size`."""
-        if (number := self._number.get(size)) is not None:
-            return Size(size, f"s[{number}]", self)
-        return size if size in self.constants else Size(size, "", self)
+        if size not in self._number:
+            return size if size in self.constants else Size(size, "", self)
+        known = of_input or size not in self._derived
+        return Size(size, f"s[{self._number[size]}]" if known else "", self)
 
-    def shape(self, shape: Iterable[int]) -> tuple[int, ...]:
-        return tuple(map(self.of, shape))
+    def shape(self, shape: Iterable[int], of_input: bool = False) -> tuple[int, ...]:
+        """The sizes of a tensor, which is an input of the forward or is computed in it."""
+        return tuple(self.of(size, of_input) for size in shape)
+
+    def derive(self, size: int) -> None:
+        """Notes that a function has made a size from others that may be equal to one by chance."""
+        if size in self._number:
+            self._derived.add(size)
 
     def note(self, text: str, outcome: bool) -> None:
         """Notes the outcome of a comparison; one of a size that is not known fixes all."""

@@ -32,7 +32,7 @@ from .torch_functions import (
     keeps_gradients,
     name_of,
 )
-from .traced_sizes import note_sizes
+from .traced_sizes import note_results, note_sizes, sizes_in
 
 __all__ = ["TracingMode", "tensors_in"]
 
@@ -158,6 +158,7 @@ class TracingMode(TorchFunctionMode):
             return self.answer(op, function, args, kwargs)
         args, kwargs = map_leaves(self.value_of, (args, kwargs))
         note_sizes(op, args, kwargs, self.sizes)
+        sized = {*sizes_in((args, kwargs))}
         args, kwargs = map_leaves(_plain, (args, kwargs))
         node = Node(op, function, args, kwargs, self.place)
         operands, keywords = map_leaves(self.stand_in, (node.args, node.kwargs))
@@ -172,6 +173,7 @@ class TracingMode(TorchFunctionMode):
         if vars(functional).get(op) is function:  # which others may replace
             self.recording.observed.row(vars(functional), op, function)
         written = [t for t, version in zip(tensors, versions) if t._version != version]
+        note_results(op, args, kwargs, sized, tensors_in(result), self.sizes)
         self.add(node, result, tensors, written)
         return result
 
@@ -186,12 +188,12 @@ class TracingMode(TorchFunctionMode):
         if op == "requires_grad":
             return id(value) in self.require_grad
         if op in ("shape", "size"):
-            shape = self.sizes.shape(value.shape)
+            shape = self.sizes.shape(value.shape, value.origin == "input")
             where = [*args[1:], *kwargs.values()]
             return shape[where[0]] if where and where[0] is not None else shape
         if op in ("numel", "nelement"):
             count: Any = 1
-            for size in self.sizes.shape(value.shape):
+            for size in self.sizes.shape(value.shape, value.origin == "input"):
                 count = size * count
             return count
         if op == "__len__":  # which has to be an integer for the interpreter
