@@ -262,6 +262,11 @@ class Built:
     def reorder(self, op: read.Reorder) -> list[nn.Module]:
         return [_Reorder(op)]
 
+    def column_scale(self, op: read.ColumnScale) -> list[nn.Module]:
+        made = _ColumnScale()
+        self.alias(made, "weight", op.weight)
+        return [made]
+
     def transpose(self, op: read.Transpose) -> list[nn.Module]:
         return [_Transpose()]
 
@@ -274,6 +279,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Attention: Built.attention,
     read.Bias: Built.bias,
     read.Called: Built.called,
+    read.ColumnScale: Built.column_scale,
     read.Dropout: Built.dropout,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,
@@ -329,6 +335,19 @@ class _Reorder(nn.Module):
             return table.transpose(-3, -2).flatten(-3)
         blocks: Tensor = x.unflatten(-1, (-1, self.size))
         return blocks[..., self.blocks, :].flatten(-2)
+
+
+class _ColumnScale(nn.Module):
+    """The product with a parameter that has a number for each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: nn.Parameter
+        self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, scaled."""
+        return x * self.weight.to(x.dtype)
 
 
 class _Transpose(nn.Module):

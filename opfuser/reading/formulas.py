@@ -16,7 +16,16 @@ from .dataflow import Value
 from .operations import Activation, Norm
 from .values import Values
 
-__all__ = ["ActivationFound", "ClampedPair", "NormFound", "Product", "activations_in", "clamped_pair", "norm_of", "product_of"]
+__all__ = [
+    "ActivationFound",
+    "ClampedPair",
+    "NormFound",
+    "Product",
+    "activations_in",
+    "clamped_pair",
+    "norm_of",
+    "product_of",
+]
 
 # Constants are written with eight digits in places.
 _CLOSE = 1e-7

@@ -20,6 +20,7 @@ from .kept import KeptError
 from .operations import (
     Bias,
     Called,
+    ColumnScale,
     Dropout,
     Gated,
     MergedLinear,
@@ -209,9 +210,14 @@ class _Grammar:
                     reason = reason or why
         if reason is not None:
             raise reason
-        if product.values[:1] == (v,) or len(product.values) != 1 or product.inverse_roots:
+        if product.inverse_roots or product.values == (v,):
             return None
-        return _Step(_scaled(product.factor), product.values[0])
+        scales = [x for x in product.values if vector_of(self.values, x) is not None]
+        streams = [x for x in product.values if x not in scales]
+        if len(streams) != 1 or streams[0].shape[-1:] != v.shape[-1:]:
+            return None
+        columns = tuple(ColumnScale(scale.name) for scale in scales)
+        return _Step((*columns, *_scaled(product.factor)), streams[0])
 
     def gated(self, found: ActivationFound) -> _Step:
         """An activation's result times something else."""

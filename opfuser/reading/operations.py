@@ -9,6 +9,7 @@ __all__ = [
     "Attention",
     "Bias",
     "Called",
+    "ColumnScale",
     "Dropout",
     "Gated",
     "HeadNorm",
@@ -153,6 +154,13 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class ColumnScale:
+    """``y = w x``, w a number for each column."""
+
+    weight: str
+
+
+@dataclass(frozen=True)
 class Reorder:
     """The last dimension in blocks of ``size``, of which block i was number ``blocks[i]``."""
 
@@ -260,6 +268,7 @@ Operation = (
     | Gated
     | Dropout
     | Scale
+    | ColumnScale
     | Reorder
     | Transpose
     | Normalised

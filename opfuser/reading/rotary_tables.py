@@ -43,4 +43,4 @@ def _repetition(dataflow: Dataflow, table: Value) -> str:
             return "halves"
         if places[..., ::2].equal(places[..., 1::2]):
             return "neighbours"
-    raise KeptError(computed(angles, "makes angles, each of which it holds once, by"))
+    raise KeptError(f"{computed(angles)}, in place of angles that are there twice")
