@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import importlib
 import inspect
 import logging
 import random
@@ -33,6 +34,8 @@ _COLLECTIVES = frozenset(
     """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
     gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
 )
+# Importers that others have put before Python's, such as pytest's, are no part of a forward.
+_IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
 _LOCK = threading.RLock()
 _UNDER_WAY: list[Recording] = []
@@ -61,6 +64,7 @@ class Recording:
         self._used: set[tuple[int, str]] = set()  # numbers of layers that were used
         self._seen: dict[tuple[int, int], types.CodeType] = {}
         self._function: types.FrameType | None = None
+        self._importing: types.FrameType | None = None
         registry = _class("transformers.utils.generic", "GeneralInterface")
         self._configuration = _class("transformers.configuration_utils", "PreTrainedConfig")
         opaque = tuple(kind for kind in (registry, self._configuration) if kind is not None)
@@ -194,6 +198,8 @@ class Recording:
     def _profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """Notes the globals that the code of a called function names."""
         code, around = frame.f_code, frame.f_globals
+        if self._is_importing(frame, event):
+            return
         if event != "call":
             if frame is self._function:
                 self._function = None
@@ -219,6 +225,15 @@ class Recording:
                 self._global(around, name, code.co_names)
             elif stores:
                 self.observed.row(around, name, MISSING)
+
+    def _is_importing(self, frame: types.FrameType, event: str) -> bool:
+        """Whether a module is imported for the first time, in this frame or around it."""
+        if self._importing is None and event == "call" and frame.f_code is _IMPORT:
+            self._importing = frame
+        elif self._importing is frame and event == "return":
+            self._importing = None
+            return True
+        return self._importing is not None
 
     def _global(self, around: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
         value = around[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -247,6 +248,29 @@ def test_what_is_not_explained_is_the_reason_to_keep_a_module(name: str) -> None
     with pytest.raises(KeptError) as kept:
         build(read_of(example), example.module)
     assert reason in kept.value.reason
+
+
+class Importer:
+    """Finds no module, and reads what cannot be compared."""
+
+    def find_spec(self, name: str, *others: Any) -> None:
+        assert NOTHING_TO_COMPARE is not None
+
+
+NOTHING_TO_COMPARE = iter(())
+
+
+def test_an_import_is_no_part_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def imports(m: Any, x: Tensor) -> Tensor:
+        import colorsys  # noqa: PLC0415 - within the forward
+
+        assert colorsys.ONE_SIXTH
+        y: Tensor = m.up(x)
+        return y
+
+    monkeypatch.setattr(sys, "meta_path", [Importer(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert len(operations_of(imports)) == 1
 
 
 class MakesTables(nn.Module):
