@@ -23,11 +23,13 @@ class CallKey(NamedTuple):
         facts: equal in calls that one trace may hold for.
         sizes: those sizes of its inputs that may differ, in order of their first occurrence.
         constants: sizes of its inputs that may not differ.
+        caches: among its arguments, in order of their first occurrence.
     """
 
     facts: Hashable
     sizes: tuple[int, ...]
     constants: tuple[int, ...]
+    caches: tuple[Any, ...]
 
 
 def constant_sizes(module: nn.Module) -> frozenset[int]:
@@ -64,7 +66,9 @@ def call_key(
     reader.constants = constants | features
     structure = reader.of((args, kwargs))
     modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()
-    return CallKey((modes, structure), tuple(reader.numbers), tuple(sorted(features)))
+    return CallKey(
+        (modes, structure), tuple(reader.numbers), tuple(sorted(features)), tuple(reader.caches)
+    )
 
 
 def _autocast() -> tuple[Any, ...]:
@@ -84,6 +88,7 @@ class _Reader:
         self.constants = constants
         self.numbers: dict[int, int] = {}  # of each size that may differ
         self.tensors: dict[int, int] = {}
+        self.caches: list[Any] = []
 
     def of(self, leaf: Any) -> Hashable:
         kind = type(leaf)
@@ -98,7 +103,9 @@ class _Reader:
         if kind is slice:
             return kind, *map(self.of, (leaf.start, leaf.stop, leaf.step))
         if is_cache(leaf):
-            return kind, self.tensors.setdefault(id(leaf), len(self.tensors))
+            if not any(leaf is cache for cache in self.caches):
+                self.caches.append(leaf)
+            return kind, next(i for i, cache in enumerate(self.caches) if cache is leaf)
         raise KeptError(f"is given a {kind.__name__}")
 
     def of_tensor(self, t: Tensor) -> Hashable:

@@ -143,7 +143,7 @@ class Recording:
             self._used.add(row)
             free.discard(row)
 
-        return LayerIndex(value, used)
+        return LayerIndex(value, module, used)
 
     def _getattr(self, original: Any) -> Callable[[nn.Module, str], Any]:
         observed = self.observed

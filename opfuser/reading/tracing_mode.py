@@ -18,8 +18,8 @@ from .dataflow import Call, Dataflow, Node, Value, map_leaves, values_in
 from .kept import KeptError
 from .reads import is_hooked, is_scalar
 from .recording import Recording
-from .sizes import Sizes
-from .stand_ins import CacheStandIn, is_cache
+from .sizes import Size, Sizes
+from .stand_ins import CacheStandIn, LayerIndex, Update, cached_length, is_cache
 from .torch_functions import (
     DRAWS,
     OF_DEVICE,
@@ -58,6 +58,8 @@ class TracingMode(TorchFunctionMode):
         self.fake: Any = FakeTensorMode() if self.autocast else nullcontext()
         self.stand_in_device = device if self.autocast else torch.device("meta")
         self.failed: KeptError | None = None
+        self.caches: list[Any] = []
+        self.updates: list[Update] = []
         self.muted = 0  # how many calls of children that are one node are open
         self.paused = False
         self.open_calls: list[Call] = []
@@ -94,6 +96,8 @@ class TracingMode(TorchFunctionMode):
         """What the forward gets in place of a leaf of its arguments."""
         if is_cache(leaf):
             self.recording.has_cache = True
+            if not any(leaf is cache for cache in self.caches):
+                self.caches.append(leaf)
             return CacheStandIn(leaf, self.update)
         if not isinstance(leaf, Tensor):
             return leaf
@@ -239,13 +243,27 @@ class TracingMode(TorchFunctionMode):
         """Adds a node for what the forward does besides calling functions of torch."""
         self.append(Node("effect", _nothing, (), {}, self.place, effect=text), [])
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, made: Any) -> Any:
+    def update(self, cache: Any, keys: Tensor, values: Tensor, index: Any) -> Any:
         """Records the update of a cache by the keys and values of a layer."""
+        holder, layer = index.of_cache() if type(index) is LayerIndex else (None, int(index))
         given = self.value_of(keys), self.value_of(values)
         node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
         node.effect = "updates a cache"
+        queries = given[0].shape[-2]
         with self.unrecorded():
-            results = made()
+            length = cached_length(cache, queries, layer)
+            shapes = ((*v.shape[:-2], length, v.shape[-1]) for v in given)
+            results = tuple(given[0].meta.new_empty(shape) for shape in shapes)
+        self.sizes.add(length)
+        queried = self.sizes.of(queries)
+        self.updates.append(
+            Update(
+                next(i for i, c in enumerate(self.caches) if c is cache),
+                self.paths.get(id(holder)),
+                layer,
+                queried.text if isinstance(queried, Size) else str(queried),
+            )
+        )
         self.append(node, list(results))
         self.require_grad.update(map(id, node.results))
         return results
