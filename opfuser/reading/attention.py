@@ -172,6 +172,8 @@ def _mask_of(values: Values, v: Value) -> Mask:
     mask = source_of(values, v)
     if mask is None or mask.origin != "input":
         raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
+    if mask.meta.requires_grad:
+        raise KeptError("has a mask of attention that needs a gradient")
     if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
         raise KeptError(computed(v, "rearranges its mask by"))
     return Mask(values.dataflow.inputs.index(mask), mask.shape)

@@ -133,6 +133,8 @@ def norm_of(values: Values, v: Value, base: Value | None) -> NormFound | None:
 def _norm_by_function(values: Values, v: Value) -> NormFound | None:
     op, (x, shape, weight, *bias, eps) = values.term(v)
     shape = tuple(map(int, (shape,) if isinstance(shape, int) else shape))
+    if len(shape) != 1:
+        return None
     norm = Norm(op == "layer_norm", shape, values.default_eps if eps is None else float(eps))
     if weight is not None:
         found = _weight_of(values, weight, shape)

@@ -18,12 +18,15 @@ from .dataflow import Call, Dataflow, Node, Value, values_in
 from .formulas import ActivationFound, activations_in, clamped_pair, norm_of, product_of
 from .kept import KeptError
 from .operations import (
+    Activation,
     Bias,
     Called,
     ColumnScale,
     Dropout,
     Gated,
+    Linear,
     MergedLinear,
+    Norm,
     Normalised,
     Operation,
     Parallel,
@@ -74,8 +77,12 @@ class _Step(NamedTuple):
         return self._replace(operations=(operation,), path=())
 
 
-def read(dataflow: Dataflow) -> Reading:
+def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     """The operations that compute the one tensor that a forward returns.
+
+    Args:
+        dataflow: of the forward.
+        autocast: the dtype of autocast, if it was on.
 
     Raises:
         KeptError: an operation is not explained, or the result is not one tensor.
@@ -84,9 +91,9 @@ def read(dataflow: Dataflow) -> Reading:
     if len(results) != 1:
         raise KeptError(f"returns {len(results)} tensors")
     (result,) = results
-    whole = _Grammar(dataflow, result).chain(result, None)
-    rows = whole.source.shape[:-1]
-    if whole.source.meta.dtype != result.meta.dtype or rows != result.shape[:-1]:
+    whole = _Grammar(Values(dataflow, result.meta.dtype, autocast)).chain(result, None)
+    rows, dtypes = whole.source.shape[:-1], {whole.source.meta.dtype, result.meta.dtype}
+    if rows != result.shape[:-1] or (len(dtypes) > 1 and autocast is None):
         raise KeptError("returns another dtype or shape than its input has")
     if not whole.operations:
         raise KeptError("computes nothing")
@@ -106,9 +113,9 @@ _Rule = Callable[[Value, "Value | None"], "_Step | None"]
 
 
 class _Grammar:
-    def __init__(self, dataflow: Dataflow, result: Value) -> None:
-        self.values = Values(dataflow, result.meta.dtype)
-        self.known: dict[tuple[Value, Value | None], _Step | KeptError] = {}
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.known: dict[tuple[Value, Value | None, bool], _Step | KeptError] = {}
         self.rounded: set[Value] = set()
         self.rules: tuple[_Rule, ...] = (
             self.linear,
@@ -120,42 +127,56 @@ class _Grammar:
             self.attention,
         )
 
-    def chain(self, v: Value, base: Value | None) -> _Step:
+    def chain(self, v: Value, base: Value | None, *, is_rounded: bool = False) -> _Step:
         """What computes a value of ``base``, or without one, of an input.
+
+        ``is_rounded`` says that the next operation rounds the value to the dtype of autocast.
 
         Raises:
             KeptError: an operation on the way is not explained.
         """
-        found = self.known.get((v, base))
+        key = v, base, is_rounded
+        found = self.known.get(key)
         if found is None:
             try:
-                found = self._chain(v, base)
+                found = self._chain(v, base, is_rounded)
             except KeptError as why:
                 found = why
-            self.known[v, base] = found
+            self.known[key] = found
         if isinstance(found, KeptError):
             raise found
         return found
 
-    def _chain(self, v: Value, base: Value | None) -> _Step:
+    def _chain(self, v: Value, base: Value | None, is_rounded: bool) -> _Step:
         end = self.end_of(v)
         if end is base or (base is None and end.origin == "input"):
             return _Step((), end, (end,))
         try:
             step = self.step(end, base)._replace(path=(end,))
-            return self.chain(step.source, base).followed_by(step)
+            if step.operations:
+                self.check_rounding(step.operations[-1], v, is_rounded)
+                is_rounded = isinstance(step.operations[0], (Linear, MergedLinear, Normalised))
+            return self.chain(step.source, base, is_rounded=is_rounded).followed_by(step)
         except KeptError as why:
             for called in self.calls_of(self.values.passed(v), why.reason):
                 with suppress(KeptError):
                     return self.chain(called.source, base).followed_by(called)
             raise
 
+    def check_rounding(self, operation: Operation, v: Value, is_rounded: bool) -> None:
+        """Raises KeptError if an operation rounds under autocast where the module does not."""
+        autocast = self.values.autocast
+        if is_rounded or autocast is None or v.meta.dtype == autocast:
+            return
+        if isinstance(operation, (Norm, Activation, Gated, ColumnScale)):
+            raise KeptError(computed(v, f"keeps {v.meta.dtype} under autocast after"))
+
     def end_of(self, v: Value) -> Value:
         """What a value equals, if that is rounded to the stream's dtype where operations meet."""
         passed = self.values.passed(v)
-        end, dtype = passed[-1], self.values.dtype
-        if all(p.meta.dtype != dtype for p in passed) and end not in self.rounded:
-            raise KeptError(computed(end, f"has {end.meta.dtype} beside {dtype} from"))
+        end, dtypes = passed[-1], self.values.dtypes
+        if all(p.meta.dtype not in dtypes for p in passed) and end not in self.rounded:
+            raise KeptError(computed(end, f"has {end.meta.dtype} beside {dtypes[0]} from"))
         self.rounded.add(end)
         return end
 

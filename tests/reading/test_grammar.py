@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opfuser.reading import grammar
 from opfuser.reading import operations as read
 from opfuser.reading.construction import build
 from opfuser.reading.kept import KeptError
@@ -248,6 +249,26 @@ def test_what_is_not_explained_is_the_reason_to_keep_a_module(name: str) -> None
     with pytest.raises(KeptError) as kept:
         build(read_of(example), example.module)
     assert reason in kept.value.reason
+
+
+def under_autocast(function: Callable[..., Any]) -> tuple[read.Reading, Example]:
+    example = example_of(function, torch.float32)
+    return grammar.read(trace(*example).dataflow, torch.bfloat16), example
+
+
+def test_autocast_rounds_where_the_module_does() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        reading, example = under_autocast(lambda m, x: x + m.down(F.silu(m.gate(m.norm(x)))))
+        assert called_in(reading) == []
+        got = build(reading, example.module)(example.inputs())
+        want = example.module(*example.args)
+        assert got.dtype == want.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+        reading, _ = under_autocast(lambda m, x: m.norm(x + m.up(x)))
+        assert called_in(reading) == ["norm"]
+        reason = "keeps torch.float32 under autocast after mul"
+        with pytest.raises(KeptError, match=reason):
+            under_autocast(lambda m, x: rms(x) * m.w)
 
 
 class Importer:
