@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from .dataflow import Node, Value
-from .formulas import product_of
 from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
 from .operations import Attention, HeadNorm, Heads, Mask, Norm, Operation, Reorder, Rotary
+from .products import product_of
 from .replay import indices_like, origin_of, source_of
 from .values import Values, computed
 

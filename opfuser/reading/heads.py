@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .dataflow import Value
-from .formulas import norm_of
 from .kept import KeptError
+from .norms import norm_of
 from .operations import Norm
 from .replay import evaluate, indices_like, leaves_of, random_like
 from .values import Values, computed
