@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..context import any_autocast
-from .kept import KeptError
+from .kept import KeptError, NotNowError
 from .reads import is_scalar
 from .stand_ins import is_cache
 
@@ -36,6 +37,8 @@ class CallKey(NamedTuple):
 def constant_sizes(module: nn.Module) -> frozenset[int]:
     """The sizes of a module's parameters and buffers, which do not differ between calls."""
     tensors = [*module.parameters(), *module.buffers()]
+    if any(map(is_lazy, tensors)):
+        raise NotNowError("has parameters that are not initialised")
     return frozenset((0, 1)).union(*(t.shape for t in tensors))
 
 

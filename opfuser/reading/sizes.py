@@ -11,6 +11,15 @@ from typing import Any
 __all__ = ["Size", "Sizes", "guard_of", "value_of"]
 
 
+class Shape(tuple[int, ...]):
+    """Takes the place of a ``torch.Size``, which has plain integers alone."""
+
+    __slots__ = ()
+
+    def numel(self) -> int:
+        return math.prod(self)
+
+
 class Sizes:
     """The sizes of one traced call that other calls may have differently.
 
@@ -33,9 +42,9 @@ class Sizes:
         known = of_input or size not in self._derived
         return Size(size, f"s[{self._number[size]}]" if known else "", self)
 
-    def shape(self, shape: Iterable[int], of_input: bool = False) -> tuple[int, ...]:
+    def shape(self, shape: Iterable[int], of_input: bool = False) -> Shape:
         """The sizes of a tensor, which is an input of the forward or is computed in it."""
-        return tuple(self.of(size, of_input) for size in shape)
+        return Shape(self.of(size, of_input) for size in shape)
 
     def add(self, size: int) -> None:
         """Adds a size that may differ and is known after the others, such as that of a cache."""

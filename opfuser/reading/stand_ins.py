@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
-
-from .kept import KeptError
 
 __all__ = ["CacheStandIn", "LayerIndex", "Update", "cached_length", "is_cache"]
 
@@ -49,10 +47,11 @@ class CacheStandIn:
     Args:
         cache: that it stands for.
         record: records an update of the cache by keys and values of a layer.
+        keep: is told why the module is kept, if the forward asks for anything else.
     """
 
-    def __init__(self, cache: Any, record: Record) -> None:
-        self._cache, self._record = cache, record
+    def __init__(self, cache: Any, record: Record, keep: Callable[[str], NoReturn]) -> None:
+        self._cache, self._record, self._keep = cache, record, keep
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # so that forwards take it for what it stands for
@@ -63,11 +62,11 @@ class CacheStandIn:
     ) -> tuple[Tensor, Tensor]:
         """The keys and values so far, of the shapes that the cache would return."""
         if any(leaf is not None for leaf in (*args, *kwargs.values())):
-            raise KeptError("updates its cache with more than keys and values")
+            self._keep("updates its cache with more than keys and values")
         return self._record(self._cache, keys, values, layer_idx)
 
     def __getattr__(self, name: str) -> Any:
-        raise KeptError(f"reads '{name}' of its cache")
+        self._keep(f"reads '{name}' of its cache")
 
 
 class LayerIndex:

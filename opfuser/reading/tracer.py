@@ -17,6 +17,7 @@ from .call_key import CallKey, call_key, constant_sizes
 from .dataflow import Dataflow, map_leaves
 from .kept import KeptError, NotNowError
 from .reads import GLOBAL_HOOKS, Reads
+from .recording import is_tracing
 from .sizes import Sizes, guard_of, value_of
 from .stand_ins import Update, cached_length
 from .tracing_mode import TracingMode, tensors_in
@@ -91,6 +92,8 @@ def trace(
         KeptError: if the forward needs values of tensors, or cannot run on the meta device;
             :class:`NotNowError` if that is due to what is around the call.
     """
+    if is_tracing():
+        raise NotNowError("is traced while another trace is under way")
     if transforms_active():
         raise NotNowError("is called under a transform of torch.func")
     if any(GLOBAL_HOOKS):
