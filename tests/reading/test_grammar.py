@@ -199,6 +199,10 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "rounds to float16 by half",
     ),
     "writing in place": (write, "writes in place by __setitem__"),
+    "writing to a parameter": (
+        lambda m, x: (m.w.detach().zero_(), m.up(x))[1],
+        "writes in place by zero_",
+    ),
     "two tensors": (lambda m, x: (m.up(x), x), "returns 2 tensors"),
     "nothing": (lambda m, x: x, "computes nothing"),
     "other rows": (lambda m, x: m.up(x).mean(1), "computes mean"),
@@ -249,6 +253,11 @@ def test_what_is_not_explained_is_the_reason_to_keep_a_module(name: str) -> None
     with pytest.raises(KeptError) as kept:
         build(read_of(example), example.module)
     assert reason in kept.value.reason
+
+
+def test_bits_that_are_read_as_another_dtype_are_not_passed() -> None:
+    with pytest.raises(KeptError, match="rounds to float16 by view"):
+        read_of(example_of(lambda m, x: m.up(x.view(torch.float16).to(x.dtype)), torch.bfloat16))
 
 
 def under_autocast(function: Callable[..., Any]) -> tuple[read.Reading, Example]:
@@ -323,6 +332,7 @@ def test_how_tables_repeat_angles_is_read() -> None:
     [
         (tables_of(lambda a: a), "reads its input 0"),
         (tables_of(lambda a: torch.cat([a, -a], -1)), "computes cat"),
+        (tables_of(lambda a: torch.cat([a[..., 2:], a[..., :2]], -1)), "computes cat"),
         (tables_of(lambda a: torch.cat([a, a.flip(-1)], -1)), "computes cat"),
         (lambda a: torch.cat([a, a], -1).tan(), "makes a table by tan"),
         (
