@@ -72,7 +72,8 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     spans = [(c.start, c.end) for c in whole.once if isinstance(c, Call)]
     for number, node in enumerate(dataflow.nodes):
         inside = any(start <= number < end for start, end in spans)
-        if node.effect and node not in whole.once and not inside:
+        explained = node in whole.once or node in whole.written
+        if node.effect and not explained and not inside:
             raise KeptError(f"{node.effect} in '{node.place}'")
     return Reading(dataflow.inputs.index(whole.source), whole.operations)
 
@@ -324,7 +325,9 @@ class _Grammar:
         if found is None:
             return None
         tokens = frozenset({found.tokens})
-        return Step(found.operations, found.source, tokens=tokens, once=found.once)
+        return Step(
+            found.operations, found.source, (), tokens, found.once, frozenset(found.written)
+        )
 
     def attention(self, v: Value, base: Value | None) -> Step | None:
         if not is_layout(self.values, v):

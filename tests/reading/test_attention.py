@@ -113,7 +113,7 @@ def test_capped_scores_with_a_mask_are_read() -> None:
     mask = torch.randn(BATCH, 1, LENGTH, LENGTH, dtype=torch.float64)
     attention = found(example_of(mask, core=core), Attention)
     assert attention == Attention(
-        Heads(HEADS, KEYS, SIZE, SIZE), 0.25, False, 1.0, 5.0, Mask(1, tuple(mask.shape))
+        Heads(HEADS, KEYS, SIZE, SIZE), 0.25, False, 1.0, 5.0, (Mask(1, tuple(mask.shape)),)
     )
 
 
