@@ -19,7 +19,14 @@ from opfuser.reading.operations import Activation, Called, Dropout, Gated, Norm,
 from opfuser.reading.rotary_tables import repetition_of
 from opfuser.reading.tracer import trace
 
-from .recomputed import Example, assert_recomputed, called_in, operations_in, read_of
+from .recomputed import (
+    Example,
+    assert_equal_steps,
+    assert_recomputed,
+    called_in,
+    operations_in,
+    read_of,
+)
 
 SIZE = 8
 
@@ -278,6 +285,26 @@ def test_autocast_rounds_where_the_module_does() -> None:
         reason = "keeps torch.float32 under autocast after mul"
         with pytest.raises(KeptError, match=reason):
             under_autocast(lambda m, x: rms(x) * m.w)
+
+
+def test_parameters_that_are_exchanged_are_followed() -> None:
+    example = example_of(lambda m, x: m.down(F.silu(m.gate(h := rms(x))) * m.up(h)))
+    module = example.module
+    built = build(read_of(example), module)
+    for linear in (module.up, module.down):
+        linear.weight = nn.Parameter(torch.randn_like(linear.weight))
+    built.follow()
+    assert_equal_steps(example, built)
+    module.half()
+    built.follow()
+    assert {p.dtype for p in built.sequence.parameters()} == {torch.float16}
+
+
+def test_a_child_with_hooks_is_called() -> None:
+    example = example_of(lambda m, x: m.down(m.up(x)))
+    example.module.up.register_forward_hook(lambda module, args, output: output * 2)
+    reading = assert_recomputed(example, whole=False)
+    assert called_in(reading) == ["up"]
 
 
 class Importer:
