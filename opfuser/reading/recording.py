@@ -205,7 +205,7 @@ class Recording:
         if self._is_importing(frame, event):
             return
         if event != "call":
-            if frame is self._function:
+            if event == "return" and frame is self._function:
                 self._function = None
                 torch._C._set_grad_enabled(True)
             return

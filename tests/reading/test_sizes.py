@@ -93,6 +93,7 @@ FORWARDS: dict[str, Callable[..., Tensor]] = {
     "square root": lambda self, x: x * math.sqrt(x.shape[1]),
     "quotient": lambda self, x: x / (x.shape[1] / 2),
     "literal": windows,
+    "literal without effect": lambda self, x: x.reshape(-1, 3, WIDTH) + 1,
     "loop": unrolled,
     "rows": iterated,
     "count": counted,
@@ -106,7 +107,7 @@ GENERAL = {"any", "product", "numel", "condition", "slice"}
 
 
 # Lengths that a forward can take, where that is not any.
-FITTING = {"literal": (3, 13, 3), "slice of a table": (0, 11)}
+FITTING = {"literal": (3, 13, 3), "literal without effect": (3, 13, 3), "slice of a table": (0, 11)}
 SHAPES = {"expand", "view", "reshape", "flatten", "transpose", "__getitem__", "split", "unbind"}
 
 
@@ -119,6 +120,14 @@ def facts(found: Trace) -> list[Any]:
         return node.op, map_leaves(lambda leaf: getattr(leaf, "origin", leaf), node.args)
 
     return [fact(node) for node in found.dataflow.nodes]
+
+
+def agree(found: Trace, other: Trace) -> bool:
+    """Whether two traces call the same functions; what changes no shape in the first never does."""
+    mine, theirs = facts(found), facts(other)
+    return len(mine) == len(theirs) and all(
+        a == b or (a[0] in SHAPES and a[:2] == b[:2] and not a[2]) for a, b in zip(mine, theirs)
+    )
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -135,7 +144,7 @@ def test_a_trace_is_accepted_only_where_another_trace_is_equal(name: str) -> Non
         for other, x in traces:
             if accepts(found, x):
                 elsewhere += x is not of
-                assert facts(found) == facts(other), (of.shape, x.shape)
+                assert agree(found, other), (of.shape, x.shape)
     assert elsewhere or name not in GENERAL
 
 
@@ -209,7 +218,7 @@ def test_the_length_of_a_cache_is_a_size_of_the_call(implementation: str) -> Non
         for (x, kwargs), other in zip(calls, traces):
             if accepts(found, x, **kwargs):
                 pairs += found is not other
-                assert facts(found) == facts(other)
+                assert agree(found, other)
     assert pairs
 
 
