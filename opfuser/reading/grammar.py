@@ -37,7 +37,7 @@ from .operations import (
 )
 from .products import product_of
 from .projections import calls_returning, linear_of, only_tensor, vector_of
-from .replay import is_layout
+from .replay import is_layout, undisturbed
 from .steps import Step
 from .torch_attention import torch_attention_of
 from .values import Values, computed
@@ -45,6 +45,7 @@ from .values import Values, computed
 __all__ = ["read"]
 
 
+@undisturbed()
 def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     """The operations that compute the one tensor that a forward returns.
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from opfuser.reading.construction import build
@@ -144,6 +145,13 @@ def test_a_part_of_heads_that_turns_after_a_norm_is_read() -> None:
     sizes = Heads(HEADS, KEYS, SIZE, SIZE)
     assert found(example, Rotary) == Rotary(sizes, 4, False, (1, 2), "halves")
     assert found(example, HeadNorm) == HeadNorm(sizes, 1e-5, "q_scale", "k_scale")
+
+
+def test_what_is_around_a_reading_does_not_matter() -> None:
+    dataflow = trace(*layer_of(model_of("gpt_neox").eval())).dataflow
+    want = read(dataflow)
+    with torch.device("meta"), FakeTensorMode():
+        assert read(dataflow) == want
 
 
 def backwards(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
