@@ -257,8 +257,8 @@ class TracingMode(TorchFunctionMode):
         given = self.value_of(keys), self.value_of(values)
         node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
         node.effect = "updates a cache"
-        queries = given[0].shape[-2]
         with self.unrecorded():
+            queries = given[0].shape[-2]
             length = cached_length(cache, queries, layer)
             shapes = ((*v.shape[:-2], length, v.shape[-1]) for v in given)
             results = tuple(given[0].meta.new_empty(shape) for shape in shapes)
