@@ -1,0 +1,248 @@
+"""Attention: what of it is computed, from the output of its heads back to their projections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from .dataflow import Node, Value
+from .heads import HeadsFound, Turn, heads_of
+from .kept import KeptError
+from .operations import Attention, HeadNorm, Heads, Mask, Norm, Operation, Reorder, Rotary
+from .products import product_of
+from .replay import indices_like, origin_of, source_of
+from .values import Values, computed
+
+__all__ = ["AttentionFound", "attention_of"]
+
+
+@dataclass(frozen=True)
+class _Core:
+    """Scores, weights and their product with the values.
+
+    Attributes:
+        q, k, v: the heads; k as (b, h, d, s) if ``transposed``.
+        scale: of the scores, besides factors of q and k.
+    """
+
+    q: Value
+    k: Value
+    v: Value
+    transposed: bool
+    scale: float
+    causal: bool = False
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    mask: Value | None = None
+
+
+@dataclass(frozen=True)
+class AttentionFound:
+    """Attention, and the projections that its packed input consists of.
+
+    Attributes:
+        operations: norm and rotation of heads, and attention itself.
+        sources: the outputs of the projections, side by side.
+        tokens: sizes of batch and sequence.
+        once: the nodes that draw random numbers or update a cache.
+    """
+
+    operations: tuple[Operation, ...]
+    sources: tuple[Value, ...]
+    tokens: tuple[int, int]
+    once: tuple[Node, ...]
+
+
+def attention_of(
+    values: Values, v: Value, is_projection: Callable[[Value], bool]
+) -> AttentionFound | None:
+    """The attention whose heads a value joins; None if it joins none.
+
+    Raises:
+        KeptError: something about it is not explained.
+    """
+    joined = source_of(values, v)
+    core = None if joined is None or len(joined.shape) != 4 else _core_of(values, joined)
+    if joined is None or core is None:
+        return None
+    in_order = indices_like(joined).long().transpose(1, 2).flatten()
+    if not torch.equal(origin_of(v, joined).flatten(), in_order):
+        raise KeptError(computed(v, "joins heads in an unknown order by"))
+    once = _nodes(joined) if core.dropout_p else ()
+    k_value, v_value, update = core.k, core.v, _update_of(values, core)
+    if update is not None:
+        k_value, v_value, once = *update.args, (*once, update)
+    transposed = core.transposed and update is None
+    q = heads_of(values, core.q, is_projection)
+    k = heads_of(values, k_value, is_projection, transposed=transposed)
+    u = heads_of(values, v_value, is_projection)
+    if u.steps or u.scale != 1:
+        raise KeptError(computed(core.v, "normalises, turns or scales values by"))
+    if len({q.tokens, k.tokens, u.tokens}) > 1:
+        raise KeptError(computed(core.k, "attends to other tokens than its own, by"))
+    heads, sources, reorder = _packed(q, k, u)
+    attention = Attention(
+        heads,
+        core.scale * q.scale * k.scale,
+        core.causal,
+        core.dropout_p,
+        core.softcap,
+        () if core.mask is None else (_mask_of(values, core.mask),),
+        None if update is None else update.kwargs["layer"],
+    )
+    return AttentionFound((*reorder, *_steps(q, k, heads), attention), sources, q.tokens, once)
+
+
+def _nodes(v: Value) -> tuple[Node, ...]:
+    return () if v.node is None else (v.node,)
+
+
+def _update_of(values: Values, core: _Core) -> Node | None:
+    """The update of a cache that returns keys and values, whose heads may only be repeated."""
+    updates = []
+    for number, v in enumerate((core.k, core.v)):
+        source = source_of(values, v)
+        node = None if source is None else source.node
+        if source is None or node is None or node.op != "cache.update":
+            continue
+        updates.append(node)
+        places, got = indices_like(source).long(), origin_of(v, source)
+        got = got.mT if core.transposed and number == 0 else got
+        repeated = places.repeat_interleave(got.shape[1] // places.shape[1], 1)
+        if core.causal and got.shape[2] == core.q.shape[2]:
+            # Of the keys, none is seen but those up to the number of queries.
+            repeated = repeated[:, :, : got.shape[2]]
+        if source is not node.results[number] or not torch.equal(got, repeated):
+            raise KeptError(computed(v, "changes what its cache returns by"))
+    if updates and (len(updates) != 2 or updates[0] is not updates[1]):
+        raise KeptError("caches its keys and values differently")
+    return updates[0] if updates else None
+
+
+def _core_of(values: Values, v: Value) -> _Core | None:
+    op, args = values.term(v)
+    if op == "scaled_dot_product_attention":
+        q, k, u, mask, p, causal, scale, _ = args
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        return _Core(q, k, u, False, scale, bool(causal), float(p), None, mask)
+    if op != "matmul" or not all(isinstance(a, Value) for a in args):
+        return None
+    weights, u = args
+    p = 0.0
+    op, args = values.term(weights)
+    if op == "dropout":
+        weights, p = args[0], float(args[1])
+        op, args = values.term(weights)
+    if op != "softmax" or args[1] != -1:
+        return None
+    scores, mask = args[0], None
+    op, args = values.term(scores)
+    if op == "add" and isinstance(args[1], Value):
+        scores, mask = args if _is_input(values, args[1]) else args[::-1]
+    return replace(_scores_of(values, scores), v=u, dropout_p=p, mask=mask)
+
+
+def _scores_of(values: Values, scores: Value) -> _Core:
+    """Products of queries and keys, scaled and capped."""
+    product, cap, scale = product_of(values, scores, None), None, 1.0
+    if len(product.values) == 1 and not product.inverse_roots:
+        op, args = values.term(product.values[0])
+        if op == "tanh":
+            cap, product = product.factor, product_of(values, args[0], None)
+            scale = cap
+    if len(product.values) == 1 and not product.inverse_roots and (cap is None or cap > 0):
+        op, args = values.term(product.values[0])
+        if op == "matmul" and all(isinstance(a, Value) for a in args):
+            scale *= product.factor
+            return _Core(args[0], args[1], args[1], True, scale, softcap=cap)
+    raise KeptError(f"{computed(values.peel(scores))}, in the scores of attention")
+
+
+def _is_input(values: Values, v: Value) -> bool:
+    source = source_of(values, v)
+    return source is not None and source.origin == "input"
+
+
+def _mask_of(values: Values, v: Value) -> Mask:
+    """The input that a mask is."""
+    mask = source_of(values, v)
+    if mask is None or mask.origin != "input":
+        raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
+    if mask.meta.requires_grad:
+        raise KeptError("has a mask of attention that needs a gradient")
+    if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
+        raise KeptError(computed(v, "rearranges its mask by"))
+    return Mask(values.dataflow.inputs.index(mask), mask.shape)
+
+
+class _Packed(NamedTuple):
+    """Heads, the projections whose columns they are, and what orders these if they are not."""
+
+    heads: Heads
+    sources: tuple[Value, ...]
+    reorder: tuple[Reorder, ...]
+
+
+def _packed(q: HeadsFound, k: HeadsFound, v: HeadsFound) -> _Packed:
+    """Queries, keys and values one behind another in the columns of all projections."""
+    sources = tuple(dict.fromkeys([q.source, k.source, v.source]))
+    starts, total = {}, 0
+    for source in sources:
+        starts[source] = total
+        total += source.shape[-1]
+    keys, queries = _distinct(k), q.columns.shape[0]
+    heads = Heads(queries, keys, q.columns.shape[1], v.columns.shape[1])
+    if (
+        keys != _distinct(v)
+        or queries % keys
+        or k.columns.shape != (k.columns.shape[0], heads.size)
+    ):
+        raise KeptError("has numbers or sizes of heads that do not fit")
+    columns = [q.columns + starts[q.source]]
+    for found in (k, v):
+        columns.append(found.columns[:: found.columns.shape[0] // keys] + starts[found.source])
+    order = torch.cat([c.flatten() for c in columns])
+    if not torch.equal(order.sort().values, torch.arange(total)):
+        raise KeptError("attends to a part of what its projections return")
+    if torch.equal(order, torch.arange(total)):
+        return _Packed(heads, sources, ())
+    size = math.gcd(heads.size, heads.value_size)
+    numbers = order[::size] // size
+    if not torch.equal(order.view(-1, size), numbers[:, None] * size + torch.arange(size)):
+        raise KeptError("has the entries of its heads in an unknown order")
+    return _Packed(heads, sources, (Reorder(tuple(numbers.tolist()), size),))
+
+
+def _distinct(found: HeadsFound) -> int:
+    """The number of key or value heads, of which several queries' heads may read the same."""
+    columns = found.columns
+    share = int((columns == columns[:1]).all(-1).sum())
+    if not torch.equal(columns, columns[::share].repeat_interleave(share, 0)):
+        raise KeptError("repeats its heads in an unknown order")
+    return columns.shape[0] // share
+
+
+def _steps(q: HeadsFound, k: HeadsFound, heads: Heads) -> list[Operation]:
+    """Norms and rotations of queries and keys, which have to be alike."""
+    out: list[Operation] = []
+    if len(q.steps) != len(k.steps):
+        raise KeptError("normalises or turns queries and keys differently")
+    for ours, theirs in zip(q.steps, k.steps):
+        if isinstance(ours, Turn) and ours == theirs:
+            out.append(Rotary(heads, *ours))
+        elif isinstance(ours, Norm) and isinstance(theirs, Norm):
+            out.append(_head_norm(ours, theirs, heads))
+        else:
+            raise KeptError("normalises or turns queries and keys differently")
+    return out
+
+
+def _head_norm(q: Norm, k: Norm, heads: Heads) -> HeadNorm:
+    alike = replace(q, weight=None) == replace(k, weight=None)
+    if not alike or q.centred or q.weight is None or k.weight is None:
+        raise KeptError("opfuser has no operation for such norms of queries and keys")
+    return HeadNorm(heads, q.eps, q.weight, k.weight, q.zero_centred_weight)

@@ -1,0 +1,149 @@
+"""What has to be equal in two calls for one trace to hold for both, apart from what was read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..context import any_autocast
+from .kept import KeptError, NotNowError
+from .reads import is_scalar
+from .stand_ins import is_cache
+
+__all__ = ["CallKey", "call_key", "constant_sizes", "is_dtensor", "is_plain"]
+
+
+class CallKey(NamedTuple):
+    """The facts of a call.
+
+    Attributes:
+        facts: equal in calls that one trace may hold for.
+        sizes: those sizes of its inputs that may differ, in order of their first occurrence.
+        constants: sizes of its inputs that may not differ.
+        caches: among its arguments, in order of their first occurrence.
+    """
+
+    facts: Hashable
+    sizes: tuple[int, ...]
+    constants: tuple[int, ...]
+    caches: tuple[Any, ...]
+
+
+def constant_sizes(module: nn.Module) -> frozenset[int]:
+    """The sizes of a module's parameters and buffers, which do not differ between calls."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(map(is_lazy, tensors)):
+        raise NotNowError("has parameters that are not initialised")
+    return frozenset((0, 1)).union(*(t.shape for t in tensors))
+
+
+def call_key(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    constants: frozenset[int],
+) -> CallKey:
+    """The key of a call in the current modes of training, gradients and autocast.
+
+    Sizes of 0 and 1, those of parameters and buffers, and the last dimension of floating-point
+    tensors of up to three dimensions (features) are part of the key. Of all others it has which of
+    them are equal.
+
+    Args:
+        module: that is called.
+        args: positional arguments of the call.
+        kwargs: its keywords.
+        constants: the :func:`constant_sizes` of ``module``.
+
+    Raises:
+        KeptError: if an argument is of a type whose contents are not known.
+    """
+    found = _Leaves()
+    structure = found.structure((args, kwargs))
+    shapes = [(*t.shape,) for t in found.tensors]
+    features = {
+        shape[-1]
+        for t, shape in zip(found.tensors, shapes)
+        if 0 < len(shape) <= 3 and t.dtype.is_floating_point
+    }
+    fixed = constants | features
+    numbers: dict[int, int] = {}  # of each size that may differ
+    sizes = tuple(
+        tuple([n if n in fixed else -1 - numbers.setdefault(n, len(numbers)) for n in shape])
+        for shape in shapes
+    )
+    tensors = tuple([(t.dtype, t.device, t.requires_grad) for t in found.tensors])
+    modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()
+    facts = modes, structure, tensors, sizes, tuple(found.placements)
+    return CallKey(facts, tuple(numbers), tuple(sorted(features)), tuple(found.caches))
+
+
+def _autocast() -> tuple[Any, ...]:
+    if not any_autocast():
+        return ()
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda", "xpu", "mps")
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+class _Leaves:
+    """The tensors and caches among arguments, each once, in order of their first occurrence."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.placements: list[Hashable] = []
+        self.caches: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def structure(self, leaf: Any) -> Hashable:
+        """What else there is: containers and scalars, with a number for each tensor."""
+        kind = type(leaf)
+        if leaf is None:
+            return None
+        if isinstance(leaf, Tensor):
+            if (number := self._numbers.get(id(leaf))) is None:
+                number = self._numbers[id(leaf)] = len(self.tensors)
+                self.tensors.append(leaf)
+                if not is_plain(leaf):
+                    self.placements.append((number, *_placed(leaf)))
+            return number
+        if kind is tuple or kind is list or hasattr(leaf, "_fields"):
+            return kind, *map(self.structure, leaf)
+        if kind is dict:
+            return kind, *leaf, *map(self.structure, leaf.values())
+        if is_scalar(leaf) or kind is torch.Size:
+            return kind, leaf
+        if is_cache(leaf):
+            return kind, self._cache(leaf)
+        raise KeptError(f"is given a {kind.__name__}")
+
+    def _cache(self, cache: Any) -> int:
+        for number, known in enumerate(self.caches):
+            if known is cache:
+                return number
+        self.caches.append(cache)
+        return len(self.caches) - 1
+
+
+def _placed(t: Any) -> tuple[Hashable, ...]:
+    if is_dtensor(t):
+        return t.device_mesh, t.placements
+    raise KeptError(f"is given a {type(t).__name__}")
+
+
+def is_plain(t: Tensor) -> bool:
+    """Whether a tensor is of no subclass that may compute something else."""
+    return type(t) in (Tensor, nn.Parameter)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a tensor that is distributed over a mesh."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return isinstance(value, kind)

@@ -1,0 +1,341 @@
+"""opfuser's operations for what was read, with the parameters of the module itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import basic
+from ..engine.routing import PrivateChannel
+from ..linear import Linear
+from ..merged_linear import MergedLinear
+from ..sequential import Residual, Sequential
+from . import operations as read
+from .kept import KeptError
+from .plain_modules import ColumnScale, LayerCache, Reorder, Transpose
+
+__all__ = ["ACTIVATIONS", "Built", "build"]
+
+ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
+    "gelu": lambda: basic.GELU("none"),
+    "gelu by tanh": basic.GELU,
+    "quick gelu": basic.QGELU,
+    "relu": basic.ReLU,
+    "sigmoid": basic.Sigmoid,
+    "silu": basic.SiLU,
+    "softplus": basic.Softplus,
+    "squared relu": basic.SReLU,
+    "tanh": basic.Tanh,
+}
+_GATED: dict[str, Callable[[], nn.Module]] = {
+    "gelu by tanh": basic.GEGLU,
+    "quick gelu": basic.QGEGLU,
+    "relu": basic.ReGLU,
+    "sigmoid": basic.GLU,
+    "silu": basic.SwiGLU,
+    "squared relu": basic.SReGLU,
+}
+
+
+# In the sigmoid of activations x σ(k x).
+_FACTORS = {"silu": 1.0, "quick gelu": 1.702}
+
+
+class Alias(NamedTuple):
+    """A parameter of the module that an operation reads as its own.
+
+    Attributes:
+        parameters, name: where the operation looks.
+        source, source_name: where the module holds it.
+    """
+
+    parameters: dict[str, Any]
+    name: str
+    source: dict[str, Any]
+    source_name: str
+
+
+class Argument(NamedTuple):
+    """A keyword of an operation, and what makes it of the inputs of a call."""
+
+    op: nn.Module
+    keyword: str
+    value: Callable[[Sequence[Any]], Any]
+
+
+class Built:
+    """A sequence that computes what was read.
+
+    Attributes:
+        sequence: of operations, and of children of the module that are called.
+        input: the number of the input that it is called with.
+        aliases: parameters of the module that its operations read.
+        arguments: what else its operations are given.
+        cached: attention that extends a cache, and the numbers of its layers there.
+    """
+
+    def __init__(self, reading: read.Reading, module: nn.Module) -> None:
+        self.input = reading.input
+        self.aliases: list[Alias] = []
+        self.arguments: list[Argument] = []
+        self.cached: list[tuple[basic.DotProductAttention, int]] = []
+        self._module = module
+        self._ones: list[nn.Module] = []
+        self.sequence = Sequential(*self._all(reading.operations))
+        self.follow()
+
+    def follow(self) -> None:
+        """Takes over the parameters that the module has now."""
+        for parameters, name, source, source_name in self.aliases:
+            parameters[name] = source[source_name]
+        for op in self._ones:
+            self._set_ones(op)
+
+    def __call__(self, inputs: Sequence[Any], cache: Any | None = None) -> Any:
+        """The output of a call.
+
+        Args:
+            inputs: its tensors, in order of arguments and keywords.
+            cache: of keys and values of all layers, if it was called with one.
+        """
+        kwargs: dict[Any, dict[str, Any]] = {}
+        for op, keyword, value in self.arguments:
+            kwargs.setdefault(op, {})[keyword] = value(inputs)
+        for attend, layer in self.cached:
+            kwargs.setdefault(attend, {})["cache"] = LayerCache(cache, layer, attend.causal)
+        return self.sequence(inputs[self.input], op_kwargs=kwargs)
+
+    def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
+        return [module for op in operations for module in self._modules(op)]
+
+    def _modules(self, op: read.Operation) -> list[nn.Module]:
+        return _MAKERS[type(op)](self, op)
+
+    # Parameters
+
+    def alias(self, op: nn.Module, name: str, path: str | None) -> None:
+        """Makes an operation read the parameter at a path of the module as its own."""
+        if path is None:
+            op._parameters[name] = None
+            return
+        holder, _, own = path.rpartition(".")
+        source = self._module.get_submodule(holder)._parameters
+        self.aliases.append(Alias(op._parameters, name, source, own))
+
+    def _set_ones(self, op: nn.Module) -> None:
+        """Gives a norm that has no weight one that changes nothing."""
+        like = next(self._module.parameters(), torch.empty(0))
+        weight: Any = op._parameters["weight"]
+        if weight.device != like.device or weight.dtype != like.dtype:
+            ones = torch.ones(weight.shape, dtype=like.dtype, device=like.device)
+            op._parameters["weight"] = nn.Parameter(ones, requires_grad=False)
+
+    # Operations
+
+    def linear(self, op: read.Linear) -> list[nn.Module]:
+        made = Linear(
+            op.in_features,
+            op.out_features,
+            bias=op.bias is not None,
+            weight_transposed=op.transposed,
+            device="meta",
+        )
+        self.alias(made, "weight", op.weight)
+        if op.bias is not None:
+            self.alias(made, "bias", op.bias)
+        return [made]
+
+    def called(self, op: read.Called) -> list[nn.Module]:
+        return [self._module.get_submodule(op.path)]
+
+    def merged(self, op: read.MergedLinear) -> list[nn.Module]:
+        named = {f"projection{n}": p for n, p in enumerate(op.projections)}
+        made = MergedLinear(
+            op.projections[0].in_features,
+            {name: p.out_features for name, p in named.items()},
+            bias=[n for n, p in named.items() if isinstance(p, read.Linear) and p.bias],
+            device="meta",
+        )
+        for name, p in named.items():
+            if not isinstance(p, read.Linear) or p.transposed:
+                ops = self._modules(p)
+                setattr(made, name, ops[0] if len(ops) == 1 else Sequential(*ops))
+            else:
+                self.alias(made.get_submodule(name), "weight", p.weight)
+                self.alias(made.get_submodule(name), "bias", p.bias)
+        return [made]
+
+    def bias(self, op: read.Bias) -> list[nn.Module]:
+        made = basic.Bias(op.size, device="meta")
+        self.alias(made, "bias", op.bias)
+        return [made]
+
+    def norm(self, op: read.Norm) -> list[nn.Module]:
+        kind: type[basic.LayerNorm | basic.RMSNorm]
+        kind = basic.LayerNorm if op.centred else basic.RMSNorm
+        zero_centred = op.zero_centred_weight
+        made = kind(op.shape, eps=op.eps, zero_centered_gamma=zero_centred, device="meta")
+        if op.weight is None:
+            self._ones.append(made)
+        else:
+            self.alias(made, "weight", op.weight)
+        if op.centred:
+            self.alias(made, "bias", op.bias)
+        return [made]
+
+    def activation(self, op: read.Activation) -> list[nn.Module]:
+        return [ACTIVATIONS[op.name](*op.constants)]
+
+    def gated(self, op: read.Gated) -> list[nn.Module]:
+        if op.limit is not None and op.activation.name in _FACTORS:
+            alpha, offset = _FACTORS[op.activation.name], op.offset
+            return [basic.ClampedSwiGLU(limit=op.limit, alpha=alpha, glu_linear_offset=offset)]
+        if op.limit is not None or op.activation.name not in _GATED or op.activation.constants:
+            raise KeptError(f"opfuser has no operation that gates by {op.activation.name}")
+        return [_GATED[op.activation.name]()]
+
+    def dropout(self, op: read.Dropout) -> list[nn.Module]:
+        return [basic.Dropout(op.p)]
+
+    def scale(self, op: read.Scale) -> list[nn.Module]:
+        return [basic.ConstantScale(op.factor)]
+
+    def head_norm(self, op: read.HeadNorm) -> list[nn.Module]:
+        sizes = _sizes_of(op.heads, "norms of heads")
+        zero_centred = op.zero_centred_weight
+        made = basic.QKNorm(
+            *sizes[:2],
+            num_kv_heads=sizes[2],
+            eps=op.eps,
+            zero_centered_gamma=zero_centred,
+            device="meta",
+        )
+        self.alias(made, "q_weight", op.q_weight)
+        self.alias(made, "k_weight", op.k_weight)
+        return [made]
+
+    def rotary(self, op: read.Rotary) -> list[nn.Module]:
+        sizes = _sizes_of(op.heads, "rotary positions")
+        turning: dict[str, Any] = {"rotary_dim": op.size, "interleaved": op.interleaved}
+        made = basic.RotaryEmbedding(*sizes[:2], num_kv_heads=sizes[2], **turning)
+        self.arguments.append(Argument(made, "tables", partial(_tables, op)))
+        return [made]
+
+    def attention(self, op: read.Attention) -> list[nn.Module]:
+        heads = op.heads
+        made = basic.DotProductAttention(
+            heads.queries,
+            heads.keys,
+            op.causal,
+            op.scale,
+            dropout_p=op.dropout_p,
+            softcap=op.softcap,
+            v_head_dim=None if heads.value_size == heads.size else heads.value_size,
+        )
+        if op.masks:
+            self.arguments.append(Argument(made, "mask", partial(_mask, op.masks, self.input)))
+        if op.cache is not None:
+            self.cached.append((made, op.cache))
+        return [made]
+
+    def residual(self, op: read.Residual) -> list[nn.Module]:
+        return [Residual(*self._all(op.branch))]
+
+    def parallel(self, op: read.Parallel) -> list[nn.Module]:
+        """Each branch but the last is set aside, and the next begins with the input again."""
+        ops: list[nn.Module] = []
+        sums: list[nn.Module] = []
+        for branch in op.branches[:-1]:
+            start, aside = PrivateChannel("input"), PrivateChannel("branch")
+            make, swap, add = basic.MakeExtraOutput(), basic.SwapExtra(), basic.AddExtraInput()
+            make.set_extra_output_channel(0, start, output_to_caller=False)
+            swap.set_extra_input_channel(0, start)
+            swap.set_extra_output_channel(0, aside, output_to_caller=False)
+            add.set_extra_input_channel(0, aside)
+            ops += [make, *self._all(branch), swap]
+            sums.append(add)
+        return [Sequential(*ops, *self._all(op.branches[-1]), *sums)]
+
+    def reorder(self, op: read.Reorder) -> list[nn.Module]:
+        return [Reorder(op.blocks, op.size)]
+
+    def column_scale(self, op: read.ColumnScale) -> list[nn.Module]:
+        made = ColumnScale()
+        self.alias(made, "weight", op.weight)
+        return [made]
+
+    def transpose(self, op: read.Transpose) -> list[nn.Module]:
+        return [Transpose()]
+
+    def normalised(self, op: read.Normalised) -> list[nn.Module]:
+        return [*self.linear(op.linear), *self.norm(op.norm)]
+
+
+_MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
+    read.Activation: Built.activation,
+    read.Attention: Built.attention,
+    read.Bias: Built.bias,
+    read.Called: Built.called,
+    read.ColumnScale: Built.column_scale,
+    read.Dropout: Built.dropout,
+    read.Gated: Built.gated,
+    read.HeadNorm: Built.head_norm,
+    read.Linear: Built.linear,
+    read.MergedLinear: Built.merged,
+    read.Norm: Built.norm,
+    read.Normalised: Built.normalised,
+    read.Parallel: Built.parallel,
+    read.Reorder: Built.reorder,
+    read.Residual: Built.residual,
+    read.Rotary: Built.rotary,
+    read.Scale: Built.scale,
+    read.Transpose: Built.transpose,
+}
+
+
+def build(reading: read.Reading, module: nn.Module) -> Built:
+    """The sequence for what was read of a module.
+
+    Raises:
+        KeptError: opfuser has no operation for a part of it.
+    """
+    return Built(reading, module)
+
+
+def _sizes_of(heads: read.Heads, what: str) -> tuple[int, int, int]:
+    """Numbers of query heads, of entries of a head, and of key heads."""
+    if heads.value_size != heads.size:
+        raise KeptError(f"opfuser has no operation for {what} beside values of another size")
+    return heads.queries, heads.size, heads.keys
+
+
+def _tables(op: read.Rotary, inputs: Sequence[Any]) -> Tensor:
+    """Tables as RotaryEmbedding takes them, (2, tokens, pairs)."""
+    given: list[Tensor] = [inputs[n] for n in op.tables]
+    if len(given) == 1:
+        given = [given[0].real, given[0].imag]
+    if op.repeated == "halves":
+        given = [t[..., : t.shape[-1] // 2] for t in given]
+    elif op.repeated == "neighbours":
+        given = [t[..., ::2] for t in given]
+    both = torch.stack(given).flatten(1, -2)
+    return both.to(torch.promote_types(both.dtype, torch.float32))
+
+
+def _mask(masks: tuple[read.Mask, ...], stream: int, inputs: Sequence[Any]) -> Tensor:
+    """One mask of four dimensions, in which True is where a key is seen, or which is added."""
+    out = None
+    for mask in masks:
+        given: Tensor = inputs[mask.input]
+        if mask.hides:
+            zeros = torch.zeros_like(given, dtype=inputs[stream].dtype)
+            given = zeros.masked_fill_(given, -math.inf)
+        leading = (slice(None), None, None) if mask.of_keys else (None,) * (4 - given.dim())
+        out = given[leading] if out is None else out + given[leading]
+    assert out is not None
+    return out

@@ -1,0 +1,122 @@
+"""The dataflow of a module's forward: which operations of torch it calls, with which values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+__all__ = ["Call", "Dataflow", "Node", "Value", "map_leaves", "values_in"]
+
+Origin = Literal["input", "parameter", "buffer", "constant", "node"]
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of a dataflow.
+
+    Attributes:
+        origin: what it is: an input, parameter or buffer of the module, a constant that the forward
+            took from elsewhere, or the result of a node.
+        name: of an input, its number; of a parameter or buffer, its path.
+        meta: a tensor on the meta device with its shape, strides and dtype.
+        node: the node that it is a result of.
+        real: the tensor that a parameter, buffer or constant stands for.
+    """
+
+    origin: Origin
+    name: str
+    meta: Tensor
+    node: Node | None = None
+    real: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(int, self.meta.shape))
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False)
+class Node:
+    """A call of one function of torch.
+
+    Attributes:
+        op: the function's name, as ``__torch_function__`` sees it; of a property, the property's.
+        function: the function.
+        args, kwargs: what it was called with, tensors as values.
+        place: path of the module whose forward called it, relative to the module that was read.
+        results: the tensors that it returned.
+        effect: what it does besides returning them, as a predicate, such as "writes in place by
+            add_". Empty for nearly all.
+
+    A node that has an effect is explained by no rule for its op, and can only be part of a child
+    that is called as it is. Three ops are no functions of torch:
+
+    - ``effect``: an effect alone, such as that of an attribute that is set;
+    - ``call_module``: a call of the child at ``place``, which has hooks, with its arguments;
+    - ``cache.update``: an update of a cache, with the effect "updates a cache", by keys and values
+      (``args``) of a layer (``kwargs["layer"]``); its results are all keys and values so far.
+    """
+
+    op: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: str
+    results: list[Value] = field(default_factory=list)
+    effect: str = ""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a child module, whose nodes are ``nodes[start:end]`` of the dataflow."""
+
+    module: nn.Module
+    path: str
+    start: int
+    end: int = -1
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
+
+
+@dataclass(eq=False)
+class Dataflow:
+    """What a forward calls, in order.
+
+    Attributes:
+        inputs: the tensors among its arguments, in order of arguments and keywords.
+        nodes: every call of a function of torch.
+        calls: every call of a child.
+        result: what it returned, tensors as values.
+    """
+
+    inputs: list[Value] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    result: Any = None
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same structure of tuples, lists, dicts and slices, with each leaf mapped."""
+    if isinstance(tree, (tuple, list)):
+        made = [map_leaves(function, leaf) for leaf in tree]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*made)
+        return tuple(made) if isinstance(tree, tuple) else made
+    if isinstance(tree, dict):
+        return {key: map_leaves(function, leaf) for key, leaf in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(map_leaves(function, part) for part in (tree.start, tree.stop, tree.step)))
+    return function(tree)
+
+
+def values_in(tree: Any) -> Iterator[Value]:
+    """The values among the leaves, in order."""
+    found: list[Value] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Value) else None, tree)
+    return iter(found)

@@ -1,0 +1,245 @@
+"""The heads of attention: which columns of a projection they are, and what is done to them.
+
+Letters: b batch, h heads, s sequence, d entries of a head.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dataflow import Value
+from .kept import KeptError
+from .norms import norm_of
+from .operations import Norm
+from .replay import evaluate, indices_like, leaves_of, random_like
+from .values import Values, computed
+
+__all__ = ["HeadsFound", "Turn", "heads_of"]
+
+_CLOSE = 1e-10
+
+
+class Turn(NamedTuple):
+    """How heads turn: arguments of ``operations.Rotary``."""
+
+    size: int
+    interleaved: bool
+    tables: tuple[int, ...]
+    repeated: str
+
+
+@dataclass(frozen=True)
+class HeadsFound:
+    """The queries, keys or values of attention.
+
+    Attributes:
+        source: the output of a projection: a row of columns for each token.
+        tokens: b and s.
+        columns: (h, d), the columns that are the entries of each head.
+        steps: what is done to heads, first to last.
+        scale: a factor of them all.
+    """
+
+    source: Value
+    tokens: tuple[int, int]
+    columns: Tensor
+    steps: tuple[Norm | Turn, ...]
+    scale: float
+
+
+def heads_of(
+    values: Values, v: Value, is_projection: Callable[[Value], bool], *, transposed: bool = False
+) -> HeadsFound:
+    """Where heads come from, and what was done to them.
+
+    Args:
+        values: of the dataflow.
+        v: the heads (b, h, s, d), or (b, h, d, s) if they are ``transposed``.
+        is_projection: whether a value is the output of a projection.
+        transposed: as products with keys read them.
+
+    Raises:
+        KeptError: something happened to them besides norms, rotary positions and a factor.
+    """
+    if len(v.shape) != 4:
+        raise KeptError(computed(v, "attends to heads without four dimensions, by"))
+    places = indices_like(v).long()
+    places = places.mT if transposed else places
+    tokens = places.shape[0], places.shape[2]
+    steps: list[Norm | Turn] = []
+    scale = 1.0
+    while True:
+        piece = _piece_of(values, v, is_projection, places)
+        if piece.factor != 1 and any(isinstance(step, Norm) for step in steps):
+            raise KeptError(computed(v, "scales heads before their norm by"))
+        scale *= piece.factor
+        steps += [piece.turn] if piece.turn else []
+        source, places = piece.source, piece.places
+        if is_projection(source):
+            columns = _columns(places, source)
+            return HeadsFound(source, tokens, columns, tuple(steps[::-1]), scale)
+        found = norm_of(values, source, None)
+        assert found is not None  # which made it a leaf
+        if found.factor != 1 or not _are_rows(places, found.norm.shape):
+            raise KeptError(computed(source, "normalises other than single heads by"))
+        steps.append(found.norm)
+        v = found.x
+
+
+class _Piece(NamedTuple):
+    """Heads as a rearrangement of ``source``, scaled and perhaps turned."""
+
+    source: Value
+    places: Tensor
+    factor: float
+    turn: Turn | None
+
+
+def _piece_of(
+    values: Values, v: Value, is_projection: Callable[[Value], bool], places: Tensor
+) -> _Piece:
+    """Follows heads, whose entries are at ``places`` of a value, to the last thing computed."""
+
+    def is_leaf(at: Value) -> bool:
+        return is_projection(at) or norm_of(values, at, None) is not None
+
+    leaves = leaves_of(values, v, is_leaf)
+    tables = [leaf for leaf in leaves if leaf.origin == "input"]
+    sources = [leaf for leaf in leaves if leaf.origin != "input"]
+    if len(sources) != 1 or not is_leaf(sources[0]):
+        other = next((leaf for leaf in sources if not is_leaf(leaf)), v)
+        raise KeptError(f"{computed(other)}, which attention reads")
+    (source,) = sources
+    generator = torch.Generator().manual_seed(0)
+    y = random_like(source.shape, generator)
+    for order in itertools.permutations(tables):
+        still = _tables_at_rest(order)
+        ones = {source: torch.ones_like(y), **still}
+        factor = float(evaluate(v, ones).flatten()[places.flatten()[0]])
+        if not factor:
+            continue
+        moved = evaluate(v, {source: indices_like(source), **still}) / factor
+        at = moved.round().long().flatten()[places]
+        if not 0 <= int(at.min()) <= int(at.max()) < y.numel():
+            continue
+        factor = 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
+        heads = factor * y.flatten()[at]
+
+        def computed_with(given: dict[Value, Tensor]) -> Tensor:
+            return evaluate(v, {source: y, **given}).flatten()[places]
+
+        if not order:
+            if _equal(computed_with({}), heads):
+                return _Piece(source, at, factor, None)
+            continue
+        turn = _turn_of(values, order, heads, computed_with, generator)
+        if turn:
+            return _Piece(source, at, factor, turn)
+    raise KeptError(computed(v, "rearranges or turns heads in an unknown way by"))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=_CLOSE, atol=_CLOSE)
+
+
+def _tables_at_rest(tables: tuple[Value, ...]) -> dict[Value, Tensor]:
+    """Tables of angles that are 0: cosines of 1, sines of 0."""
+    known = {}
+    for n, table in enumerate(tables):
+        dtype = torch.complex128 if table.meta.is_complex() else torch.float64
+        known[table] = torch.full(table.shape, float(n == 0), dtype=dtype, device="cpu")
+    return known
+
+
+def _turn_of(
+    values: Values,
+    tables: tuple[Value, ...],
+    heads: Tensor,
+    computed_with: Callable[[dict[Value, Tensor]], Tensor],
+    generator: torch.Generator,
+) -> Turn | None:
+    """How heads (b, h, s, d) turn by tables of cosine and sine, or by complex numbers."""
+    if any(table.meta.requires_grad for table in tables):
+        raise KeptError("turns heads by tables that need a gradient")
+    is_complex = tables[0].meta.is_complex()
+    if len(tables) != (1 if is_complex else 2) or len({t.shape for t in tables}) > 1:
+        return None
+    for pairs, repeated in _repetitions(tables[0]):
+        if 2 * pairs > heads.shape[-1]:
+            continue
+        angles = random_like((*tables[0].shape[:-1], pairs), generator)
+        of_tokens = _angles_of_tokens(angles, heads)
+        if of_tokens is None:
+            continue
+        got = computed_with(dict(zip(tables, _tables_of(angles, repeated, is_complex))))
+        for interleaved in (False, True):
+            if _equal(got, _turned(heads, of_tokens, interleaved)):
+                numbers = tuple(map(values.dataflow.inputs.index, tables))
+                return Turn(2 * pairs, interleaved, numbers, repeated)
+    return None
+
+
+def _repetitions(table: Value) -> Iterator[tuple[int, str]]:
+    """The numbers of pairs that turn, and how a table may hold an angle twice."""
+    size = table.shape[-1] if table.shape else 0
+    if not table.meta.is_complex() and size % 2 == 0:
+        yield size // 2, "halves"
+        yield size // 2, "neighbours"
+    yield size, "once"
+
+
+def _tables_of(angles: Tensor, repeated: str, is_complex: bool) -> list[Tensor]:
+    if is_complex:
+        return [torch.polar(torch.ones_like(angles), angles)]
+    if repeated == "halves":
+        angles = torch.cat([angles, angles], -1)
+    elif repeated == "neighbours":
+        angles = angles.repeat_interleave(2, -1)
+    return [angles.cos(), angles.sin()]
+
+
+def _angles_of_tokens(angles: Tensor, heads: Tensor) -> Tensor | None:
+    """Angles as (b or 1, 1, s, pairs), if their leading dimensions are those of tokens."""
+    batch, _, sequence, _ = heads.shape
+    leading = [n for n in angles.shape[:-1] if n != 1]
+    if leading == [n for n in (batch, sequence) if n != 1]:
+        return angles.reshape(batch, 1, sequence, -1)
+    if leading == [sequence] or not leading:
+        return angles.reshape(1, 1, -1, angles.shape[-1])
+    return None
+
+
+def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """The first entries of heads, turned in pairs (a, b): (a cos - b sin, b cos + a sin)."""
+    cos, sin, size = angles.cos(), angles.sin(), 2 * angles.shape[-1]
+    turning, rest = x[..., :size], x[..., size:]
+    a, b = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    out = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([out, rest], -1)
+
+
+def _are_rows(places: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether each head is one row of what a norm returns."""
+    size = places.shape[-1]
+    first = places[..., :1]
+    rows = torch.equal(places, first + torch.arange(size)) and not bool((first % size).any())
+    return shape == (size,) and rows
+
+
+def _columns(places: Tensor, source: Value) -> Tensor:
+    batch, _, sequence, _ = places.shape
+    width = source.shape[-1]
+    tokens = torch.arange(batch * sequence).view(batch, 1, sequence, 1)
+    columns = places[:1, :, :1] - tokens[:1, :, :1] * width
+    whole = source.meta.numel() == batch * sequence * width
+    if not whole or not torch.equal(places, tokens * width + columns):
+        raise KeptError(computed(source, "attends to other rows than those of tokens, made by"))
+    return columns[0, :, 0]

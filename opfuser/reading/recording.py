@@ -1,0 +1,297 @@
+"""The time of a trace: what code is executed and which attributes are read, in one thread alone."""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import inspect
+import logging
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_file
+from torch.utils.checkpoint import checkpoint
+
+from .observed import Observed, attributes_of
+from .random_states import random_states
+from .reads import MISSING
+from .stand_ins import LayerIndex
+
+__all__ = ["Recording", "is_tracing"]
+
+_FRAMEWORK = vars(module_file)
+_STRUCTURE = frozenset(("_parameters", "_buffers", "_modules"))
+_OWN = __name__.rpartition(".")[0]
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_COLLECTIVES = frozenset(
+    """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
+    gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
+)
+# Importers that others have put before Python's, such as pytest's, are no part of a forward.
+_IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
+# One trace at a time, as attributes of nn.Module are replaced meanwhile.
+_LOCK = threading.Lock()
+_UNDER_WAY: list[int] = []  # the thread of the trace
+_plain = object.__getattribute__
+
+
+def is_tracing() -> bool:
+    """Whether a trace is under way in this thread."""
+    return threading.get_ident() in _UNDER_WAY
+
+
+class Recording:
+    """Notes what a forward reads besides tensors, and undoes what it writes.
+
+    Args:
+        root: the module that is traced.
+        note_effect: is told what the forward does besides computing, as a predicate.
+        note_loop: is told that the forward counts by an integer, which cannot be followed.
+        keep: is told why the module is kept, where the forward must not go on.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        note_effect: Callable[[str], None],
+        note_loop: Callable[[], None],
+        keep: Callable[[str], NoReturn],
+    ) -> None:
+        self.note_effect, self.note_loop, self.keep = note_effect, note_loop, keep
+        self.has_cache = False
+        self._owner = threading.get_ident()
+        self._created: dict[int, nn.Module] = {}
+        self._used: set[tuple[int, str]] = set()  # numbers of layers that were used
+        self._seen: dict[tuple[int, int], types.CodeType] = {}
+        self._function: types.FrameType | None = None
+        self._importing: types.FrameType | None = None
+        registry = _class("transformers.utils.generic", "GeneralInterface")
+        self._configuration = _class("transformers.configuration_utils", "PreTrainedConfig")
+        opaque = tuple(kind for kind in (registry, self._configuration) if kind is not None)
+        self.observed = Observed(root, opaque, note_effect)
+        watched: list[tuple[Any, Callable[[types.FrameType], None]]] = [
+            (torch.autograd.Function.apply, self._autograd_function),
+            (checkpoint, self._effect("is checkpointed")),
+            (torch.autograd.graph.saved_tensors_hooks.__init__, self._effect("has saved hooks")),
+            (nn.Module.__init__, self._creation),
+        ]
+        if registry is not None:
+            watched.append((registry.__getitem__, self._registry_entry))
+        self._watched = {id(inspect.unwrap(f).__code__): note for f, note in watched}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The time of the trace.
+
+        Meanwhile the attribute access of modules and configurations is replaced. Afterwards
+        attributes, containers, globals and random numbers are as they were.
+        """
+        with _LOCK, ExitStack() as undo:
+            _UNDER_WAY.append(self._owner)
+            undo.callback(_UNDER_WAY.pop)
+            undo.callback(self.observed.undo)
+            undo.enter_context(random_states(self.note_effect))
+            for kind, name, recorded in (
+                (nn.Module, "__getattribute__", self._getattribute),
+                (nn.Module, "__getattr__", self._getattr),
+                (nn.Module, "__setattr__", self._setattr),
+                (self._configuration, "__getattribute__", self._of_configuration),
+            ):
+                if kind is not None:
+                    _replace(undo, kind, name, recorded(getattr(kind, name)))
+            undo.callback(sys.setprofile, sys.getprofile())
+            sys.setprofile(self._profile)
+            yield
+
+    def elsewhere(self) -> bool:
+        """Whether another thread than the traced one asks."""
+        return threading.get_ident() != self._owner
+
+    # Attributes
+
+    def _getattribute(self, original: Any) -> Callable[[nn.Module, str], Any]:
+        owner, thread, frame = self._owner, threading.get_ident, sys._getframe
+        observed = self.observed
+
+        def recorded(module: nn.Module, name: str) -> Any:
+            value = original(module, name)
+            if name == "__class__" or thread() != owner or id(module) in self._created:
+                return value
+            if name in _STRUCTURE:
+                observed.container(value)
+            elif frame(1).f_globals is not _FRAMEWORK:
+                observed.modules[id(module)] = module
+                if name == "__dict__":
+                    observed.container(value)
+                    return value
+                observed.attribute(module, _plain(module, "__dict__"), name, value)
+                if name == "layer_idx" and self.has_cache and type(value) is int:
+                    return self._layer_index(module, value)
+            return value
+
+        return recorded
+
+    def _layer_index(self, module: nn.Module, value: int) -> Any:
+        row = id(_plain(module, "__dict__")), "layer_idx"
+        free = self.observed.free
+        if row not in self._used:
+            free.add(row)
+
+        def used() -> None:
+            self._used.add(row)
+            free.discard(row)
+
+        return LayerIndex(value, module, used)
+
+    def _getattr(self, original: Any) -> Callable[[nn.Module, str], Any]:
+        observed = self.observed
+
+        def recorded(module: nn.Module, name: str) -> Any:
+            if self.elsewhere() or id(module) in self._created:
+                return original(module, name)
+            observed.modules[id(module)] = module
+            attributes = attributes_of(module)
+            for held in attributes[1:]:
+                if name in held:
+                    observed.row(held, name, held[name])
+                    return held[name]
+            for held in attributes:
+                observed.row(held, name, MISSING)
+            observed.kind(type(module), name)
+            return original(module, name)
+
+        return recorded
+
+    def _setattr(self, original: Any) -> Callable[[nn.Module, str, Any], None]:
+        def recorded(module: nn.Module, name: str, value: Any) -> None:
+            if not self.elsewhere() and id(module) not in self._created:
+                self.note_effect(f"sets its attribute '{name}'")
+                for held in attributes_of(module):
+                    self.observed.hold(held)
+            original(module, name, value)
+
+        return recorded
+
+    def _of_configuration(self, original: Any) -> Callable[[Any, str], Any]:
+        observed = self.observed
+
+        def recorded(configuration: Any, name: str) -> Any:
+            if self.elsewhere() or name in ("__class__", "__dict__", "attribute_map"):
+                return original(configuration, name)
+            own = _plain(configuration, "__dict__")
+            name = _plain(configuration, "attribute_map").get(name, name)
+            observed.hold(own)
+            try:
+                value = original(configuration, name)
+            except AttributeError:
+                observed.row(own, name, MISSING)
+                raise
+            observed.attribute(configuration, own, name, value)
+            return value
+
+        return recorded
+
+    # Code
+
+    def _profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        """Notes the globals that the code of a called function names."""
+        if event != "call":  # most events, so that this comes first
+            if event == "return":
+                self._returns(frame)
+            return
+        code, around = frame.f_code, frame.f_globals
+        if self._importing is None and code is _IMPORT:
+            self._importing = frame
+        if self._importing is not None:  # a module for the first time, which is no part of it
+            return
+        if (watched := self._watched.get(id(code))) is not None:
+            watched(frame)
+        if (id(code), id(around)) in self._seen:
+            return
+        self._seen[id(code), id(around)] = code
+        file = str(around.get("__name__", ""))
+        top, _, rest = file.partition(".")
+        if rest == "distributed.distributed_c10d" and code.co_name in _COLLECTIVES:
+            self.keep(f"communicates by {code.co_name}")
+        if top == "torch" or top in sys.stdlib_module_names or file.startswith(_OWN):
+            return
+        self._note_code(code, around)
+
+    def _note_code(self, code: types.CodeType, around: dict[str, Any]) -> None:
+        """Notes what code that is executed for the first time reads and writes."""
+        if stores := _STORE_GLOBAL in code.co_code[::2]:
+            self.note_effect("writes to a global")
+        if code.co_freevars and _writes_to_closure(code):
+            self.note_effect("writes to a variable of another function")
+        if "range" in code.co_names:
+            self.note_loop()
+        for name in code.co_names:
+            if name in around:
+                self._global(around, name, code.co_names)
+            elif stores:
+                self.observed.row(around, name, MISSING)
+
+    def _returns(self, frame: types.FrameType) -> None:
+        if frame is self._importing:
+            self._importing = None
+        elif frame is self._function:
+            self._function = None
+            torch._C._set_grad_enabled(True)
+
+    def _global(self, around: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
+        value = around[name]
+        if isinstance(value, types.ModuleType):
+            top = value.__name__.partition(".")[0]
+            if top != "torch" and top not in sys.stdlib_module_names:
+                for attribute in names:
+                    if isinstance(entry := vars(value).get(attribute), types.FunctionType):
+                        self.observed.row(vars(value), attribute, entry)
+        elif not isinstance(value, (type, logging.Logger)):
+            self.observed.row(around, name, value)
+            if not isinstance(value, types.FunctionType):
+                self.observed.look_into(name, value)
+
+    def _autograd_function(self, frame: types.FrameType) -> None:
+        self.note_effect(f"has an autograd function, {frame.f_locals['cls'].__name__}")
+        if torch.is_grad_enabled():  # as it would save tensors for a backward, and tell their hooks
+            self._function = frame
+            torch._C._set_grad_enabled(False)
+
+    def _effect(self, text: str) -> Callable[[types.FrameType], None]:
+        return lambda frame: self.note_effect(text)
+
+    def _creation(self, frame: types.FrameType) -> None:
+        made = frame.f_locals["self"]
+        self._created[id(made)] = made
+
+    def _registry_entry(self, frame: types.FrameType) -> None:
+        """Notes an entry of a registry of transformers, in its own mapping and its class's."""
+        registry, key = frame.f_locals["self"], frame.f_locals["key"]
+        for mapping in (registry._local_mapping, type(registry)._global_mapping):
+            self.observed.row(mapping, key, mapping.get(key, MISSING))
+
+
+def _writes_to_closure(code: types.CodeType) -> bool:
+    return any(
+        instruction.opname == "STORE_DEREF" and instruction.argval in code.co_freevars
+        for instruction in dis.get_instructions(code)
+    )
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of another package, if that is imported."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _replace(undo: ExitStack, kind: type, name: str, function: Any) -> None:
+    if name in vars(kind):
+        undo.callback(setattr, kind, name, vars(kind)[name])
+    else:
+        undo.callback(delattr, kind, name)
+    setattr(kind, name, function)

@@ -1,0 +1,148 @@
+"""Recorded nodes, computed again on numbers: where the entries of a tensor come from.
+
+Layouts and rotary positions are polynomials of their inputs: what is equal at random points in fp64
+is equal everywhere. So no order of views, splits and transpositions needs a pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .arguments import CASTS, is_number
+from .dataflow import Node, Value, map_leaves, values_in
+from .kept import KeptError
+from .values import Values, computed
+
+__all__ = [
+    "evaluate",
+    "indices_like",
+    "is_layout",
+    "leaves_of",
+    "origin_of",
+    "random_like",
+    "source_of",
+    "undisturbed",
+]
+
+_LAYOUT = frozenset(
+    """view reshape transpose permute chunk split unbind __getitem__ squeeze unsqueeze flatten
+    unflatten expand expand_as narrow tensor_split cat concat stack mT T t repeat repeat_interleave
+    swapaxes swapdims movedim select contiguous clone view_as reshape_as""".split()
+)
+_COMPLEX = frozenset({"view_as_complex", "view_as_real"})
+_ARITHMETIC = frozenset("add sub mul neg rsub __rsub__ multiply subtract negative".split())
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Computes on the CPU, whatever modes and default device the caller has set."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def is_layout(values: Values, v: Value) -> bool:
+    """Whether its entries are those of other tensors, in another order."""
+    if v.node is None:
+        return False
+    return v.node.op in _LAYOUT or (v.node.op in CASTS and values.peel(v) is not v)
+
+
+def _is_polynomial(values: Values, v: Value) -> bool:
+    node = v.node
+    if node is None or is_layout(values, v):
+        return node is not None
+    if node.op == "div":
+        return not node.kwargs and is_number(node.args[1])
+    return node.op in _ARITHMETIC or node.op in _COMPLEX
+
+
+def leaves_of(values: Values, v: Value, is_leaf: Callable[[Value], bool]) -> list[Value]:
+    """The values that a value is a polynomial of.
+
+    Args:
+        values: of the dataflow.
+        v: to begin with.
+        is_leaf: says where to stop at a value that could be followed further.
+    """
+    return _leaves(v, lambda at: _is_polynomial(values, at) and not is_leaf(at))
+
+
+def source_of(values: Values, v: Value) -> Value | None:
+    """The value whose entries are those of a value, in another order; None if it has several."""
+    leaves = _leaves(v, lambda at: is_layout(values, at))
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def _leaves(v: Value, is_followed: Callable[[Value], bool]) -> list[Value]:
+    found: dict[Value, None] = {}
+    seen: set[Value] = set()
+
+    def visit(at: Value) -> None:
+        if at in seen:
+            return
+        seen.add(at)
+        if at.node is None or not is_followed(at):
+            found[at] = None
+            return
+        for inner in values_in((at.node.args, at.node.kwargs)):
+            visit(inner)
+
+    visit(v)
+    return list(found)
+
+
+def evaluate(value: Value, known: dict[Value, Tensor]) -> Tensor:
+    """The value in fp64, for those of its leaves; ``known`` gets the values on the way, too.
+
+    Raises:
+        KeptError: a node has arguments with which it does not compute so.
+    """
+    found = known.get(value)
+    if found is not None:
+        return found
+    node = value.node
+    if node is None:
+        raise KeptError(f"computes with {value.name}")
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, Value):
+            return evaluate(x, known)
+        return int(x) if type(x) is not int and is_number(x) and isinstance(x, int) else x
+
+    args, kwargs = map_leaves(leaf, node.args), map_leaves(leaf, node.kwargs)
+    try:
+        known.update(zip(node.results, _called(node, args, kwargs)))
+    except (TypeError, RuntimeError, IndexError, ValueError) as error:
+        raise KeptError(f"{computed(value)} in an unusual way ({error})") from None
+    return known[value]
+
+
+def _called(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    if node.op in CASTS:
+        return (args[0],)
+    # Strides differ from those of the trace.
+    function = Tensor.reshape if node.op == "view" else node.function
+    out = function(*args, **kwargs)
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
+def indices_like(value: Value) -> Tensor:
+    """0, 1, 2, ... in its shape: the places of its entries."""
+    numel = value.meta.numel()
+    return torch.arange(numel, dtype=torch.float64, device="cpu").view(value.shape)
+
+
+def random_like(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Numbers of a generator of the reader's own: the caller's are not drawn from."""
+    return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
+
+
+def origin_of(v: Value, source: Value) -> Tensor:
+    """For each entry of a value, its place in ``source``, whose entries it has in another order."""
+    return evaluate(v, {source: indices_like(source)}).long()

@@ -1,0 +1,119 @@
+"""Whether another module's forward would read the same as one that was traced."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .reads import HOOKS, MISSING, Reads, contents, is_scalar, unchanged
+
+__all__ = ["sibling_reads"]
+
+_SLOTS = "__dict__", "_parameters", "_buffers", "_modules"
+
+
+def sibling_reads(reads: Reads, module: nn.Module) -> Reads | None:
+    """What ``module``'s forward reads, if it is the same as was read of another module, else None.
+
+    It is the same if both have children of the same types at the same paths, with parameters of the
+    same shapes and dtypes that are shared in the same way, and if each attribute that was read has
+    the same value, or is the corresponding child, parameter or buffer. Then the trace of one is the
+    trace of both, with the parameters and buffers of ``module`` at the same paths.
+
+    The number of a layer may differ where a cache alone was told of it.
+    """
+    mine = dict(reads.module.named_modules(remove_duplicate=False))
+    theirs = dict(module.named_modules(remove_duplicate=False))
+    if mine.keys() != theirs.keys() or _tensors(mine) != _tensors(theirs):
+        return None
+    translation: dict[int, Any] = {}
+    for path, m in mine.items():
+        if type(m) is not type(theirs[path]):
+            return None
+        translation[id(m)] = theirs[path]
+        for slot in _SLOTS:
+            translation[id(getattr(m, slot))] = getattr(theirs[path], slot)
+        for name in HOOKS:
+            translation[id(getattr(m, name))] = getattr(theirs[path], name)
+        for slot in ("_parameters", "_buffers"):
+            for name, t in getattr(m, slot).items():
+                if t is not None:
+                    translation[id(t)] = getattr(theirs[path], slot)[name]
+    return _translated(reads, module, translation)
+
+
+def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) -> Reads | None:
+    made = Reads(module, types=reads.types, counts=reads.counts, hooked=reads.hooked)
+    made.kinds, made.cells, made.free = reads.kinds, reads.cells, reads.free
+    made.modules = [translation.get(id(m), m) for m in reads.modules]
+    made.hooks = [translation.get(id(hooks), hooks) for hooks in reads.hooks]
+    looked_into = {id(holder) for holder, _ in reads.containers}
+    for holder, name, value in reads.rows():
+        other_holder = translation.get(id(holder), holder)
+        other = other_holder.get(name, MISSING)
+        if (id(holder), name) in reads.free:
+            if type(other) is not int:
+                return None
+        elif not _match(value, other, translation, looked_into):
+            return None
+        made.add_row(other_holder, name, other)
+    for holder, inside in reads.containers:
+        other = translation.get(id(holder), holder)
+        there = contents(other)
+        if not unchanged(there, [translation.get(id(part), part) for part in inside]):
+            return None
+        made.containers.append((other, there))
+    for tensor in reads.pinned[0]:
+        other = translation.get(id(tensor), tensor)
+        if other is not tensor and not torch.equal(other, tensor):
+            return None
+        made.pin(other)
+    return made if made.current() and reads.current() else None
+
+
+def _match(value: Any, other: Any, translation: dict[int, Any], looked_into: set[int]) -> bool:
+    """Whether ``other`` is to the sibling what ``value`` is to the module that was traced.
+
+    Containers that are equal are added to the translation.
+    """
+    if other is translation.get(id(value), value):
+        return True
+    if type(value) is not type(other):
+        return False
+    if is_scalar(value):
+        return bool(value == other)
+    parts: list[tuple[Any, Any]]
+    if isinstance(value, types.MethodType):
+        parts = [(value.__func__, other.__func__), (value.__self__, other.__self__)]
+    elif isinstance(value, functools.partial):
+        names = "func", "args", "keywords"
+        parts = [(getattr(value, name), getattr(other, name)) for name in names]
+    elif isinstance(value, tuple) or id(value) in looked_into:
+        mine, theirs = contents(value), contents(other)
+        if len(mine) != len(theirs):
+            return False
+        parts = list(zip(mine, theirs))
+    else:
+        return False
+    translation[id(value)] = other
+    return all(_match(*part, translation, looked_into) for part in parts)
+
+
+def _tensors(modules: dict[str, nn.Module]) -> list[Any]:
+    """What must be equal in parameters and buffers, with the number of the first equal one."""
+    numbers: dict[int, int] = {}
+    found: list[Any] = []
+    for path, m in modules.items():
+        for slot in (m._parameters, m._buffers):
+            for name, t in slot.items():
+                facts = t if t is None else (*_facts(t), numbers.setdefault(id(t), len(numbers)))
+                found.append((path, name, facts))
+    return found
+
+
+def _facts(t: Tensor) -> tuple[Any, ...]:
+    return type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad

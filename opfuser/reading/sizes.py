@@ -1,0 +1,205 @@
+"""Sizes of inputs in a traced forward, and what the forward decided by them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["Size", "Sizes", "guard_of", "value_of"]
+
+
+class Shape(tuple[int, ...]):
+    """Takes the place of a ``torch.Size``, which has plain integers alone."""
+
+    __slots__ = ()
+
+    def numel(self) -> int:
+        return math.prod(self)
+
+
+class Sizes:
+    """The sizes of one traced call that other calls may have differently.
+
+    Args:
+        values: of the sizes that may differ, in order of their first occurrence in the inputs.
+        constants: sizes that are the same in all calls, such as those of parameters.
+    """
+
+    def __init__(self, values: Iterable[int], constants: Iterable[int]) -> None:
+        self.values = tuple(values)
+        self.constants = {0, 1, *constants}
+        self._number = {value: number for number, value in enumerate(self.values)}
+        self._derived: set[int] = set()
+        self._guards: dict[str, None] = {}
+
+    def of(self, size: int, of_input: bool = False) -> int:
+        """A size of a tensor in the traced forward; of one that may differ, a :class:`Size`."""
+        if size not in self._number:
+            return size if size in self.constants else Size(size, "", self)
+        known = of_input or size not in self._derived
+        return Size(size, f"s[{self._number[size]}]" if known else "", self)
+
+    def shape(self, shape: Iterable[int], of_input: bool = False) -> Shape:
+        """The sizes of a tensor, which is an input of the forward or is computed in it."""
+        return Shape(self.of(size, of_input) for size in shape)
+
+    def add(self, size: int) -> None:
+        """Adds a size that may differ and is known after the others, such as that of a cache."""
+        name = f"s[{len(self.values)}]"
+        if size in self._number or size <= 1:
+            self.note(f"{name} == {_text(self.of(size, of_input=True))}", True)
+        else:
+            self._number[size] = len(self.values)
+        self.values += (size,)
+
+    def derive(self, size: int) -> None:
+        """Notes that a function has made a size from others that may be equal to one by chance."""
+        if size in self._number:
+            self._derived.add(size)
+
+    def varying(self, shape: Iterable[int]) -> list[int]:
+        """Those sizes in a shape that may differ, in order of their values."""
+        return sorted(size for size in shape if size in self._number)
+
+    def known(self, shape: Iterable[int]) -> bool:
+        """Whether each size of a shape is a constant or may differ in a way that is known."""
+        return all(n in self.constants or self._is_known(n) for n in shape)
+
+    def _is_known(self, size: int) -> bool:
+        return size in self._number and size not in self._derived
+
+    def note(self, text: str, outcome: bool) -> None:
+        """Notes the outcome of a comparison; one of a size that is not known fixes all."""
+        if text:
+            self._guards[text if outcome else f"not ({text})"] = None
+        else:
+            self.fix_all()
+
+    def fix(self, size: int) -> None:
+        """Has the trace hold for calls alone in which this size is the same."""
+        if isinstance(size, Size):
+            self.note(size.text and f"{size.text} == {_plain(size)}", True)
+        elif size in self._number:
+            self.note(f"s[{self._number[size]}] == {size}", True)
+
+    def fix_all(self) -> None:
+        """Has the trace hold for calls alone in which all sizes are the same."""
+        for size in self.values:
+            self.fix(size)
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """The conditions on the sizes ``s`` of a call, as expressions of Python."""
+        return tuple(self._guards)
+
+
+def guard_of(guards: Iterable[str]) -> Callable[[tuple[int, ...]], bool]:
+    """A function that says whether sizes ``s`` meet all guards of a trace."""
+    return _compiled(" and ".join(guards) or "True")  # type: ignore[no-any-return]
+
+
+def value_of(text: str, sizes: tuple[int, ...]) -> int:
+    """The value of an expression of sizes that a :class:`Size` has."""
+    return _compiled(text)(sizes)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _compiled(text: str) -> Any:
+    # Of names, operators and integers that this file has written: nothing of a caller's.
+    return eval(f"lambda s: {text}")
+
+
+class Size(int):
+    """A size that may differ between calls; it notes what a forward decides by it.
+
+    An integer, as functions of torch take no other. What the interpreter does with it in C, such as
+    ``range``, is not noted.
+    """
+
+    text: str
+    sizes: Sizes
+
+    def __new__(cls, value: int, text: str, sizes: Sizes) -> Size:
+        made = int.__new__(cls, value)
+        made.text, made.sizes = text, sizes
+        return made
+
+    __hash__: Callable[[], int]
+
+
+def _text(value: Any) -> str:
+    return value.text if isinstance(value, Size) else str(int(value))
+
+
+def _arithmetic(symbol: str, function: Callable[[Any, Any], Any], reflected: bool) -> Any:
+    def method(self: Size, other: Any) -> Any:
+        if not isinstance(other, int):  # a float or a list: what comes out no longer tells
+            if not isinstance(other, (float, list, tuple, str)):
+                return NotImplemented
+            self.sizes.fix(self)
+            return function(other, int(self)) if reflected else function(int(self), other)
+        left, right = (other, self) if reflected else (self, other)
+        known = _text(left) and _text(right)
+        text = f"({_text(left)} {symbol} {_text(right)})" if known else ""
+        return Size(function(_plain(left), _plain(right)), text, self.sizes)
+
+    return method
+
+
+def _comparison(symbol: str, function: Callable[[Any, Any], bool]) -> Any:
+    def method(self: Size, other: Any) -> Any:
+        if not isinstance(other, (int, float)):
+            return NotImplemented
+        outcome = function(int.__int__(self), _plain(other))
+        if isinstance(other, Size) and self.text == other.text != "":
+            return outcome
+        right = _text(other) if isinstance(other, int) else repr(other)
+        finite = isinstance(other, int) or math.isfinite(other)
+        text = f"{self.text} {symbol} {right}" if self.text and right and finite else ""
+        self.sizes.note(text, outcome)
+        return outcome
+
+    return method
+
+
+def _fixing(name: str) -> Any:
+    plain = getattr(int, name)
+
+    def method(self: Size, *others: Any) -> Any:
+        for size in (self, *others):
+            self.sizes.fix(size)
+        return plain(_plain(self), *map(_plain, others))
+
+    return method
+
+
+def _plain(value: Any) -> Any:
+    return int.__int__(value) if isinstance(value, Size) else value
+
+
+for _name, _symbol, _function in (
+    ("add", "+", operator.add),
+    ("sub", "-", operator.sub),
+    ("mul", "*", operator.mul),
+    ("floordiv", "//", operator.floordiv),
+    ("mod", "%", operator.mod),
+):
+    setattr(Size, f"__{_name}__", _arithmetic(_symbol, _function, False))
+    setattr(Size, f"__r{_name}__", _arithmetic(_symbol, _function, True))
+for _name, _symbol, _compare in (
+    ("eq", "==", operator.eq),
+    ("ne", "!=", operator.ne),
+    ("lt", "<", operator.lt),
+    ("le", "<=", operator.le),
+    ("gt", ">", operator.gt),
+    ("ge", ">=", operator.ge),
+):
+    setattr(Size, f"__{_name}__", _comparison(_symbol, _compare))
+for _name in (
+    "abs and bool ceil divmod float floor format hash int invert lshift neg or pos pow rand "
+    "rdivmod repr rlshift ror round rpow rrshift rshift rtruediv rxor str truediv trunc xor"
+).split():
+    setattr(Size, f"__{_name}__", _fixing(f"__{_name}__"))

@@ -1,0 +1,220 @@
+"""Small models of many families, and the calls that their layers get."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .recomputed import Example
+
+transformers = pytest.importorskip("transformers")
+
+BATCH, LENGTH, WIDTH = 2, 7, 32
+_SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+_DECODER = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
+_GPT2 = {"n_embd": WIDTH, "n_inner": 48, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+_DISTILBERT = {"dim": WIDTH, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "vocab_size": 64}
+_VISION = {**_SIZES, "image_size": 8, "patch_size": 4}
+_OF_THEIR_OWN = {"gpt2": _GPT2, "distilbert": _DISTILBERT}
+# Families whose norms or softmax are computed in fp32 whatever the dtype of the model.
+IN_FP32 = frozenset(
+    """arcee cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 granite helium
+    hunyuan_v1_dense llama mistral olmo olmo2 phi3 qwen2 qwen3 seed_oss smollm3""".split()
+)
+VISION = frozenset({"vit", "clip_vision_model", "siglip_vision_model", "deit"})
+
+
+def model_of(family: str, attention: str = "sdpa", **others: Any) -> nn.Module:
+    """A model of transformers in fp64 with random parameters."""
+    sizes = _OF_THEIR_OWN.get(family, _VISION if family in VISION else _DECODER)
+    config = transformers.AutoConfig.for_model(family, **{**sizes, **others})
+    config.use_cache = False
+    if family == "opt":
+        config.ffn_dim, config.word_embed_proj_dim = 48, WIDTH
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModel.from_config(config, attn_implementation=attention)
+    return randomised(model)
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    """The module in fp64, none of its parameters being 0 or 1."""
+    module.double()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return module
+
+
+def layer_of(model: nn.Module, **inputs: Any) -> Example:
+    """The first of a model's layers, and the call that it gets."""
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    calls: list[Example] = []
+    handle = layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(Example(module, args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(**(inputs or _inputs_of(model)))
+    handle.remove()
+    call = calls[0]
+    x = stream().requires_grad_() if VISION.isdisjoint({model.config.model_type}) else None
+    old = call.args[0] if call.args else call.kwargs["hidden_states"]
+    if x is None or x.shape != old.shape:
+        x = torch.randn_like(old).requires_grad_()
+    if call.args:
+        return call._replace(args=(x, *call.args[1:]))
+    return call._replace(kwargs={**call.kwargs, "hidden_states": x})
+
+
+def _inputs_of(model: Any) -> dict[str, Tensor]:
+    if hasattr(model.config, "image_size"):
+        size = model.config.image_size
+        return {"pixel_values": torch.randn(BATCH, 3, size, size, dtype=torch.float64)}
+    return {"input_ids": torch.randint(3, 60, (BATCH, LENGTH))}
+
+
+def stream(*shape: int) -> Tensor:
+    """A random input of a layer."""
+    return torch.randn(shape or (BATCH, LENGTH, WIDTH), dtype=torch.float64)
+
+
+class NanoGPTBlock(nn.Module):
+    """A block as in nanoGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH)
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.c_fc, self.c_out = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.drop = nn.Dropout(0.0)
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        q, k, v = self.c_attn(x).split(c, dim=2)
+        q, k, v = (y.view(b, t, 4, c // 4).transpose(1, 2) for y in (q, k, v))
+        p = self.drop.p if self.training else 0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=p, is_causal=True)
+        return self.drop(self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.ln_1(x))
+        return x + self.drop(self.c_out(F.gelu(self.c_fc(self.ln_2(x)))))
+
+
+class Llama2cBlock(nn.Module):
+    """A block as in llama2.c: neighbours turn, by tables of one angle per pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(WIDTH, 16, bias=False) for _ in range(2))
+        self.w1, self.w3 = (nn.Linear(WIDTH, 48, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(48, WIDTH, bias=False)
+        self.scale_1, self.scale_2 = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+
+    def norm(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * scale
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        real, imaginary = x.reshape(*x.shape[:-1], -1, 2).unbind(-1)
+        cos, sin = cos[None, :, None], sin[None, :, None]
+        pair = real * cos - imaginary * sin, real * sin + imaginary * cos
+        return torch.stack(pair, dim=-1).flatten(3)
+
+    def repeat(self, x: Tensor) -> Tensor:
+        b, t, h, d = x.shape
+        return x[:, :, :, None, :].expand(b, t, h, 2, d).reshape(b, t, 2 * h, d)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        h = self.norm(x, self.scale_1)
+        q = self.turn(self.wq(h).view(b, t, 4, 8), cos, sin)
+        k, v = self.wk(h).view(b, t, 2, 8), self.wv(h).view(b, t, 2, 8)
+        k, v = self.repeat(self.turn(k, cos, sin)), self.repeat(v)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.wo(y.transpose(1, 2).reshape(b, t, -1))
+        h = self.norm(x, self.scale_2)
+        return x + self.w2(F.silu(self.w1(h)) * self.w3(h))
+
+
+class ComplexBlock(Llama2cBlock):
+    """As in Meta's Llama: angles are complex numbers."""
+
+    def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * cos[None, :, None]).flatten(3)
+
+
+class TimmBlock(nn.Module):
+    """A block as in timm: fused projections, scaled queries, attention as products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH, eps=1e-6), nn.LayerNorm(WIDTH, eps=1e-6)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
+
+    def attend(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 4, c // 4).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (q * (c // 4) ** -0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
+        return self.proj((weights @ v).transpose(1, 2).reshape(b, n, c))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def own_blocks() -> dict[str, Example]:
+    """Blocks that people write themselves, and calls of them."""
+    angles = torch.randn(LENGTH, 4, dtype=torch.float64)
+    complex_angles = torch.polar(torch.ones_like(angles), angles)
+    causal = torch.full((LENGTH, LENGTH), -math.inf, dtype=torch.float64).triu(1)
+    padding = torch.zeros(BATCH, LENGTH, dtype=torch.float64)
+    padding[0, -2:] = -math.inf
+    torch_layer = nn.TransformerEncoderLayer
+    x = stream().requires_grad_()
+    feed = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.SiLU(), nn.Linear(48, WIDTH))
+    first: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+    return {
+        name: example._replace(module=randomised(example.module))
+        for name, example in {
+            "nanoGPT": Example(NanoGPTBlock(), (x,)),
+            "llama2.c": Example(Llama2cBlock(), (x, angles.cos(), angles.sin())),
+            "Meta's Llama": Example(ComplexBlock(), (x, complex_angles, angles)),
+            "timm": Example(TimmBlock(), (x,)),
+            "Sequential": Example(feed, (x,)),
+            "RMSNorm": Example(nn.RMSNorm(WIDTH), (x,)),
+            "encoder layer": Example(torch_layer(WIDTH, 4, 48, 0.0), (x,)),
+            "encoder layer, norm first": Example(torch_layer(WIDTH, 4, 48, **first), (x,)),
+            "encoder layer, mask": Example(torch_layer(WIDTH, 4, 48, **first), (x, causal)),
+            "encoder layer, causal": Example(
+                torch_layer(WIDTH, 4, 48, **first), (x, causal), {"is_causal": True}
+            ),
+            "encoder layer, padding": Example(
+                torch_layer(WIDTH, 4, 48, **first), (x, causal, padding)
+            ),
+            "encoder layer, bool masks": Example(
+                torch_layer(WIDTH, 4, 48, **first), (x, causal < 0, padding < 0)
+            ),
+            "encoder": Example(
+                nn.TransformerEncoder(
+                    torch_layer(WIDTH, 4, 48, **first), 2, enable_nested_tensor=False
+                ),
+                (x,),
+            ),
+        }.items()
+    }

@@ -1,0 +1,91 @@
+"""Modules in which one operation more is computed than in others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from opfuser.reading.construction import build
+from opfuser.reading.kept import KeptError
+
+from .recomputed import Example, assert_equal_steps, called_in, read_of
+
+MUTATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda t: t.clamp(-0.5, 0.5),
+    "product": lambda t: t * 1.5,
+    "sum": lambda t: t + 0.25,
+    "ReLU": lambda t: t.relu(),
+    "flip": lambda t: t.flip(-1),
+    "roll": lambda t: t.roll(1, -1),
+    "other rows": lambda t: t.flip(0),
+    "square": lambda t: t * t,
+    "copy": lambda t: t.clone(),
+    "rounding": lambda t: t.bfloat16().to(t.dtype),
+    "no gradient": lambda t: t.detach(),
+    "mean": lambda t: t - t.mean(-1, keepdim=True),
+    "transposition": lambda t: t.mT.contiguous().view(t.shape) if t.dim() > 1 else t,
+}
+
+
+class _Mutating(TorchFunctionMode):
+    """Computes one operation more behind one call of a function of torch."""
+
+    def __init__(self, number: int, mutation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.number, self.mutation, self.count = number, mutation, 0
+
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, Tensor) or not (first.is_floating_point() and first.dim()):
+            return result
+        self.count += 1
+        if self.count - 1 != self.number:
+            return result
+        mutated = self.mutation(first)
+        return mutated if first is result else (mutated, *result[1:])
+
+
+class Mutant(nn.Module):
+    """A module that computes one operation more behind call ``number`` of a function of torch."""
+
+    def __init__(self, inner: nn.Module, number: int, mutation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.number, self.mutation = inner, number, mutation
+        self.train(inner.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _Mutating(self.number, self.mutation):
+            return self.inner.forward(*args, **kwargs)
+
+
+def count_of(example: Example) -> int:
+    """The number of calls behind which a module can be mutated."""
+    with torch.no_grad(), _Mutating(-1, MUTATIONS["copy"]) as mode:
+        example.module(*example.args, **example.kwargs)
+    return mode.count
+
+
+def outcome_of(example: Example, number: int, name: str, rtol: float) -> str:
+    """How a mutant is read: the reason why it is kept, "called", or "recomputed".
+
+    Raises:
+        AssertionError: something else was read than it computes.
+    """
+    mutant = Mutant(example.module, number, MUTATIONS[name])
+    changed = example._replace(module=mutant)
+    try:
+        reading = read_of(changed)
+        built = build(reading, mutant)
+    except KeptError as kept:
+        return kept.reason
+    if called_in(reading):
+        return "called"
+    assert_equal_steps(changed, built, rtol)
+    return "recomputed"

@@ -1,0 +1,97 @@
+"""Modules, what was read of them, and both computed in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opfuser.reading.construction import Built, build
+from opfuser.reading.dataflow import map_leaves
+from opfuser.reading.grammar import read
+from opfuser.reading.operations import Called, Operation, Reading
+from opfuser.reading.tracer import trace
+
+
+class Example(NamedTuple):
+    """A module, and a call of it."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = {}  # noqa: RUF012 - nothing writes to it
+
+    def inputs(self) -> list[Tensor]:
+        """The tensors of the call, each once."""
+        found: dict[int, Tensor] = {}
+
+        def note(leaf: Any) -> None:
+            if isinstance(leaf, Tensor):
+                found[id(leaf)] = leaf
+
+        map_leaves(note, (self.args, self.kwargs))
+        return list(found.values())
+
+
+def read_of(example: Example) -> Reading:
+    return read(trace(*example).dataflow)
+
+
+def operations_in(operations: Any) -> Iterator[Operation]:
+    """All operations, those inside of others too."""
+    for op in operations:
+        if isinstance(op, tuple):
+            yield from operations_in(op)
+        elif is_dataclass(op):
+            yield op
+            yield from operations_in([getattr(op, f.name) for f in fields(op)])
+
+
+def called_in(reading: Reading) -> list[str]:
+    return [op.path for op in operations_in(reading.operations) if isinstance(op, Called)]
+
+
+def assert_recomputed(example: Example, rtol: float = 1e-10, *, whole: bool = True) -> Reading:
+    """Asserts that what is read of a call computes the same values and gradients as the module.
+
+    Args:
+        example: in fp64.
+        rtol: of the largest entry of each tensor; modules that compute in fp32 inside need more.
+        whole: whether everything is explained, so that no child is called.
+    """
+    reading = read_of(example)
+    if whole:
+        assert called_in(reading) == []
+    assert_equal_steps(example, build(reading, example.module), rtol)
+    return reading
+
+
+def assert_equal_steps(example: Example, built: Built, rtol: float = 1e-10) -> None:
+    """Asserts that a module and what was built of it compute the same values and gradients."""
+    inputs = example.inputs()
+    want = example.module(*example.args, **example.kwargs)
+    (want,) = [t for t in (want if isinstance(want, tuple) else (want,)) if t is not None]
+    got = built(inputs)
+    _assert_close("the output", got, want, rtol)
+    leaves = [inputs[built.input], *example.module.parameters()]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    weights = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).cos().view(want.shape)
+    grads = [
+        torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True) for y in (got, want)
+    ]
+    for n, (ours, theirs) in enumerate(zip(*grads)):
+        zero = torch.zeros_like(leaves[n])
+        _assert_close(
+            f"gradient {n}",
+            zero if ours is None else ours,
+            zero if theirs is None else theirs,
+            rtol,
+        )
+
+
+def _assert_close(what: str, got: Tensor, want: Tensor, rtol: float) -> None:
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    got, want = got.detach(), want.detach()
+    assert (got - want).abs().max() <= rtol * want.abs().max().clamp(min=1e-3), what
