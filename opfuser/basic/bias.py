@@ -52,7 +52,6 @@ class Bias(BasicOperation):
             fp64, and not of the dtype of the bias either.
     """
 
-    forward_leaves_nothing: ClassVar[bool] = True
     read_only: ClassVar[frozenset[str]] = frozenset(
         {"size", "local_size", "tensor_parallel", "tensor_parallel_size"}
     )

@@ -119,7 +119,6 @@ class DotProductAttention(BasicOperation):
         OpKwargsError: in forward, for other keywords.
     """
 
-    plain_without_extra_tensors: ClassVar[bool] = True
     read_only: ClassVar[frozenset[str]] = frozenset({"layout", "num_extra_inputs"})
 
     class Saved(NamedTuple):

@@ -325,7 +325,6 @@ class MergedBias(OfProjections):
     """
 
     parameter: ClassVar[str] = "bias"
-    forward_leaves_nothing: ClassVar[bool] = True
 
     def op_forward(
         self,

@@ -4,8 +4,8 @@ A line calls an operation; what does not change between calls is settled here: w
 reads and who made them, which contexts it needs, what its results are taken apart into. The text
 consists of names that are made here. Classes and paths stand in comments alone.
 
-Several emissions of one plan differ in what they do besides: keywords of operations, checks of what
-a user's operations return, ranges in profiles, code for torch.compile to trace.
+Several emissions of one plan differ in what they do besides: checks of what a user's operations
+return, ranges in profiles, code for torch.compile to trace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from textwrap import indent
 from typing import Any, NamedTuple
 
 from ..fusion import Stage
-from ..op import BasicOperation, GradNeeds, OperationContext, new_context
+from ..op import BasicOperation, GradNeeds, OperationContext
 from ..op.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
@@ -41,13 +41,11 @@ class Emission(NamedTuple):
     """What a program does besides calling the operations.
 
     Attributes:
-        keywords: hands keywords to operations.
         verified: looks at what operations hand over.
         ranged: shows steps as ranges in a profile.
         traced: is traced by torch.compile, which must not depend on what was cached.
     """
 
-    keywords: bool = False
     verified: bool = False
     ranged: bool = False
     traced: bool = False
@@ -217,11 +215,10 @@ def _has_settings(op: BasicOperation) -> bool:
 
 def _is_plain(op: Any, extra_tensors: bool) -> bool:
     """Whether a step may skip the general protocol and call op_forward / op_backward directly."""
-    if not isinstance(op, BasicOperation) or extra_tensors:
-        return False
-    # Not inherited: a subclass may override either pair.
-    return vars(type(op)).get("plain_without_extra_tensors", False) or (
-        type(op).fuser_forward is BasicOperation.fuser_forward
+    return (
+        not extra_tensors
+        and isinstance(op, BasicOperation)
+        and type(op).fuser_forward is BasicOperation.fuser_forward
         and type(op).fuser_backward is BasicOperation.fuser_backward
     )
 
@@ -297,7 +294,7 @@ class _Forward:
             self.general(number, step, quantizers)
 
     def context(self, i: int) -> str:
-        """The name of the context of an operation, which lines make: a call would cost more."""
+        """The name of the context of an operation, which lines make."""
         lines, op, need = self.lines, self.layout.plan.basic_ops[i], self.layout.needs[i]
         context = f"c{i}"
         lines(f"{context} = {lines.helper(OperationContext)}()")
@@ -308,34 +305,16 @@ class _Forward:
         if self.emission.traced:
             lines(f"{context}.traced = True")
         if _has_settings(op):
-            own = lines.bind(f"op{i}", op)
-            cached = "" if self.emission.traced else f"{own}._settings or "
             now = "make_settings()" if self.emission.traced else "settings"
-            lines(f"{context}.settings = {cached}{own}.{now}")
+            lines(f"{context}.settings = {lines.bind(f'op{i}', op)}.{now}")
         return context
 
     def plain(self, step: Step) -> None:
         lines, (i,), op = self.lines, step.indices, self.lines.operation(step)
-        # Not inherited: a subclass may leave something.
-        constant = vars(type(step.op)).get("forward_leaves_nothing", False)
-        constant = constant and i not in self.notes_output
-        if constant:
-            shared = new_context(self.layout.needs[i])
-            shared.traced = self.emission.traced
-            context = lines.bind(f"context{i}", shared)
-        else:
-            context = self.context(i)
-        if self.emission.keywords:
-            given = [op, context, "x", f"keywords[{i}]"]
-            lines.call("x", lines.helper(steps.with_keywords), given)
-        else:
-            unquantized = ["prev_op_grad_output_quantizer=None", "next_op_input_quantizer=None"]
-            lines.call("x", f"{op}.op_forward", [context, "x", *unquantized])
-        if self.taped:
-            self.note_output(step, context)
-            lines(f"tape.contexts.append({context})" if constant else f"tape.add({context})")
-        elif not constant:  # what an operation has saved nevertheless is freed
-            lines(f"{context} = None")
+        context = self.context(i)
+        unquantized = ["prev_op_grad_output_quantizer=None", "next_op_input_quantizer=None"]
+        lines.call("x", f"{op}.op_forward", [context, "x", *unquantized, f"**keywords[{i}]"])
+        self.keep(step, [context])
 
     def general(
         self, number: int, step: Step, quantizers: tuple[Quantizer | None, Quantizer | None]
@@ -360,14 +339,13 @@ class _Forward:
             handed[1] = (
                 f"{lines.helper(steps.unless_watched)}({lines.bind(f'quantizer{number}', behind)})"
             )
-        keywords = [f"keywords[{i}]" if self.emission.keywords else "{}" for i in step.indices]
         arguments = [
             _listed(contexts),
             "x",
             f"basic_op_extra_inputs={given}",
             f"prev_op_grad_output_quantizer={handed[0]}",
             f"next_op_input_quantizer={handed[1]}",
-            f"basic_op_kwargs={_listed(keywords)}",
+            f"basic_op_kwargs={_listed(f'keywords[{i}]' for i in step.indices)}",
         ]
         slots = [Slot(i, s) for i in step.indices for s in range(len(routing.consumers[i]))]
         if is_built_in(step.op) and not slots:
@@ -378,20 +356,21 @@ class _Forward:
             lines.call(names, f"{op}.fuser_forward", arguments, f"{results}.of")
         if freed:
             lines("given = None")
-        if not self.taped:  # as above
-            lines(" = ".join(contexts) + " = None")
         self.made = [slot for slot in [*self.made, *slots] if slot not in done]
         unread = [slot for slot in slots if slot in done]
         if unread:
             lines(" = ".join(map(_extra, unread)) + " = None")
-        if self.taped:
-            self.note_output(step, contexts[-1])
-            lines(f"tape.add({', '.join(contexts)})")
+        self.keep(step, contexts)
 
-    def note_output(self, step: Step, context: str) -> None:
-        """A line for a backward that may need zeros as the gradient of the output of a step."""
+    def keep(self, step: Step, contexts: Sequence[str]) -> None:
+        """Lines that put the contexts of a step on the tape, if there is one."""
+        if not self.taped:  # what an operation has saved nevertheless is freed
+            self.lines(" = ".join(contexts) + " = None")
+            return
+        # For a backward that may need zeros as the gradient of the output.
         if step.indices[-1] in self.notes_output and not self.emission.traced:
-            self.lines(f"{context}.output_like = x.shape, x.dtype, x.device")
+            self.lines(f"{contexts[-1]}.output_like = x.shape, x.dtype, x.device")
+        self.lines(f"tape.add({', '.join(contexts)})")
 
     def extra_inputs(self, step: Step) -> str:
         """The lists of extra inputs. None stands for a channel that the step covers itself."""
@@ -438,15 +417,14 @@ class _Forward:
             )
             for i in step.indices
         ]  # fmt: skip
-        checked = not is_built_in(step.op)
-        return steps.ForwardResults(step_name(step), step.indices, tuple(wanted), checked)
+        return steps.ForwardResults(step_name(step), step.indices, tuple(wanted))
 
 
 def emit_forward(layout: Layout, emission: Emission = PLAIN) -> Text:
     """The function of a forward pass.
 
     Its arguments are the input, the extra inputs, the keywords of each operation, the ``Tape`` that
-    records what backward needs and the ``Verification``; the last three are None where they are not
+    records what backward needs and the ``Verification``; the last two are None where they are not
     asked for. It returns the output and the list of the extra outputs.
     """
     return _Forward(layout, emission).text()
@@ -580,8 +558,7 @@ class _Backward:
                     flat.append(_grad_of(target))
         names = ", ".join(["dx", *flat]) + ("" if flat else ",")
         arguments = [contexts, "dx", f"basic_op_grad_extra_outputs={given}"]
-        check = "of_ours" if is_built_in(step.op) else "of"
-        lines.call(names, f"{op}.fuser_backward", arguments, f"{results}.{check}")
+        lines.call(names, f"{op}.fuser_backward", arguments, f"{results}.of")
         for total, addend in sums:
             lines(f"{total} = {lines.helper(steps.summed)}({total}, {addend})")
         if sums:

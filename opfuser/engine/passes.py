@@ -15,7 +15,7 @@ from ..errors import ContextError, InputError
 from ..fusion import Stage
 from ..op import OperationContext
 from ..op.results import refuse_output
-from .emission import PLAIN, Emission, step_name
+from .emission import Emission, step_name
 from .plan import Step
 from .program import Program
 from .ranges import place
@@ -97,14 +97,10 @@ def execute_forward(
     ):
         return _record_forward(program, kwargs, x, extra_inputs, tape, parameters, *keywords)
     verification = _verification(program, x, tape)
-    emission = PLAIN
-    if kwargs is not None or verification is not None or profiler._is_profiler_enabled:
-        emission = Emission(
-            kwargs is not None, verification is not None, profiler._is_profiler_enabled
-        )
-    function = program.function("forward", emission)
+    function = program.function("forward", _emission(verification))
+    keywords = kwargs or [{} for _ in program.plan.basic_ops]
     try:
-        x, outputs = function(x, extra_inputs, kwargs, tape, verification)
+        x, outputs = function(x, extra_inputs, keywords, tape, verification)
     except ContextError as error:
         raise _located(error, program, "forward") from error
     except Exception as error:
@@ -138,7 +134,7 @@ def _record_forward(
     """
     recorded = program.specializations
     kept = (*given, *recorded.kept())
-    recorder = recorded.recorder(program, x, parameters, extra_inputs, kept, keywords)
+    recorder = recorded.recorder(program, x, parameters, extra_inputs, kept)
     with recorder.watching():
         results = execute_forward(program, kwargs, x, extra_inputs, tape)
     contexts, saved = ([], []) if tape is None else (tape.contexts, tape.saved)
@@ -178,7 +174,7 @@ def traced_forward(
     program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
     """As :func:`execute_forward`, for torch.compile and torch.export to trace."""
-    keywords = ({},) * len(program.plan.basic_ops) if kwargs is None else kwargs
+    keywords = kwargs or [{} for _ in program.plan.basic_ops]
     x, outputs = program.traced("forward")(x, extra_inputs, keywords, tape, None)
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
@@ -195,6 +191,10 @@ def traced_backward(
     """As :func:`execute_backward`, for torch.compile to trace."""
     dx, grads = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
     return [dx if program.input_needs_grad else None, *grads]
+
+
+def _emission(verification: Verification | None) -> Emission:
+    return Emission(verification is not None, profiler._is_profiler_enabled)
 
 
 def _verification(program: Program, x: Tensor, tape: Tape | None) -> Verification | None:
@@ -311,11 +311,7 @@ def _run_backward(
     verification: Verification | None,
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, by the function of the program."""
-    if verification is not None or profiler._is_profiler_enabled:
-        emission = Emission(False, verification is not None, profiler._is_profiler_enabled)
-        function = program.function("backward", emission)
-    else:
-        function = program.function("backward", PLAIN)
+    function = program.function("backward", _emission(verification))
     overlap = program.overlap and program.overlap.begin(program.plan.env.device)
     try:
         dx, grads = function(dx, grad_outputs, contexts, saved, verification)

@@ -23,7 +23,7 @@ __all__ = ["Program"]
 _layouts: dict[Hashable, int] = {}
 _numbers = count()
 
-TRACED = Emission(keywords=True, traced=True)
+TRACED = Emission(traced=True)
 
 
 class _Function(NamedTuple):
@@ -161,10 +161,10 @@ class Program:
         finally:
             self._functions, self._replace = before, None
 
-    def lines(self, stage: Stage, emission: Emission) -> tuple[CodeType, tuple[Step | None, ...]]:
+    def lines(self, stage: Stage) -> tuple[CodeType, tuple[Step | None, ...]]:
         """The code of the function of a pass, and the step of each of its lines."""
-        function = self.function(stage, emission)
-        return function.__code__, self._functions[stage, emission].steps
+        function = self.function(stage)
+        return function.__code__, self._functions[stage, PLAIN].steps
 
     def specialize(self, stage: Stage, text: Text) -> Callable[..., Any]:
         """A function for calls of a kind, given its text."""

@@ -29,7 +29,7 @@ from ..op.kinds import is_built_in
 from ..quantization.recorded import QuantizedCalls
 from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched
-from .emission import PLAIN, Emission, comment, step_name
+from .emission import comment, step_name
 from .recorded_guards import all_inputs, guard_of_call, is_plain, kind_of, layout_of
 from .recorded_text import Straight
 from .recorder import NotRecordableError, Recorder, memory_of_all, places
@@ -273,14 +273,12 @@ class Specializations:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
         kept: Sequence[Tensor],
-        keywords: Hashable,
     ) -> Recorder:
         """What watches a forward pass with these tensors."""
         given: dict[str, Tensor | None] = {"x": x}
         for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
             given.update((f"{letter}{n}", t) for n, t in enumerate(row))
-        emission = PLAIN if keywords is None else Emission(keywords=True)
-        code, steps = program.lines("forward", emission)
+        code, steps = program.lines("forward")
         theirs = x, *parameters, *extra_inputs, *self._unwritten(kept)
         return Recorder(code, steps, given, theirs)
 
@@ -405,7 +403,7 @@ class Specializations:
         own = (*special.own, *(False,) * (len(saved) - len(special.own)))
         theirs = [dy, *received, *self._unwritten(kept)]
         theirs += [t for t, is_own in zip(saved, own) if not is_own]
-        code, steps = program.lines("backward", PLAIN)
+        code, steps = program.lines("backward")
         counts = len(saved), len(received), len(kept)
         return DueBackward(
             special, kind, Recorder(code, steps, given, theirs), counts, self._cached(kept)

@@ -40,27 +40,9 @@ __all__ = [
     "revived_with_parameters",
     "summed",
     "unless_watched",
-    "with_keywords",
     "zero_or_none",
     "zeros",
 ]
-
-
-def with_keywords(op: Any, ctx: OperationContext, x: Tensor, own: dict[str, Any]) -> Any:
-    """The output of a basic operation that may have keywords in this call."""
-    if not own:
-        return op.op_forward(
-            ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
-        )
-    y, _ = op.fuser_forward(
-        [ctx],
-        x,
-        basic_op_extra_inputs=[()],
-        prev_op_grad_output_quantizer=None,
-        next_op_input_quantizer=None,
-        basic_op_kwargs=[own],
-    )
-    return y
 
 
 def asking(y: Tensor) -> Tensor:
@@ -92,13 +74,11 @@ class ForwardResults(NamedTuple):
         indices: of its operations.
         wanted: for each of their extra outputs why it may not be None: "public", "outside", or
             empty if it may.
-        checked: whether it may be something else, as that of a user's operation.
     """
 
     name: str
     indices: tuple[int, ...]
     wanted: tuple[tuple[str, ...], ...]
-    checked: bool
 
     def of(self, result: Any) -> tuple[Any, ...]:
         """The output, and behind it all extra outputs.
@@ -113,7 +93,7 @@ class ForwardResults(NamedTuple):
             found = len(rows)
         except (TypeError, ValueError) as error:
             raise refuse_output(self.name, result) from error
-        if self.checked and type(rows) is not list:
+        if type(rows) is not list:
             forward_parts(self.name, result)  # a tuple will do as well, rows of a tensor will not
         if found != len(self.indices):
             raise ExtraOutputCountError(

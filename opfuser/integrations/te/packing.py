@@ -103,8 +103,6 @@ class SwapSequenceAndBatch(BasicOperation):
         InputError: in forward, if x has fewer than two dimensions.
     """
 
-    forward_leaves_nothing = True
-
     def op_forward(
         self,
         ctx: OperationContext,
