@@ -17,7 +17,7 @@ from textwrap import indent
 from typing import Any, NamedTuple
 
 from ..fusion import Stage
-from ..op import BasicOperation, GradNeeds, OperationContext
+from ..op import BasicOperation, GradNeeds, new_context
 from ..op.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
@@ -53,6 +53,7 @@ class Emission(NamedTuple):
 
 PLAIN = Emission()
 _WIDTH = 100
+_UNQUANTIZED = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
 
 class Layout(NamedTuple):
@@ -209,10 +210,6 @@ def comment(paths: Sequence[str], step: Step) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _has_settings(op: BasicOperation) -> bool:
-    return type(op).make_settings is not BasicOperation.make_settings
-
-
 def _is_plain(op: Any, extra_tensors: bool) -> bool:
     """Whether a step may skip the general protocol and call op_forward / op_backward directly."""
     return (
@@ -296,24 +293,21 @@ class _Forward:
     def context(self, i: int) -> str:
         """The name of the context of an operation, which lines make."""
         lines, op, need = self.lines, self.layout.plan.basic_ops[i], self.layout.needs[i]
-        context = f"c{i}"
-        lines(f"{context} = {lines.helper(OperationContext)}()")
-        if need is None:
-            lines(f"{context}.requires_grad = False")
-        else:
-            lines(f"{context}.needs = {lines.bind(f'needs{i}', need)}")
+        context, needs = f"c{i}", "None" if need is None else lines.bind(f"needs{i}", need)
+        arguments = [needs]
+        if type(op).make_settings is not BasicOperation.make_settings:
+            now = "make_settings()" if self.emission.traced else "settings"
+            arguments.append(f"{lines.bind(f'op{i}', op)}.{now}")
+        lines.call(context, lines.helper(new_context), arguments)
         if self.emission.traced:
             lines(f"{context}.traced = True")
-        if _has_settings(op):
-            now = "make_settings()" if self.emission.traced else "settings"
-            lines(f"{context}.settings = {lines.bind(f'op{i}', op)}.{now}")
         return context
 
     def plain(self, step: Step) -> None:
         lines, (i,), op = self.lines, step.indices, self.lines.operation(step)
         context = self.context(i)
-        unquantized = ["prev_op_grad_output_quantizer=None", "next_op_input_quantizer=None"]
-        lines.call("x", f"{op}.op_forward", [context, "x", *unquantized, f"**keywords[{i}]"])
+        unquantized = "**" + lines.bind("unquantized", _UNQUANTIZED)
+        lines.call("x", f"{op}.op_forward", [context, "x", unquantized, f"**keywords[{i}]"])
         self.keep(step, [context])
 
     def general(
@@ -345,7 +339,7 @@ class _Forward:
             f"basic_op_extra_inputs={given}",
             f"prev_op_grad_output_quantizer={handed[0]}",
             f"next_op_input_quantizer={handed[1]}",
-            f"basic_op_kwargs={_listed(f'keywords[{i}]' for i in step.indices)}",
+            f"basic_op_kwargs=keywords[{step.indices[0]}:{step.indices[-1] + 1}]",
         ]
         slots = [Slot(i, s) for i in step.indices for s in range(len(routing.consumers[i]))]
         if is_built_in(step.op) and not slots:
@@ -437,6 +431,7 @@ class _Backward:
         self.layout, self.emission = layout, emission
         self.lines = _Lines()
         self.given = set(layout.routing.outputs)  # slots whose gradient a name may hold
+        self.kept = sum(stop - start for start, stop in filter(None, layout.reads))
 
     def text(self) -> Text:
         lines, layout = self.lines, self.layout
@@ -456,9 +451,6 @@ class _Backward:
                 lines(" = ".join([*unset[start : start + 8], "None"]))
             if outputs:
                 lines(_tuple(list(map(_grad_of, outputs))) + " = received")
-            if any(reads is not None for reads in layout.reads):
-                kept = sum(stop - start for start, stop in filter(None, layout.reads))
-                lines(f"base = len(saved) - {kept}")
             for step in reversed(layout.plan.backward):
                 if all(layout.plan.needs[i] is None for i in step.indices):
                     break
@@ -477,12 +469,11 @@ class _Backward:
         self.lines(f"verification.after_backward({first}, {name}, dx)")
 
     def revived(self, i: int) -> str:
-        lines, reads = self.lines, self.layout.reads[i]
-        if reads is None:
-            return f"{lines.helper(steps.revived)}(contexts[{i}], saved)"
-        start, stop = reads
-        revive = lines.helper(steps.revived_with_parameters)
-        return f"{revive}(contexts[{i}], saved, base + {start}, base + {stop})"
+        arguments, reads = [f"contexts[{i}]", "saved"], self.layout.reads[i]
+        if reads is not None:  # which parameters that stand behind all that was saved
+            start, stop = (n - self.kept for n in reads)
+            arguments.append(f"saved[{start}:{stop or ''}]")
+        return f"{self.lines.helper(steps.revived)}({', '.join(arguments)})"
 
     def step(self, step: Step, plain: bool, quantizer: Quantizer | None) -> None:
         lines = self.lines

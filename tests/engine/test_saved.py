@@ -13,7 +13,6 @@ import opfuser
 from opfuser.op import BasicOperation
 from tests.basic.values import saved_by
 from tests.engine.toys import (
-    F64,
     Sigmoid,
     Square,
     Times,
