@@ -98,9 +98,8 @@ def execute_forward(
         return _record_forward(program, kwargs, x, extra_inputs, tape, parameters, *keywords)
     verification = _verification(program, x, tape)
     function = program.function("forward", _emission(verification))
-    keywords = kwargs or [{} for _ in program.plan.basic_ops]
     try:
-        x, outputs = function(x, extra_inputs, keywords, tape, verification)
+        x, outputs = function(x, extra_inputs, _each(kwargs, program), tape, verification)
     except ContextError as error:
         raise _located(error, program, "forward") from error
     except Exception as error:
@@ -174,8 +173,7 @@ def traced_forward(
     program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
     """As :func:`execute_forward`, for torch.compile and torch.export to trace."""
-    keywords = kwargs or [{} for _ in program.plan.basic_ops]
-    x, outputs = program.traced("forward")(x, extra_inputs, keywords, tape, None)
+    x, outputs = program.traced("forward")(x, extra_inputs, _each(kwargs, program), tape, None)
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
     return x, outputs
@@ -191,6 +189,11 @@ def traced_backward(
     """As :func:`execute_backward`, for torch.compile to trace."""
     dx, grads = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
     return [dx if program.input_needs_grad else None, *grads]
+
+
+def _each(kwargs: Kwargs, program: Program) -> Sequence[dict[str, Any]]:
+    """Keywords for each operation."""
+    return kwargs or [{} for _ in program.plan.basic_ops]
 
 
 def _emission(verification: Verification | None) -> Emission:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from ..op.results import (
     backward_parts,
     forward_parts,
     parameter_grads,
-    refuse_grads,
     row_of_grads,
     row_of_outputs,
 )
@@ -239,7 +238,7 @@ class BackwardResults(NamedTuple):
     parameters: tuple[int, ...]
     extra_inputs: tuple[tuple[bool, ...], ...]
 
-    def of_one(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
+    def of_one(self, result: Any) -> tuple[Any, Sequence[Any]]:
         """What a user's ``op_backward`` returned: gradients of the input, and of the parameters.
 
         Raises:
@@ -247,8 +246,7 @@ class BackwardResults(NamedTuple):
             ParameterGradientCountError: there are more or fewer.
         """
         dx, grads = parameter_grads(self.name, result)
-        (op,), (count,) = self.operations, self.parameters
-        return dx, self._of_parameters(op, count, grads)
+        return dx, self._of_parameters(self.operations[0], self.parameters[0], grads)
 
     def of(self, result: Any) -> list[Any]:
         """What ``fuser_backward`` returned, in one list.
@@ -273,18 +271,18 @@ class BackwardResults(NamedTuple):
             )
         out = [dx]
         for op, own, row in zip(self.operations, self.parameters, params):
-            out += self._of_parameters(op, own, row)
+            fits = type(row) is tuple and len(row) == own
+            out += row if fits else self._of_parameters(op, own, row)
         for op, keeps, row in zip(self.operations, self.extra_inputs, extras):
-            grads = self._of_extra_inputs(op, keeps, row)
-            out += [grad for grad, keep in zip(grads, keeps) if keep]
+            fits = type(row) is tuple and len(row) == len(keeps)
+            out += compress(row if fits else self._of_extra_inputs(op, keeps, row), keeps)
         return out
 
-    def _of_parameters(self, op: tuple[int, str], count: int, grads: Any) -> tuple[Any, ...]:
-        if grads is None:
+    @staticmethod
+    def _of_parameters(op: tuple[int, str], count: int, grads: Any) -> Sequence[Any]:
+        _, row = parameter_grads(op[1], (None, grads))
+        if row is None:
             return (None,) * count
-        if isinstance(grads, Tensor) or not isinstance(grads, Iterable):
-            raise refuse_grads(op[1], (None, grads))
-        row = tuple(grads)
         if len(row) != count:
             raise ParameterGradientCountError(
                 explain(
