@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -114,14 +114,14 @@ class DueBackward(NamedTuple):
         special: of its forward.
         key: of the kind of gradients.
         recorder: watches it.
-        counts: of saved tensors, gradients of extra outputs, and tensors that operations keep.
+        names: of saved tensors, gradients of extra outputs, and tensors that operations keep.
         cached: of the latter, those that they have cached, by position.
     """
 
     special: Specialization
     key: Hashable
     recorder: Recorder
-    counts: tuple[int, int, int]
+    names: tuple[str, ...]
     cached: dict[int, weakref.ref[Tensor]]
 
 
@@ -275,12 +275,10 @@ class Specializations:
         kept: Sequence[Tensor],
     ) -> Recorder:
         """What watches a forward pass with these tensors."""
-        given: dict[str, Tensor | None] = {"x": x}
-        for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
-            given.update((f"{letter}{n}", t) for n, t in enumerate(row))
-        code, steps = program.lines("forward")
+        given = _named(p=parameters, e=extra_inputs, k=kept)
         theirs = x, *parameters, *extra_inputs, *self._unwritten(kept)
-        return Recorder(code, steps, given, theirs)
+        code, steps = program.lines("forward")
+        return Recorder(code, steps, {"x": x, **given}, theirs)
 
     def _unwritten(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of what :meth:`kept` has returned, what passes only read."""
@@ -324,19 +322,13 @@ class Specializations:
         # As execute_eagerly returns it: autograd would not let the caller change such a view.
         detached = ".detach()" if recorder.is_view_of_own(output) else ""
         closing = f"{names[0]}{detached}, [{', '.join(extras)}], [{', '.join(keeps)}]"
-        opening = [
-            (f"p{n}", f"p{n} = parameters[{n}]  # {path}")
-            for n, path in enumerate(_paths_of_parameters(program, len(parameters)))
-        ]
-        opening += [(f"e{n}", f"e{n} = extra_inputs[{n}]") for n in range(len(extra_inputs))]
-        opening += [(f"k{n}", f"k{n} = kept[{n}]") for n in range(len(kept))]
-        straight = Straight(
-            "forward",
-            "x, parameters, extra_inputs, kept",
-            opening,
-            (closing, names),
-            partial(comment, program.paths),
-        )
+        opening = _read(_named(e=extra_inputs, k=kept))
+        paths = _paths_of_parameters(program, len(parameters))
+        reads = zip(_read(_named(p=parameters)), paths)
+        opening = [*[(name, f"{line}  # {path}") for (name, line), path in reads], *opening]
+        how = partial(comment, program.paths)
+        arguments_of = "x, parameters, extra_inputs, kept"
+        straight = Straight("forward", arguments_of, opening, (closing, names), how)
         function = program.specialize("forward", recorder.text(straight))
         theirs = memory_of_all([*all_inputs(arguments), output, *outputs])
         own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
@@ -396,18 +388,13 @@ class Specializations:
             if len(special.backwards) < _MAX_FOUND:
                 special.backwards[kind] = number + 1
             return None
-        given: dict[str, Tensor | None] = {f"s{n}": t for n, t in enumerate(saved)}
-        given["dy"] = dy
-        given.update((f"g{n}", t) for n, t in enumerate(received))
-        given.update((f"k{n}", t) for n, t in enumerate(kept))
+        given = _named(s=saved, g=received, k=kept)
         own = (*special.own, *(False,) * (len(saved) - len(special.own)))
         theirs = [dy, *received, *self._unwritten(kept)]
         theirs += [t for t, is_own in zip(saved, own) if not is_own]
         code, steps = program.lines("backward")
-        counts = len(saved), len(received), len(kept)
-        return DueBackward(
-            special, kind, Recorder(code, steps, given, theirs), counts, self._cached(kept)
-        )
+        recorder = Recorder(code, steps, {"dy": dy, **given}, theirs)
+        return DueBackward(special, kind, recorder, tuple(given), self._cached(kept))
 
     def _kind_of_backward(
         self, dy: Tensor, received: Sequence[Tensor | None], kept: Sequence[Tensor], keep: bool
@@ -442,7 +429,7 @@ class Specializations:
             due: has recorded it.
             grads: of the input, parameters and extra inputs.
         """
-        special, key, recorder, (saved, received, kept), _ = due
+        special, key, recorder, given, _ = due
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
@@ -456,12 +443,7 @@ class Specializations:
         except NotRecordableError as error:
             special.refusal = str(error)
             return
-        opening: list[tuple[str | None, str]] = [
-            (f"s{n}", f"s{n} = saved[{n}]") for n in range(saved)
-        ]
-        opening += [(None, "saved.clear()")]
-        opening += [(f"g{n}", f"g{n} = received[{n}]") for n in range(received)]
-        opening += [(f"k{n}", f"k{n} = kept[{n}]") for n in range(kept)]
+        opening = [*_read(given), (None, "saved.clear()")]
         closing = f"[{', '.join(names)}]"
         how = partial(comment, program.paths)
         straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
@@ -471,6 +453,19 @@ class Specializations:
         special.backwards[key] = Backward(
             function, tuple(recorder.same), asked, lie, reused, cached, shares
         )
+
+
+_ROWS = {"p": "parameters", "e": "extra_inputs", "k": "kept", "s": "saved", "g": "received"}
+
+
+def _named(**rows: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    """Tensors by the names that lines give them: the letter of a row, and the position in it."""
+    return {f"{letter}{n}": t for letter, row in rows.items() for n, t in enumerate(row)}
+
+
+def _read(names: Iterable[str]) -> list[tuple[str | None, str]]:
+    """The lines that give tensors these names."""
+    return [(name, f"{name} = {_ROWS[name[0]]}[{name[1:]}]") for name in names]
 
 
 def _paths_of_parameters(program: Any, count: int) -> list[str]:
