@@ -356,7 +356,7 @@ class BasicLinear(StoresWeight):
         dtype = w.dtype
         if any_autocast():
             dtype = autocast_dtype(x.device) or dtype
-        settings = ctx.settings or self.frozen_settings(ctx)
+        settings = self.frozen_settings(ctx)
         if any(settings):
             keep_weights(ctx, [w])
             if settings.weight_transposed:
@@ -455,7 +455,7 @@ class BasicLinear(StoresWeight):
         Raises:
             ArgumentError: ``main_grad`` is asked for and missing.
         """
-        settings = self.settings if ctx is None else ctx.settings or self.frozen_settings(ctx)
+        settings = self.settings if ctx is None else self.frozen_settings(ctx)
         if not any(settings) and self.wgrad_overlap is None:
             return gemm.wgrad(dy, x, scale=scale)
         return self.hand_over(Product(dy, x, scale), ctx)
