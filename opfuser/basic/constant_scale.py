@@ -43,7 +43,7 @@ class ConstantScale(BasicOperation):
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
         (scale,) = self.frozen_settings(ctx)
-        return input_.mul(scale)  # a tenth of a microsecond less than the operator
+        return input_.mul(scale)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor

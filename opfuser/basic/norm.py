@@ -96,14 +96,7 @@ class Norm(BasicOperation):
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Both as they are now, in one dimension; None is a bias that there is not."""
-        own = self._parameters  # without the 0.5 us of nn.Module.__getattr__
-        weight: Tensor | None = own.get("weight")
-        weight = self.weight if weight is None else weight  # parametrised
-        bias: Tensor | None = None
-        if self.with_bias:
-            bias = own.get("bias")
-            bias = self.bias if bias is None else bias
-        return _vectors(weight, bias)
+        return _vectors(self.weight, self.bias if self.with_bias else None)
 
     def op_forward(
         self,
