@@ -258,8 +258,8 @@ class Plan(_Compared):
     def program(self) -> str:
         """The Python code that a call executes: a function for each pass.
 
-        Of several groups of operations, their programs one after another. A call with keywords, in
-        a profile or under torch.compile executes the same with a few lines more.
+        Of several groups of operations, their programs one after another. A call in a profile or
+        under torch.compile executes the same with a few lines more.
         """
         return Texts.program(self)
 
