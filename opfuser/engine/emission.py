@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from textwrap import indent
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from ..op import BasicOperation, GradNeeds, new_context
 from ..op.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
-from .plan import Plan, Step, quantizer_between
+from .plan import Plan, Step, quantizers_between
 from .ranges import place, range_of
 from .routing import Routing, Slot, describe
 
@@ -220,16 +219,13 @@ def _is_plain(op: Any, extra_tensors: bool) -> bool:
     )
 
 
-def _quantizers(plan: Plan, stage: Stage) -> list[Quantizer | None]:
-    """How tensors between each two steps of a pass are handed on."""
-    in_order = plan.forward if stage == "forward" else plan.backward
-    return [quantizer_between(*pair, stage, plan.env, plan.needs) for pair in pairwise(in_order)]
-
-
-def _grad_quantizers(plan: Plan) -> dict[int, Quantizer]:
-    """Those of gradients that a step hands to the one before it, by its first operation."""
-    found = zip(plan.backward[1:], _quantizers(plan, "backward"))
-    return {step.indices[0]: quantizer for step, quantizer in found if quantizer is not None}
+def _quantizers(plan: Plan, stage: Stage) -> dict[int, Quantizer]:
+    """How steps hand their results on in a pass, where as codes, by their first operations."""
+    if stage == "forward":
+        found = quantizers_between(plan.forward, stage, plan.env, plan.needs)
+        return {step.indices[0]: quantizer for step, _, quantizer in found}
+    found = quantizers_between(plan.backward, stage, plan.env, plan.needs)
+    return {step.indices[0]: quantizer for _, step, quantizer in found}
 
 
 def _has_extras(layout: Layout, step: Step) -> bool:
@@ -265,20 +261,19 @@ class _Forward:
 
     def text(self) -> Text:
         lines, layout = self.lines, self.layout
-        behind = [*_quantizers(layout.plan, "forward"), None]
-        before = _grad_quantizers(layout.plan)
+        behind, before = _quantizers(layout.plan, "forward"), _quantizers(layout.plan, "backward")
         with lines.block("def forward(x, extra_inputs, keywords, tape, verification):"):
             if layout.routing.inputs:
                 lines(
                     _tuple([f"e{n}" for n in range(len(layout.routing.inputs))]) + " = extra_inputs"
                 )
             for number, step in enumerate(layout.plan.forward):
-                quantizers = before.get(step.indices[0]), behind[number]
+                first = step.indices[0]
                 with _lines_of(lines, layout, self.emission, step, "forward"):
                     if self.emission.verified:
                         bound = lines.bind(f"name{number}", step_name(step))
-                        lines(f"verification.before_forward({step.indices[0]}, {bound}, x)")
-                    self.step(number, step, quantizers)
+                        lines(f"verification.before_forward({first}, {bound}, x)")
+                    self.step(number, step, (before.get(first), behind.get(first)))
             lines(f"return x, {_listed(map(_extra, layout.routing.outputs))}")
         return lines.text()
 
@@ -435,7 +430,7 @@ class _Backward:
 
     def text(self) -> Text:
         lines, layout = self.lines, self.layout
-        quantizers = _grad_quantizers(layout.plan)
+        quantizers = _quantizers(layout.plan, "backward")
         count = layout.spans[-1][1] if layout.spans else 0
         results = [f"g{n}" for n in range(count)]
         results += [f"de{n}" for n in range(len(layout.routing.inputs))]
