@@ -449,19 +449,16 @@ class _Backward:
             for step in reversed(layout.plan.backward):
                 if all(layout.plan.needs[i] is None for i in step.indices):
                     break
-                quantizer = quantizers.get(step.indices[0])
-                plain = _is_plain(step.op, _has_extras(layout, step) or quantizer is not None)
+                first = step.indices[0]
                 with _lines_of(lines, layout, self.emission, step, "backward"):
-                    self.step(step, plain, quantizer)
-                    if self.emission.verified and not plain:
-                        self.verify(step)
-            lines(f"return dx, {_listed(results)}")
+                    self.step(step, quantizers.get(first))
+                    if self.emission.verified:
+                        bound = lines.bind(f"name{first}", step_name(step))
+                        lines(f"verification.after_backward({first}, {bound}, dx)")
+            needs = next(iter(layout.plan.needs), None)
+            dx = "dx" if needs is not None and needs.input else "None"
+            lines(f"return {_listed([dx, *results])}")
         return lines.text()
-
-    def verify(self, step: Step) -> None:
-        first = step.indices[0]
-        name = self.lines.bind(f"name{first}", step_name(step))
-        self.lines(f"verification.after_backward({first}, {name}, dx)")
 
     def revived(self, i: int) -> str:
         arguments, reads = [f"contexts[{i}]", "saved"], self.layout.reads[i]
@@ -470,16 +467,14 @@ class _Backward:
             arguments.append(f"saved[{start}:{stop or ''}]")
         return f"{self.lines.helper(steps.revived)}({', '.join(arguments)})"
 
-    def step(self, step: Step, plain: bool, quantizer: Quantizer | None) -> None:
+    def step(self, step: Step, quantizer: Quantizer | None) -> None:
         lines = self.lines
         slots = [
             [Slot(i, s) for s in range(len(self.layout.routing.consumers[i]))] for i in step.indices
         ]
-        if plain:
+        if _is_plain(step.op, _has_extras(self.layout, step) or quantizer is not None):
             with lines.block("if dx is not None:"):
                 self.plain(step)
-                if self.emission.verified:
-                    self.verify(step)
             return
         contexts = [self.revived(i) for i in step.indices]
         if quantizer is not None:
@@ -556,6 +551,6 @@ def emit_backward(layout: Layout, emission: Emission = PLAIN) -> Text:
 
     Its arguments are the gradient of the output, those of the extra outputs, the contexts of
     forward, the list of what it saved (emptied on the way), and the ``Verification`` or None. It
-    returns the gradient of the input, and the list of those of parameters and extra inputs.
+    returns the list of the gradients of the input, of parameters and of extra inputs.
     """
     return _Backward(layout, emission).text()

@@ -187,8 +187,8 @@ def traced_backward(
     saved: list[Tensor | None],
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, for torch.compile to trace."""
-    dx, grads = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
-    return [dx if program.input_needs_grad else None, *grads]
+    grads: list[Tensor | None] = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
+    return grads
 
 
 def _each(kwargs: Kwargs, program: Program) -> Sequence[dict[str, Any]]:
@@ -317,7 +317,7 @@ def _run_backward(
     function = program.function("backward", _emission(verification))
     overlap = program.overlap and program.overlap.begin(program.plan.env.device)
     try:
-        dx, grads = function(dx, grad_outputs, contexts, saved, verification)
+        grads: list[Tensor | None] = function(dx, grad_outputs, contexts, saved, verification)
     except ContextError as error:
         raise _located(error, program, "backward") from error
     except Exception as error:
@@ -326,8 +326,6 @@ def _run_backward(
     finally:
         if overlap is not None:
             overlap.end()
-    if not program.input_needs_grad:
-        dx = None
     if verification is not None:
-        verification.at_the_end(grads)
-    return [dx, *grads]
+        verification.at_the_end(grads[1:])
+    return grads
