@@ -41,21 +41,21 @@ _reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 @seen_whole(writes=0)
-def _sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Into ``x``, which is contiguous, its sum over the ranks."""
     dist.all_reduce(x, group=group)
     return x
 
 
 @seen_whole(writes=0)
-def _gathered(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Into ``out`` the ranks' ``x``, one behind another; both are contiguous."""
     _all_gather(out, x, group=group)
     return out
 
 
 @seen_whole(writes=0)
-def _scattered(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def reduce_scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Into ``out`` this rank's rows of the sum of ``x``; both are contiguous."""
     _reduce_scatter(out, x, group=group)
     return out
@@ -259,7 +259,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None, *, reuse: bool = Fals
     out = x if reuse else x.clone(memory_format=torch.contiguous_format)
     out = out.contiguous()
     if out.numel():
-        out = _sum(out, group)
+        out = sum_over_ranks(out, group)
     return out
 
 
@@ -282,7 +282,7 @@ def gather(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
     ranks, shape = group_size(group), x.shape
     out = x.new_empty((ranks * shape[0], *shape[1:]))
     if x.numel():
-        out = _gathered(out, x.contiguous(), group)
+        out = gather_into(out, x.contiguous(), group)
     if not dim:
         return out
     whole = (*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
@@ -309,7 +309,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> 
         x = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1)
     out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
     if x.numel():
-        out = _scattered(out, x.contiguous(), group)
+        out = reduce_scatter_into(out, x.contiguous(), group)
     return out
 
 
