@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from opfuser import async_tensor_parallel
 from opfuser.engine.specialized import unrecorded
 from opfuser.models import DecoderConfig, decoder_lm
 from opfuser.models.parallel import parallelize
+from opfuser.recipe import DelayedScaling, Float8BlockScaling, Recipe
 from tests.distributed.ranks import Check, Outcomes, assert_passed, outcomes_of
 from tests.distributed.sharded import all_ranks, batches, shard
 
@@ -229,6 +231,35 @@ def tensor_parallel(rank: int, ranks: int) -> None:
 
     for sequence in (False, True):
         compare(lambda sequence=sequence: parallel(sequence), rank, step)
+
+
+@check
+def tensor_parallel_in_fp8(rank: int, ranks: int) -> None:
+    """Operands are gathered as codes, with their scales where these are of this rank's rows."""
+    warnings.filterwarnings("ignore", "FP8 is emulated")
+
+    def made() -> opfuser.Sequential:
+        torch.manual_seed(rank)
+        how: Any = {"dtype": torch.bfloat16, "sequence_parallel": True}
+        return opfuser.Sequential(
+            opfuser.Linear(128, 256, tensor_parallel_mode="column", **how),
+            opfuser.SwiGLU(),
+            opfuser.Linear(128, 128, tensor_parallel_mode="row", **how),
+        )
+
+    def step(
+        model: opfuser.Sequential, tokens: Tensor, targets: Tensor, n: int, recipe: Recipe
+    ) -> list[Tensor]:
+        torch.manual_seed(RANKS * n + rank)
+        x = torch.randn(128, 128, dtype=torch.bfloat16, requires_grad=True)
+        with opfuser.autocast(recipe=recipe):
+            y = model(x)
+        y.square().mean().backward()
+        assert x.grad is not None
+        return [y.detach(), x.grad]
+
+    for recipe in (DelayedScaling(), Float8BlockScaling()):
+        compare(made, rank, partial(step, recipe=recipe))
 
 
 @check
