@@ -82,6 +82,9 @@ class Watcher(Protocol):
     def note_setting(self, holder: Any, name: str, value: Hashable) -> None:
         """Notes that an attribute of an object was set."""
 
+    def note_assumption(self, read: Callable[[], Hashable], value: Hashable) -> None:
+        """Notes that the pass depends on what a function returns."""
+
     def note_launch(self, launch: Any, *arguments: Any) -> None:
         """Notes a launch of a kernel that has run, with the arguments of ``Launch``."""
 
@@ -118,9 +121,11 @@ def is_recording() -> bool:
 
 
 def assume(read: Callable[[], Hashable]) -> None:
-    """While a pass is recorded, notes that it depends on what ``read`` returns."""
+    """While a pass is recorded or watched, notes that it depends on what ``read`` returns."""
     if _state.under_way is not None:
         _state.under_way.seen.append((read, read()))
+    if watching.watcher is not None:
+        watching.watcher.note_assumption(read, read())
 
 
 def repeat(effect: Callable[[], None]) -> None:

@@ -23,6 +23,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -152,6 +153,7 @@ class Recorder(TorchFunctionMode):
         reused: names of tensors that were given, to whose memory nobody else held a reference, and
             which is written to for that reason.
         answers: what attributes of tensors that were given had for a value.
+        assumed: functions that operations have asked, and what these returned.
     """
 
     def __init__(
@@ -170,6 +172,7 @@ class Recorder(TorchFunctionMode):
         self.places: list[str] = []
         self.reused: list[str] = []
         self.answers: dict[tuple[str, str], Hashable] = {}
+        self.assumed: dict[Callable[[], Hashable], Hashable] = {}
         self._refusal: str | None = None
         self._bound: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
@@ -393,6 +396,10 @@ class Recorder(TorchFunctionMode):
         text = f"{self._bind(holder, kind)}.{name} = {self._bind(value, name)}"
         self.calls.append(Call(self._step(), text, (), (), False, effect=True))
 
+    def note_assumption(self, read: Callable[[], Hashable], value: Hashable) -> None:
+        """Notes that the pass depends on what ``read`` returns, no value of a tensor."""
+        self.assumed[read] = value
+
     def _refuse_memory(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Raises NotRecordableError for what may not be written, or was not."""
         if any(map(self._is_theirs, written)):
@@ -600,6 +607,8 @@ class Recorder(TorchFunctionMode):
             return self._bind(value, str(value).partition(".")[2])
         if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
             return self._bind(value, type(value).__name__.strip("_"))
+        if dist.is_available() and isinstance(value, dist.ProcessGroup):
+            return self._bind(value, "group")
         raise NotRecordableError(f"an argument of type {type(value).__name__} is no constant")
 
     def _number(self, value: float) -> str:

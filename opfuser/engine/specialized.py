@@ -76,6 +76,7 @@ class Backward(NamedTuple):
         places: where they lay.
         reused: positions of saved tensors that are written to, since nobody else has them.
         cached: tensors that operations had cached, and their positions in what they keep.
+        assumed: functions that operations have asked, and what these returned.
         shares: whether a gradient may share memory with another one, or with what was given.
     """
 
@@ -85,6 +86,7 @@ class Backward(NamedTuple):
     places: Hashable
     reused: tuple[int, ...]
     cached: tuple[tuple[int, weakref.ref[Tensor]], ...]
+    assumed: tuple[tuple[Callable[[], Hashable], Hashable], ...]
     shares: bool
 
     def is_for(
@@ -94,8 +96,10 @@ class Backward(NamedTuple):
         saved: Sequence[Tensor | None],
         kept: Sequence[Tensor],
     ) -> bool:
-        """Whether tensors lie where they did, and those are one that were one."""
+        """Whether tensors lie where they did and are one that were, and answers are the same."""
         if any(kept[n] is not ref() for n, ref in self.cached):
+            return False
+        if any(read() != value for read, value in self.assumed):
             return False
         rows: dict[str, Sequence[Tensor | None]] = {"s": saved, "g": received, "k": kept}
 
@@ -358,7 +362,7 @@ class Specializations:
         found = None if kind is None else special.backwards.get(kind)
         if not isinstance(found, Backward):
             return None
-        plain = not (found.same or found.asked or found.cached)
+        plain = not (found.same or found.asked or found.cached or found.assumed)
         return found if plain or found.is_for(dy, received, saved, kept) else None
 
     def due_backward(
@@ -448,10 +452,10 @@ class Specializations:
         how = partial(comment, program.paths)
         straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
         function = program.specialize("backward", recorder.text(straight))
-        cached = tuple(due.cached.items())
+        cached, assumed = tuple(due.cached.items()), tuple(recorder.assumed.items())
         shares = recorder.share_memory([t for t in grads if t is not None])
         special.backwards[key] = Backward(
-            function, tuple(recorder.same), asked, lie, reused, cached, shares
+            function, tuple(recorder.same), asked, lie, reused, cached, assumed, shares
         )
 
 
@@ -493,9 +497,11 @@ def _refusal_of_program(program: Any) -> str | None:
         return "weight gradients run on another stream"
     for step in (*plan.forward, *plan.backward):
         for op in (step.op, *[plan.basic_ops[i] for i in step.indices]):
-            if not (is_built_in(op) or vars(type(op)).get("recordable", False)):
+            ours = is_built_in(op)
+            if not (ours or vars(type(op)).get("recordable", False)):
                 return f"{step_name(step)} is not opfuser's own, nor recordable by its class"
-            if not op.replayable:
+            # Collectives of the library are seen, each as a whole; those of others are not.
+            if not (op.replayable or (ours and getattr(op, "communicates", False))):
                 return f"{step_name(step)} does more than to call functions of torch"
     return None
 
