@@ -433,12 +433,12 @@ class Recorder(TorchFunctionMode):
             if known is not None:  # the same view under a name that it has
                 self._known[id(part)] = _Known(weakref.ref(part), known, root)
                 return
+            same = [self._find(t) for t in given if t.untyped_storage()._cdata == memory]
+            shares += [other.name for other in same if other is not None]
             name = f"t{next(self._numbers)}"
             self._views[place] = name
             self._known[id(part)] = _Known(weakref.ref(part), name, root)
             results.append(name)
-            same = [self._find(t) for t in given if t.untyped_storage()._cdata == memory]
-            shares += [other.name for other in same if other is not None]
         unpacked = isinstance(result, (tuple, list))
         noted = tuple(results) if unpacked or results != [None] else ()
         about = None if effect or unpacked or not shares else self._view(result, given, reads)

@@ -243,6 +243,23 @@ def test_results_are_no_memory_of_other_calls() -> None:
     assert [t.flatten().tolist() for t in before] == [[2.0], [2.0, 2.0], [2.0], [2.0]]
 
 
+@seen_whole(writes=0)
+def ones_into(out: Tensor) -> Tensor:
+    return out.fill_(1)
+
+
+def test_what_is_returned_of_arguments_is_no_memory_of_other_calls() -> None:
+    """As collectives do, which return what they have written to."""
+    launch = Launch()
+
+    def filled(x: Tensor, y: Tensor) -> Tensor:
+        launch((1, 1, 1), (x, y, torch.empty(8)), (8,))
+        return ones_into(torch.empty(1))
+
+    _, text = straight(filled, torch.ones(8), torch.ones(8))
+    assert "scratch" not in text
+
+
 def one_more(x: Tensor) -> Tensor:
     return x + 1
 
