@@ -27,6 +27,7 @@ __all__ = [
     "repeat",
     "seen_whole",
     "unseen",
+    "unseen_within",
     "unwatched",
     "watched",
     "watching",
@@ -68,6 +69,7 @@ class Watcher(Protocol):
         args: tuple[Any, ...],
         writes: int | None,
         flag: int | None,
+        reads: bool,
         several: Callable[..., Any] | None,
         each: bool,
     ) -> Any:
@@ -154,6 +156,16 @@ def refuse_watching(why: str) -> None:
 
 
 @contextmanager
+def unseen_within() -> Iterator[None]:
+    """Within it nobody notes what is called; who does goes on afterwards."""
+    watcher, watching.watcher = watching.watcher, None
+    try:
+        yield
+    finally:
+        watching.watcher = watcher
+
+
+@contextmanager
 def unwatched(why: str) -> Iterator[None]:
     """Within it nobody notes what is called; who did is told why."""
     if watching.watcher is None:
@@ -197,15 +209,16 @@ def seen_whole(
     *,
     writes: int | None = None,
     flag: int | None = None,
+    reads: bool = False,
     several: Callable[..., Any] | None = None,
     each: bool = False,
 ) -> Callable[[Function], Function]:
     """A function that decides by more than guards compare: who notes calls notes it as one.
 
     Args:
-        writes: position of the argument that it may write to, and return; None: it reads no values,
-            and returns a tensor that nobody else has.
+        writes: position of the argument that it may write to, and return; None: to none.
         flag: position of the argument that says whether it may; without, it always may.
+        reads: whether it reads values though it writes to no argument.
         several: returns the results of several such calls, in place of the first of them.
         each: whether it takes the arguments of all calls, whose values none of them and nothing
             between them changes; else that of the first one, and how many there are.
@@ -217,7 +230,7 @@ def seen_whole(
             watcher = watching.watcher
             if watcher is None:
                 return function(*args)
-            return watcher.note_whole(function, args, writes, flag, several, each)
+            return watcher.note_whole(function, args, writes, flag, reads, several, each)
 
         return call  # type: ignore[return-value]
 

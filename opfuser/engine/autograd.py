@@ -26,8 +26,8 @@ from .passes import (
     backward_of_eager,
     execute_backward,
     execute_forward,
-    note,
     run_recorded_backward,
+    run_recorded_forward,
 )
 from .program import Program
 from .recorded_guards import keywords_of
@@ -56,19 +56,17 @@ def execute_eagerly(
     By what was recorded of a call like this one, if anything was.
     """
     recorded = program.specializations
-    keywords: Any = ((), None) if kwargs is None or not recorded.found else keywords_of(kwargs)
-    if recorded.found and keywords is not None:
-        given, keywords = keywords
+    if recorded.found and (keywords := keywords_of(kwargs)) is not None:
+        given, caches, facts = keywords
         kept = (*given, *recorded.kept()) if given or recorded.keeps else ()
-        found = recorded.find(input_, parameters, extra_inputs, kept, keywords)
+        found = recorded.find(input_, parameters, extra_inputs, kept, facts)
         if found is not None and program.needs_backward:
-            return _apply_recorded(program, found, kept, input_, *parameters, *extra_inputs)
+            others = kept, caches
+            return _apply_recorded(program, found, others, input_, *parameters, *extra_inputs)
         if found is not None:
-            try:
-                output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
-            except Exception as error:
-                note(error, program.step_of(error), program, "forward")
-                raise
+            output, outputs, _ = run_recorded_forward(
+                program, found, input_, parameters, extra_inputs, kept, caches
+            )
             return (output, *outputs) if outputs else output
     for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
@@ -192,17 +190,15 @@ class _RecordedFunction(torch.autograd.Function):
         func_ctx: Any,
         program: Program,
         found: Specialization,
-        kept: Sequence[Tensor],
+        others: tuple[Sequence[Tensor], Sequence[Any]],
         input_: Tensor,
         *tensors: Tensor,
     ) -> Any:
         count = program.num_parameters
         parameters, extra_inputs = tensors[:count], tensors[count:]
-        try:
-            output, outputs, saved = found.forward(input_, parameters, extra_inputs, kept)
-        except Exception as error:
-            note(error, program.step_of(error), program, "forward")
-            raise
+        output, outputs, saved = run_recorded_forward(
+            program, found, input_, parameters, extra_inputs, *others
+        )
         if program.kept_parameters:
             saved += [parameters[n] for n in program.kept_parameters]
         marked = hooked = False

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from ..attention.cache import PendingCache
 from ..buffer_reuse import only_reference
 from ..errors import ContextError, InputError
 from ..fusion import Stage
@@ -19,7 +20,7 @@ from .emission import PLAIN, Emission, step_name
 from .plan import Step
 from .program import Program
 from .ranges import place
-from .recorded_guards import keywords_of
+from .recorded_guards import Keywords, keywords_of
 from .specialized import Backward, Specialization
 from .verification import Verification
 
@@ -93,9 +94,9 @@ def execute_forward(
         and recorded.refusal is None
         and not profiler._is_profiler_enabled
         and (keywords := keywords_of(kwargs)) is not None
-        and recorded.is_due(x, parameters, (*extra_inputs, *keywords[0]), keywords[1])
+        and recorded.is_due(x, parameters, (*extra_inputs, *keywords.tensors), keywords.facts)
     ):
-        return _record_forward(program, kwargs, x, extra_inputs, tape, parameters, *keywords)
+        return _record_forward(program, kwargs, x, extra_inputs, tape, parameters, keywords)
     verification = _verification(program, x, tape)
     emission = PLAIN
     if kwargs is not None or verification is not None or profiler._is_profiler_enabled:
@@ -105,12 +106,9 @@ def execute_forward(
     function = program.function("forward", emission)
     try:
         x, outputs = function(x, extra_inputs, kwargs, tape, verification)
-    except ContextError as error:
-        raise _located(error, program, "forward") from error
     except Exception as error:
-        if isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
-            raise _located(error, program, "forward") from error
-        note(error, program.step_of(error), program, "forward")
+        if (located := _located(error, program, "forward")) is not None:
+            raise located from error
         raise
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
@@ -127,37 +125,66 @@ def _record_forward(
     extra_inputs: Sequence[Tensor],
     tape: Tape | None,
     parameters: Sequence[Tensor],
-    given: Sequence[Tensor],
-    keywords: Hashable,
+    keywords: Keywords,
 ) -> tuple[Tensor, list[Tensor]]:
     """As :func:`execute_forward`; what it does is recorded for calls to come.
 
     Args:
         program, kwargs, x, extra_inputs, tape, parameters: as there.
-        given, keywords: tensors among the keywords, and what these are besides.
+        keywords: those in ``kwargs``.
     """
     recorded = program.specializations
-    kept = (*given, *recorded.kept())
+    kept = (*keywords.tensors, *recorded.kept())
     recorder = recorded.recorder(program, x, parameters, extra_inputs, kept, keywords)
     with recorder.watching():
         results = execute_forward(program, kwargs, x, extra_inputs, tape)
     contexts, saved = ([], []) if tape is None else (tape.contexts, tape.saved)
     arguments = x, parameters, extra_inputs, kept
-    made = recorded.add(program, recorder, arguments, results, contexts, saved, keywords)
+    made = recorded.add(program, recorder, arguments, results, contexts, saved, keywords.facts)
     if tape is not None:
         tape.special = made
     return results
 
 
-def _located(error: InputError | ContextError, program: Program, stage: Stage) -> Exception:
-    """An error like another one, whose text says of which step that came."""
+def run_recorded_forward(
+    program: Program,
+    found: Specialization,
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    extra_inputs: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    caches: Sequence[PendingCache],
+) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+    """The output, the extra outputs, and what is saved, by what was recorded of a pass like it.
+
+    Args:
+        program: whose pass it is.
+        found: what was recorded.
+        x, parameters, extra_inputs: as of :func:`execute_forward`.
+        kept: what operations read besides.
+        caches: among the keywords.
+    """
+    try:
+        return found.forward(x, parameters, extra_inputs, kept, *caches)  # type: ignore[no-any-return]
+    except Exception as error:
+        if (located := _located(error, program, "forward")) is not None:
+            raise located from error
+        raise
+
+
+def _located(error: Exception, program: Program, stage: Stage) -> Exception | None:
+    """An error like another one, whose text says of which step that came.
+
+    None: that is raised as it is, with a note.
+    """
     step = program.step_of(error)
     name = "" if step is None else step_name(step)
+    located: Exception | None = None
     if isinstance(error, ContextError):
-        located: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
-    else:
+        located = type(error)(f"{error} It happened in the {stage} of {name}.")
+    elif stage == "forward" and isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
         located = InputError(f"{error} It came to {name} of the sequence.")
-    note(located, step, program, stage)
+    note(located or error, step, program, stage)
     return located
 
 
@@ -319,10 +346,9 @@ def _run_backward(
     overlap = program.overlap and program.overlap.begin(program.plan.env.device)
     try:
         dx, grads = function(dx, grad_outputs, contexts, saved, verification)
-    except ContextError as error:
-        raise _located(error, program, "backward") from error
     except Exception as error:
-        note(error, program.step_of(error), program, "backward")
+        if (located := _located(error, program, "backward")) is not None:
+            raise located from error
         raise
     finally:
         if overlap is not None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..recording import watched
+from ..recording import unseen_within, watched
 from .emission import Text
 from .plan import Step
 from .recorded_memory import Allocation, Call, Launched, Several, View, marked
@@ -142,6 +142,7 @@ class Recorder(TorchFunctionMode):
         steps: of its lines.
         given: tensors that the pass is called with, by name.
         theirs: of these, those that belong to a caller: nothing is written to their memory.
+        caches: what else it is called with, by name.
 
     Attributes:
         calls: what was noted.
@@ -152,6 +153,7 @@ class Recorder(TorchFunctionMode):
         reused: names of tensors that were given, to whose memory nobody else held a reference, and
             which is written to for that reason.
         answers: what attributes of tensors that were given had for a value.
+        caches: as given.
     """
 
     def __init__(
@@ -160,9 +162,11 @@ class Recorder(TorchFunctionMode):
         steps: Sequence[Step | None],
         given: dict[str, Tensor | None],
         theirs: Sequence[Tensor | None],
+        caches: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._code, self._steps = code, steps
+        self.caches = caches or {}
         self.calls: list[Call] = []
         self.names: dict[str, Any] = {}
         self.same: list[tuple[str, str]] = []
@@ -285,22 +289,24 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         writes: int | None,
         flag: int | None,
+        reads: bool,
         several: Callable[..., Any] | None,
         each: bool,
     ) -> Any:
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), unseen_within():
             result = function(*args)
         if self._refusal is None:
             with self._noting(), torch._C.DisableTorchFunction():
                 given = _tensors_in(args)
-                if writes is not None:
-                    targets = [args[writes]] if flag is None or args[flag] else []
+                if reads or writes is not None:
+                    only_reads = flag is not None and not args[flag]
+                    targets = [] if writes is None or only_reads else [args[writes]]
                     self._refuse_memory(function.__name__, given, targets)
-                reads: list[str] = []
-                values = ", ".join([self._value(value, reads) for value in args])
+                names: list[str] = []
+                values = ", ".join([self._value(value, names) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"
-                self._add(text, reads, result, given, effect=True)
-                if several is not None and not (each and any(name[0] == "t" for name in reads)):
+                self._add(text, names, result, given, effect=True)
+                if several is not None and not (each and any(name[0] == "t" for name in names)):
                     name = self._bind(several, several.__name__.strip("_"))
                     about = Several(name, values, each, result.device)
                     self.calls[-1] = self.calls[-1]._replace(about=about)
@@ -600,7 +606,10 @@ class Recorder(TorchFunctionMode):
             return self._bind(value, str(value).partition(".")[2])
         if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
             return self._bind(value, type(value).__name__.strip("_"))
-        raise NotRecordableError(f"an argument of type {type(value).__name__} is no constant")
+        cache = next((name for name, given in self.caches.items() if given is value), None)
+        if cache is None:
+            raise NotRecordableError(f"an argument of type {type(value).__name__} is no constant")
+        return cache
 
     def _number(self, value: float) -> str:
         return repr(float(value)) if math.isfinite(value) else self._bind(value, "number")
@@ -619,7 +628,7 @@ class Recorder(TorchFunctionMode):
         if name[0] in _GIVEN and (name[1:].isdigit() or not name[1:]):
             name = f"{name}_"
         taken, number = name, 2
-        while taken in self.names or taken in _RESERVED:
+        while taken in self.names or taken in _RESERVED or taken in self.caches:
             taken, number = f"{name}_{number}", number + 1
         self.names[taken] = value
         self._bound[id(value)] = taken

@@ -30,7 +30,7 @@ from ..quantization.recorded import QuantizedCalls
 from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched
 from .emission import PLAIN, Emission, comment, step_name
-from .recorded_guards import all_inputs, guard_of_call, is_plain, kind_of, layout_of
+from .recorded_guards import Keywords, all_inputs, guard_of_call, is_plain, kind_of, layout_of
 from .recorded_text import Straight
 from .recorder import NotRecordableError, Recorder, memory_of_all, places
 
@@ -131,8 +131,8 @@ class Specialization:
     Attributes:
         keywords: of the call, as :func:`keywords_of` tells them.
         guard: whether a call is of its kind; takes the arguments of ``forward``.
-        forward: from the input, the parameters, the extra inputs and what operations keep, the
-            output, the extra outputs, and what is saved.
+        forward: from the input, the parameters, the extra inputs, what operations keep, and the
+            caches of the call, the output, the extra outputs, and what is saved.
         contexts: of the operations, as every forward of this kind leaves them.
         own: of each saved tensor, whether its memory is nobody else's.
         backwards: by kinds of gradients.
@@ -273,16 +273,17 @@ class Specializations:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
         kept: Sequence[Tensor],
-        keywords: Hashable,
+        keywords: Keywords,
     ) -> Recorder:
         """What watches a forward pass with these tensors."""
         given: dict[str, Tensor | None] = {"x": x}
         for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
             given.update((f"{letter}{n}", t) for n, t in enumerate(row))
-        emission = PLAIN if keywords is None else Emission(keywords=True)
+        emission = PLAIN if keywords.facts is None else Emission(keywords=True)
         code, steps = program.lines("forward", emission)
         theirs = x, *parameters, *extra_inputs, *self._unwritten(kept)
-        return Recorder(code, steps, given, theirs)
+        caches = {f"cache{n}": cache for n, cache in enumerate(keywords.caches)}
+        return Recorder(code, steps, given, theirs, caches)
 
     def _unwritten(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of what :meth:`kept` has returned, what passes only read."""
@@ -334,7 +335,7 @@ class Specializations:
         opening += [(f"k{n}", f"k{n} = kept[{n}]") for n in range(len(kept))]
         straight = Straight(
             "forward",
-            "x, parameters, extra_inputs, kept",
+            ", ".join(["x, parameters, extra_inputs, kept", *recorder.caches]),
             opening,
             (closing, names),
             partial(comment, program.paths),

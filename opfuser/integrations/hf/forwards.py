@@ -8,6 +8,7 @@ import logging
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from opfuser.attention.cache import (
     extended_copy,
     is_of_transformers,
     is_replacing,
+    state_of_layer,
 )
 
 from . import structures
@@ -89,7 +91,7 @@ class LayerCache(StoresLast):
         A static layer writes to its tensors, and an offloaded one moves them: these append at once,
         as they do in transformers.
         """
-        layer, length = self._replacing(), k.shape[2]
+        layer, length = self._replacing, k.shape[2]
         if layer is not None:
             more = extended_copy(layer, k, v)
         else:
@@ -100,6 +102,12 @@ class LayerCache(StoresLast):
             more = more._replace(keys=keys, values=values)
         return more
 
+    def state(self) -> Hashable:
+        layer = self._replacing
+        state = None if layer is None else state_of_layer(layer)
+        return None if state is None else (state, self.first)
+
+    @functools.cached_property
     def _replacing(self) -> Any | None:
         """Returns the layer if its ``update`` replaces its tensors and is all that happens."""
         cache, number = self.cache, self.layer
