@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opfuser.attention.cache import PendingCache
 from opfuser.engine import autograd, passes, specialized
 from opfuser.engine.recorded_guards import keywords_of
 from opfuser.engine.specialized import Backward, Specialization, Specializations
@@ -122,8 +123,11 @@ def _forward_twice(
     _set_random_states(before)
     keywords = keywords_of(kwargs)
     assert keywords is not None
-    for cache in keywords.caches:
-        cache._keep = None  # of the first pass, which has stored nothing yet
+    for pending in keywords.caches:
+        cache: Any = pending
+        while isinstance(cache, PendingCache):
+            cache._keep = None  # of the first pass, which has stored nothing yet
+            cache = cache._cache
     output, outputs, saved = made.forward(
         x, parameters, extra_inputs, _local.kept, *keywords.caches
     )

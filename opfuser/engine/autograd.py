@@ -26,8 +26,8 @@ from .passes import (
     backward_of_eager,
     execute_backward,
     execute_forward,
+    located,
     run_recorded_backward,
-    run_recorded_forward,
 )
 from .program import Program
 from .recorded_guards import keywords_of
@@ -64,9 +64,12 @@ def execute_eagerly(
             others = kept, caches
             return _apply_recorded(program, found, others, input_, *parameters, *extra_inputs)
         if found is not None:
-            output, outputs, _ = run_recorded_forward(
-                program, found, input_, parameters, extra_inputs, kept, caches
-            )
+            try:
+                output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept, *caches)
+            except Exception as error:
+                if (other := located(error, program, "forward")) is not None:
+                    raise other from error
+                raise
             return (output, *outputs) if outputs else output
     for op, needed in program.prepared_ops:
         op.pre_fuser_forward(requires_grad=needed)
@@ -196,9 +199,13 @@ class _RecordedFunction(torch.autograd.Function):
     ) -> Any:
         count = program.num_parameters
         parameters, extra_inputs = tensors[:count], tensors[count:]
-        output, outputs, saved = run_recorded_forward(
-            program, found, input_, parameters, extra_inputs, *others
-        )
+        kept, caches = others
+        try:
+            output, outputs, saved = found.forward(input_, parameters, extra_inputs, kept, *caches)
+        except Exception as error:
+            if (other := located(error, program, "forward")) is not None:
+                raise other from error
+            raise
         if program.kept_parameters:
             saved += [parameters[n] for n in program.kept_parameters]
         marked = hooked = False

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from ..attention.cache import PendingCache
 from ..buffer_reuse import only_reference
-from ..errors import ContextError, InputError
+from ..errors import CacheFullError, ContextError, InputError
 from ..fusion import Stage
 from ..op import OperationContext
 from ..op.results import refuse_output
@@ -31,7 +30,7 @@ __all__ = [
     "backward_of_eager",
     "execute_backward",
     "execute_forward",
-    "note",
+    "located",
     "run_recorded_backward",
     "traced_backward",
     "traced_forward",
@@ -107,8 +106,8 @@ def execute_forward(
     try:
         x, outputs = function(x, extra_inputs, kwargs, tape, verification)
     except Exception as error:
-        if (located := _located(error, program, "forward")) is not None:
-            raise located from error
+        if (other := located(error, program, "forward")) is not None:
+            raise other from error
         raise
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
@@ -146,49 +145,24 @@ def _record_forward(
     return results
 
 
-def run_recorded_forward(
-    program: Program,
-    found: Specialization,
-    x: Tensor,
-    parameters: Sequence[Tensor],
-    extra_inputs: Sequence[Tensor],
-    kept: Sequence[Tensor],
-    caches: Sequence[PendingCache],
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """The output, the extra outputs, and what is saved, by what was recorded of a pass like it.
-
-    Args:
-        program: whose pass it is.
-        found: what was recorded.
-        x, parameters, extra_inputs: as of :func:`execute_forward`.
-        kept: what operations read besides.
-        caches: among the keywords.
-    """
-    try:
-        return found.forward(x, parameters, extra_inputs, kept, *caches)  # type: ignore[no-any-return]
-    except Exception as error:
-        if (located := _located(error, program, "forward")) is not None:
-            raise located from error
-        raise
-
-
-def _located(error: Exception, program: Program, stage: Stage) -> Exception | None:
+def located(error: Exception, program: Program, stage: Stage) -> Exception | None:
     """An error like another one, whose text says of which step that came.
 
     None: that is raised as it is, with a note.
     """
     step = program.step_of(error)
     name = "" if step is None else step_name(step)
-    located: Exception | None = None
+    other: Exception | None = None
     if isinstance(error, ContextError):
-        located = type(error)(f"{error} It happened in the {stage} of {name}.")
+        other = type(error)(f"{error} It happened in the {stage} of {name}.")
     elif stage == "forward" and isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
-        located = InputError(f"{error} It came to {name} of the sequence.")
-    note(located or error, step, program, stage)
-    return located
+        kind = CacheFullError if isinstance(error, CacheFullError) else InputError
+        other = kind(f"{error} It came to {name} of the sequence.")
+    _note(other or error, step, program, stage)
+    return other
 
 
-def note(error: Exception, step: Step | None, program: Program, stage: Stage) -> None:
+def _note(error: Exception, step: Step | None, program: Program, stage: Stage) -> None:
     """Notes on an exception of which step it came, and where that stands in the model.
 
     Not of an operation that is called alone: the note would only repeat its name.
@@ -325,7 +299,7 @@ def run_recorded_backward(
     try:
         return found.function(dy, received, saved, kept)
     except Exception as error:
-        note(error, program.step_of(error), program, "backward")
+        _note(error, program.step_of(error), program, "backward")
         raise
 
 
@@ -347,8 +321,8 @@ def _run_backward(
     try:
         dx, grads = function(dx, grad_outputs, contexts, saved, verification)
     except Exception as error:
-        if (located := _located(error, program, "backward")) is not None:
-            raise located from error
+        if (other := located(error, program, "backward")) is not None:
+            raise other from error
         raise
     finally:
         if overlap is not None:
