@@ -78,6 +78,8 @@ def keywords_of(kwargs: Sequence[dict[str, Any]] | None) -> Keywords | None:
     caches: list[PendingCache] = []
     facts: list[Hashable] = []
     for n, own in enumerate(kwargs):
+        if not own:
+            continue
         for name, value in own.items():
             if isinstance(value, Tensor) and not value.requires_grad:
                 tensors.append(value)

@@ -119,9 +119,13 @@ class _Given(NamedTuple):
     place: tuple[int, int, int]
 
 
-def _place(storage: torch.UntypedStorage, address: int) -> tuple[int, int, int]:
-    start = storage.data_ptr()
-    return start, address - start, storage.nbytes()
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    found = []
+    for t in tensors:
+        storage = t.untyped_storage()
+        start = storage.data_ptr()
+        found.append((start, t.data_ptr() - start, storage.nbytes()))
+    return found
 
 
 def _relative(found: Sequence[tuple[int, int, int]]) -> Hashable:
@@ -131,7 +135,7 @@ def _relative(found: Sequence[tuple[int, int, int]]) -> Hashable:
 
 def places(tensors: Sequence[Tensor]) -> Hashable:
     """Which tensors share memory, and where each begins in its own."""
-    return _relative([_place(t.untyped_storage(), t.data_ptr()) for t in tensors])
+    return _relative(_places(tensors))
 
 
 class Recorder(TorchFunctionMode):
@@ -200,8 +204,7 @@ class Recorder(TorchFunctionMode):
                     continue
                 root = self._known[id(tensor)].root
                 (memory,) = memory_of_all([tensor])
-                place = tensor.untyped_storage(), tensor.data_ptr()
-                self._given.setdefault(root, _Given(name, memory, _place(*place)))
+                self._given.setdefault(root, _Given(name, memory, *_places([tensor])))
                 if memory in memory_of_theirs:
                     self._theirs.add(root)
 
