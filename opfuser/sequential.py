@@ -645,7 +645,7 @@ class Sequential(NestedSequential):
         given: dict[BasicOperation, dict[str, Any]] = {}
         caches: list[PendingCache] = []
         for key, kwargs in op_kwargs.items():
-            op = self._op_of_key(key)
+            op = key if isinstance(key, BasicOperation) else self._op_of_key(key)
             if not isinstance(kwargs, Mapping) or op in given:
                 received = f"{type(kwargs).__name__} for {key!r}"
                 if op in given:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.autograd.forward_ad import unpack_dual
 
-from ..buffer_reuse import is_batched, memory_of, shares_nothing
+from ..buffer_reuse import any_overlap, is_batched, memory_of, overlap, shares_nothing
 from ..change_tracking import active_calls
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
@@ -391,43 +391,11 @@ def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> N
         return
     present = [t for t in (*received, *grads) if t is not None]
     memory = [t.untyped_storage().data_ptr() for t in present]
-    if len(set(memory)) == len(memory) or not _any_overlap(present, memory):
+    if len(set(memory)) == len(memory) or not any_overlap(present, memory):
         return
     for n in views:
         grad = grads[n]
         if grad is not None:
             others = [*received, *grads[:n], *grads[n + 1 :]]
-            if any(other is not None and _overlap(grad, other) for other in others):
+            if any(other is not None and overlap(grad, other) for other in others):
                 grads[n] = grad.clone()
-
-
-def _any_overlap(tensors: Sequence[Tensor], memory: Sequence[int]) -> bool:
-    """Whether any two share bytes; ``memory`` has the addresses of their storages."""
-    covered: dict[int, list[tuple[int, int]]] = {}
-    for t, address in zip(tensors, memory):
-        covered.setdefault(address, []).append(_extent(t))
-    for extents in covered.values():
-        last = 0
-        for start, stop in sorted(extents):
-            if start < last:
-                return True
-            last = max(last, stop)
-    return False
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    (a_start, a_stop), (b_start, b_stop) = _extent(a), _extent(b)
-    return a_start < b_stop and b_start < a_stop
-
-
-def _extent(t: Tensor) -> tuple[int, int]:
-    """First and one past the last byte of its storage that ``t`` covers."""
-    start = int(t.storage_offset()) * t.itemsize
-    if not t.numel():
-        return start, start
-    if t.is_contiguous():
-        return start, start + t.nbytes
-    last = sum((int(size) - 1) * int(stride) for size, stride in zip(t.shape, t.stride()))
-    return start, start + (last + 1) * t.itemsize

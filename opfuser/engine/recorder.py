@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..buffer_reuse import any_overlap
 from ..recording import unseen_within, watched
 from .emission import Text
 from .plan import Step
@@ -230,9 +231,9 @@ class Recorder(TorchFunctionMode):
         return known.name
 
     def share_memory(self, results: Sequence[Tensor]) -> bool:
-        """Whether any of these, which have names, is a view of another one or of what was given."""
+        """Whether any of these, which have names, may share bytes with others or what was given."""
         roots = [self._known[id(t)].root for t in results]
-        return len(set(roots)) < len(roots) or any(root < self._first_made for root in roots)
+        return any(root < self._first_made for root in roots) or any_overlap(results, roots)
 
     def is_view_of_own(self, result: Tensor) -> bool:
         """Whether a result is a view of memory that a call has made."""

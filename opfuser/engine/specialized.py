@@ -197,7 +197,10 @@ class Specializations:
 
     def cached(self) -> list[Tensor]:
         """The tensors that operations have cached."""
-        return [t for op in self._caching for t in op.cached_tensors()]
+        found: list[Tensor] = []
+        for op in self._caching:
+            found += op.cached_tensors()
+        return found
 
     def buffers(self, *, scales: bool) -> list[Tensor]:
         """The buffers of the operations, with or without scales."""
@@ -209,6 +212,8 @@ class Specializations:
                 for name in module._buffers
             ]
             self._seen = Clock.now
+        if not self._places:
+            return []
         found = [own[name] for own, name, scale in self._places if scales or not scale]
         return [t for t in found if t is not None]
 

@@ -273,8 +273,10 @@ class Forward(ReplacedForward):
         if self.kind in ("attention", "layer"):
             mask = given.pop("attention_mask", None)
             tables = given.pop("position_embeddings", None)
-            caches = [given.pop(name, None) for name in _CACHES]
-            cache = next((c for c in caches if c is not None), None)
+            cache = None
+            for name in _CACHES:
+                passed = given.pop(name, None)
+                cache = passed if cache is None else cache
             found = Given(x, mask, given.pop("is_causal", None), tables, cache)
         for name, value in given.items():
             if name not in _NOT_READ and value is not None and value is not False:
@@ -341,14 +343,12 @@ def _fits(mask: Any) -> bool:
 
 
 def _are_tables(tables: Any, size: int) -> bool:
-    return (
-        isinstance(tables, tuple)
-        and len(tables) == 2
-        and all(
-            isinstance(t, Tensor) and t.dim() == 3 and t.shape[-1] == size and not t.requires_grad
-            for t in tables
-        )
-    )
+    if not isinstance(tables, tuple) or len(tables) != 2:
+        return False
+    for t in tables:
+        if not isinstance(t, Tensor) or t.dim() != 3 or t.shape[-1] != size or t.requires_grad:
+            return False
+    return True
 
 
 def _collects_inside() -> bool:
