@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CacheFullError, InputError, NotSupportedError, explain
-from ..recording import seen_whole
+from ..recording import refuse_watching, seen_whole
 from ..tracing import stands_in
 
 __all__ = [
@@ -241,6 +241,7 @@ class PendingCache(StoresLast):
         return self._cache is cache
 
     def __getattr__(self, name: str) -> Any:
+        refuse_watching("a cache is asked for more than keys and values")
         return getattr(self._cache, name)
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -335,12 +336,20 @@ def extended_copy(layer: Any, k: Tensor, v: Tensor) -> Extended:
 def state_of_layer(layer: Any) -> Hashable:
     """Returns the state, as of :class:`StoresLast`, of a layer as of :func:`is_replacing`.
 
-    One with tensors has keys, whose number is another in each call.
+    One with tensors, other than numbers on the host, has keys, which are more in the next call.
     """
     own = vars(layer)
-    if not _COMPARED.issuperset(map(type, own.values())):
-        return None
-    return type(layer), *own.items()
+    if _COMPARED.issuperset(map(type, own.values())):
+        return type(layer), *own.items()
+    numbers = {name: t.item() for name, t in own.items() if isinstance(t, Tensor) and _is_number(t)}
+    plain = own | numbers
+    return (
+        (type(layer), *plain.items()) if _COMPARED.issuperset(map(type, plain.values())) else None
+    )
+
+
+def _is_number(t: Tensor) -> bool:
+    return t.is_cpu and not t.dim()
 
 
 _COMPARED = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))

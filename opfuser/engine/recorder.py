@@ -306,6 +306,9 @@ class Recorder(TorchFunctionMode):
                     only_reads = flag is not None and not args[flag]
                     targets = [] if writes is None or only_reads else [args[writes]]
                     self._refuse_memory(function.__name__, given, targets)
+                returned = [t for t in _tensors_in(result) if not any(t is own for own in given)]
+                if any(map(self._find, returned)):
+                    raise NotRecordableError("a result is a tensor of other calls")
                 names: list[str] = []
                 values = ", ".join([self._value(value, names) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"

@@ -19,6 +19,7 @@ from opfuser import DotProductAttention, KVCache, LayerNorm, Linear, Residual, R
 from opfuser.attention.cache import StoresLast
 from opfuser.engine.specialized import unrecorded
 from opfuser.errors import CacheFullError
+from opfuser.op import BasicOperation
 from tests.engine.test_recorded_calls import ENOUGH, D, assert_same, image, passes, twin
 
 LENGTH = 3  # of images
@@ -52,7 +53,13 @@ def cleared() -> KVCache:
     return cache
 
 
-FRESH = [KVCache, exactly_full, cleared, layer_of_transformers]
+def sliding_layer(window: int = 2) -> Any:
+    kind: Any = type(layer_of_transformers())
+    made = next(k for k in kind.__subclasses__() if k.__name__ == "DynamicSlidingWindowLayer")
+    return made(sliding_window=window)
+
+
+FRESH = [KVCache, exactly_full, cleared, layer_of_transformers, sliding_layer]
 each_fresh = pytest.mark.parametrize("fresh", FRESH, ids=lambda make: make.__name__)
 
 
@@ -190,16 +197,21 @@ def filled_layer() -> Any:
     return layer
 
 
-def sliding_layer() -> Any:
-    kind: Any = type(layer_of_transformers())
-    made = next(k for k in kind.__subclasses__() if k.__name__ == "DynamicSlidingWindowLayer")
-    return made(sliding_window=2)
+def wider_layer() -> Any:
+    return sliding_layer(5)
 
 
-OTHERS = [_Twice, _Doubled, _Own, _Stores, filled, roomy, filled_layer, sliding_layer]
+def layer_with_its_own_update() -> Any:
+    layer = layer_of_transformers()
+    layer.update = lambda k, v: (torch.cat([k, k], 2), torch.cat([v, v], 2))
+    return layer
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=lambda make: make.__name__.strip("_"))
+OTHERS = [_Twice, _Doubled, _Own, _Stores, filled, filled_layer, layer_with_its_own_update]
+RECORDED = [roomy, wider_layer]
+
+
+@pytest.mark.parametrize("other", [*OTHERS, *RECORDED], ids=lambda make: make.__name__.strip("_"))
 @each_fresh
 def test_caches_of_other_kinds(fresh: Callable[[], Any], other: Callable[[], Any]) -> None:
     module = block()
@@ -210,7 +222,57 @@ def test_caches_of_other_kinds(fresh: Callable[[], Any], other: Callable[[], Any
     for _ in range(ENOUGH):
         with passes() as names:
             assert_same(inferred(module, x, other()), theirs)
-    assert bool(names) == (other is roomy)
+    assert bool(names) == (other in RECORDED)
+
+
+class Asking(DotProductAttention):
+    """Asks a cache for more than keys and values."""
+
+    recordable = True
+
+    def op_forward(self, ctx: Any, input_: Tensor, **kwargs: Any) -> Tensor:
+        number = float(getattr(kwargs["cache"], "number", 1.0))
+        return super().op_forward(ctx, input_ * number, **kwargs)
+
+
+def test_what_else_a_cache_tells_is_no_constant() -> None:
+    module = Sequential(Linear(D, 3 * D), RMSNorm(3 * D), Asking(2))
+    x = image()
+    for number in (1.0,) * ENOUGH + (2.0, 3.0):
+        cache: Any = KVCache()
+        cache.number = number
+        ours = inferred(module, x, cache)
+    assert torch.equal(ours[1][:, :, :LENGTH], 3 * inferred(module, x, KVCache())[1][:, :, :LENGTH])
+
+
+class Shifts(BasicOperation):
+    """Adds a number that it is given."""
+
+    recordable = True
+
+    def op_forward(self, ctx: Any, input_: Tensor, *, number: Tensor, **kwargs: Any) -> Tensor:
+        return input_ + number
+
+
+def test_the_length_of_a_cache_as_another_keyword() -> None:
+    """A tensor that a cache returns may be one that the call has been given."""
+    module = Sequential(Linear(D, 3 * D), RMSNorm(3 * D), DotProductAttention(2), Shifts())
+    x, cache = image(), KVCache(100)
+
+    def call(number: Tensor) -> Tensor:
+        with torch.no_grad():
+            y: Tensor = module(x, op_kwargs={2: {"cache": cache}, 3: {"number": number}})
+        return y
+
+    call(torch.zeros((), dtype=torch.int64))
+    for _ in range(ENOUGH):
+        call(cache.length)
+    cache.reset()
+    for shift in (5, 7):
+        first = call(torch.tensor(shift))
+        cache.reset()
+        torch.testing.assert_close(first - shift, call(torch.tensor(0)))
+        cache.reset()
 
 
 def test_a_cache_within_called_sequences() -> None:
