@@ -152,6 +152,19 @@ def test_steps_of_generation(fresh: Callable[[], Any], recorded: int) -> None:
     assert_same(ours, theirs)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("fresh", [lambda: KVCache(12), KVCache], ids=["preallocated", "growing"])
+def test_steps_of_generation_on_a_gpu(fresh: Callable[[], Any]) -> None:
+    module = block().to("cuda", torch.bfloat16)
+    x = torch.randn(2, 10, D, device="cuda", dtype=torch.bfloat16)
+    for _ in range(ENOUGH):
+        in_steps(module, x, fresh())
+    ours, _ = in_steps(module, x, fresh())
+    with unrecorded():
+        theirs, _ = in_steps(copy.deepcopy(module), x, fresh())
+    assert_same(ours, theirs)
+
+
 class _Twice(KVCache):
     """Returns keys of its own."""
 
