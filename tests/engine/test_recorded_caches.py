@@ -19,6 +19,7 @@ from opfuser import DotProductAttention, KVCache, LayerNorm, Linear, Residual, R
 from opfuser.attention.cache import StoresLast
 from opfuser.engine.specialized import unrecorded
 from opfuser.errors import CacheFullError
+from opfuser.models import DecoderConfig, decoder_lm, generate
 from opfuser.op import BasicOperation
 from tests.engine.test_recorded_calls import ENOUGH, D, assert_same, image, passes, twin
 
@@ -163,6 +164,19 @@ def test_steps_of_generation_on_a_gpu(fresh: Callable[[], Any]) -> None:
     with unrecorded():
         theirs, _ = in_steps(copy.deepcopy(module), x, fresh())
     assert_same(ours, theirs)
+
+
+def test_generated_tokens() -> None:
+    """What the first texts have recorded serves the next one."""
+    model = decoder_lm(DecoderConfig(50, D, 1, 2, ffn_dim=D))
+    prompts = torch.randint(50, (3, 1, 4))
+    for prompt in prompts[:2]:
+        generate(model, prompt, 6, static_cache=True)
+    with passes() as names:
+        ours = generate(model, prompts[2], 6, static_cache=True)
+    assert len(names) == 2 + 5, "the body and the head for the prompt, and a pass for each token"
+    with unrecorded():
+        assert torch.equal(ours, generate(copy.deepcopy(model), prompts[2], 6, static_cache=True))
 
 
 class _Twice(KVCache):
