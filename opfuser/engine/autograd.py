@@ -28,6 +28,7 @@ from .passes import (
     execute_forward,
     located,
     run_recorded_backward,
+    tells_step,
 )
 from .program import Program
 from .recorded_guards import keywords_of
@@ -67,8 +68,8 @@ def execute_eagerly(
             try:
                 output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept, *caches)
             except Exception as error:
-                if (other := located(error, program, "forward")) is not None:
-                    raise other from error
+                if tells_step(error, program, "forward"):
+                    raise located(error, program, "forward") from error
                 raise
             return (output, *outputs) if outputs else output
     for op, needed in program.prepared_ops:
@@ -203,8 +204,8 @@ class _RecordedFunction(torch.autograd.Function):
         try:
             output, outputs, saved = found.forward(input_, parameters, extra_inputs, kept, *caches)
         except Exception as error:
-            if (other := located(error, program, "forward")) is not None:
-                raise other from error
+            if tells_step(error, program, "forward"):
+                raise located(error, program, "forward") from error
             raise
         if program.kept_parameters:
             saved += [parameters[n] for n in program.kept_parameters]

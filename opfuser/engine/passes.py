@@ -32,6 +32,7 @@ __all__ = [
     "execute_forward",
     "located",
     "run_recorded_backward",
+    "tells_step",
     "traced_backward",
     "traced_forward",
 ]
@@ -106,8 +107,8 @@ def execute_forward(
     try:
         x, outputs = function(x, extra_inputs, kwargs, tape, verification)
     except Exception as error:
-        if (other := located(error, program, "forward")) is not None:
-            raise other from error
+        if tells_step(error, program, "forward"):
+            raise located(error, program, "forward") from error
         raise
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
@@ -145,20 +146,32 @@ def _record_forward(
     return results
 
 
-def located(error: Exception, program: Program, stage: Stage) -> Exception | None:
+def tells_step(error: Exception, program: Program, stage: Stage) -> bool:
+    """Whether the text of an error is to say of which step it came, as :func:`located` returns it.
+
+    Where it is not, the error has a note that does.
+    """
+    if isinstance(error, ContextError):
+        return True
+    if stage == "forward" and isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
+        return True
+    _note(error, program.step_of(error), program, stage)
+    return False
+
+
+def located(error: Exception, program: Program, stage: Stage) -> Exception:
     """An error like another one, whose text says of which step that came.
 
-    None: that is raised as it is, with a note.
+    No frame through which it is raised may have a name for it: the two would be a cycle.
     """
     step = program.step_of(error)
     name = "" if step is None else step_name(step)
-    other: Exception | None = None
     if isinstance(error, ContextError):
-        other = type(error)(f"{error} It happened in the {stage} of {name}.")
-    elif stage == "forward" and isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
+        other: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
+    else:
         kind = CacheFullError if isinstance(error, CacheFullError) else InputError
         other = kind(f"{error} It came to {name} of the sequence.")
-    _note(other or error, step, program, stage)
+    _note(other, step, program, stage)
     return other
 
 
@@ -321,8 +334,8 @@ def _run_backward(
     try:
         dx, grads = function(dx, grad_outputs, contexts, saved, verification)
     except Exception as error:
-        if (other := located(error, program, "backward")) is not None:
-            raise other from error
+        if tells_step(error, program, "backward"):
+            raise located(error, program, "backward") from error
         raise
     finally:
         if overlap is not None:
