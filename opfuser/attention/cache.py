@@ -236,10 +236,6 @@ class PendingCache(StoresLast):
         self._cache = cache
         self._keep: Callable[[], None] | None = None
 
-    def is_of(self, cache: Any) -> bool:
-        """Whether it stands for this cache."""
-        return self._cache is cache
-
     def __getattr__(self, name: str) -> Any:
         refuse_watching("a cache is asked for more than keys and values")
         return getattr(self._cache, name)
@@ -290,7 +286,7 @@ def append(cache: PendingCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 def pending_of(cache: Any, pending: list[PendingCache]) -> PendingCache:
     """Returns the one of ``pending`` that stands for the cache, to which it is added if need be."""
     for known in pending:
-        if known.is_of(cache):
+        if known._cache is cache:
             return known
     pending.append(PendingCache(cache))
     return pending[-1]
