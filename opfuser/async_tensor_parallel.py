@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .providers import Providers
+from .recording import assume, refuse_watching
 from .tracing import stands_in
 
 __all__ = ["Overlap", "choose", "chosen", "names", "register"]
@@ -99,10 +100,16 @@ def chosen(x: Tensor, group: dist.ProcessGroup | None) -> Overlap | None:
         x: what is multiplied, before it is gathered.
         group: None is that of all processes.
     """
+    assume(_is_any_chosen)
     if not _chosen or stands_in(x) or x.dim() < 2 or not x.numel():
         return None
+    refuse_watching("products may overlap with their collectives")
     provider = _chosen.get(_whole(group).group_name)
     return None if provider is None or provider.refuses(x) is not None else provider
+
+
+def _is_any_chosen() -> bool:
+    return bool(_chosen)
 
 
 def _whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from .change_tracking import Tracked, has_hooks, is_compiled, replaces_forward
 from .context import TensorFacts
 from .engine.autograd import Kwargs
 from .engine.plain_modules import assumed_output, is_known, replacement
-from .engine.plan import FusionRecord, Plan, RecordedCalls, ReplayRecord, Step, expand
+from .engine.plan import FusionRecord, Plan, Step, expand
 from .engine.routing import (
     CLOSED,
     Channels,
@@ -27,13 +28,11 @@ from .errors import counted
 from .events.kinds import Change, PlanInvalidated
 from .events.telling import emit
 from .fuser import OperationFuser
-from .fusion import Env, Fusion, Match, QuantizedEdge, Refusal
-from .gemm_providers import GemmChoice
+from .fusion import Env, Fusion, Match, Refusal
 from .op import (
     BasicOperation,
     FusedOperation,
     FusibleOperation,
-    GradNeeds,
 )
 from .op.kinds import has_called_parts, must_be_called
 from .registry import FusionHandle, registry
@@ -385,19 +384,11 @@ def join_plans(
     """
     forward: list[Step] = []
     backward: list[Step] = []
-    needs: list[GradNeeds | None] = []
-    ops: list[BasicOperation] = []
+    joined: list[Plan] = []
+    first = 0
     scanned: list[_Scanned] = []
     cuts: dict[int, Refusal] = {}
     records: dict[tuple[str, str], FusionRecord] = {}
-    replays: list[ReplayRecord] = []
-    recordings: list[RecordedCalls] = []
-    quantized: list[int] = []
-    high_precision: list[tuple[int, Refusal]] = []
-    edges: list[QuantizedEdge] = []
-    notes: list[tuple[int, str]] = []
-    gemms: list[GemmChoice] = []
-    env: Env | None = None
     before: Group | None = None
     for group, plans in groups:
         cut = group if group.split or before is None else before
@@ -408,50 +399,52 @@ def join_plans(
             step = Step(cast(nn.Module, group.callee), ())
             forward.append(step)
             backward += [step] if grad_enabled else []
-            scanned += [_Scanned(len(ops), op) for op in group.ops]
+            scanned += [_Scanned(first, op) for op in group.ops]
             instead = replacement(step.op)
             if instead is not None:
                 kind = type(step.op).__name__
                 why = f"torch.nn.{kind} stands where {instead.text} would fit"
                 no = Refusal("GROUP_SPLIT", why)
-                scanned += [_Scanned(len(ops), op, no) for op in instead.operations]
+                scanned += [_Scanned(first, op, no) for op in instead.operations]
         for plan in plans:
-            first = len(ops)
-            forward += [_shift(step, first) for step in plan.forward]
-            backward += [_shift(step, first) for step in plan.backward]
-            needs += plan.needs
-            quantized += _shifted(plan.quantized, first)
-            high_precision += [(first + n, why) for n, why in plan.high_precision]
-            edges += [edge.behind(first) for edge in plan.edges]
-            notes += [(first + n, note) for n, note in plan.notes]
-            gemms += [choice._replace(op=first + choice.op) for choice in plan.gemms]
-            replays += [r._replace(indices=_shifted(r.indices, first)) for r in plan.replays]
-            recordings += [r._replace(indices=_shifted(r.indices, first)) for r in plan.recordings]
+            joined.append(_counted_from(first, plan))
+            forward += joined[-1].forward
+            backward += joined[-1].backward
             for record in plan.history:
                 _merge(records, record, first)
             scanned += [_Scanned(n, op) for n, op in enumerate(plan.basic_ops, first)]
-            ops += plan.basic_ops
-            env = env or plan.env
-    if env is None:
+            first += len(plan.basic_ops)
+    if not joined:
         return None
+    env = joined[0].env
     _note_boundaries(records, scanned, cuts, env)
-    return Plan(
-        tuple(ops),
-        tuple(forward),
-        tuple(backward),
-        tuple(needs),
-        tuple(records.values()),
-        env,
-        tuple(quantized),
-        tuple(high_precision),
-        tuple(edges),
-        tuple(notes),
-        tuple(gemms),
-        assumed=assumed,
-        replays=tuple(replays),
-        recordings=tuple(recordings),
-        numbers=tuple(n for _, plans in groups for plan in plans for n in plan.numbers),
-        groups=tuple(g for _, plans in groups for plan in plans for g in plan.groups or (plan,)),
+    fields: dict[str, Any] = {
+        name: tuple(chain.from_iterable(getattr(plan, name) for plan in joined)) for name in _JOINED
+    }
+    fields |= {"forward": tuple(forward), "backward": tuple(backward)}
+    return Plan(**fields, history=tuple(records.values()), env=env, assumed=assumed)
+
+
+# Fields of a plan over several groups that are those of their plans, one behind another.
+_JOINED = (
+    "basic_ops needs quantized high_precision edges notes gemms replays recordings numbers groups"
+).split()
+
+
+def _counted_from(first: int, plan: Plan) -> Plan:
+    """The plan with operations counted from ``first`` on, but for its history."""
+    return replace(
+        plan,
+        forward=tuple(_shift(step, first) for step in plan.forward),
+        backward=tuple(_shift(step, first) for step in plan.backward),
+        quantized=_shifted(plan.quantized, first),
+        high_precision=tuple((first + n, why) for n, why in plan.high_precision),
+        edges=tuple(edge.behind(first) for edge in plan.edges),
+        notes=tuple((first + n, note) for n, note in plan.notes),
+        gemms=tuple(choice._replace(op=first + choice.op) for choice in plan.gemms),
+        replays=tuple(r._replace(indices=_shifted(r.indices, first)) for r in plan.replays),
+        recordings=tuple(r._replace(indices=_shifted(r.indices, first)) for r in plan.recordings),
+        groups=plan.groups or (plan,),
     )
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "repeat",
     "seen_whole",
     "unseen",
-    "unseen_within",
     "unwatched",
     "watched",
     "watching",
@@ -84,6 +83,9 @@ class Watcher(Protocol):
     def note_setting(self, holder: Any, name: str, value: Hashable) -> None:
         """Notes that an attribute of an object was set."""
 
+    def note_assumption(self, read: Callable[[], Hashable], value: Hashable) -> None:
+        """Notes that the pass depends on what a function returns."""
+
     def note_launch(self, launch: Any, *arguments: Any) -> None:
         """Notes a launch of a kernel that has run, with the arguments of ``Launch``."""
 
@@ -120,9 +122,11 @@ def is_recording() -> bool:
 
 
 def assume(read: Callable[[], Hashable]) -> None:
-    """While a pass is recorded, notes that it depends on what ``read`` returns."""
+    """While a pass is recorded or watched, notes that it depends on what ``read`` returns."""
     if _state.under_way is not None:
         _state.under_way.seen.append((read, read()))
+    if watching.watcher is not None:
+        watching.watcher.note_assumption(read, read())
 
 
 def repeat(effect: Callable[[], None]) -> None:
@@ -153,16 +157,6 @@ def refuse_watching(why: str) -> None:
     """Tells who notes the calls of this thread, if anybody does, that they do not tell all."""
     if watching.watcher is not None:
         watching.watcher.refuse(why)
-
-
-@contextmanager
-def unseen_within() -> Iterator[None]:
-    """Within it nobody notes what is called; who does goes on afterwards."""
-    watcher, watching.watcher = watching.watcher, None
-    try:
-        yield
-    finally:
-        watching.watcher = watcher
 
 
 @contextmanager

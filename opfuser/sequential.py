@@ -69,6 +69,22 @@ class Exports:
     to_torch: Callable[[Sequential], nn.Module]
 
 
+# What is derived from the modules of a Sequential, before that is done.
+_UNRESOLVED: dict[str, Any] = {
+    "_groups": (),
+    "_routes": Routes((), ()),
+    "_calls": (),
+    "_structure": None,
+    "_single": None,
+    "_called": (),
+    "_seen": -1,
+    "_within": None,
+    "_crossing": None,
+    "_nested": (),
+    "_stands": ("", ()),
+}
+
+
 class Sequential(NestedSequential):
     """A sequence of operations and modules, run in order, with groups of operations fused.
 
@@ -278,7 +294,7 @@ class Sequential(NestedSequential):
     def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
         return Sequential(*self, *modules)
 
-    _groups: list[Group]
+    _groups: Sequence[Group]
     _routes: Routes
     _calls: Sequence[tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]]
     _structure: list[tuple[str, list[tuple[int, Hashable]]]] | None
@@ -286,26 +302,14 @@ class Sequential(NestedSequential):
     _called: tuple[Group, ...]  # because of a hook or a forward, whose removal is not noticed
     _seen: int
     _within: tuple[weakref.ref[Sequential], str] | None  # what calls it as a module, and the path
-    _nested: list[tuple[NestedSequential, Channels]]  # with the channels that cross their borders
+    _nested: Sequence[tuple[NestedSequential, Channels]]  # with what crosses their borders
     # What calls it as a module, the path there, and the channels that cross its border.
     _crossing: tuple[weakref.ref[NestedSequential], str, Channels] | None
     _stands: tuple[str, tuple[tuple[str, FusionConfig], ...]]
 
     def _forget(self) -> None:
         """Drops everything derived from the modules."""
-        self.__dict__.update(
-            _groups=[],
-            _routes=Routes((), ()),
-            _calls=[],
-            _structure=None,
-            _single=None,
-            _called=(),
-            _seen=-1,
-            _within=None,
-            _crossing=None,
-            _nested=[],
-            _stands=("", ()),
-        )
+        self.__dict__.update(_UNRESOLVED)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """As of any module; a parameter that is replaced, as by ``to_empty``, stays tied."""
@@ -329,10 +333,7 @@ class Sequential(NestedSequential):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = (
-            "_groups", "_routes", "_calls", "_structure", "_single", "_called", "_seen", "_within",
-            "_crossing", "_nested", "_stands", *DERIVED,
-        )  # fmt: skip
+        derived = _UNRESOLVED.keys() | DERIVED
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

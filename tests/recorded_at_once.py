@@ -185,7 +185,7 @@ def _record_on_copies(
             saved.clear()
             return grads
 
-        return Backward(results, (), (), None, (), (), shares=True)
+        return Backward(results, (), (), None, (), (), (), shares=True)
     COUNTS["backward"] += 1
     relations = _relations(grads, [own_dy, *own_received, *[ref() for ref in held]])
     refs = list(map(_reference, saved))

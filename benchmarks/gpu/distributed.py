@@ -5,7 +5,11 @@
 Writes ``distributed.json`` after every round, so that an interrupted run keeps what it has. A
 failure is a row with the text of its error, and all ranks agree on it. The cases, in this order:
 ``gpt`` and ``llama`` under FSDP2, ``tensor_parallel``, and ``llama_on_one``, the same model on each
-GPU by itself. ``--device cpu`` rehearses over gloo with tiny sizes: its figures mean nothing.
+GPU by itself. One process without torchrun takes the latter, or cases that ``--only`` names:
+
+``PYTHONPATH=. python benchmarks/gpu/distributed.py --only gpt --no-compile``
+
+``--device cpu`` rehearses over gloo with tiny sizes: its figures mean nothing.
 """
 
 from __future__ import annotations

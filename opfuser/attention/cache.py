@@ -247,15 +247,6 @@ class PendingCache(StoresLast):
 
     def extended(self, k: Tensor, v: Tensor) -> Extended:
         """Returns all keys and values; its ``keep`` does nothing."""
-        if self._keep is not None:
-            raise InputError(
-                explain(
-                    "A cache belongs to one operation, which a sequence calls once",
-                    where="KVCache",
-                    received="a second call in one call of a sequence",
-                    remedy="Make a cache for each operation, and an operation for each call",
-                )
-            )
         return Extended(*append(self, k, v))
 
     def state(self) -> Hashable:
@@ -266,6 +257,18 @@ class PendingCache(StoresLast):
 
     def take(self, k: Tensor, v: Tensor) -> Extended:
         """Returns what the cache does, and has its ``keep`` for later."""
+        if self._keep is not None:
+            raise InputError(
+                explain(
+                    "A cache belongs to one operation, which a sequence calls once",
+                    where="KVCache",
+                    received="a second call in one call of a sequence",
+                    remedy="Make a cache for each operation, and an operation for each call",
+                )
+            )
+        if isinstance(self._cache, PendingCache):  # of the sequence around, which stores later
+            self._keep = _nothing
+            return self._cache.take(k, v)
         more = extended(self._cache, k, v)
         self._keep = more.keep
         return more

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..async_tensor_parallel import Overlap, chosen
 from ..errors import ArgumentError, InputError, NotSupportedError, explain
+from ..recording import assume, seen_whole
 
 __all__ = [
     "GroupRef",
@@ -37,6 +38,27 @@ def _collective(name: str, before_2_13: str) -> Any:
 
 _all_gather = _collective("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+@seen_whole(writes=0)
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Into ``x``, which is contiguous, its sum over the ranks."""
+    dist.all_reduce(x, group=group)
+    return x
+
+
+@seen_whole(writes=0)
+def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Into ``out`` the ranks' ``x``, one behind another; both are contiguous."""
+    _all_gather(out, x, group=group)
+    return out
+
+
+@seen_whole(writes=0)
+def reduce_scatter_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Into ``out`` this rank's rows of the sum of ``x``; both are contiguous."""
+    _reduce_scatter(out, x, group=group)
+    return out
 
 
 class GroupRef(NamedTuple):
@@ -208,9 +230,15 @@ def check_sequence_dim(dim: int, where: str, name: str = "sequence_dim") -> None
 
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks in ``group`` (None: all); 1 where torch.distributed is not initialised."""
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return 1
+    if group is None:
+        assume(_number_of_ranks)
+        return _number_of_ranks()
     return dist.get_world_size(group)
+
+
+def _number_of_ranks() -> int:
+    initialised = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if initialised else 1
 
 
 def refuse_reference(group: dist.ProcessGroup | None, where: str) -> None:
@@ -231,7 +259,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None, *, reuse: bool = Fals
     out = x if reuse else x.clone(memory_format=torch.contiguous_format)
     out = out.contiguous()
     if out.numel():
-        dist.all_reduce(out, group=group)
+        out = sum_over_ranks(out, group)
     return out
 
 
@@ -254,7 +282,7 @@ def gather(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
     ranks, shape = group_size(group), x.shape
     out = x.new_empty((ranks * shape[0], *shape[1:]))
     if x.numel():
-        _all_gather(out, x.contiguous(), group=group)
+        out = gather_into(out, x.contiguous(), group)
     if not dim:
         return out
     whole = (*shape[:dim], ranks * shape[dim], *shape[dim + 1 :])
@@ -281,7 +309,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> 
         x = x.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0).flatten(0, 1)
     out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
     if x.numel():
-        _reduce_scatter(out, x.contiguous(), group=group)
+        out = reduce_scatter_into(out, x.contiguous(), group)
     return out
 
 

@@ -64,7 +64,7 @@ class _Activation(BasicOperation):
         x = in_compute_dtype(input_, self)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        (function,) = ctx.settings or self.frozen_settings(ctx)
+        (function,) = self.frozen_settings(ctx)
         y: Tensor = activation_forward(x, function, None)
         return y
 
@@ -76,7 +76,7 @@ class _Activation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        (function,) = ctx.settings or self.frozen_settings(ctx)
+        (function,) = self.frozen_settings(ctx)
         return activation_dx(grad_output, x, function), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

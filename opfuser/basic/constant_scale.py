@@ -42,15 +42,15 @@ class ConstantScale(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        (scale,) = ctx.settings or self.frozen_settings(ctx)
-        return input_.mul(scale)  # a tenth of a microsecond less than the operator
+        (scale,) = self.frozen_settings(ctx)
+        return input_.mul(scale)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[()]]:
         if not ctx.needs.input:
             return None, ()
-        (scale,) = ctx.settings or self.frozen_settings(ctx)
+        (scale,) = self.frozen_settings(ctx)
         return grad_output.mul(scale), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -191,7 +191,7 @@ class CrossEntropy(BasicOperation):
         if given["basic_op_kwargs"][0]:
             self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx, targets = basic_op_ctxs[0], given["basic_op_extra_inputs"][0][0]
-        terms, reduction = ctx.settings or self.frozen_settings(ctx)
+        terms, reduction = self.frozen_settings(ctx)
         assert targets is not None
         self.check_inputs(input_.shape, input_.dtype, targets)
         logits, flat = _matrix(input_), targets.reshape(-1)
@@ -223,7 +223,7 @@ class CrossEntropy(BasicOperation):
         if not ctx.needs.input:
             return None, [()], [(None,)]
         input_, targets, row_max, sum_exp, count = cast("tuple[Tensor, ...]", ctx.saved_tensors)
-        terms, reduction = ctx.settings or self.frozen_settings(ctx)
+        terms, reduction = self.frozen_settings(ctx)
         dloss = grad_output.reshape(-1) if reduction == "none" else grad_output
         logits, flat, own = _matrix(input_), targets.reshape(-1), self.vocabulary
         if row_max is None:

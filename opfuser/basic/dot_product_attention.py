@@ -119,7 +119,6 @@ class DotProductAttention(BasicOperation):
         OpKwargsError: in forward, for other keywords.
     """
 
-    plain_without_extra_tensors: ClassVar[bool] = True
     read_only: ClassVar[frozenset[str]] = frozenset({"layout", "num_extra_inputs"})
 
     class Saved(NamedTuple):
@@ -222,7 +221,7 @@ class DotProductAttention(BasicOperation):
         max_seqlen: int | None = None,
         cache: Any | None = None,
     ) -> Tensor:
-        settings: AttentionSettings = ctx.settings or self.frozen_settings(ctx)
+        settings: AttentionSettings = self.frozen_settings(ctx)
         inputs.check_packed(input_, settings)
         qkv = _aligned(in_compute_dtype(input_).contiguous())
         x = inputs.split(qkv, settings)
@@ -315,7 +314,7 @@ class DotProductAttention(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-        settings: AttentionSettings = ctx.settings or self.frozen_settings(ctx)
+        settings: AttentionSettings = self.frozen_settings(ctx)
         nothing = (None,) * settings.has_sinks
         if not ctx.needs.input and not any(ctx.needs.parameters):
             return None, nothing
@@ -375,7 +374,7 @@ class DotProductAttention(BasicOperation):
         if not self.num_extra_inputs:
             return super().fuser_forward(basic_op_ctxs, input_, **given)
         ctx = basic_op_ctxs[0]
-        settings: AttentionSettings = ctx.settings or self.frozen_settings(ctx)
+        settings: AttentionSettings = self.frozen_settings(ctx)
         k, v = given["basic_op_extra_inputs"][0]
         assert k is not None
         assert v is not None
@@ -398,7 +397,7 @@ class DotProductAttention(BasicOperation):
         ctx = basic_op_ctxs[0]
         q, k, v, *_ = ctx.saved_tensors
         needs = ctx.needs
-        settings: AttentionSettings = ctx.settings or self.frozen_settings(ctx)
+        settings: AttentionSettings = self.frozen_settings(ctx)
         if not any((needs.input, *needs.parameters, *needs.extra_inputs)):
             return None, [(None,) * settings.has_sinks], [(None, None)]
         grads, sinks = self._backward(ctx, grad_output, inputs.heads_of(q, k, v, settings))

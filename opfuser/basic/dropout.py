@@ -71,7 +71,7 @@ class Dropout(BasicOperation):
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
         output, mask = input_, None
-        (p,) = ctx.settings or self.frozen_settings(ctx)
+        (p,) = self.frozen_settings(ctx)
         if p > 0:
             if draws_seeds(input_):
                 mask = draw_seed(input_)
@@ -89,7 +89,7 @@ class Dropout(BasicOperation):
         (mask,) = ctx.saved_tensors
         if mask is None or not ctx.needs.input:
             return grad_output, ()
-        (p,) = ctx.settings or self.frozen_settings(ctx)
+        (p,) = self.frozen_settings(ctx)
         if mask.dtype == torch.int64:
             return dropout(grad_output, mask, p), ()
         scale = 1.0 / (1.0 - p) if p < 1 else 0.0

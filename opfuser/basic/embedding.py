@@ -162,7 +162,7 @@ class Embedding(BasicOperation):
             ctx.save_for_backward(*self.Saved(input_))
         own = self.vocabulary
         if own is None:
-            return self._look_up(input_, *(ctx.settings or self.frozen_settings(ctx)))
+            return self._look_up(input_, *self.frozen_settings(ctx))
         rows, foreign = _local_rows(self._checked(input_), own)
         part = torch.embedding(self.weight, rows.masked_fill(foreign, 0))
         part.masked_fill_(foreign.unsqueeze(-1), 0.0)  # a tensor that only this line refers to
@@ -177,7 +177,7 @@ class Embedding(BasicOperation):
             return None, (None,)
         assert ctx.saved_tensors is not None
         (indices,) = ctx.saved_tensors
-        (padding,) = ctx.settings or self.frozen_settings(ctx)
+        (padding,) = self.frozen_settings(ctx)
         own = self.vocabulary
         if own is not None:
             return None, (self._slice_grad(grad_output, indices, padding, own),)

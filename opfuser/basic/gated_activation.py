@@ -72,7 +72,7 @@ class _GatedActivation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        (product,) = ctx.settings or self.frozen_settings(ctx)
+        (product,) = self.frozen_settings(ctx)
         gated.check_glu_input(product.function, input_, type(self).__name__)
         x = in_compute_dtype(input_, self)
         if ctx.requires_grad:
@@ -88,7 +88,7 @@ class _GatedActivation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        (product,) = ctx.settings or self.frozen_settings(ctx)
+        (product,) = self.frozen_settings(ctx)
         return gated_backward(grad_output, x, product, None, True, False).dx, ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

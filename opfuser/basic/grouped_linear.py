@@ -354,7 +354,7 @@ class GroupedLinear(BasicOperation):
         y, saved = products.forward(x, weights, groups, out=out, save=save)
         if biases:
             y += grouped_bias(self._table(biases), scales, groups, x.shape[0])
-        if any(ctx.settings or self.frozen_settings(ctx)):
+        if any(self.frozen_settings(ctx)):
             keep_weights(ctx, weights)
         if ctx.requires_grad:
             reads_scales = any(ctx.needs.parameters[len(weights) :])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -13,8 +13,6 @@ __all__ = ["Identity"]
 
 class Identity(BasicOperation):
     """Returns its input: ``y = x``. A place holder that takes part in any sequence."""
-
-    forward_leaves_nothing: ClassVar[bool] = True
 
     def op_forward(
         self,

@@ -93,7 +93,7 @@ class L2Normalization(BasicOperation):
             )
         x = in_compute_dtype(input_, self)
         y: Tensor
-        (eps,) = ctx.settings or self.frozen_settings(ctx)
+        (eps,) = self.frozen_settings(ctx)
         y, _, _, rnorm = norm_forward(side_by_side(x), None, None, None, eps, False, False)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x, rnorm))
@@ -108,7 +108,7 @@ class L2Normalization(BasicOperation):
         x, rnorm = ctx.saved_tensors
         assert x is not None
         assert rnorm is not None
-        (eps,) = ctx.settings or self.frozen_settings(ctx)
+        (eps,) = self.frozen_settings(ctx)
         dx, *_ = norm_backward(
             side_by_side(grad_output), side_by_side(x), None, None, None, rnorm, None,
             eps, False, True, False, False,

@@ -94,7 +94,7 @@ class LoadBalancingLoss(BasicOperation):
         if given["basic_op_kwargs"][0]:
             self.refuse_keywords(given["basic_op_kwargs"][0])
         ctx = basic_op_ctxs[0]
-        (coefficient,) = ctx.settings or self.frozen_settings(ctx)
+        (coefficient,) = self.frozen_settings(ctx)
         terms = [t for t in given["basic_op_extra_inputs"][0] if t is not None]
         _check(terms)
         means = torch.stack(terms).mean(0)
@@ -112,7 +112,7 @@ class LoadBalancingLoss(BasicOperation):
         basic_op_grad_extra_outputs: ExtraTensors,
     ) -> BackwardResult:
         ctx = basic_op_ctxs[0]
-        (coefficient,) = ctx.settings or self.frozen_settings(ctx)
+        (coefficient,) = self.frozen_settings(ctx)
         (d_loss,) = basic_op_grad_extra_outputs[0] or (None,)
         dx = grad_output if ctx.needs.input else None
         none = [None] * self.num_extra_inputs

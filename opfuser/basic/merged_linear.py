@@ -167,7 +167,7 @@ class BasicMergedLinear(OfProjections):
         dtype = weights[0].dtype
         if any_autocast():
             dtype = autocast_dtype(x.device) or dtype
-        if any(ctx.settings or self.frozen_settings(ctx)):
+        if any(self.frozen_settings(ctx)):
             keep_weights(ctx, weights)
         if x.dtype != dtype:
             if x.dtype not in COMPUTE_DTYPES:
@@ -325,7 +325,6 @@ class MergedBias(OfProjections):
     """
 
     parameter: ClassVar[str] = "bias"
-    forward_leaves_nothing: ClassVar[bool] = True
 
     def op_forward(
         self,

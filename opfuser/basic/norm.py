@@ -96,14 +96,7 @@ class Norm(BasicOperation):
 
     def weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
         """Both as they are now, in one dimension; None is a bias that there is not."""
-        own = self._parameters  # without the 0.5 us of nn.Module.__getattr__
-        weight: Tensor | None = own.get("weight")
-        weight = self.weight if weight is None else weight  # parametrised
-        bias: Tensor | None = None
-        if self.with_bias:
-            bias = own.get("bias")
-            bias = self.bias if bias is None else bias
-        return _vectors(weight, bias)
+        return _vectors(self.weight, self.bias if self.with_bias else None)
 
     def op_forward(
         self,
@@ -154,7 +147,7 @@ class Norm(BasicOperation):
         if residual is not None:
             other = as_rows(residual, self._cols) if flat else side_by_side(residual)
         weight, bias = self.weight_and_bias()
-        eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        eps, zero_centered = self.frozen_settings(ctx)
         args = rows, other, weight, bias, eps, zero_centered, self.with_mean
         y: Any
         if quantizer is None:
@@ -212,7 +205,7 @@ class Norm(BasicOperation):
         weight, bias = _parameters(ctx)
         shape = weight.shape
         weight, bias = _vectors(weight, bias)
-        eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        eps, zero_centered = self.frozen_settings(ctx)
         dy, cols = grad_output, self._cols
         # A view takes a microsecond: there is none where all shapes are as the kernels take them.
         flat = x.shape != dy.shape or len(self.normalized_shape) != 1
@@ -249,7 +242,7 @@ class Norm(BasicOperation):
         """In backward, the output again, in the shape of the input that was saved."""
         x = self._saved(ctx)[0]
         rows, parameters = as_rows(x, self._cols), _vectors(*_parameters(ctx))
-        settings = ctx.settings or self.frozen_settings(ctx)
+        settings = self.frozen_settings(ctx)
         y: Tensor
         y, *_ = norm_forward(rows, None, *parameters, *settings, self.with_mean)
         return y.view_as(x)
@@ -262,7 +255,7 @@ class Norm(BasicOperation):
         x, mean, rstd = self._saved(ctx)
         seen = ctx.saved_tensors[2 + self.with_mean :]
         weight, bias = _vectors(*_parameters(ctx))
-        zero_centered = (ctx.settings or self.frozen_settings(ctx)).zero_centered_gamma
+        zero_centered = self.frozen_settings(ctx).zero_centered_gamma
         rows = side_by_side(as_rows(x, self._cols))
         mean = None if mean is None else as_vector(mean)
         args = rows, weight, bias, mean, as_vector(rstd), zero_centered

@@ -152,7 +152,7 @@ class PointwiseOperation(BasicOperation):
         x = in_compute_dtype(input_, self)
         if ctx.requires_grad:
             ctx.save_for_backward(*self.Saved(x))
-        _, constants, _ = ctx.settings or self.frozen_settings(ctx)
+        _, constants, _ = self.frozen_settings(ctx)
         if not self._has_kernel(x):
             return _TorchForm(self).value(x)  # so that value() may keep something on self
         return _chain(type(self).device_function, constants).forward(x, (None,), (x.dtype,)).y
@@ -165,7 +165,7 @@ class PointwiseOperation(BasicOperation):
         assert ctx.saved_tensors is not None
         (x,) = ctx.saved_tensors
         assert x is not None
-        form, constants, _ = ctx.settings or self.frozen_settings(ctx)
+        form, constants, _ = self.frozen_settings(ctx)
         if not self._has_kernel(x):
             return form.backward(grad_output, x), ()
         chain = _chain(type(self).device_function, constants)

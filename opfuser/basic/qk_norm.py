@@ -124,7 +124,7 @@ class QKNorm(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        self.check_input(input_, ctx.settings or self.frozen_settings(ctx))
+        self.check_input(input_, self.frozen_settings(ctx))
         x = in_compute_dtype(input_, self)
         return self.normalise(ctx, x, None)
 
@@ -133,7 +133,7 @@ class QKNorm(BasicOperation):
 
         Saves what :meth:`op_backward` reads.
         """
-        _, kv_heads, eps, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        _, kv_heads, eps, zero_centered = self.frozen_settings(ctx)
         weights = self.q_weight, self.k_weight
         y: Tensor
         y, rstd = qk_norm(x, *weights, rotation, kv_heads, eps, zero_centered)
@@ -152,7 +152,7 @@ class QKNorm(BasicOperation):
         """What :meth:`op_backward` returns, for a gradient of turned queries and keys."""
         x, rstd = ctx.saved_tensors
         need_dx, (need_dq, need_dk), _ = ctx.needs
-        *_, zero_centered = ctx.settings or self.frozen_settings(ctx)
+        *_, zero_centered = self.frozen_settings(ctx)
         wants = need_dx, need_dq or need_dk
         dx, dq, dk = qk_norm_backward(
             grad_output, x, *ctx.parameters, rstd, rotation, zero_centered, *wants

@@ -68,7 +68,7 @@ class Reshape(BasicOperation):
     ) -> Tensor:
         if ctx.requires_grad:
             ctx.input_shape = input_.shape
-        return self._reshape(input_, *(ctx.settings or self.frozen_settings(ctx)))
+        return self._reshape(input_, *self.frozen_settings(ctx))
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor

@@ -294,7 +294,7 @@ class RotaryEmbedding(BasicOperation):
 
     def settings_of_call(self, ctx: OperationContext, length: int | None) -> Settings:
         """The frozen settings, with the length of the call if it is given."""
-        settings: RotaryEmbedding.Settings = ctx.settings or self.frozen_settings(ctx)
+        settings: RotaryEmbedding.Settings = self.frozen_settings(ctx)
         if length is not None:
             settings = ctx.settings = settings._replace(length=length)
         return settings
@@ -304,7 +304,7 @@ class RotaryEmbedding(BasicOperation):
     ) -> tuple[Tensor | None, tuple[()]]:
         if not ctx.needs.input:
             return None, ()
-        settings = ctx.settings or self.frozen_settings(ctx)
+        settings = self.frozen_settings(ctx)
         return self._turn(grad_output, ctx.saved_tensors[0], settings, back=True), ()
 
     def _turn(

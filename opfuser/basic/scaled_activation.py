@@ -74,7 +74,7 @@ class _ScaledActivation(BasicOperation):
         scales = given["basic_op_extra_inputs"][0][0]
         assert scales is not None
         ctx = basic_op_ctxs[0]
-        (product,) = ctx.settings or self.frozen_settings(ctx)
+        (product,) = self.frozen_settings(ctx)
         self._check(product.function, input_, scales)
         dtype = compute_dtype(input_, self)
         if ctx.requires_grad:
@@ -113,7 +113,7 @@ class _ScaledActivation(BasicOperation):
             want_output: whether to recompute the output along with the gradients.
             over_input: whether dx may overwrite the input that was saved.
         """
-        (product,) = ctx.settings or self.frozen_settings(ctx)
+        (product,) = self.frozen_settings(ctx)
         x, scales = ctx.saved_tensors
         if scales is None:  # their own gradient does not depend on them
             scales = x.new_ones(x.shape[:-1])

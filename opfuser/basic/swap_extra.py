@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from ..context import BackwardResult, Contexts, ExtraTensors, ForwardResult
+from ..context import BackwardResult, Contexts, ExtraTensors, ForwardArguments, ForwardResult
 from ..op import BasicOperation, Dtypes
 
 __all__ = ["SwapExtra"]
@@ -31,18 +32,11 @@ class SwapExtra(BasicOperation):
         return dtypes.extra_inputs[0]
 
     def fuser_forward(
-        self,
-        basic_op_ctxs: Contexts,
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
-        if basic_op_kwargs[0]:
-            self.refuse_keywords(basic_op_kwargs[0])
-        (extra,) = basic_op_extra_inputs[0]
+        if given["basic_op_kwargs"][0]:
+            self.refuse_keywords(given["basic_op_kwargs"][0])
+        (extra,) = given["basic_op_extra_inputs"][0]
         assert extra is not None
         return extra, [(input_,)]
 

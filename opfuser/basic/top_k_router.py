@@ -184,7 +184,7 @@ class TopKRouter(BasicOperation):
         self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
         ctx, kwargs = basic_op_ctxs[0], given["basic_op_kwargs"][0]
-        settings = ctx.settings or self.frozen_settings(ctx)
+        settings = self.frozen_settings(ctx)
         mask = kwargs.get("mask")
         self._check(input_, mask, kwargs)
         logits = widened(input_)
@@ -223,7 +223,7 @@ class TopKRouter(BasicOperation):
         if not ctx.needs.input:
             return None, [()], [()]
         input_, indices, fractions, mask = ctx.saved_tensors
-        settings = ctx.settings or self.frozen_settings(ctx)
+        settings = self.frozen_settings(ctx)
         d_losses = [*basic_op_grad_extra_outputs[0]][2:]
         d_aux = d_losses.pop(0) if d_losses and self.aux_loss else None
         d_z = d_losses.pop(0) if d_losses and self.z_loss else None

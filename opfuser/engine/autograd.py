@@ -39,8 +39,8 @@ __all__ = [
     "Kwargs",
     "batched_like",
     "differentiate",
-    "distinct_outputs",
     "execute_eagerly",
+    "returned",
     "separate",
 ]
 
@@ -78,19 +78,17 @@ def execute_eagerly(
     try:
         functorch = torch._C._are_functorch_transforms_active()
         if program.needs_backward:
-            if functorch:
-                return _SequenceFunction.apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
-            return _apply(program, kwargs, input_, *parameters, *extra_inputs)  # type: ignore[no-untyped-call]
+            apply: Any = _SequenceFunction.apply if functorch else _apply
+            return apply(program, kwargs, input_, *parameters, *extra_inputs)
         if functorch:
             input_ = batched_like(input_, [*parameters, *extra_inputs], kwargs)
         output, outputs = execute_forward(
             program, kwargs, input_, extra_inputs, None, None if functorch else parameters
         )
-        if functorch:
-            return (output, *outputs) if outputs else output
         # detach() would drop the tangents of forward mode.
         if (
-            output._is_view()
+            not functorch
+            and output._is_view()
             and not torch.is_grad_enabled()
             and unpack_dual(output).tangent is None
         ):
@@ -161,11 +159,7 @@ class _SequenceFunction(torch.autograd.Function):
             emit(_bytes_saved(program, tape.saved, parameters, marked))
         if output._is_view():
             output = _without_base(output, (input_, *tensors))
-        if not outputs:
-            return output
-        func_ctx.set_materialize_grads(False)
-        func_ctx.output_like = (output.shape, output.dtype, output.device)
-        return distinct_outputs(func_ctx, program, output, outputs)
+        return returned(func_ctx, program, output, outputs)
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
@@ -216,11 +210,7 @@ class _RecordedFunction(torch.autograd.Function):
                 saved.insert(0, torch.empty(0, program.layout()))
         func_ctx.to_save = tuple(saved)
         func_ctx.forwarded = program, found.contexts, marked, hooked, None, found
-        if not outputs:
-            return output
-        func_ctx.set_materialize_grads(False)
-        func_ctx.output_like = (output.shape, output.dtype, output.device)
-        return distinct_outputs(func_ctx, program, output, outputs)
+        return returned(func_ctx, program, output, outputs) if outputs else output
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
@@ -290,6 +280,7 @@ _NOT_BATCHED = explain(
 )
 
 
+_NO_KEYWORDS = keywords_of(None)
 # _SequenceFunction.apply without its Python wrapper, which inspects every argument for torch.func.
 _apply = super(torch.autograd.Function, _SequenceFunction).apply
 _apply_recorded: Callable[..., Any] = super(torch.autograd.Function, _RecordedFunction).apply
@@ -365,10 +356,15 @@ def _what_gradients_depend_on(func_ctx: Any, received: Sequence[Tensor | None]) 
     return anchors
 
 
-def distinct_outputs(
-    func_ctx: Any, program: Program, output: Tensor, outputs: list[Tensor]
-) -> tuple[Tensor, ...]:
-    """The outputs as distinct tensors: autograd attaches one history to each."""
+def returned(func_ctx: Any, program: Program, output: Tensor, outputs: Sequence[Tensor]) -> Any:
+    """What the forward of an autograd.Function returns: the output, or a tuple of all outputs.
+
+    They are distinct tensors, as autograd attaches one history to each.
+    """
+    if not outputs:
+        return output
+    func_ctx.set_materialize_grads(False)
+    func_ctx.output_like = (output.shape, output.dtype, output.device)
     results = [output]
     for y in outputs:
         results.append(y.view_as(y) if any(y is earlier for earlier in results) else y)

@@ -4,24 +4,23 @@ A line calls an operation; what does not change between calls is settled here: w
 reads and who made them, which contexts it needs, what its results are taken apart into. The text
 consists of names that are made here. Classes and paths stand in comments alone.
 
-Several emissions of one plan differ in what they do besides: keywords of operations, checks of what
-a user's operations return, ranges in profiles, code for torch.compile to trace.
+Several emissions of one plan differ in what they do besides: checks of what a user's operations
+return, ranges in profiles, code for torch.compile to trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from textwrap import indent
 from typing import Any, NamedTuple
 
 from ..fusion import Stage
-from ..op import BasicOperation, GradNeeds, OperationContext, new_context
+from ..op import BasicOperation, GradNeeds, new_context
 from ..op.kinds import is_built_in
 from ..quantization.quantizers import Quantizer
 from . import steps
-from .plan import Plan, Step, quantizer_between
+from .plan import Plan, Step, quantizers_between
 from .ranges import place, range_of
 from .routing import Routing, Slot, describe
 
@@ -41,13 +40,11 @@ class Emission(NamedTuple):
     """What a program does besides calling the operations.
 
     Attributes:
-        keywords: hands keywords to operations.
         verified: looks at what operations hand over.
         ranged: shows steps as ranges in a profile.
         traced: is traced by torch.compile, which must not depend on what was cached.
     """
 
-    keywords: bool = False
     verified: bool = False
     ranged: bool = False
     traced: bool = False
@@ -55,6 +52,7 @@ class Emission(NamedTuple):
 
 PLAIN = Emission()
 _WIDTH = 100
+_UNQUANTIZED = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
 
 class Layout(NamedTuple):
@@ -211,31 +209,23 @@ def comment(paths: Sequence[str], step: Step) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _has_settings(op: BasicOperation) -> bool:
-    return type(op).make_settings is not BasicOperation.make_settings
-
-
 def _is_plain(op: Any, extra_tensors: bool) -> bool:
     """Whether a step may skip the general protocol and call op_forward / op_backward directly."""
-    if not isinstance(op, BasicOperation) or extra_tensors:
-        return False
-    # Not inherited: a subclass may override either pair.
-    return vars(type(op)).get("plain_without_extra_tensors", False) or (
-        type(op).fuser_forward is BasicOperation.fuser_forward
+    return (
+        not extra_tensors
+        and isinstance(op, BasicOperation)
+        and type(op).fuser_forward is BasicOperation.fuser_forward
         and type(op).fuser_backward is BasicOperation.fuser_backward
     )
 
 
-def _quantizers(plan: Plan, stage: Stage) -> list[Quantizer | None]:
-    """How tensors between each two steps of a pass are handed on."""
-    in_order = plan.forward if stage == "forward" else plan.backward
-    return [quantizer_between(*pair, stage, plan.env, plan.needs) for pair in pairwise(in_order)]
-
-
-def _grad_quantizers(plan: Plan) -> dict[int, Quantizer]:
-    """Those of gradients that a step hands to the one before it, by its first operation."""
-    found = zip(plan.backward[1:], _quantizers(plan, "backward"))
-    return {step.indices[0]: quantizer for step, quantizer in found if quantizer is not None}
+def _quantizers(plan: Plan, stage: Stage) -> dict[int, Quantizer]:
+    """How steps hand their results on in a pass, where as codes, by their first operations."""
+    if stage == "forward":
+        found = quantizers_between(plan.forward, stage, plan.env, plan.needs)
+        return {step.indices[0]: quantizer for step, _, quantizer in found}
+    found = quantizers_between(plan.backward, stage, plan.env, plan.needs)
+    return {step.indices[0]: quantizer for _, step, quantizer in found}
 
 
 def _has_extras(layout: Layout, step: Step) -> bool:
@@ -271,20 +261,19 @@ class _Forward:
 
     def text(self) -> Text:
         lines, layout = self.lines, self.layout
-        behind = [*_quantizers(layout.plan, "forward"), None]
-        before = _grad_quantizers(layout.plan)
+        behind, before = _quantizers(layout.plan, "forward"), _quantizers(layout.plan, "backward")
         with lines.block("def forward(x, extra_inputs, keywords, tape, verification):"):
             if layout.routing.inputs:
                 lines(
                     _tuple([f"e{n}" for n in range(len(layout.routing.inputs))]) + " = extra_inputs"
                 )
             for number, step in enumerate(layout.plan.forward):
-                quantizers = before.get(step.indices[0]), behind[number]
+                first = step.indices[0]
                 with _lines_of(lines, layout, self.emission, step, "forward"):
                     if self.emission.verified:
                         bound = lines.bind(f"name{number}", step_name(step))
-                        lines(f"verification.before_forward({step.indices[0]}, {bound}, x)")
-                    self.step(number, step, quantizers)
+                        lines(f"verification.before_forward({first}, {bound}, x)")
+                    self.step(number, step, (before.get(first), behind.get(first)))
             lines(f"return x, {_listed(map(_extra, layout.routing.outputs))}")
         return lines.text()
 
@@ -297,45 +286,24 @@ class _Forward:
             self.general(number, step, quantizers)
 
     def context(self, i: int) -> str:
-        """The name of the context of an operation, which lines make: a call would cost more."""
+        """The name of the context of an operation, which lines make."""
         lines, op, need = self.lines, self.layout.plan.basic_ops[i], self.layout.needs[i]
-        context = f"c{i}"
-        lines(f"{context} = {lines.helper(OperationContext)}()")
-        if need is None:
-            lines(f"{context}.requires_grad = False")
-        else:
-            lines(f"{context}.needs = {lines.bind(f'needs{i}', need)}")
+        context, needs = f"c{i}", "None" if need is None else lines.bind(f"needs{i}", need)
+        arguments = [needs]
+        if type(op).make_settings is not BasicOperation.make_settings:
+            now = "make_settings()" if self.emission.traced else "settings"
+            arguments.append(f"{lines.bind(f'op{i}', op)}.{now}")
+        lines.call(context, lines.helper(new_context), arguments)
         if self.emission.traced:
             lines(f"{context}.traced = True")
-        if _has_settings(op):
-            own = lines.bind(f"op{i}", op)
-            cached = "" if self.emission.traced else f"{own}._settings or "
-            now = "make_settings()" if self.emission.traced else "settings"
-            lines(f"{context}.settings = {cached}{own}.{now}")
         return context
 
     def plain(self, step: Step) -> None:
         lines, (i,), op = self.lines, step.indices, self.lines.operation(step)
-        # Not inherited: a subclass may leave something.
-        constant = vars(type(step.op)).get("forward_leaves_nothing", False)
-        constant = constant and i not in self.notes_output
-        if constant:
-            shared = new_context(self.layout.needs[i])
-            shared.traced = self.emission.traced
-            context = lines.bind(f"context{i}", shared)
-        else:
-            context = self.context(i)
-        if self.emission.keywords:
-            given = [op, context, "x", f"keywords[{i}]"]
-            lines.call("x", lines.helper(steps.with_keywords), given)
-        else:
-            unquantized = ["prev_op_grad_output_quantizer=None", "next_op_input_quantizer=None"]
-            lines.call("x", f"{op}.op_forward", [context, "x", *unquantized])
-        if self.taped:
-            self.note_output(step, context)
-            lines(f"tape.contexts.append({context})" if constant else f"tape.add({context})")
-        elif not constant:  # what an operation has saved nevertheless is freed
-            lines(f"{context} = None")
+        context = self.context(i)
+        unquantized = "**" + lines.bind("unquantized", _UNQUANTIZED)
+        lines.call("x", f"{op}.op_forward", [context, "x", unquantized, f"**keywords[{i}]"])
+        self.keep(step, [context])
 
     def general(
         self, number: int, step: Step, quantizers: tuple[Quantizer | None, Quantizer | None]
@@ -360,14 +328,13 @@ class _Forward:
             handed[1] = (
                 f"{lines.helper(steps.unless_watched)}({lines.bind(f'quantizer{number}', behind)})"
             )
-        keywords = [f"keywords[{i}]" if self.emission.keywords else "{}" for i in step.indices]
         arguments = [
             _listed(contexts),
             "x",
             f"basic_op_extra_inputs={given}",
             f"prev_op_grad_output_quantizer={handed[0]}",
             f"next_op_input_quantizer={handed[1]}",
-            f"basic_op_kwargs={_listed(keywords)}",
+            f"basic_op_kwargs=keywords[{step.indices[0]}:{step.indices[-1] + 1}]",
         ]
         slots = [Slot(i, s) for i in step.indices for s in range(len(routing.consumers[i]))]
         if is_built_in(step.op) and not slots:
@@ -378,20 +345,21 @@ class _Forward:
             lines.call(names, f"{op}.fuser_forward", arguments, f"{results}.of")
         if freed:
             lines("given = None")
-        if not self.taped:  # as above
-            lines(" = ".join(contexts) + " = None")
         self.made = [slot for slot in [*self.made, *slots] if slot not in done]
         unread = [slot for slot in slots if slot in done]
         if unread:
             lines(" = ".join(map(_extra, unread)) + " = None")
-        if self.taped:
-            self.note_output(step, contexts[-1])
-            lines(f"tape.add({', '.join(contexts)})")
+        self.keep(step, contexts)
 
-    def note_output(self, step: Step, context: str) -> None:
-        """A line for a backward that may need zeros as the gradient of the output of a step."""
+    def keep(self, step: Step, contexts: Sequence[str]) -> None:
+        """Lines that put the contexts of a step on the tape, if there is one."""
+        if not self.taped:  # what an operation has saved nevertheless is freed
+            self.lines(" = ".join(contexts) + " = None")
+            return
+        # For a backward that may need zeros as the gradient of the output.
         if step.indices[-1] in self.notes_output and not self.emission.traced:
-            self.lines(f"{context}.output_like = x.shape, x.dtype, x.device")
+            self.lines(f"{contexts[-1]}.output_like = x.shape, x.dtype, x.device")
+        self.lines(f"tape.add({', '.join(contexts)})")
 
     def extra_inputs(self, step: Step) -> str:
         """The lists of extra inputs. None stands for a channel that the step covers itself."""
@@ -438,15 +406,14 @@ class _Forward:
             )
             for i in step.indices
         ]  # fmt: skip
-        checked = not is_built_in(step.op)
-        return steps.ForwardResults(step_name(step), step.indices, tuple(wanted), checked)
+        return steps.ForwardResults(step_name(step), step.indices, tuple(wanted))
 
 
 def emit_forward(layout: Layout, emission: Emission = PLAIN) -> Text:
     """The function of a forward pass.
 
     Its arguments are the input, the extra inputs, the keywords of each operation, the ``Tape`` that
-    records what backward needs and the ``Verification``; the last three are None where they are not
+    records what backward needs and the ``Verification``; the last two are None where they are not
     asked for. It returns the output and the list of the extra outputs.
     """
     return _Forward(layout, emission).text()
@@ -459,10 +426,11 @@ class _Backward:
         self.layout, self.emission = layout, emission
         self.lines = _Lines()
         self.given = set(layout.routing.outputs)  # slots whose gradient a name may hold
+        self.kept = sum(stop - start for start, stop in filter(None, layout.reads))
 
     def text(self) -> Text:
         lines, layout = self.lines, self.layout
-        quantizers = _grad_quantizers(layout.plan)
+        quantizers = _quantizers(layout.plan, "backward")
         count = layout.spans[-1][1] if layout.spans else 0
         results = [f"g{n}" for n in range(count)]
         results += [f"de{n}" for n in range(len(layout.routing.inputs))]
@@ -478,44 +446,35 @@ class _Backward:
                 lines(" = ".join([*unset[start : start + 8], "None"]))
             if outputs:
                 lines(_tuple(list(map(_grad_of, outputs))) + " = received")
-            if any(reads is not None for reads in layout.reads):
-                kept = sum(stop - start for start, stop in filter(None, layout.reads))
-                lines(f"base = len(saved) - {kept}")
             for step in reversed(layout.plan.backward):
                 if all(layout.plan.needs[i] is None for i in step.indices):
                     break
-                quantizer = quantizers.get(step.indices[0])
-                plain = _is_plain(step.op, _has_extras(layout, step) or quantizer is not None)
+                first = step.indices[0]
                 with _lines_of(lines, layout, self.emission, step, "backward"):
-                    self.step(step, plain, quantizer)
-                    if self.emission.verified and not plain:
-                        self.verify(step)
-            lines(f"return dx, {_listed(results)}")
+                    self.step(step, quantizers.get(first))
+                    if self.emission.verified:
+                        bound = lines.bind(f"name{first}", step_name(step))
+                        lines(f"verification.after_backward({first}, {bound}, dx)")
+            needs = next(iter(layout.plan.needs), None)
+            dx = "dx" if needs is not None and needs.input else "None"
+            lines(f"return {_listed([dx, *results])}")
         return lines.text()
 
-    def verify(self, step: Step) -> None:
-        first = step.indices[0]
-        name = self.lines.bind(f"name{first}", step_name(step))
-        self.lines(f"verification.after_backward({first}, {name}, dx)")
-
     def revived(self, i: int) -> str:
-        lines, reads = self.lines, self.layout.reads[i]
-        if reads is None:
-            return f"{lines.helper(steps.revived)}(contexts[{i}], saved)"
-        start, stop = reads
-        revive = lines.helper(steps.revived_with_parameters)
-        return f"{revive}(contexts[{i}], saved, base + {start}, base + {stop})"
+        arguments, reads = [f"contexts[{i}]", "saved"], self.layout.reads[i]
+        if reads is not None:  # which parameters that stand behind all that was saved
+            start, stop = (n - self.kept for n in reads)
+            arguments.append(f"saved[{start}:{stop or ''}]")
+        return f"{self.lines.helper(steps.revived)}({', '.join(arguments)})"
 
-    def step(self, step: Step, plain: bool, quantizer: Quantizer | None) -> None:
+    def step(self, step: Step, quantizer: Quantizer | None) -> None:
         lines = self.lines
         slots = [
             [Slot(i, s) for s in range(len(self.layout.routing.consumers[i]))] for i in step.indices
         ]
-        if plain:
+        if _is_plain(step.op, _has_extras(self.layout, step) or quantizer is not None):
             with lines.block("if dx is not None:"):
                 self.plain(step)
-                if self.emission.verified:
-                    self.verify(step)
             return
         contexts = [self.revived(i) for i in step.indices]
         if quantizer is not None:
@@ -580,8 +539,7 @@ class _Backward:
                     flat.append(_grad_of(target))
         names = ", ".join(["dx", *flat]) + ("" if flat else ",")
         arguments = [contexts, "dx", f"basic_op_grad_extra_outputs={given}"]
-        check = "of_ours" if is_built_in(step.op) else "of"
-        lines.call(names, f"{op}.fuser_backward", arguments, f"{results}.{check}")
+        lines.call(names, f"{op}.fuser_backward", arguments, f"{results}.of")
         for total, addend in sums:
             lines(f"{total} = {lines.helper(steps.summed)}({total}, {addend})")
         if sums:
@@ -593,6 +551,6 @@ def emit_backward(layout: Layout, emission: Emission = PLAIN) -> Text:
 
     Its arguments are the gradient of the output, those of the extra outputs, the contexts of
     forward, the list of what it saved (emptied on the way), and the ``Verification`` or None. It
-    returns the gradient of the input, and the list of those of parameters and extra inputs.
+    returns the list of the gradients of the input, of parameters and of extra inputs.
     """
     return _Backward(layout, emission).text()

@@ -15,7 +15,7 @@ from ..errors import CacheFullError, ContextError, InputError
 from ..fusion import Stage
 from ..op import OperationContext
 from ..op.results import refuse_output
-from .emission import PLAIN, Emission, step_name
+from .emission import Emission, step_name
 from .plan import Step
 from .program import Program
 from .ranges import place
@@ -98,14 +98,9 @@ def execute_forward(
     ):
         return _record_forward(program, kwargs, x, extra_inputs, tape, parameters, keywords)
     verification = _verification(program, x, tape)
-    emission = PLAIN
-    if kwargs is not None or verification is not None or profiler._is_profiler_enabled:
-        emission = Emission(
-            kwargs is not None, verification is not None, profiler._is_profiler_enabled
-        )
-    function = program.function("forward", emission)
+    function = program.function("forward", _emission(verification))
     try:
-        x, outputs = function(x, extra_inputs, kwargs, tape, verification)
+        x, outputs = function(x, extra_inputs, _each(kwargs, program), tape, verification)
     except Exception as error:
         if tells_step(error, program, "forward"):
             raise located(error, program, "forward") from error
@@ -135,7 +130,7 @@ def _record_forward(
     """
     recorded = program.specializations
     kept = (*keywords.tensors, *recorded.kept())
-    recorder = recorded.recorder(program, x, parameters, extra_inputs, kept, keywords)
+    recorder = recorded.recorder(program, x, parameters, extra_inputs, kept, keywords.caches)
     with recorder.watching():
         results = execute_forward(program, kwargs, x, extra_inputs, tape)
     contexts, saved = ([], []) if tape is None else (tape.contexts, tape.saved)
@@ -192,8 +187,7 @@ def traced_forward(
     program: Program, kwargs: Kwargs, x: Tensor, extra_inputs: Sequence[Tensor], tape: Tape | None
 ) -> tuple[Tensor, list[Tensor]]:
     """As :func:`execute_forward`, for torch.compile and torch.export to trace."""
-    keywords = ({},) * len(program.plan.basic_ops) if kwargs is None else kwargs
-    x, outputs = program.traced("forward")(x, extra_inputs, keywords, tape, None)
+    x, outputs = program.traced("forward")(x, extra_inputs, _each(kwargs, program), tape, None)
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
     return x, outputs
@@ -207,8 +201,17 @@ def traced_backward(
     saved: list[Tensor | None],
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, for torch.compile to trace."""
-    dx, grads = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
-    return [dx if program.input_needs_grad else None, *grads]
+    grads: list[Tensor | None] = program.traced("backward")(dx, grad_outputs, contexts, saved, None)
+    return grads
+
+
+def _each(kwargs: Kwargs, program: Program) -> Sequence[dict[str, Any]]:
+    """Keywords for each operation."""
+    return kwargs or [{} for _ in program.plan.basic_ops]
+
+
+def _emission(verification: Verification | None) -> Emission:
+    return Emission(verification is not None, profiler._is_profiler_enabled)
 
 
 def _verification(program: Program, x: Tensor, tape: Tape | None) -> Verification | None:
@@ -325,14 +328,10 @@ def _run_backward(
     verification: Verification | None,
 ) -> list[Tensor | None]:
     """As :func:`execute_backward`, by the function of the program."""
-    if verification is not None or profiler._is_profiler_enabled:
-        emission = Emission(False, verification is not None, profiler._is_profiler_enabled)
-        function = program.function("backward", emission)
-    else:
-        function = program.function("backward", PLAIN)
+    function = program.function("backward", _emission(verification))
     overlap = program.overlap and program.overlap.begin(program.plan.env.device)
     try:
-        dx, grads = function(dx, grad_outputs, contexts, saved, verification)
+        grads: list[Tensor | None] = function(dx, grad_outputs, contexts, saved, verification)
     except Exception as error:
         if tells_step(error, program, "backward"):
             raise located(error, program, "backward") from error
@@ -340,8 +339,6 @@ def _run_backward(
     finally:
         if overlap is not None:
             overlap.end()
-    if not program.input_needs_grad:
-        dx = None
     if verification is not None:
-        verification.at_the_end(grads)
-    return [dx, *grads]
+        verification.at_the_end(grads[1:])
+    return grads

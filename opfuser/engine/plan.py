@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -24,7 +25,7 @@ __all__ = [
     "Wiring",
     "expand",
     "needs_of",
-    "quantizer_between",
+    "quantizers_between",
 ]
 
 Needs = tuple[GradNeeds | None, ...]
@@ -258,8 +259,8 @@ class Plan(_Compared):
     def program(self) -> str:
         """The Python code that a call executes: a function for each pass.
 
-        Of several groups of operations, their programs one after another. A call with keywords, in
-        a profile or under torch.compile executes the same with a few lines more.
+        Of several groups of operations, their programs one after another. A call in a profile or
+        under torch.compile executes the same with a few lines more.
         """
         return Texts.program(self)
 
@@ -305,10 +306,19 @@ def needs_of(step: Step, needs: Needs) -> Needs:
     return tuple(needs[i] for i in step.indices)
 
 
-def quantizer_between(
+def quantizers_between(
+    steps: Sequence[Step], stage: Stage, env: Env, needs: Needs
+) -> Iterator[tuple[Step, Step, Quantizer]]:
+    """The neighbours in a pass of which one hands a tensor to the other as codes, and how."""
+    for before, behind in pairwise(steps):
+        quantizer = _quantizer_between(before, behind, stage, env, needs)
+        if quantizer is not None:
+            yield before, behind, quantizer
+
+
+def _quantizer_between(
     before: Step, behind: Step, stage: Stage, env: Env, needs: Needs
 ) -> Quantizer | None:
-    """How a pass hands a tensor from one step to its neighbour as codes; None: as it is."""
     first, second = before.op, behind.op
     assert isinstance(first, FusibleOperation)
     assert isinstance(second, FusibleOperation)

@@ -16,7 +16,7 @@ from ..registry import FusionHandle
 from . import plan_text as _plan_text  # noqa: F401 - how plans are shown
 from .dumps import Dump
 from .limits import Limits
-from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizer_between
+from .plan import FusionRecord, Needs, Plan, Step, expand, needs_of, quantizers_between
 from .plan_report import report
 from .routing import Routing
 
@@ -164,12 +164,10 @@ def _quantized_edges(
         edges += [edge.behind(first) for edge in within]
     passes: tuple[tuple[Sequence[Step], Stage], ...] = (forward, "forward"), (backward, "backward")
     for steps, stage in passes:
-        for before, behind in pairwise(steps):
-            quantizer = quantizer_between(before, behind, stage, env, needs)
-            if quantizer is not None:
-                ends = before.indices[-1], behind.indices[0]
-                source, target = ends if stage == "forward" else ends[::-1]
-                edges.append(QuantizedEdge(stage, source, target, *quantizer.kind))
+        for before, behind, quantizer in quantizers_between(steps, stage, env, needs):
+            ends = before.indices[-1], behind.indices[0]
+            source, target = ends if stage == "forward" else ends[::-1]
+            edges.append(QuantizedEdge(stage, source, target, *quantizer.kind))
     return tuple(edges)
 
 

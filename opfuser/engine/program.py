@@ -23,7 +23,7 @@ __all__ = ["Program"]
 _layouts: dict[Hashable, int] = {}
 _numbers = count()
 
-TRACED = Emission(keywords=True, traced=True)
+TRACED = Emission(traced=True)
 
 
 class _Function(NamedTuple):
@@ -46,7 +46,6 @@ class Program:
         outputs, inputs: of the routing.
         num_parameters: of all operations.
         needs_backward: whether a call records what backward needs.
-        input_needs_grad: whether the gradient of the input is read.
         kept_parameters: positions of those that are saved for backward.
         without_grad: positions of the extra outputs that have no gradient.
         prepared_ops: operations with a ``pre_fuser_forward``, and whether they need gradients.
@@ -70,7 +69,6 @@ class Program:
         self.needs_backward = any(need is not None for need in plan.needs)
         overlaps = (getattr(op, "wgrad_overlap", None) for op in plan.basic_ops)
         self.overlap = next((overlap for overlap in overlaps if overlap is not None), None)
-        self.input_needs_grad = bool(plan.needs and plan.needs[0] and plan.needs[0].input)
         kept: list[int] = []
         reads: list[tuple[int, int] | None] = []
         for (start, stop), op, need in zip(spans, plan.basic_ops, plan.needs):
@@ -161,10 +159,10 @@ class Program:
         finally:
             self._functions, self._replace = before, None
 
-    def lines(self, stage: Stage, emission: Emission) -> tuple[CodeType, tuple[Step | None, ...]]:
+    def lines(self, stage: Stage) -> tuple[CodeType, tuple[Step | None, ...]]:
         """The code of the function of a pass, and the step of each of its lines."""
-        function = self.function(stage, emission)
-        return function.__code__, self._functions[stage, emission].steps
+        function = self.function(stage)
+        return function.__code__, self._functions[stage, PLAIN].steps
 
     def specialize(self, stage: Stage, text: Text) -> Callable[..., Any]:
         """A function for calls of a kind, given its text."""

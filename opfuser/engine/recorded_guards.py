@@ -146,6 +146,7 @@ def guard_of_call(
         "quantized": quantized,
         "F": F,
         "attention": F.scaled_dot_product_attention,
+        **{f"read{n}": read for n, read in enumerate(recorder.assumed)},
     }
     numbers: dict[Hashable, str] = {}
 
@@ -192,6 +193,7 @@ def guard_of_call(
         terms.append(f"kept[{n}].device == {constant(t.device)}")
     terms += [f"{_read(a)} is {_read(b)}" for a, b in recorder.same]
     terms += [f"{_read(a)}.{name} == {constant(v)}" for (a, name), v in recorder.answers.items()]
+    terms += [f"read{n}() == {constant(v)}" for n, v in enumerate(recorder.assumed.values())]
     if recorder.places:
         names["places"] = places
         listed = ", ".join(map(_read, recorder.places))

@@ -23,11 +23,12 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..buffer_reuse import any_overlap
-from ..recording import unseen_within, watched
+from ..recording import watched
 from .emission import Text
 from .plan import Step
 from .recorded_memory import Allocation, Call, Launched, Several, View, marked
@@ -159,6 +160,7 @@ class Recorder(TorchFunctionMode):
             which is written to for that reason.
         answers: what attributes of tensors that were given had for a value.
         caches: as given.
+        assumed: functions that operations have asked, and what these returned.
     """
 
     def __init__(
@@ -179,6 +181,7 @@ class Recorder(TorchFunctionMode):
         self.places: list[str] = []
         self.reused: list[str] = []
         self.answers: dict[tuple[str, str], Hashable] = {}
+        self.assumed: dict[Callable[[], Hashable], Hashable] = {}
         self._refusal: str | None = None
         self._bound: dict[int, str] = {}
         self._known: dict[int, _Known] = {}
@@ -297,7 +300,7 @@ class Recorder(TorchFunctionMode):
         several: Callable[..., Any] | None,
         each: bool,
     ) -> Any:
-        with torch._C.DisableTorchFunction(), unseen_within():
+        with torch._C.DisableTorchFunction():
             result = function(*args)
         if self._refusal is None:
             with self._noting(), torch._C.DisableTorchFunction():
@@ -405,6 +408,10 @@ class Recorder(TorchFunctionMode):
         kind = type(holder).__name__.strip("_").lower()
         text = f"{self._bind(holder, kind)}.{name} = {self._bind(value, name)}"
         self.calls.append(Call(self._step(), text, (), (), False, effect=True))
+
+    def note_assumption(self, read: Callable[[], Hashable], value: Hashable) -> None:
+        """Notes that the pass depends on what ``read`` returns, no value of a tensor."""
+        self.assumed[read] = value
 
     def _refuse_memory(self, name: str, given: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """Raises NotRecordableError for what may not be written, or was not."""
@@ -613,6 +620,8 @@ class Recorder(TorchFunctionMode):
             return self._bind(value, str(value).partition(".")[2])
         if isinstance(value, (torch.device, torch.layout, torch.memory_format)):
             return self._bind(value, type(value).__name__.strip("_"))
+        if dist.is_available() and isinstance(value, dist.ProcessGroup):
+            return self._bind(value, "group")
         cache = next((name for name, given in self.caches.items() if given is value), None)
         if cache is None:
             raise NotRecordableError(f"an argument of type {type(value).__name__} is no constant")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import differentiate
+from .autograd import differentiate, returned
 from .captured import Flight
 from .steps import zeros
 
@@ -44,13 +44,7 @@ class _ReplayedFunction(torch.autograd.Function):
         inputs = [t for t in (input_, *extra_inputs) if t.requires_grad]
         func_ctx.save_for_backward(*captured.saves(tensors), *(inputs or [input_]))
         func_ctx.flight = flight
-        if len(results) == 1:
-            return results[0]
-        func_ctx.set_materialize_grads(False)
-        func_ctx.output_like = (results[0].shape, results[0].dtype, results[0].device)
-        if program.without_grad:
-            func_ctx.mark_non_differentiable(*[results[1 + n] for n in program.without_grad])
-        return tuple(results)
+        return returned(func_ctx, program, results[0], results[1:])
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:

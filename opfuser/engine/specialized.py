@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ from ..op.kinds import is_built_in
 from ..quantization.recorded import QuantizedCalls
 from ..quantization.state import QuantizationState
 from ..quantization.watch import is_watched
-from .emission import PLAIN, Emission, comment, step_name
-from .recorded_guards import Keywords, all_inputs, guard_of_call, is_plain, kind_of, layout_of
+from .emission import comment, step_name
+from .recorded_guards import all_inputs, guard_of_call, is_plain, kind_of, layout_of
 from .recorded_text import Straight
 from .recorder import NotRecordableError, Recorder, memory_of_all, places
 
@@ -76,6 +76,7 @@ class Backward(NamedTuple):
         places: where they lay.
         reused: positions of saved tensors that are written to, since nobody else has them.
         cached: tensors that operations had cached, and their positions in what they keep.
+        assumed: functions that operations have asked, and what these returned.
         shares: whether a gradient may share memory with another one, or with what was given.
     """
 
@@ -85,6 +86,7 @@ class Backward(NamedTuple):
     places: Hashable
     reused: tuple[int, ...]
     cached: tuple[tuple[int, weakref.ref[Tensor]], ...]
+    assumed: tuple[tuple[Callable[[], Hashable], Hashable], ...]
     shares: bool
 
     def is_for(
@@ -94,8 +96,10 @@ class Backward(NamedTuple):
         saved: Sequence[Tensor | None],
         kept: Sequence[Tensor],
     ) -> bool:
-        """Whether tensors lie where they did, and those are one that were one."""
+        """Whether tensors lie where they did and are one that were, and answers are the same."""
         if any(kept[n] is not ref() for n, ref in self.cached):
+            return False
+        if any(read() != value for read, value in self.assumed):
             return False
         rows: dict[str, Sequence[Tensor | None]] = {"s": saved, "g": received, "k": kept}
 
@@ -114,14 +118,14 @@ class DueBackward(NamedTuple):
         special: of its forward.
         key: of the kind of gradients.
         recorder: watches it.
-        counts: of saved tensors, gradients of extra outputs, and tensors that operations keep.
+        names: of saved tensors, gradients of extra outputs, and tensors that operations keep.
         cached: of the latter, those that they have cached, by position.
     """
 
     special: Specialization
     key: Hashable
     recorder: Recorder
-    counts: tuple[int, int, int]
+    names: tuple[str, ...]
     cached: dict[int, weakref.ref[Tensor]]
 
 
@@ -278,17 +282,14 @@ class Specializations:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
         kept: Sequence[Tensor],
-        keywords: Keywords,
+        caches: Sequence[Any],
     ) -> Recorder:
-        """What watches a forward pass with these tensors."""
-        given: dict[str, Tensor | None] = {"x": x}
-        for letter, row in ("p", parameters), ("e", extra_inputs), ("k", kept):
-            given.update((f"{letter}{n}", t) for n, t in enumerate(row))
-        emission = PLAIN if keywords.facts is None else Emission(keywords=True)
-        code, steps = program.lines("forward", emission)
+        """What watches a forward pass with these tensors and caches."""
+        given = _named(p=parameters, e=extra_inputs, k=kept)
         theirs = x, *parameters, *extra_inputs, *self._unwritten(kept)
-        caches = {f"cache{n}": cache for n, cache in enumerate(keywords.caches)}
-        return Recorder(code, steps, given, theirs, caches)
+        code, steps = program.lines("forward")
+        named = {f"cache{n}": cache for n, cache in enumerate(caches)}
+        return Recorder(code, steps, {"x": x, **given}, theirs, named)
 
     def _unwritten(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of what :meth:`kept` has returned, what passes only read."""
@@ -332,19 +333,13 @@ class Specializations:
         # As execute_eagerly returns it: autograd would not let the caller change such a view.
         detached = ".detach()" if recorder.is_view_of_own(output) else ""
         closing = f"{names[0]}{detached}, [{', '.join(extras)}], [{', '.join(keeps)}]"
-        opening = [
-            (f"p{n}", f"p{n} = parameters[{n}]  # {path}")
-            for n, path in enumerate(_paths_of_parameters(program, len(parameters)))
-        ]
-        opening += [(f"e{n}", f"e{n} = extra_inputs[{n}]") for n in range(len(extra_inputs))]
-        opening += [(f"k{n}", f"k{n} = kept[{n}]") for n in range(len(kept))]
-        straight = Straight(
-            "forward",
-            ", ".join(["x, parameters, extra_inputs, kept", *recorder.caches]),
-            opening,
-            (closing, names),
-            partial(comment, program.paths),
-        )
+        opening = _read(_named(e=extra_inputs, k=kept))
+        paths = _paths_of_parameters(program, len(parameters))
+        reads = zip(_read(_named(p=parameters)), paths)
+        opening = [*[(name, f"{line}  # {path}") for (name, line), path in reads], *opening]
+        how = partial(comment, program.paths)
+        arguments_of = ", ".join(["x, parameters, extra_inputs, kept", *recorder.caches])
+        straight = Straight("forward", arguments_of, opening, (closing, names), how)
         function = program.specialize("forward", recorder.text(straight))
         theirs = memory_of_all([*all_inputs(arguments), output, *outputs])
         own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
@@ -374,7 +369,7 @@ class Specializations:
         found = None if kind is None else special.backwards.get(kind)
         if not isinstance(found, Backward):
             return None
-        plain = not (found.same or found.asked or found.cached)
+        plain = not (found.same or found.asked or found.cached or found.assumed)
         return found if plain or found.is_for(dy, received, saved, kept) else None
 
     def due_backward(
@@ -404,18 +399,13 @@ class Specializations:
             if len(special.backwards) < _MAX_FOUND:
                 special.backwards[kind] = number + 1
             return None
-        given: dict[str, Tensor | None] = {f"s{n}": t for n, t in enumerate(saved)}
-        given["dy"] = dy
-        given.update((f"g{n}", t) for n, t in enumerate(received))
-        given.update((f"k{n}", t) for n, t in enumerate(kept))
+        given = _named(s=saved, g=received, k=kept)
         own = (*special.own, *(False,) * (len(saved) - len(special.own)))
         theirs = [dy, *received, *self._unwritten(kept)]
         theirs += [t for t, is_own in zip(saved, own) if not is_own]
-        code, steps = program.lines("backward", PLAIN)
-        counts = len(saved), len(received), len(kept)
-        return DueBackward(
-            special, kind, Recorder(code, steps, given, theirs), counts, self._cached(kept)
-        )
+        code, steps = program.lines("backward")
+        recorder = Recorder(code, steps, {"dy": dy, **given}, theirs)
+        return DueBackward(special, kind, recorder, tuple(given), self._cached(kept))
 
     def _kind_of_backward(
         self, dy: Tensor, received: Sequence[Tensor | None], kept: Sequence[Tensor], keep: bool
@@ -450,7 +440,7 @@ class Specializations:
             due: has recorded it.
             grads: of the input, parameters and extra inputs.
         """
-        special, key, recorder, (saved, received, kept), _ = due
+        special, key, recorder, given, _ = due
         try:
             recorder.finish()
             names = [recorder.name_of(t) for t in grads]
@@ -464,21 +454,29 @@ class Specializations:
         except NotRecordableError as error:
             special.refusal = str(error)
             return
-        opening: list[tuple[str | None, str]] = [
-            (f"s{n}", f"s{n} = saved[{n}]") for n in range(saved)
-        ]
-        opening += [(None, "saved.clear()")]
-        opening += [(f"g{n}", f"g{n} = received[{n}]") for n in range(received)]
-        opening += [(f"k{n}", f"k{n} = kept[{n}]") for n in range(kept)]
+        opening = [*_read(given), (None, "saved.clear()")]
         closing = f"[{', '.join(names)}]"
         how = partial(comment, program.paths)
         straight = Straight("backward", "dy, received, saved, kept", opening, (closing, names), how)
         function = program.specialize("backward", recorder.text(straight))
-        cached = tuple(due.cached.items())
+        cached, assumed = tuple(due.cached.items()), tuple(recorder.assumed.items())
         shares = recorder.share_memory([t for t in grads if t is not None])
         special.backwards[key] = Backward(
-            function, tuple(recorder.same), asked, lie, reused, cached, shares
+            function, tuple(recorder.same), asked, lie, reused, cached, assumed, shares
         )
+
+
+_ROWS = {"p": "parameters", "e": "extra_inputs", "k": "kept", "s": "saved", "g": "received"}
+
+
+def _named(**rows: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    """Tensors by the names that lines give them: the letter of a row, and the position in it."""
+    return {f"{letter}{n}": t for letter, row in rows.items() for n, t in enumerate(row)}
+
+
+def _read(names: Iterable[str]) -> list[tuple[str | None, str]]:
+    """The lines that give tensors these names."""
+    return [(name, f"{name} = {_ROWS[name[0]]}[{name[1:]}]") for name in names]
 
 
 def _paths_of_parameters(program: Any, count: int) -> list[str]:
@@ -506,9 +504,11 @@ def _refusal_of_program(program: Any) -> str | None:
         return "weight gradients run on another stream"
     for step in (*plan.forward, *plan.backward):
         for op in (step.op, *[plan.basic_ops[i] for i in step.indices]):
-            if not (is_built_in(op) or vars(type(op)).get("recordable", False)):
+            ours = is_built_in(op)
+            if not (ours or vars(type(op)).get("recordable", False)):
                 return f"{step_name(step)} is not opfuser's own, nor recordable by its class"
-            if not op.replayable:
+            # Collectives of the library are seen, each as a whole; those of others are not.
+            if not (op.replayable or (ours and getattr(op, "communicates", False))):
                 return f"{step_name(step)} does more than to call functions of torch"
     return None
 

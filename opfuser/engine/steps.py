@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,8 +22,7 @@ from ..op import OperationContext
 from ..op.results import (
     backward_parts,
     forward_parts,
-    refuse_grads,
-    refuse_output,
+    parameter_grads,
     row_of_grads,
     row_of_outputs,
 )
@@ -37,30 +36,11 @@ __all__ = [
     "handing_codes_on",
     "may_overwrite",
     "revived",
-    "revived_with_parameters",
     "summed",
     "unless_watched",
-    "with_keywords",
     "zero_or_none",
     "zeros",
 ]
-
-
-def with_keywords(op: Any, ctx: OperationContext, x: Tensor, own: dict[str, Any]) -> Any:
-    """The output of a basic operation that may have keywords in this call."""
-    if not own:
-        return op.op_forward(
-            ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
-        )
-    y, _ = op.fuser_forward(
-        [ctx],
-        x,
-        basic_op_extra_inputs=[()],
-        prev_op_grad_output_quantizer=None,
-        next_op_input_quantizer=None,
-        basic_op_kwargs=[own],
-    )
-    return y
 
 
 def asking(y: Tensor) -> Tensor:
@@ -92,13 +72,11 @@ class ForwardResults(NamedTuple):
         indices: of its operations.
         wanted: for each of their extra outputs why it may not be None: "public", "outside", or
             empty if it may.
-        checked: whether it may be something else, as that of a user's operation.
     """
 
     name: str
     indices: tuple[int, ...]
     wanted: tuple[tuple[str, ...], ...]
-    checked: bool
 
     def of(self, result: Any) -> tuple[Any, ...]:
         """The output, and behind it all extra outputs.
@@ -108,18 +86,12 @@ class ForwardResults(NamedTuple):
             ExtraOutputCountError: there are more or fewer extra outputs.
             HiddenOutputError: one that is read is None.
         """
-        try:
-            x, rows = result
-            found = len(rows)
-        except (TypeError, ValueError) as error:
-            raise refuse_output(self.name, result) from error
-        if self.checked and type(rows) is not list:
-            forward_parts(self.name, result)  # a tuple will do as well, rows of a tensor will not
-        if found != len(self.indices):
+        x, rows = forward_parts(self.name, result)
+        if len(rows) != len(self.indices):
             raise ExtraOutputCountError(
                 explain(
                     f"Expected extra outputs for {counted(len(self.indices), 'basic operation')}, "
-                    f"but got {found}",
+                    f"but got {len(rows)}",
                     where=self.name,
                     remedy="Return a list of extra outputs for each of them from fuser_forward, "
                     "empty for one that has none",
@@ -127,8 +99,7 @@ class ForwardResults(NamedTuple):
             )
         results = [x]
         for i, row, wanted in zip(self.indices, rows, self.wanted):
-            listed = type(row) is tuple or type(row) is list
-            ys = row if listed else row_of_outputs(self.name, f"op {i}", row)
+            ys = row_of_outputs(self.name, f"op {i}", row)
             if len(ys) != len(wanted):
                 raise ExtraOutputCountError(
                     explain(
@@ -186,7 +157,20 @@ _LEFT_BY_TE_OPS: dict[str, Callable[[OperationContext], Any]] = {
 }
 
 
-def _revive(kept: OperationContext, saved: list[Tensor | None]) -> OperationContext:
+def revived(
+    kept: OperationContext,
+    saved: list[Tensor | None],
+    parameters: Sequence[Tensor | None] | None = None,
+) -> OperationContext:
+    """The context of an operation for its backward, given that of its forward.
+
+    Its tensors are removed from ``saved``, so that they are freed once its backward has run.
+
+    Args:
+        kept: that of its forward, which is not written to.
+        saved: by all operations.
+        parameters: its own in forward, if its backward reads them.
+    """
     ctx = _RevivedContext()
     ctx.kept = kept
     ctx.requires_grad = kept.requires_grad
@@ -198,26 +182,8 @@ def _revive(kept: OperationContext, saved: list[Tensor | None]) -> OperationCont
         start, stop = kept.span
         ctx.saved_tensors = tuple(saved[start:stop])
         saved[start:stop] = [None] * (stop - start)
-    return ctx
-
-
-def revived(kept: OperationContext, saved: list[Tensor | None]) -> OperationContext:
-    """The context of an operation for its backward, given that of its forward.
-
-    Its tensors are removed from ``saved``, so that they are freed once its backward has run.
-    """
-    return kept if kept.span is None else _revive(kept, saved)
-
-
-def revived_with_parameters(
-    kept: OperationContext, saved: list[Tensor | None], start: int, stop: int
-) -> OperationContext:
-    """As :func:`revived`, of an operation whose backward reads its parameters.
-
-    They stand in ``saved`` from ``start`` to ``stop``.
-    """
-    ctx = _revive(kept, saved)
-    ctx.parameters = tuple(saved[start:stop])
+    if parameters is not None:
+        ctx.parameters = tuple(parameters)
     return ctx
 
 
@@ -226,11 +192,8 @@ def handing_codes_on(ctx: OperationContext, quantizer: Quantizer) -> OperationCo
 
     Not where codes are told of: who multiplies by them makes them.
     """
-    if is_watched():
-        return ctx
-    if type(ctx) is not _RevivedContext:  # that of forward, never written to
-        ctx = _revive(ctx, [])
-    ctx.grad_input_quantizer = quantizer
+    if not is_watched():
+        ctx.grad_input_quantizer = quantizer
     return ctx
 
 
@@ -275,75 +238,51 @@ class BackwardResults(NamedTuple):
     parameters: tuple[int, ...]
     extra_inputs: tuple[tuple[bool, ...], ...]
 
-    def of_one(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
+    def of_one(self, result: Any) -> tuple[Any, Sequence[Any]]:
         """What a user's ``op_backward`` returned: gradients of the input, and of the parameters.
 
         Raises:
             BackwardResultError: it is no pair of these.
             ParameterGradientCountError: there are more or fewer.
         """
-        try:
-            dx, grads = result
-        except (TypeError, ValueError) as error:
-            raise refuse_grads(self.name, result) from error
-        (op,), (count,) = self.operations, self.parameters
-        return dx, self._of_parameters(op, count, grads)
+        dx, grads = parameter_grads(self.name, result)
+        return dx, self._of_parameters(self.operations[0], self.parameters[0], grads)
 
     def of(self, result: Any) -> list[Any]:
-        """What a user's ``fuser_backward`` returned, in one list.
+        """What ``fuser_backward`` returned, in one list.
 
         Raises:
             BackwardResultError: it is not as it should be.
             ParameterGradientCountError: there are more or fewer lists, or gradients of parameters.
             ExtraInputGradientCountError: there are more or fewer of extra inputs.
         """
-        try:
-            dx, params, extras = result
-            found = len(params), len(extras)
-        except (TypeError, ValueError) as error:
-            raise refuse_grads(self.name, result) from error
-        if type(params) is not list or type(extras) is not list:
-            backward_parts(self.name, result)  # tuples will do as well, rows of a tensor will not
+        dx, params, extras = backward_parts(self.name, result)
         count = len(self.operations)
-        if found != (count, count):
+        if (len(params), len(extras)) != (count, count):
             raise ParameterGradientCountError(
                 explain(
                     f"Expected gradients for {counted(count, 'basic operation')}, but got "
-                    f"{counted(found[0], 'list')} of param grads and {found[1]} of extra-input "
-                    "grads",
+                    f"{counted(len(params), 'list')} of param grads and {len(extras)} of "
+                    "extra-input grads",
                     where=self.name,
                     remedy="Return one tuple of each for each basic operation from fuser_backward, "
                     "empty for one without",
                 )
             )
-        params = [
-            self._of_parameters(*own) for own in zip(self.operations, self.parameters, params)
-        ]
-        extras = [
-            self._of_extra_inputs(*own) for own in zip(self.operations, self.extra_inputs, extras)
-        ]
-        return self._in_one_list(dx, params, extras)
-
-    def of_ours(self, result: Any) -> list[Any]:
-        """As :meth:`of`, for a step of the library."""
-        dx, params, extras = result
-        params = [row or (None,) * count for row, count in zip(params, self.parameters)]
-        return self._in_one_list(dx, params, extras)
-
-    def _in_one_list(self, dx: Any, params: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
-        out = [dx, *chain(*params)]
-        for grads, keeps in zip(extras, self.extra_inputs):
-            if keeps:
-                pairs = zip(grads or (None,) * len(keeps), keeps, strict=True)
-                out += [grad for grad, keep in pairs if keep]
+        out = [dx]
+        for op, own, row in zip(self.operations, self.parameters, params):
+            fits = type(row) is tuple and len(row) == own
+            out += row if fits else self._of_parameters(op, own, row)
+        for op, keeps, row in zip(self.operations, self.extra_inputs, extras):
+            fits = type(row) is tuple and len(row) == len(keeps)
+            out += compress(row if fits else self._of_extra_inputs(op, keeps, row), keeps)
         return out
 
-    def _of_parameters(self, op: tuple[int, str], count: int, grads: Any) -> tuple[Any, ...]:
-        if grads is None:
+    @staticmethod
+    def _of_parameters(op: tuple[int, str], count: int, grads: Any) -> Sequence[Any]:
+        _, row = parameter_grads(op[1], (None, grads))
+        if row is None:
             return (None,) * count
-        if isinstance(grads, Tensor) or not isinstance(grads, Iterable):
-            raise refuse_grads(op[1], (None, grads))
-        row = tuple(grads)
         if len(row) != count:
             raise ParameterGradientCountError(
                 explain(
@@ -358,9 +297,8 @@ class BackwardResults(NamedTuple):
         self, op: tuple[int, str], keeps: Sequence[bool], grads: Any
     ) -> Sequence[Any]:
         if grads is None:
-            return ()
-        listed = type(grads) is tuple or type(grads) is list
-        row: Sequence[Any] = grads if listed else row_of_grads(self.name, f"op {op[0]}", grads)
+            return (None,) * len(keeps)
+        row = row_of_grads(self.name, f"op {op[0]}", grads)
         if len(row) != len(keeps):
             raise ExtraInputGradientCountError(
                 explain(

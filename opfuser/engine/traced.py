@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..tracing import exporting, transforms_active
-from .autograd import batched_like, distinct_outputs, execute_eagerly
+from .autograd import batched_like, execute_eagerly, returned
 from .exported import execute_exported
 from .passes import Kwargs, Tape, traced_backward, traced_forward
 from .program import Program
@@ -77,7 +77,7 @@ class _DynamoFunction(torch.autograd.Function):
         # shares memory with another one, gets a wrong gradient.
         output = output.view_as(output)
         outputs = [y.clone() if _OLD_DYNAMO else y.view_as(y) for y in outputs]
-        return _results(func_ctx, program, output, outputs)
+        return returned(func_ctx, program, output, outputs)
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
@@ -94,7 +94,7 @@ class _InGraphFunction(torch.autograd.Function):
         output, outputs = _forward(func_ctx, program, kwargs, input_, tensors)
         # What is traced has no memory, and is functional in any case.
         output = output.detach() if output._is_view() else output
-        return _results(func_ctx, program, output, outputs)
+        return returned(func_ctx, program, output, outputs)
 
     @staticmethod
     def backward(func_ctx: Any, grad_output: Tensor | None, *grad_outputs: Tensor | None) -> Any:
@@ -112,14 +112,6 @@ def _forward(
         func_ctx.save_for_backward(*tape.saved, *[tensors[n] for n in program.kept_parameters])
     func_ctx.forwarded = program, tape.contexts
     return output, outputs
-
-
-def _results(func_ctx: Any, program: Program, output: Tensor, outputs: list[Tensor]) -> Any:
-    if not outputs:
-        return output
-    func_ctx.set_materialize_grads(False)
-    func_ctx.output_like = (output.shape, output.dtype, output.device)
-    return distinct_outputs(func_ctx, program, output, outputs)
 
 
 def _backward(

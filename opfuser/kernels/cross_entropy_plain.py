@@ -26,6 +26,7 @@ __all__ = [
     "losses_of_rows",
     "mean",
     "scaled",
+    "scaled_rows",
 ]
 
 _aten = torch.ops.aten
@@ -55,6 +56,15 @@ def classes_of_rows(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]
     targets = targets.unsqueeze(1)
     valid = targets != ignore_index
     return valid, cast(torch.where(valid, targets, 0), torch.int64)
+
+
+def scaled_rows(
+    targets: Tensor, dloss: Tensor, count: Tensor | None, terms: Terms
+) -> tuple[Tensor, Tensor]:
+    """A class for every row, and what its gradient is multiplied by, each (rows, 1)."""
+    valid, index = classes_of_rows(targets, terms.ignore_index)
+    scale = dloss if count is None else dloss / count
+    return index, torch.where(valid, scale.unsqueeze(1) if scale.dim() else scale, 0.0)
 
 
 class Terms(NamedTuple):
@@ -247,9 +257,7 @@ def backward(
         dloss: gradient of the losses (rows,), or one for all of them ().
         count: what divides it, () of int64.
     """
-    valid, index = classes_of_rows(targets, terms.ignore_index)
-    scale = dloss if count is None else dloss / count
-    scale = torch.where(valid, scale.unsqueeze(1) if scale.dim() else scale, 0.0)
+    index, scale = scaled_rows(targets, dloss, count, terms)
     row_max, sum_exp = row_max.unsqueeze(1), sum_exp.unsqueeze(1)
     blocks = blocks_of_rows(x)
     if len(blocks) == 1:

@@ -8,7 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cross_entropy_plain import LossGradient, RowLosses, Terms, classes_of_rows, losses_of_rows
+from .cross_entropy_plain import (
+    LossGradient,
+    RowLosses,
+    Terms,
+    classes_of_rows,
+    losses_of_rows,
+    scaled_rows,
+)
 from .scalar import cast, wide_dtype
 
 __all__ = ["backward", "forward", "gradient", "scaled"]
@@ -35,9 +42,7 @@ def backward(
 ) -> Tensor:
     """Gradient of the logits, contiguous; arguments as of the twin in plain torch."""
     _, smoothing, z_loss = terms
-    valid, index = classes_of_rows(targets, terms.ignore_index)
-    scale = dloss if count is None else dloss / count
-    scale = torch.where(valid, scale.unsqueeze(1) if scale.dim() else scale, 0.0)
+    index, scale = scaled_rows(targets, dloss, count, terms)
     row_max, sum_exp = row_max.unsqueeze(1), sum_exp.unsqueeze(1)
     p = (x - row_max).exp() / sum_exp
     p_scale = scale

@@ -58,7 +58,7 @@ class EmbeddingScale(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        settings: EmbeddingScale.Settings = ctx.settings or self.frozen_settings(ctx)
+        settings: EmbeddingScale.Settings = self.frozen_settings(ctx)
         return input_.mul(settings.rounded(input_.dtype))
 
     def op_backward(
@@ -66,7 +66,7 @@ class EmbeddingScale(BasicOperation):
     ) -> tuple[Tensor | None, tuple[()]]:
         if not ctx.needs.input:
             return None, ()
-        settings: EmbeddingScale.Settings = ctx.settings or self.frozen_settings(ctx)
+        settings: EmbeddingScale.Settings = self.frozen_settings(ctx)
         return grad_output.mul(settings.rounded(grad_output.dtype)), ()
 
     def reference(self, input_: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Tensor:

@@ -58,11 +58,6 @@ class BasicOperation(FusibleOperation):
         num_extra_inputs, num_extra_outputs: tensors besides the main input and output.
         backward_reads_parameters: asks the engine to keep the parameters of the forward call in
             ``ctx.parameters``, so that backward never reads a parameter that was replaced since.
-        forward_leaves_nothing: promises that forward neither saves tensors nor sets attributes on
-            its context. One context then serves every call, which saves host time. Not inherited.
-        plain_without_extra_tensors: promises that its ``fuser_forward`` and ``fuser_backward`` are
-            for calls with extra tensors; where an instance has none, ``op_forward`` and
-            ``op_backward`` do the same. Not inherited.
         communicates: whether ranks may exchange data in its passes.
         takes_part_in_recipes: whether it has GEMMs that a recipe of quantised compute is about.
         Saved: a ``NamedTuple`` that names what forward passes to ``ctx.save_for_backward``. It is
@@ -72,8 +67,6 @@ class BasicOperation(FusibleOperation):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     backward_reads_parameters: ClassVar[bool] = False
-    forward_leaves_nothing: ClassVar[bool] = False
-    plain_without_extra_tensors: ClassVar[bool] = False
     communicates: bool = False
     takes_part_in_recipes: ClassVar[bool] = False
     Saved: ClassVar[type[tuple[Any, ...]] | None] = None

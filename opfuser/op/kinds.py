@@ -13,8 +13,15 @@ __all__ = ["has_called_parts", "is_built_in", "must_be_called"]
 
 
 def is_built_in(op: nn.Module) -> bool:
-    """Whether an operation is the library's own, which promises more than the calling contract."""
-    return type(op).__module__.startswith("opfuser.")
+    """Whether an operation is the library's own, which promises more than the calling contract.
+
+    Units of ``fully_shard`` are of classes that torch derives from theirs.
+    """
+    classes = (cls for cls in type(op).__mro__ if not cls.__module__.startswith(_OF_UNITS))
+    return next(classes).__module__.startswith("opfuser.")
+
+
+_OF_UNITS = "torch.distributed."
 
 
 _FORWARDS = (BasicOperation.forward, FusedOperation.forward)

@@ -152,8 +152,10 @@ def _parts(result: Any, count: int) -> tuple[Any, ...] | None:
 
 
 def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    return type(value) is list or (isinstance(value, Sequence) and not isinstance(value, str))
 
 
 def _is_row(value: object) -> bool:
+    if type(value) in (tuple, list):  # Python asks abstract classes for a microsecond
+        return True
     return isinstance(value, Iterable) and not isinstance(value, (Tensor, str))

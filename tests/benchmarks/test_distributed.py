@@ -189,6 +189,20 @@ def test_one_process_has_the_model_on_one_gpu(
     assert f"\n{ON_ONE}: " in capsys.readouterr().out
 
 
+def test_one_process_compares_units_of_each_size(tmp_path: Path) -> None:
+    """All that ``--only gpt`` needs is one GPU; each size of units has torch to compare with."""
+    how = ["--device", "cpu", "--only", "gpt", "--no-compile", "--seconds", "0"]
+    distributed.main([*how, "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "distributed.json").read_text())["rows"]
+    assert {(row["size"]["unit"], row["contestant"]) for row in rows} == set(
+        itertools.product(("layer", "block"), ("torch", "opfuser"))
+    )
+    medians = {(row["size"]["unit"], row["contestant"]): row["median_us"] for row in rows}
+    for row in rows:
+        unit, contestant = row["size"]["unit"], row["contestant"]
+        assert row["speedup"] == medians[unit, "torch"] / medians[unit, contestant]
+
+
 def test_without_a_gpu_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

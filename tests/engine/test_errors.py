@@ -289,7 +289,7 @@ WRONG_BACKWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
     (ReadsParametersWithoutFlag, ParametersNotKeptError,
      "It happened in the backward of op 1 (ReadsParametersWithoutFlag)."),
     (backward("Wrong", lambda dy: dy), BackwardResultError,
-     RETURNS + "a tuple of NoneType, Tensor. Return grad_input and a tuple of the parameters' "
+     RETURNS + "Tensor. Return grad_input and a tuple of the parameters' "
      "gradients from op_backward, and from fuser_backward also the extra inputs', a tuple for each "
      "basic operation."),
     (backward("Wrong", lambda dy: dy.T), BackwardResultError, RETURNS + "Tensor. Return"),
@@ -297,9 +297,9 @@ WRONG_BACKWARDS: list[tuple[type[Doubled], type[Exception], str]] = [
     (backward("Wrong", lambda dy: (dy, (), ())), BackwardResultError,
      RETURNS + "a tuple of Tensor, tuple, tuple. Return"),
     (backward("Wrong", lambda dy: (dy, dy.sum(0))), BackwardResultError,
-     RETURNS + "a tuple of NoneType, Tensor. Return"),
+     RETURNS + "a tuple of Tensor, Tensor. Return"),
     (backward("Wrong", lambda dy: (dy, 3)), BackwardResultError,
-     RETURNS + "a tuple of NoneType, int. Return"),
+     RETURNS + "a tuple of Tensor, int. Return"),
     (backward("Wrong", lambda dy: (3, (None,))), BackwardResultError,
      ("A gradient is a tensor or None (op 1 (Wrong)). Received: int as the gradient of the input. "
      "Return None for a gradient of zero.")),

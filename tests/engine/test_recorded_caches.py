@@ -21,7 +21,7 @@ from opfuser.engine.specialized import unrecorded
 from opfuser.errors import CacheFullError
 from opfuser.models import DecoderConfig, decoder_lm, generate
 from opfuser.op import BasicOperation
-from tests.engine.test_recorded_calls import ENOUGH, D, assert_same, image, passes, twin
+from tests.engine.recorded_toys import ENOUGH, D, assert_same, image, passes, twin
 
 LENGTH = 3  # of images
 

@@ -462,18 +462,11 @@ def test_functions_that_are_noted_as_a_whole() -> None:
         straight(lambda x, y: by_values(x, 3.0), torch.ones(2), torch.ones(2))
 
 
-def test_what_a_function_that_is_noted_as_a_whole_reads_and_calls() -> None:
-    holder = SimpleNamespace()
-
+def test_what_a_function_that_is_noted_as_a_whole_reads() -> None:
     @seen_whole(reads=True)
     def counted(x: Tensor) -> Tensor:
-        leave(holder, "count", getattr(holder, "count", 0) + 1)
         return x.clone()
 
-    recorded, _ = straight(lambda x, y: counted(x) + y, torch.ones(2), torch.ones(2))
-    for _ in range(3):
-        recorded(torch.ones(2), torch.ones(2))
-    assert holder.count == 4
     with pytest.raises(NotRecordableError, match="nothing was seen to write"):
         straight(lambda x, y: counted(torch.empty_like(x)), torch.ones(2), torch.ones(2))
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import opfuser
-from opfuser.op import BasicOperation, new_context
+from opfuser.op import BasicOperation
 from tests.basic.values import saved_by
 from tests.engine.toys import (
-    F64,
     Sigmoid,
     Square,
     Times,
@@ -86,38 +85,6 @@ def test_saved_tensors_may_be_packed() -> None:
     with torch.autograd.graph.save_on_cpu():
         y = seq(x)
     same(grads(y, wrt), grads(plain_sigmoids(seq, x), wrt))
-
-
-# One context serves all calls of an operation that leaves nothing on it.
-
-
-@pytest.mark.parametrize("op", [opfuser.Bias(3, dtype=F64), opfuser.Identity()], ids=repr)
-def test_operations_that_promise_it_leave_nothing_on_the_context(op: Any) -> None:
-    ctx = new_context(None)
-    assert type(op).forward_leaves_nothing
-    before = dict(vars(ctx))
-    op.op_forward(
-        ctx, randn(2, 3), prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
-    )
-    assert vars(ctx) == before
-
-
-def test_the_promise_does_not_hold_for_subclasses() -> None:
-    class Cube(opfuser.Bias):
-        """Saves its input, unlike its parent."""
-
-        def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
-            ctx.save_for_backward(input_)
-            return 2 * input_**3
-
-        def op_backward(self, ctx: Any, grad_output: Tensor) -> tuple[Tensor, tuple[None]]:
-            (x,) = ctx.saved_tensors
-            return grad_output * 6 * x**2, (None,)
-
-    seq = opfuser.Sequential(Cube(3, dtype=F64))
-    inputs = [randn(2, 3, grad=True) for _ in range(2)]
-    for x, y in [(x, seq(x)) for x in inputs]:
-        same(grads(y, [x]), grads(2 * x**3, [x]))
 
 
 # Checkpointing and autocast.

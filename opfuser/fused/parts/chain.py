@@ -251,9 +251,7 @@ class _Layouts:
     def get(self, ctxs: Contexts) -> _Layout:
         """The layout of a call: probabilities, factors and flags may change between calls."""
         saves = ctxs[0].requires_grad
-        settings = [
-            ctxs[i].settings or op.frozen_settings(ctxs[i]) for i, op in self._with_settings
-        ]
+        settings = [op.frozen_settings(ctxs[i]) for i, op in self._with_settings]
         if ctxs[0].traced:  # a cached layout would cause recompilations
             return _lay_out(self._ops, ctxs, settings, saves)
         layout = self._by_need.get(saves)

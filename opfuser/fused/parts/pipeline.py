@@ -8,11 +8,13 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ...context import (
     BackwardResult,
     Contexts,
     ExtraTensors,
+    ForwardArguments,
     ForwardResult,
     GradNeeds,
     new_context,
@@ -151,16 +153,8 @@ class Pipeline(FusedOperation):
         saves = not (behind.recomputed and own[0].needs.input)
         return behind.part.input_quantizer(own, save_input=saves)
 
-    # Spelled out, as a dictionary of the keywords takes 0.3 us of every call.
     def fuser_forward(
-        self,
-        basic_op_ctxs: Contexts,
-        input_: Tensor,
-        *,
-        basic_op_extra_inputs: ExtraTensors,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
+        self, basic_op_ctxs: Contexts, input_: Tensor, **given: Unpack[ForwardArguments]
     ) -> ForwardResult:
         y: Any = input_
         extra_outputs: list[Sequence[Tensor | None]] = []
@@ -173,11 +167,10 @@ class Pipeline(FusedOperation):
             # While it is watched, who multiplies by the codes makes them, and tells of them.
             if behind is not None and not is_watched():
                 quantizer = self._input_quantizer(behind, basic_op_ctxs)
-            elif next_op_input_quantizer is not None and own.stop == len(basic_op_ctxs):
-                quantizer = next_op_input_quantizer
-            y, outputs = part.forward(
-                ctxs, y, basic_op_extra_inputs[own], save_input=save_input, quantizer=quantizer
-            )
+            elif given["next_op_input_quantizer"] is not None and own.stop == len(basic_op_ctxs):
+                quantizer = given["next_op_input_quantizer"]
+            extras = given["basic_op_extra_inputs"][own]
+            y, outputs = part.forward(ctxs, y, extras, save_input=save_input, quantizer=quantizer)
             extra_outputs += outputs
         return y, extra_outputs
 

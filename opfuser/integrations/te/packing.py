@@ -61,14 +61,14 @@ class DeinterleaveHeads(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> Tensor:
-        return self._pack(input_, *(ctx.settings or self.frozen_settings(ctx)))
+        return self._pack(input_, *self.frozen_settings(ctx))
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, tuple[()]]:
         if not ctx.needs.input:
             return None, ()
-        heads, groups = ctx.settings or self.frozen_settings(ctx)
+        heads, groups = self.frozen_settings(ctx)
         each = grad_output.unflatten(-1, (heads + 2 * groups, -1))
         parts = each.split([heads, groups, groups], -2)
         return torch.cat([t.unflatten(-2, (groups, -1)) for t in parts], -2).flatten(-3), ()
@@ -102,8 +102,6 @@ class SwapSequenceAndBatch(BasicOperation):
     Raises:
         InputError: in forward, if x has fewer than two dimensions.
     """
-
-    forward_leaves_nothing = True
 
     def op_forward(
         self,
