@@ -18,10 +18,12 @@ from .recording import watching
 from .tracing import functional
 
 __all__ = [
+    "any_overlap",
     "is_batched",
     "memory_of",
     "only_memory",
     "only_reference",
+    "overlap",
     "references",
     "shares_nothing",
 ]
@@ -109,3 +111,36 @@ def is_batched(grad: Tensor | None) -> bool:
     return grad is not None and (
         functorch.is_batchedtensor(grad) or functorch.is_legacy_batchedtensor(grad)
     )
+
+
+def any_overlap(tensors: Sequence[Tensor], memory: Sequence[int]) -> bool:
+    """Whether any two may share bytes; ``memory`` tells their storages apart."""
+    covered: dict[int, list[tuple[int, int]]] = {}
+    for t, address in zip(tensors, memory):
+        covered.setdefault(address, []).append(_extent(t))
+    for extents in covered.values():
+        last = 0
+        for start, stop in sorted(extents):
+            if start < last:
+                return True
+            last = max(last, stop)
+    return False
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share bytes."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (a_start, a_stop), (b_start, b_stop) = _extent(a), _extent(b)
+    return a_start < b_stop and b_start < a_stop
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    """First and one past the last byte of its storage that ``t`` covers."""
+    start = int(t.storage_offset()) * t.itemsize
+    if not t.numel():
+        return start, start
+    if t.is_contiguous():
+        return start, start + t.nbytes
+    last = sum((int(size) - 1) * int(stride) for size, stride in zip(t.shape, t.stride()))
+    return start, start + (last + 1) * t.itemsize

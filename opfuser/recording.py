@@ -68,6 +68,7 @@ class Watcher(Protocol):
         args: tuple[Any, ...],
         writes: int | None,
         flag: int | None,
+        reads: bool,
         several: Callable[..., Any] | None,
         each: bool,
     ) -> Any:
@@ -202,15 +203,16 @@ def seen_whole(
     *,
     writes: int | None = None,
     flag: int | None = None,
+    reads: bool = False,
     several: Callable[..., Any] | None = None,
     each: bool = False,
 ) -> Callable[[Function], Function]:
     """A function that decides by more than guards compare: who notes calls notes it as one.
 
     Args:
-        writes: position of the argument that it may write to, and return; None: it reads no values,
-            and returns a tensor that nobody else has.
+        writes: position of the argument that it may write to, and return; None: to none.
         flag: position of the argument that says whether it may; without, it always may.
+        reads: whether it reads values though it writes to no argument.
         several: returns the results of several such calls, in place of the first of them.
         each: whether it takes the arguments of all calls, whose values none of them and nothing
             between them changes; else that of the first one, and how many there are.
@@ -222,7 +224,7 @@ def seen_whole(
             watcher = watching.watcher
             if watcher is None:
                 return function(*args)
-            return watcher.note_whole(function, args, writes, flag, several, each)
+            return watcher.note_whole(function, args, writes, flag, reads, several, each)
 
         return call  # type: ignore[return-value]
 

@@ -639,15 +639,16 @@ class Sequential(NestedSequential):
         self, op_kwargs: Mapping[nn.Module | int, dict[str, Any]]
     ) -> tuple[list[Kwargs], list[PendingCache]]:
         """Returns the keywords of each group, and the caches among them, which are yet to store."""
-        if not isinstance(op_kwargs, Mapping):
+        if type(op_kwargs) is not dict and not isinstance(op_kwargs, Mapping):
             raise OpKwargsError(
                 explain("op_kwargs is a mapping", received=type(op_kwargs).__name__)
             )
         given: dict[BasicOperation, dict[str, Any]] = {}
         caches: list[PendingCache] = []
         for key, kwargs in op_kwargs.items():
-            op = self._op_of_key(key)
-            if not isinstance(kwargs, Mapping) or op in given:
+            op = key if isinstance(key, BasicOperation) else self._op_of_key(key)
+            is_mapping = type(kwargs) is dict or isinstance(kwargs, Mapping)  # type() is faster
+            if not is_mapping or op in given:
                 received = f"{type(kwargs).__name__} for {key!r}"
                 if op in given:
                     received = f"{key!r}, an operation that another key names too"

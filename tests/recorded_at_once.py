@@ -20,7 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from opfuser.attention.cache import PendingCache
 from opfuser.engine import autograd, passes, specialized
+from opfuser.engine.recorded_guards import keywords_of
 from opfuser.engine.specialized import Backward, Specialization, Specializations
 
 specialized.CALLS_BEFORE = 0
@@ -111,12 +113,24 @@ def _forward_twice(
         return results
     assert parameters is not None
     given = [x, *parameters, *extra_inputs, *_local.kept]
-    recorded = [results[0], *results[1], *([] if tape is None else tape.saved)]
+    first = results[0]
+    if first._is_view():  # it may be an extra output, too, until it is detached
+        first = autograd._without_base(first, given)
+    recorded = [first, *results[1], *([] if tape is None else tape.saved)]
     expected = _Expected(
         recorded, _views(recorded), _relations(recorded, given), _random_states(), program
     )
     _set_random_states(before)
-    output, outputs, saved = made.forward(x, parameters, extra_inputs, _local.kept)
+    keywords = keywords_of(kwargs)
+    assert keywords is not None
+    for pending in keywords.caches:
+        cache: Any = pending
+        while isinstance(cache, PendingCache):
+            cache._keep = None  # of the first pass, which has stored nothing yet
+            cache = cache._cache
+    output, outputs, saved = made.forward(
+        x, parameters, extra_inputs, _local.kept, *keywords.caches
+    )
     if tape is not None:
         tape.saved[:] = saved
     _compare(expected, [output, *outputs, *([] if tape is None else saved)], given)

@@ -9,13 +9,14 @@ operation, or where a Sequential was given the cache, after that of the sequence
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CacheFullError, InputError, NotSupportedError, explain
+from ..recording import refuse_watching, seen_whole
 from ..tracing import stands_in
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "is_of_transformers",
     "is_replacing",
     "pending_of",
+    "state_of_layer",
 ]
 
 _FIRST_ROOM = 64  # positions; then it doubles
@@ -59,6 +61,14 @@ class StoresLast:
     def extended(self, k: Tensor, v: Tensor) -> Extended:
         """Returns the keys and values of the cache and of a call; ``keep`` stores the latter."""
         raise NotImplementedError
+
+    def state(self) -> Hashable:
+        """Returns all that the layout of what ``extended`` returns, and its errors, depend on.
+
+        Less what it is given, and what its errors say of lengths. None: no other call has the same,
+        or it is not known.
+        """
+        return None
 
 
 class KVCache(StoresLast):
@@ -153,6 +163,13 @@ class KVCache(StoresLast):
 
         return Extended(keys, values, length, keep)
 
+    def state(self) -> Hashable:
+        grows = self.max_length is None
+        if type(self) is not KVCache or (grows and self.length):
+            return None
+        rows = [None if t is None else (t.shape, t.dtype, t.device) for t in (self._k, self._v)]
+        return KVCache, self.max_length, *rows
+
     def _grown(self, k: Tensor, v: Tensor) -> Extended:
         before = self.length
         assert isinstance(before, int)
@@ -219,11 +236,8 @@ class PendingCache(StoresLast):
         self._cache = cache
         self._keep: Callable[[], None] | None = None
 
-    def is_of(self, cache: Any) -> bool:
-        """Whether it stands for this cache."""
-        return self._cache is cache
-
     def __getattr__(self, name: str) -> Any:
+        refuse_watching("a cache is asked for more than keys and values")
         return getattr(self._cache, name)
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,6 +247,16 @@ class PendingCache(StoresLast):
 
     def extended(self, k: Tensor, v: Tensor) -> Extended:
         """Returns all keys and values; its ``keep`` does nothing."""
+        return Extended(*append(self, k, v))
+
+    def state(self) -> Hashable:
+        cache = self._cache
+        if isinstance(cache, StoresLast):
+            return None if _has_own_update(cache) else cache.state()
+        return state_of_layer(cache) if is_replacing(cache) else None
+
+    def take(self, k: Tensor, v: Tensor) -> Extended:
+        """Returns what the cache does, and has its ``keep`` for later."""
         if self._keep is not None:
             raise InputError(
                 explain(
@@ -242,9 +266,12 @@ class PendingCache(StoresLast):
                     remedy="Make a cache for each operation, and an operation for each call",
                 )
             )
+        if isinstance(self._cache, PendingCache):  # of the sequence around, which stores later
+            self._keep = _nothing
+            return self._cache.take(k, v)
         more = extended(self._cache, k, v)
         self._keep = more.keep
-        return more._replace(keep=_nothing)
+        return more
 
     def keep(self) -> None:
         """Stores the keys and values of the call, if there were any."""
@@ -252,10 +279,17 @@ class PendingCache(StoresLast):
             self._keep()
 
 
+@seen_whole(reads=True)
+def append(cache: PendingCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns all keys and values, and the start, as of :class:`Extended`."""
+    more = cache.take(k, v)
+    return more.keys, more.values, more.start
+
+
 def pending_of(cache: Any, pending: list[PendingCache]) -> PendingCache:
     """Returns the one of ``pending`` that stands for the cache, to which it is added if need be."""
     for known in pending:
-        if known.is_of(cache):
+        if known._cache is cache:
             return known
     pending.append(PendingCache(cache))
     return pending[-1]
@@ -296,6 +330,28 @@ def extended_copy(layer: Any, k: Tensor, v: Tensor) -> Extended:
     updated = copy.copy(layer)
     keys, values = updated.update(k, v)
     return Extended(keys, values, None, lambda: vars(layer).update(vars(updated)))
+
+
+def state_of_layer(layer: Any) -> Hashable:
+    """Returns the state, as of :class:`StoresLast`, of a layer as of :func:`is_replacing`.
+
+    One with tensors, other than numbers on the host, has keys, which are more in the next call.
+    """
+    own = vars(layer)
+    if _COMPARED.issuperset(map(type, own.values())):
+        return type(layer), *own.items()
+    numbers = {name: t.item() for name, t in own.items() if isinstance(t, Tensor) and _is_number(t)}
+    plain = own | numbers
+    return (
+        (type(layer), *plain.items()) if _COMPARED.issuperset(map(type, plain.values())) else None
+    )
+
+
+def _is_number(t: Tensor) -> bool:
+    return t.is_cpu and not t.dim()
+
+
+_COMPARED = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
 
 
 def _has_own_update(cache: Any) -> bool:

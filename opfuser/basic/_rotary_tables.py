@@ -44,7 +44,7 @@ class RotaryTables(Note):
     @property
     def tensors(self) -> list[Tensor]:
         """All that is kept."""
-        tables = [t for table in self.tables.values() for t in table]
+        tables = itertools.chain.from_iterable(self.tables.values())
         return [*tables, *self.frequencies.values(), *self.rows.values()]
 
     def of_sequence(self, x: Tensor, angles: Frequencies, count: int | None) -> Tables:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.autograd.forward_ad import unpack_dual
 
-from ..buffer_reuse import is_batched, memory_of, shares_nothing
+from ..buffer_reuse import any_overlap, is_batched, memory_of, overlap, shares_nothing
 from ..change_tracking import active_calls
 from ..errors import DoubleBackwardError, NotSupportedError, explain
 from ..events.kinds import BytesSaved
@@ -26,8 +26,9 @@ from .passes import (
     backward_of_eager,
     execute_backward,
     execute_forward,
-    note,
+    located,
     run_recorded_backward,
+    tells_step,
 )
 from .program import Program
 from .recorded_guards import keywords_of
@@ -56,18 +57,19 @@ def execute_eagerly(
     By what was recorded of a call like this one, if anything was.
     """
     recorded = program.specializations
-    keywords = _NO_KEYWORDS if kwargs is None else keywords_of(kwargs)
-    if recorded.found and keywords is not None:
-        given, others = keywords
+    if recorded.found and (keywords := keywords_of(kwargs)) is not None:
+        given, caches, facts = keywords
         kept = (*given, *recorded.kept()) if given or recorded.keeps else ()
-        found = recorded.find(input_, parameters, extra_inputs, kept, others)
+        found = recorded.find(input_, parameters, extra_inputs, kept, facts)
         if found is not None and program.needs_backward:
-            return _apply_recorded(program, found, kept, input_, *parameters, *extra_inputs)
+            others = kept, caches
+            return _apply_recorded(program, found, others, input_, *parameters, *extra_inputs)
         if found is not None:
             try:
-                output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept)
+                output, outputs, _ = found.forward(input_, parameters, extra_inputs, kept, *caches)
             except Exception as error:
-                note(error, program.step_of(error), program, "forward")
+                if tells_step(error, program, "forward"):
+                    raise located(error, program, "forward") from error
                 raise
             return (output, *outputs) if outputs else output
     for op, needed in program.prepared_ops:
@@ -186,16 +188,18 @@ class _RecordedFunction(torch.autograd.Function):
         func_ctx: Any,
         program: Program,
         found: Specialization,
-        kept: Sequence[Tensor],
+        others: tuple[Sequence[Tensor], Sequence[Any]],
         input_: Tensor,
         *tensors: Tensor,
     ) -> Any:
         count = program.num_parameters
         parameters, extra_inputs = tensors[:count], tensors[count:]
+        kept, caches = others
         try:
-            output, outputs, saved = found.forward(input_, parameters, extra_inputs, kept)
+            output, outputs, saved = found.forward(input_, parameters, extra_inputs, kept, *caches)
         except Exception as error:
-            note(error, program.step_of(error), program, "forward")
+            if tells_step(error, program, "forward"):
+                raise located(error, program, "forward") from error
             raise
         if program.kept_parameters:
             saved += [parameters[n] for n in program.kept_parameters]
@@ -384,43 +388,11 @@ def separate(grads: list[Tensor | None], received: Sequence[Tensor | None]) -> N
         return
     present = [t for t in (*received, *grads) if t is not None]
     memory = [t.untyped_storage().data_ptr() for t in present]
-    if len(set(memory)) == len(memory) or not _any_overlap(present, memory):
+    if len(set(memory)) == len(memory) or not any_overlap(present, memory):
         return
     for n in views:
         grad = grads[n]
         if grad is not None:
             others = [*received, *grads[:n], *grads[n + 1 :]]
-            if any(other is not None and _overlap(grad, other) for other in others):
+            if any(other is not None and overlap(grad, other) for other in others):
                 grads[n] = grad.clone()
-
-
-def _any_overlap(tensors: Sequence[Tensor], memory: Sequence[int]) -> bool:
-    """Whether any two share bytes; ``memory`` has the addresses of their storages."""
-    covered: dict[int, list[tuple[int, int]]] = {}
-    for t, address in zip(tensors, memory):
-        covered.setdefault(address, []).append(_extent(t))
-    for extents in covered.values():
-        last = 0
-        for start, stop in sorted(extents):
-            if start < last:
-                return True
-            last = max(last, stop)
-    return False
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
-        return False
-    (a_start, a_stop), (b_start, b_stop) = _extent(a), _extent(b)
-    return a_start < b_stop and b_start < a_stop
-
-
-def _extent(t: Tensor) -> tuple[int, int]:
-    """First and one past the last byte of its storage that ``t`` covers."""
-    start = int(t.storage_offset()) * t.itemsize
-    if not t.numel():
-        return start, start
-    if t.is_contiguous():
-        return start, start + t.nbytes
-    last = sum((int(size) - 1) * int(stride) for size, stride in zip(t.shape, t.stride()))
-    return start, start + (last + 1) * t.itemsize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from ..buffer_reuse import only_reference
-from ..errors import ContextError, InputError
+from ..errors import CacheFullError, ContextError, InputError
 from ..fusion import Stage
 from ..op import OperationContext
 from ..op.results import refuse_output
@@ -19,7 +19,7 @@ from .emission import Emission, step_name
 from .plan import Step
 from .program import Program
 from .ranges import place
-from .recorded_guards import keywords_of
+from .recorded_guards import Keywords, keywords_of
 from .specialized import Backward, Specialization
 from .verification import Verification
 
@@ -30,8 +30,9 @@ __all__ = [
     "backward_of_eager",
     "execute_backward",
     "execute_forward",
-    "note",
+    "located",
     "run_recorded_backward",
+    "tells_step",
     "traced_backward",
     "traced_forward",
 ]
@@ -93,19 +94,16 @@ def execute_forward(
         and recorded.refusal is None
         and not profiler._is_profiler_enabled
         and (keywords := keywords_of(kwargs)) is not None
-        and recorded.is_due(x, parameters, (*extra_inputs, *keywords[0]), keywords[1])
+        and recorded.is_due(x, parameters, (*extra_inputs, *keywords.tensors), keywords.facts)
     ):
-        return _record_forward(program, kwargs, x, extra_inputs, tape, parameters, *keywords)
+        return _record_forward(program, kwargs, x, extra_inputs, tape, parameters, keywords)
     verification = _verification(program, x, tape)
     function = program.function("forward", _emission(verification))
     try:
         x, outputs = function(x, extra_inputs, _each(kwargs, program), tape, verification)
-    except ContextError as error:
-        raise _located(error, program, "forward") from error
     except Exception as error:
-        if isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
-            raise _located(error, program, "forward") from error
-        note(error, program.step_of(error), program, "forward")
+        if tells_step(error, program, "forward"):
+            raise located(error, program, "forward") from error
         raise
     if not isinstance(x, Tensor):
         raise refuse_output(step_name(program.plan.forward[-1]), x)
@@ -122,41 +120,57 @@ def _record_forward(
     extra_inputs: Sequence[Tensor],
     tape: Tape | None,
     parameters: Sequence[Tensor],
-    given: Sequence[Tensor],
-    keywords: Hashable,
+    keywords: Keywords,
 ) -> tuple[Tensor, list[Tensor]]:
     """As :func:`execute_forward`; what it does is recorded for calls to come.
 
     Args:
         program, kwargs, x, extra_inputs, tape, parameters: as there.
-        given, keywords: tensors among the keywords, and what these are besides.
+        keywords: those in ``kwargs``.
     """
     recorded = program.specializations
-    kept = (*given, *recorded.kept())
-    recorder = recorded.recorder(program, x, parameters, extra_inputs, kept)
+    kept = (*keywords.tensors, *recorded.kept())
+    recorder = recorded.recorder(program, x, parameters, extra_inputs, kept, keywords.caches)
     with recorder.watching():
         results = execute_forward(program, kwargs, x, extra_inputs, tape)
     contexts, saved = ([], []) if tape is None else (tape.contexts, tape.saved)
     arguments = x, parameters, extra_inputs, kept
-    made = recorded.add(program, recorder, arguments, results, contexts, saved, keywords)
+    made = recorded.add(program, recorder, arguments, results, contexts, saved, keywords.facts)
     if tape is not None:
         tape.special = made
     return results
 
 
-def _located(error: InputError | ContextError, program: Program, stage: Stage) -> Exception:
-    """An error like another one, whose text says of which step that came."""
+def tells_step(error: Exception, program: Program, stage: Stage) -> bool:
+    """Whether the text of an error is to say of which step it came, as :func:`located` returns it.
+
+    Where it is not, the error has a note that does.
+    """
+    if isinstance(error, ContextError):
+        return True
+    if stage == "forward" and isinstance(error, InputError) and len(program.plan.basic_ops) > 1:
+        return True
+    _note(error, program.step_of(error), program, stage)
+    return False
+
+
+def located(error: Exception, program: Program, stage: Stage) -> Exception:
+    """An error like another one, whose text says of which step that came.
+
+    No frame through which it is raised may have a name for it: the two would be a cycle.
+    """
     step = program.step_of(error)
     name = "" if step is None else step_name(step)
     if isinstance(error, ContextError):
-        located: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
+        other: Exception = type(error)(f"{error} It happened in the {stage} of {name}.")
     else:
-        located = InputError(f"{error} It came to {name} of the sequence.")
-    note(located, step, program, stage)
-    return located
+        kind = CacheFullError if isinstance(error, CacheFullError) else InputError
+        other = kind(f"{error} It came to {name} of the sequence.")
+    _note(other, step, program, stage)
+    return other
 
 
-def note(error: Exception, step: Step | None, program: Program, stage: Stage) -> None:
+def _note(error: Exception, step: Step | None, program: Program, stage: Stage) -> None:
     """Notes on an exception of which step it came, and where that stands in the model.
 
     Not of an operation that is called alone: the note would only repeat its name.
@@ -301,7 +315,7 @@ def run_recorded_backward(
     try:
         return found.function(dy, received, saved, kept)
     except Exception as error:
-        note(error, program.step_of(error), program, "backward")
+        _note(error, program.step_of(error), program, "backward")
         raise
 
 
@@ -318,10 +332,9 @@ def _run_backward(
     overlap = program.overlap and program.overlap.begin(program.plan.env.device)
     try:
         grads: list[Tensor | None] = function(dx, grad_outputs, contexts, saved, verification)
-    except ContextError as error:
-        raise _located(error, program, "backward") from error
     except Exception as error:
-        note(error, program.step_of(error), program, "backward")
+        if tells_step(error, program, "backward"):
+            raise located(error, program, "backward") from error
         raise
     finally:
         if overlap is not None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad, profiler
 from torch.nn import functional as F
 
+from ..attention.cache import PendingCache
 from ..change_tracking import Clock
 from ..events import telling
 from ..quantization.recorded import QuantizedCalls
 from .recorder import NotRecordableError, Recorder, places
 
 __all__ = [
+    "Keywords",
     "all_inputs",
     "guard_of_call",
     "is_aligned",
@@ -47,27 +49,49 @@ def kind_of(tensors: Sequence[Tensor]) -> Hashable:
     return tuple([(t.shape, t.stride()) for t in tensors])
 
 
-def keywords_of(
-    kwargs: Sequence[dict[str, Any]] | None,
-) -> tuple[tuple[Tensor, ...], Hashable] | None:
-    """The tensors among the keywords of operations, and what the keywords are besides.
+class Keywords(NamedTuple):
+    """The keywords of operations.
 
-    None: one is neither a tensor without a gradient nor a number or text, and not compared.
+    Attributes:
+        tensors: among them.
+        caches: among them.
+        facts: what they are besides; None without any.
+    """
+
+    tensors: tuple[Tensor, ...]
+    caches: tuple[PendingCache, ...]
+    facts: Hashable
+
+
+_NO_KEYWORDS = Keywords((), (), None)
+
+
+def keywords_of(kwargs: Sequence[dict[str, Any]] | None) -> Keywords | None:
+    """The keywords of operations, taken apart.
+
+    None: one is neither a tensor without a gradient nor a number, a text or a cache whose state
+    returns, and not compared.
     """
     if kwargs is None:
-        return (), None
+        return _NO_KEYWORDS
     tensors: list[Tensor] = []
+    caches: list[PendingCache] = []
     facts: list[Hashable] = []
     for n, own in enumerate(kwargs):
+        if not own:
+            continue
         for name, value in own.items():
             if isinstance(value, Tensor) and not value.requires_grad:
                 tensors.append(value)
                 facts.append((n, name))
             elif value is None or type(value) in _COMPARED:
                 facts.append((n, name, type(value), repr(value)))
+            elif type(value) is PendingCache and (state := value.state()) is not None:
+                caches.append(value)
+                facts.append((n, name, state))
             else:
                 return None
-    return tuple(tensors), tuple(facts)
+    return Keywords(tuple(tensors), tuple(caches), tuple(facts))
 
 
 _COMPARED = (bool, int, float, str)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..buffer_reuse import any_overlap
 from ..recording import watched
 from .emission import Text
 from .plan import Step
@@ -120,9 +121,13 @@ class _Given(NamedTuple):
     place: tuple[int, int, int]
 
 
-def _place(storage: torch.UntypedStorage, address: int) -> tuple[int, int, int]:
-    start = storage.data_ptr()
-    return start, address - start, storage.nbytes()
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    found = []
+    for t in tensors:
+        storage = t.untyped_storage()
+        start = storage.data_ptr()
+        found.append((start, t.data_ptr() - start, storage.nbytes()))
+    return found
 
 
 def _relative(found: Sequence[tuple[int, int, int]]) -> Hashable:
@@ -132,7 +137,7 @@ def _relative(found: Sequence[tuple[int, int, int]]) -> Hashable:
 
 def places(tensors: Sequence[Tensor]) -> Hashable:
     """Which tensors share memory, and where each begins in its own."""
-    return _relative([_place(t.untyped_storage(), t.data_ptr()) for t in tensors])
+    return _relative(_places(tensors))
 
 
 class Recorder(TorchFunctionMode):
@@ -143,6 +148,7 @@ class Recorder(TorchFunctionMode):
         steps: of its lines.
         given: tensors that the pass is called with, by name.
         theirs: of these, those that belong to a caller: nothing is written to their memory.
+        caches: what else it is called with, by name.
 
     Attributes:
         calls: what was noted.
@@ -153,6 +159,7 @@ class Recorder(TorchFunctionMode):
         reused: names of tensors that were given, to whose memory nobody else held a reference, and
             which is written to for that reason.
         answers: what attributes of tensors that were given had for a value.
+        caches: as given.
         assumed: functions that operations have asked, and what these returned.
     """
 
@@ -162,9 +169,11 @@ class Recorder(TorchFunctionMode):
         steps: Sequence[Step | None],
         given: dict[str, Tensor | None],
         theirs: Sequence[Tensor | None],
+        caches: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._code, self._steps = code, steps
+        self.caches = caches or {}
         self.calls: list[Call] = []
         self.names: dict[str, Any] = {}
         self.same: list[tuple[str, str]] = []
@@ -199,8 +208,7 @@ class Recorder(TorchFunctionMode):
                     continue
                 root = self._known[id(tensor)].root
                 (memory,) = memory_of_all([tensor])
-                place = tensor.untyped_storage(), tensor.data_ptr()
-                self._given.setdefault(root, _Given(name, memory, _place(*place)))
+                self._given.setdefault(root, _Given(name, memory, *_places([tensor])))
                 if memory in memory_of_theirs:
                     self._theirs.add(root)
 
@@ -226,9 +234,9 @@ class Recorder(TorchFunctionMode):
         return known.name
 
     def share_memory(self, results: Sequence[Tensor]) -> bool:
-        """Whether any of these, which have names, is a view of another one or of what was given."""
+        """Whether any of these, which have names, may share bytes with others or what was given."""
         roots = [self._known[id(t)].root for t in results]
-        return len(set(roots)) < len(roots) or any(root < self._first_made for root in roots)
+        return any(root < self._first_made for root in roots) or any_overlap(results, roots)
 
     def is_view_of_own(self, result: Tensor) -> bool:
         """Whether a result is a view of memory that a call has made."""
@@ -288,6 +296,7 @@ class Recorder(TorchFunctionMode):
         args: tuple[Any, ...],
         writes: int | None,
         flag: int | None,
+        reads: bool,
         several: Callable[..., Any] | None,
         each: bool,
     ) -> Any:
@@ -296,14 +305,18 @@ class Recorder(TorchFunctionMode):
         if self._refusal is None:
             with self._noting(), torch._C.DisableTorchFunction():
                 given = _tensors_in(args)
-                if writes is not None:
-                    targets = [args[writes]] if flag is None or args[flag] else []
+                if reads or writes is not None:
+                    only_reads = flag is not None and not args[flag]
+                    targets = [] if writes is None or only_reads else [args[writes]]
                     self._refuse_memory(function.__name__, given, targets)
-                reads: list[str] = []
-                values = ", ".join([self._value(value, reads) for value in args])
+                returned = [t for t in _tensors_in(result) if not any(t is own for own in given)]
+                if any(map(self._find, returned)):
+                    raise NotRecordableError("a result is a tensor of other calls")
+                names: list[str] = []
+                values = ", ".join([self._value(value, names) for value in args])
                 text = f"{self._bind(function, function.__name__)}({values})"
-                self._add(text, reads, result, given, effect=True)
-                if several is not None and not (each and any(name[0] == "t" for name in reads)):
+                self._add(text, names, result, given, effect=True)
+                if several is not None and not (each and any(name[0] == "t" for name in names)):
                     name = self._bind(several, several.__name__.strip("_"))
                     about = Several(name, values, each, result.device)
                     self.calls[-1] = self.calls[-1]._replace(about=about)
@@ -609,7 +622,10 @@ class Recorder(TorchFunctionMode):
             return self._bind(value, type(value).__name__.strip("_"))
         if dist.is_available() and isinstance(value, dist.ProcessGroup):
             return self._bind(value, "group")
-        raise NotRecordableError(f"an argument of type {type(value).__name__} is no constant")
+        cache = next((name for name, given in self.caches.items() if given is value), None)
+        if cache is None:
+            raise NotRecordableError(f"an argument of type {type(value).__name__} is no constant")
+        return cache
 
     def _number(self, value: float) -> str:
         return repr(float(value)) if math.isfinite(value) else self._bind(value, "number")
@@ -628,7 +644,7 @@ class Recorder(TorchFunctionMode):
         if name[0] in _GIVEN and (name[1:].isdigit() or not name[1:]):
             name = f"{name}_"
         taken, number = name, 2
-        while taken in self.names or taken in _RESERVED:
+        while taken in self.names or taken in _RESERVED or taken in self.caches:
             taken, number = f"{name}_{number}", number + 1
         self.names[taken] = value
         self._bound[id(value)] = taken

@@ -135,8 +135,8 @@ class Specialization:
     Attributes:
         keywords: of the call, as :func:`keywords_of` tells them.
         guard: whether a call is of its kind; takes the arguments of ``forward``.
-        forward: from the input, the parameters, the extra inputs and what operations keep, the
-            output, the extra outputs, and what is saved.
+        forward: from the input, the parameters, the extra inputs, what operations keep, and the
+            caches of the call, the output, the extra outputs, and what is saved.
         contexts: of the operations, as every forward of this kind leaves them.
         own: of each saved tensor, whether its memory is nobody else's.
         backwards: by kinds of gradients.
@@ -201,7 +201,10 @@ class Specializations:
 
     def cached(self) -> list[Tensor]:
         """The tensors that operations have cached."""
-        return [t for op in self._caching for t in op.cached_tensors()]
+        found: list[Tensor] = []
+        for op in self._caching:
+            found += op.cached_tensors()
+        return found
 
     def buffers(self, *, scales: bool) -> list[Tensor]:
         """The buffers of the operations, with or without scales."""
@@ -213,6 +216,8 @@ class Specializations:
                 for name in module._buffers
             ]
             self._seen = Clock.now
+        if not self._places:
+            return []
         found = [own[name] for own, name, scale in self._places if scales or not scale]
         return [t for t in found if t is not None]
 
@@ -277,12 +282,14 @@ class Specializations:
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
         kept: Sequence[Tensor],
+        caches: Sequence[Any],
     ) -> Recorder:
-        """What watches a forward pass with these tensors."""
+        """What watches a forward pass with these tensors and caches."""
         given = _named(p=parameters, e=extra_inputs, k=kept)
         theirs = x, *parameters, *extra_inputs, *self._unwritten(kept)
         code, steps = program.lines("forward")
-        return Recorder(code, steps, {"x": x, **given}, theirs)
+        named = {f"cache{n}": cache for n, cache in enumerate(caches)}
+        return Recorder(code, steps, {"x": x, **given}, theirs, named)
 
     def _unwritten(self, kept: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of what :meth:`kept` has returned, what passes only read."""
@@ -331,7 +338,7 @@ class Specializations:
         reads = zip(_read(_named(p=parameters)), paths)
         opening = [*[(name, f"{line}  # {path}") for (name, line), path in reads], *opening]
         how = partial(comment, program.paths)
-        arguments_of = "x, parameters, extra_inputs, kept"
+        arguments_of = ", ".join(["x, parameters, extra_inputs, kept", *recorder.caches])
         straight = Straight("forward", arguments_of, opening, (closing, names), how)
         function = program.specialize("forward", recorder.text(straight))
         theirs = memory_of_all([*all_inputs(arguments), output, *outputs])

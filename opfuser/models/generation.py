@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ __all__ = ["generate"]
 
 _POSITIONAL = RotaryEmbedding, PositionEmbedding
 _Keywords = dict[nn.Module, dict[str, Any]]
+_Parts = tuple[Sequential, Sequential, Sequential]
 
 
 class _Sampling(NamedTuple):
@@ -151,10 +153,23 @@ def _decoder(model: Sequential, total: int, static_cache: bool) -> _Decoder:
         received = f"{total - 1} positions to read, {min(tables)} learned ones"
         remedy = "Shorten the prompt or max_new_tokens"
         _refuse("A sequence must not be longer than the table of positions", received, remedy)
-    logits = model[: names.index("loss")] if "loss" in names else model
-    head = names.index("head")
     caches = {op: KVCache(total if static_cache else None) for op in attentions}
-    return _Decoder(logits, logits[:head], logits[head:], caches, positional)
+    return _Decoder(*_parts(model, names), caches, positional)
+
+
+# So that what was planned and recorded for the parts of a model is there in its next call.
+_known: WeakKeyDictionary[Sequential, tuple[Any, _Parts]] = WeakKeyDictionary()
+
+
+def _parts(model: Sequential, names: list[str]) -> _Parts:
+    """The model without its loss, the model up to its head, and the rest."""
+    made_of = list(model._modules.items()), model.recipe, model.fusion_config
+    known = _known.get(model)
+    if known is None or known[0] != made_of:
+        end = names.index("loss") if "loss" in names else len(names)
+        head = names.index("head")
+        known = _known[model] = made_of, (model[:end], model[:head], model[head:end])
+    return known[1]
 
 
 def _op_kwargs(

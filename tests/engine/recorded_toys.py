@@ -93,7 +93,7 @@ def twin(make: Callable[[], nn.Module], module: nn.Module) -> nn.Module:
 
 
 def bits(t: Tensor) -> Tensor:
-    return t.detach().contiguous().view(torch.uint8)
+    return t.detach().flatten().contiguous().view(torch.uint8)
 
 
 def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:

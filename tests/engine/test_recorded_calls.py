@@ -211,6 +211,30 @@ def test_operations_of_users(kind: type[BasicOperation], recorded: int) -> None:
         assert plan.recorded == f"# operations 0 to 2: {recording.refusal}"
 
 
+class InOneMemory(BasicOperation):
+    """Adds a parameter, whose gradient is a view of that of the input."""
+
+    recordable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("bias", nn.Parameter(torch.zeros(D * D)))
+
+    def op_forward(self, ctx: OperationContext, input_: Tensor, **kwargs: Any) -> Tensor:
+        return 2 * (input_ + self.bias.view(D, D))
+
+    def op_backward(self, ctx: OperationContext, grad_output: Tensor) -> Any:
+        dx = 2 * grad_output
+        return dx, (dx.view(D * D),)
+
+
+def test_gradients_of_a_recorded_pass_share_no_memory() -> None:
+    module, x = Sequential(InOneMemory()), torch.randn(D, D, requires_grad=True)
+    record(module, x)
+    _, dx, dw = both(module, x)
+    assert dx.untyped_storage().data_ptr() != dw.untyped_storage().data_ptr()
+
+
 def test_what_was_recorded_can_be_read() -> None:
     """Of the last plan, group by group; a plan that was only made has nothing recorded."""
     module = Sequential({"norm": RMSNorm(D), "plain": nn.Tanh(), "up": Linear(D, 2 * D)})

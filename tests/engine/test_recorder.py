@@ -462,6 +462,15 @@ def test_functions_that_are_noted_as_a_whole() -> None:
         straight(lambda x, y: by_values(x, 3.0), torch.ones(2), torch.ones(2))
 
 
+def test_what_a_function_that_is_noted_as_a_whole_reads() -> None:
+    @seen_whole(reads=True)
+    def counted(x: Tensor) -> Tensor:
+        return x.clone()
+
+    with pytest.raises(NotRecordableError, match="nothing was seen to write"):
+        straight(lambda x, y: counted(torch.empty_like(x)), torch.ones(2), torch.ones(2))
+
+
 class _Launch:
     """Stands for a launch, whose Triton function doubles the first tensor into the last."""
 

@@ -160,6 +160,16 @@ def test_with_a_loss_or_without_one_in_either_mode() -> None:
     assert torch.equal(generate(model, tokens[:0], 2, eos_token_id=1)[:, :PROMPT], tokens[:0])
 
 
+def test_a_model_that_was_changed() -> None:
+    """Its parts are kept from call to call, as long as it is made of the same."""
+    model, (tokens, _) = decoder_lm(DecoderConfig(**TINY)), prompts()
+    before = of_ours(model, tokens)
+    model[list(model._modules).index("head")] = opfuser.Linear(24, 37, bias=False)
+    after = of_ours(model, tokens)
+    assert torch.equal(after, of_ours(copy.deepcopy(model), tokens))
+    assert not torch.equal(after, before)
+
+
 def test_each_token_is_the_most_likely_one_after_those_before_it_in_fp64() -> None:
     """Without transformers, and by a pass over the whole sequence instead of caches."""
     model, (tokens, _) = small(num_kv_heads=2, window=(None, 5), qk_norm=True).double(), prompts()

@@ -8,6 +8,7 @@ import logging
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from opfuser.attention.cache import (
     extended_copy,
     is_of_transformers,
     is_replacing,
+    state_of_layer,
 )
 
 from . import structures
@@ -89,7 +91,7 @@ class LayerCache(StoresLast):
         A static layer writes to its tensors, and an offloaded one moves them: these append at once,
         as they do in transformers.
         """
-        layer, length = self._replacing(), k.shape[2]
+        layer, length = self._replacing, k.shape[2]
         if layer is not None:
             more = extended_copy(layer, k, v)
         else:
@@ -100,6 +102,12 @@ class LayerCache(StoresLast):
             more = more._replace(keys=keys, values=values)
         return more
 
+    def state(self) -> Hashable:
+        layer = self._replacing
+        state = None if layer is None else state_of_layer(layer)
+        return None if state is None else (state, self.first)
+
+    @functools.cached_property
     def _replacing(self) -> Any | None:
         """Returns the layer if its ``update`` replaces its tensors and is all that happens."""
         cache, number = self.cache, self.layer
@@ -265,8 +273,10 @@ class Forward(ReplacedForward):
         if self.kind in ("attention", "layer"):
             mask = given.pop("attention_mask", None)
             tables = given.pop("position_embeddings", None)
-            caches = [given.pop(name, None) for name in _CACHES]
-            cache = next((c for c in caches if c is not None), None)
+            cache = None
+            for name in _CACHES:
+                passed = given.pop(name, None)
+                cache = passed if cache is None else cache
             found = Given(x, mask, given.pop("is_causal", None), tables, cache)
         for name, value in given.items():
             if name not in _NOT_READ and value is not None and value is not False:
@@ -333,14 +343,12 @@ def _fits(mask: Any) -> bool:
 
 
 def _are_tables(tables: Any, size: int) -> bool:
-    return (
-        isinstance(tables, tuple)
-        and len(tables) == 2
-        and all(
-            isinstance(t, Tensor) and t.dim() == 3 and t.shape[-1] == size and not t.requires_grad
-            for t in tables
-        )
-    )
+    if not isinstance(tables, tuple) or len(tables) != 2:
+        return False
+    for t in tables:
+        if not isinstance(t, Tensor) or t.dim() != 3 or t.shape[-1] != size or t.requires_grad:
+            return False
+    return True
 
 
 def _collects_inside() -> bool:
