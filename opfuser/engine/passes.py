@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -94,9 +94,12 @@ def execute_forward(
         and recorded.refusal is None
         and not profiler._is_profiler_enabled
         and (keywords := keywords_of(kwargs)) is not None
-        and recorded.is_due(x, parameters, (*extra_inputs, *keywords.tensors), keywords.facts)
     ):
-        return _record_forward(program, kwargs, x, extra_inputs, tape, parameters, keywords)
+        tensors = *extra_inputs, *keywords.tensors
+        kind = recorded.kind_due(x, parameters, tensors, keywords.facts)
+        if kind is not None:
+            own = parameters, keywords, kind
+            return _record_forward(program, kwargs, x, extra_inputs, tape, *own)
     verification = _verification(program, x, tape)
     function = program.function("forward", _emission(verification))
     try:
@@ -121,12 +124,14 @@ def _record_forward(
     tape: Tape | None,
     parameters: Sequence[Tensor],
     keywords: Keywords,
+    kind: tuple[Hashable, Hashable],
 ) -> tuple[Tensor, list[Tensor]]:
     """As :func:`execute_forward`; what it does is recorded for calls to come.
 
     Args:
         program, kwargs, x, extra_inputs, tape, parameters: as there.
         keywords: those in ``kwargs``.
+        kind: of the call.
     """
     recorded = program.specializations
     kept = (*keywords.tensors, *recorded.kept())
@@ -135,7 +140,7 @@ def _record_forward(
         results = execute_forward(program, kwargs, x, extra_inputs, tape)
     contexts, saved = ([], []) if tape is None else (tape.contexts, tape.saved)
     arguments = x, parameters, extra_inputs, kept
-    made = recorded.add(program, recorder, arguments, results, contexts, saved, keywords.facts)
+    made = recorded.add(program, recorder, arguments, results, contexts, saved, kind)
     if tape is not None:
         tape.special = made
     return results

@@ -254,26 +254,25 @@ class Specializations:
             pass
         return None
 
-    def is_due(
+    def kind_due(
         self,
         x: Tensor,
         parameters: Sequence[Tensor],
         extra_inputs: Sequence[Tensor],
         keywords: Hashable,
-    ) -> bool:
-        """Whether a call for which there is none is to be recorded. Counts it."""
+    ) -> tuple[Hashable, Hashable] | None:
+        """The kind of a call for which there is none, if it is to be recorded. Counts it."""
         if not _is_plain_call(x, parameters, extra_inputs):
-            return False
+            return None
         kind = keywords, kind_of((x, *extra_inputs))
         if kind in self._refused:
-            return False
+            return None
         if len(self._kinds) >= _MAX_KINDS:
             self._kinds.clear()
-        calls = self._kinds.get(kind, 0)
+        self._kinds[kind] = calls = self._kinds.get(kind, 0) + 1
         before = CALLS_BEFORE if len(self.found) < _MAX_FOUND else _CALLS_BEFORE_REPLACING
-        is_due = calls >= before and (self.quantized is None or self.quantized.are_as_usual())
-        self._kinds[kind] = 0 if is_due else calls + 1  # it may be replaced, and come again
-        return is_due
+        is_due = calls > before and (self.quantized is None or self.quantized.are_as_usual())
+        return kind if is_due else None
 
     def recorder(
         self,
@@ -303,7 +302,7 @@ class Specializations:
         results: tuple[Tensor, Sequence[Tensor]],
         contexts: list[OperationContext],
         saved: Sequence[Tensor | None],
-        keywords: Hashable,
+        kind: tuple[Hashable, Hashable],
     ) -> Specialization | None:
         """What a forward pass did, for calls to come; None if it cannot be repeated.
 
@@ -313,9 +312,9 @@ class Specializations:
             results: output and extra outputs.
             contexts: that it left.
             saved: what it has saved.
-            keywords: of the call.
+            kind: as :meth:`kind_due` returned it.
         """
-        x, parameters, extra_inputs, kept = arguments
+        _, parameters, extra_inputs, kept = arguments
         try:
             recorder.finish()
             _refuse_tensors(contexts)
@@ -327,7 +326,7 @@ class Specializations:
         except NotRecordableError as error:
             if len(self._refused) >= _MAX_KINDS:
                 self._refused.clear()
-            self._refused[keywords, kind_of((x, *extra_inputs))] = str(error)
+            self._refused[kind] = str(error)
             return None
         extras, keeps = names[1 : 1 + len(outputs)], names[1 + len(outputs) :]
         # As execute_eagerly returns it: autograd would not let the caller change such a view.
@@ -343,7 +342,8 @@ class Specializations:
         function = program.specialize("forward", recorder.text(straight))
         theirs = memory_of_all([*all_inputs(arguments), output, *outputs])
         own = tuple(t is not None and t.untyped_storage()._cdata not in theirs for t in saved)
-        made = Specialization(keywords, guard, function, contexts, own)
+        made = Specialization(kind[0], guard, function, contexts, own)
+        self._kinds.pop(kind, None)  # it may be replaced, and come again
         self.found = (made, *self.found[: _MAX_FOUND - 1])
         return made
 

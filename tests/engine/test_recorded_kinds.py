@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from opfuser import GELU, Linear, Sequential
+from opfuser import GELU, DotProductAttention, Linear, Sequential
 from opfuser.engine import specialized
 from opfuser.engine.program import Program
+from opfuser.engine.recorder import NotRecordableError
 
 D = 8
 
@@ -63,3 +64,19 @@ def test_ever_other_shapes_are_hardly_recorded(monkeypatch: pytest.MonkeyPatch) 
         for rows in range(1, 13):
             call(seq, rows, 1)
     assert len(made) == 8 + 3 * 4, "after 17, 34 and 50 rounds"
+
+
+def test_a_kind_that_was_refused_is_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors among keywords are part of the kind."""
+    seq, tried = Sequential(DotProductAttention(1)), []
+
+    def refuse(*args: Any) -> Any:
+        tried.append(args)
+        raise NotRecordableError("for this test")
+
+    monkeypatch.setattr(specialized, "guard_of_call", refuse)
+    with torch.no_grad():
+        for _ in range(5):
+            mask = torch.ones(2, 2, dtype=torch.bool)
+            seq(torch.ones(1, 2, 3 * D), op_kwargs={0: {"mask": mask}})
+    assert len(tried) == 1
