@@ -1,0 +1,269 @@
+"""What computes the calls of a module: a sequence of operations, or its own forward and why."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..reading.call_key import CallKey, call_key, constant_sizes
+from ..reading.construction import Built, build
+from ..reading.dataflow import Value, map_leaves
+from ..reading.grammar import read
+from ..reading.kept import KeptError
+from ..reading.operations import Bias, Called, Dropout, Linear, Reading, Scale
+from ..reading.reads import Reads, is_scalar
+from ..reading.siblings import sibling_reads
+from ..reading.sizes import Size
+from ..reading.stand_ins import is_cache
+from ..reading.tracer import trace
+from .memo import Memo
+
+__all__ = ["Application", "Decision", "filled"]
+
+# A module that calls more than that is not read as one: its parts are.
+_MODULES_AT_MOST = 200
+# So many siblings are traced without success before the others are taken to be the same.
+_FAILURES = 3
+# Of each class, so many traces are remembered.
+_TRACES = 64
+_TORCH_COMPUTES = Linear, Called, Bias, Dropout, Scale
+
+
+@dataclass(eq=False)
+class Decision:
+    """What computes the calls of one kind of one module.
+
+    Attributes:
+        built: the sequence; None if the module's own forward does.
+        reading: that it was built of.
+        reason: why it does; empty if the sequence computes.
+        reads: what the forward has read; None if that is not known.
+        arrange: puts the output where the forward returns it; None if it returns nothing else.
+        facts, takes: of the calls, as of :class:`Trace`; not known if ``reads`` is None.
+        filled: whether the layers of a cache that are extended had keys of other calls.
+        changes: how many changes there were in the model when it was found out.
+        tried: whether the sequence has computed a call.
+        calls: how many there were.
+    """
+
+    built: Built | None = None
+    reason: str = ""
+    reads: Reads | None = None
+    arrange: Callable[[Tensor], Any] | None = None
+    facts: Hashable = None
+    takes: Callable[[tuple[int, ...]], bool] | None = None
+    filled: tuple[bool, ...] = ()
+    changes: int = 0
+    tried: bool = False
+    calls: int = 0
+    reading: Reading | None = None
+
+    def current(self, application: Application) -> bool:
+        """Whether it would be found out again."""
+        return self.reads.current() if self.reads else self.changes == application.changes
+
+    def give_up(self, reason: str) -> None:
+        """Leaves calls to the module's own forward."""
+        self.built, self.reason = None, reason
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of a cache that are extended."""
+        return () if self.built is None else tuple(layer for _, layer in self.built.cached)
+
+    def is_for(self, key: CallKey, cache: Any) -> bool:
+        """Whether it holds for calls with a key, as long as what was read is current."""
+        return (
+            self.takes is not None
+            and self.facts == key.facts
+            and self.takes(key.sizes)
+            and (self.built is None or self.filled == filled(cache, self.layers))
+        )
+
+
+@dataclass(eq=False)
+class _Read:
+    """What was read of one trace.
+
+    Attributes:
+        reads, takes: of the trace.
+        facts: of the call.
+        filled: whether the layers of a cache that it extends had keys of other calls.
+    """
+
+    reads: Reads
+    takes: Callable[[tuple[int, ...]], bool]
+    facts: Hashable
+    filled: tuple[bool, ...] = ()
+    reading: Reading | None = None
+    reason: str = ""
+    arrange: Callable[[Tensor], Any] | None = None
+
+
+class _Local(threading.local):
+    tracing = False
+
+
+@dataclass(eq=False)
+class Application:
+    """What the modules of a model have in common to which ``apply`` was applied.
+
+    Attributes:
+        changes: how often it was noticed that something has changed that a forward had read.
+        local: whether this thread traces a forward.
+        memo: of what sequences are given.
+    """
+
+    changes: int = 0
+    local: _Local = field(default_factory=_Local)
+    memo: Memo = field(default_factory=Memo)
+    _read_before: dict[type, list[_Read]] = field(default_factory=lambda: defaultdict(list))
+    _failed: dict[Hashable, list[str]] = field(default_factory=lambda: defaultdict(list))
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Application:
+        return Application()
+
+    def decide(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: list[Decision],
+    ) -> Decision:
+        """What computes a call of a module, and others like it: one that is known, or a new one."""
+        with self._lock:
+            self.local.tracing = True
+            try:
+                return self._decide(module, args, kwargs, known)
+            except KeptError as kept:
+                return Decision(reason=kept.reason, changes=self.changes)
+            # The module's own forward is right whatever the reader stumbles over.
+            except Exception as error:  # noqa: BLE001
+                text = (str(error).splitlines() or [""])[0]
+                reason = f"could not be read: {type(error).__name__}: {text[:80]}"
+                return Decision(reason=reason, changes=self.changes)
+            finally:
+                self.local.tracing = False
+
+    def _decide(self, module: nn.Module, args: Any, kwargs: Any, known: list[Decision]) -> Decision:
+        key = call_key(module, args, kwargs, constant_sizes(module))
+        cache = _cache_in((args, kwargs))
+        for decision in known:
+            if decision.reads is not None and decision.is_for(key, cache):
+                if decision.reads.current():
+                    return decision
+                self.changes += 1
+        for one in self._read_before[type(module)]:
+            if one.facts == key.facts and one.takes(key.sizes):
+                reads = sibling_reads(one.reads, module)
+                if reads is not None:
+                    decision = self._decision(module, one, reads)
+                    if decision.is_for(key, cache):
+                        return decision
+        one = self._read(module, args, kwargs, key)
+        decision = self._decision(module, one, one.reads)
+        one.filled = decision.filled = filled(cache, decision.layers)
+        if any(one.filled) and torch.is_grad_enabled():
+            one.reading, one.reason = None, "extends keys of other calls, with gradients enabled"
+            return self._decision(module, one, one.reads)
+        return decision
+
+    def _decision(self, module: nn.Module, one: _Read, reads: Reads) -> Decision:
+        made = Decision(None, one.reason, reads, None, one.facts, one.takes, one.filled)
+        if one.reading is not None:
+            made.built, made.reading = build(one.reading, module), one.reading
+            made.arrange = one.arrange
+            self.memo.share(made.built)
+            _renumber(made.built, one.reads, reads)
+        return made
+
+    def _read(self, module: nn.Module, args: Any, kwargs: Any, key: CallKey) -> _Read:
+        _check(module, args, kwargs)
+        failed = self._failed[type(module), key.facts]
+        if len(failed) >= _FAILURES and len(set(failed)) == 1:
+            raise KeptError(failed[0])
+        try:
+            traced = trace(module, args, kwargs)
+        except KeptError as kept:
+            failed.append(kept.reason)
+            raise
+        found = _Read(traced.reads, traced.takes, key.facts)
+        before = self._read_before[type(module)]
+        before[:] = [*(one for one in before if one.reads.current()), found][-_TRACES:]
+        try:
+            found.arrange = _arrangement(traced.dataflow.result)
+            found.reading = read(traced.dataflow)
+            build(found.reading, module)
+        except KeptError as kept:
+            found.reading, found.reason = None, kept.reason
+        else:
+            if all(isinstance(op, _TORCH_COMPUTES) for op in found.reading.operations):
+                found.reading, found.reason = None, "has nothing to fuse: torch computes it as well"
+        return found
+
+
+def filled(cache: Any, layers: tuple[int, ...]) -> tuple[bool, ...]:
+    """Whether layers of a cache have keys of other calls."""
+    if cache is None:
+        return ()
+    return tuple(bool(cache.get_seq_length(layer) > 0) for layer in layers)
+
+
+def _cache_in(tree: Any) -> Any:
+    found: list[Any] = []
+    map_leaves(lambda leaf: found.append(leaf) if is_cache(leaf) else None, tree)
+    return found[0] if found else None
+
+
+def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses what cannot be read as one sequence, before it is traced."""
+    tensors: list[Tensor] = []
+    map_leaves(lambda t: tensors.append(t) if isinstance(t, Tensor) else None, (args, kwargs))
+    if not any(t.dtype.is_floating_point and t.dim() > 1 for t in tensors):
+        raise KeptError("is called without a floating-point tensor of rows")
+    count = sum(1 for _ in module.modules())
+    if count > _MODULES_AT_MOST:
+        raise KeptError(f"holds {count - 1} modules, which are read by themselves")
+
+
+def _arrangement(result: Any) -> Callable[[Tensor], Any] | None:
+    """What puts the output where a forward returns it whose result was traced; None if alone.
+
+    Raises:
+        KeptError: the result is of a type that cannot be told from its trace.
+    """
+    if isinstance(result, Value):
+        return None
+
+    def check(tree: Any) -> None:
+        if type(tree) in (tuple, list):
+            for part in tree:
+                check(part)
+        elif type(tree) is Size or not (isinstance(tree, Value) or is_scalar(tree)):
+            raise KeptError(f"returns a {type(tree).__name__}")
+
+    check(result)
+
+    # Without the values, which hold the whole dataflow.
+    places = map_leaves(lambda leaf: ... if isinstance(leaf, Value) else leaf, result)
+
+    def arrange(y: Tensor) -> Any:
+        return map_leaves(lambda leaf: y if leaf is ... else leaf, places)
+
+    return arrange
+
+
+def _renumber(built: Built, traced: Reads, reads: Reads) -> None:
+    """Has attention extend the layer of this module in a cache, not that of a sibling."""
+    if traced is reads or not built.cached:
+        return
+    pairs = zip(traced.rows(), reads.rows())
+    numbers = {old[2]: new[2] for old, new in pairs if (id(old[0]), old[1]) in traced.free}
+    built.cached[:] = [(op, numbers.get(layer, layer)) for op, layer in built.cached]
