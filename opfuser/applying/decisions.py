@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +139,7 @@ class Application:
         known: list[Decision],
     ) -> Decision:
         """What computes a call of a module, and others like it: one that is known, or a new one."""
-        with self._lock:
+        with self._lock, _unseen():
             self.local.tracing = True
             try:
                 return self._decide(module, args, kwargs, known)
@@ -207,6 +208,16 @@ class Application:
             if all(isinstance(op, _TORCH_COMPUTES) for op in found.reading.operations):
                 found.reading, found.reason = None, "has nothing to fuse: torch computes it as well"
         return found
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """What a trace saves for backward is no tensor of a checkpoint around it."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda packed: packed):
+        yield
 
 
 def filled(cache: Any, layers: tuple[int, ...]) -> tuple[bool, ...]:
