@@ -23,6 +23,7 @@ from ..reading.siblings import sibling_reads
 from ..reading.sizes import Size
 from ..reading.stand_ins import is_cache
 from ..reading.tracer import trace
+from .checks import check_of
 from .memo import Memo
 
 __all__ = ["Application", "Decision", "filled"]
@@ -64,10 +65,11 @@ class Decision:
     tried: bool = False
     calls: int = 0
     reading: Reading | None = None
+    check: Callable[[], bool] | None = None
 
     def current(self, application: Application) -> bool:
         """Whether it would be found out again."""
-        return self.reads.current() if self.reads else self.changes == application.changes
+        return self.check() if self.check else self.changes == application.changes
 
     def give_up(self, reason: str) -> None:
         """Leaves calls to the module's own forward."""
@@ -178,6 +180,7 @@ class Application:
 
     def _decision(self, module: nn.Module, one: _Read, reads: Reads) -> Decision:
         made = Decision(None, one.reason, reads, None, one.facts, one.takes, one.filled)
+        made.check = check_of(reads)
         if one.reading is not None:
             made.built, made.reading = build(one.reading, module), one.reading
             made.arrange = one.arrange

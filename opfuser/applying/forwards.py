@@ -45,7 +45,8 @@ def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """
     if torch.compiler.is_compiling():
         return type(module).forward(module, *args, **kwargs)
-    own = module.__dict__
+    # The attribute itself is what the trace would take for read with all its contents.
+    own = object.__getattribute__(module, "__dict__")
     state = own.get("_opfuser_applied")
     if state is None or state.local.tracing:
         return type(module).forward(module, *args, **kwargs)

@@ -31,6 +31,7 @@ _SAME = {
     "__matmul__": "matmul",
     "swapaxes": "transpose",
     "swapdims": "transpose",
+    "clip": "clamp",
     "view_as": "reshape_as",
     "view": "reshape",
 }
@@ -56,6 +57,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "tanh": {},
     "erf": {},
+    "clamp": {"min": None, "max": None},
     "softplus": {"beta": 1.0, "threshold": 20.0},
     "glu": {"dim": -1},
     "dropout": {"p": 0.5, "training": True, "inplace": False},

@@ -109,8 +109,12 @@ class _Reader:
         sizes = tuple(
             n if n in constants else -1 - numbers.setdefault(n, len(numbers)) for n in t.shape
         )
-        placed = (t.device_mesh, t.placements) if is_dtensor(t) else None
+        placed = _placed(t)
         return number, t.dtype, t.device, t.requires_grad, sizes, placed
+
+
+def _placed(t: Any) -> Hashable:
+    return (t.device_mesh, t.placements) if is_dtensor(t) else None
 
 
 def _gather(args: Any, kwargs: Any, into: list[Tensor]) -> None:

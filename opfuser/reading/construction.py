@@ -40,6 +40,10 @@ _GATED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# In the sigmoid of activations x σ(k x).
+_FACTORS = {"silu": 1.0, "quick gelu": 1.702}
+
+
 class Alias(NamedTuple):
     """A parameter of the module that an operation reads as its own.
 
@@ -186,7 +190,10 @@ class Built:
         return [_ACTIVATIONS[op.name](*op.constants)]
 
     def gated(self, op: read.Gated) -> list[nn.Module]:
-        if op.activation.name not in _GATED or op.activation.constants:
+        if op.limit is not None and op.activation.name in _FACTORS:
+            alpha, offset = _FACTORS[op.activation.name], op.offset
+            return [basic.ClampedSwiGLU(limit=op.limit, alpha=alpha, glu_linear_offset=offset)]
+        if op.limit is not None or op.activation.name not in _GATED or op.activation.constants:
             raise KeptError(f"opfuser has no operation that gates by {op.activation.name}")
         return [_GATED[op.activation.name]()]
 
@@ -255,6 +262,11 @@ class Built:
     def reorder(self, op: read.Reorder) -> list[nn.Module]:
         return [_Reorder(op)]
 
+    def column_scale(self, op: read.ColumnScale) -> list[nn.Module]:
+        made = _ColumnScale()
+        self.alias(made, "weight", op.weight)
+        return [made]
+
     def transpose(self, op: read.Transpose) -> list[nn.Module]:
         return [_Transpose()]
 
@@ -267,6 +279,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Attention: Built.attention,
     read.Bias: Built.bias,
     read.Called: Built.called,
+    read.ColumnScale: Built.column_scale,
     read.Dropout: Built.dropout,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,
@@ -322,6 +335,19 @@ class _Reorder(nn.Module):
             return table.transpose(-3, -2).flatten(-3)
         blocks: Tensor = x.unflatten(-1, (-1, self.size))
         return blocks[..., self.blocks, :].flatten(-2)
+
+
+class _ColumnScale(nn.Module):
+    """The product with a parameter that has a number for each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: nn.Parameter
+        self.register_parameter("weight", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, scaled."""
+        return x * self.weight.to(x.dtype)
 
 
 class _Transpose(nn.Module):

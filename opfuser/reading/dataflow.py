@@ -21,7 +21,7 @@ class Value:
         origin: what it is: an input, parameter or buffer of the module, a constant that the forward
             took from elsewhere, or the result of a node.
         name: of an input, its number; of a parameter or buffer, its path.
-        meta: a tensor on the meta device with its shape, strides, dtype and ``requires_grad``.
+        meta: a tensor on the meta device with its shape, strides and dtype.
         node: the node that it is a result of.
         real: the tensor that a parameter, buffer or constant stands for.
     """
@@ -50,9 +50,16 @@ class Node:
         args, kwargs: what it was called with, tensors as values.
         place: path of the module whose forward called it, relative to the module that was read.
         results: the tensors that it returned.
-        effect: what it does besides returning them, which its results do not show: a predicate, such
-            as "writes in place by add_". Empty for nearly all; a node that has one can only be part of
-            a child that is called as it is.
+        effect: what it does besides returning them, as a predicate, such as "writes in place by
+            add_". Empty for nearly all.
+
+    A node that has an effect is explained by no rule for its op, and can only be part of a child
+    that is called as it is. Three ops are no functions of torch:
+
+    - ``effect``: an effect alone, such as that of an attribute that is set;
+    - ``call_module``: a call of the child at ``place``, which has hooks, with its arguments;
+    - ``cache.update``: an update of a cache, with the effect "updates a cache", by keys and values
+      (``args``) of a layer (``kwargs["layer"]``); its results are all keys and values so far.
     """
 
     op: str

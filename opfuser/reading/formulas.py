@@ -16,7 +16,16 @@ from .dataflow import Value
 from .operations import Activation, Norm
 from .values import Values
 
-__all__ = ["ActivationFound", "NormFound", "Product", "activations_in", "norm_of", "product_of"]
+__all__ = [
+    "ActivationFound",
+    "ClampedPair",
+    "NormFound",
+    "Product",
+    "activations_in",
+    "clamped_pair",
+    "norm_of",
+    "product_of",
+]
 
 # Constants are written with eight digits in places.
 _CLOSE = 1e-7
@@ -257,6 +266,34 @@ def _with_argument(values: Values, factor: Value, rest: Product) -> Iterator[Act
             name = "gelu by tanh" if op == "tanh" else "gelu"
             doubled = Product(2 * after.factor, after.values)
             yield ActivationFound(Activation(name), x, doubled)
+
+
+class ClampedPair(NamedTuple):
+    """The arguments of a gated product that clamps them, and how."""
+
+    gate: Value
+    up: Value
+    limit: float
+    offset: float
+
+
+def clamped_pair(values: Values, gate: Value, up: Value) -> ClampedPair | None:
+    """What a gate, and what it multiplies, are made of by clamping the one from above.
+
+    The other is clamped on both sides, and perhaps has something added to it.
+    """
+    op, args = values.term(gate)
+    if op != "clamp" or args[1] is not None or not is_number(args[2]):
+        return None
+    limit, offset = float(args[2]), 0.0
+    gate = args[0]
+    op, args = values.term(up)
+    if op == "add" and is_number(args[1]):
+        offset = float(args[1])
+        op, args = values.term(args[0])
+    if op != "clamp" or args[1:] != (-limit, limit) or limit <= 0:
+        return None
+    return ClampedPair(gate, args[0], limit, offset)
 
 
 def polynomial_of(values: Values, v: Value) -> tuple[Value | None, dict[int, float]]:

@@ -15,11 +15,12 @@ import torch
 
 from .attention import attention_of
 from .dataflow import Call, Dataflow, Node, Value, values_in
-from .formulas import ActivationFound, activations_in, norm_of, product_of
+from .formulas import ActivationFound, activations_in, clamped_pair, norm_of, product_of
 from .kept import KeptError
 from .operations import (
     Bias,
     Called,
+    ColumnScale,
     Dropout,
     Gated,
     MergedLinear,
@@ -209,14 +210,24 @@ class _Grammar:
                     reason = reason or why
         if reason is not None:
             raise reason
-        if product.values[:1] == (v,) or len(product.values) != 1 or product.inverse_roots:
+        if product.inverse_roots or product.values == (v,):
             return None
-        return _Step(_scaled(product.factor), product.values[0])
+        scales = [x for x in product.values if vector_of(self.values, x) is not None]
+        streams = [x for x in product.values if x not in scales]
+        if len(streams) != 1 or streams[0].shape[-1:] != v.shape[-1:]:
+            return None
+        columns = tuple(ColumnScale(scale.name) for scale in scales)
+        return _Step((*columns, *_scaled(product.factor)), streams[0])
 
     def gated(self, found: ActivationFound) -> _Step:
         """An activation's result times something else."""
         gate, up = found.x, found.rest.values[0]
-        after = (Gated(found.activation), *_scaled(found.rest.factor))
+        operation = Gated(found.activation)
+        clamped = clamped_pair(self.values, gate, up)
+        if clamped is not None:
+            gate, up, limit, offset = clamped
+            operation = Gated(found.activation, limit, offset)
+        after = (operation, *_scaled(found.rest.factor))
         whole = self.whole_of(gate, up)
         if whole is not None:
             return _Step(after, whole)

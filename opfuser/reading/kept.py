@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["KeptError"]
+__all__ = ["KeptError", "NotNowError"]
 
 
 class KeptError(Exception):
@@ -17,3 +17,7 @@ class KeptError(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class NotNowError(KeptError):
+    """The reason why a module cannot be read in this call, though it may be in a later one."""

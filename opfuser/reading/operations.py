@@ -9,6 +9,7 @@ __all__ = [
     "Attention",
     "Bias",
     "Called",
+    "ColumnScale",
     "Dropout",
     "Gated",
     "HeadNorm",
@@ -118,9 +119,14 @@ class Activation:
 
 @dataclass(frozen=True)
 class Gated:
-    """``y = f(a) b`` of the halves [a, b] of the last dimension, f an activation."""
+    """``y = f(a) (b + offset)`` of the halves [a, b] of the last dimension, f an activation.
+
+    With a limit, a is clamped from above, and b on both sides.
+    """
 
     activation: Activation
+    limit: float | None = None
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,13 @@ class Heads:
     keys: int
     size: int
     value_size: int
+
+
+@dataclass(frozen=True)
+class ColumnScale:
+    """``y = w x``, w a number for each column."""
+
+    weight: str
 
 
 @dataclass(frozen=True)
@@ -255,6 +268,7 @@ Operation = (
     | Gated
     | Dropout
     | Scale
+    | ColumnScale
     | Reorder
     | Transpose
     | Normalised

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import is_
+from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_file
 
-__all__ = ["HOOKS", "MISSING", "Reads", "contents", "is_hooked", "is_scalar", "unchanged"]
+__all__ = [
+    "GLOBAL_HOOKS",
+    "HOOKS",
+    "MISSING",
+    "Reads",
+    "contents",
+    "is_hooked",
+    "is_scalar",
+    "unchanged",
+]
 
 MISSING = object()
 HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+# The dicts of hooks that all modules have.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    module_file._global_forward_pre_hooks,
+    module_file._global_forward_hooks,
+    module_file._global_backward_pre_hooks,
+    module_file._global_backward_hooks,
+)
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # Without `operator.attrgetter`, which takes three times as long.
 _DTYPE: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _VERSION: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
-_CELL: Callable[[types.CellType], Any] = types.CellType.cell_contents.__get__  # type: ignore[attr-defined]
+_CELL: Callable[[CellType], Any] = CellType.cell_contents.__get__
 
 # A dict, a key of it, and what was there.
 Row = tuple[dict[str, Any], str, Any]
@@ -94,7 +111,7 @@ class Reads:
     )
     dtypes: list[torch.dtype] = field(default_factory=list)
     kinds: tuple[list[type], list[str], list[Any]] = field(default_factory=lambda: ([], [], []))
-    cells: tuple[list[types.CellType], list[Any]] = field(default_factory=lambda: ([], []))
+    cells: tuple[list[CellType], list[Any]] = field(default_factory=lambda: ([], []))
     containers: list[tuple[Any, list[Any]]] = field(default_factory=list)
     pinned: tuple[list[Tensor], list[int]] = field(default_factory=lambda: ([], []))
     free: frozenset[tuple[int, str]] = frozenset()

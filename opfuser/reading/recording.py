@@ -1,14 +1,11 @@
-"""Notes what a forward reads besides tensors while it is traced, and undoes what it writes."""
+"""The time of a trace: what code is executed and which attributes are read, in one thread alone."""
 
 from __future__ import annotations
 
 import dis
-import enum
-import functools
 import inspect
 import logging
 import random
-import re
 import sys
 import threading
 import types
@@ -17,46 +14,33 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
-from .kept import KeptError
-from .reads import HOOKS, MISSING, Reads, Row, contents, is_scalar, unchanged
+from .kept import KeptError, NotNowError
+from .observed import Observed, attributes_of
+from .reads import MISSING
 from .stand_ins import LayerIndex
 
 __all__ = ["Recording"]
 
 _FRAMEWORK = vars(module_file)
 _STRUCTURE = frozenset(("_parameters", "_buffers", "_modules"))
-# Objects that are compared by identity: nothing inside them is read that is not noted elsewhere.
-_OPAQUE = (
-    Tensor,
-    nn.Module,
-    type,
-    range,
-    enum.Enum,
-    logging.Logger,
-    re.Pattern,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-)
-_DEEPEST = 6
 _OWN = __name__.rpartition(".")[0]
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _COLLECTIVES = frozenset(
-    """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast gather
-    irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
+    """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
+    gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
 )
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
 _LOCK = threading.RLock()
+_UNDER_WAY: list[Recording] = []
 _plain = object.__getattribute__
 
 
 class Recording:
-    """What one traced forward reads of modules, configurations, globals and functions.
+    """Notes what a forward reads besides tensors, and undoes what it writes.
 
     Args:
         root: the module that is traced.
@@ -70,350 +54,216 @@ class Recording:
         note_effect: Callable[[str], None],
         note_loop: Callable[[], None],
     ) -> None:
-        self.root, self.note_effect, self.note_loop = root, note_effect, note_loop
-        self.modules: dict[int, nn.Module] = {id(root): root}
-        self.called: dict[int, nn.Module] = {}
-        self.tensors: set[int] = set()
+        self.note_effect, self.note_loop = note_effect, note_loop
         self.has_cache = False
-        self.free: set[tuple[int, str]] = set()  # rows in which siblings may differ
-        self._rows: dict[tuple[int, str], Row] = {}
-        self._kinds: dict[tuple[type, str], Any] = {}
-        self._cells: dict[int, tuple[types.CellType, Any]] = {}
-        self._containers: dict[int, tuple[Any, list[Any], Any]] = {}
-        self._created: dict[int, nn.Module] = {}
-        self._used: set[tuple[int, str]] = set()
-        self._seen: set[types.CodeType] = set()
         self._owner = threading.get_ident()
-        self._watched = {
-            torch.autograd.Function.apply.__func__.__code__: self._autograd_function,
-            inspect.unwrap(checkpoint).__code__: self._effect_of("is checkpointed"),
-            torch.autograd.graph.saved_tensors_hooks.__init__.__code__: self._effect_of(
-                "has hooks on saved tensors"
-            ),
-            nn.Module.__init__.__code__: self._created_module,
-        }
-        registry = getattr(sys.modules.get("transformers.utils.generic"), "GeneralInterface", None)
+        self._created: dict[int, nn.Module] = {}
+        self._used: set[tuple[int, str]] = set()  # numbers of layers that were used
+        self._seen: dict[tuple[int, int], types.CodeType] = {}
+        self._function: types.FrameType | None = None
+        registry = _class("transformers.utils.generic", "GeneralInterface")
+        self._configuration = _class("transformers.configuration_utils", "PreTrainedConfig")
+        opaque = tuple(kind for kind in (registry, self._configuration) if kind is not None)
+        self.observed = Observed(root, opaque, note_effect)
+        watched: list[tuple[Any, Callable[[types.FrameType], None]]] = [
+            (torch.autograd.Function.apply, self._autograd_function),
+            (checkpoint, self._effect("is checkpointed")),
+            (torch.autograd.graph.saved_tensors_hooks.__init__, self._effect("has saved hooks")),
+            (nn.Module.__init__, self._creation),
+        ]
         if registry is not None:
-            self._watched[registry.__getitem__.__code__] = self._registry_entry
-        self._registry: Any = registry or ()
-        configuration = sys.modules.get("transformers.configuration_utils")
-        self._configuration: Any = getattr(
-            configuration, "PreTrainedConfig", getattr(configuration, "PretrainedConfig", ())
-        )
+            watched.append((registry.__getitem__, self._registry_entry))
+        self._watched = {id(inspect.unwrap(f).__code__): note for f, note in watched}
 
-    # What is read
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The time of the trace.
 
-    def row(self, holder: dict[str, Any], name: str, value: Any) -> None:
-        self._rows.setdefault((id(holder), name), (holder, name, value))
-        if isinstance(value, Tensor):
-            self.tensors.add(id(value))
+        Meanwhile the attribute access of modules and configurations is replaced. Afterwards
+        attributes, containers, globals and random numbers are as they were.
+        """
+        with _LOCK, ExitStack() as undo:
+            if _UNDER_WAY:
+                raise NotNowError("is traced while another trace is under way")
+            _UNDER_WAY.append(self)
+            undo.callback(_UNDER_WAY.pop)
+            undo.callback(self.observed.undo)
+            undo.enter_context(_random_states(self.note_effect))
+            for kind, name, recorded in (
+                (nn.Module, "__getattribute__", self._getattribute),
+                (nn.Module, "__getattr__", self._getattr),
+                (nn.Module, "__setattr__", self._setattr),
+                (self._configuration, "__getattribute__", self._of_configuration),
+            ):
+                if kind is not None:
+                    _replace(undo, kind, name, recorded(getattr(kind, name)))
+            undo.callback(sys.setprofile, sys.getprofile())
+            sys.setprofile(self._profile)
+            yield
 
-    def kind(self, kind: type, name: str) -> None:
-        if (kind, name) not in self._kinds:
-            value = getattr(kind, name, MISSING)
-            self._kinds[kind, name] = value
-            if not isinstance(value, (types.FunctionType, property, types.MethodType)):
-                self.look_into(name, value)
+    def elsewhere(self) -> bool:
+        """Whether another thread than the traced one asks."""
+        return threading.get_ident() != self._owner
 
-    def read_attribute(self, holder: Any, name: str, value: Any) -> None:
-        own = _plain(holder, "__dict__")
-        if name in own:
-            self.row(own, name, value)
-            self.look_into(name, value)
-        else:
-            self.row(own, name, MISSING)
-            self.kind(type(holder), name)
+    # Attributes
 
-    def look_into(self, name: str, value: Any, depth: int = 0) -> None:
-        """Notes the contents of what may change inside."""
-        if isinstance(value, Tensor):
-            self.tensors.add(id(value))
-        if is_scalar(value) or isinstance(value, (*_OPAQUE, self._configuration, self._registry)):
-            return
-        if value is MISSING or type(value).__module__.startswith("torch"):
-            return
-        if depth > _DEEPEST:
-            self.note_effect(f"reads '{name}', a nested {type(value).__name__}")
-            return
-        inner: list[Any] = []
-        if isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                self.cell(name, cell, depth)
-        elif isinstance(value, types.MethodType):
-            inner = [value.__self__]
-        elif isinstance(value, functools.partial):
-            inner = [value.func, value.args, value.keywords]
-        elif isinstance(value, (tuple, frozenset)):
-            inner = contents(value)
-        elif isinstance(value, (list, dict, set)) or hasattr(value, "__dict__"):
-            inner = self.container(value)
-        else:
-            self.note_effect(f"reads '{name}', a {type(value).__name__}")
-        for part in inner:
-            self.look_into(name, part, depth + 1)
+    def _getattribute(self, original: Any) -> Callable[[nn.Module, str], Any]:
+        owner, thread, frame = self._owner, threading.get_ident, sys._getframe
+        observed = self.observed
 
-    def cell(self, name: str, cell: types.CellType, depth: int) -> None:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not yet bound
-            return
-        if id(cell) not in self._cells:
-            self._cells[id(cell)] = cell, value
-            self.look_into(name, value, depth + 1)
+        def recorded(module: nn.Module, name: str) -> Any:
+            value = original(module, name)
+            if name == "__class__" or thread() != owner or id(module) in self._created:
+                return value
+            if name in _STRUCTURE:
+                observed.container(value)
+            elif frame(1).f_globals is not _FRAMEWORK:
+                observed.modules[id(module)] = module
+                if name == "__dict__":
+                    observed.container(value)
+                    return value
+                observed.attribute(module, _plain(module, "__dict__"), name, value)
+                if name == "layer_idx" and self.has_cache and type(value) is int:
+                    return self._layer_index(module, value)
+            return value
 
-    def container(self, holder: Any) -> list[Any]:
-        """Notes the contents of a container, and returns them where that had not been done."""
-        if id(holder) in self._containers:
-            return []
-        inside = contents(holder)
-        copy = holder.copy() if isinstance(holder, (list, dict, set)) else dict(vars(holder))
-        self._containers[id(holder)] = holder, inside, copy
-        return inside
+        return recorded
 
-    # What code is executed
+    def _layer_index(self, module: nn.Module, value: int) -> Any:
+        row = id(_plain(module, "__dict__")), "layer_idx"
+        free = self.observed.free
+        if row not in self._used:
+            free.add(row)
 
-    def profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        def used() -> None:
+            self._used.add(row)
+            free.discard(row)
+
+        return LayerIndex(value, used)
+
+    def _getattr(self, original: Any) -> Callable[[nn.Module, str], Any]:
+        observed = self.observed
+
+        def recorded(module: nn.Module, name: str) -> Any:
+            if self.elsewhere() or id(module) in self._created:
+                return original(module, name)
+            observed.modules[id(module)] = module
+            attributes = attributes_of(module)
+            for held in attributes[1:]:
+                if name in held:
+                    observed.row(held, name, held[name])
+                    return held[name]
+            for held in attributes:
+                observed.row(held, name, MISSING)
+            observed.kind(type(module), name)
+            return original(module, name)
+
+        return recorded
+
+    def _setattr(self, original: Any) -> Callable[[nn.Module, str, Any], None]:
+        def recorded(module: nn.Module, name: str, value: Any) -> None:
+            if not self.elsewhere() and id(module) not in self._created:
+                self.note_effect(f"sets its attribute '{name}'")
+                for held in attributes_of(module):
+                    self.observed.hold(held)
+            original(module, name, value)
+
+        return recorded
+
+    def _of_configuration(self, original: Any) -> Callable[[Any, str], Any]:
+        observed = self.observed
+
+        def recorded(configuration: Any, name: str) -> Any:
+            if self.elsewhere() or name in ("__class__", "__dict__", "attribute_map"):
+                return original(configuration, name)
+            own = _plain(configuration, "__dict__")
+            name = _plain(configuration, "attribute_map").get(name, name)
+            observed.hold(own)
+            try:
+                value = original(configuration, name)
+            except AttributeError:
+                observed.row(own, name, MISSING)
+                raise
+            observed.attribute(configuration, own, name, value)
+            return value
+
+        return recorded
+
+    # Code
+
+    def _profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """Notes the globals that the code of a called function names."""
-        code = frame.f_code
-        if event != "call" or (code in self._seen and code not in self._watched):
+        code, around = frame.f_code, frame.f_globals
+        if event != "call":
+            if frame is self._function:
+                self._function = None
+                torch._C._set_grad_enabled(True)
             return
-        self._seen.add(code)
-        if (watched := self._watched.get(code)) is not None:
+        if (watched := self._watched.get(id(code))) is not None:
             watched(frame)
-        around = frame.f_globals
+        if (id(code), id(around)) in self._seen:
+            return
+        self._seen[id(code), id(around)] = code
         file = str(around.get("__name__", ""))
         top, _, rest = file.partition(".")
         if rest == "distributed.distributed_c10d" and code.co_name in _COLLECTIVES:
             raise KeptError(f"communicates by {code.co_name}")
         if top == "torch" or top in sys.stdlib_module_names or file.startswith(_OWN):
             return
-        stores = _STORE_GLOBAL in code.co_code[::2]
-        if stores:
+        if stores := _STORE_GLOBAL in code.co_code[::2]:
             self.note_effect("writes to a global")
         if "range" in code.co_names:
             self.note_loop()
         for name in code.co_names:
             if name in around:
-                self._global(around, name, around[name], code.co_names)
+                self._global(around, name, code.co_names)
             elif stores:
-                self.row(around, name, MISSING)
+                self.observed.row(around, name, MISSING)
 
-    def _global(
-        self, around: dict[str, Any], name: str, value: Any, names: tuple[str, ...]
-    ) -> None:
+    def _global(self, around: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
+        value = around[name]
         if isinstance(value, types.ModuleType):
             top = value.__name__.partition(".")[0]
             if top != "torch" and top not in sys.stdlib_module_names:
                 for attribute in names:
                     if isinstance(entry := vars(value).get(attribute), types.FunctionType):
-                        self.row(vars(value), attribute, entry)
+                        self.observed.row(vars(value), attribute, entry)
         elif not isinstance(value, (type, logging.Logger)):
-            self.row(around, name, value)
+            self.observed.row(around, name, value)
             if not isinstance(value, types.FunctionType):
-                self.look_into(name, value)
+                self.observed.look_into(name, value)
 
     def _autograd_function(self, frame: types.FrameType) -> None:
         self.note_effect(f"has an autograd function, {frame.f_locals['cls'].__name__}")
+        if torch.is_grad_enabled():  # as it would save tensors for a backward, and tell their hooks
+            self._function = frame
+            torch._C._set_grad_enabled(False)
 
-    def _effect_of(self, text: str) -> Callable[[types.FrameType], None]:
+    def _effect(self, text: str) -> Callable[[types.FrameType], None]:
         return lambda frame: self.note_effect(text)
 
-    def _created_module(self, frame: types.FrameType) -> None:
+    def _creation(self, frame: types.FrameType) -> None:
         made = frame.f_locals["self"]
         self._created[id(made)] = made
 
     def _registry_entry(self, frame: types.FrameType) -> None:
-        """Rows of the entry of a registry of transformers, in its own mapping and in its class's."""
+        """Notes an entry of a registry of transformers, in its own mapping and its class's."""
         registry, key = frame.f_locals["self"], frame.f_locals["key"]
         for mapping in (registry._local_mapping, type(registry)._global_mapping):
-            self.row(mapping, key, mapping.get(key, MISSING))
-
-    # The time of the trace
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Replaces the attribute access of modules and configurations, for this thread alone."""
-        with _LOCK, ExitStack() as undo:
-            if nn.Module.__getattr__ is not _MODULE_GETATTR:
-                raise KeptError("is traced while another trace is under way")
-            undo.enter_context(self._written_back())
-            undo.enter_context(_random_states(self.note_effect))
-            self._replace(undo, nn.Module, "__getattribute__", self._getattribute)
-            self._replace(undo, nn.Module, "__getattr__", self._getattr(nn.Module.__getattr__))
-            self._replace(undo, nn.Module, "__setattr__", self._setattr(nn.Module.__setattr__))
-            if self._configuration:
-                kind = self._configuration
-                own = self._of_configuration(kind.__getattribute__)
-                self._replace(undo, kind, "__getattribute__", own)
-            undo.callback(sys.setprofile, sys.getprofile())
-            sys.setprofile(self.profile)
-            yield
-
-    @staticmethod
-    def _replace(undo: ExitStack, kind: type, name: str, function: Any) -> None:
-        if name in vars(kind):
-            undo.callback(setattr, kind, name, vars(kind)[name])
-        else:
-            undo.callback(delattr, kind, name)
-        setattr(kind, name, function)
-
-    @property
-    def _getattribute(self) -> Callable[[nn.Module, str], Any]:
-        owner, thread, frame = self._owner, threading.get_ident, sys._getframe
-
-        def __getattribute__(module: nn.Module, name: str) -> Any:
-            value = _plain(module, name)
-            if name == "__class__" or thread() != owner or id(module) in self._created:
-                return value
-            if name in _STRUCTURE:
-                self.container(value)
-            elif frame(1).f_globals is not _FRAMEWORK:
-                self.modules[id(module)] = module
-                if name == "__dict__":
-                    self.container(value)
-                else:
-                    self.read_attribute(module, name, value)
-                    if name == "layer_idx" and self.has_cache and type(value) is int:
-                        return self._layer_index(module, value)
-            return value
-
-        return __getattribute__
-
-    def _layer_index(self, module: nn.Module, value: int) -> Any:
-        row = id(_plain(module, "__dict__")), "layer_idx"
-        if row not in self._used:
-            self.free.add(row)
-
-        def used() -> None:
-            self._used.add(row)
-            self.free.discard(row)
-
-        return LayerIndex(value, used)
-
-    def elsewhere(self) -> bool:
-        """Whether another thread than the traced one asks."""
-        return threading.get_ident() != self._owner
-
-    def _getattr(self, original: Any) -> Callable[[nn.Module, str], Any]:
-        owner, thread = self._owner, threading.get_ident
-
-        def __getattr__(module: nn.Module, name: str) -> Any:
-            if thread() != owner or id(module) in self._created:
-                return original(module, name)
-            own = _plain(module, "__dict__")
-            self.modules[id(module)] = module
-            for kind in ("_parameters", "_buffers", "_modules"):
-                if name in own.get(kind, ()):
-                    self.row(own[kind], name, own[kind][name])
-                    return own[kind][name]
-            for held in (own, *(own[kind] for kind in sorted(_STRUCTURE) if kind in own)):
-                self.row(held, name, MISSING)
-            self.kind(type(module), name)
-            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
-
-        return __getattr__
-
-    def _setattr(self, original: Any) -> Callable[[nn.Module, str, Any], None]:
-        owner, thread = self._owner, threading.get_ident
-
-        def __setattr__(module: nn.Module, name: str, value: Any) -> None:
-            if thread() == owner and id(module) not in self._created:
-                self.note_effect(f"sets its attribute '{name}'")
-                for held in (_plain(module, "__dict__"), *_dicts(module)):
-                    self.container(held)
-            original(module, name, value)
-
-        return __setattr__
-
-    def _of_configuration(self, original: Any) -> Callable[[Any, str], Any]:
-        owner, thread = self._owner, threading.get_ident
-
-        def __getattribute__(configuration: Any, name: str) -> Any:
-            if thread() != owner or name in ("__class__", "__dict__", "attribute_map"):
-                return original(configuration, name)
-            own = _plain(configuration, "__dict__")
-            aliases = _plain(configuration, "attribute_map")
-            actual = aliases.get(name, name)
-            try:
-                value = original(configuration, name)
-            except AttributeError:
-                self.row(own, actual, MISSING)
-                raise
-            self.read_attribute(configuration, actual, value)
-            return value
-
-        return __getattribute__
-
-    # What is written
-
-    @contextmanager
-    def _written_back(self) -> Iterator[None]:
-        """Afterwards, all attributes and containers are as they were."""
-        held = [(d, dict(d)) for m in self.root.modules() for d in _dicts(m)]
-        try:
-            yield
-        finally:
-            for now, before in held:
-                if not unchanged(contents(now), contents(before)):
-                    self.note_effect("writes to the attributes of a module")
-                    _refill(now, before)
-            if any([_put_back(*row) for row in self._rows.values()]):
-                self.note_effect("writes to what it reads")
-            for holder, inside, copy in self._containers.values():
-                if not unchanged(contents(holder), inside):
-                    self.note_effect(f"writes to a {type(holder).__name__}")
-                    _refill(holder, copy)
-
-    def reads(self) -> Reads:
-        """What was read, after the trace."""
-        reads = Reads(self.root, free=frozenset(self.free))
-        for module in self.called.values():
-            self.modules[id(module)] = module
-            self.row(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
-        for module in self.modules.values():
-            self.kind(type(module), "forward")
-        reads.modules = list(self.modules.values())
-        reads.types = list(map(type, reads.modules))
-        reads.hooks = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
-        reads.counts = list(map(len, reads.hooks))
-        reads.hooked = any(reads.counts)
-        for row in self._rows.values():
-            reads.add_row(*row)
-        for (kind, name), value in self._kinds.items():
-            for column, entry in zip(reads.kinds, (kind, name, value)):
-                column.append(entry)
-        for cell, value in self._cells.values():
-            reads.cells[0].append(cell)
-            reads.cells[1].append(value)
-        reads.containers = [(holder, inside) for holder, inside, _ in self._containers.values()]
-        return reads
+            self.observed.row(mapping, key, mapping.get(key, MISSING))
 
 
-_MODULE_GETATTR = nn.Module.__getattr__
+def _class(module: str, name: str) -> Any:
+    """A class of another package, if that is imported."""
+    return getattr(sys.modules.get(module), name, None)
 
 
-def _dicts(module: nn.Module) -> list[dict[str, Any]]:
-    own = _plain(module, "__dict__")
-    return [own, own["_parameters"], own["_buffers"], own["_modules"]]
-
-
-def _put_back(holder: dict[str, Any], name: str, value: Any) -> bool:
-    if holder.get(name, MISSING) is value:
-        return False
-    if value is MISSING:
-        del holder[name]
+def _replace(undo: ExitStack, kind: type, name: str, function: Any) -> None:
+    if name in vars(kind):
+        undo.callback(setattr, kind, name, vars(kind)[name])
     else:
-        holder[name] = value
-    return True
-
-
-def _refill(holder: Any, copy: Any) -> None:
-    if isinstance(holder, list):
-        holder[:] = copy
-        return
-    held = holder if isinstance(holder, (dict, set)) else vars(holder)
-    held.clear()
-    held.update(copy)
+        undo.callback(delattr, kind, name)
+    setattr(kind, name, function)
 
 
 @contextmanager

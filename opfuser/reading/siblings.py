@@ -37,6 +37,8 @@ def sibling_reads(reads: Reads, module: nn.Module) -> Reads | None:
         translation[id(m)] = theirs[path]
         for slot in _SLOTS:
             translation[id(getattr(m, slot))] = getattr(theirs[path], slot)
+        for name in HOOKS:
+            translation[id(getattr(m, name))] = getattr(theirs[path], name)
         for slot in ("_parameters", "_buffers"):
             for name, t in getattr(m, slot).items():
                 if t is not None:
@@ -48,13 +50,7 @@ def _translated(reads: Reads, module: nn.Module, translation: dict[int, Any]) ->
     made = Reads(module, types=reads.types, counts=reads.counts, hooked=reads.hooked)
     made.kinds, made.cells, made.free = reads.kinds, reads.cells, reads.free
     made.modules = [translation.get(id(m), m) for m in reads.modules]
-    called = {
-        id(hooks): m for m in reads.modules for name in HOOKS for hooks in (getattr(m, name),)
-    }
-    made.hooks = [
-        getattr(translation.get(id(called[id(h)]), called[id(h)]), HOOKS[i % len(HOOKS)])
-        for i, h in enumerate(reads.hooks)
-    ]
+    made.hooks = [translation.get(id(hooks), hooks) for hooks in reads.hooks]
     looked_into = {id(holder) for holder, _ in reads.containers}
     for holder, name, value in reads.rows():
         other_holder = translation.get(id(holder), holder)

@@ -22,16 +22,24 @@ class Sizes:
         self.values = tuple(values)
         self.constants = {0, 1, *constants}
         self._number = {value: number for number, value in enumerate(self.values)}
+        self._derived: set[int] = set()
         self._guards: dict[str, None] = {}
 
-    def of(self, size: int) -> int:
+    def of(self, size: int, of_input: bool = False) -> int:
         """A size of a tensor in the traced forward; of one that may differ, a :class:`Size`."""
-        if (number := self._number.get(size)) is not None:
-            return Size(size, f"s[{number}]", self)
-        return size if size in self.constants else Size(size, "", self)
+        if size not in self._number:
+            return size if size in self.constants else Size(size, "", self)
+        known = of_input or size not in self._derived
+        return Size(size, f"s[{self._number[size]}]" if known else "", self)
 
-    def shape(self, shape: Iterable[int]) -> tuple[int, ...]:
-        return tuple(map(self.of, shape))
+    def shape(self, shape: Iterable[int], of_input: bool = False) -> tuple[int, ...]:
+        """The sizes of a tensor, which is an input of the forward or is computed in it."""
+        return tuple(self.of(size, of_input) for size in shape)
+
+    def derive(self, size: int) -> None:
+        """Notes that a function has made a size from others that may be equal to one by chance."""
+        if size in self._number:
+            self._derived.add(size)
 
     def note(self, text: str, outcome: bool) -> None:
         """Notes the outcome of a comparison; one of a size that is not known fixes all."""
@@ -86,7 +94,7 @@ def _text(value: Any) -> str:
     return value.text if isinstance(value, Size) else str(int(value))
 
 
-def _arithmetic(symbol: str, function: Callable[[int, int], int], reflected: bool) -> Any:
+def _arithmetic(symbol: str, function: Callable[[Any, Any], Any], reflected: bool) -> Any:
     def method(self: Size, other: Any) -> Any:
         if not isinstance(other, int):  # a float or a list: what comes out no longer tells
             if not isinstance(other, (float, list, tuple, str)):
@@ -151,7 +159,7 @@ for _name, _symbol, _compare in (
 ):
     setattr(Size, f"__{_name}__", _comparison(_symbol, _compare))
 for _name in (
-    "abs and bool ceil divmod float floor format hash int invert lshift neg or pos pow rand rdivmod "
-    "repr rlshift ror round rpow rrshift rshift rtruediv rxor str truediv trunc xor"
+    "abs and bool ceil divmod float floor format hash int invert lshift neg or pos pow rand "
+    "rdivmod repr rlshift ror round rpow rrshift rshift rtruediv rxor str truediv trunc xor"
 ).split():
     setattr(Size, f"__{_name}__", _fixing(f"__{_name}__"))

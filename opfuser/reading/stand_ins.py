@@ -33,7 +33,7 @@ class CacheStandIn:
     def __init__(self, cache: Any, update: Update) -> None:
         self._cache, self._update = cache, update
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # so that forwards take it for what it stands for
         return type(self._cache)
 
@@ -73,7 +73,7 @@ class LayerIndex:
     def __init__(self, value: int, used: Callable[[], None]) -> None:
         self._value, self._used = value, used
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return int
 

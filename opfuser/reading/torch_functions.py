@@ -1,4 +1,4 @@
-"""Names of functions of torch, as ``__torch_function__`` is told of them, and what they ask or do."""
+"""Functions of torch as ``__torch_function__`` is told of them: names, and what they ask or do."""
 
 from __future__ import annotations
 
@@ -6,20 +6,37 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DRAWS", "OF_DEVICE", "OF_GRAPH", "OF_STRIDES", "QUESTIONS", "name_of"]
+import torch
+from torch import Tensor
+
+from .dataflow import map_leaves
+
+__all__ = [
+    "DRAWS",
+    "OF_DEVICE",
+    "OF_STRIDES",
+    "QUESTIONS",
+    "autocasts",
+    "computed",
+    "described",
+    "device_answer",
+    "keeps_gradients",
+    "name_of",
+]
 
 OF_DEVICE = frozenset("device get_device is_cpu is_cuda is_meta is_mps is_xpu".split())
 OF_STRIDES = frozenset("is_contiguous storage_offset stride".split())
-OF_GRAPH = frozenset("grad_fn is_leaf requires_grad".split())
 # What may be asked of a tensor whose answer is no tensor and does not depend on its entries.
-QUESTIONS = OF_DEVICE | OF_STRIDES | OF_GRAPH
+QUESTIONS = OF_DEVICE | OF_STRIDES
 QUESTIONS |= frozenset(
-    """__len__ dim dtype element_size is_complex is_floating_point is_nested is_quantized is_sparse
-    itemsize layout ndim ndimension nelement numel shape size""".split()
+    """__len__ dim dtype element_size grad_fn is_complex is_floating_point is_leaf is_nested
+    is_quantized is_sparse itemsize layout ndim ndimension nelement numel requires_grad shape
+    size""".split()
 )
 DRAWS = frozenset(
     """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_
-    poisson rand rand_like randint randint_like randn randn_like random_ randperm uniform_""".split()
+    poisson rand rand_like randint randint_like randn randn_like random_ randperm
+    uniform_""".split()
 )
 _OF_TORCH = (
     types.BuiltinFunctionType,
@@ -27,6 +44,11 @@ _OF_TORCH = (
     types.MethodWrapperType,
     types.WrapperDescriptorType,
 )
+
+
+def keeps_gradients(op: str) -> bool:
+    """Whether results of a function may require gradients where its arguments do."""
+    return not (op in ("data", "detach") or op.endswith("_like") or op.startswith("new_"))
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -45,3 +67,39 @@ def name_of(function: Callable[..., Any]) -> str:
     if isinstance(function, types.FunctionType) and module.partition(".")[0] == "torch":
         return name
     return f"{module}::{name}"
+
+
+def computed(op: str, function: Any, args: Any, kwargs: Any) -> Any:
+    """What a function of torch returns for stand-ins."""
+    if not op.endswith("grouped_mm"):
+        return function(*args, **kwargs)
+    # On meta it takes bf16 alone, where a CPU takes fp32 as well.
+    dtype = args[0].dtype
+    args, kwargs = map_leaves(_bf16, (args, kwargs))
+    return function(*args, **kwargs).to(dtype)
+
+
+def _bf16(leaf: Any) -> Any:
+    floating = isinstance(leaf, Tensor) and leaf.dtype.is_floating_point
+    return leaf.bfloat16() if floating else leaf
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device."""
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def device_answer(op: str, device: torch.device) -> Any:
+    """The answer to a question about the device of a tensor."""
+    if op == "device":
+        return device
+    if op == "get_device":
+        return -1 if device.index is None else device.index
+    return op == f"is_{device.type}"
+
+
+def described(error: Exception) -> str:
+    """The type of an error and the beginning of its text."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:80]}" if text else type(error).__name__

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from .dataflow import Value, map_leaves
+from torch import Tensor
+
+from .dataflow import Value, map_leaves, values_in
 from .sizes import Size, Sizes
 
-__all__ = ["note_sizes"]
+__all__ = ["note_results", "note_sizes", "sizes_in"]
 
 # Functions whose integers are sizes of their results.
 _SIZED = frozenset(
     """broadcast_to empty expand full new_empty new_full new_ones new_zeros ones rand randn repeat
     reshape unflatten view zeros arange""".split()
+)
+# Functions whose results may have sizes that none of their arguments has.
+_RESIZING = frozenset(
+    """__getitem__ avg_pool1d avg_pool2d cat concat concatenate conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d chunk dstack flatten fold hstack interpolate max_pool1d max_pool2d narrow pad
+    repeat repeat_interleave reshape select split tensor_split tile unflatten unfold view
+    vstack""".split()
 )
 # Functions that cut a dimension, and the position of that dimension among their arguments.
 _CUTTING = {
@@ -43,15 +53,63 @@ def note_sizes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Si
         if isinstance(dim, int) and -len(args[0].shape) <= dim < len(args[0].shape):
             sizes.fix(sizes.of(args[0].shape[dim]))
 
+    filled = None  # an entry, unlike the sizes before it
+    if op.endswith("full"):
+        filled = kwargs.get("fill_value", args[-1] if args else None)
+
     def note(leaf: Any) -> None:
         if isinstance(leaf, Size):
-            if op not in _SIZED:
+            if op not in _SIZED or leaf is filled:
                 sizes.fix(leaf)
         elif op in _SIZED and type(leaf) is int and leaf > 0:
             sizes.fix(leaf)
             sizes.constants.add(leaf)
 
     map_leaves(note, (args, kwargs))
+
+
+def note_results(
+    op: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sized: set[int],
+    results: list[Tensor],
+    sizes: Sizes,
+) -> None:
+    """Notes in ``sizes`` which sizes of results are made from others.
+
+    Args:
+        op: the function.
+        args: its arguments.
+        kwargs: its keywords.
+        sized: sizes that may differ that were among them.
+        results: what it returned.
+        sizes: of the trace.
+    """
+    if op not in _RESIZING:
+        return
+    joined = kwargs.get("dim", args[1] if len(args) > 1 else 0) if "cat" in op else None
+    first = next(values_in((args, kwargs)), None)
+    for result in results:
+        rank = result.dim()
+        same_rank = first is not None and len(first.shape) == rank
+        for dim, size in enumerate(map(int, result.shape)):
+            made = joined is not None and joined % rank == dim
+            kept = same_rank and first is not None and first.shape[dim] == size and not made
+            if not kept and size not in sized:
+                sizes.derive(size)
+
+
+def sizes_in(tree: Any) -> Iterator[int]:
+    """The sizes that may differ among the leaves, as plain integers, unless they are derived."""
+    found: list[int] = []
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, Size) and leaf.text.startswith("s["):
+            found.append(int.__int__(leaf))
+
+    map_leaves(note, tree)
+    return iter(found)
 
 
 def _note_index(args: tuple[Any, ...], sizes: Sizes) -> None:

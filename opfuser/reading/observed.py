@@ -1,0 +1,205 @@
+"""What a traced forward was seen to read, with what it takes to undo what it writes."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .reads import GLOBAL_HOOKS, HOOKS, MISSING, Reads, Row, contents, is_scalar, unchanged
+
+__all__ = ["Observed", "attributes_of"]
+
+# Objects that are compared by identity: nothing inside them is read that is not noted elsewhere.
+_OPAQUE = (
+    Tensor,
+    nn.Module,
+    type,
+    range,
+    enum.Enum,
+    logging.Logger,
+    re.Pattern,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
+_DEEPEST = 6
+
+
+class Observed:
+    """Collects what a forward reads.
+
+    Args:
+        root: the module that is traced.
+        opaque: types of objects whose contents are noted as they are read.
+        note_effect: is told what cannot be followed, as a predicate.
+    """
+
+    def __init__(
+        self, root: nn.Module, opaque: tuple[type, ...], note_effect: Callable[[str], None]
+    ) -> None:
+        self.root, self.note_effect = root, note_effect
+        self.modules: dict[int, nn.Module] = {id(root): root}
+        self.called: dict[int, nn.Module] = {}
+        self.tensors: set[int] = set()
+        self.free: set[tuple[int, str]] = set()  # rows in which siblings may differ
+        self._opaque = (*_OPAQUE, *opaque)
+        self._rows: dict[tuple[int, str], Row] = {}
+        self._kinds: dict[tuple[type, str], Any] = {}
+        self._cells: dict[int, tuple[types.CellType, Any]] = {}
+        self._containers: dict[int, tuple[Any, list[Any]]] = {}
+        self._held: dict[int, tuple[Any, Any]] = {}
+        self._caches: dict[int, tuple[Any, int]] = {}
+        for module in root.modules():
+            for attributes in attributes_of(module):
+                self.hold(attributes)
+
+    def row(self, holder: dict[str, Any], name: str, value: Any) -> None:
+        """Notes that an entry of a dict was read."""
+        self._rows.setdefault((id(holder), name), (holder, name, value))
+        if isinstance(value, Tensor):
+            self.tensors.add(id(value))
+
+    def kind(self, kind: type, name: str) -> None:
+        """Notes that an attribute of a type was read."""
+        if (kind, name) not in self._kinds:
+            value = getattr(kind, name, MISSING)
+            self._kinds[kind, name] = value
+            if not isinstance(value, (types.FunctionType, property, types.MethodType)):
+                self.look_into(name, value)
+
+    def attribute(self, holder: Any, own: dict[str, Any], name: str, value: Any) -> None:
+        """Notes that an attribute was read, in the holder's ``own`` dict or on its type."""
+        if name in own:
+            self.row(own, name, value)
+            self.look_into(name, value)
+        else:
+            self.row(own, name, MISSING)
+            self.kind(type(holder), name)
+
+    def look_into(self, name: str, value: Any, depth: int = 0) -> None:
+        """Notes the contents of what may change inside."""
+        if isinstance(value, Tensor):
+            self.tensors.add(id(value))
+        if value is MISSING or is_scalar(value) or isinstance(value, self._opaque):
+            return
+        if type(value).__module__.partition(".")[0] == "torch":
+            return
+        if depth > _DEEPEST:
+            self.note_effect(f"reads '{name}', a nested {type(value).__name__}")
+            return
+        for part in self._parts(name, value, depth):
+            self.look_into(name, part, depth + 1)
+
+    def _parts(self, name: str, value: Any, depth: int) -> list[Any]:
+        """What there is to look into inside a value, whose own contents are noted."""
+        if isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                self._cell(name, cell, depth)
+            return []
+        if isinstance(value, types.MethodType):
+            return [value.__self__, value.__func__]
+        if isinstance(value, functools.partial):
+            return [value.func, value.args, value.keywords]
+        if isinstance(value, functools._lru_cache_wrapper):
+            self._caches.setdefault(id(value), (value, value.cache_info().misses))
+            return [value.__wrapped__]
+        if isinstance(value, (tuple, frozenset)):
+            return contents(value)
+        if isinstance(value, (list, dict, set)) or hasattr(value, "__dict__"):
+            return self.container(value)
+        self.note_effect(f"reads '{name}', a {type(value).__name__}")
+        return []
+
+    def _cell(self, name: str, cell: types.CellType, depth: int) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not yet bound
+            return
+        if id(cell) not in self._cells:
+            self._cells[id(cell)] = cell, value
+            self.look_into(name, value, depth + 1)
+
+    def container(self, holder: Any) -> list[Any]:
+        """Notes the contents of a container, and returns them where that had not been done."""
+        if id(holder) in self._containers:
+            return []
+        self.hold(holder)
+        inside = contents(holder)
+        self._containers[id(holder)] = holder, inside
+        return inside
+
+    def hold(self, holder: Any) -> None:
+        """Has the contents of a container be as they are now when the trace has ended."""
+        if id(holder) not in self._held:
+            plain = isinstance(holder, (list, dict, set))
+            self._held[id(holder)] = holder, holder.copy() if plain else dict(vars(holder))
+
+    def undo(self) -> None:
+        """Puts back what was written since, and notes that it was."""
+        for holder, copy in self._held.values():
+            if not unchanged(contents(holder), contents(copy)):
+                self.note_effect(f"writes to {_described(holder)}")
+                _refill(holder, copy)
+        for holder, name, value in self._rows.values():
+            if holder.get(name, MISSING) is not value:
+                self.note_effect(f"writes to '{name}'")
+                if value is MISSING:
+                    del holder[name]
+                else:
+                    holder[name] = value
+        for cache, misses in self._caches.values():
+            if cache.cache_info().misses != misses:  # it may hold stand-ins now
+                self.note_effect("fills a cache")
+                cache.cache_clear()
+
+    def reads(self) -> Reads:
+        """What was read, after the trace."""
+        reads = Reads(self.root, free=frozenset(self.free))
+        for module in self.called.values():
+            self.modules[id(module)] = module
+            self.row(module.__dict__, "forward", module.__dict__.get("forward", MISSING))
+        for module in self.modules.values():
+            self.kind(type(module), "forward")
+        reads.modules = list(self.modules.values())
+        reads.types = list(map(type, reads.modules))
+        own = [m.__dict__[name] for m in self.called.values() for name in HOOKS]
+        reads.hooks = [*GLOBAL_HOOKS, *own]
+        reads.counts = list(map(len, reads.hooks))
+        reads.hooked = any(reads.counts)
+        for row in self._rows.values():
+            reads.add_row(*row)
+        for (kind, name), value in self._kinds.items():
+            for column, entry in zip(reads.kinds, (kind, name, value)):
+                column.append(entry)
+        for cell, value in self._cells.values():
+            reads.cells[0].append(cell)
+            reads.cells[1].append(value)
+        reads.containers = list(self._containers.values())
+        return reads
+
+
+def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
+    """The dicts that hold a module's attributes."""
+    own = object.__getattribute__(module, "__dict__")
+    return [own, own["_parameters"], own["_buffers"], own["_modules"]]
+
+
+def _described(holder: Any) -> str:
+    return "attributes" if isinstance(holder, dict) else f"a {type(holder).__name__}"
+
+
+def _refill(holder: Any, copy: Any) -> None:
+    if isinstance(holder, list):
+        holder[:] = copy
+        return
+    held = holder if isinstance(holder, (dict, set)) else vars(holder)
+    held.clear()
+    held.update(copy)

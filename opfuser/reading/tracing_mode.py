@@ -1,0 +1,330 @@
+"""Records the functions of torch that a forward calls, and calls them with stand-ins on meta."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from .call_key import is_dtensor, is_plain
+from .dataflow import Call, Dataflow, Node, Value, map_leaves, values_in
+from .kept import KeptError
+from .reads import is_hooked, is_scalar
+from .recording import Recording
+from .sizes import Sizes
+from .stand_ins import CacheStandIn, is_cache
+from .torch_functions import (
+    DRAWS,
+    OF_DEVICE,
+    OF_STRIDES,
+    QUESTIONS,
+    autocasts,
+    computed,
+    described,
+    device_answer,
+    keeps_gradients,
+    name_of,
+)
+from .traced_sizes import note_results, note_sizes, sizes_in
+
+__all__ = ["TracingMode", "tensors_in"]
+
+
+class TracingMode(TorchFunctionMode):
+    """Records the functions of torch that are called, and calls them with tensors on meta."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        device: torch.device,
+        sizes: Sizes,
+        ignored_hooks: Callable[[Any], bool],
+    ) -> None:
+        super().__init__()
+        self.sizes, self.ignored_hooks = sizes, ignored_hooks
+        self.dataflow = Dataflow()
+        self.recording = Recording(root, self.note_effect, sizes.fix_all)
+        self.grad_enabled = torch.is_grad_enabled()
+        self.device = device
+        # Under autocast, stand-ins on the device itself: no other tensors are cast.
+        self.autocast = autocasts(device)
+        self.fake: Any = FakeTensorMode() if self.autocast else nullcontext()
+        self.stand_in_device = device if self.autocast else torch.device("meta")
+        self.failed: KeptError | None = None
+        self.muted = 0  # how many calls of children that are one node are open
+        self.paused = False
+        self.open_calls: list[Call] = []
+        self.paths = {id(m): path for path, m in root.named_modules()}
+        self.names: dict[int, tuple[Literal["parameter", "buffer"], str]] = {}
+        for path, parameter in root.named_parameters():
+            self.names[id(parameter)] = "parameter", path
+        for path, buffer in root.named_buffers():
+            self.names.setdefault(id(buffer), ("buffer", path))
+        self.values: dict[int, Value] = {}
+        self.require_grad: set[int] = set()  # values; no stand-in has a graph, which would save it
+        self.foreign: dict[int, str] = {}  # why a value may not be what it seems
+        self.kept_alive: list[Any] = []  # so that no id occurs twice
+
+    @property
+    def place(self) -> str:
+        return self.open_calls[-1].path if self.open_calls else ""
+
+    def call(self, forward: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        try:
+            with self.stand_in_device, self:
+                result = forward(module, *args, **kwargs)
+        except KeptError:
+            raise
+        except Exception as error:
+            raise self.failed or KeptError(f"could not be traced: {described(error)}") from error
+        if self.failed is not None:  # and the forward went on all the same
+            raise self.failed
+        return result
+
+    # Tensors and values
+
+    def take(self, leaf: Any) -> Any:
+        """What the forward gets in place of a leaf of its arguments."""
+        if is_cache(leaf):
+            self.recording.has_cache = True
+            return CacheStandIn(leaf, self.update)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self.values:
+            value = self.leaf(leaf, "input", str(len(self.dataflow.inputs)))
+            self.dataflow.inputs.append(value)
+        return self.values[id(leaf)].meta
+
+    def leaf(self, t: Tensor, origin: Any, name: str) -> Value:
+        if t.device != self.device and not (t.dim() == 0 and t.is_cpu):
+            raise KeptError(f"has tensors on {self.device} and on {t.device}")
+        with torch.inference_mode(False), self.fake:
+            meta = torch.empty_strided(
+                t.shape, t.stride(), dtype=t.dtype, device=self.stand_in_device
+            )
+        value = Value(origin, name, meta, real=None if origin == "input" else t)
+        if t.requires_grad:
+            self.require_grad.add(id(value))
+        if not (is_plain(t) or is_dtensor(t)):
+            self.foreign[id(value)] = f"computes with a {type(t).__name__}"
+        if origin != "input":
+            self.sizes.constants.update(t.shape)
+        self.kept_alive += [t, meta, value]
+        self.values[id(t)] = self.values[id(meta)] = value
+        return value
+
+    def value_of(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if (known := self.values.get(id(leaf))) is not None:
+            return known
+        if (named := self.names.get(id(leaf))) is not None:
+            return self.leaf(leaf, *named)
+        value = self.leaf(leaf, "constant", f"constant {len(self.kept_alive)}")
+        if id(leaf) not in self.recording.observed.tensors:  # what made it was not seen
+            self.foreign[id(value)] = "computes with a tensor of unknown origin"
+        return value
+
+    def stand_in(self, leaf: Any) -> Any:
+        """What a function of torch is called with in place of a leaf of its arguments."""
+        if isinstance(leaf, Value):
+            return leaf.meta
+        return self.stand_in_device if isinstance(leaf, torch.device) else leaf
+
+    def result_leaf(self, leaf: Any) -> Any:
+        value = self.value_of(leaf)
+        if isinstance(value, Value) and id(value) in self.foreign:
+            raise KeptError(f"{self.foreign[id(value)]}, which it returns")
+        if not isinstance(value, (Value, CacheStandIn)) and not is_scalar(value):
+            raise KeptError(f"returns a {type(value).__name__}")
+        return value
+
+    # Functions of torch
+
+    def __torch_function__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        op, kwargs = name_of(function), kwargs or {}
+        if self.paused or op == "_set_grad_enabled":
+            return function(*args, **kwargs)
+        if op in QUESTIONS:
+            return self.answer(op, function, args, kwargs)
+        args, kwargs = map_leaves(self.value_of, (args, kwargs))
+        note_sizes(op, args, kwargs, self.sizes)
+        sized = {*sizes_in((args, kwargs))}
+        args, kwargs = map_leaves(_plain, (args, kwargs))
+        node = Node(op, function, args, kwargs, self.place)
+        operands, keywords = map_leaves(self.stand_in, (node.args, node.kwargs))
+        tensors = tensors_in((operands, keywords))
+        versions = [t._version for t in tensors]
+        try:
+            with self.unrecorded(), torch.no_grad(), self.fake:
+                result = computed(op, function, operands, keywords)
+        except (RuntimeError, NotImplementedError) as error:
+            self.failed = KeptError(f"computes {op} in '{self.place}' ({described(error)})")
+            raise self.failed from error
+        if vars(functional).get(op) is function:  # which others may replace
+            self.recording.observed.row(vars(functional), op, function)
+        written = [t for t, version in zip(tensors, versions) if t._version != version]
+        note_results(op, args, kwargs, sized, tensors_in(result), self.sizes)
+        self.add(node, result, tensors, written)
+        return result
+
+    def answer(self, op: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """The answer to a question about a tensor that does not depend on its entries."""
+        value: Value = self.value_of(args[0])
+        if op in OF_DEVICE:
+            return device_answer(op, self.device)
+        graph = op in ("grad_fn", "is_leaf") or (op == "requires_grad" and value.origin != "input")
+        if op in OF_STRIDES or graph:
+            self.note_effect(f"asks for {op}")
+        if op == "requires_grad":
+            return id(value) in self.require_grad
+        if op in ("shape", "size"):
+            shape = self.sizes.shape(value.shape, value.origin == "input")
+            where = [*args[1:], *kwargs.values()]
+            return shape[where[0]] if where and where[0] is not None else shape
+        if op in ("numel", "nelement"):
+            count: Any = 1
+            for size in self.sizes.shape(value.shape, value.origin == "input"):
+                count = size * count
+            return count
+        if op == "__len__":  # which has to be an integer for the interpreter
+            self.sizes.fix(value.shape[0])
+        return function(value.meta, *args[1:], **kwargs)
+
+    def add(self, node: Node, result: Any, operands: list[Tensor], written: list[Tensor]) -> None:
+        results, op = tensors_in(result), node.op
+        in_place = bool(written) or op.endswith(".__set__") or (op[-1] == "_" and op[-2] != "_")
+        if not in_place and results and all(any(t is o for o in operands) for t in results):
+            return  # a cast to the same dtype, dropout in evaluation: nothing was computed
+        results += [t for t in written if not any(t is r for r in results)]
+        values = list(values_in((node.args, node.kwargs)))
+        effects = [self.foreign[id(v)] for v in values if id(v) in self.foreign]
+        if in_place:
+            effects.append(f"writes in place by {op}")
+        elif op in DRAWS:
+            effects.append(f"draws random numbers by {op}")
+        elif not results:
+            effects.append(f"calls {op}")
+        enabled = torch.is_grad_enabled()
+        differentiated = any(id(v) in self.require_grad for v in values)
+        if enabled != self.grad_enabled and differentiated:
+            effects.append(f"computes {op} with gradients switched")
+        if autocasts(self.device) != self.autocast:
+            effects.append(f"computes {op} with autocast switched")
+        node.effect = ", ".join(effects)
+        self.append(node, results)
+        if enabled and differentiated and keeps_gradients(op):
+            self.require_grad.update(map(id, node.results))
+
+    def append(self, node: Node, results: list[Tensor]) -> None:
+        number = len(self.dataflow.nodes)
+        for index, tensor in enumerate(results):
+            value = Value("node", f"{node.op}#{number}.{index}", tensor, node)
+            node.results.append(value)
+            self.values[id(tensor)] = value
+            self.kept_alive.append(tensor)
+        if not self.muted:
+            self.dataflow.nodes.append(node)
+
+    def note_effect(self, text: str) -> None:
+        """Adds a node for what the forward does besides calling functions of torch."""
+        self.append(Node("effect", _nothing, (), {}, self.place, effect=text), [])
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, made: Any) -> Any:
+        """Records the update of a cache by the keys and values of a layer."""
+        given = self.value_of(keys), self.value_of(values)
+        node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
+        node.effect = "updates a cache"
+        with self.unrecorded():
+            results = made()
+        self.append(node, list(results))
+        self.require_grad.update(map(id, node.results))
+        return results
+
+    def versions(self, tensors: list[Tensor]) -> list[int]:
+        with self.unrecorded():
+            return [t._version for t in tensors]
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Functions of torch are called as they are, and what is read is not noted."""
+        profile, paused = sys.getprofile(), self.paused
+        sys.setprofile(None)
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = paused
+            sys.setprofile(profile)
+
+    def renewed(self, leaf: Any) -> Any:
+        """Another stand-in for a result, as a hook may return another tensor than the forward."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        with self.unrecorded(), torch.no_grad():
+            return leaf.view_as(leaf)
+
+    # Calls of children
+
+    @contextmanager
+    def recorded_calls(self) -> Iterator[None]:
+        original = nn.Module.__call__
+
+        def recorded(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if (path := self.paths.get(id(module))) is None or self.recording.elsewhere():
+                return original(module, *args, **kwargs)
+            self.recording.observed.called[id(module)] = module
+            call = Call(module, path, len(self.dataflow.nodes))
+            call.args, call.kwargs = map_leaves(self.value_of, (args, kwargs))
+            tensors = tensors_in((args, kwargs))
+            versions = self.versions(tensors)
+            hooked = is_hooked(module, self.ignored_hooks)
+            self.open_calls.append(call)
+            if not self.muted:
+                self.dataflow.calls.append(call)
+            self.muted += hooked
+            try:
+                result = module.forward(*args, **kwargs)
+            finally:
+                self.muted -= hooked
+                self.open_calls.pop()
+            if hooked:
+                result = map_leaves(self.renewed, result)
+                node = Node("call_module", module, call.args, call.kwargs, path)
+                self.append(node, tensors_in(result))
+                self.require_grad.update(map(id, node.results))
+            call.end = len(self.dataflow.nodes)
+            call.result = map_leaves(self.value_of, result)
+            if self.versions(tensors) != versions:
+                self.note_effect(f"has '{path}' write to its arguments")
+            return result
+
+        nn.Module.__call__ = recorded  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _nothing() -> None:
+    """Stands in nodes that call no function of torch."""
+
+
+def _plain(leaf: Any) -> Any:
+    return int.__int__(leaf) if isinstance(leaf, int) and type(leaf) is not bool else leaf
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves, in order."""
+    found: list[Tensor] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
+    return found

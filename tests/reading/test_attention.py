@@ -1,0 +1,271 @@
+"""What is read of attention, and what of it is a reason to keep a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opfuser.reading.construction import build
+from opfuser.reading.grammar import read
+from opfuser.reading.kept import KeptError
+from opfuser.reading.operations import Attention, HeadNorm, Heads, Mask, Reorder, Rotary
+from opfuser.reading.tracer import trace
+
+from .families import BATCH, LENGTH, layer_of, model_of, stream, transformers
+from .recomputed import Example, assert_recomputed, called_in, operations_in, read_of
+
+HEADS, KEYS, SIZE = 4, 2, 8
+WIDTH = HEADS * SIZE
+
+Function = Callable[[Any, Tensor], Tensor]
+
+
+class Attends(nn.Module):
+    """Attention of which the parts are given: ``heads`` of projections, and ``core`` of these."""
+
+    def __init__(self, heads: Any = None, core: Any = None, join: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.core, self.join = heads or split, core or causal, join or joined
+        self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, KEYS * SIZE), nn.Linear(WIDTH, KEYS * SIZE)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.q_scale, self.k_scale = (nn.Parameter(torch.randn(SIZE)) for _ in range(2))
+        self.register_buffer("table", torch.randn(LENGTH, SIZE))
+        self.double()
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        q, k, v = self.heads(self, x, *others)
+        return self.out(self.join(self.core(q, k, v, *others)))
+
+
+def split(m: Attends, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    b, s, _ = x.shape
+    return tuple(p(x).view(b, s, -1, SIZE).transpose(1, 2) for p in (m.q, m.k, m.v))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def joined(y: Tensor) -> Tensor:
+    return y.transpose(1, 2).flatten(2)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def on_queries(function: Callable[..., Tensor]) -> Any:
+    def heads(m: Attends, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(m, x)
+        return function(m, q), k, v
+
+    return heads
+
+
+def on_both(function: Callable[..., Tensor]) -> Any:
+    def heads(m: Attends, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(m, x)
+        return function(m, q, *others), function(m, k, *others), v
+
+    return heads
+
+
+def example_of(*others: Tensor, **parts: Any) -> Example:
+    return Example(Attends(**parts), (stream().requires_grad_(), *others))
+
+
+def found(example: Example, kind: Any) -> Any:
+    """The operation of a kind in what is read of a module, which computes the same."""
+    reading = assert_recomputed(example)
+    return next(op for op in operations_in(reading.operations) if isinstance(op, kind))
+
+
+def angles(size: int) -> tuple[Tensor, Tensor]:
+    half = torch.randn(LENGTH, size // 2, dtype=torch.float64)
+    whole = torch.cat([half, half], -1)
+    return whole.cos(), whole.sin()
+
+
+def test_scaled_queries_and_repeated_keys_are_read() -> None:
+    def heads(m: Attends, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(m, x)
+        return 3 * q, k.repeat_interleave(2, 1) / 2, v.repeat_interleave(2, 1)
+
+    assert found(example_of(heads=heads), Attention) == Attention(
+        Heads(HEADS, KEYS, SIZE, SIZE), 1.5 * SIZE**-0.5, True
+    )
+
+
+def test_capped_scores_with_a_mask_are_read() -> None:
+    def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        scores = 5.0 * torch.tanh(q @ k.mT * 0.25 / 5.0)
+        return F.dropout(F.softmax(mask + scores, -1), 1.0, True) @ v
+
+    mask = torch.randn(BATCH, 1, LENGTH, LENGTH, dtype=torch.float64)
+    attention = found(example_of(mask, core=core), Attention)
+    assert attention == Attention(
+        Heads(HEADS, KEYS, SIZE, SIZE), 0.25, False, 1.0, 5.0, Mask(1, tuple(mask.shape))
+    )
+
+
+def test_heads_of_one_projection_in_another_order_are_read() -> None:
+    def heads(m: Attends, x: Tensor) -> tuple[Tensor, ...]:
+        return m.qkv(x).unflatten(-1, (HEADS, 3 * SIZE)).transpose(1, 2).chunk(3, -1)
+
+    def swapped(m: Attends, x: Tensor) -> tuple[Tensor, ...]:
+        v, q, k = m.qkv(x).unflatten(-1, (3, HEADS, SIZE)).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    blocks = tuple(torch.arange(3 * HEADS).view(HEADS, 3).T.flatten().tolist())
+    assert found(example_of(heads=heads), Reorder) == Reorder(blocks, SIZE)
+    blocks = (*range(4, 12), *range(4))
+    assert found(example_of(heads=swapped), Reorder) == Reorder(blocks, SIZE)
+
+
+def test_a_part_of_heads_that_turns_after_a_norm_is_read() -> None:
+    def norm(x: Tensor, scale: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * scale
+
+    def heads(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = split(m, x)
+        q, k = norm(q, m.q_scale), norm(k, m.k_scale)
+        return *(torch.cat([turned(t[..., :4], cos, sin), t[..., 4:]], -1) for t in (q, k)), v
+
+    example = example_of(*angles(4), heads=heads)
+    sizes = Heads(HEADS, KEYS, SIZE, SIZE)
+    assert found(example, Rotary) == Rotary(sizes, 4, False, (1, 2), "halves")
+    assert found(example, HeadNorm) == HeadNorm(sizes, 1e-5, "q_scale", "k_scale")
+
+
+def backwards(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return turned(x, cos, -sin)
+
+
+def of_the_module(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return turned(x, m.table, m.table)
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    scores = q @ k.mT
+    return F.softmax(scores.masked_fill(scores > 1, -1.0), -1) @ v
+
+
+def masked(rearranged: Callable[[Tensor], Tensor]) -> Any:
+    def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        mask = rearranged(mask)
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    return core
+
+
+ANGLES = angles(SIZE)
+MASK = torch.randn(BATCH, 1, LENGTH, LENGTH, dtype=torch.float64)
+KEPT: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], str]] = {
+    "backwards": ({"heads": on_both(backwards)}, ANGLES, "turns heads in an unknown way"),
+    "queries alone": (
+        {"heads": lambda m, x, *t: (turned(split(m, x)[0], *t), *split(m, x)[1:])},
+        ANGLES,
+        "normalises or turns queries and keys differently",
+    ),
+    "a table of the module": ({"heads": on_both(of_the_module)}, ANGLES, "reads buffer table"),
+    "an activation of queries": (
+        {"heads": on_queries(lambda m, q: q.relu())},
+        (),
+        "computes relu, which attention reads",
+    ),
+    "heads in reverse": (
+        {"heads": on_queries(lambda m, q: q.flip(1))},
+        (),
+        "computes flip, which attention reads",
+    ),
+    "tokens out of order": (
+        {"heads": on_queries(lambda m, q: torch.cat([q[:, :, 1:], q[:, :, :1]], 2))},
+        (),
+        "attends to other rows than those of tokens",
+    ),
+    "scaled values": (
+        {"heads": lambda m, x: (*split(m, x)[:2], split(m, x)[2] * 2)},
+        (),
+        "normalises, turns or scales values",
+    ),
+    "keys repeated otherwise": (
+        {"heads": lambda m, x: (split(m, x)[0], *(t.repeat(1, 2, 1, 1) for t in split(m, x)[1:]))},
+        (),
+        "repeats its heads in an unknown order",
+    ),
+    "a part of the heads": (
+        {
+            "heads": lambda m, x: [t[..., :4] for t in split(m, x)],
+            "join": lambda y: F.pad(joined(y), (0, 16)),
+        },
+        (),
+        "computes pad",
+    ),
+    "keys of another input": (
+        {"heads": lambda m, x, y: (split(m, x)[0], *split(m, y)[1:])},
+        (stream(),),
+        "of another input",
+    ),
+    "joined otherwise": (
+        {"join": lambda y: y.flatten(2).mT.reshape(y.shape[0], y.shape[2], -1)},
+        (),
+        "order",
+    ),
+    "masked by scores": ({"core": products}, (), "in the scores of attention"),
+    "a transposed mask": ({"core": masked(lambda mask: mask.mT)}, (MASK,), "rearranges its mask"),
+    "a mask that is computed": ({"core": masked(torch.exp)}, (MASK,), "computes exp, in the mask"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_attention_is_a_reason_to_keep_a_module(name: str) -> None:
+    parts, others, reason = KEPT[name]
+    with pytest.raises(KeptError) as kept:
+        read_of(example_of(*others, **parts))
+    assert reason in kept.value.reason
+
+
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt2", "eager")])
+@pytest.mark.parametrize(("new", "past"), [(7, 0), (1, 5), (3, 5)])
+def test_a_cache_is_extended_as_by_the_layer(
+    family: str, attention: str, new: int, past: int
+) -> None:
+    torch.manual_seed(0)
+    model: Any = model_of(family, attention).eval()
+    ids = torch.randint(3, 60, (BATCH, past + new))
+
+    def cache() -> Any:
+        made = transformers.DynamicCache(config=model.config)
+        if past:
+            model(ids[:, :past], past_key_values=made, use_cache=True)
+        return made
+
+    given = {"input_ids": ids[:, past:], "attention_mask": torch.ones(BATCH, past + new)}
+    with torch.no_grad():
+        example = layer_of(model, **given, past_key_values=cache(), use_cache=True)
+        caches = [cache(), cache()]
+
+        def exchanged(leaf: Any) -> Any:
+            return caches[0] if isinstance(leaf, transformers.DynamicCache) else leaf
+
+        args = tuple(map(exchanged, example.args))
+        kwargs = {name: exchanged(value) for name, value in example.kwargs.items()}
+        reading = read(trace(example.module, args, kwargs).dataflow)
+        assert called_in(reading) == []
+        assert caches[0].get_seq_length() == past
+        got = build(reading, example.module)(example.inputs(), cache=caches[1])
+        want = example.module(*args, **kwargs)
+    want = want[0] if isinstance(want, tuple) else want
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(*[(c.layers[0].keys, c.layers[0].values) for c in caches[::-1]]):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,291 @@
+"""What the reader explains, and the reasons for which it keeps a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opfuser.reading import operations as read
+from opfuser.reading.construction import build
+from opfuser.reading.kept import KeptError
+from opfuser.reading.operations import Activation, Called, Dropout, Gated, Norm, Parallel, Residual
+from opfuser.reading.rotary_tables import repetition_of
+from opfuser.reading.tracer import trace
+
+from .recomputed import Example, assert_recomputed, called_in, operations_in, read_of
+
+SIZE = 8
+
+
+class Computes(nn.Module):
+    """A module whose forward is given."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.up, self.gate, self.down = (nn.Linear(SIZE, SIZE) for _ in range(3))
+        self.wide = nn.Linear(SIZE, 2 * SIZE)
+        self.norm, self.drop = nn.LayerNorm(SIZE), nn.Dropout(0.5)
+        self.w, self.b = nn.Parameter(torch.randn(SIZE)), nn.Parameter(torch.randn(SIZE))
+        self.odd = Odd()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+class Odd(nn.Module):
+    """What no rule explains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sin()
+
+
+def example_of(function: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Example:
+    x = torch.randn(3, 5, SIZE, dtype=dtype, requires_grad=True)
+    return Example(Computes(function).to(dtype), (x,))
+
+
+def operations_of(function: Callable[..., Any]) -> tuple[read.Operation, ...]:
+    return assert_recomputed(example_of(function)).operations
+
+
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+NORMS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Norm]] = {
+    "in any order": (lambda m, x: m.w * rms(x), Norm(False, (SIZE,), 1e-6, "w")),
+    "without weight": (lambda m, x: rms(x, 0.1), Norm(False, (SIZE,), 0.1)),
+    "1 + weight": (lambda m, x: (1 + m.w) * rms(x), Norm(False, (SIZE,), 1e-6, "w", None, True)),
+    "by a root": (
+        lambda m, x: x / (x.square().mean((-1,), keepdim=True) + 1e-6).sqrt() * m.w,
+        Norm(False, (SIZE,), 1e-6, "w"),
+    ),
+    "by a power": (
+        lambda m, x: x * ((x * x).mean(2, True) + 1e-6) ** -0.5 * m.w,
+        Norm(False, (SIZE,), 1e-6, "w"),
+    ),
+    "by a variance": (
+        lambda m, x: (
+            (x - x.mean(-1, keepdim=True))
+            * torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-6)
+            * m.w
+            + m.b
+        ),
+        Norm(True, (SIZE,), 1e-6, "w", "b"),
+    ),
+    "with a mean twice": (
+        lambda m, x: (
+            m.w
+            * (x - x.mean(-1, keepdim=True))
+            / ((x - x.mean(-1, keepdim=True)).pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+        ),
+        Norm(True, (SIZE,), 1e-6, "w"),
+    ),
+    "layer_norm of 1 + weight": (
+        lambda m, x: F.layer_norm(x, (SIZE,), m.w + 1, m.b, 0.1),
+        Norm(True, (SIZE,), 0.1, "w", "b", True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_read_however_it_is_written(name: str) -> None:
+    function, norm = NORMS[name]
+    assert operations_of(function) == (norm,)
+
+
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Activation]] = {
+    "silu": (lambda x: torch.sigmoid(x) * x, Activation("silu")),
+    "quick gelu": (lambda x: x * torch.sigmoid(1.702 * x), Activation("quick gelu")),
+    "squared relu": (lambda x: F.relu(x) ** 2, Activation("squared relu")),
+    "gelu": (lambda x: x * 0.5 * (1.0 + torch.erf(x / 2**0.5)), Activation("gelu")),
+    "gelu by tanh": (
+        lambda x: 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+        Activation("gelu by tanh"),
+    ),
+    "gelu by tanh, as fast": (
+        lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
+        Activation("gelu by tanh"),
+    ),
+    "softplus": (lambda x: F.softplus(x, 2.0), Activation("softplus", (2.0, 20.0))),
+    "tanh": (torch.tanh, Activation("tanh")),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_read_however_it_is_written(name: str) -> None:
+    function, activation = ACTIVATIONS[name]
+    operations = assert_recomputed(example_of(lambda m, x: function(x)), 1e-8).operations
+    assert operations == (activation,)
+
+
+def test_gates_are_read_of_two_projections_and_of_one() -> None:
+    (_, gated, _) = operations_of(lambda m, x: m.down(m.up(x) * F.silu(m.gate(x))))
+    assert gated == Gated(Activation("silu"))
+    _, gated = operations_of(
+        lambda m, x: torch.mul(*map(_activated, m.wide(x).chunk(2, -1), (1, 0)))
+    )
+    assert gated == Gated(Activation("relu"))
+    _, gated = operations_of(
+        lambda m, x: F.silu(m.gate(x).clamp(max=0.25)) * (m.up(x).clamp(-0.25, 0.25) + 1)
+    )
+    assert gated == Gated(Activation("silu"), 0.25, 1.0)
+
+
+def _activated(x: Tensor, active: int) -> Tensor:
+    return F.relu(x) if active else x
+
+
+def test_branches_share_what_comes_before_them() -> None:
+    shared = lambda m, x: x + m.up(h := m.norm(x)) + m.down(F.relu(m.gate(h)))  # noqa: E731
+    (residual,) = operations_of(shared)
+    assert isinstance(residual, Residual)
+    norm, parallel = residual.branch
+    assert isinstance(norm, Norm)
+    assert isinstance(parallel, Parallel)
+    assert len(parallel.branches) == 2
+
+
+def test_a_factor_a_bias_and_a_scale_of_columns_are_read() -> None:
+    assert operations_of(lambda m, x: (x * 3 / 2 + m.b) * m.w) == (
+        read.Scale(1.5),
+        read.Bias("b", SIZE),
+        read.ColumnScale("w"),
+    )
+
+
+def test_dropout_is_read_where_it_is_active() -> None:
+    drops = lambda m, x: m.up(m.drop(x))  # noqa: E731
+    assert read_of(example_of(drops)).operations[0] == Dropout(0.5)
+    example = example_of(drops)
+    example.module.eval()
+    assert len(assert_recomputed(example).operations) == 1
+
+
+def test_a_child_that_is_not_explained_is_called() -> None:
+    reading = assert_recomputed(example_of(lambda m, x: x + m.odd(m.up(x))), whole=False)
+    assert [op for op in operations_in(reading.operations) if isinstance(op, Called)] == [
+        Called("odd", SIZE, SIZE, "computes sin in 'odd'")
+    ]
+    reading = assert_recomputed(example_of(lambda m, x: F.silu(m.gate(x)) * m.odd(x)), whole=False)
+    assert called_in(reading) == ["odd"]
+
+
+def write(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x)
+    y[0] = 0
+    return y
+
+
+KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "an unknown operation": (lambda m, x: m.up(x).sin(), "computes sin"),
+    "a clamp": (lambda m, x: m.up(m.up(x).clamp(-1, 1)), "computes clamp"),
+    "a constant": (lambda m, x: m.up(x) + 1, "computes add"),
+    "another dtype": (
+        lambda m, x: m.up(x.half().double()),
+        "rounds to float16 by half",
+    ),
+    "writing in place": (write, "writes in place by __setitem__"),
+    "two tensors": (lambda m, x: (m.up(x), x), "returns 2 tensors"),
+    "nothing": (lambda m, x: x, "computes nothing"),
+    "other rows": (lambda m, x: m.up(x).mean(1), "computes mean"),
+    "rows in another order": (lambda m, x: m.up(x.flip(1)), "computes flip"),
+    "another shape": (lambda m, x: m.up(x).flatten(0, 1), "returns another dtype or shape"),
+    "a gradient that ends": (lambda m, x: m.up(x.detach()), "computes detach"),
+    "a weight that is computed": (
+        lambda m, x: F.linear(x, m.up.weight + m.down.weight),
+        "computes linear",
+    ),
+    "dropout that is read twice": (
+        lambda m, x: x + m.up(h := m.drop(x)) + m.down(F.relu(h)) + m.gate(x),
+        "reads the result of dropout, or of a child that is called, twice",
+    ),
+    "a broadcast sum": (lambda m, x: m.up(x) + m.up(x[:1]), "broadcasts by add"),
+    "gates in the second half": (
+        lambda m, x: torch.mul(*map(_activated, m.wide(x).chunk(2, -1), (0, 1))),
+        "opfuser has no operation for gates in the second half",
+    ),
+    "gates of another input": (
+        lambda m, x: F.silu(m.gate(m.norm(x))) * m.up(x),
+        "a gate or what it multiplies, of another input",
+    ),
+    "gates by GELU": (
+        lambda m, x: F.gelu(m.gate(x)) * m.up(x),
+        "opfuser has no operation that gates by gelu",
+    ),
+    "a norm with eps outside of the root": (
+        lambda m, x: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6) * m.w,
+        "computes",
+    ),
+    "a norm of something else": (
+        lambda m, x: m.up(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+        "computes",
+    ),
+    "an unbiased variance": (
+        lambda m, x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 0.1).sqrt(),
+        "computes",
+    ),
+    "a sum weighted by alpha": (lambda m, x: torch.add(x, m.up(x), alpha=2), "computes add"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_not_explained_is_the_reason_to_keep_a_module(name: str) -> None:
+    function, reason = KEPT[name]
+    example = example_of(function)
+    with pytest.raises(KeptError) as kept:
+        build(read_of(example), example.module)
+    assert reason in kept.value.reason
+
+
+class MakesTables(nn.Module):
+    """Tables of cosine and sine, of angles that are arranged by ``function``."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, angles: Tensor) -> Any:
+        return self.function(angles)
+
+
+def tables_of(arranged: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+    return lambda angles: ((y := arranged(angles)).cos() * 1.5, (1.5 * y.sin()).float())
+
+
+def repetition(function: Callable[[Tensor], Any]) -> str:
+    return repetition_of(trace(MakesTables(function), (torch.randn(1, 5, 4),), {}).dataflow)
+
+
+def test_how_tables_repeat_angles_is_read() -> None:
+    assert repetition(tables_of(lambda a: torch.cat([a, a], -1))) == "halves"
+    assert repetition(tables_of(lambda a: a.repeat_interleave(2, -1))) == "neighbours"
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (tables_of(lambda a: a), "reads its input 0"),
+        (tables_of(lambda a: torch.cat([a, -a], -1)), "computes cat"),
+        (tables_of(lambda a: torch.cat([a, a.flip(-1)], -1)), "computes cat"),
+        (lambda a: torch.cat([a, a], -1).tan(), "makes a table by tan"),
+        (
+            lambda a: (torch.cat([a, a], -1).cos(), a.repeat_interleave(2, -1).sin()),
+            "returns tables that hold angles in different ways",
+        ),
+    ],
+)
+def test_other_tables_are_refused(function: Callable[[Tensor], Any], reason: str) -> None:
+    with pytest.raises(KeptError, match=reason):
+        repetition(function)

@@ -1,0 +1,55 @@
+"""A module that computes one operation more is kept, or read with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from .families import WIDTH, layer_of, model_of, own_blocks, stream
+from .mutations import MUTATIONS, count_of, outcome_of
+from .recomputed import Example
+
+BLOCKS = own_blocks()
+
+
+@pytest.mark.parametrize("name", ["nanoGPT", "llama2.c", "timm", "encoder layer"])
+def test_no_operation_is_overlooked(name: str) -> None:
+    assert outcomes(BLOCKS[name], 1e-9)["recomputed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "others"),
+    [
+        ("gemma2", "eager", {}),
+        ("qwen3", "sdpa", {}),
+        ("gpt2", "eager", {"attn_pdrop": 1.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    ],
+)
+def test_no_operation_of_a_layer_in_training_is_overlooked(
+    family: str, attention: str, others: dict[str, float]
+) -> None:
+    example = layer_of(model_of(family, attention, **others).train())
+    assert outcomes(example, 1e-5)["recomputed"] > 0
+
+
+def outcomes(example: Example, rtol: float) -> Counter[str]:
+    """The outcomes behind every operation, for a mutation each; all of them come up in turn."""
+    names = list(MUTATIONS)
+    return Counter(
+        outcome_of(example, number, names[number % len(names)], rtol)
+        for number in range(count_of(example))
+    )
+
+
+def test_mutants_compute_something_else() -> None:
+    """Else a test of mutants could not fail."""
+    torch.manual_seed(0)
+    x = stream(3, 5, WIDTH)
+    assert all(not torch.equal(f(x), x) for name, f in MUTATIONS.items() if name not in SAME)
+    assert count_of(Example(nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU()).double(), (x,))) == 2
+
+
+SAME = "copy", "no gradient"
