@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from ..errors import OpfuserError
+from ..reading.reads import GLOBAL_HOOKS
 from ..tracing import transforms_active
 from .decisions import Application, Decision, filled
 from .layouts import Given, Layout, given_of, layout_of
@@ -24,12 +25,6 @@ from .layouts import Given, Layout, given_of, layout_of
 __all__ = ["State", "install", "is_applied", "state_of", "uninstall"]
 
 _STATE = "_opfuser_applied"
-_GLOBAL_HOOKS = (
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_forward_hooks,
-    torch_module._global_backward_pre_hooks,
-    torch_module._global_backward_hooks,
-)
 # What a module does that was read so often without end is left alone.
 _DECISIONS_AT_MOST = 200
 _KINDS_AT_MOST = 16
@@ -187,7 +182,7 @@ def _reason_outside() -> str:
     """Why no sequence may compute anything now; empty if there is nothing."""
     if transforms_active():
         return "torch.func transforms it"
-    if any(_GLOBAL_HOOKS):
+    if any(GLOBAL_HOOKS):
         return "hooks are registered for all modules"
     if forward_ad._current_level >= 0:
         return "forward-mode derivatives are computed"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -104,22 +103,8 @@ WHOLE = {
     "Llama": ["layers.0", "layers.1", "layers.2", "norm"],
     "Qwen3": ["layers.0", "layers.1", "norm"],
     "GPT-2": ["h.0", "h.1", "ln_f"],
-    "BERT": ["encoder.layer.0", "encoder.layer.1"],
-    "ViT": ["encoder.layer.0", "encoder.layer.1", "layernorm"],
+    "BERT": ["embeddings.LayerNorm", "encoder.layer.0", "encoder.layer.1"],
+    "ViT": ["layers.0", "layers.1", "layernorm"],
     "nanoGPT": ["blocks.0", "blocks.1", "norm"],
     "TransformerEncoder": [""],
 }
-
-__all__ = [
-    "IDS",
-    "MODELS",
-    "WHOLE",
-    "assert_equal_steps",
-    "encoder",
-    "inputs_of",
-    "llama",
-    "nano_gpt",
-    "paths",
-    "pytest",
-    "step",
-]
