@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from .reports import Computed, Inside, Kept, Report, in_order
 __all__ = ["apply", "report", "revert"]
 
 _NOT_CALLED = "has not been called since apply"
+_NOT_THERE = "was not there when apply was called"
 _FOREIGN = "has a forward of its own, which something else has set"
 
 
@@ -69,7 +71,7 @@ def apply(
         revert(model)
         _install(model)
         if call is not None:
-            with _as_before(model):
+            with _as_before(model), _noted(call):
                 model(*call.args, **call.kwargs)
         made = report(model)
     except BaseException:
@@ -109,18 +111,16 @@ def report(model: nn.Module) -> Report:
     computed: list[Computed] = []
     inside: list[Inside] = []
     kept: list[Kept] = []
-    outer: list[str] = []
     for path, module in model.named_modules():
         if not _owns_parameters(module):
             continue
         entry = _entry(path, module)
         if isinstance(entry, Computed):
             computed.append(entry)
-            outer.append(path)
             continue
-        around = next((o for o in outer if not o or path.startswith(f"{o}.")), None)
-        if around is not None and entry.reason == _NOT_CALLED:
-            inside.append(Inside(path, around))
+        around = [outer.path for outer in computed if outer.covers(path)]
+        if around and entry.reason in (_NOT_CALLED, _NOT_THERE):
+            inside.append(Inside(path, around[-1]))
         else:
             kept.append(entry)
     return Report(tuple(computed), tuple(inside), tuple(kept))
@@ -161,6 +161,24 @@ def _bound(model: nn.Module, example: Any) -> inspect.BoundArguments:
                 remedy=f"The forward takes {inspect.signature(model.forward)}",
             )
         ) from None
+
+
+@contextmanager
+def _noted(call: inspect.BoundArguments) -> Iterator[None]:
+    """What the model raises says which call it was."""
+    try:
+        yield
+    except Exception as error:
+        if sys.version_info >= (3, 11):
+            given = ", ".join(f"{n}={_shown(a)}" for n, a in call.arguments.items())
+            error.add_note(f"opfuser.apply called the model with its example: {given}")
+        raise
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype} on {value.device}"
+    return type(value).__name__
 
 
 def _install(model: nn.Module) -> None:
@@ -223,18 +241,19 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 def _entry(path: str, module: nn.Module) -> Computed | Kept:
     state = state_of(module)
     if state is None:
-        reason = _FOREIGN if _foreign(module) else "has no forward"
-        return Kept(path, reason)
+        if not _has_forward(module):
+            return Kept(path, "has no forward")
+        return Kept(path, _FOREIGN if _foreign(module) else _NOT_THERE)
     reasons = Counter(state.passed)
-    done = [d for d in state.decisions if d.built is not None and d.reading is not None]
     for decision in state.decisions:
         if decision.built is None and decision.calls:
             reasons[decision.reason] += decision.calls
     fell_back = in_order(reasons)
+    calls = sum(d.calls for d in state.decisions if d.built is not None)
+    done = [d.reading for d in state.decisions if d.built is not None and d.reading is not None]
     if done:
-        calls = sum(d.calls for d in done)
-        texts = [(described(d.reading), children_called(d.reading)) for d in done if d.reading]
-        return Computed(path, texts[-1][0], calls, fell_back, texts[-1][1])
+        called = tuple(children_called(done[-1]))
+        return Computed(path, described(done[-1]), calls, fell_back, called)
     if _foreign(module):
         return Kept(path, _FOREIGN, fell_back)
     return Kept(path, fell_back[0][0] if fell_back else _NOT_CALLED, fell_back)

@@ -17,13 +17,26 @@ from ..reading.construction import Built, build
 from ..reading.dataflow import Value, map_leaves
 from ..reading.grammar import read
 from ..reading.kept import KeptError
-from ..reading.operations import Bias, Called, Dropout, Linear, Reading, Scale
+from ..reading.operations import (
+    Activation,
+    Bias,
+    Called,
+    Dropout,
+    Linear,
+    Parallel,
+    Reading,
+    Reorder,
+    Residual,
+    Scale,
+    Transpose,
+)
 from ..reading.reads import Reads, is_scalar
 from ..reading.siblings import sibling_reads
 from ..reading.sizes import Size
 from ..reading.stand_ins import is_cache
 from ..reading.tracer import trace
 from .checks import check_of
+from .descriptions import operations_in
 from .memo import Memo
 
 __all__ = ["Application", "Decision", "filled"]
@@ -34,7 +47,9 @@ _MODULES_AT_MOST = 200
 _FAILURES = 3
 # Of each class, so many traces are remembered.
 _TRACES = 64
-_TORCH_COMPUTES = Linear, Called, Bias, Dropout, Scale
+# One of these alone is what torch computes as well, with less to do before.
+_ALONE = Linear | Activation
+_WITH_OTHERS = Bias | Called | Dropout | Parallel | Reorder | Residual | Scale | Transpose
 
 
 @dataclass(eq=False)
@@ -173,7 +188,8 @@ class Application:
         one = self._read(module, args, kwargs, key)
         decision = self._decision(module, one, one.reads)
         one.filled = decision.filled = filled(cache, decision.layers)
-        if any(one.filled) and torch.is_grad_enabled():
+        static = decision.layers and getattr(cache, "is_compileable", False)
+        if (any(one.filled) or static) and torch.is_grad_enabled():
             one.reading, one.reason = None, "extends keys of other calls, with gradients enabled"
             return self._decision(module, one, one.reads)
         return decision
@@ -208,7 +224,7 @@ class Application:
         except KeptError as kept:
             found.reading, found.reason = None, kept.reason
         else:
-            if all(isinstance(op, _TORCH_COMPUTES) for op in found.reading.operations):
+            if not _is_worth_it(found.reading):
                 found.reading, found.reason = None, "has nothing to fuse: torch computes it as well"
         return found
 
@@ -216,7 +232,8 @@ class Application:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """What a trace saves for backward is no tensor of a checkpoint around it."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    autograd: Any = torch._C._autograd
+    if not autograd._saved_tensors_hooks_is_enabled():
         yield
         return
     with torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda packed: packed):
@@ -228,6 +245,12 @@ def filled(cache: Any, layers: tuple[int, ...]) -> tuple[bool, ...]:
     if cache is None:
         return ()
     return tuple(bool(cache.get_seq_length(layer) > 0) for layer in layers)
+
+
+def _is_worth_it(reading: Reading) -> bool:
+    """Whether there is anything in it that may be fused, or that has a kernel of its own."""
+    found = [op for op in operations_in(reading) if not isinstance(op, _WITH_OTHERS)]
+    return len(found) > 1 or any(not isinstance(op, _ALONE) for op in found)
 
 
 def _cache_in(tree: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..reading.operations import Called, MergedLinear, Operation, Parallel, Reading, Residual
 
-__all__ = ["children_called", "described"]
+__all__ = ["children_called", "described", "operations_in"]
 
 
 def described(reading: Reading) -> str:
@@ -30,17 +30,18 @@ def _text(op: Operation) -> str:
     return f"'{op.path}'" if isinstance(op, Called) else type(op).__name__
 
 
-def children_called(reading: Reading) -> tuple[str, ...]:
-    """The children that are called as they are, and why."""
-    return tuple(f"'{op.path}' is called: it {op.reason}" for op in _called(reading.operations))
+def children_called(reading: Reading) -> list[tuple[str, str]]:
+    """The paths of children that are called as they are, and why."""
+    return [(op.path, op.reason) for op in operations_in(reading) if isinstance(op, Called)]
 
 
-def _called(tree: Any) -> Iterator[Called]:
-    if isinstance(tree, Called):
-        yield tree
-    elif isinstance(tree, tuple):
+def operations_in(tree: Any) -> Iterator[Operation]:
+    """All operations, those inside of others too."""
+    if isinstance(tree, tuple):
         for part in tree:
-            yield from _called(part)
+            yield from operations_in(part)
     elif is_dataclass(tree):
+        if isinstance(tree, Operation):
+            yield tree
         for part in fields(tree):
-            yield from _called(getattr(tree, part.name))
+            yield from operations_in(getattr(tree, part.name))

@@ -19,6 +19,7 @@ from torch.nn.modules import module as torch_module
 from ..errors import OpfuserError
 from ..reading.reads import GLOBAL_HOOKS
 from ..tracing import transforms_active
+from .caches import WithoutGradients
 from .decisions import Application, Decision, filled
 from .layouts import Given, Layout, given_of, layout_of
 
@@ -120,8 +121,11 @@ class State:
         decision.calls += 1
         if decision.built is None:
             return type(module).forward(module, *args, **kwargs)
+        cache = given.cache
+        if cache is not None and torch.is_grad_enabled():
+            cache = WithoutGradients(cache)
         try:
-            y = decision.built(given.inputs, given.cache)
+            y = decision.built(given.inputs, cache)
         except OpfuserError as error:
             if decision.tried or _extended(decision, given):
                 raise

@@ -19,14 +19,20 @@ class Computed(NamedTuple):
         operations: of the sequence.
         calls: how many of its calls a sequence has computed.
         fell_back: how many its own forward has, by reason.
-        notes: children that the sequence calls as they are, and why.
+        called: children that the sequence calls as they are, by path, and why.
     """
 
     path: str
     operations: str
     calls: int = 0
     fell_back: tuple[tuple[str, int], ...] = ()
-    notes: tuple[str, ...] = ()
+    called: tuple[tuple[str, str], ...] = ()
+
+    def covers(self, path: str) -> bool:
+        """Whether the sequence computes what a module inside does, without calling it."""
+        return _is_below(path, self.path) and not any(
+            _is_below(path, f"{self.path}.{child}".lstrip(".")) for child, _ in self.called
+        )
 
 
 class Inside(NamedTuple):
@@ -75,7 +81,7 @@ class Report(NamedTuple):
         for done, paths in _grouped(self.computed).items():
             lines.append(f"  {_listed(paths)}: {counted(done.calls, 'call')} each")
             lines.append(f"    {done.operations}")
-            lines += [f"    {note}" for note in done.notes]
+            lines += [f"    {child} is called: it {reason}" for child, reason in done.called]
             lines += _counts(done.fell_back)
         if self.inside:
             lines.append(f"  and {counted(len(self.inside), 'module')} inside of these")
@@ -86,6 +92,10 @@ class Report(NamedTuple):
             if len(left.fell_back) > 1:
                 lines += _counts(left.fell_back)
         return "\n".join(lines)
+
+
+def _is_below(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 Entry = TypeVar("Entry", Computed, Kept)
@@ -104,8 +114,9 @@ def _counts(calls: tuple[tuple[str, int], ...]) -> list[str]:
 
 
 def _listed(paths: list[str]) -> str:
-    if paths == [""]:
-        return "the model itself"
+    paths = [path or "the model itself" for path in paths]
+    if len(paths) == 2:
+        return ", ".join(paths)
     return paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)})"
 
 

@@ -69,7 +69,7 @@ def inputs_of(model: nn.Module) -> dict[str, Tensor]:
 def step(model: nn.Module, call: Callable[..., Any] | None = None, **others: Any) -> list[Tensor]:
     """Output and gradients of a training step, those of the parameters in order."""
     model.zero_grad()
-    out = (call or model)(**inputs_of(model), **others)
+    out = (model if call is None else call)(**inputs_of(model), **others)
     y: Tensor = out if isinstance(out, Tensor) else out[0]
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).cos().view(y.shape)
     (y * weights).sum().backward()

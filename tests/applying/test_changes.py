@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import opfuser
@@ -108,10 +109,6 @@ def parametrise(model: Any) -> None:
         middle(model).mlp.down_proj.parametrizations.weight.original0.mul_(2)
 
 
-def attend_eagerly(model: Any) -> None:
-    model.set_attn_implementation("eager")
-
-
 def tie(model: Any) -> None:
     model.layers[1].mlp.up_proj.weight = model.layers[0].mlp.up_proj.weight
 
@@ -122,9 +119,9 @@ def widen_norm(model: Any) -> None:
 
 
 CHANGES: list[Change] = [
-    set_eps, set_configuration, set_function, set_causal, replace_child, replace_parameter, set_data,
-    exchange_class, exchange_class_of_layer, hook_child, hook_layer, hook_gradient, patch_child,
-    wrap_child, wrap_layer, parametrise, attend_eagerly, tie, widen_norm,
+    set_eps, set_configuration, set_function, set_causal, replace_child, replace_parameter,
+    set_data, exchange_class, exchange_class_of_layer, hook_child, hook_layer, hook_gradient,
+    patch_child, wrap_child, wrap_layer, parametrise, tie, widen_norm,
 ]  # fmt: skip
 
 
@@ -167,6 +164,33 @@ def test_an_unfrozen_parameter_gets_its_gradient() -> None:
     for m in (model, plain):
         m.layers[1].requires_grad_()
     assert_equal_steps(step(model), step(plain))
+
+
+def test_another_attention_function_sees_other_keys() -> None:
+    model, plain = llama("eager"), llama("eager")
+    opfuser.apply(model)
+    step(model)
+    x = torch.randn(2, 7, 32, dtype=torch.float64)
+    tables = model.rotary_emb(x, torch.arange(7)[None])
+    for attention in ("eager", "sdpa", "eager"):
+        for m in (model, plain):
+            m.set_attn_implementation(attention)
+        got, want = (m.layers[0](x, position_embeddings=tables) for m in (model, plain))
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_an_attention_function_that_is_registered_anew_is_called() -> None:
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    functions.register("of_a_test", functions["sdpa"])
+    try:
+        model, plain = llama("of_a_test"), llama()
+        opfuser.apply(model)
+        assert_equal_steps(step(model), step(plain))
+        assert "layers.0" in paths(report(model))
+        functions.register("of_a_test", lambda m, q, *args, **kwargs: (q.transpose(1, 2), None))
+        assert_equal_steps(step(model), step(llama("of_a_test")))
+    finally:
+        del type(functions)._global_mapping["of_a_test"]
 
 
 def test_a_deep_copy_is_applied_and_apart() -> None:
