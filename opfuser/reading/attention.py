@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from .dataflow import Node, Value
-from .formulas import product_of
 from .heads import HeadsFound, Turn, heads_of
 from .kept import KeptError
 from .operations import Attention, HeadNorm, Heads, Mask, Norm, Operation, Reorder, Rotary
+from .products import product_of
 from .replay import indices_like, origin_of, source_of
 from .values import Values, computed
 
@@ -172,6 +172,8 @@ def _mask_of(values: Values, v: Value) -> Mask:
     mask = source_of(values, v)
     if mask is None or mask.origin != "input":
         raise KeptError(f"{computed(v if mask is None else mask)}, in the mask of attention")
+    if mask.meta.requires_grad:
+        raise KeptError("has a mask of attention that needs a gradient")
     if v.shape != mask.shape or not torch.equal(origin_of(v, mask), indices_like(mask).long()):
         raise KeptError(computed(v, "rearranges its mask by"))
     return Mask(values.dataflow.inputs.index(mask), mask.shape)

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from .kept import KeptError
+from ..context import any_autocast
+from .kept import KeptError, NotNowError
 from .reads import is_scalar
 from .stand_ins import is_cache
 
@@ -23,16 +25,20 @@ class CallKey(NamedTuple):
         facts: equal in calls that one trace may hold for.
         sizes: those sizes of its inputs that may differ, in order of their first occurrence.
         constants: sizes of its inputs that may not differ.
+        caches: among its arguments, in order of their first occurrence.
     """
 
     facts: Hashable
     sizes: tuple[int, ...]
     constants: tuple[int, ...]
+    caches: tuple[Any, ...]
 
 
 def constant_sizes(module: nn.Module) -> frozenset[int]:
     """The sizes of a module's parameters and buffers, which do not differ between calls."""
     tensors = [*module.parameters(), *module.buffers()]
+    if any(map(is_lazy, tensors)):
+        raise NotNowError("has parameters that are not initialised")
     return frozenset((0, 1)).union(*(t.shape for t in tensors))
 
 
@@ -57,18 +63,28 @@ def call_key(
     Raises:
         KeptError: if an argument is of a type whose contents are not known.
     """
-    reader = _Reader(constants)
-    tensors: list[Tensor] = []
-    _gather(args, kwargs, tensors)
-    features = {t.shape[-1] for t in tensors if 1 <= t.dim() <= 3 and t.dtype.is_floating_point}
-    reader.constants = constants | features
-    structure = reader.of((args, kwargs))
+    found = _Leaves()
+    structure = found.structure((args, kwargs))
+    shapes = [(*t.shape,) for t in found.tensors]
+    features = {
+        shape[-1]
+        for t, shape in zip(found.tensors, shapes)
+        if 0 < len(shape) <= 3 and t.dtype.is_floating_point
+    }
+    fixed = constants | features
+    numbers: dict[int, int] = {}  # of each size that may differ
+    sizes = tuple(
+        tuple([n if n in fixed else -1 - numbers.setdefault(n, len(numbers)) for n in shape])
+        for shape in shapes
+    )
+    tensors = tuple([(t.dtype, t.device, t.requires_grad) for t in found.tensors])
     modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()
-    return CallKey((modes, structure), tuple(reader.numbers), tuple(sorted(features)))
+    facts = modes, structure, tensors, sizes, tuple(found.placements)
+    return CallKey(facts, tuple(numbers), tuple(sorted(features)), tuple(found.caches))
 
 
 def _autocast() -> tuple[Any, ...]:
-    if not torch._C._is_any_autocast_enabled():
+    if not any_autocast():
         return ()
     return tuple(
         (kind, torch.get_autocast_dtype(kind))
@@ -77,56 +93,49 @@ def _autocast() -> tuple[Any, ...]:
     )
 
 
-class _Reader:
-    """Describes the leaves of arguments."""
+class _Leaves:
+    """The tensors and caches among arguments, each once, in order of their first occurrence."""
 
-    def __init__(self, constants: frozenset[int]) -> None:
-        self.constants = constants
-        self.numbers: dict[int, int] = {}  # of each size that may differ
-        self.tensors: dict[int, int] = {}
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.placements: list[Hashable] = []
+        self.caches: list[Any] = []
+        self._numbers: dict[int, int] = {}
 
-    def of(self, leaf: Any) -> Hashable:
+    def structure(self, leaf: Any) -> Hashable:
+        """What else there is: containers and scalars, with a number for each tensor."""
         kind = type(leaf)
+        if leaf is None:
+            return None
         if isinstance(leaf, Tensor):
-            return self.of_tensor(leaf)
-        if is_scalar(leaf):
-            return kind, leaf
-        if kind in (tuple, list, torch.Size) or hasattr(leaf, "_fields"):
-            return kind, *map(self.of, leaf)
+            if (number := self._numbers.get(id(leaf))) is None:
+                number = self._numbers[id(leaf)] = len(self.tensors)
+                self.tensors.append(leaf)
+                if not is_plain(leaf):
+                    self.placements.append((number, *_placed(leaf)))
+            return number
+        if kind is tuple or kind is list or hasattr(leaf, "_fields"):
+            return kind, *map(self.structure, leaf)
         if kind is dict:
-            return kind, *((key, self.of(value)) for key, value in leaf.items())
-        if kind is slice:
-            return kind, *map(self.of, (leaf.start, leaf.stop, leaf.step))
+            return kind, *leaf, *map(self.structure, leaf.values())
+        if is_scalar(leaf) or kind is torch.Size:
+            return kind, leaf
         if is_cache(leaf):
-            return kind, self.tensors.setdefault(id(leaf), len(self.tensors))
+            return kind, self._cache(leaf)
         raise KeptError(f"is given a {kind.__name__}")
 
-    def of_tensor(self, t: Tensor) -> Hashable:
-        number = self.tensors.setdefault(id(t), len(self.tensors))
-        if not is_plain(t) and not is_dtensor(t):
-            raise KeptError(f"is given a {type(t).__name__}")
-        numbers, constants = self.numbers, self.constants
-        sizes = tuple(
-            n if n in constants else -1 - numbers.setdefault(n, len(numbers)) for n in t.shape
-        )
-        placed = _placed(t)
-        return number, t.dtype, t.device, t.requires_grad, sizes, placed
+    def _cache(self, cache: Any) -> int:
+        for number, known in enumerate(self.caches):
+            if known is cache:
+                return number
+        self.caches.append(cache)
+        return len(self.caches) - 1
 
 
-def _placed(t: Any) -> Hashable:
-    return (t.device_mesh, t.placements) if is_dtensor(t) else None
-
-
-def _gather(args: Any, kwargs: Any, into: list[Tensor]) -> None:
-    todo = [args, kwargs]
-    while todo:
-        leaf = todo.pop()
-        if isinstance(leaf, Tensor):
-            into.append(leaf)
-        elif isinstance(leaf, (tuple, list)):
-            todo.extend(leaf)
-        elif isinstance(leaf, dict):
-            todo.extend(leaf.values())
+def _placed(t: Any) -> tuple[Hashable, ...]:
+    if is_dtensor(t):
+        return t.device_mesh, t.placements
+    raise KeptError(f"is given a {type(t).__name__}")
 
 
 def is_plain(t: Tensor) -> bool:

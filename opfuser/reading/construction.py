@@ -16,10 +16,11 @@ from ..merged_linear import MergedLinear
 from ..sequential import Residual, Sequential
 from . import operations as read
 from .kept import KeptError
+from .plain_modules import ColumnScale, LayerCache, Reorder, Transpose
 
-__all__ = ["Built", "build"]
+__all__ = ["ACTIVATIONS", "Built", "build"]
 
-_ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
+ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "gelu": lambda: basic.GELU("none"),
     "gelu by tanh": basic.GELU,
     "quick gelu": basic.QGELU,
@@ -105,7 +106,7 @@ class Built:
         for op, keyword, value in self.arguments:
             kwargs.setdefault(op, {})[keyword] = value(inputs)
         for attend, layer in self.cached:
-            kwargs.setdefault(attend, {})["cache"] = _LayerCache(cache, layer, attend.causal)
+            kwargs.setdefault(attend, {})["cache"] = LayerCache(cache, layer, attend.causal)
         return self.sequence(inputs[self.input], op_kwargs=kwargs)
 
     def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
@@ -187,7 +188,7 @@ class Built:
         return [made]
 
     def activation(self, op: read.Activation) -> list[nn.Module]:
-        return [_ACTIVATIONS[op.name](*op.constants)]
+        return [ACTIVATIONS[op.name](*op.constants)]
 
     def gated(self, op: read.Gated) -> list[nn.Module]:
         if op.limit is not None and op.activation.name in _FACTORS:
@@ -260,15 +261,15 @@ class Built:
         return [Sequential(*ops, *self._all(op.branches[-1]), *sums)]
 
     def reorder(self, op: read.Reorder) -> list[nn.Module]:
-        return [_Reorder(op)]
+        return [Reorder(op.blocks, op.size)]
 
     def column_scale(self, op: read.ColumnScale) -> list[nn.Module]:
-        made = _ColumnScale()
+        made = ColumnScale()
         self.alias(made, "weight", op.weight)
         return [made]
 
     def transpose(self, op: read.Transpose) -> list[nn.Module]:
-        return [_Transpose()]
+        return [Transpose()]
 
     def normalised(self, op: read.Normalised) -> list[nn.Module]:
         return [*self.linear(op.linear), *self.norm(op.norm)]
@@ -294,68 +295,6 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Scale: Built.scale,
     read.Transpose: Built.transpose,
 }
-
-
-class _LayerCache(NamedTuple):
-    """One layer of a cache.
-
-    Attributes:
-        cache: of all layers.
-        layer: its number.
-        causal: whether query i sees the keys up to i: then no others than the first are seen.
-    """
-
-    cache: Any
-    layer: int
-    causal: bool
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values, and returns those that may be attended to."""
-        length = k.shape[2]
-        k, v = self.cache.update(k, v, self.layer)
-        return (k[:, :, :length], v[:, :, :length]) if self.causal else (k, v)
-
-
-class _Reorder(nn.Module):
-    """Blocks of the last dimension in another order."""
-
-    def __init__(self, op: read.Reorder) -> None:
-        super().__init__()
-        self.size = op.size
-        self.blocks = list(op.blocks)
-        rows = op.blocks.index(1) if 1 in op.blocks else 1
-        columns = len(self.blocks) // rows
-        regular = torch.arange(len(self.blocks)).view(columns, -1).T.flatten().tolist()
-        self.columns = columns if regular == self.blocks else 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The input, copied in order."""
-        if self.columns:
-            table: Tensor = x.unflatten(-1, (self.columns, -1, self.size))
-            return table.transpose(-3, -2).flatten(-3)
-        blocks: Tensor = x.unflatten(-1, (-1, self.size))
-        return blocks[..., self.blocks, :].flatten(-2)
-
-
-class _ColumnScale(nn.Module):
-    """The product with a parameter that has a number for each column."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight: nn.Parameter
-        self.register_parameter("weight", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The input, scaled."""
-        return x * self.weight.to(x.dtype)
-
-
-class _Transpose(nn.Module):
-    """The first two dimensions exchanged."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The input, in another order."""
-        return x.transpose(0, 1).contiguous()
 
 
 def build(reading: read.Reading, module: nn.Module) -> Built:

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 
+from .activations import ActivationFound, activations_in, clamped_pair, halves_of
 from .attention import attention_of
 from .dataflow import Call, Dataflow, Node, Value, values_in
-from .formulas import ActivationFound, activations_in, clamped_pair, norm_of, product_of
 from .kept import KeptError
+from .norms import norm_of
 from .operations import (
+    Activation,
     Bias,
     Called,
     ColumnScale,
     Dropout,
     Gated,
+    Linear,
     MergedLinear,
+    Norm,
     Normalised,
     Operation,
     Parallel,
@@ -32,50 +35,22 @@ from .operations import (
     Residual,
     Scale,
 )
+from .products import product_of
 from .projections import calls_returning, linear_of, only_tensor, vector_of
-from .replay import is_layout, origin_of, source_of
+from .replay import is_layout
+from .steps import Step
 from .torch_attention import torch_attention_of
 from .values import Values, computed
 
 __all__ = ["read"]
 
 
-class _Step(NamedTuple):
-    """Operations, first to last.
-
-    Attributes:
-        source: what they are computed from.
-        path: the values between them, from the result back to the source.
-        tokens: batch and sequence of the attention among them.
-        once: what has to happen once: random numbers that were drawn, children that were called.
-    """
-
-    operations: tuple[Operation, ...]
-    source: Value
-    path: tuple[Value, ...] = ()
-    tokens: frozenset[tuple[int, ...]] = frozenset()
-    once: tuple[Node | Call, ...] = ()
-
-    def followed_by(self, *later: _Step) -> _Step:
-        """These operations, then others; the source stays."""
-        out = self
-        for step in later:
-            out = _Step(
-                out.operations + step.operations,
-                self.source,
-                step.path + out.path,
-                out.tokens | step.tokens,
-                out.once + step.once,
-            )
-        return out
-
-    def inside(self, operation: Operation) -> _Step:
-        """One operation that holds these."""
-        return self._replace(operations=(operation,), path=())
-
-
-def read(dataflow: Dataflow) -> Reading:
+def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     """The operations that compute the one tensor that a forward returns.
+
+    Args:
+        dataflow: of the forward.
+        autocast: the dtype of autocast, if it was on.
 
     Raises:
         KeptError: an operation is not explained, or the result is not one tensor.
@@ -84,9 +59,9 @@ def read(dataflow: Dataflow) -> Reading:
     if len(results) != 1:
         raise KeptError(f"returns {len(results)} tensors")
     (result,) = results
-    whole = _Grammar(dataflow, result).chain(result, None)
-    rows = whole.source.shape[:-1]
-    if whole.source.meta.dtype != result.meta.dtype or rows != result.shape[:-1]:
+    whole = _Grammar(Values(dataflow, result.meta.dtype, autocast)).chain(result, None)
+    rows, dtypes = whole.source.shape[:-1], {whole.source.meta.dtype, result.meta.dtype}
+    if rows != result.shape[:-1] or (len(dtypes) > 1 and autocast is None):
         raise KeptError("returns another dtype or shape than its input has")
     if not whole.operations:
         raise KeptError("computes nothing")
@@ -102,13 +77,13 @@ def read(dataflow: Dataflow) -> Reading:
     return Reading(dataflow.inputs.index(whole.source), whole.operations)
 
 
-_Rule = Callable[[Value, "Value | None"], "_Step | None"]
+_Rule = Callable[[Value, "Value | None"], "Step | None"]
 
 
 class _Grammar:
-    def __init__(self, dataflow: Dataflow, result: Value) -> None:
-        self.values = Values(dataflow, result.meta.dtype)
-        self.known: dict[tuple[Value, Value | None], _Step | KeptError] = {}
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.known: dict[tuple[Value, Value | None, bool], Step | KeptError] = {}
         self.rounded: set[Value] = set()
         self.rules: tuple[_Rule, ...] = (
             self.linear,
@@ -120,56 +95,70 @@ class _Grammar:
             self.attention,
         )
 
-    def chain(self, v: Value, base: Value | None) -> _Step:
+    def chain(self, v: Value, base: Value | None, *, is_rounded: bool = False) -> Step:
         """What computes a value of ``base``, or without one, of an input.
+
+        ``is_rounded`` says that the next operation rounds the value to the dtype of autocast.
 
         Raises:
             KeptError: an operation on the way is not explained.
         """
-        found = self.known.get((v, base))
+        key = v, base, is_rounded
+        found = self.known.get(key)
         if found is None:
             try:
-                found = self._chain(v, base)
+                found = self._chain(v, base, is_rounded)
             except KeptError as why:
                 found = why
-            self.known[v, base] = found
+            self.known[key] = found
         if isinstance(found, KeptError):
             raise found
         return found
 
-    def _chain(self, v: Value, base: Value | None) -> _Step:
+    def _chain(self, v: Value, base: Value | None, is_rounded: bool) -> Step:
         end = self.end_of(v)
         if end is base or (base is None and end.origin == "input"):
-            return _Step((), end, (end,))
+            return Step((), end, (end,))
         try:
             step = self.step(end, base)._replace(path=(end,))
-            return self.chain(step.source, base).followed_by(step)
+            if step.operations:
+                self.check_rounding(step.operations[-1], v, is_rounded)
+                is_rounded = isinstance(step.operations[0], (Linear, MergedLinear, Normalised))
+            return self.chain(step.source, base, is_rounded=is_rounded).followed_by(step)
         except KeptError as why:
             for called in self.calls_of(self.values.passed(v), why.reason):
                 with suppress(KeptError):
                     return self.chain(called.source, base).followed_by(called)
             raise
 
+    def check_rounding(self, operation: Operation, v: Value, is_rounded: bool) -> None:
+        """Raises KeptError if an operation rounds under autocast where the module does not."""
+        autocast = self.values.autocast
+        if is_rounded or autocast is None or v.meta.dtype == autocast:
+            return
+        if isinstance(operation, (Norm, Activation, Gated, ColumnScale)):
+            raise KeptError(computed(v, f"keeps {v.meta.dtype} under autocast after"))
+
     def end_of(self, v: Value) -> Value:
         """What a value equals, if that is rounded to the stream's dtype where operations meet."""
         passed = self.values.passed(v)
-        end, dtype = passed[-1], self.values.dtype
-        if all(p.meta.dtype != dtype for p in passed) and end not in self.rounded:
-            raise KeptError(computed(end, f"has {end.meta.dtype} beside {dtype} from"))
+        end, dtypes = passed[-1], self.values.dtypes
+        if all(p.meta.dtype not in dtypes for p in passed) and end not in self.rounded:
+            raise KeptError(computed(end, f"has {end.meta.dtype} beside {dtypes[0]} from"))
         self.rounded.add(end)
         return end
 
-    def calls_of(self, passed: tuple[Value, ...], reason: str) -> list[_Step]:
+    def calls_of(self, passed: tuple[Value, ...], reason: str) -> list[Step]:
         """The children that return one of these values of one tensor, the innermost first."""
         out = []
         for call in calls_returning(self.values.dataflow, passed):
             x = only_tensor(call)
             assert x is not None  # as such calls have it
             op = Called(call.path, x.shape[-1], passed[-1].shape[-1], reason)
-            out.append(_Step((op,), x, passed[-1:], once=(call,)))
+            out.append(Step((op,), x, passed[-1:], once=(call,)))
         return out
 
-    def step(self, v: Value, base: Value | None) -> _Step:
+    def step(self, v: Value, base: Value | None) -> Step:
         """The last operation, or the last few, that compute a value.
 
         Raises:
@@ -181,28 +170,28 @@ class _Grammar:
                 return found
         raise KeptError(computed(v))
 
-    def linear(self, v: Value, base: Value | None) -> _Step | None:
+    def linear(self, v: Value, base: Value | None) -> Step | None:
         found = linear_of(self.values, v)
-        return None if found is None else _Step((found.linear,), found.x)
+        return None if found is None else Step((found.linear,), found.x)
 
-    def norm(self, v: Value, base: Value | None) -> _Step | None:
+    def norm(self, v: Value, base: Value | None) -> Step | None:
         found = norm_of(self.values, v, base)
         if found is None:
             return None
-        return _Step((found.norm, *_scaled(found.factor)), found.x)
+        return Step((found.norm, *_scaled(found.factor)), found.x)
 
-    def dropout(self, v: Value, base: Value | None) -> _Step | None:
+    def dropout(self, v: Value, base: Value | None) -> Step | None:
         op, args = self.values.term(v)
         if op != "dropout":
             return None
-        return _Step((Dropout(float(args[1])),), args[0], once=_drawn(v))
+        return Step((Dropout(float(args[1])),), args[0], once=_drawn(v))
 
-    def product(self, v: Value, base: Value | None) -> _Step | None:
+    def product(self, v: Value, base: Value | None) -> Step | None:
         """Activations, gated pairs, and multiplications by a constant."""
         product, reason = product_of(self.values, v, base), None
         for found in activations_in(self.values, product):
             if not found.rest.values:
-                return _Step((found.activation, *_scaled(found.rest.factor)), found.x)
+                return Step((found.activation, *_scaled(found.rest.factor)), found.x)
             if len(found.rest.values) == 1:
                 try:
                     return self.gated(found)
@@ -217,9 +206,9 @@ class _Grammar:
         if len(streams) != 1 or streams[0].shape[-1:] != v.shape[-1:]:
             return None
         columns = tuple(ColumnScale(scale.name) for scale in scales)
-        return _Step((*columns, *_scaled(product.factor)), streams[0])
+        return Step((*columns, *_scaled(product.factor)), streams[0])
 
-    def gated(self, found: ActivationFound) -> _Step:
+    def gated(self, found: ActivationFound) -> Step:
         """An activation's result times something else."""
         gate, up = found.x, found.rest.values[0]
         operation = Gated(found.activation)
@@ -228,28 +217,13 @@ class _Grammar:
             gate, up, limit, offset = clamped
             operation = Gated(found.activation, limit, offset)
         after = (operation, *_scaled(found.rest.factor))
-        whole = self.whole_of(gate, up)
+        whole = halves_of(self.values, gate, up)
         if whole is not None:
-            return _Step(after, whole)
+            return Step(after, whole)
         merged = self.merged((gate, up), "a gate or what it multiplies,")
-        return merged.followed_by(_Step(after, merged.source))
+        return merged.followed_by(Step(after, merged.source))
 
-    def whole_of(self, gate: Value, up: Value) -> Value | None:
-        """The value whose halves are a gate and what it multiplies; None if they are of several."""
-        whole = source_of(self.values, gate)
-        if whole is None or whole is not source_of(self.values, up) or whole is gate:
-            return None
-        size, width = gate.shape[-1], whole.shape[-1]
-        places = torch.arange(whole.meta.numel()).view(-1, width)
-        found = [origin_of(v, whole).view(-1, size) for v in (gate, up)]
-        halves = [places[:, :size], places[:, size:]]
-        if width == 2 * size and all(map(torch.equal, found, halves)):
-            return whole
-        if width == 2 * size and all(map(torch.equal, found, halves[::-1])):
-            raise KeptError("opfuser has no operation for gates in the second half of an input")
-        raise KeptError(computed(gate, "gates by columns in an unknown order, from"))
-
-    def projection(self, v: Value) -> _Step:
+    def projection(self, v: Value) -> Step:
         """A linear function, or a child that is called in its place.
 
         Raises:
@@ -257,12 +231,12 @@ class _Grammar:
         """
         found = linear_of(self.values, v)
         if found is not None:
-            return _Step((found.linear,), found.x)
+            return Step((found.linear,), found.x)
         norm = norm_of(self.values, v, None)
         if norm is not None and norm.factor == 1:
             found = linear_of(self.values, norm.x)
             if found is not None and norm.norm.shape == (found.linear.out_features,):
-                return _Step((Normalised(found.linear, norm.norm),), found.x)
+                return Step((Normalised(found.linear, norm.norm),), found.x)
         called = self.calls_of(self.values.passed(v), "is no linear function of parameters")
         if called:
             return called[0]
@@ -277,7 +251,7 @@ class _Grammar:
     def is_called(self, v: Value) -> bool:
         return self.is_projection(v) or bool(calls_returning(self.values.dataflow, [v]))
 
-    def merged(self, outputs: Sequence[Value], what: str) -> _Step:
+    def merged(self, outputs: Sequence[Value], what: str) -> Step:
         """Projections of one input, side by side."""
         steps = [self.projection(v) for v in outputs]
         first, *others = [self.values.peel(step.source) for step in steps]
@@ -289,19 +263,19 @@ class _Grammar:
         projections = tuple(
             op for step in steps for op in step.operations if isinstance(op, Projection)
         )
-        return _Step((MergedLinear(projections),), steps[0].source, once=once)
+        return Step((MergedLinear(projections),), steps[0].source, once=once)
 
-    def sum(self, v: Value, base: Value | None) -> _Step | None:
+    def sum(self, v: Value, base: Value | None) -> Step | None:
         op, args = self.values.term(v)
         if op != "add" or not all(isinstance(a, Value) for a in args):
             return None
         for inner, bias in (args, args[::-1]):
             vector = vector_of(self.values, bias)
             if vector is not None and inner.shape == v.shape and vector.shape == v.shape[-1:]:
-                return _Step((Bias(vector.name, v.shape[-1]),), inner)
+                return Step((Bias(vector.name, v.shape[-1]),), inner)
         return self.residual(v, args) or self.parallel(v, base)
 
-    def residual(self, v: Value, args: tuple[Value, ...]) -> _Step | None:
+    def residual(self, v: Value, args: tuple[Value, ...]) -> Step | None:
         """The sum of a value and of what is computed of it."""
         self.check_shapes(v, args)
         for first, block in (args, args[::-1]):
@@ -311,7 +285,7 @@ class _Grammar:
                 return branch.inside(Residual(branch.operations))
         return None
 
-    def parallel(self, v: Value, base: Value | None) -> _Step:
+    def parallel(self, v: Value, base: Value | None) -> Step:
         """A sum of several branches, and perhaps of their input."""
         terms = self.terms(v, base)
         stream = base
@@ -345,14 +319,14 @@ class _Grammar:
         if any(a.shape != v.shape for a in args):
             raise KeptError(computed(v, "broadcasts by"))
 
-    def torch_attention(self, v: Value, base: Value | None) -> _Step | None:
+    def torch_attention(self, v: Value, base: Value | None) -> Step | None:
         found = torch_attention_of(self.values, v)
         if found is None:
             return None
         tokens = frozenset({found.tokens})
-        return _Step(found.operations, found.source, tokens=tokens, once=found.once)
+        return Step(found.operations, found.source, tokens=tokens, once=found.once)
 
-    def attention(self, v: Value, base: Value | None) -> _Step | None:
+    def attention(self, v: Value, base: Value | None) -> Step | None:
         if not is_layout(self.values, v):
             return None
         try:
@@ -364,7 +338,7 @@ class _Grammar:
             return None
         step = self.merged(found.sources, "queries, keys or values")
         tokens = frozenset({found.tokens})
-        return step.followed_by(_Step(found.operations, step.source, (), tokens, found.once))
+        return step.followed_by(Step(found.operations, step.source, (), tokens, found.once))
 
 
 def _drawn(v: Value) -> tuple[Node, ...]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .dataflow import Value
-from .formulas import norm_of
 from .kept import KeptError
+from .norms import norm_of
 from .operations import Norm
 from .replay import evaluate, indices_like, leaves_of, random_like
 from .values import Values, computed
@@ -166,6 +166,8 @@ def _turn_of(
     generator: torch.Generator,
 ) -> Turn | None:
     """How heads (b, h, s, d) turn by tables of cosine and sine, or by complex numbers."""
+    if any(table.meta.requires_grad for table in tables):
+        raise KeptError("turns heads by tables that need a gradient")
     is_complex = tables[0].meta.is_complex()
     if len(tables) != (1 if is_complex else 2) or len({t.shape for t in tables}) > 1:
         return None
@@ -207,10 +209,10 @@ def _angles_of_tokens(angles: Tensor, heads: Tensor) -> Tensor | None:
     """Angles as (b or 1, 1, s, pairs), if their leading dimensions are those of tokens."""
     batch, _, sequence, _ = heads.shape
     leading = [n for n in angles.shape[:-1] if n != 1]
+    if leading == [n for n in (batch, sequence) if n != 1]:
+        return angles.reshape(batch, 1, sequence, -1)
     if leading == [sequence] or not leading:
         return angles.reshape(1, 1, -1, angles.shape[-1])
-    if leading == [batch, sequence]:
-        return angles.reshape(batch, 1, sequence, -1)
     return None
 
 

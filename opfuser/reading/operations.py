@@ -111,7 +111,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class Activation:
-    """A function of each entry: a name of ``formulas.ACTIVATIONS``, and its constants."""
+    """A function of each entry: a name of ``construction.ACTIVATIONS``, and its constants."""
 
     name: str
     constants: tuple[float, ...] = ()

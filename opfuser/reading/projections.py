@@ -27,7 +27,7 @@ def linear_of(values: Values, v: Value) -> LinearFound | None:
     """The linear function of parameters that a value is the result of."""
     v = values.peel(v)
     op, args = values.term(v)
-    if v.meta.dtype != values.dtype:
+    if v.meta.dtype not in values.dtypes:
         return None
     if op == "linear":
         return _linear(values, *args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import importlib
 import inspect
 import logging
 import random
@@ -11,19 +12,18 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
-from .kept import KeptError, NotNowError
 from .observed import Observed, attributes_of
 from .reads import MISSING
 from .stand_ins import LayerIndex
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "is_tracing"]
 
 _FRAMEWORK = vars(module_file)
 _STRUCTURE = frozenset(("_parameters", "_buffers", "_modules"))
@@ -33,10 +33,17 @@ _COLLECTIVES = frozenset(
     """all_gather all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast
     gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send""".split()
 )
+# Importers that others have put before Python's, such as pytest's, are no part of a forward.
+_IMPORT = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 # One trace at a time, as attributes of nn.Module are replaced meanwhile.
-_LOCK = threading.RLock()
-_UNDER_WAY: list[Recording] = []
+_LOCK = threading.Lock()
+_UNDER_WAY: list[int] = []  # the thread of the trace
 _plain = object.__getattribute__
+
+
+def is_tracing() -> bool:
+    """Whether a trace is under way in this thread."""
+    return threading.get_ident() in _UNDER_WAY
 
 
 class Recording:
@@ -46,6 +53,7 @@ class Recording:
         root: the module that is traced.
         note_effect: is told what the forward does besides computing, as a predicate.
         note_loop: is told that the forward counts by an integer, which cannot be followed.
+        keep: is told why the module is kept, where the forward must not go on.
     """
 
     def __init__(
@@ -53,14 +61,16 @@ class Recording:
         root: nn.Module,
         note_effect: Callable[[str], None],
         note_loop: Callable[[], None],
+        keep: Callable[[str], NoReturn],
     ) -> None:
-        self.note_effect, self.note_loop = note_effect, note_loop
+        self.note_effect, self.note_loop, self.keep = note_effect, note_loop, keep
         self.has_cache = False
         self._owner = threading.get_ident()
         self._created: dict[int, nn.Module] = {}
         self._used: set[tuple[int, str]] = set()  # numbers of layers that were used
         self._seen: dict[tuple[int, int], types.CodeType] = {}
         self._function: types.FrameType | None = None
+        self._importing: types.FrameType | None = None
         registry = _class("transformers.utils.generic", "GeneralInterface")
         self._configuration = _class("transformers.configuration_utils", "PreTrainedConfig")
         opaque = tuple(kind for kind in (registry, self._configuration) if kind is not None)
@@ -83,9 +93,7 @@ class Recording:
         attributes, containers, globals and random numbers are as they were.
         """
         with _LOCK, ExitStack() as undo:
-            if _UNDER_WAY:
-                raise NotNowError("is traced while another trace is under way")
-            _UNDER_WAY.append(self)
+            _UNDER_WAY.append(self._owner)
             undo.callback(_UNDER_WAY.pop)
             undo.callback(self.observed.undo)
             undo.enter_context(_random_states(self.note_effect))
@@ -139,7 +147,7 @@ class Recording:
             self._used.add(row)
             free.discard(row)
 
-        return LayerIndex(value, used)
+        return LayerIndex(value, module, used)
 
     def _getattr(self, original: Any) -> Callable[[nn.Module, str], Any]:
         observed = self.observed
@@ -194,6 +202,8 @@ class Recording:
     def _profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """Notes the globals that the code of a called function names."""
         code, around = frame.f_code, frame.f_globals
+        if self._is_importing(frame, event):
+            return
         if event != "call":
             if frame is self._function:
                 self._function = None
@@ -207,11 +217,17 @@ class Recording:
         file = str(around.get("__name__", ""))
         top, _, rest = file.partition(".")
         if rest == "distributed.distributed_c10d" and code.co_name in _COLLECTIVES:
-            raise KeptError(f"communicates by {code.co_name}")
+            self.keep(f"communicates by {code.co_name}")
         if top == "torch" or top in sys.stdlib_module_names or file.startswith(_OWN):
             return
+        self._note_code(code, around)
+
+    def _note_code(self, code: types.CodeType, around: dict[str, Any]) -> None:
+        """Notes what code that is executed for the first time reads and writes."""
         if stores := _STORE_GLOBAL in code.co_code[::2]:
             self.note_effect("writes to a global")
+        if code.co_freevars and _writes_to_closure(code):
+            self.note_effect("writes to a variable of another function")
         if "range" in code.co_names:
             self.note_loop()
         for name in code.co_names:
@@ -219,6 +235,15 @@ class Recording:
                 self._global(around, name, code.co_names)
             elif stores:
                 self.observed.row(around, name, MISSING)
+
+    def _is_importing(self, frame: types.FrameType, event: str) -> bool:
+        """Whether a module is imported for the first time, in this frame or around it."""
+        if self._importing is None and event == "call" and frame.f_code is _IMPORT:
+            self._importing = frame
+        elif self._importing is frame and event == "return":
+            self._importing = None
+            return True
+        return self._importing is not None
 
     def _global(self, around: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
         value = around[name]
@@ -251,6 +276,13 @@ class Recording:
         registry, key = frame.f_locals["self"], frame.f_locals["key"]
         for mapping in (registry._local_mapping, type(registry)._global_mapping):
             self.observed.row(mapping, key, mapping.get(key, MISSING))
+
+
+def _writes_to_closure(code: types.CodeType) -> bool:
+    return any(
+        instruction.opname == "STORE_DEREF" and instruction.argval in code.co_freevars
+        for instruction in dis.get_instructions(code)
+    )
 
 
 def _class(module: str, name: str) -> Any:

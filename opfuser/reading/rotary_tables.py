@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .dataflow import Dataflow, Value, values_in
-from .formulas import product_of
 from .kept import KeptError
+from .products import product_of
 from .replay import origin_of, source_of
 from .values import Values, computed
 

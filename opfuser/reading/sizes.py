@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["Size", "Sizes"]
+__all__ = ["Size", "Sizes", "guard_of", "value_of"]
+
+
+class Shape(tuple[int, ...]):
+    """Takes the place of a ``torch.Size``, which has plain integers alone."""
+
+    __slots__ = ()
+
+    def numel(self) -> int:
+        return math.prod(self)
 
 
 class Sizes:
@@ -32,14 +42,34 @@ class Sizes:
         known = of_input or size not in self._derived
         return Size(size, f"s[{self._number[size]}]" if known else "", self)
 
-    def shape(self, shape: Iterable[int], of_input: bool = False) -> tuple[int, ...]:
+    def shape(self, shape: Iterable[int], of_input: bool = False) -> Shape:
         """The sizes of a tensor, which is an input of the forward or is computed in it."""
-        return tuple(self.of(size, of_input) for size in shape)
+        return Shape(self.of(size, of_input) for size in shape)
+
+    def add(self, size: int) -> None:
+        """Adds a size that may differ and is known after the others, such as that of a cache."""
+        name = f"s[{len(self.values)}]"
+        if size in self._number or size <= 1:
+            self.note(f"{name} == {_text(self.of(size, of_input=True))}", True)
+        else:
+            self._number[size] = len(self.values)
+        self.values += (size,)
 
     def derive(self, size: int) -> None:
         """Notes that a function has made a size from others that may be equal to one by chance."""
         if size in self._number:
             self._derived.add(size)
+
+    def varying(self, shape: Iterable[int]) -> list[int]:
+        """Those sizes in a shape that may differ, in order of their values."""
+        return sorted(size for size in shape if size in self._number)
+
+    def known(self, shape: Iterable[int]) -> bool:
+        """Whether each size of a shape is a constant or may differ in a way that is known."""
+        return all(n in self.constants or self._is_known(n) for n in shape)
+
+    def _is_known(self, size: int) -> bool:
+        return size in self._number and size not in self._derived
 
     def note(self, text: str, outcome: bool) -> None:
         """Notes the outcome of a comparison; one of a size that is not known fixes all."""
@@ -65,11 +95,21 @@ class Sizes:
         """The conditions on the sizes ``s`` of a call, as expressions of Python."""
         return tuple(self._guards)
 
-    def guard(self) -> Callable[[tuple[int, ...]], bool]:
-        """Whether the trace holds for a call with such sizes that may differ, as a function."""
-        text = " and ".join(self._guards) or "True"
-        # Of names, operators and integers that this module has written: nothing of a caller's.
-        return eval(f"lambda s: {text}", {"min": min, "max": max})  # type: ignore[no-any-return]
+
+def guard_of(guards: Iterable[str]) -> Callable[[tuple[int, ...]], bool]:
+    """A function that says whether sizes ``s`` meet all guards of a trace."""
+    return _compiled(" and ".join(guards) or "True")  # type: ignore[no-any-return]
+
+
+def value_of(text: str, sizes: tuple[int, ...]) -> int:
+    """The value of an expression of sizes that a :class:`Size` has."""
+    return _compiled(text)(sizes)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _compiled(text: str) -> Any:
+    # Of names, operators and integers that this file has written: nothing of a caller's.
+    return eval(f"lambda s: {text}")
 
 
 class Size(int):

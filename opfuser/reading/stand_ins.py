@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .kept import KeptError
+__all__ = ["CacheStandIn", "LayerIndex", "Update", "cached_length", "is_cache"]
 
-__all__ = ["CacheStandIn", "is_cache"]
 
-Update = Callable[[Tensor, Tensor, int, Callable[[], tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
+class Update(NamedTuple):
+    """An update of a cache in a traced forward, from which the number of its keys follows.
+
+    Attributes:
+        cache: number of the cache among those of the call.
+        holder: path of the module whose ``layer_idx`` is the layer; None if ``layer`` is.
+        layer: of the cache.
+        queries: how many keys are added, as an expression of the sizes ``s`` of the call.
+    """
+
+    cache: int
+    holder: str | None
+    layer: int
+    queries: str
+
+
+def cached_length(cache: Any, queries: int, layer: int) -> int:
+    """How many keys a layer of a cache returns after an update by ``queries`` of them."""
+    return int(cache.get_mask_sizes(queries, layer)[0])
+
+
+Record = Callable[[Any, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 
 
 def is_cache(value: Any) -> bool:
@@ -27,11 +46,12 @@ class CacheStandIn:
 
     Args:
         cache: that it stands for.
-        update: records an update of keys and values for a layer.
+        record: records an update of the cache by keys and values of a layer.
+        keep: is told why the module is kept, if the forward asks for anything else.
     """
 
-    def __init__(self, cache: Any, update: Update) -> None:
-        self._cache, self._update = cache, update
+    def __init__(self, cache: Any, record: Record, keep: Callable[[str], NoReturn]) -> None:
+        self._cache, self._record, self._keep = cache, record, keep
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # so that forwards take it for what it stands for
@@ -42,21 +62,11 @@ class CacheStandIn:
     ) -> tuple[Tensor, Tensor]:
         """The keys and values so far, of the shapes that the cache would return."""
         if any(leaf is not None for leaf in (*args, *kwargs.values())):
-            raise KeptError("updates its cache with more than keys and values")
-
-        layer = layer_idx.used_as_layer() if type(layer_idx) is LayerIndex else int(layer_idx)
-
-        def made() -> tuple[Tensor, Tensor]:
-            length = self._cache.get_mask_sizes(keys.shape[-2], layer)[0]
-            shapes = ((*t.shape[:-2], length, t.shape[-1]) for t in (keys, values))
-            empty = torch.empty
-            k, v = (empty(s, dtype=keys.dtype, device="meta") for s in shapes)
-            return k, v
-
-        return self._update(keys, values, layer, made)
+            self._keep("updates its cache with more than keys and values")
+        return self._record(self._cache, keys, values, layer_idx)
 
     def __getattr__(self, name: str) -> Any:
-        raise KeptError(f"reads '{name}' of its cache")
+        self._keep(f"reads '{name}' of its cache")
 
 
 class LayerIndex:
@@ -67,18 +77,20 @@ class LayerIndex:
 
     Args:
         value: the number.
+        holder: the module whose attribute it is.
         used: is told when the forward uses it.
     """
 
-    def __init__(self, value: int, used: Callable[[], None]) -> None:
-        self._value, self._used = value, used
+    def __init__(self, value: int, holder: nn.Module, used: Callable[[], None]) -> None:
+        self._value, self._holder, self._used = value, holder, used
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return int
 
-    def used_as_layer(self) -> int:
-        return self._value
+    def of_cache(self) -> tuple[nn.Module, int]:
+        """The module whose attribute it is and the number, for a cache alone."""
+        return self._holder, self._value
 
 
 def _using(name: str) -> Any:

@@ -97,7 +97,7 @@ def _mask_of(values: Values, args: dict[str, Any]) -> Mask | None:
     mask = args["attn_mask"]
     if mask is None or (args["is_causal"] and not args["need_weights"]):
         return None
-    if mask.origin != "input" or len(mask.shape) != 2:
+    if mask.origin != "input" or len(mask.shape) != 2 or mask.meta.requires_grad:
         raise KeptError(computed(mask, "has a mask of attention that"))
     number = values.dataflow.inputs.index(mask)
     return Mask(number, mask.shape, hides=mask.meta.dtype == torch.bool)

@@ -22,6 +22,7 @@ __all__ = [
     "device_answer",
     "keeps_gradients",
     "name_of",
+    "with_devices",
 ]
 
 OF_DEVICE = frozenset("device get_device is_cpu is_cuda is_meta is_mps is_xpu".split())
@@ -97,6 +98,19 @@ def device_answer(op: str, device: torch.device) -> Any:
     if op == "get_device":
         return -1 if device.index is None else device.index
     return op == f"is_{device.type}"
+
+
+def with_devices(op: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments in which a device that is named by a string is one."""
+    if op == "to":
+        args = tuple(_device(leaf) for leaf in args)
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": _device(kwargs["device"])}
+    return args, kwargs
+
+
+def _device(leaf: Any) -> Any:
+    return torch.device(leaf) if isinstance(leaf, str) else leaf
 
 
 def described(error: Exception) -> str:

@@ -19,11 +19,12 @@ _SIZED = frozenset(
 )
 # Functions whose results may have sizes that none of their arguments has.
 _RESIZING = frozenset(
-    """__getitem__ avg_pool1d avg_pool2d cat concat concatenate conv1d conv2d conv3d
-    conv_transpose1d conv_transpose2d chunk dstack flatten fold hstack interpolate max_pool1d max_pool2d narrow pad
-    repeat repeat_interleave reshape select split tensor_split tile unflatten unfold view
-    vstack""".split()
+    """__getitem__ avg_pool1d avg_pool2d cat chunk concat concatenate conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d dstack flatten fold hstack interpolate max_pool1d
+    max_pool2d narrow pad repeat repeat_interleave reshape select split tensor_split tile
+    unflatten unfold view vstack""".split()
 )
+_VIEWS = frozenset("flatten reshape unflatten view".split())
 # Functions that cut a dimension, and the position of that dimension among their arguments.
 _CUTTING = {
     "chunk": 2,
@@ -48,9 +49,8 @@ def note_sizes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Si
         _note_index(args, sizes)
         return
     if op in _CUTTING and isinstance(args[0], Value):
-        position = _CUTTING[op]
-        dim = kwargs.get("dim", args[position] if len(args) > position else 0)
-        if isinstance(dim, int) and -len(args[0].shape) <= dim < len(args[0].shape):
+        dim = _changed_dim(op, args, kwargs, len(args[0].shape))
+        if dim is not None:
             sizes.fix(sizes.of(args[0].shape[dim]))
 
     filled = None  # an entry, unlike the sizes before it
@@ -86,18 +86,37 @@ def note_results(
         results: what it returned.
         sizes: of the trace.
     """
-    if op not in _RESIZING:
-        return
-    joined = kwargs.get("dim", args[1] if len(args) > 1 else 0) if "cat" in op else None
     first = next(values_in((args, kwargs)), None)
+    if op not in _RESIZING or first is None:
+        return
+    before = first.shape
     for result in results:
-        rank = result.dim()
-        same_rank = first is not None and len(first.shape) == rank
-        for dim, size in enumerate(map(int, result.shape)):
-            made = joined is not None and joined % rank == dim
-            kept = same_rank and first is not None and first.shape[dim] == size and not made
-            if not kept and size not in sized:
+        after = tuple(map(int, result.shape))
+        if op in _VIEWS and sizes.varying(before) == sizes.varying(after):
+            if sizes.known(before):  # and so is what is inferred
+                sizes.constants.update(set(after).difference(sizes.values))
+            continue
+        changed = _changed_dim(op, args, kwargs, len(before))
+        for dim, size in enumerate(after):
+            same = len(before) == len(after) and before[dim] == size
+            if dim == changed and sizes.constants.issuperset(_along(dim, args)):
+                sizes.constants.add(size)
+            elif not (same and dim != changed) and size not in sized:
                 sizes.derive(size)
+
+
+def _changed_dim(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> int | None:
+    """The dimension that a function joins or cuts, counted from the first."""
+    position = 1 if "cat" in op else _CUTTING.get(op)
+    if position is None:
+        return None
+    dim = kwargs.get("dim", args[position] if len(args) > position else 0)
+    return dim % rank if isinstance(dim, int) and -rank <= dim < rank else None
+
+
+def _along(dim: int, args: tuple[Any, ...]) -> list[int]:
+    """The sizes of the arguments of a function along a dimension."""
+    return [value.shape[dim] for value in values_in(args) if dim < len(value.shape)]
 
 
 def sizes_in(tree: Any) -> Iterator[int]:
@@ -125,9 +144,13 @@ def _note_index(args: tuple[Any, ...], sizes: Sizes) -> None:
             dim += len(shape) - taken
             continue
         if isinstance(part, slice):
+            size = sizes.of(shape[dim])
             for bound in (part.start, part.stop):
                 if bound is not None:
-                    _compare(sizes.of(shape[dim]), bound)
+                    _compare(size, bound)
+            parts = size, part.start, part.stop, part.step
+            if all(type(n) in (int, type(None)) for n in parts):
+                sizes.constants.add(len(range(*part.indices(size))))
         elif isinstance(part, int) and not isinstance(part, bool):
             _compare(sizes.of(shape[dim]), part)
         dim += _dimensions(part)

@@ -17,7 +17,9 @@ from .call_key import CallKey, call_key, constant_sizes
 from .dataflow import Dataflow, map_leaves
 from .kept import KeptError, NotNowError
 from .reads import GLOBAL_HOOKS, Reads
-from .sizes import Sizes
+from .recording import is_tracing
+from .sizes import Sizes, guard_of, value_of
+from .stand_ins import Update, cached_length
 from .tracing_mode import TracingMode, tensors_in
 
 __all__ = ["Trace", "trace"]
@@ -32,8 +34,9 @@ class Trace:
         dataflow: its operations.
         reads: what it has read besides tensors; the trace holds while ``reads.current()``.
         key: of the call; the trace holds for calls with equal ``key.facts``.
-        guards: conditions on the sizes ``s`` of other calls, as expressions of Python.
-        takes: whether a call's ``key.sizes`` meet the guards.
+        guards: conditions on the sizes ``s`` of other calls, as expressions of Python. After the
+            ``key.sizes`` come the numbers of keys that the ``updates`` of caches return.
+        updates: of caches, in order.
     """
 
     module: nn.Module
@@ -41,7 +44,27 @@ class Trace:
     reads: Reads
     key: CallKey
     guards: tuple[str, ...]
-    takes: Callable[[tuple[int, ...]], bool]
+    updates: tuple[Update, ...]
+
+    def __post_init__(self) -> None:
+        self._meets = guard_of(self.guards)
+
+    def takes(self, key: CallKey, module: nn.Module) -> bool:
+        """Whether the sizes of a call with equal facts meet the guards.
+
+        Args:
+            key: of the call.
+            module: that is called, which is the one that was traced or its sibling.
+        """
+        if not self.updates:
+            return self._meets(key.sizes)
+        sizes = list(key.sizes)
+        for update in self.updates:
+            queries, layer = value_of(update.queries, key.sizes), update.layer
+            if update.holder is not None:
+                layer = module.get_submodule(update.holder).layer_idx  # type: ignore[assignment]
+            sizes.append(cached_length(key.caches[update.cache], queries, layer))
+        return self._meets(tuple(sizes))
 
 
 def trace(
@@ -69,6 +92,8 @@ def trace(
         KeptError: if the forward needs values of tensors, or cannot run on the meta device;
             :class:`NotNowError` if that is due to what is around the call.
     """
+    if is_tracing():
+        raise NotNowError("is traced while another trace is under way")
     if transforms_active():
         raise NotNowError("is called under a transform of torch.func")
     if any(GLOBAL_HOOKS):
@@ -94,7 +119,7 @@ def trace(
     reads = mode.recording.observed.reads()
     if not reads.current():
         raise KeptError("changes what it reads")
-    return Trace(module, mode.dataflow, reads, key, sizes.guards, sizes.guard())
+    return Trace(module, mode.dataflow, reads, key, sizes.guards, tuple(mode.updates))
 
 
 def _device_of(module: nn.Module, args: Any, kwargs: Any) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from .dataflow import Call, Dataflow, Node, Value, map_leaves, values_in
 from .kept import KeptError
 from .reads import is_hooked, is_scalar
 from .recording import Recording
-from .sizes import Sizes
-from .stand_ins import CacheStandIn, is_cache
+from .sizes import Size, Sizes
+from .stand_ins import CacheStandIn, LayerIndex, Update, cached_length, is_cache
 from .torch_functions import (
     DRAWS,
     OF_DEVICE,
@@ -31,6 +31,7 @@ from .torch_functions import (
     device_answer,
     keeps_gradients,
     name_of,
+    with_devices,
 )
 from .traced_sizes import note_results, note_sizes, sizes_in
 
@@ -50,7 +51,7 @@ class TracingMode(TorchFunctionMode):
         super().__init__()
         self.sizes, self.ignored_hooks = sizes, ignored_hooks
         self.dataflow = Dataflow()
-        self.recording = Recording(root, self.note_effect, sizes.fix_all)
+        self.recording = Recording(root, self.note_effect, sizes.fix_all, self.keep)
         self.grad_enabled = torch.is_grad_enabled()
         self.device = device
         # Under autocast, stand-ins on the device itself: no other tensors are cast.
@@ -58,6 +59,8 @@ class TracingMode(TorchFunctionMode):
         self.fake: Any = FakeTensorMode() if self.autocast else nullcontext()
         self.stand_in_device = device if self.autocast else torch.device("meta")
         self.failed: KeptError | None = None
+        self.caches: list[Any] = []
+        self.updates: list[Update] = []
         self.muted = 0  # how many calls of children that are one node are open
         self.paused = False
         self.open_calls: list[Call] = []
@@ -88,13 +91,20 @@ class TracingMode(TorchFunctionMode):
             raise self.failed
         return result
 
+    def keep(self, reason: str, cause: BaseException | None = None) -> NoReturn:
+        """Ends the trace, even where the forward goes on after an exception."""
+        self.failed = self.failed or KeptError(reason)
+        raise self.failed from cause
+
     # Tensors and values
 
     def take(self, leaf: Any) -> Any:
         """What the forward gets in place of a leaf of its arguments."""
         if is_cache(leaf):
             self.recording.has_cache = True
-            return CacheStandIn(leaf, self.update)
+            if not any(leaf is cache for cache in self.caches):
+                self.caches.append(leaf)
+            return CacheStandIn(leaf, self.update, self.keep)
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self.values:
@@ -104,7 +114,9 @@ class TracingMode(TorchFunctionMode):
 
     def leaf(self, t: Tensor, origin: Any, name: str) -> Value:
         if t.device != self.device and not (t.dim() == 0 and t.is_cpu):
-            raise KeptError(f"has tensors on {self.device} and on {t.device}")
+            self.keep(f"has tensors on {self.device} and on {t.device}")
+        if t.layout != torch.strided or t.is_nested or t.is_quantized:
+            self.keep("has tensors that are sparse, nested or quantised")
         with torch.inference_mode(False), self.fake:
             meta = torch.empty_strided(
                 t.shape, t.stride(), dtype=t.dtype, device=self.stand_in_device
@@ -136,7 +148,11 @@ class TracingMode(TorchFunctionMode):
         """What a function of torch is called with in place of a leaf of its arguments."""
         if isinstance(leaf, Value):
             return leaf.meta
-        return self.stand_in_device if isinstance(leaf, torch.device) else leaf
+        if not isinstance(leaf, torch.device) or leaf == self.stand_in_device:
+            return leaf
+        if leaf.type != self.device.type or leaf.index not in (None, self.device.index):
+            self.keep(f"has tensors on {self.device} and on {leaf}")
+        return self.stand_in_device
 
     def result_leaf(self, leaf: Any) -> Any:
         value = self.value_of(leaf)
@@ -161,15 +177,14 @@ class TracingMode(TorchFunctionMode):
         sized = {*sizes_in((args, kwargs))}
         args, kwargs = map_leaves(_plain, (args, kwargs))
         node = Node(op, function, args, kwargs, self.place)
-        operands, keywords = map_leaves(self.stand_in, (node.args, node.kwargs))
+        operands, keywords = map_leaves(self.stand_in, with_devices(op, args, kwargs))
         tensors = tensors_in((operands, keywords))
         versions = [t._version for t in tensors]
         try:
             with self.unrecorded(), torch.no_grad(), self.fake:
                 result = computed(op, function, operands, keywords)
         except (RuntimeError, NotImplementedError) as error:
-            self.failed = KeptError(f"computes {op} in '{self.place}' ({described(error)})")
-            raise self.failed from error
+            self.keep(f"computes {op} in '{self.place}' ({described(error)})", error)
         if vars(functional).get(op) is function:  # which others may replace
             self.recording.observed.row(vars(functional), op, function)
         written = [t for t, version in zip(tensors, versions) if t._version != version]
@@ -192,10 +207,7 @@ class TracingMode(TorchFunctionMode):
             where = [*args[1:], *kwargs.values()]
             return shape[where[0]] if where and where[0] is not None else shape
         if op in ("numel", "nelement"):
-            count: Any = 1
-            for size in self.sizes.shape(value.shape, value.origin == "input"):
-                count = size * count
-            return count
+            return self.sizes.shape(value.shape, value.origin == "input").numel()
         if op == "__len__":  # which has to be an integer for the interpreter
             self.sizes.fix(value.shape[0])
         return function(value.meta, *args[1:], **kwargs)
@@ -239,13 +251,27 @@ class TracingMode(TorchFunctionMode):
         """Adds a node for what the forward does besides calling functions of torch."""
         self.append(Node("effect", _nothing, (), {}, self.place, effect=text), [])
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, made: Any) -> Any:
+    def update(self, cache: Any, keys: Tensor, values: Tensor, index: Any) -> Any:
         """Records the update of a cache by the keys and values of a layer."""
+        holder, layer = index.of_cache() if type(index) is LayerIndex else (None, int(index))
         given = self.value_of(keys), self.value_of(values)
         node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
         node.effect = "updates a cache"
+        queries = given[0].shape[-2]
         with self.unrecorded():
-            results = made()
+            length = cached_length(cache, queries, layer)
+            shapes = ((*v.shape[:-2], length, v.shape[-1]) for v in given)
+            results = tuple(given[0].meta.new_empty(shape) for shape in shapes)
+        self.sizes.add(length)
+        queried = self.sizes.of(queries)
+        self.updates.append(
+            Update(
+                next(i for i, c in enumerate(self.caches) if c is cache),
+                self.paths.get(id(holder)),
+                layer,
+                queried.text if isinstance(queried, Size) else str(queried),
+            )
+        )
         self.append(node, list(results))
         self.require_grad.update(map(id, node.results))
         return results

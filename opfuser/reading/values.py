@@ -23,14 +23,21 @@ class Values:
     Args:
         dataflow: whose values they are.
         dtype: of the stream.
+        autocast: the dtype of linear functions under autocast, to which the stream may be rounded
+            anywhere then; None is no autocast.
 
     Attributes:
+        dtypes: that values may have where operations meet.
         default_eps: the eps of a norm that is called with None.
     """
 
-    def __init__(self, dataflow: Dataflow, dtype: torch.dtype) -> None:
+    def __init__(
+        self, dataflow: Dataflow, dtype: torch.dtype, autocast: torch.dtype | None = None
+    ) -> None:
         self.dataflow = dataflow
-        self.dtype = dtype
+        self.dtypes = (dtype,) if autocast is None else (dtype, autocast)
+        self.autocast = autocast
+        self._narrowest = self.dtypes[-1]
         wide = torch.promote_types(dtype, torch.float32)
         self.default_eps = torch.finfo(wide).eps
         self._ancestors: dict[Value, int] = {}
@@ -74,7 +81,7 @@ class Values:
             return x
         # What is explained are operations on rows, whose order this leaves as it is.
         rows = op in ("reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
-        return x if rows and _keeps_rows(v, x) else None
+        return x if rows and v.meta.dtype == x.meta.dtype and _keeps_rows(v, x) else None
 
     def _term(self, v: Value) -> Term:
         """The term of a value's node, past what changes nothing."""
@@ -86,7 +93,7 @@ class Values:
         return term_of(v.node)
 
     def holds_stream(self, dtype: torch.dtype) -> bool:
-        return dtype == torch.float32 or torch.promote_types(dtype, self.dtype) == dtype
+        return dtype == torch.float32 or torch.promote_types(dtype, self._narrowest) == dtype
 
     def is_ancestor(self, of: Value, v: Value) -> bool:
         """Whether ``v`` was computed from ``of``, or is it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opfuser.reading import grammar
 from opfuser.reading import operations as read
 from opfuser.reading.construction import build
 from opfuser.reading.kept import KeptError
@@ -247,6 +249,49 @@ def test_what_is_not_explained_is_the_reason_to_keep_a_module(name: str) -> None
     with pytest.raises(KeptError) as kept:
         build(read_of(example), example.module)
     assert reason in kept.value.reason
+
+
+def under_autocast(function: Callable[..., Any]) -> tuple[read.Reading, Example]:
+    example = example_of(function, torch.float32)
+    return grammar.read(trace(*example).dataflow, torch.bfloat16), example
+
+
+def test_autocast_rounds_where_the_module_does() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        reading, example = under_autocast(lambda m, x: x + m.down(F.silu(m.gate(m.norm(x)))))
+        assert called_in(reading) == []
+        got = build(reading, example.module)(example.inputs())
+        want = example.module(*example.args)
+        assert got.dtype == want.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+        reading, _ = under_autocast(lambda m, x: m.norm(x + m.up(x)))
+        assert called_in(reading) == ["norm"]
+        reason = "keeps torch.float32 under autocast after mul"
+        with pytest.raises(KeptError, match=reason):
+            under_autocast(lambda m, x: rms(x) * m.w)
+
+
+class Importer:
+    """Finds no module, and reads what cannot be compared."""
+
+    def find_spec(self, name: str, *others: Any) -> None:
+        assert NOTHING_TO_COMPARE is not None
+
+
+NOTHING_TO_COMPARE = iter(())
+
+
+def test_an_import_is_no_part_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def imports(m: Any, x: Tensor) -> Tensor:
+        import colorsys  # noqa: PLC0415 - within the forward
+
+        assert colorsys.ONE_SIXTH
+        y: Tensor = m.up(x)
+        return y
+
+    monkeypatch.setattr(sys, "meta_path", [Importer(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    assert len(operations_of(imports)) == 1
 
 
 class MakesTables(nn.Module):

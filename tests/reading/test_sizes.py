@@ -17,12 +17,14 @@ from opfuser.reading.tracer import Trace, trace
 from tests.reading.modules import WIDTH, Computes
 from tests.reading.test_tracer import llama_call, llama_layer
 
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
 
 def accepts(found: Trace, *args: Any, **kwargs: Any) -> bool:
     """Whether a trace holds for another call of its module."""
     module = found.module
     key = call_key(module, args, kwargs, constant_sizes(module))
-    return key.facts == found.key.facts and found.takes(key.sizes)
+    return key.facts == found.key.facts and found.takes(key, module)
 
 
 @pytest.mark.parametrize("length", [2, 7, 64])
@@ -105,7 +107,7 @@ GENERAL = {"any", "product", "numel", "condition", "slice"}
 
 # Lengths that a forward can take, where that is not any.
 FITTING = {"literal": (3, 13, 3), "slice of a table": (0, 11)}
-SHAPES = {"view", "reshape", "flatten", "transpose", "__getitem__", "split", "unbind"}
+SHAPES = {"expand", "view", "reshape", "flatten", "transpose", "__getitem__", "split", "unbind"}
 
 
 def facts(found: Trace) -> list[Any]:
@@ -187,3 +189,36 @@ def test_a_scalar_of_another_value_or_type_is_another_call() -> None:
     found = trace(module, (x, 1), {})
     assert not accepts(found, x, 2)
     assert not accepts(found, x, True)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_length_of_a_cache_is_a_size_of_the_call(implementation: str) -> None:
+    layer = llama_layer(implementation).eval()
+
+    def call(queries: int, cached: int) -> Any:
+        cache = transformers.DynamicCache()
+        if cached:
+            cache.update(torch.randn(3, 2, cached, 8), torch.randn(3, 2, cached, 8), 0)
+        x, rotary = llama_call(queries)
+        return x, {"past_key_values": cache, **rotary}
+
+    calls = [call(q, c) for q, c in ((1, 0), (1, 4), (1, 9), (5, 0), (6, 0), (5, 4), (6, 7))]
+    traces = [trace(layer, (x,), kwargs) for x, kwargs in calls]
+    pairs = 0
+    for found in traces:
+        for (x, kwargs), other in zip(calls, traces):
+            if accepts(found, x, **kwargs):
+                pairs += found is not other
+                assert facts(found) == facts(other)
+    assert pairs
+
+
+def test_a_sibling_is_asked_for_its_own_length() -> None:
+    layer, sibling = llama_layer(), llama_layer(index=1)
+    cache = transformers.DynamicCache()
+    x, rotary = llama_call()
+    found = trace(layer, (x,), {"past_key_values": cache, **rotary})
+    cache.update(torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4, 8), 0)
+    key = call_key(layer, (x,), {"past_key_values": cache, **rotary}, constant_sizes(layer))
+    assert not found.takes(key, layer)
+    assert found.takes(key, sibling)

@@ -211,6 +211,17 @@ def draws_in_numpy(self: Any, x: Tensor) -> Tensor:
     return x + float(np.random.rand())
 
 
+def counting(self: Any, x: Tensor) -> Tensor:
+    calls = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+
+    count()
+    return x + calls
+
+
 EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "in place": (lambda self, x: (x * 2).add_(1), "writes in place by add_"),
     "entry": (lambda self, x: x.__setitem__(0, 1.0), "writes in place by __setitem__"),
@@ -232,6 +243,7 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "pointer": (lambda self, x: x + x.data_ptr(), "calls data_ptr"),
     "requires_grad": (lambda self, x: x.requires_grad_(), "writes in place by requires_grad_"),
+    "closure": (counting, "writes to a variable of another function"),
     "strides": (lambda self, x: x + x.stride(0), "asks for stride"),
     "graph": (lambda self, x: (x * 2).is_leaf and x, "asks for is_leaf"),
     "attribute": (sets_attribute, "sets its attribute 'last'"),
@@ -359,6 +371,15 @@ KEPT: dict[str, tuple[Callable[..., Any], str]] = {
     "item": (lambda self, x: x * x.sum().item(), "computes item in ''"),
     "condition": (lambda self, x: x if x.sum() > 0 else -x, "computes __bool__ in ''"),
     "swallowed": (swallows, "computes __bool__ in ''"),
+    "another device": (lambda self, x: x.to("cuda"), "has tensors on cpu and on cuda"),
+    "made elsewhere": (
+        lambda self, x: x + torch.ones(WIDTH, device="cuda"),
+        "has tensors on cpu and on cuda",
+    ),
+    "sparse": (
+        lambda self, x: x @ self.sparse,
+        "has tensors that are sparse, nested or quantised",
+    ),
     "error": (lambda self, x: x + self.missing, "could not be traced: AttributeError"),
     "result": (lambda self, x: {x}, "returns a set"),
     "nested": (
@@ -372,8 +393,11 @@ KEPT: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.usefixtures("nothing_left_behind")
 def test_a_forward_that_cannot_be_traced_is_kept_with_a_reason(name: str) -> None:
     function, text = KEPT[name]
-    with torch.random.fork_rng(), pytest.raises(KeptError) as error:
-        traced(function)
+    with torch.random.fork_rng():
+        module, x = Computes(function), given()
+    module.sparse = torch.eye(WIDTH).to_sparse()
+    with pytest.raises(KeptError) as error:
+        trace(module, (x,), {})
     assert text in error.value.reason
 
 
@@ -437,6 +461,16 @@ def test_a_transform_of_torch_func_keeps_the_module() -> None:
 
     with pytest.raises(NotNowError, match=r"is called under a transform of torch\.func"):
         torch.vmap(traces)(given())
+
+
+def test_a_device_may_be_named_by_a_string() -> None:
+    found = traced(lambda self, x: x.to("cpu") + torch.ones(WIDTH, device="cpu"))
+    assert ops(found) == ["ones", "add"]
+
+
+def test_parameters_that_are_not_initialised_keep_the_module_for_the_time() -> None:
+    with pytest.raises(NotNowError, match="has parameters that are not initialised"):
+        trace(nn.LazyLinear(WIDTH), (given(),), {})
 
 
 # Caches, threads, distributed tensors

@@ -1,0 +1,44 @@
+"""A piece of what a forward computes, as the reader puts it together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .dataflow import Call, Node, Value
+from .operations import Operation
+
+__all__ = ["Step"]
+
+
+class Step(NamedTuple):
+    """Operations, first to last.
+
+    Attributes:
+        source: what they are computed from.
+        path: the values between them, from the result back to the source.
+        tokens: batch and sequence of the attention among them.
+        once: what has to happen once: random numbers that were drawn, children that were called.
+    """
+
+    operations: tuple[Operation, ...]
+    source: Value
+    path: tuple[Value, ...] = ()
+    tokens: frozenset[tuple[int, ...]] = frozenset()
+    once: tuple[Node | Call, ...] = ()
+
+    def followed_by(self, *later: Step) -> Step:
+        """These operations, then others; the source stays."""
+        out = self
+        for step in later:
+            out = Step(
+                out.operations + step.operations,
+                self.source,
+                step.path + out.path,
+                out.tokens | step.tokens,
+                out.once + step.once,
+            )
+        return out
+
+    def inside(self, operation: Operation) -> Step:
+        """One operation that holds these."""
+        return self._replace(operations=(operation,), path=())
