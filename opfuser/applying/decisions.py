@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ..reading.call_key import CallKey, call_key, constant_sizes
 from ..reading.construction import Built, build
-from ..reading.dataflow import Value, map_leaves
+from ..reading.dataflow import Dataflow, Value, map_leaves
 from ..reading.grammar import read
-from ..reading.kept import KeptError
+from ..reading.kept import KeptError, NotNowError
 from ..reading.operations import (
     Activation,
     Bias,
@@ -33,13 +33,12 @@ from ..reading.operations import (
 from ..reading.reads import Reads, is_scalar
 from ..reading.siblings import sibling_reads
 from ..reading.sizes import Size
-from ..reading.stand_ins import is_cache
-from ..reading.tracer import trace
+from ..reading.tracer import Trace, trace
 from .checks import check_of
 from .descriptions import operations_in
 from .memo import Memo
 
-__all__ = ["Application", "Decision", "filled"]
+__all__ = ["Application", "Decision"]
 
 # A module that calls more than that is not read as one: its parts are.
 _MODULES_AT_MOST = 200
@@ -57,68 +56,47 @@ class Decision:
     """What computes the calls of one kind of one module.
 
     Attributes:
-        built: the sequence; None if the module's own forward does.
-        reading: that it was built of.
-        reason: why it does; empty if the sequence computes.
-        reads: what the forward has read; None if that is not known.
+        reason: why the module's own forward does; empty if a sequence does.
+        trace: of a call; None if there is none.
+        reads: what the module's forward reads; None without a trace.
+        check: whether it would read the same now; None without a trace.
+        reading, built: what was read, and the sequence; None if there is none.
         arrange: puts the output where the forward returns it; None if it returns nothing else.
-        facts, takes: of the calls, as of :class:`Trace`; not known if ``reads`` is None.
-        filled: whether the layers of a cache that are extended had keys of other calls.
-        changes: how many changes there were in the model when it was found out.
+        changes: how many changes of the model were noticed before.
         tried: whether the sequence has computed a call.
         calls: how many there were.
     """
 
-    built: Built | None = None
     reason: str = ""
+    trace: Trace | None = None
     reads: Reads | None = None
+    check: Callable[[], bool] | None = None
+    reading: Reading | None = None
+    built: Built | None = None
     arrange: Callable[[Tensor], Any] | None = None
-    facts: Hashable = None
-    takes: Callable[[tuple[int, ...]], bool] | None = None
-    filled: tuple[bool, ...] = ()
     changes: int = 0
     tried: bool = False
     calls: int = 0
-    reading: Reading | None = None
-    check: Callable[[], bool] | None = None
 
     def current(self, application: Application) -> bool:
         """Whether it would be found out again."""
         return self.check() if self.check else self.changes == application.changes
 
+    def takes(self, key: CallKey, module: nn.Module) -> bool:
+        """Whether it holds for calls of its module with a key, as long as it is current."""
+        trace = self.trace
+        return trace is not None and trace.key.facts == key.facts and trace.takes(key, module)
+
     def give_up(self, reason: str) -> None:
         """Leaves calls to the module's own forward."""
         self.built, self.reason = None, reason
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers of a cache that are extended."""
-        return () if self.built is None else tuple(layer for _, layer in self.built.cached)
-
-    def is_for(self, key: CallKey, cache: Any) -> bool:
-        """Whether it holds for calls with a key, as long as what was read is current."""
-        return (
-            self.takes is not None
-            and self.facts == key.facts
-            and self.takes(key.sizes)
-            and (self.built is None or self.filled == filled(cache, self.layers))
-        )
-
 
 @dataclass(eq=False)
 class _Read:
-    """What was read of one trace.
+    """A trace, and what was read of it or why nothing was."""
 
-    Attributes:
-        reads, takes: of the trace.
-        facts: of the call.
-        filled: whether the layers of a cache that it extends had keys of other calls.
-    """
-
-    reads: Reads
-    takes: Callable[[tuple[int, ...]], bool]
-    facts: Hashable
-    filled: tuple[bool, ...] = ()
+    trace: Trace
     reading: Reading | None = None
     reason: str = ""
     arrange: Callable[[Tensor], Any] | None = None
@@ -154,54 +132,53 @@ class Application:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         known: list[Decision],
-    ) -> Decision:
-        """What computes a call of a module, and others like it: one that is known, or a new one."""
+    ) -> tuple[Decision, tuple[int, ...]]:
+        """What computes a call of a module, and others like it: one that is known, or a new one.
+
+        Returns:
+            This, and the sizes that the call has and others may have differently.
+
+        Raises:
+            NotNowError: if that cannot be found out in this call.
+        """
         with self._lock, _unseen():
             self.local.tracing = True
             try:
                 return self._decide(module, args, kwargs, known)
+            except NotNowError:
+                raise
             except KeptError as kept:
-                return Decision(reason=kept.reason, changes=self.changes)
+                return Decision(kept.reason, changes=self.changes), ()
             # The module's own forward is right whatever the reader stumbles over.
             except Exception as error:  # noqa: BLE001
                 text = (str(error).splitlines() or [""])[0]
                 reason = f"could not be read: {type(error).__name__}: {text[:80]}"
-                return Decision(reason=reason, changes=self.changes)
+                return Decision(reason, changes=self.changes), ()
             finally:
                 self.local.tracing = False
 
     def _decide(self, module: nn.Module, args: Any, kwargs: Any, known: list[Decision]) -> Decision:
         key = call_key(module, args, kwargs, constant_sizes(module))
-        cache = _cache_in((args, kwargs))
         for decision in known:
-            if decision.reads is not None and decision.is_for(key, cache):
-                if decision.reads.current():
+            if decision.takes(key, module):
+                if decision.current(self):
                     return decision
                 self.changes += 1
         for one in self._read_before[type(module)]:
-            if one.facts == key.facts and one.takes(key.sizes):
-                reads = sibling_reads(one.reads, module)
+            if one.trace.key.facts == key.facts and one.trace.takes(key, module):
+                reads = sibling_reads(one.trace.reads, module)
                 if reads is not None:
-                    decision = self._decision(module, one, reads)
-                    if decision.is_for(key, cache):
-                        return decision
+                    return self._decision(module, one, reads)
         one = self._read(module, args, kwargs, key)
-        decision = self._decision(module, one, one.reads)
-        one.filled = decision.filled = filled(cache, decision.layers)
-        static = decision.layers and getattr(cache, "is_compileable", False)
-        if (any(one.filled) or static) and torch.is_grad_enabled():
-            one.reading, one.reason = None, "extends keys of other calls, with gradients enabled"
-            return self._decision(module, one, one.reads)
-        return decision
+        return self._decision(module, one, one.trace.reads)
 
     def _decision(self, module: nn.Module, one: _Read, reads: Reads) -> Decision:
-        made = Decision(None, one.reason, reads, None, one.facts, one.takes, one.filled)
-        made.check = check_of(reads)
+        made = Decision(one.reason, one.trace, reads, check_of(reads), changes=self.changes)
         if one.reading is not None:
-            made.built, made.reading = build(one.reading, module), one.reading
-            made.arrange = one.arrange
+            made.reading, made.arrange = one.reading, one.arrange
+            made.built = build(one.reading, module)
             self.memo.share(made.built)
-            _renumber(made.built, one.reads, reads)
+            _renumber(made.built, one.trace.reads, reads)
         return made
 
     def _read(self, module: nn.Module, args: Any, kwargs: Any, key: CallKey) -> _Read:
@@ -210,22 +187,26 @@ class Application:
         if len(failed) >= _FAILURES and len(set(failed)) == 1:
             raise KeptError(failed[0])
         try:
-            traced = trace(module, args, kwargs)
+            found = _Read(trace(module, args, kwargs))
+        except NotNowError:
+            raise
         except KeptError as kept:
             failed.append(kept.reason)
             raise
-        found = _Read(traced.reads, traced.takes, key.facts)
         before = self._read_before[type(module)]
-        before[:] = [*(one for one in before if one.reads.current()), found][-_TRACES:]
+        before[:] = [*(one for one in before if one.trace.reads.current()), found][-_TRACES:]
         try:
-            found.arrange = _arrangement(traced.dataflow.result)
-            found.reading = read(traced.dataflow)
+            found.arrange = _arrangement(found.trace.dataflow.result)
+            found.reading = read(found.trace.dataflow)
             build(found.reading, module)
         except KeptError as kept:
             found.reading, found.reason = None, kept.reason
         else:
             if not _is_worth_it(found.reading):
                 found.reading, found.reason = None, "has nothing to fuse: torch computes it as well"
+        # What is read of a trace from now on holds no tensor of the call.
+        found.trace.dataflow = Dataflow()
+        found.trace.key = found.trace.key._replace(caches=())
         return found
 
 
@@ -240,23 +221,10 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def filled(cache: Any, layers: tuple[int, ...]) -> tuple[bool, ...]:
-    """Whether layers of a cache have keys of other calls."""
-    if cache is None:
-        return ()
-    return tuple(bool(cache.get_seq_length(layer) > 0) for layer in layers)
-
-
 def _is_worth_it(reading: Reading) -> bool:
     """Whether there is anything in it that may be fused, or that has a kernel of its own."""
     found = [op for op in operations_in(reading) if not isinstance(op, _WITH_OTHERS)]
     return len(found) > 1 or any(not isinstance(op, _ALONE) for op in found)
-
-
-def _cache_in(tree: Any) -> Any:
-    found: list[Any] = []
-    map_leaves(lambda leaf: found.append(leaf) if is_cache(leaf) else None, tree)
-    return found[0] if found else None
 
 
 def _check(module: nn.Module, args: Any, kwargs: Any) -> None:

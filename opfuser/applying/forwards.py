@@ -17,10 +17,11 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from ..errors import OpfuserError
+from ..reading.kept import NotNowError
 from ..reading.reads import GLOBAL_HOOKS
 from ..tracing import transforms_active
 from .caches import WithoutGradients
-from .decisions import Application, Decision, filled
+from .decisions import Application, Decision
 from .layouts import Given, Layout, given_of, layout_of
 
 __all__ = ["State", "install", "is_applied", "state_of", "uninstall"]
@@ -51,6 +52,9 @@ def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 _applied_forward = forward
 
+# What was found out for a call, and its sizes that may differ in others.
+_Found = tuple[Decision, tuple[int, ...]]
+
 
 @dataclass(eq=False)
 class _Kind:
@@ -58,20 +62,20 @@ class _Kind:
 
     Attributes:
         layout: tells whether a call is of this kind.
-        key: sizes and modes of the last one, and the ``decision`` for it.
+        modes: shapes and modes of the last call, and what was found out for it.
         known: all of them.
     """
 
     layout: Layout
-    key: Hashable = None
-    decision: Decision | None = None
-    known: dict[Hashable, Decision] = field(default_factory=dict)
+    modes: Hashable = None
+    last: _Found | None = None
+    known: dict[Hashable, _Found] = field(default_factory=dict)
 
-    def note(self, key: Hashable, decision: Decision) -> None:
+    def note(self, modes: Hashable, found: _Found) -> None:
         if len(self.known) >= _SIZES_AT_MOST:
             self.known = {}
-        self.known[key] = decision
-        self.key, self.decision = key, decision
+        self.known[modes] = found
+        self.modes, self.last = modes, found
 
 
 class State:
@@ -91,7 +95,6 @@ class State:
         self.decisions: list[Decision] = []
         self.passed: Counter[str] = Counter()
         self._kinds: tuple[_Kind, ...] = ()
-        self._layers: tuple[int, ...] = ()  # of a cache, that the module extends
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         key = id(self.application)
@@ -117,17 +120,31 @@ class State:
                 break
         else:
             kind, given = self._new_kind(args, kwargs)
-        decision = self._decision(module, kind, given, args, kwargs)
+        try:
+            decision = self._decision(module, kind, given, args, kwargs)
+        except NotNowError as kept:
+            reason = kept.reason
+        else:
+            reason = _reason_of_cache(decision, given)
+        if reason:
+            self.passed[reason] += 1
+            return type(module).forward(module, *args, **kwargs)
         decision.calls += 1
         if decision.built is None:
             return type(module).forward(module, *args, **kwargs)
-        cache = given.cache
+        return self._computed(module, decision, given, args, kwargs)
+
+    def _computed(
+        self, module: Any, decision: Decision, given: Given, args: Any, kwargs: Any
+    ) -> Any:
+        assert decision.built is not None
+        inputs, _, cache = given
         if cache is not None and torch.is_grad_enabled():
             cache = WithoutGradients(cache)
         try:
-            y = decision.built(given.inputs, cache)
+            y = decision.built(inputs, cache)
         except OpfuserError as error:
-            if decision.tried or _extended(decision, given):
+            if decision.tried or _fills(decision, given):  # a cache that may be extended by now
                 raise
             decision.give_up(f"is refused by opfuser: {str(error).partition('. ')[0]}")
             return type(module).forward(module, *args, **kwargs)
@@ -147,39 +164,63 @@ class State:
     def _decision(
         self, module: nn.Module, kind: _Kind | None, given: Given, args: Any, kwargs: Any
     ) -> Decision:
-        key: Hashable = (
-            given.shapes,
+        _, shapes, cache = given
+        modes = (
+            shapes,
             module.training,
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
             _autocast() if torch._C._is_any_autocast_enabled() else (),
-            () if given.cache is None else filled(given.cache, self._layers),
         )
-        decision = None
+        found = None
         if kind is not None:
-            decision = kind.decision if key == kind.key else kind.known.get(key)
-        if decision is not None and decision.current(self.application):
-            return decision
-        decision = self._decide(module, args, kwargs)
+            found = kind.last if modes == kind.modes else kind.known.get(modes)
+        if found is not None:
+            decision, sizes = found
+            if decision.current(self.application) and (
+                cache is None or _takes(decision, sizes, module, cache)
+            ):
+                return decision
+        found = self._decide(module, args, kwargs)
         if kind is not None:
-            if decision.layers != self._layers and decision.layers:
-                self._layers = decision.layers
-                key = (*cast(Any, key)[:-1], filled(given.cache, self._layers))
-            kind.note(key, decision)
-        return decision
+            kind.note(modes, found)
+        return found[0]
 
-    def _decide(self, module: nn.Module, args: Any, kwargs: Any) -> Decision:
-        if len(self.decisions) >= _DECISIONS_AT_MOST:
-            return Decision(reason="was read too often: what it reads keeps changing")
-        decision = self.application.decide(module, args, kwargs, self.decisions)
-        if decision not in self.decisions:
-            self.decisions.append(decision)
-        return decision
+    def _decide(self, module: nn.Module, args: Any, kwargs: Any) -> _Found:
+        decisions = self.decisions
+        if len(decisions) < _DECISIONS_AT_MOST:
+            found = self.application.decide(module, args, kwargs, decisions)
+            if found[0] not in decisions:
+                decisions.append(found[0])
+            return found
+        if len(decisions) == _DECISIONS_AT_MOST:
+            decisions.append(Decision("reads what keeps changing"))
+        return decisions[-1], ()
 
 
-def _extended(decision: Decision, given: Given) -> bool:
-    """Whether a call has extended a cache before it failed."""
-    return given.cache is not None and filled(given.cache, decision.layers) != decision.filled
+def _takes(decision: Decision, sizes: tuple[int, ...], module: nn.Module, cache: Any) -> bool:
+    """Whether a decision for a call of such sizes holds with a cache as it is now."""
+    trace = decision.trace
+    if trace is None or not trace.updates:
+        return True
+    return trace.takes(trace.key._replace(sizes=sizes, caches=(cache,)), module)
+
+
+def _fills(decision: Decision, given: Given) -> bool:
+    """Whether a call extends a cache."""
+    return decision.built is not None and bool(decision.built.cached) and given[2] is not None
+
+
+def _reason_of_cache(decision: Decision, given: Given) -> str:
+    """Why a call is not computed because of its cache; empty if it is, or has none."""
+    cache, built = given[2], decision.built
+    if cache is None or built is None or not torch.is_grad_enabled():
+        return ""
+    if getattr(cache, "is_compileable", False):
+        return "writes to a cache, with gradients enabled"
+    if any(bool(cache.get_seq_length(layer) > 0) for _, layer in built.cached):
+        return "reads keys of other calls, with gradients enabled"
+    return ""
 
 
 def _reason_outside() -> str:

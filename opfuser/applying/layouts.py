@@ -7,7 +7,7 @@ leaf by leaf, which takes ten times as long.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,21 +18,10 @@ from ..reading.stand_ins import is_cache
 __all__ = ["Given", "Layout", "given_of", "layout_of"]
 
 
-class Given(NamedTuple):
-    """What a call was given.
-
-    Attributes:
-        inputs: its tensors, each once, in order of arguments and keywords.
-        shapes: of these.
-        cache: of keys and values, or None.
-    """
-
-    inputs: tuple[Tensor, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    cache: Any
-
-
-# What a call with such a layout is given; None for any other call.
+# What a call was given: its tensors, each once, in order of arguments and keywords; the shapes of
+# these; and a cache of keys and values, or None. No named tuple, which takes 0.3 us to make.
+Given = tuple[tuple[Tensor, ...], tuple[tuple[int, ...], ...], Any]
+# What a call with such a layout was given; None for any other call.
 Layout = Callable[[tuple[Any, ...], dict[str, Any]], "Given | None"]
 
 _compiled: dict[str, Any] = {}
@@ -63,13 +52,13 @@ def given_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
 
     map_leaves(note, (args, kwargs))
     inputs = tuple(tensors.values())
-    return Given(inputs, tuple(t.shape for t in inputs), caches[0] if caches else None)
+    return inputs, tuple(t.shape for t in inputs), caches[0] if caches else None
 
 
 class _Writer:
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.bound: dict[str, Any] = {"Tensor": Tensor, "Given": Given}
+        self.bound: dict[str, Any] = {}
         self.tensors: dict[int, str] = {}  # the name of each
         self.caches: list[str] = []
         self.count = 0
@@ -136,7 +125,7 @@ class _Writer:
         inputs = "".join(f"{name}, " for name in tensors)
         shapes = "".join(f"{name}.shape, " for name in tensors)
         cache = self.caches[0] if self.caches else "None"
-        self.lines.append(f"return Given(({inputs}), ({shapes}), {cache})")
+        self.lines.append(f"return ({inputs}), ({shapes}), {cache}")
         text = "def layout(args, kwargs):\n    " + "\n    ".join(self.lines)
         if text not in _compiled:
             _compiled[text] = compile(text, "<opfuser layout of arguments>", "exec")
