@@ -246,10 +246,10 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
         return Kept(path, _FOREIGN if _foreign(module) else _NOT_THERE)
     reasons = Counter(state.passed)
     for decision in state.decisions:
-        if decision.built is None and decision.calls:
+        if decision.reading is None and decision.calls:
             reasons[decision.reason] += decision.calls
     fell_back = in_order(reasons)
-    calls = sum(d.calls for d in state.decisions if d.built is not None)
+    calls = sum(d.calls for d in state.decisions if d.reading is not None)
     done = [d.reading for d in state.decisions if d.built is not None and d.reading is not None]
     if done:
         called = tuple(children_called(done[-1]))

@@ -60,7 +60,8 @@ class Decision:
         trace: of a call; None if there is none.
         reads: what the module's forward reads; None without a trace.
         check: whether it would read the same now; None without a trace.
-        reading, built: what was read, and the sequence; None if there is none.
+        reading: what was read; None if the module's own forward computes.
+        built: the sequence, as long as it is current.
         arrange: puts the output where the forward returns it; None if it returns nothing else.
         changes: how many changes of the model were noticed before.
         tried: whether the sequence has computed a call.
@@ -89,7 +90,13 @@ class Decision:
 
     def give_up(self, reason: str) -> None:
         """Leaves calls to the module's own forward."""
-        self.built, self.reason = None, reason
+        self.built = self.reading = None
+        self.reason = reason
+
+    def retire(self) -> None:
+        """Takes no more calls, as something has changed that was read."""
+        self.trace = self.reads = self.check = self.built = None
+        self.changes = -1
 
 
 @dataclass(eq=False)
@@ -157,13 +164,19 @@ class Application:
             finally:
                 self.local.tracing = False
 
-    def _decide(self, module: nn.Module, args: Any, kwargs: Any, known: list[Decision]) -> Decision:
+    def _decide(
+        self, module: nn.Module, args: Any, kwargs: Any, known: list[Decision]
+    ) -> tuple[Decision, tuple[int, ...]]:
         key = call_key(module, args, kwargs, constant_sizes(module))
         for decision in known:
             if decision.takes(key, module):
                 if decision.current(self):
-                    return decision
+                    return decision, key.sizes
+                decision.retire()
                 self.changes += 1
+        return self._new(module, args, kwargs, key), key.sizes
+
+    def _new(self, module: nn.Module, args: Any, kwargs: Any, key: CallKey) -> Decision:
         for one in self._read_before[type(module)]:
             if one.trace.key.facts == key.facts and one.trace.takes(key, module):
                 reads = sibling_reads(one.trace.reads, module)
