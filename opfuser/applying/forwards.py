@@ -33,14 +33,27 @@ _KINDS_AT_MOST = 16
 _SIZES_AT_MOST = 1024
 
 
+def _note_compiled(state: State | None) -> bool:
+    """Counts a trace; the tracer calls it, and has no more of it in the graph than a constant."""
+    if state is not None:
+        state.passed["torch.compile traces the forward of its class"] += 1
+    return True
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What a module returns to which ``apply`` was applied.
 
     It stands in the module as a method of it: a deep copy gets one of its own, and a pickle holds
     the method of this name, that of the module's class. The names of globals in this function count
-    as read by a module that is traced while it calls this one: there are none but torch.
+    as read by a module that is traced while it calls this one: there are none but torch and one
+    function.
     """
     if torch.compiler.is_compiling():
+        _note_compiled(module.__dict__.get("_opfuser_applied"))
         return type(module).forward(module, *args, **kwargs)
     # The attribute itself is what the trace would take for read with all its contents.
     own = object.__getattribute__(module, "__dict__")
@@ -120,12 +133,14 @@ class State:
                 break
         else:
             kind, given = self._new_kind(args, kwargs)
+        reason = ""
         try:
             decision = self._decision(module, kind, given, args, kwargs)
         except NotNowError as kept:
             reason = kept.reason
         else:
-            reason = _reason_of_cache(decision, given)
+            if given[2] is not None:
+                reason = _reason_of_cache(decision, given)
         if reason:
             self.passed[reason] += 1
             return type(module).forward(module, *args, **kwargs)
@@ -177,9 +192,9 @@ class State:
             found = kind.last if modes == kind.modes else kind.known.get(modes)
         if found is not None:
             decision, sizes = found
-            if decision.current(self.application) and (
-                cache is None or _takes(decision, sizes, module, cache)
-            ):
+            check = decision.check
+            current = decision.current(self.application) if check is None else check()
+            if current and (cache is None or _takes(decision, sizes, module, cache)):
                 return decision
         found = self._decide(module, args, kwargs)
         if kind is not None:
