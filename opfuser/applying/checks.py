@@ -1,33 +1,81 @@
 """Whether a forward would read the same again, as functions that are written for what was read.
 
-They take a third of the time of :meth:`Reads.current`, which decides the same.
+They take half the time of :meth:`Reads.current`, which decides nearly the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ..reading.reads import MISSING, Reads
 
-__all__ = ["check_of"]
+__all__ = ["Checks", "checks_of", "with_exchanged_parameters"]
+
+_SLOTS = "_parameters", "_buffers", "_modules"
 
 _compiled: dict[str, Callable[..., Callable[[], bool]]] = {}
 
 
-def check_of(reads: Reads) -> Callable[[], bool]:
-    """Whether all is as it was read, as a function; siblings share its code."""
-    if reads.containers or reads.pinned[0] or reads.cells[0] or reads.hooked:
-        return reads.current
+class Checks(NamedTuple):
+    """Functions that say whether all is as it was read.
+
+    Attributes:
+        current: whether all is.
+        granted: whether that is which :meth:`Reads.current` takes for granted: modules hold their
+            children and parameters in the same dicts, and parameters that needed no gradient need
+            none, as a forward may compute some of them without gradients.
+    """
+
+    current: Callable[[], bool]
+    granted: Callable[[], bool]
+
+
+def checks_of(reads: Reads) -> Checks:
+    """The checks of what was read; siblings share their code."""
     writer = _Writer()
-    for holder, name, value in reads.rows():
-        writer.row(holder, name, value)
-    for parameter, dtype in zip(reads.parameters[2], reads.dtypes):
-        writer.conditions.append(f"{writer.name(parameter)}.dtype is {writer.name(dtype)}")
-    for module, kind in zip(reads.modules, reads.types):
-        writer.conditions.append(f"type({writer.name(module)}) is {writer.name(kind)}")
-    return writer.function(reads)
+    held = {id(holder) for holder, _, _ in reads.rows()}
+    for module in reads.modules:
+        own = module.__dict__
+        for slot in _SLOTS:
+            if id(own[slot]) in held:
+                writer.row(own, slot, own[slot])
+    for parameter in reads.parameters[2]:
+        if not parameter.requires_grad:
+            writer.conditions.append(f"{writer.name(parameter)}.requires_grad is False")
+    granted = writer.function()
+    if reads.containers or reads.pinned[0] or reads.cells[0] or reads.hooked:
+        writer.conditions.append(f"{writer.name(reads.current)}()")
+    else:
+        writer.columns(reads)
+    return Checks(writer.function(), granted)
+
+
+def with_exchanged_parameters(reads: Reads) -> Reads | None:
+    """What was read, with the parameters that are there now; None if more has changed.
+
+    What a forward computes does not depend on which parameters it finds, as long as they are of the
+    same kind and as many.
+    """
+    holders, names, before = reads.parameters
+    now: list[Any] = [*map(dict.get, holders, names)]
+    pairs = {id(old): new for old, new in zip(before, now)}
+    if len({id(new) for new in pairs.values()}) != len(pairs):
+        return None
+    for old, new in zip(before, now):
+        if pairs[id(old)] is not new or type(new) is not type(old) or _facts(new) != _facts(old):
+            return None
+    containers = [(c, [pairs.get(id(x), x) for x in inside]) for c, inside in reads.containers]
+    made = replace(reads, parameters=(holders, names, now), containers=containers)
+    return made if made.current() else None
+
+
+def _facts(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device, t.requires_grad
 
 
 class _Writer:
@@ -51,20 +99,27 @@ class _Writer:
             same = "==" if type(value) in (int, float, complex, str, bytes) else "is"
             self.conditions.append(f"{self.name(holder)}[{name!r}] {same} {self.name(value)}")
 
-    def function(self, reads: Reads) -> Callable[[], bool]:
+    def columns(self, reads: Reads) -> None:
+        """Writes what :meth:`Reads.current` compares."""
+        for row in reads.rows():
+            self.row(*row)
+        for parameter, dtype in zip(reads.parameters[2], reads.dtypes):
+            self.conditions.append(f"{self.name(parameter)}.dtype is {self.name(dtype)}")
+        for module, kind in zip(reads.modules, reads.types):
+            self.conditions.append(f"type({self.name(module)}) is {self.name(kind)}")
         kinds, names, found = map(self.name, reads.kinds)
-        hooks = self.name(reads.hooks)
-        tests = [
-            *self.conditions,
-            f"not any({hooks})",
+        self.conditions += [
+            f"not any({self.name(reads.hooks)})",
             f"[*map(getattr, {kinds}, {names}, repeat(MISSING))] == {found}",
         ]
+
+    def function(self) -> Callable[[], bool]:
         text = "\n".join(
             (
                 f"def make({', '.join(f'v{n}' for n in range(len(self.values)))}):",
                 "    def check():",
                 "        try:",
-                f"            return {' and '.join(tests)}",
+                f"            return {' and '.join(self.conditions) or 'True'}",
                 "        except KeyError:",
                 "            return False",
                 "    return check",

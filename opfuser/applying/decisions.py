@@ -34,7 +34,7 @@ from ..reading.reads import Reads, is_scalar
 from ..reading.siblings import sibling_reads
 from ..reading.sizes import Size
 from ..reading.tracer import Trace, trace
-from .checks import check_of
+from .checks import Checks, checks_of, with_exchanged_parameters
 from .descriptions import operations_in
 from .memo import Memo
 
@@ -59,7 +59,7 @@ class Decision:
         reason: why the module's own forward does; empty if a sequence does.
         trace: of a call; None if there is none.
         reads: what the module's forward reads; None without a trace.
-        check: whether it would read the same now; None without a trace.
+        check, granted: :class:`Checks` of these; None without a trace.
         reading: what was read; None if the module's own forward computes.
         built: the sequence, as long as it is current.
         arrange: puts the output where the forward returns it; None if it returns nothing else.
@@ -72,6 +72,7 @@ class Decision:
     trace: Trace | None = None
     reads: Reads | None = None
     check: Callable[[], bool] | None = None
+    granted: Callable[[], bool] | None = None
     reading: Reading | None = None
     built: Built | None = None
     arrange: Callable[[Tensor], Any] | None = None
@@ -93,9 +94,21 @@ class Decision:
         self.built = self.reading = None
         self.reason = reason
 
+    def exchange_parameters(self) -> bool:
+        """Goes on with the parameters that are there now, if nothing else has changed."""
+        if self.reads is None or self.granted is None or not self.granted():
+            return False
+        reads = with_exchanged_parameters(self.reads)
+        if reads is None:
+            return False
+        self.reads, (self.check, self.granted) = reads, checks_of(reads)
+        if self.built is not None:
+            self.built.follow()
+        return True
+
     def retire(self) -> None:
         """Takes no more calls, as something has changed that was read."""
-        self.trace = self.reads = self.check = self.built = None
+        self.trace = self.reads = self.check = self.granted = self.built = None
         self.changes = -1
 
 
@@ -104,6 +117,7 @@ class _Read:
     """A trace, and what was read of it or why nothing was."""
 
     trace: Trace
+    checks: Checks
     reading: Reading | None = None
     reason: str = ""
     arrange: Callable[[Tensor], Any] | None = None
@@ -170,7 +184,7 @@ class Application:
         key = call_key(module, args, kwargs, constant_sizes(module))
         for decision in known:
             if decision.takes(key, module):
-                if decision.current(self):
+                if decision.current(self) or decision.exchange_parameters():
                     return decision, key.sizes
                 decision.retire()
                 self.changes += 1
@@ -180,13 +194,13 @@ class Application:
         for one in self._read_before[type(module)]:
             if one.trace.key.facts == key.facts and one.trace.takes(key, module):
                 reads = sibling_reads(one.trace.reads, module)
-                if reads is not None:
+                if reads is not None and one.checks.current():
                     return self._decision(module, one, reads)
         one = self._read(module, args, kwargs, key)
         return self._decision(module, one, one.trace.reads)
 
     def _decision(self, module: nn.Module, one: _Read, reads: Reads) -> Decision:
-        made = Decision(one.reason, one.trace, reads, check_of(reads), changes=self.changes)
+        made = Decision(one.reason, one.trace, reads, *checks_of(reads), changes=self.changes)
         if one.reading is not None:
             made.reading, made.arrange = one.reading, one.arrange
             made.built = build(one.reading, module)
@@ -200,17 +214,19 @@ class Application:
         if len(failed) >= _FAILURES and len(set(failed)) == 1:
             raise KeptError(failed[0])
         try:
-            found = _Read(trace(module, args, kwargs))
+            traced = trace(module, args, kwargs)
         except NotNowError:
             raise
         except KeptError as kept:
             failed.append(kept.reason)
             raise
+        found = _Read(traced, checks_of(traced.reads))
         before = self._read_before[type(module)]
-        before[:] = [*(one for one in before if one.trace.reads.current()), found][-_TRACES:]
+        before[:] = [*(one for one in before if one.checks.current()), found][-_TRACES:]
         try:
             found.arrange = _arrangement(found.trace.dataflow.result)
             found.reading = read(found.trace.dataflow)
+            _check_modes(found.trace.dataflow, found.reading)
             build(found.reading, module)
         except KeptError as kept:
             found.reading, found.reason = None, kept.reason
@@ -232,6 +248,19 @@ def _unseen() -> Iterator[None]:
         return
     with torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda packed: packed):
         yield
+
+
+def _check_modes(dataflow: Dataflow, reading: Reading) -> None:
+    """Refuses to call a child by itself that the forward calls in another mode.
+
+    Raises:
+        KeptError: modes were switched, and a child is called.
+    """
+    if not any(isinstance(op, Called) for op in operations_in(reading)):
+        return
+    for node in dataflow.nodes:
+        if "switched" in node.effect:
+            raise KeptError(f"{node.effect} in '{node.place}'")
 
 
 def _is_worth_it(reading: Reading) -> bool:

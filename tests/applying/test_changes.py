@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser.applying import report
+from opfuser.applying.forwards import state_of
 
 from .models import assert_equal_steps, llama, paths, step
 
@@ -57,6 +58,11 @@ def replace_child(model: Any) -> None:
 
 def replace_parameter(model: Any) -> None:
     middle(model).mlp.down_proj.weight = linear().weight
+
+
+def replace_dict_of_children(model: Any) -> None:
+    layer = middle(model)
+    layer._modules = {**layer._modules, "mlp": model.layers[2].mlp}
 
 
 def set_data(model: Any) -> None:
@@ -120,8 +126,8 @@ def widen_norm(model: Any) -> None:
 
 CHANGES: list[Change] = [
     set_eps, set_configuration, set_function, set_causal, replace_child, replace_parameter,
-    set_data, exchange_class, exchange_class_of_layer, hook_child, hook_layer, hook_gradient,
-    patch_child, wrap_child, wrap_layer, parametrise, tie, widen_norm,
+    replace_dict_of_children, set_data, exchange_class, exchange_class_of_layer, hook_child,
+    hook_layer, hook_gradient, patch_child, wrap_child, wrap_layer, parametrise, tie, widen_norm,
 ]  # fmt: skip
 
 
@@ -191,6 +197,48 @@ def test_an_attention_function_that_is_registered_anew_is_called() -> None:
         assert_equal_steps(step(model), step(llama("of_a_test")))
     finally:
         del type(functions)._global_mapping["of_a_test"]
+
+
+class Detached(nn.Module):
+    """Computes its norm without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.norm(x)
+        return x + torch.relu(self.up(h))
+
+
+def test_what_is_computed_without_gradients_gets_none_once_it_is_unfrozen() -> None:
+    model, x = Detached(), torch.randn(3, 8)
+    model.norm.requires_grad_(False)
+    opfuser.apply(model)
+    model(x)
+    assert paths(report(model)) == [""]
+    model.norm.requires_grad_()
+    model(x).sum().backward()
+    assert model.norm.weight.grad is None
+
+
+def test_exchanged_parameters_are_taken_over_without_another_trace() -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    step(model)
+    before = len(state_of(model.layers[0]).decisions)
+    for _ in range(2):
+        for m in (model, plain):
+            for name, p in [*m.named_parameters()]:
+                holder, _, own = name.rpartition(".")
+                setattr(m.get_submodule(holder), own, nn.Parameter(1.1 * p.detach()))
+        assert_equal_steps(step(model), step(plain))
+    assert len(state_of(model.layers[0]).decisions) == before
+    # Tied parameters are not: their gradients add up.
+    for m in (model, plain):
+        m.layers[0].mlp.up_proj.weight = m.layers[0].mlp.gate_proj.weight
+    assert_equal_steps(step(model), step(plain))
 
 
 def test_a_deep_copy_is_applied_and_apart() -> None:
