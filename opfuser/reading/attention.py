@@ -91,7 +91,7 @@ def attention_of(
         core.causal,
         core.dropout_p,
         core.softcap,
-        None if core.mask is None else _mask_of(values, core.mask),
+        () if core.mask is None else (_mask_of(values, core.mask),),
         None if update is None else update.kwargs["layer"],
     )
     return AttentionFound((*reorder, *_steps(q, k, heads), attention), sources, q.tokens, once)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -236,8 +237,8 @@ class Built:
             softcap=op.softcap,
             v_head_dim=None if heads.value_size == heads.size else heads.value_size,
         )
-        if op.mask is not None:
-            self.arguments.append(Argument(made, "mask", partial(_mask, op.mask)))
+        if op.masks:
+            self.arguments.append(Argument(made, "mask", partial(_mask, op.masks, self.input)))
         if op.cache is not None:
             self.cached.append((made, op.cache))
         return [made]
@@ -326,8 +327,15 @@ def _tables(op: read.Rotary, inputs: Sequence[Any]) -> Tensor:
     return both.to(torch.promote_types(both.dtype, torch.float32))
 
 
-def _mask(mask: read.Mask, inputs: Sequence[Any]) -> Tensor:
-    """A mask with four dimensions, in which True is where a key is seen."""
-    given: Tensor = inputs[mask.input]
-    given = given[(None,) * (4 - given.dim())]
-    return ~given if mask.hides and given.dtype == torch.bool else given
+def _mask(masks: tuple[read.Mask, ...], stream: int, inputs: Sequence[Any]) -> Tensor:
+    """One mask of four dimensions, in which True is where a key is seen, or which is added."""
+    out = None
+    for mask in masks:
+        given: Tensor = inputs[mask.input]
+        if mask.hides:
+            zeros = torch.zeros_like(given, dtype=inputs[stream].dtype)
+            given = zeros.masked_fill_(given, -math.inf)
+        leading = (slice(None), None, None) if mask.of_keys else (None,) * (4 - given.dim())
+        out = given[leading] if out is None else out + given[leading]
+    assert out is not None
+    return out

@@ -37,7 +37,7 @@ from .operations import (
 )
 from .products import product_of
 from .projections import calls_returning, linear_of, only_tensor, vector_of
-from .replay import is_layout
+from .replay import is_layout, undisturbed
 from .steps import Step
 from .torch_attention import torch_attention_of
 from .values import Values, computed
@@ -45,6 +45,7 @@ from .values import Values, computed
 __all__ = ["read"]
 
 
+@undisturbed()
 def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     """The operations that compute the one tensor that a forward returns.
 
@@ -72,7 +73,8 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
     spans = [(c.start, c.end) for c in whole.once if isinstance(c, Call)]
     for number, node in enumerate(dataflow.nodes):
         inside = any(start <= number < end for start, end in spans)
-        if node.effect and node not in whole.once and not inside:
+        explained = node in whole.once or node in whole.written
+        if node.effect and not explained and not inside:
             raise KeptError(f"{node.effect} in '{node.place}'")
     return Reading(dataflow.inputs.index(whole.source), whole.operations)
 
@@ -324,7 +326,9 @@ class _Grammar:
         if found is None:
             return None
         tokens = frozenset({found.tokens})
-        return Step(found.operations, found.source, tokens=tokens, once=found.once)
+        return Step(
+            found.operations, found.source, (), tokens, found.once, frozenset(found.written)
+        )
 
     def attention(self, v: Value, base: Value | None) -> Step | None:
         if not is_layout(self.values, v):

@@ -214,11 +214,13 @@ class Mask:
         shape: its shape in the trace.
         hides: whether True hides a key; else a bool mask is True where a key is seen, and any other
             is added to the scores.
+        of_keys: whether it is (batch, keys); else it broadcasts to (batch, heads, queries, keys).
     """
 
     input: int
     shape: tuple[int, ...]
     hides: bool = False
+    of_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class Attention:
         causal: whether query i sees the keys up to i alone, counted from the first of each.
         dropout_p: of the weights.
         softcap: c of ``c tanh(s / c)``, or None.
-        mask: or None.
+        masks: which all hide keys.
         cache: the number of the layer in a cache that extends keys and values, or None.
     """
 
@@ -240,7 +242,7 @@ class Attention:
     causal: bool
     dropout_p: float = 0.0
     softcap: float | None = None
-    mask: Mask | None = None
+    masks: tuple[Mask, ...] = ()
     cache: int | None = None
 
 

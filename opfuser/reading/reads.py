@@ -139,17 +139,16 @@ class Reads:
         """Whether the forward would read the same now."""
         scalars, objects, parameters = self.scalars, self.objects, self.parameters
         kinds, cells, pinned = self.kinds, self.cells, self.pinned
+        get, absent = dict.get, repeat(MISSING)
         try:
             return (
-                [*map(dict.get, scalars[0], scalars[1], repeat(MISSING))] == scalars[2]
-                and all(
-                    map(is_, map(dict.get, objects[0], objects[1], repeat(MISSING)), objects[2])
-                )
-                and all(map(is_, map(dict.get, parameters[0], parameters[1]), parameters[2]))
+                [*map(get, scalars[0], scalars[1], absent)] == scalars[2]
+                and all(map(is_, map(get, objects[0], objects[1], absent), objects[2]))
+                and all(map(is_, map(get, parameters[0], parameters[1]), parameters[2]))
                 and [*map(_DTYPE, parameters[2])] == self.dtypes
                 and [*map(type, self.modules)] == self.types
                 and (not (any(self.hooks) or self.hooked) or [*map(len, self.hooks)] == self.counts)
-                and [*map(getattr, kinds[0], kinds[1], repeat(MISSING))] == kinds[2]
+                and [*map(getattr, kinds[0], kinds[1], absent)] == kinds[2]
                 and (not cells[0] or all(map(is_, map(_CELL, cells[0]), cells[1])))
                 and all(unchanged(contents(c), before) for c, before in self.containers)
                 and (not pinned[0] or [*map(_VERSION, pinned[0])] == pinned[1])

@@ -6,7 +6,6 @@ import dis
 import importlib
 import inspect
 import logging
-import random
 import sys
 import threading
 import types
@@ -20,6 +19,7 @@ from torch.nn.modules import module as module_file
 from torch.utils.checkpoint import checkpoint
 
 from .observed import Observed, attributes_of
+from .random_states import random_states
 from .reads import MISSING
 from .stand_ins import LayerIndex
 
@@ -96,7 +96,7 @@ class Recording:
             _UNDER_WAY.append(self._owner)
             undo.callback(_UNDER_WAY.pop)
             undo.callback(self.observed.undo)
-            undo.enter_context(_random_states(self.note_effect))
+            undo.enter_context(random_states(self.note_effect))
             for kind, name, recorded in (
                 (nn.Module, "__getattribute__", self._getattribute),
                 (nn.Module, "__getattr__", self._getattr),
@@ -205,7 +205,7 @@ class Recording:
         if self._is_importing(frame, event):
             return
         if event != "call":
-            if frame is self._function:
+            if event == "return" and frame is self._function:
                 self._function = None
                 torch._C._set_grad_enabled(True)
             return
@@ -296,28 +296,3 @@ def _replace(undo: ExitStack, kind: type, name: str, function: Any) -> None:
     else:
         undo.callback(delattr, kind, name)
     setattr(kind, name, function)
-
-
-@contextmanager
-def _random_states(note_effect: Callable[[str], None]) -> Iterator[None]:
-    """Afterwards, random numbers go on as if nothing had been traced."""
-    numpy = sys.modules.get("numpy.random")
-
-    def states() -> tuple[Any, ...]:
-        of_numpy = numpy.get_state() if numpy is not None else None
-        return random.getstate(), torch.get_rng_state(), of_numpy
-
-    def comparable(states: tuple[Any, ...]) -> tuple[Any, ...]:
-        python, tensor, of_numpy = states
-        return python, tensor.tolist(), of_numpy and (of_numpy[1].tolist(), *of_numpy[2:])
-
-    before = states()
-    try:
-        yield
-    finally:
-        if comparable(states()) != comparable(before):
-            random.setstate(before[0])
-            torch.set_rng_state(before[1])
-            if numpy is not None:
-                numpy.set_state(before[2])
-            note_effect("draws random numbers")

@@ -6,11 +6,13 @@ is equal everywhere. So no order of views, splits and transpositions needs a pat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .arguments import CASTS, is_number
 from .dataflow import Node, Value, map_leaves, values_in
@@ -25,6 +27,7 @@ __all__ = [
     "origin_of",
     "random_like",
     "source_of",
+    "undisturbed",
 ]
 
 _LAYOUT = frozenset(
@@ -34,6 +37,13 @@ _LAYOUT = frozenset(
 )
 _COMPLEX = frozenset({"view_as_complex", "view_as_real"})
 _ARITHMETIC = frozenset("add sub mul neg rsub __rsub__ multiply subtract negative".split())
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Computes on the CPU, whatever modes and default device the caller has set."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
 
 
 def is_layout(values: Values, v: Value) -> bool:
@@ -120,8 +130,7 @@ def _called(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         return (args[0],)
     # Strides differ from those of the trace.
     function = Tensor.reshape if node.op == "view" else node.function
-    with torch.no_grad():
-        out = function(*args, **kwargs)
+    out = function(*args, **kwargs)
     return (out,) if isinstance(out, Tensor) else tuple(out)
 
 

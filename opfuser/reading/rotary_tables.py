@@ -5,12 +5,13 @@ from __future__ import annotations
 from .dataflow import Dataflow, Value, values_in
 from .kept import KeptError
 from .products import product_of
-from .replay import origin_of, source_of
+from .replay import origin_of, source_of, undisturbed
 from .values import Values, computed
 
 __all__ = ["repetition_of"]
 
 
+@undisturbed()
 def repetition_of(dataflow: Dataflow) -> str:
     """How the tables that a forward returns hold an angle twice: "halves" or "neighbours".
 

@@ -18,6 +18,7 @@ class Step(NamedTuple):
         path: the values between them, from the result back to the source.
         tokens: batch and sequence of the attention among them.
         once: what has to happen once: random numbers that were drawn, children that were called.
+        written: nodes that write to a tensor of their own, such as a mask.
     """
 
     operations: tuple[Operation, ...]
@@ -25,6 +26,7 @@ class Step(NamedTuple):
     path: tuple[Value, ...] = ()
     tokens: frozenset[tuple[int, ...]] = frozenset()
     once: tuple[Node | Call, ...] = ()
+    written: frozenset[Node] = frozenset()
 
     def followed_by(self, *later: Step) -> Step:
         """These operations, then others; the source stays."""
@@ -36,6 +38,7 @@ class Step(NamedTuple):
                 step.path + out.path,
                 out.tokens | step.tokens,
                 out.once + step.once,
+                out.written | step.written,
             )
         return out
 

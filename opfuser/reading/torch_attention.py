@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from .values import Values, computed
 __all__ = ["TorchAttentionFound", "torch_attention_of"]
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-_UNUSUAL = "bias_k bias_v add_zero_attn use_separate_proj_weight key_padding_mask static_k static_v"
+_UNUSUAL = "bias_k bias_v add_zero_attn use_separate_proj_weight static_k static_v"
 
 
 class TorchAttentionFound(NamedTuple):
@@ -29,12 +30,14 @@ class TorchAttentionFound(NamedTuple):
         source: what queries, keys and values are projections of.
         tokens: batch and sequence of the source.
         once: the node, if it draws random numbers.
+        written: the nodes by which masks were made of inputs.
     """
 
     operations: tuple[Operation, ...]
     source: Value
     tokens: tuple[int, int]
     once: tuple[Node, ...]
+    written: tuple[Node, ...]
 
 
 def torch_attention_of(values: Values, v: Value) -> TorchAttentionFound | None:
@@ -66,20 +69,15 @@ def torch_attention_of(values: Values, v: Value) -> TorchAttentionFound | None:
     p = float(args["dropout_p"]) if args["training"] else 0.0
     width, heads = source.shape[-1], int(args["num_heads"])
     size = width // heads
-    attend = Attention(
-        Heads(heads, heads, size, size),
-        size**-0.5,
-        args["is_causal"] and not args["need_weights"],
-        p,
-        mask=_mask_of(values, args),
-    )
+    masks, written, causal = _masks_of(values, args)
+    attend = Attention(Heads(heads, heads, size, size), size**-0.5, causal, p, None, masks)
     packed = _linear(values, args["in_proj_weight"], args["in_proj_bias"])
     out = _linear(values, args["out_proj_weight"], args["out_proj_bias"])
     operations: tuple[Operation, ...] = (packed, attend, out)
     if not batch_first:
         operations = (Transpose(), *operations, Transpose())
     tokens = source.shape[0], source.shape[1]
-    return TorchAttentionFound(operations, source, tokens, (node,) if p else ())
+    return TorchAttentionFound(operations, source, tokens, (node,) if p else (), written)
 
 
 def _order_of(v: Value, source: Value) -> bool:
@@ -93,14 +91,27 @@ def _order_of(v: Value, source: Value) -> bool:
     raise KeptError(computed(v, "rearranges the input of attention by"))
 
 
-def _mask_of(values: Values, args: dict[str, Any]) -> Mask | None:
-    mask = args["attn_mask"]
-    if mask is None or (args["is_causal"] and not args["need_weights"]):
-        return None
-    if mask.origin != "input" or len(mask.shape) != 2 or mask.meta.requires_grad:
-        raise KeptError(computed(mask, "has a mask of attention that"))
-    number = values.dataflow.inputs.index(mask)
-    return Mask(number, mask.shape, hides=mask.meta.dtype == torch.bool)
+def _masks_of(
+    values: Values, args: dict[str, Any]
+) -> tuple[tuple[Mask, ...], tuple[Node, ...], bool]:
+    """The masks, the nodes by which they were made of inputs, and whether causality is one."""
+    mask, padding = args["attn_mask"], args["key_padding_mask"]
+    causal = bool(args["is_causal"]) and padding is None and not args["need_weights"]
+    given = [] if mask is None or causal else [(mask, False)]
+    given += [] if padding is None else [(padding, True)]
+    masks, written = [], []
+    for made, of_keys in given:
+        v, hides = made, made.meta.dtype == torch.bool
+        if made.node is not None and made.node.op == "masked_fill_":
+            zeros, v, number = made.node.args
+            hides = zeros.node is not None and zeros.node.op == "zeros_like" and number == -math.inf
+            if not hides or zeros.node.args[:1] != (v,) or v.meta.dtype != torch.bool:
+                raise KeptError(computed(made, "makes a mask of attention by"))
+            written.append(made.node)
+        if v.origin != "input" or len(v.shape) != 2 or v.meta.requires_grad:
+            raise KeptError(computed(v, "has a mask of attention that"))
+        masks.append(Mask(values.dataflow.inputs.index(v), v.shape, hides, of_keys))
+    return tuple(masks), tuple(written), causal
 
 
 def _linear(values: Values, weight: Value, bias: Value | None) -> Linear:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..tracing import transforms_active
 from .call_key import CallKey, call_key, constant_sizes
+from .child_calls import recorded_calls
 from .dataflow import Dataflow, map_leaves
 from .kept import KeptError, NotNowError
 from .reads import GLOBAL_HOOKS, Reads
@@ -113,7 +114,7 @@ def trace(
         modes.enter_context(torch.set_grad_enabled(mode.grad_enabled))
         if "torch._dynamo" in sys.modules:  # or else nothing can have been compiled
             modes.enter_context(torch.compiler.set_stance("force_eager"))
-        with mode.recording.active(), mode.recorded_calls():
+        with mode.recording.active(), recorded_calls(mode):
             result = mode.call(type(module).forward, module, args, kwargs)
     mode.dataflow.result = map_leaves(mode.result_leaf, result)
     reads = mode.recording.observed.reads()

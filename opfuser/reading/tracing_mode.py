@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from .call_key import is_dtensor, is_plain
 from .dataflow import Call, Dataflow, Node, Value, map_leaves, values_in
 from .kept import KeptError
-from .reads import is_hooked, is_scalar
+from .reads import is_scalar
 from .recording import Recording
 from .sizes import Size, Sizes
 from .stand_ins import CacheStandIn, LayerIndex, Update, cached_length, is_cache
@@ -81,7 +81,7 @@ class TracingMode(TorchFunctionMode):
 
     def call(self, forward: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         try:
-            with self.stand_in_device, self:
+            with self:
                 result = forward(module, *args, **kwargs)
         except KeptError:
             raise
@@ -181,7 +181,9 @@ class TracingMode(TorchFunctionMode):
         tensors = tensors_in((operands, keywords))
         versions = [t._version for t in tensors]
         try:
-            with self.unrecorded(), torch.no_grad(), self.fake:
+            # What makes tensors of none makes them on the device of the stand-ins.
+            made_on = nullcontext() if tensors else self.stand_in_device
+            with self.unrecorded(), torch.no_grad(), self.fake, made_on:
                 result = computed(op, function, operands, keywords)
         except (RuntimeError, NotImplementedError) as error:
             self.keep(f"computes {op} in '{self.place}' ({described(error)})", error)
@@ -257,8 +259,8 @@ class TracingMode(TorchFunctionMode):
         given = self.value_of(keys), self.value_of(values)
         node = Node("cache.update", _nothing, given, {"layer": layer}, self.place)
         node.effect = "updates a cache"
-        queries = given[0].shape[-2]
         with self.unrecorded():
+            queries = given[0].shape[-2]
             length = cached_length(cache, queries, layer)
             shapes = ((*v.shape[:-2], length, v.shape[-1]) for v in given)
             results = tuple(given[0].meta.new_empty(shape) for shape in shapes)
@@ -298,47 +300,6 @@ class TracingMode(TorchFunctionMode):
             return leaf
         with self.unrecorded(), torch.no_grad():
             return leaf.view_as(leaf)
-
-    # Calls of children
-
-    @contextmanager
-    def recorded_calls(self) -> Iterator[None]:
-        original = nn.Module.__call__
-
-        def recorded(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if (path := self.paths.get(id(module))) is None or self.recording.elsewhere():
-                return original(module, *args, **kwargs)
-            self.recording.observed.called[id(module)] = module
-            call = Call(module, path, len(self.dataflow.nodes))
-            call.args, call.kwargs = map_leaves(self.value_of, (args, kwargs))
-            tensors = tensors_in((args, kwargs))
-            versions = self.versions(tensors)
-            hooked = is_hooked(module, self.ignored_hooks)
-            self.open_calls.append(call)
-            if not self.muted:
-                self.dataflow.calls.append(call)
-            self.muted += hooked
-            try:
-                result = module.forward(*args, **kwargs)
-            finally:
-                self.muted -= hooked
-                self.open_calls.pop()
-            if hooked:
-                result = map_leaves(self.renewed, result)
-                node = Node("call_module", module, call.args, call.kwargs, path)
-                self.append(node, tensors_in(result))
-                self.require_grad.update(map(id, node.results))
-            call.end = len(self.dataflow.nodes)
-            call.result = map_leaves(self.value_of, result)
-            if self.versions(tensors) != versions:
-                self.note_effect(f"has '{path}' write to its arguments")
-            return result
-
-        nn.Module.__call__ = recorded  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
 def _nothing() -> None:

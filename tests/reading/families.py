@@ -183,6 +183,8 @@ def own_blocks() -> dict[str, Example]:
     angles = torch.randn(LENGTH, 4, dtype=torch.float64)
     complex_angles = torch.polar(torch.ones_like(angles), angles)
     causal = torch.full((LENGTH, LENGTH), -math.inf, dtype=torch.float64).triu(1)
+    padding = torch.zeros(BATCH, LENGTH, dtype=torch.float64)
+    padding[0, -2:] = -math.inf
     torch_layer = nn.TransformerEncoderLayer
     x = stream().requires_grad_()
     feed = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.SiLU(), nn.Linear(48, WIDTH))
@@ -201,6 +203,12 @@ def own_blocks() -> dict[str, Example]:
             "encoder layer, mask": Example(torch_layer(WIDTH, 4, 48, **first), (x, causal)),
             "encoder layer, causal": Example(
                 torch_layer(WIDTH, 4, 48, **first), (x, causal), {"is_causal": True}
+            ),
+            "encoder layer, padding": Example(
+                torch_layer(WIDTH, 4, 48, **first), (x, causal, padding)
+            ),
+            "encoder layer, bool masks": Example(
+                torch_layer(WIDTH, 4, 48, **first), (x, causal < 0, padding < 0)
             ),
             "encoder": Example(
                 nn.TransformerEncoder(

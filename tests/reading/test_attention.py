@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from opfuser.reading.construction import build
@@ -113,7 +114,7 @@ def test_capped_scores_with_a_mask_are_read() -> None:
     mask = torch.randn(BATCH, 1, LENGTH, LENGTH, dtype=torch.float64)
     attention = found(example_of(mask, core=core), Attention)
     assert attention == Attention(
-        Heads(HEADS, KEYS, SIZE, SIZE), 0.25, False, 1.0, 5.0, Mask(1, tuple(mask.shape))
+        Heads(HEADS, KEYS, SIZE, SIZE), 0.25, False, 1.0, 5.0, (Mask(1, tuple(mask.shape)),)
     )
 
 
@@ -144,6 +145,13 @@ def test_a_part_of_heads_that_turns_after_a_norm_is_read() -> None:
     sizes = Heads(HEADS, KEYS, SIZE, SIZE)
     assert found(example, Rotary) == Rotary(sizes, 4, False, (1, 2), "halves")
     assert found(example, HeadNorm) == HeadNorm(sizes, 1e-5, "q_scale", "k_scale")
+
+
+def test_what_is_around_a_reading_does_not_matter() -> None:
+    dataflow = trace(*layer_of(model_of("gpt_neox").eval())).dataflow
+    want = read(dataflow)
+    with torch.device("meta"), FakeTensorMode():
+        assert read(dataflow) == want
 
 
 def backwards(m: Attends, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -236,9 +244,9 @@ def test_other_attention_is_a_reason_to_keep_a_module(name: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("gpt2", "eager")])
-@pytest.mark.parametrize(("new", "past"), [(7, 0), (1, 5), (3, 5)])
+@pytest.mark.parametrize(("new", "past", "masked"), [(7, 0, 1), (1, 5, 1), (3, 5, 1), (3, 5, 0)])
 def test_a_cache_is_extended_as_by_the_layer(
-    family: str, attention: str, new: int, past: int
+    family: str, attention: str, new: int, past: int, masked: int
 ) -> None:
     torch.manual_seed(0)
     model: Any = model_of(family, attention).eval()
@@ -260,10 +268,14 @@ def test_a_cache_is_extended_as_by_the_layer(
 
         args = tuple(map(exchanged, example.args))
         kwargs = {name: exchanged(value) for name, value in example.kwargs.items()}
+        if not masked:
+            kwargs = {name: None if "mask" in name else v for name, v in kwargs.items()}
+            args = tuple(a if not isinstance(a, Tensor) or a.dim() < 4 else None for a in args)
         reading = read(trace(example.module, args, kwargs).dataflow)
         assert called_in(reading) == []
         assert caches[0].get_seq_length() == past
-        got = build(reading, example.module)(example.inputs(), cache=caches[1])
+        inputs = Example(example.module, args, kwargs).inputs()
+        got = build(reading, example.module)(inputs, cache=caches[1])
         want = example.module(*args, **kwargs)
     want = want[0] if isinstance(want, tuple) else want
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

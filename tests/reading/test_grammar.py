@@ -19,7 +19,14 @@ from opfuser.reading.operations import Activation, Called, Dropout, Gated, Norm,
 from opfuser.reading.rotary_tables import repetition_of
 from opfuser.reading.tracer import trace
 
-from .recomputed import Example, assert_recomputed, called_in, operations_in, read_of
+from .recomputed import (
+    Example,
+    assert_equal_steps,
+    assert_recomputed,
+    called_in,
+    operations_in,
+    read_of,
+)
 
 SIZE = 8
 
@@ -199,6 +206,10 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         "rounds to float16 by half",
     ),
     "writing in place": (write, "writes in place by __setitem__"),
+    "writing to a parameter": (
+        lambda m, x: (m.w.detach().zero_(), m.up(x))[1],
+        "writes in place by zero_",
+    ),
     "two tensors": (lambda m, x: (m.up(x), x), "returns 2 tensors"),
     "nothing": (lambda m, x: x, "computes nothing"),
     "other rows": (lambda m, x: m.up(x).mean(1), "computes mean"),
@@ -251,6 +262,11 @@ def test_what_is_not_explained_is_the_reason_to_keep_a_module(name: str) -> None
     assert reason in kept.value.reason
 
 
+def test_bits_that_are_read_as_another_dtype_are_not_passed() -> None:
+    with pytest.raises(KeptError, match="rounds to float16 by view"):
+        read_of(example_of(lambda m, x: m.up(x.view(torch.float16).to(x.dtype)), torch.bfloat16))
+
+
 def under_autocast(function: Callable[..., Any]) -> tuple[read.Reading, Example]:
     example = example_of(function, torch.float32)
     return grammar.read(trace(*example).dataflow, torch.bfloat16), example
@@ -269,6 +285,26 @@ def test_autocast_rounds_where_the_module_does() -> None:
         reason = "keeps torch.float32 under autocast after mul"
         with pytest.raises(KeptError, match=reason):
             under_autocast(lambda m, x: rms(x) * m.w)
+
+
+def test_parameters_that_are_exchanged_are_followed() -> None:
+    example = example_of(lambda m, x: m.down(F.silu(m.gate(h := rms(x))) * m.up(h)))
+    module = example.module
+    built = build(read_of(example), module)
+    for linear in (module.up, module.down):
+        linear.weight = nn.Parameter(torch.randn_like(linear.weight))
+    built.follow()
+    assert_equal_steps(example, built)
+    module.half()
+    built.follow()
+    assert {p.dtype for p in built.sequence.parameters()} == {torch.float16}
+
+
+def test_a_child_with_hooks_is_called() -> None:
+    example = example_of(lambda m, x: m.down(m.up(x)))
+    example.module.up.register_forward_hook(lambda module, args, output: output * 2)
+    reading = assert_recomputed(example, whole=False)
+    assert called_in(reading) == ["up"]
 
 
 class Importer:
@@ -323,6 +359,7 @@ def test_how_tables_repeat_angles_is_read() -> None:
     [
         (tables_of(lambda a: a), "reads its input 0"),
         (tables_of(lambda a: torch.cat([a, -a], -1)), "computes cat"),
+        (tables_of(lambda a: torch.cat([a[..., 2:], a[..., :2]], -1)), "computes cat"),
         (tables_of(lambda a: torch.cat([a, a.flip(-1)], -1)), "computes cat"),
         (lambda a: torch.cat([a, a], -1).tan(), "makes a table by tan"),
         (

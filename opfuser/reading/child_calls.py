@@ -1,0 +1,63 @@
+"""Calls of children, recorded while a forward is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from .dataflow import Call, Node, map_leaves
+from .reads import is_hooked
+from .tracing_mode import TracingMode, tensors_in
+
+__all__ = ["recorded_calls"]
+
+
+@contextmanager
+def recorded_calls(mode: TracingMode) -> Iterator[None]:
+    """Has calls of children be recorded, in place of ``nn.Module.__call__``."""
+    original = nn.Module.__call__
+
+    def recorded(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        path = mode.paths.get(id(module))
+        if path is None or mode.recording.elsewhere():
+            return original(module, *args, **kwargs)
+        return _called(mode, module, path, args, kwargs)
+
+    nn.Module.__call__ = recorded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+def _called(mode: TracingMode, module: nn.Module, path: str, args: Any, kwargs: Any) -> Any:
+    """Calls a child's forward; of one that has hooks, what it does is one node."""
+    flow = mode.dataflow
+    mode.recording.observed.called[id(module)] = module
+    call = Call(module, path, len(flow.nodes))
+    call.args, call.kwargs = map_leaves(mode.value_of, (args, kwargs))
+    tensors = tensors_in((args, kwargs))
+    versions = mode.versions(tensors)
+    hooked = is_hooked(module, mode.ignored_hooks)
+    mode.open_calls.append(call)
+    if not mode.muted:
+        flow.calls.append(call)
+    mode.muted += hooked
+    try:
+        result = module.forward(*args, **kwargs)
+    finally:
+        mode.muted -= hooked
+        mode.open_calls.pop()
+    if hooked:
+        result = map_leaves(mode.renewed, result)
+        node = Node("call_module", module, call.args, call.kwargs, path)
+        mode.append(node, tensors_in(result))
+        mode.require_grad.update(map(id, node.results))
+    call.end = len(flow.nodes)
+    call.result = map_leaves(mode.value_of, result)
+    if mode.versions(tensors) != versions:
+        mode.note_effect(f"has '{path}' write to its arguments")
+    return result
