@@ -64,8 +64,6 @@ def with_exchanged_parameters(reads: Reads) -> Reads | None:
     holders, names, before = reads.parameters
     now: list[Any] = [*map(dict.get, holders, names)]
     pairs = {id(old): new for old, new in zip(before, now)}
-    if len({id(new) for new in pairs.values()}) != len(pairs):
-        return None
     for old, new in zip(before, now):
         if pairs[id(old)] is not new or type(new) is not type(old) or _facts(new) != _facts(old):
             return None
@@ -120,7 +118,7 @@ class _Writer:
                 "    def check():",
                 "        try:",
                 f"            return {' and '.join(self.conditions) or 'True'}",
-                "        except KeyError:",
+                "        except (KeyError, RuntimeError, ValueError):  # such as of arrays",
                 "            return False",
                 "    return check",
             )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..reading.call_key import CallKey, call_key, constant_sizes
@@ -162,7 +160,7 @@ class Application:
         Raises:
             NotNowError: if that cannot be found out in this call.
         """
-        with self._lock, _unseen():
+        with self._lock:
             self.local.tracing = True
             try:
                 return self._decide(module, args, kwargs, known)
@@ -237,17 +235,6 @@ class Application:
         found.trace.dataflow = Dataflow()
         found.trace.key = found.trace.key._replace(caches=())
         return found
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """What a trace saves for backward is no tensor of a checkpoint around it."""
-    autograd: Any = torch._C._autograd
-    if not autograd._saved_tensors_hooks_is_enabled():
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda packed: packed):
-        yield
 
 
 def _check_modes(dataflow: Dataflow, reading: Reading) -> None:

@@ -235,7 +235,7 @@ def test_exchanged_parameters_are_taken_over_without_another_trace() -> None:
                 setattr(m.get_submodule(holder), own, nn.Parameter(1.1 * p.detach()))
         assert_equal_steps(step(model), step(plain))
     assert len(state_of(model.layers[0]).decisions) == before
-    # Tied parameters are not: their gradients add up.
+    # Gradients of parameters that are tied now add up.
     for m in (model, plain):
         m.layers[0].mlp.up_proj.weight = m.layers[0].mlp.gate_proj.weight
     assert_equal_steps(step(model), step(plain))
