@@ -40,7 +40,7 @@ from .projections import calls_returning, linear_of, only_tensor, vector_of
 from .replay import is_layout, undisturbed
 from .steps import Step
 from .torch_attention import torch_attention_of
-from .values import Values, computed
+from .values import Values, computed, located
 
 __all__ = ["read"]
 
@@ -75,7 +75,7 @@ def read(dataflow: Dataflow, autocast: torch.dtype | None = None) -> Reading:
         inside = any(start <= number < end for start, end in spans)
         explained = node in whole.once or node in whole.written
         if node.effect and not explained and not inside:
-            raise KeptError(f"{node.effect} in '{node.place}'")
+            raise KeptError(located(node.effect, node))
     return Reading(dataflow.inputs.index(whole.source), whole.operations)
 
 

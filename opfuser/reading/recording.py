@@ -201,13 +201,14 @@ class Recording:
 
     def _profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
         """Notes the globals that the code of a called function names."""
-        code, around = frame.f_code, frame.f_globals
-        if self._is_importing(frame, event):
+        if event != "call":  # most events, so that this comes first
+            if event == "return":
+                self._returns(frame)
             return
-        if event != "call":
-            if event == "return" and frame is self._function:
-                self._function = None
-                torch._C._set_grad_enabled(True)
+        code, around = frame.f_code, frame.f_globals
+        if self._importing is None and code is _IMPORT:
+            self._importing = frame
+        if self._importing is not None:  # a module for the first time, which is no part of it
             return
         if (watched := self._watched.get(id(code))) is not None:
             watched(frame)
@@ -236,14 +237,12 @@ class Recording:
             elif stores:
                 self.observed.row(around, name, MISSING)
 
-    def _is_importing(self, frame: types.FrameType, event: str) -> bool:
-        """Whether a module is imported for the first time, in this frame or around it."""
-        if self._importing is None and event == "call" and frame.f_code is _IMPORT:
-            self._importing = frame
-        elif self._importing is frame and event == "return":
+    def _returns(self, frame: types.FrameType) -> None:
+        if frame is self._importing:
             self._importing = None
-            return True
-        return self._importing is not None
+        elif frame is self._function:
+            self._function = None
+            torch._C._set_grad_enabled(True)
 
     def _global(self, around: dict[str, Any], name: str, names: tuple[str, ...]) -> None:
         value = around[name]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .arguments import CASTS, is_number
 from .dataflow import Node, Value, map_leaves, values_in
 from .kept import KeptError
-from .values import Values
+from .values import Values, computed
 
 __all__ = [
     "evaluate",
@@ -119,9 +119,7 @@ def evaluate(value: Value, known: dict[Value, Tensor]) -> Tensor:
     try:
         known.update(zip(node.results, _called(node, args, kwargs)))
     except (TypeError, RuntimeError, IndexError, ValueError) as error:
-        raise KeptError(
-            f"computes {node.op} in '{node.place}' in an unusual way ({error})"
-        ) from None
+        raise KeptError(f"{computed(value)} in an unusual way ({error})") from None
     return known[value]
 
 

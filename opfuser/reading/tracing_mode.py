@@ -167,8 +167,18 @@ class TracingMode(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        op, kwargs = name_of(function), kwargs or {}
-        if self.paused or op == "_set_grad_enabled":
+        if self.paused:
+            return function(*args, **(kwargs or {}))
+        # What this does, and a function of torch inside, is no part of the forward.
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return self.called(name_of(function), function, args, kwargs or {})
+        finally:
+            sys.setprofile(profile)
+
+    def called(self, op: str, function: Any, args: Any, kwargs: Any) -> Any:
+        if op == "_set_grad_enabled":
             return function(*args, **kwargs)
         if op in QUESTIONS:
             return self.answer(op, function, args, kwargs)
@@ -183,7 +193,7 @@ class TracingMode(TorchFunctionMode):
         try:
             # What makes tensors of none makes them on the device of the stand-ins.
             made_on = nullcontext() if tensors else self.stand_in_device
-            with self.unrecorded(), torch.no_grad(), self.fake, made_on:
+            with torch.no_grad(), self.fake, made_on:
                 result = computed(op, function, operands, keywords)
         except (RuntimeError, NotImplementedError) as error:
             self.keep(f"computes {op} in '{self.place}' ({described(error)})", error)

@@ -7,10 +7,10 @@ from functools import lru_cache
 import torch
 
 from .arguments import Term, term_of
-from .dataflow import Dataflow, Value, values_in
+from .dataflow import Dataflow, Node, Value, values_in
 from .kept import KeptError
 
-__all__ = ["Values", "computed"]
+__all__ = ["Values", "computed", "located"]
 
 
 class Values:
@@ -126,7 +126,9 @@ def computed(v: Value, verb: str = "computes") -> str:
     """The reason that a value's operation is not explained."""
     if v.node is None:
         return f"reads {v.origin} {v.name}" if v.origin != "input" else f"reads its input {v.name}"
-    if v.node.effect:
-        return f"{v.node.effect} in '{v.node.place}'"
-    where = f" in '{v.node.place}'" if v.node.place else ""
-    return f"{verb} {v.node.op}{where}"
+    return located(v.node.effect or f"{verb} {v.node.op}", v.node)
+
+
+def located(text: str, node: Node) -> str:
+    """A text about a node, with its place."""
+    return f"{text} in '{node.place}'" if node.place else text

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from .families import IN_FP32, VISION, layer_of, model_of, own_blocks
-from .recomputed import assert_recomputed
+from opfuser.reading.construction import build
+from opfuser.reading.kept import KeptError
+
+from .families import IN_FP32, VISION, WIDTH, layer_of, model_of, own_blocks, randomised, stream
+from .recomputed import Example, assert_recomputed, read_of
 
 DECODERS = """arcee biogpt cohere cohere2 ernie4_5 exaone4 gemma gemma3_text glm glm4 gpt2 gpt_neox
     granite helium hunyuan_v1_dense llama mistral nemotron olmo olmo2 opt phi phi3 qwen2 qwen3
@@ -27,6 +31,16 @@ def test_a_layer_is_read_whole(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi", "qwen3"])
 def test_attention_as_products_with_a_mask_is_read_whole(family: str) -> None:
     assert_recomputed(layer_of(model_of(family, "eager").eval()), 1e-5)
+
+
+def test_a_layer_that_is_not_explained_is_kept_with_the_reason() -> None:
+    layer = layer_of(model_of("modernbert").eval())
+    with pytest.raises(KeptError, match="opfuser has no operation that gates by gelu"):
+        build(read_of(layer), layer.module)
+    decoder = nn.TransformerDecoderLayer(WIDTH, 4, 48, batch_first=True)
+    reason = "attends to another input by multi_head_attention_forward in 'multihead_attn'"
+    with pytest.raises(KeptError, match=reason):
+        read_of(Example(randomised(decoder), (stream(), stream())))
 
 
 @pytest.mark.parametrize("name", OWN)
