@@ -36,19 +36,31 @@ class Memo:
         """Has what a sequence is given be made once for all that share this memo."""
         for number, argument in enumerate(built.arguments):
             make: Any = argument.value
-            (op,) = make.args
-            read = _inputs_of(op)
-            shared = functools.partial(self.value, make, (argument.keyword, op), read)
+            read = tuple(n for part in make.args for n in _inputs_of(part))
+            kind = argument.keyword, *make.args
+            shared = functools.partial(self.value, make, kind, (built.input, read))
             built.arguments[number] = argument._replace(value=shared)
 
     def value(
-        self, make: _Make, kind: Hashable, read: tuple[int, ...], inputs: Sequence[Any]
+        self,
+        make: _Make,
+        kind: Hashable,
+        numbers: tuple[int, tuple[int, ...]],
+        inputs: Sequence[Any],
     ) -> Any:
-        """What is made of some of the inputs of a call, those whose numbers are ``read``."""
+        """What is made of some of the inputs of a call, for a stream of one dtype.
+
+        Args:
+            make: makes it.
+            kind: equal where the same is made of equal inputs.
+            numbers: of the stream, and of the inputs that are read.
+            inputs: of the call.
+        """
+        stream, read = numbers
         given = [inputs[n] for n in read]
         if any(t.requires_grad or t.is_inference() for t in given) or _capturing(given[0]):
             return make(inputs)
-        kind = kind, torch.is_inference_mode_enabled()
+        kind = kind, inputs[stream].dtype, torch.is_inference_mode_enabled()
         last = self._made.get(kind)
         versions = tuple(t._version for t in given)
         if (
@@ -66,8 +78,13 @@ class Memo:
         return made
 
 
-def _inputs_of(op: Rotary | Mask) -> tuple[int, ...]:
-    return op.tables if isinstance(op, Rotary) else (op.input,)
+def _inputs_of(part: Any) -> tuple[int, ...]:
+    """The numbers of the inputs that an operation reads, or several."""
+    if isinstance(part, tuple):
+        return tuple(n for inner in part for n in _inputs_of(inner))
+    if isinstance(part, Mask):
+        return (part.input,)
+    return part.tables if isinstance(part, Rotary) else ()
 
 
 def _capturing(t: Tensor) -> bool:

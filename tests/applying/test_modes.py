@@ -108,15 +108,16 @@ def test_other_sizes_than_those_of_the_first_call() -> None:
     assert not any(entry.fell_back for entry in report(model).computed)
 
 
-def test_a_mask_of_a_padded_batch() -> None:
-    model, plain = llama(), llama()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_mask_of_a_padded_batch(attention: str) -> None:
+    model, plain = llama(attention), llama(attention)
     opfuser.apply(model)
     mask = torch.ones_like(IDS)
-    mask[0, :3] = 0
+    mask[0, 4:] = 0
     for _ in range(2):
         assert_equal_steps(step(model, attention_mask=mask), step(plain, attention_mask=mask))
         assert_equal_steps(step(model), step(plain))
-    mask[1, :2] = 0
+    mask[1, 5:] = 0
     assert_equal_steps(step(model, attention_mask=mask), step(plain, attention_mask=mask))
     # The same tensor with other entries.
     embedded = torch.randn(2, 7, 32, dtype=torch.float64)
@@ -125,6 +126,8 @@ def test_a_mask_of_a_padded_batch() -> None:
         got, want = (m(inputs_embeds=embedded, attention_mask=full)[0] for m in (model, plain))
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
         full[..., 4:] = -1e30
+    assert "layers.0" in paths(report(model))
+    assert not report(model).computed[0].fell_back
 
 
 def test_tables_that_are_written_in_place_are_read_again() -> None:
