@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import async_tensor_parallel, basic, events, gemm_providers, optim, recipe
+from .applying import apply, revert
 from .attention.cache import KVCache
 from .basic import *  # noqa: F403 - the one list of operations is in basic/__init__.py
 from .basic.activation import *  # noqa: F403 - type checkers follow no list that is added to it
@@ -70,6 +71,7 @@ __all__ = [
     "Sequential",
     "Step",
     "WgradOverlap",
+    "apply",
     "async_tensor_parallel",
     "autocast",
     "can_fuse",
@@ -97,6 +99,7 @@ __all__ = [
     "register_forward_fusion",
     "replay",
     "require_fusions",
+    "revert",
     "to_torch",
     "watch_quantization",
 ]

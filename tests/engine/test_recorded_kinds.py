@@ -77,6 +77,6 @@ def test_a_kind_that_was_refused_is_not_recorded_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(specialized, "guard_of_call", refuse)
     with torch.no_grad():
         for _ in range(5):
-            mask = torch.ones(2, 2, dtype=torch.bool)
+            mask = torch.ones(1, 2, dtype=torch.bool)
             seq(torch.ones(1, 2, 3 * D), op_kwargs={0: {"mask": mask}})
     assert len(tried) == 1

@@ -1,0 +1,259 @@
+"""Having sequences of operations compute the modules of a model, and taking that back."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentTypeError, explain
+from .decisions import Application
+from .descriptions import children_called, described
+from .forwards import State, install, is_applied, state_of, uninstall
+from .reports import Computed, Inside, Kept, Report, in_order
+
+__all__ = ["apply", "report", "revert"]
+
+_NOT_CALLED = "has not been called since apply"
+_NOT_THERE = "was not there when apply was called"
+_FOREIGN = "has a forward of its own, which something else has set"
+
+
+def apply(
+    model: nn.Module,
+    *,
+    example: Mapping[str, Any] | Sequence[Any] | Tensor | None = None,
+    dry_run: bool = False,
+) -> Report:
+    """Has sequences of operations compute what they can of a model, and says what.
+
+    Each module that owns parameters, itself or below, looks at its calls from then on, the
+    outermost first. The first call of a kind is traced: the forward of the module's class runs once
+    on the meta device. If every operation of it is explained, a :class:`opfuser.Sequential` with
+    the module's own parameters computes this call and others like it. Otherwise the module's own
+    forward does, and its children get their turn. A later call is like one that was traced if its
+    arguments have the same structure, types and relations of sizes, in the same modes, and if all
+    attributes, functions and settings are as they were that the forward has read. If not, it is
+    traced anew.
+
+    The model keeps its modules, parameters, hooks and ``state_dict``. Results are those of the
+    model up to rounding; masks of dropout are others. Gradients do not flow into keys and values
+    that a cache returns. Under ``torch.compile`` the forwards of the classes run.
+
+    Args:
+        model: any module.
+        example: arguments of one call: a mapping of keywords, a tuple of positional arguments, or
+            one tensor. The model is called with them once, in its current modes and without
+            gradients kept, and its buffers and random numbers are as before afterwards. Without an
+            example, the report says of most modules that they were not called yet; that of
+            :func:`report` after the first calls says all.
+        dry_run: whether to change nothing, and only report.
+
+    Returns:
+        What computes the modules of the model, and why the others are kept.
+
+    Raises:
+        ArgumentTypeError: ``model`` is no ``torch.nn.Module``, or ``example`` does not fit its
+            forward. What the model itself raises for an example is raised as it is, and nothing is
+            applied then.
+    """
+    _check(model)
+    call = None if example is None else _bound(model, example)
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        revert(model)
+        _install(model)
+        if call is not None:
+            with _as_before(model), _noted(call):
+                model(*call.args, **call.kwargs)
+        made = report(model)
+    except BaseException:
+        _put_back(before)
+        raise
+    if dry_run:
+        _put_back(before)
+    return made
+
+
+def revert(model: nn.Module) -> None:
+    """Gives all modules of a model back what they had before :func:`apply`.
+
+    What others have wrapped around a forward since stays, and calls that of the module's class.
+
+    Args:
+        model: to which :func:`apply` was applied; nothing is done to others.
+
+    Raises:
+        ArgumentTypeError: ``model`` is no ``torch.nn.Module``.
+    """
+    _check(model)
+    for module in model.modules():
+        uninstall(module)
+
+
+def report(model: nn.Module) -> Report:
+    """What computes the modules of a model, by the calls that there were since :func:`apply`.
+
+    Args:
+        model: to which :func:`apply` was applied.
+
+    Raises:
+        ArgumentTypeError: ``model`` is no ``torch.nn.Module``.
+    """
+    _check(model)
+    computed: list[Computed] = []
+    inside: list[Inside] = []
+    kept: list[Kept] = []
+    for path, module in model.named_modules():
+        if not _owns_parameters(module):
+            continue
+        entry = _entry(path, module)
+        if isinstance(entry, Computed):
+            computed.append(entry)
+            continue
+        around = [outer.path for outer in computed if outer.covers(path)]
+        if around and entry.reason in (_NOT_CALLED, _NOT_THERE):
+            inside.append(Inside(path, around[-1]))
+        else:
+            kept.append(entry)
+    return Report(tuple(computed), tuple(inside), tuple(kept))
+
+
+def _check(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            explain(
+                "A model is a torch.nn.Module",
+                where="opfuser.apply",
+                received=type(model).__name__,
+                remedy="Build or load it first",
+            )
+        )
+
+
+def _bound(model: nn.Module, example: Any) -> inspect.BoundArguments:
+    """The arguments of an example.
+
+    Raises:
+        ArgumentTypeError: the model's forward takes no such arguments.
+    """
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example, Mapping):
+        kwargs = dict(example)
+    else:
+        args = (example,) if isinstance(example, Tensor) else tuple(example)
+    try:
+        return inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            explain(
+                "An example has the arguments of one call of the model",
+                where="opfuser.apply",
+                received=f"{', '.join([*(type(a).__name__ for a in args), *kwargs])}: {error}",
+                remedy=f"The forward takes {inspect.signature(model.forward)}",
+            )
+        ) from None
+
+
+@contextmanager
+def _noted(call: inspect.BoundArguments) -> Iterator[None]:
+    """What the model raises says which call it was."""
+    try:
+        yield
+    except Exception as error:
+        if sys.version_info >= (3, 11):
+            given = ", ".join(f"{n}={_shown(a)}" for n, a in call.arguments.items())
+            error.add_note(f"opfuser.apply called the model with its example: {given}")
+        raise
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype} on {value.device}"
+    return type(value).__name__
+
+
+def _install(model: nn.Module) -> None:
+    application = Application()
+    for module in model.modules():
+        own = module.__dict__.get("forward")
+        if _owns_parameters(module) and _has_forward(module) and not _foreign(module):
+            install(module, State(application, own))
+
+
+def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, own in before:
+        module.__dict__.clear()
+        module.__dict__.update(own)
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None and (
+        _has_forward(module) or bool(module._parameters)
+    )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _foreign(module: nn.Module) -> bool:
+    """Whether something else has set a forward of the module's own."""
+    own = module.__dict__.get("forward")
+    return not (
+        own is None
+        or is_applied(own)
+        or (
+            isinstance(own, types.MethodType)
+            and own.__self__ is module
+            and own.__func__ is type(module).forward
+        )
+    )
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Afterwards, buffers and random numbers are as they were."""
+    holders = [(m._buffers, dict(m._buffers)) for m in model.modules() if m._buffers]
+    values = [(b, b._version, b.clone()) for b in model.buffers() if not b.is_inference()]
+    devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for now, held in holders:
+                now.clear()
+                now.update(held)
+            with torch.no_grad():
+                for buffer, version, value in values:
+                    if buffer._version != version:
+                        buffer.copy_(value)
+
+
+def _entry(path: str, module: nn.Module) -> Computed | Kept:
+    state = state_of(module)
+    if state is None:
+        if not _has_forward(module):
+            return Kept(path, "has no forward")
+        return Kept(path, _FOREIGN if _foreign(module) else _NOT_THERE)
+    reasons = Counter(state.passed)
+    for decision in state.decisions:
+        if decision.reading is None and decision.calls:
+            reasons[decision.reason] += decision.calls
+    fell_back = in_order(reasons)
+    calls = sum(d.calls for d in state.decisions if d.reading is not None)
+    done = [d.reading for d in state.decisions if d.built is not None and d.reading is not None]
+    if done:
+        called = tuple(children_called(done[-1]))
+        return Computed(path, described(done[-1]), calls, fell_back, called)
+    if _foreign(module):
+        return Kept(path, _FOREIGN, fell_back)
+    return Kept(path, fell_back[0][0] if fell_back else _NOT_CALLED, fell_back)

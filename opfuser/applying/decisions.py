@@ -1,0 +1,303 @@
+"""What computes the calls of a module: a sequence of operations, or its own forward and why."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..reading.call_key import CallKey, call_key, constant_sizes
+from ..reading.construction import Built, build
+from ..reading.dataflow import Dataflow, Value, map_leaves
+from ..reading.grammar import read
+from ..reading.kept import KeptError, NotNowError
+from ..reading.operations import (
+    Activation,
+    Bias,
+    Called,
+    Dropout,
+    Linear,
+    Parallel,
+    Reading,
+    Reorder,
+    Residual,
+    Scale,
+    Transpose,
+)
+from ..reading.reads import Reads, is_scalar
+from ..reading.siblings import sibling_reads
+from ..reading.sizes import Size
+from ..reading.tracer import Trace, trace
+from .checks import Checks, checks_of, with_exchanged_parameters
+from .descriptions import operations_in
+from .memo import Memo
+
+__all__ = ["Application", "Decision"]
+
+# A module that calls more than that is not read as one: its parts are.
+_MODULES_AT_MOST = 200
+# So many siblings are traced without success before the others are taken to be the same.
+_FAILURES = 3
+# Of each class, so many traces are remembered.
+_TRACES = 64
+# One of these alone is what torch computes as well, with less to do before.
+_ALONE = Linear | Activation
+_WITH_OTHERS = Bias | Called | Dropout | Parallel | Reorder | Residual | Scale | Transpose
+
+
+@dataclass(eq=False)
+class Decision:
+    """What computes the calls of one kind of one module.
+
+    Attributes:
+        reason: why the module's own forward does; empty if a sequence does.
+        trace: of a call; None if there is none.
+        reads: what the module's forward reads; None without a trace.
+        check, granted: :class:`Checks` of these; None without a trace.
+        reading: what was read; None if the module's own forward computes.
+        built: the sequence, as long as it is current.
+        arrange: puts the output where the forward returns it; None if it returns nothing else.
+        changes: how many changes of the model were noticed before.
+        tried: whether the sequence has computed a call.
+        calls: how many there were.
+    """
+
+    reason: str = ""
+    trace: Trace | None = None
+    reads: Reads | None = None
+    check: Callable[[], bool] | None = None
+    granted: Callable[[], bool] | None = None
+    reading: Reading | None = None
+    built: Built | None = None
+    arrange: Callable[[Tensor], Any] | None = None
+    changes: int = 0
+    tried: bool = False
+    calls: int = 0
+
+    def current(self, application: Application) -> bool:
+        """Whether it would be found out again."""
+        return self.check() if self.check else self.changes == application.changes
+
+    def takes(self, key: CallKey, module: nn.Module) -> bool:
+        """Whether it holds for calls of its module with a key, as long as it is current."""
+        trace = self.trace
+        return trace is not None and trace.key.facts == key.facts and trace.takes(key, module)
+
+    def give_up(self, reason: str) -> None:
+        """Leaves calls to the module's own forward."""
+        self.built = self.reading = None
+        self.reason = reason
+
+    def exchange_parameters(self) -> bool:
+        """Goes on with the parameters that are there now, if nothing else has changed."""
+        if self.reads is None or self.granted is None or not self.granted():
+            return False
+        reads = with_exchanged_parameters(self.reads)
+        if reads is None:
+            return False
+        self.reads, (self.check, self.granted) = reads, checks_of(reads)
+        if self.built is not None:
+            self.built.follow()
+        return True
+
+    def retire(self) -> None:
+        """Takes no more calls, as something has changed that was read."""
+        self.trace = self.reads = self.check = self.granted = self.built = None
+        self.changes = -1
+
+
+@dataclass(eq=False)
+class _Read:
+    """A trace, and what was read of it or why nothing was."""
+
+    trace: Trace
+    checks: Checks
+    reading: Reading | None = None
+    reason: str = ""
+    arrange: Callable[[Tensor], Any] | None = None
+
+
+class _Local(threading.local):
+    tracing = False
+
+
+@dataclass(eq=False)
+class Application:
+    """What the modules of a model have in common to which ``apply`` was applied.
+
+    Attributes:
+        changes: how often it was noticed that something has changed that a forward had read.
+        local: whether this thread traces a forward.
+        memo: of what sequences are given.
+    """
+
+    changes: int = 0
+    local: _Local = field(default_factory=_Local)
+    memo: Memo = field(default_factory=Memo)
+    _read_before: dict[type, list[_Read]] = field(default_factory=lambda: defaultdict(list))
+    _failed: dict[Hashable, list[str]] = field(default_factory=lambda: defaultdict(list))
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Application:
+        return Application()
+
+    def decide(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: list[Decision],
+    ) -> tuple[Decision, tuple[int, ...]]:
+        """What computes a call of a module, and others like it: one that is known, or a new one.
+
+        Returns:
+            This, and the sizes that the call has and others may have differently.
+
+        Raises:
+            NotNowError: if that cannot be found out in this call.
+        """
+        with self._lock:
+            self.local.tracing = True
+            try:
+                return self._decide(module, args, kwargs, known)
+            except NotNowError:
+                raise
+            except KeptError as kept:
+                return Decision(kept.reason, changes=self.changes), ()
+            # The module's own forward is right whatever the reader stumbles over.
+            except Exception as error:  # noqa: BLE001
+                text = (str(error).splitlines() or [""])[0]
+                reason = f"could not be read: {type(error).__name__}: {text[:80]}"
+                return Decision(reason, changes=self.changes), ()
+            finally:
+                self.local.tracing = False
+
+    def _decide(
+        self, module: nn.Module, args: Any, kwargs: Any, known: list[Decision]
+    ) -> tuple[Decision, tuple[int, ...]]:
+        key = call_key(module, args, kwargs, constant_sizes(module))
+        for decision in known:
+            if decision.takes(key, module):
+                if decision.current(self) or decision.exchange_parameters():
+                    return decision, key.sizes
+                decision.retire()
+                self.changes += 1
+        return self._new(module, args, kwargs, key), key.sizes
+
+    def _new(self, module: nn.Module, args: Any, kwargs: Any, key: CallKey) -> Decision:
+        for one in self._read_before[type(module)]:
+            if one.trace.key.facts == key.facts and one.trace.takes(key, module):
+                reads = sibling_reads(one.trace.reads, module)
+                if reads is not None and one.checks.current():
+                    return self._decision(module, one, reads)
+        one = self._read(module, args, kwargs, key)
+        return self._decision(module, one, one.trace.reads)
+
+    def _decision(self, module: nn.Module, one: _Read, reads: Reads) -> Decision:
+        made = Decision(one.reason, one.trace, reads, *checks_of(reads), changes=self.changes)
+        if one.reading is not None:
+            made.reading, made.arrange = one.reading, one.arrange
+            made.built = build(one.reading, module)
+            self.memo.share(made.built)
+            _renumber(made.built, one.trace.reads, reads)
+        return made
+
+    def _read(self, module: nn.Module, args: Any, kwargs: Any, key: CallKey) -> _Read:
+        _check(module, args, kwargs)
+        failed = self._failed[type(module), key.facts]
+        if len(failed) >= _FAILURES and len(set(failed)) == 1:
+            raise KeptError(failed[0])
+        try:
+            traced = trace(module, args, kwargs)
+        except NotNowError:
+            raise
+        except KeptError as kept:
+            failed.append(kept.reason)
+            raise
+        found = _Read(traced, checks_of(traced.reads))
+        before = self._read_before[type(module)]
+        before[:] = [*(one for one in before if one.checks.current()), found][-_TRACES:]
+        try:
+            found.arrange = _arrangement(found.trace.dataflow.result)
+            found.reading = read(found.trace.dataflow)
+            _check_modes(found.trace.dataflow, found.reading)
+            build(found.reading, module)
+        except KeptError as kept:
+            found.reading, found.reason = None, kept.reason
+        else:
+            if not _is_worth_it(found.reading):
+                found.reading, found.reason = None, "has nothing to fuse: torch computes it as well"
+        # What is read of a trace from now on holds no tensor of the call.
+        found.trace.dataflow = Dataflow()
+        found.trace.key = found.trace.key._replace(caches=())
+        return found
+
+
+def _check_modes(dataflow: Dataflow, reading: Reading) -> None:
+    """Refuses to call a child by itself that the forward calls in another mode.
+
+    Raises:
+        KeptError: modes were switched, and a child is called.
+    """
+    if not any(isinstance(op, Called) for op in operations_in(reading)):
+        return
+    for node in dataflow.nodes:
+        if "switched" in node.effect:
+            raise KeptError(f"{node.effect} in '{node.place}'")
+
+
+def _is_worth_it(reading: Reading) -> bool:
+    """Whether there is anything in it that may be fused, or that has a kernel of its own."""
+    found = [op for op in operations_in(reading) if not isinstance(op, _WITH_OTHERS)]
+    return len(found) > 1 or any(not isinstance(op, _ALONE) for op in found)
+
+
+def _check(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses what cannot be read as one sequence, before it is traced."""
+    tensors: list[Tensor] = []
+    map_leaves(lambda t: tensors.append(t) if isinstance(t, Tensor) else None, (args, kwargs))
+    if not any(t.dtype.is_floating_point and t.dim() > 1 for t in tensors):
+        raise KeptError("is called without a floating-point tensor of rows")
+    count = sum(1 for _ in module.modules())
+    if count > _MODULES_AT_MOST:
+        raise KeptError(f"holds {count - 1} modules, which are read by themselves")
+
+
+def _arrangement(result: Any) -> Callable[[Tensor], Any] | None:
+    """What puts the output where a forward returns it whose result was traced; None if alone.
+
+    Raises:
+        KeptError: the result is of a type that cannot be told from its trace.
+    """
+    if isinstance(result, Value):
+        return None
+
+    def check(tree: Any) -> None:
+        if type(tree) in (tuple, list):
+            for part in tree:
+                check(part)
+        elif type(tree) is Size or not (isinstance(tree, Value) or is_scalar(tree)):
+            raise KeptError(f"returns a {type(tree).__name__}")
+
+    check(result)
+
+    # Without the values, which hold the whole dataflow.
+    places = map_leaves(lambda leaf: ... if isinstance(leaf, Value) else leaf, result)
+
+    def arrange(y: Tensor) -> Any:
+        return map_leaves(lambda leaf: y if leaf is ... else leaf, places)
+
+    return arrange
+
+
+def _renumber(built: Built, traced: Reads, reads: Reads) -> None:
+    """Has attention extend the layer of this module in a cache, not that of a sibling."""
+    if traced is reads or not built.cached:
+        return
+    pairs = zip(traced.rows(), reads.rows())
+    numbers = {old[2]: new[2] for old, new in pairs if (id(old[0]), old[1]) in traced.free}
+    built.cached[:] = [(op, numbers.get(layer, layer)) for op, layer in built.cached]

@@ -1,0 +1,47 @@
+"""What was read of a module, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from ..reading.operations import Called, MergedLinear, Operation, Parallel, Reading, Residual
+
+__all__ = ["children_called", "described", "operations_in"]
+
+
+def described(reading: Reading) -> str:
+    """The operations, such as ``"x + (Norm, Linear, Activation, Linear)"``."""
+    return _all(reading.operations)
+
+
+def _all(operations: Iterable[Operation]) -> str:
+    return ", ".join(map(_text, operations))
+
+
+def _text(op: Operation) -> str:
+    if isinstance(op, Residual):
+        return f"x + ({_all(op.branch)})"
+    if isinstance(op, Parallel):
+        return " + ".join(f"({_all(branch)})" for branch in op.branches)
+    if isinstance(op, MergedLinear):
+        return f"MergedLinear x{len(op.projections)}"
+    return f"'{op.path}'" if isinstance(op, Called) else type(op).__name__
+
+
+def children_called(reading: Reading) -> list[tuple[str, str]]:
+    """The paths of children that are called as they are, and why."""
+    return [(op.path, op.reason) for op in operations_in(reading) if isinstance(op, Called)]
+
+
+def operations_in(tree: Any) -> Iterator[Operation]:
+    """All operations, those inside of others too."""
+    if isinstance(tree, tuple):
+        for part in tree:
+            yield from operations_in(part)
+    elif is_dataclass(tree):
+        if isinstance(tree, Operation):
+            yield tree
+        for part in fields(tree):
+            yield from operations_in(getattr(tree, part.name))

@@ -1,0 +1,328 @@
+"""The forward of a module to which ``apply`` was applied, and what is known of its calls."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from sys import getrefcount
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+
+from ..errors import OpfuserError
+from ..reading.kept import NotNowError
+from ..reading.reads import GLOBAL_HOOKS
+from ..tracing import transforms_active
+from .caches import WithoutGradients
+from .decisions import Application, Decision
+from .layouts import Given, Layout, given_of, layout_of
+
+__all__ = ["State", "install", "is_applied", "state_of", "uninstall"]
+
+_STATE = "_opfuser_applied"
+# What a module does that was read so often without end is left alone.
+_DECISIONS_AT_MOST = 200
+_KINDS_AT_MOST = 16
+_SIZES_AT_MOST = 1024
+
+
+def _note_compiled(state: State | None) -> bool:
+    """Counts a trace; the tracer calls it, and has no more of it in the graph than a constant."""
+    if state is not None:
+        state.passed["torch.compile traces the forward of its class"] += 1
+    return True
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler.
+_note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What a module returns to which ``apply`` was applied.
+
+    It stands in the module as a method of it: a deep copy gets one of its own, and a pickle holds
+    the method of this name, that of the module's class. The names of globals in this function count
+    as read by a module that is traced while it calls this one: there are none but torch and one
+    function.
+    """
+    if torch.compiler.is_compiling():
+        _note_compiled(module.__dict__.get("_opfuser_applied"))
+        return type(module).forward(module, *args, **kwargs)
+    # The attribute itself is what the trace would take for read with all its contents.
+    own = object.__getattribute__(module, "__dict__")
+    state = own.get("_opfuser_applied")
+    if state is None or state.local.tracing:
+        return type(module).forward(module, *args, **kwargs)
+    return state.call(module, own, args, kwargs)
+
+
+_applied_forward = forward
+
+# What was found out for a call, and its sizes that may differ in others.
+_Found = tuple[Decision, tuple[int, ...]]
+
+
+@dataclass(eq=False)
+class _Kind:
+    """Calls of one layout.
+
+    Attributes:
+        layout: tells whether a call is of this kind.
+        modes: shapes and modes of the last call, and what was found out for it.
+        known: all of them.
+    """
+
+    layout: Layout
+    modes: Hashable = None
+    last: _Found | None = None
+    known: dict[Hashable, _Found] = field(default_factory=dict)
+
+    def note(self, modes: Hashable, found: _Found) -> None:
+        if len(self.known) >= _SIZES_AT_MOST:
+            self.known = {}
+        self.known[modes] = found
+        self.modes, self.last = modes, found
+
+
+class State:
+    """What is known of the calls of one module.
+
+    Attributes:
+        application: what it has in common with the other modules of its model.
+        local: of the application.
+        before: what stood in the module's ``__dict__`` as its forward; None if nothing did.
+        decisions: what computes its calls, in order of the first ones.
+        passed: how many calls its own forward took for reasons outside of it.
+    """
+
+    def __init__(self, application: Application, before: Any = None) -> None:
+        self.application, self.local = application, application.local
+        self.before = before
+        self.decisions: list[Decision] = []
+        self.passed: Counter[str] = Counter()
+        self._kinds: tuple[_Kind, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        key = id(self.application)
+        return State(memo.setdefault(key, Application()), copy.deepcopy(self.before, memo))
+
+    def __reduce__(self) -> Any:  # None: a pickle needs no opfuser, and is of a module as it was
+        return type(None), ()
+
+    def call(self, module: Any, own: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        """The result of a call of the module."""
+        if getrefcount(own["_opfuser_applied"]) > _REFERENCES:
+            copied = _called_copy(module)
+            if copied is not None:
+                return copied.forward(*args, **kwargs)
+        reason = _reason_outside()
+        if reason:
+            self.passed[reason] += 1
+            return type(module).forward(module, *args, **kwargs)
+        kind: _Kind | None
+        for kind in self._kinds:
+            given = kind.layout(args, kwargs)
+            if given is not None:
+                break
+        else:
+            kind, given = self._new_kind(args, kwargs)
+        reason = ""
+        try:
+            decision = self._decision(module, kind, given, args, kwargs)
+        except NotNowError as kept:
+            reason = kept.reason
+        else:
+            if given[2] is not None:
+                reason = _reason_of_cache(decision, given)
+        if reason:
+            self.passed[reason] += 1
+            return type(module).forward(module, *args, **kwargs)
+        decision.calls += 1
+        if decision.built is None:
+            return type(module).forward(module, *args, **kwargs)
+        return self._computed(module, decision, given, args, kwargs)
+
+    def _computed(
+        self, module: Any, decision: Decision, given: Given, args: Any, kwargs: Any
+    ) -> Any:
+        assert decision.built is not None
+        inputs, _, cache = given
+        if cache is not None and torch.is_grad_enabled():
+            cache = WithoutGradients(cache)
+        try:
+            y = decision.built(inputs, cache)
+        except OpfuserError as error:
+            if decision.tried or _fills(decision, given):  # a cache that may be extended by now
+                raise
+            decision.give_up(f"is refused by opfuser: {str(error).partition('. ')[0]}")
+            return type(module).forward(module, *args, **kwargs)
+        decision.tried = True
+        return y if decision.arrange is None else decision.arrange(y)
+
+    def _new_kind(self, args: Any, kwargs: Any) -> tuple[_Kind | None, Given]:
+        layout = layout_of(args, kwargs)
+        if layout is None:
+            return None, given_of(args, kwargs)
+        kind = _Kind(layout)
+        self._kinds = (kind, *self._kinds)[:_KINDS_AT_MOST]
+        given = layout(args, kwargs)
+        assert given is not None
+        return kind, given
+
+    def _decision(
+        self, module: nn.Module, kind: _Kind | None, given: Given, args: Any, kwargs: Any
+    ) -> Decision:
+        _, shapes, cache = given
+        modes = (
+            shapes,
+            module.training,
+            torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            _autocast() if torch._C._is_any_autocast_enabled() else (),
+        )
+        found = None
+        if kind is not None:
+            found = kind.last if modes == kind.modes else kind.known.get(modes)
+        if found is not None:
+            decision, sizes = found
+            check = decision.check
+            current = decision.current(self.application) if check is None else check()
+            if current and (cache is None or _takes(decision, sizes, module, cache)):
+                return decision
+        found = self._decide(module, args, kwargs)
+        if kind is not None:
+            kind.note(modes, found)
+        return found[0]
+
+    def _decide(self, module: nn.Module, args: Any, kwargs: Any) -> _Found:
+        decisions = self.decisions
+        if len(decisions) < _DECISIONS_AT_MOST:
+            found = self.application.decide(module, args, kwargs, decisions)
+            if found[0] not in decisions:
+                decisions.append(found[0])
+            return found
+        if len(decisions) == _DECISIONS_AT_MOST:
+            decisions.append(Decision("reads what keeps changing"))
+        return decisions[-1], ()
+
+
+def _takes(decision: Decision, sizes: tuple[int, ...], module: nn.Module, cache: Any) -> bool:
+    """Whether a decision for a call of such sizes holds with a cache as it is now."""
+    trace = decision.trace
+    if trace is None or not trace.updates:
+        return True
+    return trace.takes(trace.key._replace(sizes=sizes, caches=(cache,)), module)
+
+
+def _fills(decision: Decision, given: Given) -> bool:
+    """Whether a call extends a cache."""
+    return decision.built is not None and bool(decision.built.cached) and given[2] is not None
+
+
+def _reason_of_cache(decision: Decision, given: Given) -> str:
+    """Why a call is not computed because of its cache; empty if it is, or has none."""
+    cache, built = given[2], decision.built
+    if cache is None or built is None or not torch.is_grad_enabled():
+        return ""
+    if getattr(cache, "is_compileable", False):
+        return "writes to a cache, with gradients enabled"
+    if any(bool(cache.get_seq_length(layer) > 0) for _, layer in built.cached):
+        return "reads keys of other calls, with gradients enabled"
+    return ""
+
+
+def _reason_outside() -> str:
+    """Why no sequence may compute anything now; empty if there is nothing."""
+    if transforms_active():
+        return "torch.func transforms it"
+    if any(GLOBAL_HOOKS):
+        return "hooks are registered for all modules"
+    if forward_ad._current_level >= 0:
+        return "forward-mode derivatives are computed"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit traces it"
+    return ""
+
+
+def _autocast() -> Hashable:
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda", "xpu", "mps")
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+def _called_copy(module: nn.Module) -> nn.Module | None:
+    """The shallow copy of a module that was called, with a forward of its own; None if none was.
+
+    A shallow copy holds the forward that is bound to the original. Which of the two was called,
+    only the frame of torch's ``__call__`` tells.
+    """
+    frame = sys._getframe(3)
+    called = frame.f_locals.get("self") if frame.f_globals is vars(torch_module) else None
+    if called is None or called is module:
+        return None
+    state = state_of(module)
+    if state is None or called.__dict__.get(_STATE) is not state:
+        return None
+    if called.__dict__.get("_is_replica"):  # of DataParallel, made for one call
+        del called.__dict__["forward"], called.__dict__[_STATE]
+    else:
+        install(called, State(state.application))
+    return cast(nn.Module, called)
+
+
+def state_of(module: nn.Module) -> State | None:
+    """What is known of the calls of a module; None if ``apply`` was not applied to it."""
+    state = module.__dict__.get(_STATE)
+    return state if isinstance(state, State) else None
+
+
+def install(module: nn.Module, state: State) -> None:
+    """Has the calls of a module be looked at."""
+    module.__dict__[_STATE] = state
+    module.__dict__["forward"] = types.MethodType(_applied_forward, module)
+
+
+def is_applied(value: Any) -> bool:
+    """Whether a value is a method that :func:`install` has set."""
+    return getattr(value, "__func__", None) is _applied_forward
+
+
+def uninstall(module: nn.Module) -> None:
+    """Gives a module back what it had, also where others have kept the forward since."""
+    own = module.__dict__
+    state = own.pop(_STATE, None)
+    before = state.before if isinstance(state, State) else None
+    for name, value in list(own.items()):
+        if not is_applied(value):
+            continue
+        if name == "forward" and before is None:
+            del own[name]
+        else:
+            own[name] = before or types.MethodType(type(module).forward, module)
+
+
+class _Probe:
+    """Counts the references to a state that one module alone holds, as ``State.call`` does."""
+
+    local = Application().local
+
+    def call(self, module: Any, own: dict[str, Any], args: Any, kwargs: Any) -> int:
+        return getrefcount(own["_opfuser_applied"])
+
+
+def _references() -> int:
+    module = nn.Module()
+    module.__dict__[_STATE] = _Probe()
+    return cast(int, forward(module))
+
+
+_REFERENCES = _references()

@@ -1,0 +1,285 @@
+"""What is changed in a model after apply, and after its first calls, is seen by the next one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import opfuser
+from opfuser.applying import report
+from opfuser.applying.forwards import state_of
+
+from .models import assert_equal_steps, llama, paths, step
+
+Change = Callable[[Any], object]
+
+
+class Clipped(nn.Linear):
+    """A linear module that limits what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-0.1, 0.1)
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(48, 32, bias=False).double()
+
+
+def middle(model: Any) -> Any:
+    return model.layers[1]
+
+
+def set_eps(model: Any) -> None:
+    middle(model).input_layernorm.variance_epsilon = 0.5
+
+
+def set_configuration(model: Any) -> None:
+    middle(model).self_attn.scaling = 0.1
+
+
+def set_function(model: Any) -> None:
+    middle(model).mlp.act_fn = nn.Softsign()
+
+
+def set_causal(model: Any) -> None:
+    middle(model).self_attn.is_causal = False
+
+
+def replace_child(model: Any) -> None:
+    middle(model).mlp.down_proj = linear()
+
+
+def replace_parameter(model: Any) -> None:
+    middle(model).mlp.down_proj.weight = linear().weight
+
+
+def replace_dict_of_children(model: Any) -> None:
+    layer = middle(model)
+    layer._modules = {**layer._modules, "mlp": model.layers[2].mlp}
+
+
+def set_data(model: Any) -> None:
+    middle(model).mlp.down_proj.weight.data = linear().weight.data
+
+
+def exchange_class(model: Any) -> None:
+    middle(model).mlp.down_proj.__class__ = Clipped
+
+
+def exchange_class_of_layer(model: Any) -> None:
+    class Doubled(type(middle(model))):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().forward(*args, **kwargs)
+
+    middle(model).__class__ = Doubled
+
+
+def hook_child(model: Any) -> None:
+    middle(model).mlp.down_proj.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def hook_layer(model: Any) -> None:
+    middle(model).register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def hook_gradient(model: Any) -> None:
+    middle(model).mlp.register_full_backward_hook(lambda module, dx, dy: (2 * dx[0],))
+
+
+def patch_child(model: Any) -> None:
+    middle(model).mlp.forward = lambda x: 3 * x
+
+
+def wrap_child(model: Any) -> None:
+    mlp = middle(model).mlp
+    old = mlp.forward
+    mlp.forward = lambda x: 3 * old(x)
+
+
+def wrap_layer(model: Any) -> None:
+    layer = middle(model)
+    old = layer.forward
+    layer.forward = lambda *args, **kwargs: 3 * old(*args, **kwargs)
+
+
+def parametrise(model: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(middle(model).mlp.down_proj)
+    with torch.no_grad():
+        middle(model).mlp.down_proj.parametrizations.weight.original0.mul_(2)
+
+
+def tie(model: Any) -> None:
+    model.layers[1].mlp.up_proj.weight = model.layers[0].mlp.up_proj.weight
+
+
+def widen_norm(model: Any) -> None:
+    norm = middle(model).input_layernorm
+    norm.weight = nn.Parameter(norm.weight.detach() * 2)
+
+
+CHANGES: list[Change] = [
+    set_eps, set_configuration, set_function, set_causal, replace_child, replace_parameter,
+    replace_dict_of_children, set_data, exchange_class, exchange_class_of_layer, hook_child,
+    hook_layer, hook_gradient, patch_child, wrap_child, wrap_layer, parametrise, tie, widen_norm,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change: Change) -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    step(model)
+    before = step(plain)
+    for m in (model, plain):
+        change(m)
+    want = step(plain)
+    assert_equal_steps(step(model), want)
+    assert_equal_steps(step(model), want)
+    if len(before) == len(want):
+        with pytest.raises(AssertionError):  # the change makes a difference, or is not worth a test
+            assert_equal_steps(before, want)
+    assert {"layers.0", "layers.2"} <= set(paths(report(model)))
+
+
+# These make no difference to what is computed in a model without dropout.
+@pytest.mark.parametrize("change", [nn.Module.eval, lambda model: model.requires_grad_(False)])
+def test_a_mode_is_seen(change: Change) -> None:
+    model = llama(attention_dropout=1.0)
+    opfuser.apply(model)
+    step(model)
+    plain = llama(attention_dropout=1.0)
+    for m in (model, plain):
+        change(m)
+        m.embed_tokens.requires_grad_()
+    assert_equal_steps(step(model), step(plain))
+
+
+def test_an_unfrozen_parameter_gets_its_gradient() -> None:
+    model, plain = llama(), llama()
+    for m in (model, plain):
+        m.layers.requires_grad_(False)
+    opfuser.apply(model)
+    assert_equal_steps(step(model), step(plain))
+    for m in (model, plain):
+        m.layers[1].requires_grad_()
+    assert_equal_steps(step(model), step(plain))
+
+
+def test_another_attention_function_sees_other_keys() -> None:
+    model, plain = llama("eager"), llama("eager")
+    opfuser.apply(model)
+    step(model)
+    x = torch.randn(2, 7, 32, dtype=torch.float64)
+    tables = model.rotary_emb(x, torch.arange(7)[None])
+    for attention in ("eager", "sdpa", "eager"):
+        for m in (model, plain):
+            m.set_attn_implementation(attention)
+        got, want = (m.layers[0](x, position_embeddings=tables) for m in (model, plain))
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_an_attention_function_that_is_registered_anew_is_called() -> None:
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    functions.register("of_a_test", functions["sdpa"])
+    try:
+        model, plain = llama("of_a_test"), llama()
+        opfuser.apply(model)
+        assert_equal_steps(step(model), step(plain))
+        assert "layers.0" in paths(report(model))
+        functions.register("of_a_test", lambda m, q, *args, **kwargs: (q.transpose(1, 2), None))
+        assert_equal_steps(step(model), step(llama("of_a_test")))
+    finally:
+        del type(functions)._global_mapping["of_a_test"]
+
+
+class Detached(nn.Module):
+    """Computes its norm without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.norm(x)
+        return x + torch.relu(self.up(h))
+
+
+def test_what_is_computed_without_gradients_gets_none_once_it_is_unfrozen() -> None:
+    model, x = Detached(), torch.randn(3, 8)
+    model.norm.requires_grad_(False)
+    opfuser.apply(model)
+    model(x)
+    assert paths(report(model)) == [""]
+    model.norm.requires_grad_()
+    model(x).sum().backward()
+    assert model.norm.weight.grad is None
+
+
+def test_exchanged_parameters_are_taken_over_without_another_trace() -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    step(model)
+    before = len(state_of(model.layers[0]).decisions)
+    for _ in range(2):
+        for m in (model, plain):
+            for name, p in [*m.named_parameters()]:
+                holder, _, own = name.rpartition(".")
+                setattr(m.get_submodule(holder), own, nn.Parameter(1.1 * p.detach()))
+        assert_equal_steps(step(model), step(plain))
+    assert len(state_of(model.layers[0]).decisions) == before
+    # Gradients of parameters that are tied now add up.
+    for m in (model, plain):
+        m.layers[0].mlp.up_proj.weight = m.layers[0].mlp.gate_proj.weight
+    assert_equal_steps(step(model), step(plain))
+
+
+def test_a_deep_copy_is_applied_and_apart() -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    want = step(model)
+    copied = copy.deepcopy(model)
+    set_eps(copied)
+    set_eps(plain)
+    assert_equal_steps(step(copied), step(plain))
+    assert_equal_steps(step(model), want, rtol=0)
+    assert paths(report(copied)) == paths(report(model))
+    opfuser.revert(copied)
+    assert paths(report(copied)) == []
+    assert_equal_steps(step(model), want, rtol=0)
+    assert paths(report(model)) != []
+
+
+def test_a_shallow_copy_computes_with_its_own_children() -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    want = step(model)
+    for m in (model, plain):
+        copied = copy.copy(m.layers[1])
+        copied._modules = dict(copied._modules)
+        copied.mlp = m.layers[2].mlp
+        m.layers.append(copied)
+        m.config.num_hidden_layers = 4
+    assert_equal_steps(step(model), step(plain))
+    assert_equal_steps(step(model), step(plain))
+    assert "layers.3" in paths(report(model))
+    for m in (model, plain):
+        del m.layers[3]
+        m.config.num_hidden_layers = 3
+    assert_equal_steps(step(model), want)
+
+
+def test_a_layer_that_changes_with_every_call_is_right() -> None:
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    for number in range(4):
+        for m in (model, plain):
+            m.layers[1].input_layernorm.variance_epsilon = 0.1 * number
+        assert_equal_steps(step(model), step(plain))

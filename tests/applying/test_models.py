@@ -1,0 +1,32 @@
+"""Models to which apply was applied compute the losses and gradients that they did."""
+
+from __future__ import annotations
+
+import pytest
+
+import opfuser
+from opfuser.applying import report
+
+from .models import MODELS, WHOLE, assert_equal_steps, inputs_of, paths, step
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_as_without_apply(name: str) -> None:
+    model = MODELS[name]()
+    want = step(model)
+    opfuser.apply(model)
+    assert_equal_steps(step(model), want)
+    assert_equal_steps(step(model), want)
+    assert paths(report(model)) == WHOLE[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_example_tells_what_calls_will_find(name: str) -> None:
+    model = MODELS[name]()
+    told = opfuser.apply(model, example=inputs_of(model))
+    assert paths(told) == WHOLE[name]
+    step(model)
+    step(model)
+    now = report(model)
+    assert paths(now) == WHOLE[name]
+    assert {entry.path for entry in now.kept} == {entry.path for entry in told.kept}
