@@ -17,6 +17,7 @@ from ..reading.grammar import read
 from ..reading.kept import KeptError, NotNowError
 from ..reading.operations import (
     Activation,
+    Attention,
     Bias,
     Called,
     Dropout,
@@ -60,6 +61,7 @@ class Decision:
         check, granted: :class:`Checks` of these; None without a trace.
         reading: what was read; None if the module's own forward computes.
         built: the sequence, as long as it is current.
+        masks: the numbers of the inputs that attention is masked with.
         arrange: puts the output where the forward returns it; None if it returns nothing else.
         changes: how many changes of the model were noticed before.
         tried: whether the sequence has computed a call.
@@ -73,6 +75,7 @@ class Decision:
     granted: Callable[[], bool] | None = None
     reading: Reading | None = None
     built: Built | None = None
+    masks: tuple[int, ...] = ()
     arrange: Callable[[Tensor], Any] | None = None
     changes: int = 0
     tried: bool = False
@@ -202,6 +205,7 @@ class Application:
         if one.reading is not None:
             made.reading, made.arrange = one.reading, one.arrange
             made.built = build(one.reading, module)
+            made.masks = _masks_of(one.reading)
             self.memo.share(made.built)
             _renumber(made.built, one.trace.reads, reads)
         return made
@@ -235,6 +239,11 @@ class Application:
         found.trace.dataflow = Dataflow()
         found.trace.key = found.trace.key._replace(caches=())
         return found
+
+
+def _masks_of(reading: Reading) -> tuple[int, ...]:
+    attention = (op for op in operations_in(reading) if isinstance(op, Attention))
+    return tuple(mask.input for op in attention for mask in op.masks)
 
 
 def _check_modes(dataflow: Dataflow, reading: Reading) -> None:

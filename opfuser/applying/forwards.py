@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
+from ..attention.masks import hides_queries
 from ..errors import OpfuserError
 from ..reading.kept import NotNowError
 from ..reading.reads import GLOBAL_HOOKS
@@ -141,6 +142,8 @@ class State:
         else:
             if given[2] is not None:
                 reason = _reason_of_cache(decision, given)
+            if decision.masks and not reason and torch.is_grad_enabled():
+                reason = _reason_of_masks(decision, given)
         if reason:
             self.passed[reason] += 1
             return type(module).forward(module, *args, **kwargs)
@@ -235,6 +238,13 @@ def _reason_of_cache(decision: Decision, given: Given) -> str:
         return "writes to a cache, with gradients enabled"
     if any(bool(cache.get_seq_length(layer) > 0) for _, layer in built.cached):
         return "reads keys of other calls, with gradients enabled"
+    return ""
+
+
+def _reason_of_masks(decision: Decision, given: Given) -> str:
+    """Why a call is not computed because of its masks; empty if it is."""
+    if decision.built is not None and any(hides_queries(given[0][n]) for n in decision.masks):
+        return "adds a mask that hides all keys of a query by large numbers, with gradients enabled"
     return ""
 
 

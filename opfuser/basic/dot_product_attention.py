@@ -100,7 +100,8 @@ class DotProductAttention(BasicOperation):
     Keywords of a call (through ``op_kwargs``), constants without gradients:
         mask: bool, True where a key is attended to, or floating point, added to the scores;
             ``(batch, keys)``, or of 3 or 4 dimensions that broadcast to
-            (batch, num_heads, queries, keys).
+            (batch, num_heads, queries, keys). A query all of whose keys are hidden by large finite
+            numbers has wrong gradients, as in torch's: hide them by False, or by -inf.
         cu_seqlens: int32, (number of sequences + 1,), on the device of the input: where the
             sequences begin that one row (batch 1) holds, and the end of the last one.
         max_seqlen: an int not below the length of the longest of them.

@@ -130,6 +130,22 @@ def test_a_mask_of_a_padded_batch(attention: str) -> None:
     assert not report(model).computed[0].fell_back
 
 
+def test_a_query_whose_keys_a_mask_hides_by_numbers() -> None:
+    """As the first tokens of a batch that is padded on the left, with eager attention."""
+    model, plain = llama("eager"), llama("eager")
+    opfuser.apply(model)
+    mask = torch.zeros(2, 1, 7, 7, dtype=torch.float64)
+    for _ in range(2):
+        assert_equal_steps(step(model, attention_mask=mask), step(plain, attention_mask=mask))
+        mask[0, :, :3] = -1e30
+    with torch.no_grad():
+        got, want = (m(IDS, attention_mask=mask)[0] for m in (model, plain))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    layers = [entry for entry in report(model).computed if entry.path in ("layers.0", "layers.1")]
+    reason = "adds a mask that hides all keys of a query by large numbers, with gradients enabled"
+    assert [entry.fell_back for entry in layers] == [((reason, 1),)] * 2
+
+
 def test_tables_that_are_written_in_place_are_read_again() -> None:
     model, plain = llama(), llama()
     opfuser.apply(model)

@@ -117,6 +117,18 @@ def test_a_mask_says_all_that_is_hidden() -> None:
     assert not torch.allclose(causal_logits, want.logits, rtol=1e-3)
 
 
+def test_a_query_whose_keys_a_mask_hides_by_numbers() -> None:
+    """Kernels recompute its weights from a log-sum-exp in which the scores are lost."""
+    model, untouched, _ = pair("llama")
+    for each in (model, untouched):
+        each.set_attn_implementation("eager")
+    batch = batch_of("llama", padded=False)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, :4] = 0  # so that the first four queries see no key
+    assert_same(step(model, **batch), step(untouched, **batch))
+    assert calls(model) == {"its mask hides all keys of a query by large numbers, not by False": 4}
+
+
 def test_a_cache_in_training_is_filled() -> None:
     model, untouched, _ = pair("llama")
     batch = batch_of("llama", padded=False)

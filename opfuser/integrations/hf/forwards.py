@@ -24,6 +24,7 @@ from opfuser.attention.cache import (
     is_replacing,
     state_of_layer,
 )
+from opfuser.attention.masks import hides_queries
 
 from . import structures
 from .reading import Reader, Refused, ReplacedForward
@@ -295,6 +296,8 @@ class Forward(ReplacedForward):
             raise Fallback("its input has not the dimensions batch, sequence, features")
         if mask is not None and not _fits(mask):
             raise Fallback("its mask is no constant tensor of four dimensions")
+        if mask is not None and torch.is_grad_enabled() and hides_queries(mask):
+            raise Fallback("its mask hides all keys of a query by large numbers, not by False")
         if (built.turns is None) != (tables is None):
             raise Fallback(
                 "position_embeddings are given" if tables else "has no tables to turn by"

@@ -1,0 +1,50 @@
+"""Which additive masks kernels of attention have no exact gradients for."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from ..tracing import stands_in
+
+__all__ = ["hides_queries"]
+
+# Weights are off by 2^-24 of it, as the log-sum-exp of a row is kept in fp32.
+_LOWEST = -128.0
+
+_Known = tuple["weakref.ref[Tensor]", int, bool]
+# Layers are given one mask. Of each, what was found out.
+_known: dict[int, _Known] = {}
+_KNOWN_AT_MOST = 16
+
+
+def hides_queries(mask: Tensor) -> bool:
+    """Whether an additive mask hides every key of some query, by numbers far below 0.
+
+    The scores of such a row are lost in the sum with its mask, and torch's softmax is that of what
+    rounding leaves. Kernels, torch's among them, recompute it in backward from the log-sum-exp of
+    the row, which is rounded as well: gradients are wrong by as many times as there are keys. bool
+    masks are not affected.
+
+    The host reads the mask, once for all layers that are given the same; while a CUDA graph is
+    captured it cannot, and the answer is True.
+    """
+    if not mask.dtype.is_floating_point or not mask.numel() or mask.is_meta or stands_in(mask):
+        return False
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    if mask.is_inference():  # has no version
+        return _reads(mask)
+    ref, version, found = _known.get(id(mask), (None, 0, False))
+    if ref is None or ref() is not mask or version != mask._version:
+        found = _reads(mask)
+        if len(_known) >= _KNOWN_AT_MOST:
+            _known.clear()
+        _known[id(mask)] = weakref.ref(mask), mask._version, found
+    return found
+
+
+def _reads(mask: Tensor) -> bool:
+    return bool((mask.detach().amax(-1) < _LOWEST).any())

@@ -1,0 +1,64 @@
+"""Additive masks beside which the scores of a query are lost."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+
+from opfuser.attention import masks
+from opfuser.attention.masks import hides_queries
+
+FINITE = torch.finfo(torch.float32).min
+
+
+def mask(*values: float) -> torch.Tensor:
+    """Of as many queries, each of which sees two keys so."""
+    return torch.tensor(values)[:, None].expand(-1, 2)[None, None].clone()
+
+
+@pytest.mark.parametrize("lowest", [FINITE, -1e9, -1e4, -math.inf])
+def test_a_query_that_sees_no_key(lowest: float) -> None:
+    assert hides_queries(mask(0.0, lowest))
+    one = mask(0.0, lowest)
+    one[..., 0] = -3.0
+    assert not hides_queries(one), "the second key is hidden alone"
+
+
+def test_masks_that_hide_no_query() -> None:
+    assert not hides_queries(mask(0.0, -20.0)), "a bias of positions"
+    assert not hides_queries(torch.zeros(1, 1, 2, 2, dtype=torch.bool))
+    assert not hides_queries(torch.zeros(0, 1, 2, 2))
+    assert not hides_queries(torch.full((1, 1, 2, 2), FINITE, device="meta"))
+
+
+def test_a_mask_is_read_once_and_again_after_it_was_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = []
+
+    def counted(mask: torch.Tensor) -> bool:
+        read.append(mask.shape)
+        return bool((mask.amax(-1) < -1e3).any())
+
+    monkeypatch.setattr(masks, "_reads", counted)
+    given = mask(0.0, 0.0)
+    assert [hides_queries(given) for _ in range(3)] == [False] * 3
+    assert len(read) == 1
+    given[0, 0, 1] = FINITE
+    assert [hides_queries(given) for _ in range(3)] == [True] * 3
+    assert len(read) == 2
+    with torch.inference_mode():
+        other = mask(0.0, FINITE)
+        assert [hides_queries(other) for _ in range(2)] == [True] * 2
+    assert len(read) == 4, "it has no version"
+
+
+def test_many_masks_are_forgotten_and_none_is_kept_alive() -> None:
+    for _ in range(100):
+        assert not hides_queries(mask(0.0, 0.0))
+    assert len(masks._known) <= 16
+    gc.collect()
+    assert all(ref() is None for ref, *_ in masks._known.values())
