@@ -274,16 +274,14 @@ class TracingMode(TorchFunctionMode):
             length = cached_length(cache, queries, layer)
             shapes = ((*v.shape[:-2], length, v.shape[-1]) for v in given)
             results = tuple(given[0].meta.new_empty(shape) for shape in shapes)
+        added = self.sizes.of(queries)
+        known = added.text if isinstance(added, Size) else str(added)
+        if not known:  # a size that another one may only happen to equal
+            self.sizes.fix_all()
         self.sizes.add(length)
-        queried = self.sizes.of(queries)
-        self.updates.append(
-            Update(
-                next(i for i, c in enumerate(self.caches) if c is cache),
-                self.paths.get(id(holder)),
-                layer,
-                queried.text if isinstance(queried, Size) else str(queried),
-            )
-        )
+        number = next(i for i, c in enumerate(self.caches) if c is cache)
+        path = self.paths.get(id(holder))
+        self.updates.append(Update(number, path, layer, known or str(queries)))
         self.append(node, list(results))
         self.require_grad.update(map(id, node.results))
         return results

@@ -7,6 +7,7 @@ import pytest
 import opfuser
 from opfuser.applying import report
 
+from ..reading.families import model_of
 from .models import MODELS, WHOLE, assert_equal_steps, inputs_of, paths, step
 
 
@@ -30,3 +31,15 @@ def test_an_example_tells_what_calls_will_find(name: str) -> None:
     now = report(model)
     assert paths(now) == WHOLE[name]
     assert {entry.path for entry in now.kept} == {entry.path for entry in told.kept}
+
+
+@pytest.mark.parametrize("family", ["cohere", "glm", "gpt_neox", "llama"])
+def test_with_the_cache_that_a_model_makes_for_itself(family: str) -> None:
+    """As many keys as queries, whether or not the reader knows which size that is."""
+    model, plain = (model_of(family).eval() for _ in range(2))
+    opfuser.apply(model)
+    for each in (model, plain):
+        each.config.use_cache = True
+    for _ in range(3):
+        assert_equal_steps(step(model), step(plain))
+    assert paths(report(model))
