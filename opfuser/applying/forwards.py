@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import types
+import weakref
 from collections import Counter
 from collections.abc import Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from sys import getrefcount
 from typing import Any, cast
@@ -64,7 +67,22 @@ def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     return state.call(module, own, args, kwargs)
 
 
-_applied_forward = forward
+# Of each class of modules, the function above with the signature of the class's own forward, which
+# others ask for: a Trainer which columns of data it takes, generation whether it takes positions.
+_functions: weakref.WeakKeyDictionary[type, types.FunctionType] = weakref.WeakKeyDictionary()
+_CODE = forward.__code__
+
+
+def _forward_of(kind: Any) -> types.FunctionType:
+    made = _functions.get(kind)
+    if made is None:
+        made = types.FunctionType(_CODE, globals(), "forward")
+        made.__doc__ = kind.forward.__doc__
+        with suppress(TypeError, ValueError):  # of what is no function of Python, it has none
+            made.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+        _functions[kind] = made
+    return made
+
 
 # What was found out for a call, and its sizes that may differ in others.
 _Found = tuple[Decision, tuple[int, ...]]
@@ -298,12 +316,12 @@ def state_of(module: nn.Module) -> State | None:
 def install(module: nn.Module, state: State) -> None:
     """Has the calls of a module be looked at."""
     module.__dict__[_STATE] = state
-    module.__dict__["forward"] = types.MethodType(_applied_forward, module)
+    module.__dict__["forward"] = types.MethodType(_forward_of(type(module)), module)
 
 
 def is_applied(value: Any) -> bool:
     """Whether a value is a method that :func:`install` has set."""
-    return getattr(value, "__func__", None) is _applied_forward
+    return getattr(getattr(value, "__func__", None), "__code__", None) is _CODE
 
 
 def uninstall(module: nn.Module) -> None:

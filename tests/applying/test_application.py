@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import sys
@@ -43,6 +44,17 @@ def test_revert_gives_back_every_object() -> None:
     assert same(attributes(model), before)
     opfuser.revert(model)
     assert same(attributes(model), before)
+
+
+def test_forwards_have_the_signatures_and_texts_of_their_classes() -> None:
+    """A Trainer drops the columns of data that a forward does not name."""
+    model, plain = llama(), llama()
+    opfuser.apply(model)
+    for module, other in zip(model.modules(), plain.modules()):
+        if type(other).forward is not nn.Module.forward:
+            assert inspect.signature(module.forward) == inspect.signature(other.forward)
+            assert module.forward.__doc__ == other.forward.__doc__
+    assert "position_ids" in inspect.signature(model.forward).parameters
 
 
 def test_a_dry_run_changes_nothing() -> None:
