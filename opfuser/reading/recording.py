@@ -96,6 +96,9 @@ class Recording:
             _UNDER_WAY.append(self._owner)
             undo.callback(_UNDER_WAY.pop)
             undo.callback(self.observed.undo)
+            if "torch._dynamo" in sys.modules:  # or else nothing can have been compiled
+                # Of the process: within the lock, or one of two threads would leave it behind.
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.enter_context(random_states(self.note_effect))
             for kind, name, recorded in (
                 (nn.Module, "__getattribute__", self._getattribute),

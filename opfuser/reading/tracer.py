@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -112,8 +111,6 @@ def trace(
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.set_grad_enabled(mode.grad_enabled))
-        if "torch._dynamo" in sys.modules:  # or else nothing can have been compiled
-            modes.enter_context(torch.compiler.set_stance("force_eager"))
         with mode.recording.active(), recorded_calls(mode):
             result = mode.call(type(module).forward, module, args, kwargs)
     mode.dataflow.result = map_leaves(mode.result_leaf, result)

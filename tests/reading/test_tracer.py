@@ -533,6 +533,29 @@ def test_other_threads_are_not_recorded_and_wait_with_their_own_traces() -> None
     assert ops(found[2]) == ["linear"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Dynamo, of its own doing
+def test_traces_of_several_threads_leave_the_compiler_on() -> None:
+    torch.compiler.reset()
+    compiled, y = [], given()
+
+    class Waiting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            other.start()
+            other.join(0.05)
+            return x + 1
+
+    other = threading.Thread(target=lambda: trace(nn.Linear(WIDTH, WIDTH), (y,), {}))
+    trace(Waiting(), (given(),), {})
+    other.join()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(y)
+    assert len(compiled) == 1
+
+
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
