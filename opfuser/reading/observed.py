@@ -177,8 +177,9 @@ class Observed:
         for row in self._rows.values():
             reads.add_row(*row)
         for (kind, name), value in self._kinds.items():
-            for column, entry in zip(reads.kinds, (kind, name, value)):
-                column.append(entry)
+            reads.kinds[0].append(kind)
+            reads.kinds[1].append(name)
+            reads.kinds[2].append(value)
         for cell, value in self._cells.values():
             reads.cells[0].append(cell)
             reads.cells[1].append(value)
