@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.scalar import cast, wide_dtype
+from ..recording import refuse_watching
 from .blockwise import BLOCKWISE, hidden_keys
 from .call import Call, Heads, Kernel, Request, Result
 from .choice import expanded, like
@@ -71,6 +72,7 @@ _takes_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _forward(x: Heads, call: Call) -> Result:
+    refuse_watching("attention for exported programs limits the kernels of torch")
     if call.softcap is not None or call.slopes is not None or call.sinks is not None:
         wide = wide_dtype(x.q.dtype)
         heads = Heads(*[cast(t, wide) for t in expanded(x)])

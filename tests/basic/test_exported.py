@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 import opfuser
 from opfuser import DotProductAttention, Sequential
+from opfuser.attention.call import Call, Heads
+from opfuser.attention.exported import EXPORTED
+from opfuser.recording import watching
 from tests.basic.attributes import CASES, make, results
 from tests.basic.values import fill
 
@@ -130,3 +134,12 @@ def test_products_of_groups_differentiate(transpose: bool) -> None:
         return y
 
     assert torch.autograd.gradcheck(product, (x, *weights))
+
+
+def test_attention_of_programs_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch chooses kernels while it runs, and a recorded call would run beside that choice."""
+    reasons: list[str] = []
+    monkeypatch.setattr(watching, "watcher", SimpleNamespace(refuse=reasons.append))
+    heads = Heads(*torch.randn(3, 1, 2, 4, 8))
+    EXPORTED.forward(heads, Call(scale=0.5, causal=True))
+    assert reasons == ["attention for exported programs limits the kernels of torch"]
