@@ -21,6 +21,8 @@ from machine import machine
 from timing import HostTimer
 from torch import Tensor, nn
 
+import opfuser
+
 SAMPLE = 0.01  # seconds, about
 
 
@@ -74,6 +76,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    opfuser.replay("off")
     rows = []
     print(f"{'case':<26}{'pass':>20}{'ours us/op':>12}{'torch.nn':>10}{'ratio':>8}")
     for case in CASES:

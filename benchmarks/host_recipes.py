@@ -88,6 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore", ".* is emulated")
     torch.set_num_threads(1)
+    opfuser.replay("off")
     names = dict.fromkeys(["without", *args.recipes])
     steps = {
         name: step_of(RECIPES[name], args.features, args.tokens, args.device) for name in names

@@ -4,7 +4,8 @@ Parts: ``kernels``, ``sums``, ``blocks``, ``quantized``, ``overlap``, ``model``,
 ``small``, ``replay``, ``host``. Each writes ``<part>.json`` into the output folder row by row, so
 that an interrupted run keeps its rows. A failure is a row with the text of its error. torch.compile
 takes part only in the sizes that a case names, one or a few, since it compiles for each of them.
-``--device cpu`` rehearses with tiny sizes: its figures mean nothing.
+``--device cpu`` rehearses with tiny sizes: its figures mean nothing. Nothing is replayed but where
+the name of a contestant says so; mode "auto", the default, is that of the part ``replay``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+import opfuser
 from benchmarks import timing
 from benchmarks.gpu import (
     blocks,
@@ -62,6 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     device = torch.device(args.device)
     peers.load_cudnn()
+    opfuser.replay("off")
     args.out.mkdir(parents=True, exist_ok=True)
     measured_on = machine()
     print(", ".join(f"{key} {value}" for key, value in measured_on.items()), flush=True)

@@ -29,7 +29,7 @@ class ReplayOptions:
             in mode "on", a twentieth in mode "auto".
     """
 
-    mode: str = "off"
+    mode: str = "auto"
     after: int = 3
     instances: int = 2
     memory: float | None = None
@@ -125,7 +125,7 @@ class replay:  # noqa: N801 - reads as the statement that it is
 class _Switched:
     """What was switched, in order; the last counts."""
 
-    initial = ReplayOptions(check_mode(os.environ.get("OPFUSER_REPLAY", "off"), "OPFUSER_REPLAY"))
+    initial = ReplayOptions(check_mode(os.environ.get("OPFUSER_REPLAY", "auto"), "OPFUSER_REPLAY"))
     stack: ClassVar[list[tuple[weakref.ref[replay], ReplayOptions]]] = []
     options = initial
 
