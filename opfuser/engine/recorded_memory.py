@@ -68,13 +68,14 @@ class View(NamedTuple):
         base: the name of what it is a view of.
         offset: where it begins in that, in bytes.
         dtype: its dtype.
-        alone: the text of a call that allocates the like of it; None if it is not all of its base.
+        alone: a call that allocates the like of it, and its text; None if it is not all of its
+            base.
     """
 
     base: str
     offset: int
     dtype: torch.dtype
-    alone: str | None
+    alone: tuple[Allocation, str] | None
 
 
 class Launched(NamedTuple):
@@ -202,7 +203,7 @@ def _without_views(calls: list[Call], returned: Sequence[str]) -> list[Call]:
     A GEMM takes the transpose of codes that a kernel writes, whose launch reads the address alone.
     """
     readers = _readers(calls)
-    views: dict[str, tuple[str, str]] = {}
+    views: dict[str, tuple[str, Allocation, str]] = {}
     for call in calls:
         if not isinstance(call.about, Allocation) or call.results[0] in returned:
             continue
@@ -214,20 +215,20 @@ def _without_views(calls: list[Call], returned: Sequence[str]) -> list[Call]:
         (view,), (_, _, dtype, alone) = others[0].results, others[0].about
         fits = dtype is call.about.dtype or all(map(_is_by_addresses, launches))
         if fits and alone is not None and view is not None and view not in returned:
-            views[name] = view, alone
-    dropped = {view for view, _ in views.values()}
+            views[name] = view, *alone
+    dropped = {view for view, _, _ in views.values()}
     return [_of_view(call, views) for call in calls if dropped.isdisjoint(call.results)]
 
 
-def _of_view(call: Call, views: dict[str, tuple[str, str]]) -> Call:
+def _of_view(call: Call, views: dict[str, tuple[str, Allocation, str]]) -> Call:
     """The call that allocates the view in place of its base, or is given it."""
     (result,) = call.results[:1] or (None,)
     if result in views:
-        view, text = views[result]
-        return call._replace(text=text, results=(view,))
+        view, about, text = views[result]
+        return call._replace(text=text, results=(view,), about=about)
     text, reads = call.text, call.reads
     for name in views.keys() & set(reads):
-        view, _ = views[name]
+        view, _, _ = views[name]
         text = text.replace(marked(name), marked(view))
         reads = tuple([view if read == name else read for read in reads])
     return call._replace(text=text, reads=reads)

@@ -470,8 +470,8 @@ class Recorder(TorchFunctionMode):
             return View(reads[0], offset, dtype, None)
         how = {"dtype": dtype, "device": result.device}
         layout = result.shape, result.stride()
-        alone = self._text_of_call(torch.empty_strided, "empty_strided", layout, how, [])
-        return View(reads[0], offset, dtype, alone)
+        text = self._text_of_call(torch.empty_strided, "empty_strided", layout, how, [])
+        return View(reads[0], offset, dtype, (Allocation(*layout, **how), text))
 
     def _root_of(self, tensor: Tensor) -> int | None:
         """The root of a tensor; by its memory if it is of no call that was noted.

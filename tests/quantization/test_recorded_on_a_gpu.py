@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,15 +59,18 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
 
-def recorded_step(recipe: Recipe | None) -> str:
+def recorded_step(
+    recipe: Recipe | None, features: int = 512, begun: Callable[[], None] = lambda: None
+) -> str:
     model = opfuser.Sequential(
-        opfuser.RMSNorm(512),
-        opfuser.Linear(512, 1024, bias=False),
+        opfuser.RMSNorm(features),
+        opfuser.Linear(features, 1024, bias=False),
         opfuser.SwiGLU(),
-        opfuser.Linear(512, 512, bias=False),
+        opfuser.Linear(512, features, bias=False),
     ).to(torch.bfloat16)
-    x = torch.randn(512, 512, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(512, features, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(5):
+        begun()
         with opfuser.autocast(enabled=recipe is not None, recipe=recipe):
             y = model(x)
         y.backward(torch.ones_like(y))
@@ -90,6 +94,24 @@ def test_calls_of_a_recorded_step(name: str) -> None:
     kept = {"clones": 1} if name in ("delayed", "predicted") else {}
     measured = {"zeros_for": 2} if name == "current" else {}
     assert calls == {**views, **per_tensor, **kept, **measured}
+
+
+@pytest.mark.parametrize("name", [name for name, (recipe, *_) in CALLS.items() if recipe])
+def test_layouts_that_gemms_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of scales that are small enough to be kept from call to call."""
+    steps: list[list[Any]] = []
+
+    def noted(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        if has_torch_function((a, b)):
+            return handle_torch_function(noted, (a, b), a, b, *rest)
+        operands = (a, b, *rest[0], *rest[3])
+        steps[-1].append([(t.shape, t.stride(), t.dtype) for t in operands])
+        return product(a, b, *rest)
+
+    monkeypatch.setattr(torch, "_scaled_mm_v2", noted)
+    recorded_step(CALLS[name][0], 128, lambda: steps.append([]))
+    assert len(steps[0]) == 6
+    assert steps[-1] == steps[0]
 
 
 @pytest.mark.parametrize("count", [1, 3])
