@@ -468,7 +468,7 @@ class Recorder(TorchFunctionMode):
         whole = result.data_ptr() == storage.data_ptr() and result.numel()
         if not whole or result.is_conj() or (last + 1) * dtype.itemsize != storage.nbytes():
             return View(reads[0], offset, dtype, None)
-        how = {"dtype": dtype, "device": result.device}
+        how: Any = {"dtype": dtype, "device": result.device}
         layout = result.shape, result.stride()
         text = self._text_of_call(torch.empty_strided, "empty_strided", layout, how, [])
         return View(reads[0], offset, dtype, (Allocation(*layout, **how), text))
