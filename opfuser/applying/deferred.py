@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..basic import CrossEntropy
+from ..context import autocast_dtype
 from ..errors import NotSupportedError, OpfuserError, explain
 from ..reading.call_key import is_plain
 from ..reading.construction import Built, build
@@ -105,9 +106,8 @@ class _Call:
 
     def __init__(self, head: Head, x: Tensor, parameters: tuple[Any, Any]) -> None:
         self.head, self.x, self.parameters = head, x, parameters
-        kind = x.device.type
-        self._autocast = torch.is_autocast_enabled(kind)
-        self.dtype = torch.get_autocast_dtype(kind) if self._autocast else x.dtype
+        autocast = autocast_dtype(x.device)
+        self._autocast, self.dtype = autocast is not None, autocast or x.dtype
         self.logits: Tensor | None = None
         self.lossy = False
         self._derived: list[weakref.ref[Deferred]] = []
@@ -130,8 +130,9 @@ class _Call:
 
     def modes(self) -> AbstractContextManager[Any]:
         """The autocast of the call."""
-        kind = self.x.device.type
-        return torch.autocast(kind, self.dtype, enabled=self._autocast)
+        if self.x.is_meta:  # which has none
+            return nullcontext()
+        return torch.autocast(self.x.device.type, self.dtype, enabled=self._autocast)
 
     def check(self) -> None:
         """Raises NotSupportedError if something was written to that logits are computed of."""
