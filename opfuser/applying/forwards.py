@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 
 from ..attention.masks import hides_queries
 from ..errors import OpfuserError
+from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
 from ..reading.reads import GLOBAL_HOOKS, is_hooked
 from ..tracing import transforms_active
@@ -212,6 +213,7 @@ class State:
             module.training,
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
+            captured(),
             _autocast() if torch._C._is_any_autocast_enabled() else (),
         )
         found = None

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..tracing import transforms_active
 from .call_key import CallKey, call_key, constant_sizes
+from .captured_outputs import is_idle
 from .child_calls import recorded_calls
 from .dataflow import Dataflow, map_leaves
 from .kept import KeptError, NotNowError
@@ -72,7 +73,7 @@ def trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    ignored_hooks: Callable[[Any], bool] = lambda hook: False,
+    ignored_hooks: Callable[[Any], bool] = is_idle,
 ) -> Trace:
     """What ``module``'s forward computes for a call with such arguments.
 

@@ -14,6 +14,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from ...applying import is_computed
+from ...applying.deferred import Deferred
 from ...integrations.torch_nn import from_torch
 from ...op import FusibleOperation
 from ...sequential import Sequential
@@ -175,7 +176,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.opaque:
+        if self.opaque or Deferred in types:  # of these a Sequential makes the loss
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if tensors_of(out):
