@@ -19,7 +19,7 @@ from .descriptions import children_called, described
 from .forwards import RootState, State, install, is_applied, state_of, uninstall
 from .reports import Computed, Inside, Kept, Report, in_order
 
-__all__ = ["apply", "is_computed", "report", "revert"]
+__all__ = ["apply", "is_computed", "is_foreign", "report", "revert"]
 
 _NOT_CALLED = "has not been called since apply"
 _NOT_THERE = "was not there when apply was called"
@@ -203,7 +203,7 @@ def _shown(value: Any) -> str:
 def _install(model: nn.Module, application: Application) -> None:
     for module in model.modules():
         own = module.__dict__.get("forward")
-        if _owns_parameters(module) and _has_forward(module) and not _foreign(module):
+        if _owns_parameters(module) and _has_forward(module) and not is_foreign(module):
             within = application.fused_loss and module is model
             install(module, (RootState if within else State)(application, own))
 
@@ -224,7 +224,7 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _foreign(module: nn.Module) -> bool:
+def is_foreign(module: nn.Module) -> bool:
     """Whether something else has set a forward of the module's own."""
     own = module.__dict__.get("forward")
     return not (
@@ -262,7 +262,7 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
     if state is None:
         if not _has_forward(module):
             return Kept(path, "has no forward")
-        return Kept(path, _FOREIGN if _foreign(module) else _NOT_THERE)
+        return Kept(path, _FOREIGN if is_foreign(module) else _NOT_THERE)
     reasons = Counter(state.passed)
     for decision in state.decisions:
         if decision.reading is None and decision.count():
@@ -276,6 +276,6 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
         operations = described(reading) + (", CrossEntropy" if heads else "")
         calls += sum(head.losses for head in heads)
         return Computed(path, operations, calls, fell_back, tuple(children_called(reading)))
-    if _foreign(module):
+    if is_foreign(module):
         return Kept(path, _FOREIGN, fell_back)
     return Kept(path, fell_back[0][0] if fell_back else _NOT_CALLED, fell_back)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..context import autocast_dtype
 from ..errors import ArgumentError
 from ..merged_linear import MergedLinear
 from ..reading.call_key import CallKey, call_key, constant_sizes
@@ -36,7 +37,7 @@ from ..reading.operations import (
 from ..reading.reads import Reads, is_scalar
 from ..reading.siblings import sibling_reads
 from ..reading.sizes import Size
-from ..reading.tracer import Trace, trace
+from ..reading.tracer import Trace, device_of, trace
 from .checks import Checks, checks_of, with_exchanged_parameters
 from .deferred import Head
 from .descriptions import operations_in
@@ -190,13 +191,9 @@ class Application:
                 return self._decide(module, args, kwargs, known)
             except NotNowError:
                 raise
-            except KeptError as kept:
-                return Decision(kept.reason, changes=self.changes), ()
             # The module's own forward is right whatever the reader stumbles over.
             except Exception as error:  # noqa: BLE001
-                text = (str(error).splitlines() or [""])[0]
-                reason = f"could not be read: {type(error).__name__}: {text[:80]}"
-                return Decision(reason, changes=self.changes), ()
+                return Decision(_reason_of(error), changes=self.changes), ()
             finally:
                 self.local.tracing = False
 
@@ -256,11 +253,11 @@ class Application:
         before[:] = [*(one for one in before if one.checks.current()), found][-_TRACES:]
         try:
             found.arrange = _arrangement(found.trace.dataflow.result)
-            found.reading = read(found.trace.dataflow)
+            found.reading = read(found.trace.dataflow, autocast_dtype(device_of(module, args, kwargs)))
             _check_modes(found.trace.dataflow, found.reading)
             build(found.reading, module)
-        except KeptError as kept:
-            found.reading, found.reason = None, kept.reason
+        except Exception as error:  # noqa: BLE001 - as in `decide`
+            found.reading, found.reason = None, _reason_of(error)
         else:
             if not _is_worth_it(found.reading):
                 found.reason = "has nothing to fuse: torch computes it as well"
@@ -270,6 +267,13 @@ class Application:
         found.trace.dataflow = Dataflow()
         found.trace.key = found.trace.key._replace(caches=())
         return found
+
+
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, KeptError):
+        return error.reason
+    text = (str(error).splitlines() or [""])[0]
+    return f"could not be read: {type(error).__name__}: {text[:80]}"
 
 
 def _merge(built: Built) -> None:

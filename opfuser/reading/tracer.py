@@ -23,7 +23,7 @@ from .sizes import Sizes, guard_of, value_of
 from .stand_ins import Update, cached_length
 from .tracing_mode import TracingMode, tensors_in
 
-__all__ = ["Trace", "trace"]
+__all__ = ["Trace", "device_of", "trace"]
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ def trace(
     constants = constant_sizes(module)
     key = call_key(module, args, kwargs, constants)
     sizes = Sizes(key.sizes, constants.union(key.constants))
-    mode = TracingMode(module, _device_of(module, args, kwargs), sizes, ignored_hooks)
+    mode = TracingMode(module, device_of(module, args, kwargs), sizes, ignored_hooks)
     with ExitStack() as modes:
         # What is around the call, such as a count of operations, is told of nothing.
         modes.enter_context(_disable_current_modes())
@@ -121,7 +121,8 @@ def trace(
     return Trace(module, mode.dataflow, reads, key, sizes.guards, tuple(mode.updates))
 
 
-def _device_of(module: nn.Module, args: Any, kwargs: Any) -> torch.device:
+def device_of(module: nn.Module, args: Any, kwargs: Any) -> torch.device:
+    """Where a call computes."""
     tensors = [*module.parameters(), *module.buffers(), *tensors_in((args, kwargs))]
     return next((t.device for t in tensors if t.dim() > 0), torch.device("cpu"))
 
