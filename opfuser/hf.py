@@ -1,12 +1,63 @@
 """Models of Hugging Face's transformers, computed by fused operations.
 
-``opfuser.hf.apply(model)`` replaces the ``forward`` of layers, attention, feed-forward blocks,
-mixtures of experts and norms, :func:`revert` puts them back, and :func:`report` says what runs as
-what.
+``opfuser.hf.apply(model)`` is :func:`opfuser.apply` with an example that is made from the model's
+configuration. :func:`revert` puts back what was, and :func:`report` says what computes what.
 """
 
 from __future__ import annotations
 
-from .integrations.hf import Kept, Replaced, Report, apply, report, revert
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["Kept", "Replaced", "Report", "apply", "report", "revert"]
+from torch import Tensor, nn
+
+from . import applying
+from .applying import Computed, Inside, Kept, Report, report, revert
+from .integrations.hf_examples import examples
+
+__all__ = ["Computed", "Inside", "Kept", "Report", "apply", "report", "revert"]
+
+
+def apply(
+    model: nn.Module,
+    *,
+    example: Mapping[str, Any] | Sequence[Any] | Tensor | None = None,
+    dry_run: bool = False,
+    fused_loss: bool = False,
+    merge_storages: bool = False,
+) -> Report:
+    """Has sequences of operations compute what they can of a model of transformers.
+
+    As :func:`opfuser.apply`, with an example where none is given: a small batch of the tokens or
+    images that the configuration describes, on the model's device. There is none, and the report
+    says of modules that they were not called yet, if a call of the model could be noticed or take
+    long: where modules have hooks, where parameters are sharded, quantised or on several devices,
+    and for more than two billion of them on a CPU; nor if the model refuses it.
+
+    Args:
+        model: a ``PreTrainedModel``, or any module.
+        example: as of :func:`opfuser.apply`.
+        dry_run: likewise.
+        fused_loss: likewise.
+        merge_storages: likewise.
+
+    Returns:
+        What computes the modules of the model, and why the others are kept.
+
+    Raises:
+        ArgumentTypeError: as :func:`opfuser.apply`.
+    """
+    options: dict[str, Any] = {
+        "dry_run": dry_run,
+        "fused_loss": fused_loss,
+        "merge_storages": merge_storages,
+    }
+    if example is None and isinstance(model, nn.Module):
+        for made in examples(model):
+            try:
+                return applying.apply(model, example=made, **options)
+            # Whatever a model of somebody else raises when it is called so.
+            except Exception:  # noqa: BLE001, S112
+                continue
+    return applying.apply(model, example=example, **options)
+

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..errors import ArgumentTypeError, explain
 from .decisions import Application
 from .descriptions import children_called, described
-from .forwards import State, install, is_applied, state_of, uninstall
+from .forwards import RootState, State, install, is_applied, state_of, uninstall
 from .reports import Computed, Inside, Kept, Report, in_order
 
-__all__ = ["apply", "report", "revert"]
+__all__ = ["apply", "is_computed", "is_foreign", "report", "revert"]
 
 _NOT_CALLED = "has not been called since apply"
 _NOT_THERE = "was not there when apply was called"
@@ -31,6 +31,8 @@ def apply(
     *,
     example: Mapping[str, Any] | Sequence[Any] | Tensor | None = None,
     dry_run: bool = False,
+    fused_loss: bool = False,
+    merge_storages: bool = False,
 ) -> Report:
     """Has sequences of operations compute what they can of a model, and says what.
 
@@ -55,6 +57,13 @@ def apply(
             example, the report says of most modules that they were not called yet; that of
             :func:`report` after the first calls says all.
         dry_run: whether to change nothing, and only report.
+        fused_loss: whether a cross entropy within a call of the model in training is computed of
+            the hidden states, for some tokens at a time, if its logits are the result of a linear
+            module and nothing else asks for them. In fp32 they are often the largest tensor of a
+            step. What the model returns has None in their place.
+        merge_storages: whether to move weights that are multiplied with one input, such as those of
+            queries, keys and values, into one storage, so that each of these is one GEMM. They are
+            moved when the first call is traced, and stay the same objects.
 
     Returns:
         What computes the modules of the model, and why the others are kept.
@@ -69,7 +78,7 @@ def apply(
     before = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         revert(model)
-        _install(model)
+        _install(model, Application(fused_loss, merge_storages and not dry_run))
         if call is not None:
             with _as_before(model), _noted(call):
                 model(*call.args, **call.kwargs)
@@ -124,6 +133,16 @@ def report(model: nn.Module) -> Report:
         else:
             kept.append(entry)
     return Report(tuple(computed), tuple(inside), tuple(kept))
+
+
+def is_computed(module: nn.Module) -> bool:
+    """Whether a sequence has been found for calls of a module to which :func:`apply` was applied.
+
+    Args:
+        module: any, of which the others inside do not count.
+    """
+    state = state_of(module)
+    return state is not None and any(d.built is not None for d in state.decisions)
 
 
 def _check(model: object) -> None:
@@ -181,12 +200,12 @@ def _shown(value: Any) -> str:
     return type(value).__name__
 
 
-def _install(model: nn.Module) -> None:
-    application = Application()
+def _install(model: nn.Module, application: Application) -> None:
     for module in model.modules():
         own = module.__dict__.get("forward")
-        if _owns_parameters(module) and _has_forward(module) and not _foreign(module):
-            install(module, State(application, own))
+        if _owns_parameters(module) and _has_forward(module) and not is_foreign(module):
+            within = application.fused_loss and module is model
+            install(module, (RootState if within else State)(application, own))
 
 
 def _put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
@@ -205,7 +224,7 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _foreign(module: nn.Module) -> bool:
+def is_foreign(module: nn.Module) -> bool:
     """Whether something else has set a forward of the module's own."""
     own = module.__dict__.get("forward")
     return not (
@@ -243,17 +262,20 @@ def _entry(path: str, module: nn.Module) -> Computed | Kept:
     if state is None:
         if not _has_forward(module):
             return Kept(path, "has no forward")
-        return Kept(path, _FOREIGN if _foreign(module) else _NOT_THERE)
+        return Kept(path, _FOREIGN if is_foreign(module) else _NOT_THERE)
     reasons = Counter(state.passed)
     for decision in state.decisions:
-        if decision.reading is None and decision.calls:
-            reasons[decision.reason] += decision.calls
+        if decision.reading is None and decision.count():
+            reasons[decision.reason] += decision.count()
     fell_back = in_order(reasons)
-    calls = sum(d.calls for d in state.decisions if d.reading is not None)
+    calls = sum(d.count() for d in state.decisions if d.reading is not None)
+    heads = [d.head for d in state.decisions if d.head is not None and d.head.losses]
     done = [d.reading for d in state.decisions if d.built is not None and d.reading is not None]
-    if done:
-        called = tuple(children_called(done[-1]))
-        return Computed(path, described(done[-1]), calls, fell_back, called)
-    if _foreign(module):
+    if heads or done:
+        reading = heads[-1].reading if heads else done[-1]
+        operations = described(reading) + (", CrossEntropy" if heads else "")
+        calls += sum(head.losses for head in heads)
+        return Computed(path, operations, calls, fell_back, tuple(children_called(reading)))
+    if is_foreign(module):
         return Kept(path, _FOREIGN, fell_back)
     return Kept(path, fell_back[0][0] if fell_back else _NOT_CALLED, fell_back)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..context import autocast_dtype
+from ..errors import ArgumentError
+from ..merged_linear import MergedLinear
 from ..reading.call_key import CallKey, call_key, constant_sizes
 from ..reading.construction import Built, build
 from ..reading.dataflow import Dataflow, Value, map_leaves
@@ -32,8 +37,9 @@ from ..reading.operations import (
 from ..reading.reads import Reads, is_scalar
 from ..reading.siblings import sibling_reads
 from ..reading.sizes import Size
-from ..reading.tracer import Trace, trace
+from ..reading.tracer import Trace, device_of, trace
 from .checks import Checks, checks_of, with_exchanged_parameters
+from .deferred import Head
 from .descriptions import operations_in
 from .memo import Memo
 
@@ -66,6 +72,7 @@ class Decision:
         changes: how many changes of the model were noticed before.
         tried: whether the sequence has computed a call.
         calls: how many there were.
+        head: what defers its results; None if nothing does.
     """
 
     reason: str = ""
@@ -80,6 +87,11 @@ class Decision:
     changes: int = 0
     tried: bool = False
     calls: int = 0
+    head: Head | None = None
+
+    def count(self) -> int:
+        """How many calls there were that no loss alone was computed of."""
+        return self.calls + (self.head.calls if self.head is not None else 0)
 
     def current(self, application: Application) -> bool:
         """Whether it would be found out again."""
@@ -103,29 +115,35 @@ class Decision:
         if reads is None:
             return False
         self.reads, (self.check, self.granted) = reads, checks_of(reads)
-        if self.built is not None:
-            self.built.follow()
+        for built in (self.built, self.head):
+            if built is not None:
+                built.follow()
         return True
 
     def retire(self) -> None:
         """Takes no more calls, as something has changed that was read."""
-        self.trace = self.reads = self.check = self.granted = self.built = None
+        self.trace = self.reads = self.check = self.granted = self.built = self.head = None
         self.changes = -1
 
 
 @dataclass(eq=False)
 class _Read:
-    """A trace, and what was read of it or why nothing was."""
+    """A trace, and what was read of it or why nothing was.
+
+    ``alone`` says that it is read as a linear function, which torch computes as well.
+    """
 
     trace: Trace
     checks: Checks
     reading: Reading | None = None
     reason: str = ""
     arrange: Callable[[Tensor], Any] | None = None
+    alone: bool = False
 
 
 class _Local(threading.local):
     tracing = False
+    within = False
 
 
 @dataclass(eq=False)
@@ -133,11 +151,15 @@ class Application:
     """What the modules of a model have in common to which ``apply`` was applied.
 
     Attributes:
+        fused_loss: whether linear modules may defer logits.
+        merge_storages: whether weights that are multiplied at once are moved into one storage.
         changes: how often it was noticed that something has changed that a forward had read.
-        local: whether this thread traces a forward.
+        local: whether this thread traces a forward, and whether it is within a call of the model.
         memo: of what sequences are given.
     """
 
+    fused_loss: bool = False
+    merge_storages: bool = False
     changes: int = 0
     local: _Local = field(default_factory=_Local)
     memo: Memo = field(default_factory=Memo)
@@ -146,7 +168,7 @@ class Application:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Application:
-        return Application()
+        return Application(self.fused_loss, self.merge_storages)
 
     def decide(
         self,
@@ -169,13 +191,9 @@ class Application:
                 return self._decide(module, args, kwargs, known)
             except NotNowError:
                 raise
-            except KeptError as kept:
-                return Decision(kept.reason, changes=self.changes), ()
             # The module's own forward is right whatever the reader stumbles over.
             except Exception as error:  # noqa: BLE001
-                text = (str(error).splitlines() or [""])[0]
-                reason = f"could not be read: {type(error).__name__}: {text[:80]}"
-                return Decision(reason, changes=self.changes), ()
+                return Decision(_reason_of(error), changes=self.changes), ()
             finally:
                 self.local.tracing = False
 
@@ -202,13 +220,21 @@ class Application:
 
     def _decision(self, module: nn.Module, one: _Read, reads: Reads) -> Decision:
         made = Decision(one.reason, one.trace, reads, *checks_of(reads), changes=self.changes)
-        if one.reading is not None:
+        if one.reading is not None and one.arrange is None and self._differentiates(module):
+            made.head = Head.of(one.reading, module)
+        if one.reading is not None and not one.alone:
             made.reading, made.arrange = one.reading, one.arrange
             made.built = build(one.reading, module)
             made.masks = _masks_of(one.reading)
             self.memo.share(made.built)
+            if self.merge_storages:
+                _merge(made.built)
             _renumber(made.built, one.trace.reads, reads)
         return made
+
+    def _differentiates(self, module: nn.Module) -> bool:
+        """Whether a loss may be computed without logits."""
+        return self.fused_loss and module.training and torch.is_grad_enabled()
 
     def _read(self, module: nn.Module, args: Any, kwargs: Any, key: CallKey) -> _Read:
         _check(module, args, kwargs)
@@ -227,18 +253,34 @@ class Application:
         before[:] = [*(one for one in before if one.checks.current()), found][-_TRACES:]
         try:
             found.arrange = _arrangement(found.trace.dataflow.result)
-            found.reading = read(found.trace.dataflow)
+            found.reading = read(found.trace.dataflow, autocast_dtype(device_of(module, args, kwargs)))
             _check_modes(found.trace.dataflow, found.reading)
             build(found.reading, module)
-        except KeptError as kept:
-            found.reading, found.reason = None, kept.reason
+        except Exception as error:  # noqa: BLE001 - as in `decide`
+            found.reading, found.reason = None, _reason_of(error)
         else:
             if not _is_worth_it(found.reading):
-                found.reading, found.reason = None, "has nothing to fuse: torch computes it as well"
+                found.reason = "has nothing to fuse: torch computes it as well"
+                found.alone = [*map(type, found.reading.operations)] == [Linear]
+                found.reading = found.reading if found.alone else None
         # What is read of a trace from now on holds no tensor of the call.
         found.trace.dataflow = Dataflow()
         found.trace.key = found.trace.key._replace(caches=())
         return found
+
+
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, KeptError):
+        return error.reason
+    text = (str(error).splitlines() or [""])[0]
+    return f"could not be read: {type(error).__name__}: {text[:80]}"
+
+
+def _merge(built: Built) -> None:
+    for op in built.sequence.modules():
+        if isinstance(op, MergedLinear) and not op.own_forward():
+            with torch.inference_mode(False), suppress(ArgumentError):  # of different dtypes
+                op.merge_storages()
 
 
 def _masks_of(reading: Reading) -> tuple[int, ...]:

@@ -21,14 +21,16 @@ from torch.nn.modules import module as torch_module
 
 from ..attention.masks import hides_queries
 from ..errors import OpfuserError
+from ..reading.captured_outputs import captured
 from ..reading.kept import NotNowError
-from ..reading.reads import GLOBAL_HOOKS
+from ..reading.reads import GLOBAL_HOOKS, is_hooked
 from ..tracing import transforms_active
 from .caches import WithoutGradients
 from .decisions import Application, Decision
+from .deferred import without_deferred
 from .layouts import Given, Layout, given_of, layout_of
 
-__all__ = ["State", "install", "is_applied", "state_of", "uninstall"]
+__all__ = ["RootState", "State", "install", "is_applied", "state_of", "uninstall"]
 
 _STATE = "_opfuser_applied"
 # What a module does that was read so often without end is left alone.
@@ -130,7 +132,7 @@ class State:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         key = id(self.application)
-        return State(memo.setdefault(key, Application()), copy.deepcopy(self.before, memo))
+        return type(self)(memo.setdefault(key, Application()), copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:  # None: a pickle needs no opfuser, and is of a module as it was
         return type(None), ()
@@ -165,6 +167,11 @@ class State:
         if reason:
             self.passed[reason] += 1
             return type(module).forward(module, *args, **kwargs)
+        head = decision.head
+        if head is not None and self.local.within and not is_hooked(module):
+            deferred = head.deferred(given[0])
+            if deferred is not None:
+                return deferred
         decision.calls += 1
         if decision.built is None:
             return type(module).forward(module, *args, **kwargs)
@@ -206,6 +213,7 @@ class State:
             module.training,
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
+            captured(),
             _autocast() if torch._C._is_any_autocast_enabled() else (),
         )
         found = None
@@ -232,6 +240,20 @@ class State:
         if len(decisions) == _DECISIONS_AT_MOST:
             decisions.append(Decision("reads what keeps changing"))
         return decisions[-1], ()
+
+
+class RootState(State):
+    """What is known of the calls of a model, within which logits may be deferred."""
+
+    def call(self, module: Any, own: dict[str, Any], args: Any, kwargs: Any) -> Any:
+        if self.local.within:
+            return super().call(module, own, args, kwargs)
+        self.local.within = True
+        try:
+            result = super().call(module, own, args, kwargs)
+        finally:
+            self.local.within = False
+        return without_deferred(result)
 
 
 def _takes(decision: Decision, sizes: tuple[int, ...], module: nn.Module, cache: Any) -> bool:
@@ -294,6 +316,8 @@ def _called_copy(module: nn.Module) -> nn.Module | None:
     only the frame of torch's ``__call__`` tells.
     """
     frame = sys._getframe(3)
+    if frame.f_globals is globals():  # of a RootState
+        frame = sys._getframe(4)
     called = frame.f_locals.get("self") if frame.f_globals is vars(torch_module) else None
     if called is None or called is module:
         return None
@@ -303,7 +327,7 @@ def _called_copy(module: nn.Module) -> nn.Module | None:
     if called.__dict__.get("_is_replica"):  # of DataParallel, made for one call
         del called.__dict__["forward"], called.__dict__[_STATE]
     else:
-        install(called, State(state.application))
+        install(called, type(state)(state.application))
     return cast(nn.Module, called)
 
 

@@ -69,7 +69,9 @@ def attention_of(
     core = None if joined is None or len(joined.shape) != 4 else _core_of(values, joined)
     if joined is None or core is None:
         return None
-    in_order = indices_like(joined).long().transpose(1, 2).flatten()
+    shares = _is_shared(v, joined, core)
+    places = indices_like(joined).long()
+    in_order = places.flatten() if shares else places.transpose(1, 2).flatten()
     if not torch.equal(origin_of(v, joined).flatten(), in_order):
         raise KeptError(computed(v, "joins heads in an unknown order by"))
     once = _nodes(joined) if core.dropout_p else ()
@@ -77,7 +79,7 @@ def attention_of(
     if update is not None:
         k_value, v_value, once = *update.args, (*once, update)
     transposed = core.transposed and update is None
-    q = heads_of(values, core.q, is_projection)
+    q = heads_of(values, core.q, is_projection, shares=shares)
     k = heads_of(values, k_value, is_projection, transposed=transposed)
     u = heads_of(values, v_value, is_projection)
     if u.steps or u.scale != 1:
@@ -95,6 +97,13 @@ def attention_of(
         None if update is None else update.kwargs["layer"],
     )
     return AttentionFound((*reorder, *_steps(q, k, heads), attention), sources, q.tokens, once)
+
+
+def _is_shared(v: Value, joined: Value, core: _Core) -> bool:
+    """Whether queries of one token may be the heads that share a head of keys."""
+    masked = core.mask is not None and core.mask.shape[-2:-1] != (1,)
+    alone = joined.shape[2] > 1 and math.prod(v.shape[:-1]) == joined.shape[0]
+    return alone and not core.causal and not masked
 
 
 def _nodes(v: Value) -> tuple[Node, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..context import any_autocast
+from .captured_outputs import captured
 from .kept import KeptError, NotNowError
 from .reads import is_scalar
 from .stand_ins import is_cache
@@ -79,7 +80,7 @@ def call_key(
     )
     tensors = tuple([(t.dtype, t.device, t.requires_grad) for t in found.tensors])
     modes = module.training, torch.is_grad_enabled(), torch.get_default_dtype(), *_autocast()
-    facts = modes, structure, tensors, sizes, tuple(found.placements)
+    facts = modes, captured(), structure, tensors, sizes, tuple(found.placements)
     return CallKey(facts, tuple(numbers), tuple(sorted(features)), tuple(found.caches))
 
 

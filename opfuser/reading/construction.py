@@ -17,7 +17,8 @@ from ..merged_linear import MergedLinear
 from ..sequential import Residual, Sequential
 from . import operations as read
 from .kept import KeptError
-from .plain_modules import ColumnScale, LayerCache, Reorder, Transpose
+from .layer_cache import LayerCache
+from .plain_modules import ColumnScale, Reorder, Transpose
 
 __all__ = ["ACTIVATIONS", "Built", "build"]
 

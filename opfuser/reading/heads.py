@@ -55,7 +55,12 @@ class HeadsFound:
 
 
 def heads_of(
-    values: Values, v: Value, is_projection: Callable[[Value], bool], *, transposed: bool = False
+    values: Values,
+    v: Value,
+    is_projection: Callable[[Value], bool],
+    *,
+    transposed: bool = False,
+    shares: bool = False,
 ) -> HeadsFound:
     """Where heads come from, and what was done to them.
 
@@ -64,6 +69,7 @@ def heads_of(
         v: the heads (b, h, s, d), or (b, h, d, s) if they are ``transposed``.
         is_projection: whether a value is the output of a projection.
         transposed: as products with keys read them.
+        shares: whether they are (b, g, h, d), of one token each, h of them beside a head of keys.
 
     Raises:
         KeptError: something happened to them besides norms, rotary positions and a factor.
@@ -72,6 +78,7 @@ def heads_of(
         raise KeptError(computed(v, "attends to heads without four dimensions, by"))
     places = indices_like(v).long()
     places = places.mT if transposed else places
+    places = places.flatten(1, 2).unsqueeze(2) if shares else places
     tokens = places.shape[0], places.shape[2]
     steps: list[Norm | Turn] = []
     scale = 1.0

@@ -57,6 +57,8 @@ class Observed:
         self._containers: dict[int, tuple[Any, list[Any]]] = {}
         self._held: dict[int, tuple[Any, Any]] = {}
         self._caches: dict[int, tuple[Any, int]] = {}
+        self.cached: dict[int, int] = {}  # caches, by the code of what they keep results of
+        self.kept_results: set[int] = set()  # caches that were given more than scalars
         for module in root.modules():
             for attributes in attributes_of(module):
                 self.hold(attributes)
@@ -110,6 +112,10 @@ class Observed:
             return [value.func, value.args, value.keywords]
         if isinstance(value, functools._lru_cache_wrapper):
             self._caches.setdefault(id(value), (value, value.cache_info().misses))
+            if isinstance(value.__wrapped__, types.FunctionType):
+                self.cached[id(value.__wrapped__.__code__)] = id(value)
+            else:
+                self.kept_results.add(id(value))
             return [value.__wrapped__]
         if isinstance(value, (tuple, frozenset)):
             return contents(value)
@@ -156,7 +162,8 @@ class Observed:
                 else:
                     holder[name] = value
         for cache, misses in self._caches.values():
-            if cache.cache_info().misses != misses:  # it may hold stand-ins now
+            filled = cache.cache_info().misses != misses
+            if filled and id(cache) in self.kept_results:  # it may hold stand-ins now
                 self.note_effect("fills a cache")
                 cache.cache_clear()
 

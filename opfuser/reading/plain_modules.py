@@ -1,33 +1,11 @@
-"""Modules for what is no operation of opfuser, and what its operations are given."""
+"""Modules for what is no operation of opfuser."""
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ColumnScale", "LayerCache", "Reorder", "Transpose"]
-
-
-class LayerCache(NamedTuple):
-    """One layer of a cache.
-
-    Attributes:
-        cache: of all layers.
-        layer: its number.
-        causal: whether query i sees the keys up to i: then no others than the first are seen.
-    """
-
-    cache: Any
-    layer: int
-    causal: bool
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends keys and values, and returns those that may be attended to."""
-        length = k.shape[2]
-        k, v = self.cache.update(k, v, self.layer)
-        return (k[:, :, :length], v[:, :, :length]) if self.causal else (k, v)
+__all__ = ["ColumnScale", "Reorder", "Transpose"]
 
 
 class Reorder(nn.Module):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .observed import Observed, attributes_of
 from .random_states import random_states
-from .reads import MISSING
+from .reads import MISSING, is_scalar
 from .stand_ins import LayerIndex
 
 __all__ = ["Recording", "is_tracing"]
@@ -206,7 +206,7 @@ class Recording:
         """Notes the globals that the code of a called function names."""
         if event != "call":  # most events, so that this comes first
             if event == "return":
-                self._returns(frame)
+                self._returns(frame, argument)
             return
         code, around = frame.f_code, frame.f_globals
         if self._importing is None and code is _IMPORT:
@@ -240,7 +240,10 @@ class Recording:
             elif stores:
                 self.observed.row(around, name, MISSING)
 
-    def _returns(self, frame: types.FrameType) -> None:
+    def _returns(self, frame: types.FrameType, result: Any) -> None:
+        cache = self.observed.cached.get(id(frame.f_code))
+        if cache is not None and not is_scalar(result):
+            self.observed.kept_results.add(cache)
         if frame is self._importing:
             self._importing = None
         elif frame is self._function:

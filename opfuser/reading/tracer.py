@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..tracing import transforms_active
 from .call_key import CallKey, call_key, constant_sizes
+from .captured_outputs import is_idle
 from .child_calls import recorded_calls
 from .dataflow import Dataflow, map_leaves
 from .kept import KeptError, NotNowError
@@ -22,7 +23,7 @@ from .sizes import Sizes, guard_of, value_of
 from .stand_ins import Update, cached_length
 from .tracing_mode import TracingMode, tensors_in
 
-__all__ = ["Trace", "trace"]
+__all__ = ["Trace", "device_of", "trace"]
 
 
 @dataclass(eq=False)
@@ -72,7 +73,7 @@ def trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    ignored_hooks: Callable[[Any], bool] = lambda hook: False,
+    ignored_hooks: Callable[[Any], bool] = is_idle,
 ) -> Trace:
     """What ``module``'s forward computes for a call with such arguments.
 
@@ -101,7 +102,7 @@ def trace(
     constants = constant_sizes(module)
     key = call_key(module, args, kwargs, constants)
     sizes = Sizes(key.sizes, constants.union(key.constants))
-    mode = TracingMode(module, _device_of(module, args, kwargs), sizes, ignored_hooks)
+    mode = TracingMode(module, device_of(module, args, kwargs), sizes, ignored_hooks)
     with ExitStack() as modes:
         # What is around the call, such as a count of operations, is told of nothing.
         modes.enter_context(_disable_current_modes())
@@ -120,7 +121,8 @@ def trace(
     return Trace(module, mode.dataflow, reads, key, sizes.guards, tuple(mode.updates))
 
 
-def _device_of(module: nn.Module, args: Any, kwargs: Any) -> torch.device:
+def device_of(module: nn.Module, args: Any, kwargs: Any) -> torch.device:
+    """Where a call computes."""
     tensors = [*module.parameters(), *module.buffers(), *tensors_in((args, kwargs))]
     return next((t.device for t in tensors if t.dim() > 0), torch.device("cpu"))
 

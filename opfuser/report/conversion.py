@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import TargetError, counted, explain
 from ..hf import apply
@@ -25,13 +25,13 @@ class Conversion(NamedTuple):
 
     Attributes:
         call: as users write it.
-        convert: returns a model that is converted so, or None if the call replaces nothing. It
-            shares parameters with the model, which does not change.
+        convert: returns a model that is converted so, or None if the call replaces nothing, given
+            the inputs of a call. It shares parameters with the model, which does not change.
         only_for: names of the fused operations that need it; empty for any.
     """
 
     call: str
-    convert: Callable[[nn.Module], nn.Module | None]
+    convert: Callable[[nn.Module, tuple[Tensor, ...]], nn.Module | None]
     only_for: frozenset[str] = frozenset()
 
     def tried(self, target: Target, use: Callable[[Target], _T]) -> _T | None:
@@ -54,7 +54,7 @@ class Conversion(NamedTuple):
         try:
             with torch.random.fork_rng(devices=[]):
                 there = twin(target)
-                model = self.convert(there.model)
+                model = self.convert(there.model, there.inputs)
                 return None if model is None else use(there._replace(model=model))
         except Exception as error:  # noqa: BLE001 - advice that fails is not given
             return error
@@ -102,17 +102,19 @@ def _copied(target: Target) -> Target:
     return target._replace(model=copy.deepcopy(target.model, kept))
 
 
-def _from_torch(model: nn.Module) -> nn.Module | None:
+def _from_torch(model: nn.Module, inputs: tuple[Tensor, ...]) -> nn.Module | None:
     return from_torch(model) if conversion_report(model).replaced else None
 
 
-def _applied(model: nn.Module, *, fused_loss: bool) -> nn.Module | None:
+def _applied(
+    model: nn.Module, inputs: tuple[Tensor, ...], *, fused_loss: bool
+) -> nn.Module | None:
     if not any(type(m).__module__.startswith("transformers.") for m in model.modules()):
         return None
     other: nn.Module = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    replaced = apply(other, fused_loss=fused_loss).replaced
-    wanted = any(r.what == "loss" for r in replaced) if fused_loss else bool(replaced)
-    return other if wanted else None
+    computed = apply(other, example=inputs, fused_loss=fused_loss).computed
+    losses = ("CrossEntropy" in done.operations for done in computed)
+    return other if (any(losses) if fused_loss else computed) else None
 
 
 CONVERSIONS = (

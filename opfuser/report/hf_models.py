@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import TargetError, explain
+from ..integrations.hf_examples import input_shape
 from ..libraries import imported
 from .inputs import did_you_mean, said
 
@@ -101,17 +102,11 @@ def call_inputs(spec: str, model: nn.Module) -> tuple[str, ...]:
     Raises:
         TargetError: the model takes something else.
     """
-    config: Any = model.config
-    name = getattr(model, "main_input_name", None)
+    found = input_shape(model, _ROWS, _TOKENS)
+    if found is not None:
+        name, shape = found
+        return ("x".join(map(str, shape)) + (":int64" if name == "input_ids" else ""),)
     parameters = [n for n in inspect.signature(type(model).forward).parameters if n != "self"]
-    first = parameters[0] if parameters else None
-    if name == first == "input_ids":
-        most = getattr(config, "max_position_embeddings", None)
-        return (f"{_ROWS}x{min(_TOKENS, most) if isinstance(most, int) else _TOKENS}:int64",)
-    size = _setting(config, "image_size")
-    if name == first == "pixel_values" and size is not None:
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        return (f"{_ROWS}x{_setting(config, 'num_channels') or 3}x{height}x{width}",)
     raise TargetError(
         explain(
             "A call is known for models that take input_ids or pixel_values",
@@ -266,11 +261,6 @@ def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             out[name] = value
     return out
-
-
-def _setting(config: Any, name: str) -> Any:
-    """A setting of a configuration, or of that of its images."""
-    return getattr(config, name, getattr(getattr(config, "vision_config", None), name, None))
 
 
 def _file(path: Path) -> Path:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 
 from ..engine.plan import Plan
 from ..errors import ArgumentTypeError
 from ..sequential import Sequential
 
-__all__ = ["SequenceCall", "observed"]
+__all__ = ["SequenceCall", "calls_seen", "observed"]
 
 
 class SequenceCall(NamedTuple):
@@ -46,11 +45,10 @@ def observed(model: nn.Module) -> Iterator[list[SequenceCall]]:
     seen: set[int] = set()
     taken: set[str] = set()
 
-    # Hooks for all modules: those of one module would keep it from being fused.
-    def enter(module: nn.Module, args: Any) -> None:
+    def enter(module: nn.Module) -> None:
         active.append((next(count), module))
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         number, _ = active.pop()
         if not isinstance(module, Sequential) or id(module) in seen or output is None:
             return
@@ -73,15 +71,40 @@ def observed(model: nn.Module) -> Iterator[list[SequenceCall]]:
         began.insert(at, number)
         found.insert(at, SequenceCall(path, module, tuple(args), plan))
 
-    handles = (
-        module_hooks.register_module_forward_pre_hook(enter),
-        module_hooks.register_module_forward_hook(leave, always_call=True),
-    )
-    try:
+    with calls_seen(enter, leave):
         yield found
+
+
+@contextmanager
+def calls_seen(
+    enter: Callable[[nn.Module], None],
+    leave: Callable[[nn.Module, tuple[Any, ...], Any], None],
+) -> Iterator[None]:
+    """Inside, functions are told of all calls of modules.
+
+    Not by hooks: those of a module would keep it from being fused, those of all modules from being
+    computed by what ``opfuser.apply`` made.
+
+    Args:
+        enter: is given the module.
+        leave: is given the module, its positional arguments, and its result, or None if it raised.
+    """
+    original = nn.Module._call_impl  # and not __call__, by which fused operations know their own
+
+    def seen(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        enter(module)
+        output = None
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            leave(module, args, output)
+        return output
+
+    nn.Module._call_impl = seen  # type: ignore[method-assign]
+    try:
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
+        nn.Module._call_impl = original  # type: ignore[method-assign]
 
 
 def _distinct(path: str, taken: set[str]) -> str:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..engine.plan import Plan
 from ..errors import OpfuserError, TargetError, explain
-from ..integrations.hf import apply
+from ..hf import apply
 from ..registry import fusions
 from . import hf_models
 from .inputs import did_you_mean, examples, said, tensor
@@ -130,12 +130,12 @@ def _of_transformers(
         )
     with hf_models.quiet_and_offline():
         report = apply(model)
-    if not report.replaced:
+    if not report.computed:
         raise TargetError(
             explain(
                 "opfuser.hf.apply replaces nothing in this model",
                 where=name,
-                received="; ".join(f"{k.path or 'the model'} {k.why}" for k in report.kept[:2]),
+                received="; ".join(f"{k.path or 'the model'} {k.reason}" for k in report.kept[:2]),
                 remedy="opfuser audit says what would fuse",
             )
         )

@@ -105,8 +105,8 @@ def test_the_untouched_model_has_the_same_parameters_and_results() -> None:
     assert isinstance(target.untouched, nn.Module)
     for name, t in target.model.named_parameters():
         assert target.untouched.get_parameter(name) is t
-    assert opfuser.hf.report(target.model).replaced
-    assert not opfuser.hf.report(target.untouched).replaced
+    assert opfuser.hf.report(target.model).computed
+    assert not opfuser.hf.report(target.untouched).computed
     ours, theirs = (m(*target.inputs).logits for m in (target.model, target.untouched))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -135,7 +135,7 @@ def test_names(name: str, config: str | None, kind: str) -> None:
     given = None if config is None else Path(config)
     model: Any = load(f"hf:{name}", config=given, applied=False).model
     assert (type(model).__name__, model.config.hidden_size) == (kind, 32)
-    assert not opfuser.hf.report(model).replaced
+    assert not opfuser.hf.report(model).computed
 
 
 def test_settings_have_precedence_over_a_folder_one_by_one() -> None:

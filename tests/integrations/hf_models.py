@@ -150,10 +150,21 @@ def assert_close(
 
 
 def calls(model: nn.Module) -> dict[str, int]:
-    """How many calls untouched forwards took, by the reason."""
+    """How many calls the own forwards of modules took that are computed otherwise, by reason."""
     found: dict[str, int] = {}
-    report = opfuser.hf.report(model)
-    for entry in (*report.replaced, *report.kept):
-        for reason, count in entry.calls:
+    for entry in opfuser.hf.report(model).computed:
+        for reason, count in entry.fell_back:
             found[reason] = found.get(reason, 0) + count
     return found
+
+
+def layers(report: opfuser.hf.Report) -> list[str]:
+    """The paths of layers that are computed; nothing is kept because the reader has a mistake."""
+    assert "could not be read" not in str(report)
+    return [e.path for e in report.computed if e.path.rpartition(".")[2].isdigit()]
+
+
+def reason(report: opfuser.hf.Report, path: str) -> str:
+    """Why a module is kept."""
+    (entry,) = [entry for entry in report.kept if entry.path == path]
+    return entry.reason

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
-from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
-from ...integrations.hf.reading import replaced_forward
+from ...applying import is_computed
+from ...applying.deferred import Deferred
 from ...integrations.torch_nn import from_torch
 from ...op import FusibleOperation
 from ...sequential import Sequential
-from ..observing import SequenceCall, observed
+from ..observing import SequenceCall, calls_seen, observed
 
 __all__ = ["Facts", "Place", "Trace", "facts_of", "name_of", "tensors_of", "trace"]
 
@@ -70,7 +70,8 @@ class Trace(NamedTuple):
     Attributes:
         graph: a node for each call, named as torch's function. ``meta`` of a node has its
             ``facts``, its ``place``, and whether it ``writes`` memory. What a Sequential, an
-            operation, or a replaced forward computes is one node, ``call_module``.
+            operation, or a module computes that :func:`opfuser.apply` has a sequence for, is one
+            node, ``call_module``.
         calls: of the Sequentials of operations.
         parameters: of the model, by the node that reads each.
     """
@@ -149,10 +150,10 @@ class _Recorder(TorchFunctionMode):
         """Whether what is called belongs to one node."""
         return len(self.borders) % 2 == 1
 
-    def modules(self) -> ExitStack:
+    def modules(self) -> AbstractContextManager[None]:
         """Follows which module is running, while it is open."""
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module) -> None:
             self.active.append(module)
             # A plain module inside of a Sequential is looked into again.
             if _is_opaque(module, self.opaque) is not self.opaque:
@@ -169,18 +170,13 @@ class _Recorder(TorchFunctionMode):
                     if node is not None:
                         node.meta["module"] = module
 
-        stack = ExitStack()
-        pre = module_hooks.register_module_forward_pre_hook(enter)
-        stack.callback(pre.remove)
-        post = module_hooks.register_module_forward_hook(leave, always_call=True)
-        stack.callback(post.remove)
-        return stack
+        return calls_seen(enter, leave)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.opaque:
+        if self.opaque or Deferred in types:  # of these a Sequential makes the loss
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if tensors_of(out):
@@ -278,7 +274,7 @@ def _is_opaque(module: nn.Module, inside: bool) -> bool:
         return True
     if inside and not module._modules and isinstance(from_torch(module), FusibleOperation):
         return True
-    return replaced_forward(vars(module).get("forward")) is not None
+    return is_computed(module)
 
 
 def _memory(t: Tensor) -> int:
