@@ -68,6 +68,20 @@ class Argument(NamedTuple):
     value: Callable[[Sequence[Any]], Any]
 
 
+class Memory(NamedTuple):
+    """What makes keys and values, side by side, of another input of a call.
+
+    Attributes:
+        sequence: that does.
+        input: the number of the input.
+        sizes: how many columns are keys, and how many values.
+    """
+
+    sequence: Sequential
+    input: int
+    sizes: tuple[int, int]
+
+
 class Built:
     """A sequence that computes what was read.
 
@@ -77,6 +91,7 @@ class Built:
         aliases: parameters of the module that its operations read.
         arguments: what else its operations are given.
         cached: attention that extends a cache, and the numbers of its layers there.
+        memories: what makes the extra inputs of the sequence, in their order.
     """
 
     def __init__(self, reading: read.Reading, module: nn.Module) -> None:
@@ -84,6 +99,7 @@ class Built:
         self.aliases: list[Alias] = []
         self.arguments: list[Argument] = []
         self.cached: list[tuple[basic.DotProductAttention, int]] = []
+        self.memories: list[Memory] = []
         self._module = module
         self._ones: list[nn.Module] = []
         self.sequence = Sequential(*self._all(reading.operations))
@@ -108,7 +124,10 @@ class Built:
             kwargs.setdefault(op, {})[keyword] = value(inputs)
         for attend, layer in self.cached:
             kwargs.setdefault(attend, {})["cache"] = LayerCache(cache, layer, attend.causal)
-        return self.sequence(inputs[self.input], op_kwargs=kwargs)
+        extra = [
+            t for m in self.memories for t in m.sequence(inputs[m.input]).split(m.sizes, dim=-1)
+        ]
+        return self.sequence(inputs[self.input], *extra, op_kwargs=kwargs)
 
     def _all(self, operations: Sequence[read.Operation]) -> list[nn.Module]:
         return [module for op in operations for module in self._modules(op)]
@@ -226,8 +245,9 @@ class Built:
         self.arguments.append(Argument(made, "tables", partial(_tables, op)))
         return [made]
 
-    def attention(self, op: read.Attention) -> list[nn.Module]:
+    def attention(self, op: read.Attention, layout: str = "packed") -> list[nn.Module]:
         heads = op.heads
+        other_values = layout == "packed" and heads.value_size != heads.size
         made = basic.DotProductAttention(
             heads.queries,
             heads.keys,
@@ -235,13 +255,23 @@ class Built:
             op.scale,
             dropout_p=op.dropout_p,
             softcap=op.softcap,
-            v_head_dim=None if heads.value_size == heads.size else heads.value_size,
+            layout=layout,
+            sinks=op.sinks is not None,
+            v_head_dim=heads.value_size if other_values else None,
+            device="meta",
         )
+        self.alias(made, "sinks", op.sinks)
         if op.masks:
             self.arguments.append(Argument(made, "mask", partial(_mask, op.masks, self.input)))
         if op.cache is not None:
             self.cached.append((made, op.cache))
         return [made]
+
+    def cross_attention(self, op: read.CrossAttention) -> list[nn.Module]:
+        heads = op.attention.heads
+        sizes = heads.keys * heads.size, heads.keys * heads.value_size
+        self.memories.append(Memory(Sequential(*self._all(op.memory)), op.input, sizes))
+        return self.attention(op.attention, "separate")
 
     def residual(self, op: read.Residual) -> list[nn.Module]:
         return [Residual(*self._all(op.branch))]
@@ -282,6 +312,7 @@ _MAKERS: dict[type, Callable[[Built, Any], list[nn.Module]]] = {
     read.Bias: Built.bias,
     read.Called: Built.called,
     read.ColumnScale: Built.column_scale,
+    read.CrossAttention: Built.cross_attention,
     read.Dropout: Built.dropout,
     read.Gated: Built.gated,
     read.HeadNorm: Built.head_norm,

@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 
 from .activations import ActivationFound, activations_in, clamped_pair, halves_of
-from .attention import attention_of
+from .attention import AttentionFound, attention_of
 from .dataflow import Call, Dataflow, Node, Value, values_in
 from .kept import KeptError
 from .norms import norm_of
@@ -22,6 +22,7 @@ from .operations import (
     Bias,
     Called,
     ColumnScale,
+    CrossAttention,
     Dropout,
     Gated,
     Linear,
@@ -244,14 +245,21 @@ class _Grammar:
             return called[0]
         raise KeptError(f"{computed(self.values.peel(v))}, where a projection is expected")
 
-    def is_projection(self, v: Value) -> bool:
-        if linear_of(self.values, v) is not None:
-            return True
-        norm = norm_of(self.values, v, None)
-        return norm is not None and linear_of(self.values, norm.x) is not None
+    def projected(self, v: Value) -> Value | None:
+        """The input of a projection, of what it returns; None for other values."""
+        found = linear_of(self.values, v)
+        if found is None:
+            norm = norm_of(self.values, v, None)
+            found = None if norm is None else linear_of(self.values, norm.x)
+        return None if found is None else self.values.peel(found.x)
 
-    def is_called(self, v: Value) -> bool:
-        return self.is_projection(v) or bool(calls_returning(self.values.dataflow, [v]))
+    def called(self, v: Value) -> Value | None:
+        """As :meth:`projected`, where a child that is called may be a projection too."""
+        x, calls = self.projected(v), calls_returning(self.values.dataflow, [v])
+        if x is not None or not calls:
+            return x
+        of = only_tensor(calls[0])
+        return None if of is None else self.values.peel(of)
 
     def merged(self, outputs: Sequence[Value], what: str) -> Step:
         """Projections of one input, side by side."""
@@ -334,15 +342,39 @@ class _Grammar:
         if not is_layout(self.values, v):
             return None
         try:
-            found = attention_of(self.values, v, self.is_projection)
+            found = attention_of(self.values, v, self.projected)
         except KeptError:
             # A child that is called, such as a linear module with an adapter, may be a projection.
-            found = attention_of(self.values, v, self.is_called)
+            found = attention_of(self.values, v, self.called)
         if found is None:
             return None
         step = self.merged(found.sources, "queries, keys or values")
-        tokens = frozenset({found.tokens})
-        return step.followed_by(Step(found.operations, step.source, (), tokens, found.once))
+        attend: Operation = found.attention
+        once = found.once
+        if found.memory:
+            memory = self.memory(found, base)
+            number = self.values.dataflow.inputs.index(memory.source)
+            attend, once = (
+                CrossAttention(found.attention, number, memory.operations),
+                once + memory.once,
+            )
+        operations = *found.steps, attend
+        return step.followed_by(Step(operations, step.source, (), frozenset({found.tokens}), once))
+
+    def memory(self, found: AttentionFound, base: Value | None) -> Step:
+        """What makes keys and values of another input.
+
+        Raises:
+            KeptError: they are made of the stream too, or something is not explained.
+        """
+        merged = self.merged(found.memory, "keys or values")
+        if base is not None and self.values.is_ancestor(base, merged.source):
+            raise KeptError(computed(self.values.peel(merged.source), "attends to keys of"))
+        before = self.chain(merged.source, None, is_rounded=True)
+        step = before.followed_by(merged, Step(found.memory_steps, merged.source))
+        if step.tokens or step.written:
+            raise KeptError(computed(merged.source, "attends to what attends itself, made by"))
+        return step
 
 
 def _drawn(v: Value) -> tuple[Node, ...]:

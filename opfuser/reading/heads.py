@@ -41,6 +41,7 @@ class HeadsFound:
 
     Attributes:
         source: the output of a projection: a row of columns for each token.
+        x: the input of the projection.
         tokens: b and s.
         columns: (h, d), the columns that are the entries of each head.
         steps: what is done to heads, first to last.
@@ -48,6 +49,7 @@ class HeadsFound:
     """
 
     source: Value
+    x: Value
     tokens: tuple[int, int]
     columns: Tensor
     steps: tuple[Norm | Turn, ...]
@@ -55,14 +57,18 @@ class HeadsFound:
 
 
 def heads_of(
-    values: Values, v: Value, is_projection: Callable[[Value], bool], *, transposed: bool = False
+    values: Values,
+    v: Value,
+    projected: Callable[[Value], Value | None],
+    *,
+    transposed: bool = False,
 ) -> HeadsFound:
     """Where heads come from, and what was done to them.
 
     Args:
         values: of the dataflow.
         v: the heads (b, h, s, d), or (b, h, d, s) if they are ``transposed``.
-        is_projection: whether a value is the output of a projection.
+        projected: the input of a projection, of what it returns; None for others.
         transposed: as products with keys read them.
 
     Raises:
@@ -76,15 +82,16 @@ def heads_of(
     steps: list[Norm | Turn] = []
     scale = 1.0
     while True:
-        piece = _piece_of(values, v, is_projection, places)
+        piece = _piece_of(values, v, projected, places)
         if piece.factor != 1 and any(isinstance(step, Norm) for step in steps):
             raise KeptError(computed(v, "scales heads before their norm by"))
         scale *= piece.factor
         steps += [piece.turn] if piece.turn else []
         source, places = piece.source, piece.places
-        if is_projection(source):
+        x = projected(source)
+        if x is not None:
             columns = _columns(places, source)
-            return HeadsFound(source, tokens, columns, tuple(steps[::-1]), scale)
+            return HeadsFound(source, x, tokens, columns, tuple(steps[::-1]), scale)
         found = norm_of(values, source, None)
         assert found is not None  # which made it a leaf
         if found.factor != 1 or not _are_rows(places, found.norm.shape):
@@ -103,12 +110,12 @@ class _Piece(NamedTuple):
 
 
 def _piece_of(
-    values: Values, v: Value, is_projection: Callable[[Value], bool], places: Tensor
+    values: Values, v: Value, projected: Callable[[Value], Value | None], places: Tensor
 ) -> _Piece:
     """Follows heads, whose entries are at ``places`` of a value, to the last thing computed."""
 
     def is_leaf(at: Value) -> bool:
-        return is_projection(at) or norm_of(values, at, None) is not None
+        return projected(at) is not None or norm_of(values, at, None) is not None
 
     leaves = leaves_of(values, v, is_leaf)
     tables = [leaf for leaf in leaves if leaf.origin == "input"]

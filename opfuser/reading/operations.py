@@ -10,6 +10,7 @@ __all__ = [
     "Bias",
     "Called",
     "ColumnScale",
+    "CrossAttention",
     "Dropout",
     "Gated",
     "HeadNorm",
@@ -235,6 +236,7 @@ class Attention:
         softcap: c of ``c tanh(s / c)``, or None.
         masks: which all hide keys.
         cache: the number of the layer in a cache that extends keys and values, or None.
+        sinks: the parameter that is a logit per head in the softmax, without a value, or None.
     """
 
     heads: Heads
@@ -244,6 +246,22 @@ class Attention:
     softcap: float | None = None
     masks: tuple[Mask, ...] = ()
     cache: int | None = None
+    sinks: str | None = None
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Attention of queries, which it is given, to keys and values of another input.
+
+    Attributes:
+        attention: whose packed heads are the queries, and what the memory makes.
+        input: the number of the other input.
+        memory: operations that make keys and values of it, packed in this order.
+    """
+
+    attention: Attention
+    input: int
+    memory: tuple[Operation, ...]
 
 
 @dataclass(frozen=True)
@@ -277,6 +295,7 @@ Operation = (
     | HeadNorm
     | Rotary
     | Attention
+    | CrossAttention
     | Residual
     | Parallel
 )
